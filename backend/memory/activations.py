@@ -36,7 +36,7 @@ class LayerActivations:
 
 def layer_activations(ctx: MemoryContext) -> LayerActivations:
     """The activations of one layer of this model in this run."""
-    experts, writes_scores = _adapted_expert_count(ctx), _writes_scores(ctx)
+    experts, writes_scores = _adapted_expert_count(ctx), _writes_scores(ctx, _has_mask(ctx))
     per_token = _bytes_per_token(ctx, experts, writes_scores)
     matrices = _attention_matrix_bytes(ctx, writes_scores)
     return LayerActivations(per_token, matrices, _backward_row(ctx, experts, writes_scores), experts, writes_scores)
@@ -174,25 +174,36 @@ def _adapted_expert_count(ctx: MemoryContext) -> int:
 # -- attention masks and scores --------------------------------------------------------------------------------------
 
 
+def evaluation_attention_bytes(ctx: MemoryContext, sequences: int) -> int:
+    """Bytes for pairs of tokens in one layer of an evaluation batch, which is not packed: the boolean mask and its copy
+    in the compute dtype, and without a fused kernel the scores twice, of which softmax makes an fp32 copy."""
+    has_mask = sequences > 1 and _may_have_mask(ctx)
+    scores = 8 if _is_eager(ctx) else 9 if _writes_scores(ctx, has_mask) else 0
+    return sequences * ctx.sequence_length**2 * (has_mask * (1 + ctx.compute_bytes) + scores * ctx.shape.heads)
+
+
 @once
 def _has_mask(ctx: MemoryContext) -> bool:
     """Whether attention gets a mask, for padding or for packed sequences."""
-    needs_none = ctx.spec.model.attn_implementation in (*registry.FLASH_ATTENTIONS, "flex_attention")
-    return (ctx.spec.data.packing or ctx.sequences > 1) and not needs_none
+    return (ctx.spec.data.packing or ctx.sequences > 1) and _may_have_mask(ctx)
+
+
+def _may_have_mask(ctx: MemoryContext) -> bool:
+    """Whether padding needs a mask of pairs of tokens."""
+    return ctx.spec.model.attn_implementation not in (*registry.FLASH_ATTENTIONS, "flex_attention")
 
 
 @once
 def _is_eager(ctx: MemoryContext) -> bool:
     """Whether transformers computes attention step by step: as requested, or because the model has no SDPA."""
     requested = ctx.spec.model.attn_implementation
-    no_sdpa = not ctx.shape.supports_sdpa and ctx.shape.model_type != "gemma2"  # _attention_matrix_bytes has its scores
-    return requested == "eager" or (requested in ("auto", "sdpa") and no_sdpa)
+    return requested == "eager" or (requested in ("auto", "sdpa") and not ctx.shape.supports_sdpa)
 
 
-def _writes_scores(ctx: MemoryContext) -> bool:
+def _writes_scores(ctx: MemoryContext, has_mask: bool) -> bool:
     """Whether SDPA falls back to its math kernel, which saves the scores: on NVIDIA GPUs, grouped-query attention
     without a mask has a fused kernel only in 16 bits and from Ampere on (torch 2.13 sdp_utils.cpp; PR 181528)."""
-    uses_sdpa = ctx.spec.model.attn_implementation in ("auto", "sdpa") and not _has_mask(ctx) and not _is_eager(ctx)
+    uses_sdpa = ctx.spec.model.attn_implementation in ("auto", "sdpa") and not has_mask and not _is_eager(ctx)
     gpus = selected_gpus(ctx.run, ctx.machine) or ctx.machine.gpus
     has_kernel = ctx.compute_bytes == 2 and not any(before_ampere(gpu.capability) for gpu in gpus)
     return ctx.run.device == "cuda" and uses_sdpa and ctx.shape.kv_heads < ctx.shape.heads and not has_kernel
@@ -201,9 +212,10 @@ def _writes_scores(ctx: MemoryContext) -> bool:
 def _attention_matrix_bytes(ctx: MemoryContext, writes_scores: bool) -> int:
     """Bytes that a layer saves for pairs of tokens: the expanded mask, and scores without a fused kernel."""
     shape, mask = ctx.shape, ctx.compute_bytes if _has_mask(ctx) else 0
-    scores = 8 if shape.model_type == "gemma2" else 12 if ctx.on_cpu and shape.model_type == "gpt2" else 0
+    scores = 12 if ctx.on_cpu and shape.model_type == "gpt2" else 0
     if _is_eager(ctx):
-        scores, mask = 4 + (ctx.compute_bytes if ctx.compute_bytes == 2 else 0), 0
+        capped = shape.model_type == "gemma2"  # soft capping saves the scores once more
+        scores, mask = 4 + (ctx.compute_bytes if ctx.compute_bytes == 2 else 0) + capped * ctx.compute_bytes, 0
     if writes_scores:
         scores = 4
     return _token_pairs(ctx) * (mask + scores * shape.heads)

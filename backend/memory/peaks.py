@@ -16,6 +16,7 @@ from backend.memory.activations import (
     activation_row,
     dequantized_row,
     dora_row,
+    evaluation_attention_bytes,
     layers_with_gradients,
     merged_expert_rows,
 )
@@ -206,9 +207,10 @@ def evaluation(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
     if ctx.spec.eval.strategy == "no":
         return []
     batch = ctx.spec.eval.per_device_eval_batch_size * ctx.stage.sequences_per_example
-    tokens = batch * ctx.sequence_length
-    size = evaluation_bytes(ctx, tokens) + tokens * layer.bytes_per_token
+    tokens, matrices = batch * ctx.sequence_length, evaluation_attention_bytes(ctx, batch)
+    size = evaluation_bytes(ctx, tokens) + tokens * layer.bytes_per_token + matrices
     formula = f"{batch} x {ctx.sequence_length} tokens: activations of one layer, and one chunk of the logits"
+    formula += f", and {matrices:,} bytes of attention masks or scores" if matrices else ""
     return [
         Row("Evaluation batch", size, formula), *merged_expert_rows(ctx, layer, 1), *gathered_rows(ctx, 1, 2)
     ]  # fmt: skip

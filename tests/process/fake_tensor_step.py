@@ -105,6 +105,13 @@ def h100_attention(
     return math_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 
+def gpu_softmax(scores: torch.Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """softmax as on a GPU, where one kernel reads 16 bits and writes fp32."""
+    if scores.element_size() == 2 and dtype is torch.float32:
+        return aten._softmax(scores, dim, True)
+    return torch.softmax(scores, dim, dtype=dtype)
+
+
 class FakeGroupedMM(torch.autograd.Function):
     """torch's grouped matrix product of tokens and experts (torch 2.13 derivatives.yaml, _grouped_mm), which supports
     fake tensors in bf16 only. rows: (tokens x experts per token, inputs), weight: (experts, inputs, outputs)."""
@@ -145,6 +152,7 @@ def gpu_behavior() -> Iterator[None]:
     broadcasts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", h100_attention)
+        patch.setattr(torch.nn.functional, "softmax", gpu_softmax)
         patch.setattr(masks, "is_tracing", lambda tensor: False)
         patch.setattr(masks, "fast_all", lambda mask: mask.shape[0] == 1)
         patch.setattr(chunked, "_use_triton", lambda device: True)
@@ -210,6 +218,10 @@ class Step:
         nn.utils.clip_grad_norm_(trainable, 1.0, foreach=True)
         optimizer.step()
 
+    @property
+    def batch_size(self) -> int:
+        return self.spec.train.per_device_train_batch_size
+
     def no_sync(self, wrapped: Any) -> Any:
         """accelerate's no_sync, used with DDP only: FSDP reduces the gradients of each micro-batch."""
         return wrapped.no_sync() if self.strategy.engine == "ddp" else contextlib.nullcontext()
@@ -225,7 +237,8 @@ class Step:
         dtype = DTYPES[self.precision] if lora or not self.fp32_master_weights else torch.float32
         with torch.device("meta"):
             config = AutoConfig.for_model(**self.config)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            attention = {"auto": "sdpa"}.get(name := self.spec.model.attn_implementation, name)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
             model = adapters.apply_method(self.spec, model, self.precision)
         created: dict[int, nn.Parameter] = {}
         for module in model.modules():
@@ -280,8 +293,7 @@ class Step:
     def loss(self, model: nn.Module) -> torch.Tensor:
         """The loss as TRL's trainer computes it. accelerate uses autocast except with FSDP2, whose mixed-precision
         policy casts."""
-        train = self.spec.train
-        ids = torch.zeros(train.per_device_train_batch_size, self.spec.data.max_length, dtype=torch.int64)
+        ids = torch.zeros(self.batch_size, self.spec.data.max_length, dtype=torch.int64)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
         router = {"output_router_logits": True} if "num_experts_per_tok" in self.config else {}
         autocast = self.precision != "fp32" and self.fp32_master_weights and self.strategy.engine != "fsdp"
@@ -290,6 +302,21 @@ class Step:
         self.tracker.begin("loss")
         loss = -output.log_probs.sum() / ids.numel()
         return loss + output.aux_loss if router else loss
+
+
+class EvaluationStep(Step):
+    """The loss of an evaluation batch."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.spec.eval.per_device_eval_batch_size
+
+    def make(self, mesh: Any) -> None:
+        model = self.model().eval()
+        self.tracker.track_external(model)
+        self.tracker.begin("evaluation")
+        with torch.no_grad():
+            self.loss(model)
 
 
 def fake_all_reduce(_, bucket):  # DDP rejects annotations that are strings

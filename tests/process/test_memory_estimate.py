@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_tensor_step import FakeGroupedMM, peaks
+from fake_tensor_step import EvaluationStep, FakeGroupedMM, peaks
 from report_files import Sections, table, write_section
 
 from backend import registry
@@ -24,12 +24,15 @@ from backend.config import RunSpec
 from backend.config.options import parse
 from backend.inspect import InputFacts
 from backend.machine import GIB
-from backend.memory import OVERHEAD
+from backend.memory import OVERHEAD, MemoryContext
+from backend.memory.activations import layer_activations
+from backend.memory.peaks import evaluation
+from backend.memory.sharding import parameter_rows
 from backend.modelspec import from_config
 from backend.paths import HOME
 from backend.registry.hub_models import HUB_CONFIGS
 from backend.rules import Case
-from backend.rules.examples import gpus
+from backend.rules.examples import H100, gpus
 
 Changes = Mapping[str, Any]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -159,6 +162,32 @@ def test_estimate_matches_the_tracked_peak(cell: Cell) -> None:
     error = cell.estimated(4) / measured - 1
     print(f"{measured / GIB:.2f} GiB, {error:+.1%}")
     assert -MAX_UNDERESTIMATE <= error <= GOAL_ERROR
+
+
+@pytest.mark.parametrize(
+    ("precision", "attention", "batch"),
+    [("bf16", "eager", 1), ("pure_bf16", "eager", 4), ("fp32", "eager", 4), ("fp32", "auto", 1), ("bf16", "auto", 4)],
+)
+def test_estimate_matches_the_tracked_peak_of_evaluation(precision: str, attention: str, batch: int) -> None:
+    """Eager attention, the math kernel (fp32 without a mask), which allocates more than the tracker sees, and SDPA with
+    a mask. The tracker has no gradients and no optimizer state here."""
+    model = MODELS["Llama 3.2 1B"]
+    spec = parse(
+        {
+            "method.kind": "full",
+            "precision.compute": precision,
+            "data.max_length": 4096,
+            "model.attn_implementation": attention,
+            "eval.per_device_eval_batch_size": batch,
+        }
+    )
+    measured = EvaluationStep(spec, {**model, "num_hidden_layers": 2}).peaks()["evaluation"]
+    shape = from_config({**model, "num_hidden_layers": 2})
+    ctx = MemoryContext(spec, Case(spec, H100, InputFacts(shape=shape)).run, H100, shape)
+    rows = [*parameter_rows(ctx), *evaluation(ctx, layer_activations(ctx))]
+    error = sum(row.bytes for row in rows) / measured - 1
+    print(f"{measured / GIB:.2f} GiB, {error:+.1%}")
+    assert -MAX_UNDERESTIMATE <= error <= 0.35
 
 
 @pytest.mark.parametrize("trainable", [False, True])

@@ -53,6 +53,17 @@ TINY, MID, BIG = (
     shape(12, 768, 2048, 12, 4, 32_000),
     shape(16, 1024, 2816, 16, 8, 32_000, tied=True),
 )
+GEMMA_2_9B = from_config(
+    {
+        "model_type": "gemma2",
+        "num_hidden_layers": 42,
+        "hidden_size": 3584,
+        "intermediate_size": 14_336,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 256_000,
+    }
+)
 FULL, BF16, DDP = {"method__kind": "full"}, {"precision__compute": "bf16"}, {"parallel__strategy": "ddp"}
 MEASURED: list[tuple[ModelShape, dict[str, Any], int]] = [
     (TINY, {}, 807),
@@ -189,6 +200,24 @@ def test_eager_attention_scores_are_counted(method: str, bf16: bool) -> None:
         data__max_length=160,
     )
     assert estimated_activation_bytes(run_spec, model) == pytest.approx(saved_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "length"), [(LLAMA_8B, "eager", 4096), (GEMMA_2_9B, "auto", 8192), (GEMMA_2_9B, "auto", 512)]
+)
+def test_evaluation_writes_eager_attention_scores(model: ModelShape, attention: str, length: int) -> None:
+    """Softmax reads scores in bf16, writes them in fp32, and casts them: 8 bytes per head and pair of tokens."""
+    run_spec = spec(
+        model__attn_implementation=attention,
+        data__max_length=length,
+        train__per_device_train_batch_size=1,
+        train__activation_checkpointing=True,
+    )
+    phases = {moment.phase: moment.bytes for moment in estimate(run_spec, H100, model).phases}
+    scores = 8 * model.heads * length**2 * 8
+    assert scores + 2 * model.parameters < phases["Evaluation"]
+    smaller = estimate(edit(run_spec, {"eval.per_device_eval_batch_size": 1}), H100, model)
+    assert next(m.bytes for m in smaller.phases if m.phase == "Evaluation") < phases["Evaluation"] - scores * 7 / 8
 
 
 def test_formula_by_hand() -> None:
