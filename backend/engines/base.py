@@ -184,6 +184,10 @@ class Engine:
         """Whether only rank 0 reads the weights, and sends the other ranks their shards."""
         return False
 
+    def checkpoint_share(self, spec: RunSpec, nproc_per_node: int, world_size: int) -> float:
+        """Share of weights and optimizer state that a checkpoint copies to host RAM, on the node of rank 0."""
+        return 0
+
     def checkpoint_format(self, spec: RunSpec) -> str:
         """The format of a checkpoint's optimizer state, which decides which strategies can load it."""
         return "ddp"

@@ -167,6 +167,13 @@ class FSDP(Engine):
         divisor = self.mesh_divisor(spec)
         return nproc_per_node % divisor == 0 and nproc_per_node * nnodes // divisor > 1
 
+    def checkpoint_share(self, spec: RunSpec, nproc_per_node: int, world_size: int) -> float:
+        """All of it on rank 0 with a full state dict, else the shard of each rank, which an offloaded one does not copy
+        (accelerate 1.15 utils/fsdp_utils.py, save_fsdp_optimizer)."""
+        if spec.parallel.state_dict_type == "full":
+            return 1
+        return 0 if spec.parallel.cpu_offload else nproc_per_node / self.optimizer_shards(spec, world_size)
+
     def checkpoint_format(self, spec: RunSpec) -> str:
         """One file (full state dict), or a shard per rank."""
         return "sharded" if spec.parallel.state_dict_type == "sharded" else "fsdp"

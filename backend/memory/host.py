@@ -1,4 +1,4 @@
-"""Host RAM next to the devices: libraries, offloaded tensors, and the parameters while they are loaded.
+"""Host RAM next to the devices: libraries, offloaded tensors, and parameters or state while they are loaded or saved.
 
 Imports context, quantized, sharding. On a CPU run the processes themselves are the devices: nothing is counted here.
 """
@@ -15,7 +15,8 @@ FILE_BYTES = 5 * 10**9  # the usual size of a safetensors file on the Hub
 
 
 def host_rows(ctx: MemoryContext) -> list[Row]:
-    """RAM of one node. What loading needs is freed before the optimizer creates its state, so the larger counts."""
+    """RAM of one node. What loading needs is freed before the optimizer creates its state and before a checkpoint, so
+    the largest counts."""
     if ctx.on_cpu:
         return []
     count = ctx.run.nproc_per_node
@@ -23,8 +24,10 @@ def host_rows(ctx: MemoryContext) -> list[Row]:
         f"{count} process{'es' if count > 1 else ''} x {LIBRARY_BYTES // MIB} MiB: Python and libraries, approximate"
     )
     rows = [Row("Libraries", count * LIBRARY_BYTES, libraries, "host"), *_offloaded_rows(ctx)]
-    loading = _loading_row(ctx, sum(row.bytes for row in rows[1:]))
-    return [*rows, loading] if loading.bytes > 0 else rows
+    largest = max(
+        _loading_row(ctx, sum(row.bytes for row in rows[1:])), _checkpoint_row(ctx), key=lambda row: row.bytes
+    )
+    return [*rows, largest] if largest.bytes > 0 else rows
 
 
 def _loading_row(ctx: MemoryContext, offloaded: int) -> Row:
@@ -47,6 +50,19 @@ def _loading_row(ctx: MemoryContext, offloaded: int) -> Row:
     formula += f" - {offloaded:,} bytes that are offloaded later" if offloaded else ""
     total = readers * model + run.nproc_per_node * reference - offloaded
     return Row("Model loading", total, formula, "host")
+
+
+def _checkpoint_row(ctx: MemoryContext) -> Row:
+    """What FSDP copies to RAM before it is written: first the weights, then the optimizer state (torch 2.13
+    distributed/checkpoint/state_dict.py, _maybe_full_or_cpu_state_dict). A full state dict has frozen weights too."""
+    save, optimizer = ctx.spec.save, ctx.optimizer
+    share = ctx.engine.checkpoint_share(ctx.spec, ctx.run.nproc_per_node, ctx.run.world_size)
+    frozen = (ctx.unquantized_count * ctx.compute_bytes + ctx.quantized_bytes) if share == 1 else 0
+    weights, state = ctx.trainable_count * ctx.trainable_bytes + frozen, 0 if save.only_model else optimizer.bytes
+    formula = optimizer.formula() if state > weights else f"{weights:,} bytes of parameters"
+    part = f" x {share:g} on this node" if share != 1 else ""
+    size = round((save.strategy != "no") * share * max(weights, state))
+    return Row("State dict for a checkpoint", size, f"{formula}{part}, copied before it is written", "host")
 
 
 def _offloaded_rows(ctx: MemoryContext) -> list[Row]:

@@ -32,6 +32,7 @@ LESS_HOST_RAM = (
 MORE_DEVICE_MEMORY = "more memory on the devices"
 HOST_FIXES = (
     FSDP2,
+    Fix("Save sharded checkpoints", {"parallel.state_dict_type": "sharded"}),
     Fix("Keep the optimizer state on the devices", {"parallel.offload_optimizer": "none"}, cost=MORE_DEVICE_MEMORY),
     Fix(
         "Disable offload",
@@ -94,8 +95,9 @@ def possible_device_out_of_memory(case: Case) -> Violation | None:
     at_start=True,
 )
 def host_out_of_memory(case: Case) -> Violation | None:
-    """Each process loads the weights into host RAM before they are moved to its device, and offloaded state stays
-    there. When RAM runs out, the kernel kills processes without an error message."""
+    """Each process loads the weights into host RAM before they are moved to its device, offloaded state stays there,
+    and FSDP copies checkpoints there before it writes them. When RAM runs out, the kernel kills processes without an
+    error message."""
     found, free = case.estimate, case.machine.ram_free_bytes
     if not found.capacity_bytes or found.host_bytes <= CLEAR_EXCESS * free:
         return None
@@ -134,9 +136,10 @@ def _exceeded_host_ram(case: Case) -> Violation:
 
 
 def _fits_afterwards(case: Case, fix: Fix) -> bool:
-    """Whether neither host RAM nor device memory is clearly exceeded after the fix."""
-    found = case.estimated(case.with_patch(fix.patch))
-    return found.host_bytes <= CLEAR_EXCESS * case.machine.ram_free_bytes and not _clearly_exceeds(found)
+    """Whether the fix saves host RAM, and neither host RAM nor device memory is clearly exceeded after it."""
+    found, free = case.estimated(case.with_patch(fix.patch)), case.machine.ram_free_bytes
+    fits = found.host_bytes <= CLEAR_EXCESS * free and not _clearly_exceeds(found)
+    return fits and found.host_bytes < case.estimate.host_bytes
 
 
 def _clearly_exceeds(found: Estimate) -> bool:

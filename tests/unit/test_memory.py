@@ -26,6 +26,7 @@ from backend.memory.peaks import end_of_forward_on_cpu, loss_backward
 from backend.modelspec import ModelShape, from_config
 from backend.rules import Case, check
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, SMOL, T4, TWO_H100, gpus
+from backend.rules.memory import host_out_of_memory
 
 MIB = 2**20
 
@@ -357,11 +358,51 @@ FSDP2 = {"parallel__strategy": "fsdp2", "launch__nproc_per_node": 2}
 )
 def test_fsdp2_loads_on_rank_0(more: dict[str, Any], readers: int) -> None:
     """Every rank loads the weights with PiSSA, DoRA on quantized weights, or remote code."""
-    rows = estimate(spec(**{**FSDP2, **more}), TWO_H100, LLAMA_8B).rows
+    rows = estimate(spec(**{**FSDP2, "save__strategy": "no", **more}), TWO_H100, LLAMA_8B).rows
     row = next(row for row in rows if row.name == "Model loading")
     bytes_per_process = int(row.formula.split()[2].replace(",", ""))
     assert row.formula.startswith(f"{readers} x ")
     assert row.bytes == readers * bytes_per_process
+
+
+NODES = {"launch__nnodes": 4, "launch__rendezvous": "static"}
+
+
+def host_rows(**values: Any) -> dict[str, int]:
+    """The rows of host RAM of Llama 8B, full fine-tuning, on two GPUs per node."""
+    result = estimate(spec(**{**FSDP2, "method__kind": "full", **values}), TWO_H100, LLAMA_8B)
+    return {row.name: row.bytes for row in result.rows if row.where == "host"}
+
+
+@pytest.mark.parametrize(
+    ("more", "bytes_per_parameter"),
+    [
+        ({}, 8),
+        ({"parallel__strategy": "fsdp1", **NODES}, None),
+        ({**NODES}, 8),
+        ({**NODES, "parallel__state_dict_type": "sharded"}, None),
+        ({"parallel__cpu_offload": True}, 8),
+        ({"parallel__cpu_offload": True, "train__optim": "sgd"}, 4),
+        ({"parallel__cpu_offload": True, "save__only_model": True}, 4),
+        ({"parallel__cpu_offload": True, "parallel__state_dict_type": "sharded"}, None),
+        ({"save__only_model": True}, None),
+        ({"save__strategy": "no"}, None),
+        ({"parallel__strategy": "zero3"}, None),
+    ],
+)
+def test_fsdp_gathers_checkpoints_in_host_ram(more: dict[str, Any], bytes_per_parameter: int | None) -> None:
+    """The weights, then two fp32 moments, on rank 0, next to what is offloaded. None: loading takes more."""
+    saved = host_rows(**more).get("State dict for a checkpoint")
+    assert saved == (bytes_per_parameter and bytes_per_parameter * LLAMA_8B.parameters)
+
+
+def test_sharded_checkpoints_are_offered_where_host_ram_is_too_small() -> None:
+    """Loading takes 30 GiB on node 0; the whole optimizer state takes 60 GiB, and the shards of a node 15 GiB."""
+    small = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
+    found = Case(spec(**FSDP2, **NODES, method__kind="full"), small, replace(DEMO, shape=LLAMA_8B))
+    violation = host_out_of_memory(found)
+    assert violation and "state dict for a checkpoint: 59.8 GiB" in violation.message
+    assert [fix.patch for fix in violation.fixes] == [{"parallel.state_dict_type": "sharded"}]
 
 
 @pytest.mark.parametrize(("strategy", "loads_all"), [("fsdp2", False), ("fsdp1", False), ("zero3", True)])
