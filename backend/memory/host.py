@@ -74,10 +74,15 @@ def _offloaded_rows(ctx: MemoryContext) -> list[Row]:
         formula = f"{nproc} x {ctx.optimizer.formula()}"
         rows.append(Row("Optimizer state", nproc * ctx.optimizer.bytes, formula, "host"))
     if ctx.optimizer_offload == "cpu":
-        # fp32 parameters and gradients are there too: deepspeed 0.19 stage_1_and_2.py, torch's CPUOffloadPolicy.
+        # Parameters and gradients are there too: deepspeed 0.19 stage_1_and_2.py, in fp32; torch's CPUOffloadPolicy, in
+        # the dtype of the parameters.
         each = ctx.optimizer.row.state_bytes + 8
-        formula = f"{trainable:,} parameters x {each:g} bytes: state, fp32 parameters and gradients{part}"
-        rows.append(Row("Offloaded optimizer state", round(shards * trainable * each), formula, "host"))
+        size, formula = trainable * each, f"{trainable:,} parameters x {each:g} bytes: state, fp32 parameters"
+        if not ctx.engine.separate_master_weights:
+            each = 2 * ctx.trainable_bytes
+            size = ctx.optimizer.bytes + trainable * each
+            formula = f"{ctx.optimizer.formula()}, and {trainable:,} parameters x {each} bytes: parameters"
+        rows.append(Row("Offloaded optimizer state", round(shards * size), f"{formula} and gradients{part}", "host"))
     if ctx.param_offload == "cpu":
         each = ctx.compute_bytes
         count = ctx.unquantized_count + ctx.quantized_bytes // each

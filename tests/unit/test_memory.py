@@ -405,6 +405,13 @@ def test_sharded_checkpoints_are_offered_where_host_ram_is_too_small() -> None:
     assert [fix.patch for fix in violation.fixes] == [{"parallel.state_dict_type": "sharded"}]
 
 
+@pytest.mark.parametrize(("precision", "each"), [("bf16", 16), ("pure_bf16", 8)])
+def test_fsdp_offloads_what_the_model_holds(precision: str, each: int) -> None:
+    """Parameters, gradients and two moments, in fp32 or all of them in bf16."""
+    offloaded = host_rows(parallel__cpu_offload=True, precision__compute=precision)["Offloaded optimizer state"]
+    assert offloaded == each * LLAMA_8B.parameters
+
+
 @pytest.mark.parametrize(("strategy", "loads_all"), [("fsdp2", False), ("fsdp1", False), ("zero3", True)])
 @pytest.mark.parametrize("offload", [False, True])
 def test_devices_load_a_quantized_base_model(strategy: str, loads_all: bool, offload: bool) -> None:
