@@ -54,7 +54,7 @@ class Save(Section):
     steps: Annotated[int, Field(ge=1), Ui("Save interval", when={"save.strategy": ("steps",)}, unit="steps")] = 100
     """Optimizer steps between checkpoints; 100 to 1000 is usual."""
     total_limit: Annotated[int, Field(ge=0), Ui("Checkpoint limit", when=SAVING)] = 2
-    """Number of checkpoints to keep; 0 keeps all. One takes about 12 bytes per parameter in full fine-tuning with
+    """Number of checkpoints to keep; 0 keeps all. One takes 12 to 16 bytes per parameter in full fine-tuning with
     AdamW."""
     keep_best: Annotated[int, Field(ge=0, le=1000), Ui("Best checkpoints to keep", when={**SAVING, **EVALUATING})] = 0
     """Checkpoints with the lowest eval loss to keep in addition to the newest ones of the checkpoint limit; 0 turns it

@@ -188,6 +188,10 @@ class Engine:
         """Share of weights and optimizer state that a checkpoint copies to host RAM, on the node of rank 0."""
         return 0
 
+    def saves_weights_twice(self, spec: RunSpec) -> bool:
+        """Whether a checkpoint has the weights in the engine's own format too, next to model.safetensors."""
+        return False
+
     def checkpoint_format(self, spec: RunSpec) -> str:
         """The format of a checkpoint's optimizer state, which decides which strategies can load it."""
         return "ddp"

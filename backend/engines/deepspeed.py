@@ -151,6 +151,10 @@ class DeepSpeed(Engine):
         """Universal checkpoints load with any world size."""
         return not self.resize_obstacle(spec)
 
+    def saves_weights_twice(self, spec: RunSpec) -> bool:
+        """Below stage 3, whose fp32 master weights are all that DeepSpeed saves of the weights."""
+        return self.zero_stage < 3
+
     def checkpoint_format(self, spec: RunSpec) -> str:
         """DeepSpeed's: a shard per rank."""
         return "deepspeed"

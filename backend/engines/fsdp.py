@@ -174,6 +174,10 @@ class FSDP(Engine):
             return 1
         return 0 if spec.parallel.cpu_offload else nproc_per_node / self.optimizer_shards(spec, world_size)
 
+    def saves_weights_twice(self, spec: RunSpec) -> bool:
+        """With a full state dict (transformers 5.23 trainer.py, save_model and _save_optimizer_and_scheduler)."""
+        return spec.parallel.state_dict_type == "full"
+
     def checkpoint_format(self, spec: RunSpec) -> str:
         """One file (full state dict), or a shard per rank."""
         return "sharded" if spec.parallel.state_dict_type == "sharded" else "fsdp"

@@ -13,13 +13,10 @@ SMALL_FILES = 8 * MIB  # tokenizer, configuration and trainer state in each save
 
 def disk_rows(ctx: MemoryContext) -> list[Row]:
     """What the run leaves on disk at most."""
-    spec, each = ctx.spec, ctx.trainable_bytes
-    weights = ctx.trainable_count * each + (0 if ctx.is_lora else ctx.frozen_count * ctx.compute_bytes)
-    rows = []
+    spec, each, rows = ctx.spec, ctx.trainable_bytes, []
     if spec.save.strategy != "no":
-        reference = ctx.trainable_count * each if ctx.is_lora and ctx.stage.uses_reference_model else 0
-        state = 0 if spec.save.only_model else ctx.optimizer.bytes
-        count, size = _checkpoint_count(ctx), weights + reference + state + SMALL_FILES
+        weights, state = _checkpoint_bytes(ctx)
+        count, size = _checkpoint_count(ctx), weights + state + SMALL_FILES
         contents = "weights, optimizer state and tokenizer" if state else "weights and tokenizer"
         rows.append(
             Row(
@@ -31,13 +28,26 @@ def disk_rows(ctx: MemoryContext) -> list[Row]:
         )
     if spec.save.final_model:
         if ctx.is_lora and not spec.save.merge_adapter:
-            count, stored, size = ctx.trainable_count, each, weights
+            count, stored, size = ctx.trainable_count, each, ctx.trainable_count * each
         else:
             stored = STORED_BYTES.get(ctx.shape.dtype, 4) if each == 4 else 2
             count, size = ctx.shape.parameters, ctx.shape.parameters * stored
         formula = f"{count:,} parameters x {stored} bytes, and tokenizer"
         rows.append(Row("Final model", size + SMALL_FILES, formula, "disk"))
     return rows
+
+
+def _checkpoint_bytes(ctx: MemoryContext) -> tuple[int, int]:
+    """(bytes of the weights in a checkpoint, bytes of what it has to resume from): the optimizer state, with master
+    weights where the engine has them, and the weights in the engine's own format."""
+    separate, count = ctx.engine.separate_master_weights, ctx.trainable_count
+    trainable = count * (ctx.compute_bytes if separate else ctx.trainable_bytes)
+    weights = trainable + (0 if ctx.is_lora else ctx.frozen_count * ctx.compute_bytes)
+    reference = trainable if ctx.is_lora and ctx.stage.uses_reference_model else 0
+    if ctx.spec.save.only_model:
+        return weights + reference, 0
+    own_format = weights if ctx.engine.saves_weights_twice(ctx.spec) else 0
+    return weights + reference, ctx.optimizer.bytes + separate * count * 4 + own_format
 
 
 def _checkpoint_count(ctx: MemoryContext) -> int:

@@ -39,11 +39,18 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from backend import registry
+from backend.config import presets
 from backend.config.options import edit
+from backend.inspect import InputFacts
 from backend.inspect.worker import SETTING
 from backend.machine import Machine
+from backend.memory.disk import SMALL_FILES
+from backend.modelspec import from_config
 from backend.paths import HOME
 from backend.preflight import preflight
+from backend.rules import Case as RuleCase
+from backend.runs import SPEC
 from backend.train import checkpoints
 from backend.train.run_log import TrainError
 
@@ -253,6 +260,17 @@ def test_saved_model_loads_unsharded(one_process: Path, trained: TrainedRuns, na
 @pytest.mark.parametrize("name", ["zero3", "fsdp2"])
 def test_saved_adapter_loads(one_process_lora: Path, trained: TrainedRuns, name: str) -> None:
     assert torch.allclose(logits(trained.adapter(name) / "model"), logits(one_process_lora / "model"), atol=5e-3)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2", "fsdp2-sharded"])
+def test_checkpoints_have_the_estimated_size(trained: TrainedRuns, name: str) -> None:
+    folder = trained.full(name)
+    written = sum(file.stat().st_size for file in (folder / "checkpoints/checkpoint-2").rglob("*") if file.is_file())
+    shape = from_config(registry.BUILTIN_MODELS["tiny-llama"].config)
+    rows = RuleCase(presets.read(folder / SPEC), Machine(), InputFacts(shape=shape)).estimate.rows
+    row = next(row for row in rows if row.name == "Checkpoints")
+    estimated = int(row.formula.split(" x ")[1].split()[0].replace(",", "")) - SMALL_FILES
+    assert written == pytest.approx(estimated, rel=0.1)
 
 
 def resume_from_step_2(trained: TrainedRuns, folder: Path, ranks: int) -> list[int]:

@@ -65,6 +65,7 @@ GEMMA_2_9B = from_config(
         "vocab_size": 256_000,
     }
 )
+FSDP2 = {"parallel__strategy": "fsdp2", "launch__nproc_per_node": 2}
 FULL, BF16, DDP = {"method__kind": "full"}, {"precision__compute": "bf16"}, {"parallel__strategy": "ddp"}
 MEASURED: list[tuple[ModelShape, dict[str, Any], int]] = [
     (TINY, {}, 807),
@@ -332,14 +333,30 @@ def test_disk() -> None:
     assert disk(save__strategy="no", save__final_model=False) == {}
 
 
+@pytest.mark.parametrize(
+    ("more", "each"),
+    [
+        ({"parallel__strategy": "ddp"}, 4 + 8),
+        ({}, 4 + 4 + 8),
+        ({"parallel__state_dict_type": "sharded"}, 4 + 8),
+        ({"parallel__strategy": "zero2"}, 2 + 2 + 12),
+        ({"parallel__strategy": "zero3"}, 2 + 12),
+        ({"parallel__strategy": "zero2", "save__only_model": True}, 2),
+        ({"save__only_model": True}, 4),
+    ],
+)
+def test_bytes_per_parameter_of_a_checkpoint(more: dict[str, Any], each: int) -> None:
+    """Full fine-tuning in bf16: the weights, what the engine saves to resume from, and the optimizer state."""
+    rows = estimate(spec(**{**FSDP2, "method__kind": "full", **more}), TWO_H100, LLAMA_8B).rows
+    saved = next(row for row in rows if row.name == "Checkpoints")
+    assert saved.bytes == 3 * (each * LLAMA_8B.parameters + 8 * MIB)
+
+
 def test_host_memory_while_loading_weights() -> None:
     result = estimate(spec(**DDP), TWO_H100, LLAMA_8B)
     assert result.host_bytes > 2 * 2 * LLAMA_8B.parameters
     assert estimate(RunSpec(), LAPTOP, SMOL).host_bytes == 0
     assert all(row.formula and row.bytes > 0 for row in result.rows)
-
-
-FSDP2 = {"parallel__strategy": "fsdp2", "launch__nproc_per_node": 2}
 
 
 @pytest.mark.parametrize(
