@@ -195,8 +195,9 @@ def optimizer_step(ctx: MemoryContext) -> list[Row]:
     """The optimizer's update: all gradients and its temporary tensors; activations are freed."""
     modules = (*ctx.shape.layer, *ctx.shape.non_layer_modules)
     largest = max((leaf.parameters for leaf in modules), default=0)
-    foreach = ctx.spec.train.optim == "adamw_torch"  # on GPUs it updates all parameters at once
-    count = min(ctx.trainable_count, largest) * 2 if ctx.on_cpu else ctx.trainable_count if foreach else 0
+    row = ctx.optimizer.row
+    temporaries = row.temporaries + (row.copies_decayed and ctx.spec.train.weight_decay > 0)
+    count = min(ctx.trainable_count, largest) * 2 if ctx.on_cpu else ctx.trainable_count * temporaries
     count = 0 if ctx.optimizer_offload else count // ctx.run.optimizer_shards
     formula = f"{count:,} elements x {ctx.trainable_bytes} bytes of temporary tensors"
     return [all_gradients(ctx), Row("Optimizer step", count * ctx.trainable_bytes, formula)]

@@ -24,7 +24,12 @@ SCHEDULEFREE_MIN_VERSION = "1.2.6"  # transformers 5.23 utils/import_utils.py; t
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw_torch": Optimizer(
-        "AdamW", "PyTorch's AdamW; the usual choice.", trainer_optim="adamw_torch", states=2, reads=ADAM
+        "AdamW",
+        "PyTorch's AdamW; the usual choice.",
+        trainer_optim="adamw_torch",
+        states=2,
+        reads=ADAM,
+        temporaries=1,
     ),
     "adamw_torch_fused": Optimizer(
         "AdamW, fused",
@@ -339,6 +344,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         trainer_optim="schedule_free_adamw",
         states=2,
         reads=ADAM - {"lr_scheduler_type"},
+        temporaries=1,
     ),
     "schedule_free_radam": Optimizer(
         "Schedule-free RAdam",
@@ -348,6 +354,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         trainer_optim="schedule_free_radam",
         states=2,
         reads=ADAM - {"lr_scheduler_type", "warmup_steps"},
+        temporaries=1,
     ),
     "schedule_free_sgd": Optimizer(
         "Schedule-free SGD",
@@ -359,7 +366,11 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         reads=COMMON - {"lr_scheduler_type"},
     ),
     "sgd": Optimizer(
-        "SGD", "Plain SGD without state; needs a larger learning rate than AdamW.", trainer_optim="sgd", reads=COMMON
+        "SGD",
+        "Plain SGD without state; needs a larger learning rate than AdamW.",
+        trainer_optim="sgd",
+        reads=COMMON,
+        copies_decayed=True,
     ),
     "sgd_momentum": Optimizer(
         "SGD with momentum",
@@ -367,9 +378,16 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         trainer_optim="sgd",
         states=1,
         reads=COMMON | {"momentum"},
+        copies_decayed=True,
     ),
     "rmsprop": Optimizer(
-        "RMSprop", "Only the second moment: half of AdamW's state.", trainer_optim="rmsprop", states=1, reads=COMMON
+        "RMSprop",
+        "Only the second moment: half of AdamW's state.",
+        trainer_optim="rmsprop",
+        states=1,
+        reads=COMMON,
+        temporaries=1,
+        copies_decayed=True,
     ),
     "rmsprop_bnb_8bit": Optimizer(
         "RMSprop, 8-bit",
@@ -388,6 +406,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         states=1,
         reads=COMMON,
         allocates_state_at_init=True,
+        temporaries=2,
     ),
     "grokadamw": Optimizer(
         "GrokAdamW",

@@ -11,12 +11,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
+import schedulefree
 import torch
-from fake_tensor_step import EvaluationStep, FakeGroupedMM, peaks
+from fake_tensor_step import EvaluationStep, FakeGroupedMM, Tracker, peaks
 from report_files import Sections, table, write_section
 
 from backend import registry
@@ -188,6 +190,39 @@ def test_estimate_matches_the_tracked_peak_of_evaluation(precision: str, attenti
     error = sum(row.bytes for row in rows) / measured - 1
     print(f"{measured / GIB:.2f} GiB, {error:+.1%}")
     assert -MAX_UNDERESTIMATE <= error <= 0.35
+
+
+FOREACH: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw_torch": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+    "sgd_momentum": partial(torch.optim.SGD, momentum=0.9),
+    "schedule_free_adamw": schedulefree.AdamWScheduleFree,
+    "schedule_free_radam": schedulefree.RAdamScheduleFree,
+    "schedule_free_sgd": schedulefree.SGDScheduleFree,
+}
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", FOREACH)
+def test_temporary_tensors_of_a_foreach_step_are_counted(name: str, weight_decay: float) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(2**16)) for _ in range(8)]
+    optimizer: Any = FOREACH[name](weights, lr=0.1, weight_decay=weight_decay, foreach=True)
+    if registry.OPTIMIZERS[name].swaps_weights_for_eval:
+        optimizer.train()
+    tracker = Tracker()
+    with tracker:
+        for _ in range(8):  # the first steps of RAdam are SGD's
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            before = tracker.get_tracker_snapshot("current")[weights[0].device]["Total"]
+            tracker.begin("step")
+            tracker.peaks.clear()
+            optimizer.step()
+    measured = (tracker.peaks["step"] - before) / sum(weight.nbytes for weight in weights)
+    row = registry.OPTIMIZERS[name]
+    assert measured == pytest.approx(row.temporaries + (row.copies_decayed and weight_decay > 0), abs=0.01)
 
 
 @pytest.mark.parametrize("trainable", [False, True])

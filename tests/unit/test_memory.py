@@ -22,7 +22,7 @@ from backend.machine import GIB, Machine
 from backend.memory import Estimate
 from backend.memory.activations import layer_activations
 from backend.memory.estimate import device_peak
-from backend.memory.peaks import end_of_forward_on_cpu, loss_backward
+from backend.memory.peaks import end_of_forward_on_cpu, loss_backward, optimizer_step
 from backend.modelspec import ModelShape, from_config
 from backend.rules import Case, check
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, SMOL, T4, TWO_H100, gpus
@@ -233,6 +233,16 @@ def test_formula_by_hand() -> None:
     assert rows["Backward pass of one layer"] == 512 * (3 * 14_336 * 2 + 4096 * 4)
     loss = {row.name: row.bytes for row in loss_backward(ctx, layer_activations(ctx))}["Logits and loss"]
     assert loss == 512 * 32_768 * 2 + 512 * 4096 * (4 + 2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "decay", "elements"),
+    [("adamw_torch", 0.1, 1), ("adamw_torch_fused", 0.1, 0), ("adagrad", 0.0, 2), ("rmsprop", 0.1, 2), ("sgd", 0.0, 0)],
+)
+def test_temporary_tensors_of_the_optimizer_step(optimizer: str, decay: float, elements: int) -> None:
+    run_spec = spec(method__kind="full", train__optim=optimizer, train__weight_decay=decay)
+    rows = {row.name: row.bytes for row in optimizer_step(memory_context(run_spec, H100, LLAMA_8B))}
+    assert rows["Optimizer step"] == elements * 4 * LLAMA_8B.parameters
 
 
 def test_full_fine_tuning_of_8b_needs_sixteen_bytes_per_parameter() -> None:
