@@ -21,7 +21,7 @@ from backend.resolve import ResolvedRun, estimated_gpus
 CONTEXT_BYTES = 1 * GIB  # of a process on a GPU: context, kernels, cuBLAS workspaces
 COLLECTIVES_BYTES = GIB // 2  # NCCL's buffers
 OVERHEAD = "Device context and libraries"  # the row that torch's allocator does not see
-LOADING, OPTIMIZER_STEP = "Loading", "Optimizer step"
+LOADING, OPTIMIZER_STEP, EVALUATION, GENERATION = "Loading", "Optimizer step", "Evaluation", "Generation"  # phases
 WITHOUT_ACTIVATIONS = (LOADING, OPTIMIZER_STEP)  # phases that depend neither on the batch nor on checkpointing
 
 
@@ -45,6 +45,11 @@ class Estimate:
     lower_bound: bool = False
     ratios: tuple[float, float] = (1.0, 1.0)  # lowest and highest ratio of the real peak on a device to the estimate
     moments: tuple[Moment, ...] = ()
+
+    def is_limited_by(self, phase: str) -> bool:
+        """Whether a moment of this phase is the peak, or its upper bound exceeds the free memory."""
+        least = min(self.device_bytes, self.capacity_bytes / self.ratios[1])
+        return any(moment.phase == phase and moment.bytes >= least for moment in self.moments)
 
     @property
     def phases(self) -> tuple[Moment, ...]:
@@ -130,8 +135,8 @@ def device_peak(ctx: MemoryContext) -> tuple[list[Row], tuple[Moment, ...]]:
         Peak(LOADING, "while the base model is loaded", quantized_loading(ctx, persistent)),
         *step_moments(ctx, layer),
         Peak(OPTIMIZER_STEP, "in the optimizer step", optimizer_step(ctx)),
-        Peak("Evaluation", "in an evaluation batch", evaluation(ctx, layer)),
-        Peak("Generation", "while text is generated for the evaluation", generation(ctx)),
+        Peak(EVALUATION, "in an evaluation batch", evaluation(ctx, layer)),
+        Peak(GENERATION, "while text is generated for the evaluation", generation(ctx)),
     ]
     always = sum(row.bytes for row in persistent)
     # A moment without rows does not happen.

@@ -13,6 +13,7 @@ from backend.config.options import edit
 from backend.machine import GIB
 from backend.memory import Estimate
 from backend.memory.context import DTYPE_BYTES
+from backend.memory.estimate import EVALUATION, GENERATION
 from backend.memory.kinds import bytes_by_kind, kind_label
 from backend.rules.base import Case, Example, Fix, Violation, amount, rule
 from backend.rules.common_fixes import FSDP2
@@ -175,7 +176,13 @@ def _unquantized_experts(case: Case) -> str:
 
 def _fields(case: Case) -> tuple[str, ...]:
     """The options that the largest part of the estimate depends on."""
-    sizes = bytes_by_kind(case.estimate.rows)
-    if max(sizes, key=sizes.__getitem__) == "activations":
+    sizes, moments = bytes_by_kind(case.estimate.rows), case.estimate.moments
+    largest = max(sizes, key=sizes.__getitem__)
+    phase = max(moments, key=lambda moment: moment.bytes).phase if moments else ""
+    if phase == GENERATION and largest in ("activations", "gathered"):
+        return ("eval.num_generations", "eval.per_device_eval_batch_size")
+    if phase == EVALUATION and largest == "activations":
+        return ("eval.per_device_eval_batch_size", "data.max_length")
+    if largest == "activations":
         return ("train.per_device_train_batch_size", "data.max_length", "train.activation_checkpointing")
     return ("method.kind", "train.optim", "precision.compute")

@@ -20,6 +20,7 @@ from backend.config.options import effective
 from backend.engines import engine_of
 from backend.machine import Gpu
 from backend.memory import Estimate
+from backend.memory.estimate import EVALUATION, GENERATION
 from backend.modelspec import from_config
 from backend.registry.hub_models import siblings
 from backend.rules.base import Case, Fix, amount
@@ -428,6 +429,20 @@ def _lengths(case: Case) -> Iterator[Change]:
         length, halvings = length // 2, halvings + 1
 
 
+def _generations(case: Case) -> Iterator[Change]:
+    if case.estimate.is_limited_by(GENERATION):
+        fix = Fix("No generations", {"eval.num_generations": 0}, False, "evaluates the loss only")
+        yield Change("generations", fix, effect=1)
+
+
+def _eval_batches(case: Case) -> Iterator[Change]:
+    size, halvings = case.spec.eval.per_device_eval_batch_size // 2, 1
+    while size and (case.estimate.is_limited_by(EVALUATION) or case.estimate.is_limited_by(GENERATION)):
+        fix = Fix(f"Eval batch size {size}", {"eval.per_device_eval_batch_size": size}, cost="slower evaluation")
+        yield Change("eval batch", fix, slowdown=halvings)
+        size, halvings = size // 2, halvings + 1
+
+
 KINDS = {
     "strategy": _strategies,
     "method": _methods,
@@ -435,12 +450,15 @@ KINDS = {
     "targets": _targets,
     "optimizer": _optimizers,
     "reference": _references,
+    "generations": _generations,
+    "eval batch": _eval_batches,
     "checkpointing": _checkpointing,
     "batch": _batches,
     "length": _lengths,
 }
-ACTIVATION_KINDS = ("checkpointing", "batch", "length")  # the last ones: they save memory of activations only
-GRADUAL_KINDS = ("batch", "length")  # only the smallest sufficient change is offered; two of other kinds
+# The last ones: they save memory of activations only.
+ACTIVATION_KINDS = ("eval batch", "checkpointing", "batch", "length")
+GRADUAL_KINDS = ("eval batch", "batch", "length")  # only the smallest sufficient change is offered; two of other kinds
 
 
 def smaller_batches(case: Case) -> Iterator[dict[str, Any]]:

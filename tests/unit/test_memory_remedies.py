@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from test_compare import case
 
+from backend.config.options import edit
 from backend.machine import GIB
 from backend.registry.hub_models import HUB_CONFIGS, siblings
 from backend.rules import Case, Fix, examine
@@ -108,6 +109,36 @@ def test_mixtral_with_nf4_on_one_gpu_needs_offload_without_quantization() -> Non
 def test_70b_qlora_on_two_24_gb_gpus_is_offloaded(strategy: str) -> None:
     found = case("qlora-70b-fsdp2", "2x24gb", parallel__strategy=strategy, launch__nproc_per_node=2)
     assert labels(find_remedies(found, 1.0)) == [OFFLOADED]
+
+
+def test_a_smaller_eval_batch_is_offered_where_evaluation_does_not_fit() -> None:
+    """A training batch of 32,768 tokens fits, but not 32 evaluation examples with their attention masks."""
+    found = case("lora-80gb", "1x80gb", data__max_length=32_768, train__activation_checkpointing=True,
+                 train__per_device_train_batch_size=1, eval__per_device_eval_batch_size=32)  # fmt: skip
+    assert found.estimate.fits is False
+    first = find_remedies(found, 1.0)[0]
+    assert first.safe and first.label.startswith("Eval batch size ")
+    larger = edit(found.spec, {key: 2 * value for key, value in first.patch.items()})
+    assert not replace(found, spec=larger).estimate.fits or "may need" in first.cost
+    finding = next(f for f in examine(found) if f.code == "MEM001")
+    assert finding.fields[0] == "eval.per_device_eval_batch_size"
+
+
+def test_no_generations_are_offered_where_generation_gathers_the_model() -> None:
+    """70B on eight GPUs: a shard of each layer fits, and for generation every GPU holds the whole model."""
+    found = case("full-8b-fsdp2", "8x80gb", model__hub_id=BIG, method__kind="lora", eval__num_generations=8)
+    assert (
+        found.estimate.fits is False
+        and replace(found, spec=edit(found.spec, {"eval.num_generations": 0})).estimate.fits
+    )
+    assert "No generations" in labels(find_remedies(found, 1.0))
+    finding = next(f for f in examine(found) if f.code == "MEM001")
+    assert finding.fields[0] == "eval.num_generations"
+
+
+def test_evaluation_is_not_changed_where_training_does_not_fit() -> None:
+    found = case("lora-80gb", "1x24gb", data__max_length=4096, train__per_device_train_batch_size=8)
+    assert not any("val batch" in fix.label or "generations" in fix.label for fix in single_changes(found))
 
 
 def test_a_refused_strategy_is_combined_with_4_bits() -> None:
