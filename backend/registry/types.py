@@ -75,9 +75,7 @@ class Optimizer(Choice):
     paged: bool = False  # state is in CUDA unified memory, which the driver evicts to CPU memory
     state_on_cpu: bool = False  # state is kept in CPU memory and copied at every step
     loses_state_on_save: bool = False  # its state is not in its checkpoints
-    temporaries: int = (
-        0  # elements per parameter that its step allocates on GPUs, where it updates all at once (foreach)
-    )
+    temporaries: int = 0  # elements per parameter that its step allocates on GPUs (foreach updates all at once)
     copies_decayed: bool = False  # one more with weight decay, which it adds to a copy of the gradients
     rounding: str = ""  # how it keeps small updates of bf16 parameters
     compiled: bool = False  # torch.compile compiles its kernels at the first step
