@@ -21,6 +21,9 @@ OUTPUT_PROJECTIONS = ("o_proj", "dense", "c_proj", "down_proj", "fc2", "dense_4h
 FUSED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn")
 # Activation functions that are several operations in transformers, each of which saves a tensor.
 COMPOSED_ACTIVATIONS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh_python")
+# Their tensor-parallel plans leave the tensors between two linear layers sharded. Other plans gather some of them, for
+# example of fused projections (transformers 5.23 models/*/configuration_*.py, base_model_tp_plan).
+TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "gemma2", "phi", "gpt_neox")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ def activation_row(ctx: MemoryContext, layer: LayerActivations, *, recompute: bo
         total = layers * (ctx.tokens * layer.bytes_per_token + matrices) + after_layers
         formula = f"{size} x {layers} layers x {layer.bytes_per_token:,} bytes"
     return Row("Activations", total, formula + (", and attention masks or scores" if matrices else ""))
+
+
+def layer_shards(ctx: MemoryContext) -> int:
+    """Devices that share the tensors between two linear layers (tensor parallelism)."""
+    return ctx.run.tensor_parallel_size if ctx.shape.model_type in TENSOR_PARALLEL else 1
 
 
 @once
@@ -122,7 +130,8 @@ def _bytes_per_token(ctx: MemoryContext, adapted_experts: int, writes_scores: bo
         lora = ctx.spec.lora.r * len(trained) * each
         if ctx.spec.lora.use_dora:  # outputs of base layer and adapter, for the gradient of the magnitude vector
             lora += 2 * sum(leaf.out_features for leaf in trained) * each
-    return _norm_bytes(ctx) + inputs + _attention_bytes(ctx, writes_scores) + mlp + outputs + lora
+    sharded = _attention_bytes(ctx, writes_scores) + mlp + outputs
+    return _norm_bytes(ctx) + inputs + sharded // layer_shards(ctx) + lora
 
 
 def _attention_bytes(ctx: MemoryContext, writes_scores: bool) -> int:
@@ -146,7 +155,7 @@ def _norm_bytes(ctx: MemoryContext) -> int:
             continue
         per_head = _name(leaf) in ("q_norm", "k_norm")
         heads = shape.heads if _name(leaf) == "q_norm" else shape.kv_heads
-        size = heads * shape.head_dim if per_head else shape.hidden
+        size = heads * shape.head_dim // layer_shards(ctx) if per_head else shape.hidden
         normalized = 0 if ctx.is_lora else ctx.compute_bytes if per_head else ctx.hidden_state_bytes
         total += size * (4 + normalized)
     return total
@@ -179,7 +188,8 @@ def evaluation_attention_bytes(ctx: MemoryContext, sequences: int) -> int:
     in the compute dtype, and without a fused kernel the scores twice, of which softmax makes an fp32 copy."""
     has_mask = sequences > 1 and _may_have_mask(ctx)
     scores = 8 if _is_eager(ctx) else 9 if _writes_scores(ctx, has_mask) else 0
-    return sequences * ctx.sequence_length**2 * (has_mask * (1 + ctx.compute_bytes) + scores * ctx.shape.heads)
+    scores *= ctx.shape.heads // layer_shards(ctx)
+    return sequences * ctx.sequence_length**2 * (has_mask * (1 + ctx.compute_bytes) + scores)
 
 
 @once
@@ -218,7 +228,7 @@ def _attention_matrix_bytes(ctx: MemoryContext, writes_scores: bool) -> int:
         scores, mask = 4 + (ctx.compute_bytes if ctx.compute_bytes == 2 else 0) + capped * ctx.compute_bytes, 0
     if writes_scores:
         scores = 4
-    return _token_pairs(ctx) * (mask + scores * shape.heads)
+    return _token_pairs(ctx) * (mask + scores * shape.heads // layer_shards(ctx))
 
 
 @once
@@ -239,20 +249,21 @@ def _backward_row(ctx: MemoryContext, adapted_experts: int, writes_scores: bool)
     if not (writes_scores or _is_eager(ctx)):
         return row
     freed = _expert_bytes(ctx, adapted_experts) if shape.experts else 4 * shape.intermediate * ctx.compute_bytes
-    scores = 2 * _token_pairs(ctx) * shape.heads * 4
+    freed //= layer_shards(ctx)
+    scores = 2 * _token_pairs(ctx) * shape.heads // layer_shards(ctx) * 4
     formula = f"{scores:,} bytes of attention scores and their gradients, less {ctx.tokens * freed:,} freed by the MLP"
     return row if row.bytes > scores - ctx.tokens * freed else Row(row.name, scores - ctx.tokens * freed, formula)
 
 
 def _mlp_backward_row(ctx: MemoryContext) -> Row:
     """Gradients of two intermediate tensors, of the hidden states and of one weight matrix."""
-    shape, each = ctx.shape, ctx.compute_bytes
-    weight = 0 if ctx.is_lora else shape.intermediate * shape.hidden * each
+    shape, each, inner = ctx.shape, ctx.compute_bytes, ctx.shape.intermediate // layer_shards(ctx)
+    weight = 0 if ctx.is_lora else inner * shape.hidden * each
     # LoRA in fp32 under autocast: the input is cast to fp32 once more.
     count, hidden = (3, 4) if ctx.is_lora and ctx.uses_autocast else (2, ctx.hidden_state_bytes)
-    size = ctx.tokens * (count * shape.intermediate * each + shape.hidden * hidden) + weight
-    formula = f"{ctx.tokens:,} tokens x ({count} x {shape.intermediate:,} x {each} + {shape.hidden:,} x {hidden}) bytes"
-    matrix = f" + {shape.intermediate:,} x {shape.hidden:,} x {each} bytes" if weight else ""
+    size = ctx.tokens * (count * inner * each + shape.hidden * hidden) + weight
+    formula = f"{ctx.tokens:,} tokens x ({count} x {inner:,} x {each} + {shape.hidden:,} x {hidden}) bytes"
+    matrix = f" + {inner:,} x {shape.hidden:,} x {each} bytes" if weight else ""
     return Row("Backward pass of one layer", size, formula + matrix)
 
 

@@ -45,6 +45,7 @@ def _loading_row(ctx: MemoryContext, offloaded: int) -> Row:
     reference = sum(row.bytes for row in reference_rows(ctx))
     if ctx.engine.loads_reference_on_host and ctx.spec.needs_reference_model:  # TRL shards it after every rank read it
         reference = count * ctx.compute_bytes + ctx.quantized_bytes
+    model //= run.tensor_parallel_size  # each rank reads its slice of every sharded tensor
     formula = f"{readers} x {model:,} bytes"
     formula += f" + {run.nproc_per_node} x {reference:,} bytes of the reference model" if reference else ""
     formula += f" - {offloaded:,} bytes that are offloaded later" if offloaded else ""

@@ -30,7 +30,13 @@ from backend.memory.gradients import (
     reduce_scatter_row,
 )
 from backend.memory.loss import evaluation_bytes, loss_row
-from backend.memory.sharding import PREFETCHED_LAYERS, end_counts, gathered_rows, persistent_gathered_rows
+from backend.memory.sharding import (
+    PREFETCHED_LAYERS,
+    end_counts,
+    gathered_rows,
+    loss_weight_rows,
+    persistent_gathered_rows,
+)
 
 # glibc keeps freed activations: this share of what a step without checkpointing saves, measured on a CPU. With adapters
 # there are more short-lived tensors between the long-lived ones.
@@ -80,6 +86,7 @@ def end_of_forward_on_cpu(ctx: MemoryContext, layer: LayerActivations) -> list[R
         loss_row(ctx),
         _autocast_row(ctx, 1),
         *gathered_rows(ctx, 2, 1),
+        *loss_weight_rows(ctx),
         *merged_expert_rows(ctx, layer, _merged_layers(ctx)),
         *_unsharded_gradient_rows(ctx, layer, 0),
         *first_gradients(ctx, head_gradient_count(ctx)),
@@ -98,6 +105,7 @@ def loss_forward(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
         _autocast_row(ctx, 1),
         *merged_expert_rows(ctx, layer, _merged_layers(ctx)),
         *gathered_rows(ctx, 1 if tied else 0, 1 if tied else 2),
+        *loss_weight_rows(ctx),
         *accumulated_gradients(ctx),
     ]
 
@@ -128,6 +136,7 @@ def loss_backward(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
         _autocast_row(ctx, 0 if ctx.spec.train.activation_checkpointing else 1),
         *merged_expert_rows(ctx, layer, _merged_layers_after_forward(ctx)),
         *gathered_rows(ctx, 1, 1),
+        *loss_weight_rows(ctx),
         Row("Gradient of the output layer", count * (4 + cast), formula),
         *accumulated_gradients(ctx),
     ]
@@ -213,8 +222,11 @@ def evaluation(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
     formula = f"{batch} x {ctx.sequence_length} tokens: activations of one layer, and one chunk of the logits"
     formula += f", and {matrices:,} bytes of attention masks or scores" if matrices else ""
     return [
-        Row("Evaluation batch", size, formula), *merged_expert_rows(ctx, layer, 1), *gathered_rows(ctx, 1, 2)
-    ]  # fmt: skip
+        Row("Evaluation batch", size, formula),
+        *merged_expert_rows(ctx, layer, 1),
+        *gathered_rows(ctx, 1, 2),
+        *loss_weight_rows(ctx),
+    ]
 
 
 def generation(ctx: MemoryContext) -> list[Row]:
@@ -257,6 +269,7 @@ def _cast_parameters(ctx: MemoryContext) -> int:
     if not ctx.uses_autocast:
         return 0
     linear = sum(leaf.parameters for leaf in ctx.shape.layer if leaf.is_linear) * layers_with_gradients(ctx)
+    linear //= ctx.run.tensor_parallel_size
     return ctx.trainable_count if ctx.is_lora else min(linear, ctx.trainable_count)
 
 

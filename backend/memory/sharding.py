@@ -102,6 +102,15 @@ def gathered_rows(ctx: MemoryContext, layers: int, heads: int, *, freed: bool = 
     return [Row("Gathered parameters", count * ctx.compute_bytes, formula)]
 
 
+@once
+def loss_weight_rows(ctx: MemoryContext) -> list[Row]:
+    """With tensor parallelism, the output layer, which the loss gathers (trl 1.16 trainer/utils.py, full_tensor)."""
+    if ctx.run.tensor_parallel_size == 1 or ctx.stage.is_reward_model:
+        return []
+    count, each = ctx.shape.vocabulary * ctx.shape.hidden, ctx.trainable_bytes
+    return [Row("Gathered parameters", count * each, f"output layer: {count:,} parameters x {each} bytes")]
+
+
 def bucket_rows(ctx: MemoryContext) -> list[Row]:
     """Communication buckets of DDP and DeepSpeed."""
     if not ctx.engine.has_buckets:

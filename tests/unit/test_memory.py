@@ -20,7 +20,7 @@ from backend.config.options import edit
 from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
 from backend.memory import Estimate
-from backend.memory.activations import layer_activations
+from backend.memory.activations import TENSOR_PARALLEL, layer_activations
 from backend.memory.estimate import device_peak
 from backend.memory.peaks import end_of_forward_on_cpu, loss_backward, optimizer_step
 from backend.modelspec import ModelShape, from_config
@@ -220,6 +220,59 @@ def test_evaluation_writes_eager_attention_scores(model: ModelShape, attention: 
     assert scores + 2 * model.parameters < phases["Evaluation"]
     smaller = estimate(edit(run_spec, {"eval.per_device_eval_batch_size": 1}), H100, model)
     assert next(m.bytes for m in smaller.phases if m.phase == "Evaluation") < phases["Evaluation"] - scores * 7 / 8
+
+
+@pytest.mark.parametrize("kind", TENSOR_PARALLEL)
+def test_tensor_parallel_plans_keep_tensors_between_linear_layers_sharded(kind: str) -> None:
+    plan = AutoConfig.for_model(kind).base_model_tp_plan
+    layers = {name: split for name, split in plan.items() if not name.endswith("_norm")}
+    assert {*layers.values()} == {"colwise", "rowwise"} and len(layers) >= 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "bf16", "saved_bytes"),
+    [("llama", True, 12_257_810), ("llama", False, 14_961_170), ("qwen2", True, 12_257_810),
+     ("qwen3", True, 19_997_714), ("qwen3", False, 25_429_010)],
+)  # fmt: skip
+def test_activations_of_tensor_parallelism(kind: str, bf16: bool, saved_bytes: int) -> None:
+    """Tensors saved by rank 0 of two processes on a CPU (gloo, transformers 5.23) for the model of `saved_tensor_bytes`
+    in full fine-tuning, among them the output layer, which the loss gathers."""
+    run_spec = spec(
+        method__kind="full",
+        precision__compute="bf16" if bf16 else "fp32",
+        train__per_device_train_batch_size=3,
+        data__max_length=160,
+        parallel__strategy="tensor",
+        parallel__tensor_parallel_size=2,
+        launch__nproc_per_node=2,
+    )
+    _, model = saved_tensor_bytes(kind, "full", bf16, 1, 4)
+    ctx = memory_context(run_spec, Machine(), model)
+    rows = {row.name: row.bytes for row in end_of_forward_on_cpu(ctx, layer_activations(ctx))}
+    estimated = sum(
+        rows.get(name, 0) for name in ("Activations", "Autocast copies of parameters", "Gathered parameters")
+    )
+    assert estimated == pytest.approx(saved_bytes, rel=0.03 if bf16 else 0.07)
+
+
+def test_tensor_parallelism_on_eight_gpus() -> None:
+    """12,288 tokens of Llama 8B fit: per token and layer 106,496 bytes are replicated and 135,168 sharded. Each rank
+    reads its slice of the weights."""
+    eight = gpus(8, "H100", 80, (9, 0))
+    run_spec = spec(
+        method__kind="full",
+        data__max_length=12_288,
+        train__per_device_train_batch_size=1,
+        eval__per_device_eval_batch_size=1,
+        parallel__strategy="tensor",
+        parallel__tensor_parallel_size=8,
+        launch__nproc_per_node=8,
+    )
+    result = estimate(run_spec, eight, LLAMA_8B)
+    activations = 32 * 12_288 * (106_496 + 135_168 // 8) + 12_288 * 4096 * 12
+    assert next(row.bytes for row in result.rows if row.name == "Activations") == activations
+    assert 55 * GIB < result.device_bytes < 70 * GIB
+    assert next(row.bytes for row in result.rows if row.name == "Model loading") == 4 * LLAMA_8B.parameters
 
 
 def test_formula_by_hand() -> None:
