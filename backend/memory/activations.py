@@ -186,7 +186,7 @@ def _adapted_expert_count(ctx: MemoryContext) -> int:
 def evaluation_attention_bytes(ctx: MemoryContext, sequences: int) -> int:
     """Bytes for pairs of tokens in one layer of an evaluation batch, which is not packed: the boolean mask and its copy
     in the compute dtype, and without a fused kernel the scores twice, of which softmax makes an fp32 copy."""
-    has_mask = sequences > 1 and _may_have_mask(ctx)
+    has_mask = sequences > 1 and _may_have_mask(ctx) and ctx.run.token_shards == 1  # else none of all pairs
     scores = 8 if _is_eager(ctx) else 9 if _writes_scores(ctx, has_mask) else 0
     scores *= ctx.shape.heads // layer_shards(ctx)
     return sequences * ctx.sequence_length**2 * (has_mask * (1 + ctx.compute_bytes) + scores)

@@ -58,7 +58,8 @@ def _checkpoint_row(ctx: MemoryContext) -> Row:
     distributed/checkpoint/state_dict.py, _maybe_full_or_cpu_state_dict). A full state dict has frozen weights too."""
     save, optimizer = ctx.spec.save, ctx.optimizer
     share = ctx.engine.checkpoint_share(ctx.spec, ctx.run.nproc_per_node, ctx.run.world_size)
-    frozen = (ctx.unquantized_count * ctx.compute_bytes + ctx.quantized_bytes) if share == 1 else 0
+    is_full = ctx.spec.parallel.state_dict_type == "full"
+    frozen = (ctx.unquantized_count * ctx.compute_bytes + ctx.quantized_bytes) if is_full else 0
     weights, state = ctx.trainable_count * ctx.trainable_bytes + frozen, 0 if save.only_model else optimizer.bytes
     formula = optimizer.formula() if state > weights else f"{weights:,} bytes of parameters"
     part = f" x {share:g} on this node" if share != 1 else ""

@@ -180,19 +180,25 @@ def api() -> Api:
 def filled(text: str, name: str, folder: str, arguments: Sequence[str] = ()) -> list[Tree]:
     """The objects of a manifest with the name of the job, the run's folder and further arguments of the first
     attempt."""
-    objects = [_with_names(each, name, folder) for each in yaml.safe_load_all(text)]
+    names = {NAME: name, FOLDER: folder}
+    if NAME not in text:  # of a run of an earlier version
+        names = {key.strip("{}"): value for key, value in names.items()}
+    objects = [_with_names(each, names) for each in yaml.safe_load_all(text)]
     for command in _commands(objects):
         command[-1:] = [*arguments, command[-1]]
     return objects
 
 
-def _with_names(tree: Any, name: str, folder: str) -> Any:
-    """`tree` with the name of the job and the run's folder. In the text of the YAML, a folder would need quoting."""
+def _with_names(tree: Any, names: Mapping[str, str]) -> Any:
+    """`tree` with the values of `names` in its strings. In the text of the YAML, a folder would need quoting."""
     if isinstance(tree, dict):
-        return {key: _with_names(value, name, folder) for key, value in tree.items()}
+        return {key: _with_names(value, names) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_with_names(value, name, folder) for value in tree]
-    return tree.replace(NAME, name).replace(FOLDER, folder) if isinstance(tree, str) else tree
+        return [_with_names(value, names) for value in tree]
+    if isinstance(tree, str):
+        for placeholder, value in names.items():
+            tree = tree.replace(placeholder, value)
+    return tree
 
 
 def _mounts(tree: Any) -> Iterator[str]:

@@ -24,7 +24,7 @@ SLOW = """
 if os.environ["RANK"] == "1" and not os.fork():  # stops this rank most of the time
     try:
         while True:
-            for number, seconds in ((signal.SIGSTOP, 0.03), (signal.SIGCONT, 0.01)):
+            for number, seconds in ((signal.SIGSTOP, 0.06), (signal.SIGCONT, 0.003)):
                 os.kill(os.getppid(), number) if os.getppid() == parent else os._exit(0)
                 time.sleep(seconds)
     finally:

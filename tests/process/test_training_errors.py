@@ -18,8 +18,8 @@ from backend import registry
 from backend.config import Data
 from backend.config.options import effective
 from backend.data import example_problem, read_examples
+from backend.modelspec import from_config
 from backend.paths import ASSETS, HOME
-from backend.rules.kernels import UNSUPPORTED_ATTENTION
 from backend.train import adapters, builtin_models, checkpoints, model, verify
 from backend.train.run_log import RunLog, TrainError
 
@@ -63,8 +63,8 @@ def test_unknown_module_error_lists_the_modules_of_the_model(tiny: Path, changes
     [(Gemma2Config(**SIZES, head_dim=8), "sdpa"), (GPT2Config(n_layer=1, n_embd=16, n_head=2), "flex_attention")],
 )
 def test_unsupported_attention_implementation(tiny: Path, tmp_path: Path, config: Any, implementation: str) -> None:
-    """A rule lists these architectures; the library's error becomes a TrainError."""
-    assert (config.model_type, implementation) in UNSUPPORTED_ATTENTION
+    """A rule knows of these architectures; the library's error becomes a TrainError."""
+    assert implementation in from_config(config.to_dict()).unsupported_attentions
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     spec = make_spec({"model.source": "path", "model.path": str(tmp_path), "model.attn_implementation": implementation})
     tokens = model.load_tokenizer(

@@ -20,7 +20,7 @@ from backend.config.options import edit
 from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
 from backend.memory import Estimate
-from backend.memory.activations import TENSOR_PARALLEL, layer_activations
+from backend.memory.activations import TENSOR_PARALLEL, evaluation_attention_bytes, layer_activations
 from backend.memory.estimate import device_peak
 from backend.memory.peaks import end_of_forward_on_cpu, loss_backward, optimizer_step
 from backend.modelspec import ModelShape, from_config
@@ -275,6 +275,21 @@ def test_tensor_parallelism_on_eight_gpus() -> None:
     assert next(row.bytes for row in result.rows if row.name == "Model loading") == 4 * LLAMA_8B.parameters
 
 
+def test_token_shards_have_no_mask_of_all_pairs_of_tokens() -> None:
+    """transformers shards the mask with the tokens, and accelerate drops the one that is made of it."""
+    run_spec = spec(
+        **{**FSDP2, "launch__nproc_per_node": 8},
+        method__kind="full",
+        data__max_length=32_768,
+        parallel__context_parallel_size=8,
+    )
+    eight = gpus(8, "H100", 80, (9, 0))
+    batches = [edit(run_spec, {"eval.per_device_eval_batch_size": size}) for size in (1, 2)]
+    one, two = (memory_context(each, eight, LLAMA_8B) for each in batches)
+    assert two.run.token_shards == 8
+    assert evaluation_attention_bytes(one, 1) == evaluation_attention_bytes(two, 2) == 0
+
+
 def test_formula_by_hand() -> None:
     """Llama 8B, LoRA of rank 16 on an H100 in bf16."""
     ctx = memory_context(spec(train__per_device_train_batch_size=1), H100, LLAMA_8B)
@@ -466,6 +481,7 @@ def host_rows(**values: Any) -> dict[str, int]:
         ({"parallel__cpu_offload": True, "save__only_model": True}, 4),
         ({"parallel__cpu_offload": True, "parallel__state_dict_type": "sharded"}, None),
         ({"save__only_model": True}, None),
+        ({"method__kind": "lora", "parallel__state_dict_type": "sharded"}, None),
         ({"save__strategy": "no"}, None),
         ({"parallel__strategy": "zero3"}, None),
     ],

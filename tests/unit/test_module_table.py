@@ -227,6 +227,12 @@ def test_what_transformers_lacks_is_reported_once_it_is_known(code: str, patch: 
     assert not rule_finding(code, patch, TWO_H100, replace(DEMO, shape=None))
 
 
+def test_a_plan_for_the_output_layer_alone_does_not_divide_the_layers() -> None:
+    tensor = {"parallel.strategy": "tensor", "method.kind": "full", "save.strategy": "no"}
+    found = rule_finding("STR038", tensor, TWO_H100, replace(DEMO, shape=recorded("gpt_oss")))
+    assert found and "covers only the output layer" in found.message
+
+
 def test_state_space_model_has_parameters_but_unknown_activations() -> None:
     shape = recorded("mamba")
     assert shape.parameters > 0 and (shape.heads, shape.layers_path) == (0, "backbone.layers")

@@ -85,7 +85,7 @@ def tensor_parallel_head_count(case: Case) -> str | None:
     "STR038",
     "error",
     fields=("parallel.strategy", "model.builtin", "model.path", "model.hub_id"),
-    title="The architecture has no tensor parallel plan",
+    title="The architecture has no tensor parallel plan for its layers",
     source="transformers 5.23 distributed/mixin.py, _resolve_parallel_plans: a model without tp_plan is refused",
     fixes=(FSDP2, DDP),
     fails_on=Example(TENSOR, TWO_H100, replace(DEMO, shape=GPT2)),
@@ -95,8 +95,10 @@ def tensor_parallel_head_count(case: Case) -> str | None:
 def missing_tensor_parallel_plan(case: Case) -> str | None:
     """transformers divides layers by column or by row as the architecture's base_model_tp_plan says, and refuses a
     model without a plan, such as GPT-2, OPT, Falcon or BLOOM. The plan of a few others, such as gpt-oss, covers only
-    the output layer, which a reward model does not have."""
+    the output layer, so that each device would hold all layers."""
     shape = case.shape
-    if case.run.tensor_parallel_size == 1 or shape is None or shape.tensor_parallel_plan:
+    if case.run.tensor_parallel_size == 1 or shape is None or shape.tensor_parallel_plan == "layers":
         return None
+    if shape.tensor_parallel_plan:
+        return f"transformers' tensor parallel plan for {shape.architecture} covers only the output layer."
     return f"transformers has no tensor parallel plan (base_model_tp_plan) for {shape.architecture}."
