@@ -134,7 +134,7 @@ def _table(parent: Mapping[str, Any], key: str, prefix: str = "") -> Mapping[str
     """The table at `key`; empty if there is none. Raises SpecError; `prefix` completes the key in its message."""
     found = parent.get(key) or {}
     if not isinstance(found, Mapping):
-        raise SpecError([Problem("", f"{prefix}{key} must be a table, not {found!r}")])
+        raise SpecError([Problem("", f"{prefix}{key} must contain keys and values, not {found!r}")])
     return found
 
 
@@ -302,8 +302,8 @@ def _accelerate(imported: Mapping[str, Any]) -> Patch:
 def _count(imported: Mapping[str, Any], key: str, default: int) -> int:
     """A number of machines or processes. Raises SpecError."""
     value = imported.get(key) or default
-    if not _is_number(value):
-        raise SpecError([Problem("", f"{key} must be a number, not {value!r}")])
+    if not _is_number(value) or value < 1:
+        raise SpecError([Problem("", f"{key} must be a positive integer, not {value!r}")])
     return int(value)
 
 

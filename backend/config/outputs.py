@@ -55,7 +55,7 @@ class Save(Section):
     """Optimizer steps between checkpoints; 100 to 1000 is usual."""
     total_limit: Annotated[int, Field(ge=0), Ui("Checkpoint limit", when=SAVING)] = 2
     """Number of checkpoints to keep; 0 keeps all. One takes 12 to 16 bytes per parameter in full fine-tuning with
-    AdamW."""
+    AdamW, and about half of that with pure bf16."""
     keep_best: Annotated[int, Field(ge=0, le=1000), Ui("Best checkpoints to keep", when={**SAVING, **EVALUATING})] = 0
     """Checkpoints with the lowest eval loss to keep in addition to the newest ones of the checkpoint limit; 0 turns it
     off. A checkpoint counts only if its step has an evaluation."""

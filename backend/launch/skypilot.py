@@ -58,15 +58,16 @@ def files(spec: RunSpec, machine: Machine, facts: InputFacts) -> dict[str, str]:
 def refusals(spec: RunSpec, run: ResolvedRun) -> list[str]:
     """What SkyPilot cannot run, as sentences that begin with the option."""
     found = [
-        f"kubernetes.volumes: SkyPilot mounts volumes by name, but {line} is a folder of the node."
+        f"kubernetes.volumes: SkyPilot mounts volumes by name, but {line} is a folder of the node. "
+        "Use NAME=/path, with the name of a SkyPilot volume."
         for line in spec.kubernetes.volumes
         if line.startswith("/")
     ]
     if run.nnodes > 1 and not spec.kubernetes.volumes:
         found.append(
-            f"launch.nnodes: {run.nnodes} nodes need a shared folder for the run, but SkyPilot copies it to a disk of "
-            "each node. Set kubernetes.volumes to NAME=/path of a SkyPilot volume that all nodes can write "
-            "(ReadWriteMany), or use one node."
+            f"launch.nnodes: {run.nnodes} nodes need a shared folder for the run, but SkyPilot copies the task's "
+            "folder to a local disk on each node. Set kubernetes.volumes to NAME=/path of a SkyPilot volume that all "
+            "nodes can write (ReadWriteMany), or use one node."
         )
     return found
 

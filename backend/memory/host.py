@@ -62,9 +62,11 @@ def _checkpoint_row(ctx: MemoryContext) -> Row:
     frozen = (ctx.unquantized_count * ctx.compute_bytes + ctx.quantized_bytes) if is_full else 0
     weights, state = ctx.trainable_count * ctx.trainable_bytes + frozen, 0 if save.only_model else optimizer.bytes
     formula = optimizer.formula() if state > weights else f"{weights:,} bytes of parameters"
-    part = f" x {share:g} on this node" if share != 1 else ""
+    part = f" x {share:g} on the node of rank 0" if share != 1 else ""
     size = round((save.strategy != "no") * share * max(weights, state))
-    return Row("State dict for a checkpoint", size, f"{formula}{part}, copied before it is written", "host")
+    return Row(
+        "State dict for a checkpoint", size, f"{formula}{part}, copied to RAM before FSDP writes the checkpoint", "host"
+    )
 
 
 def _offloaded_rows(ctx: MemoryContext) -> list[Row]:

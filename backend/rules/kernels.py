@@ -14,7 +14,9 @@ from backend.rules.common_fixes import BF16
 from backend.rules.examples import DEMO, GPT2, H100, INSTALLED, LAPTOP
 
 DEFAULT_ATTENTION = Fix(
-    "Set attention to auto", {"model.attn_implementation": "auto"}, cost="SDPA: slower on long sequences"
+    "Set attention to auto",
+    {"model.attn_implementation": "auto"},
+    cost="SDPA, or eager attention for a model without it: slower on long sequences",
 )
 NO_LIGER = Fix("Turn off Liger kernels", {"train.use_liger_kernel": False}, cost="slower, and more activation memory")
 NO_COMPILE = Fix("Turn off torch.compile", {"train.torch_compile": False})
@@ -162,4 +164,4 @@ def attention_unsupported_by_architecture(case: Case) -> str | None:
     name = "sdpa" if ulysses and spec.model.attn_implementation == "auto" else spec.model.attn_implementation
     if shape is None or name not in shape.unsupported_attentions:
         return None
-    return f"transformers has no {registry.ATTENTIONS[name].label} implementation for {shape.architecture}."
+    return f"transformers does not support {registry.ATTENTIONS[name].label} for {shape.architecture}."

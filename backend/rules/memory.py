@@ -28,7 +28,8 @@ HOST_PEAK = Case(edit(RunSpec(), OPTIMIZER_OFFLOAD), TWO_H100, LLAMA_8B_FACTS).e
 SMALL_RAM = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
 NO_REMEDY = "No combination of options fits: use a smaller model or a machine with more memory."
 LESS_HOST_RAM = (
-    "Start fewer processes per node, so that fewer copies of the weights are loaded, or use nodes with more RAM."
+    "Use nodes with more RAM. If loading the model needs the most RAM, start fewer processes per node; if a checkpoint "
+    "does, set parallel.state_dict_type to sharded."
 )
 MORE_DEVICE_MEMORY = "more memory on the devices"
 HOST_FIXES = (
@@ -117,8 +118,8 @@ def host_out_of_memory(case: Case) -> Violation | None:
     at_start=True,
 )
 def possible_host_out_of_memory(case: Case) -> Violation | None:
-    """The estimate of host RAM exceeds what is free, by less than its uncertainty. When RAM runs out, the kernel kills
-    processes without an error message."""
+    """The estimate of host RAM exceeds what is free, by less than its uncertainty. Loading, offloaded state and FSDP
+    checkpoints use host RAM. When it runs out, the kernel kills processes without an error message."""
     found, free = case.estimate, case.machine.ram_free_bytes
     if not found.capacity_bytes or not free < found.host_bytes <= CLEAR_EXCESS * free:
         return None
@@ -131,7 +132,7 @@ def _exceeded_host_ram(case: Case) -> Violation:
     fixes = [fix for fix in HOST_FIXES if case.takes(fix.patch) and _fits_afterwards(case, fix)]
     message = (
         f"The run needs {amount(found.host_bytes)} of host RAM on each node; {amount(free)} is free. "
-        f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}."
+        f"The largest part: {_lower(largest.name)}, {amount(largest.bytes)}."
     )
     return Violation(message, tuple(fixes[:2]))
 

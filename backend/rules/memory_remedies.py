@@ -431,7 +431,7 @@ def _lengths(case: Case) -> Iterator[Change]:
 
 def _generations(case: Case) -> Iterator[Change]:
     if case.estimate.is_limited_by(GENERATION):
-        fix = Fix("No generations", {"eval.num_generations": 0}, False, "evaluates the loss only")
+        fix = Fix("No generations", {"eval.num_generations": 0}, False, "no generated outputs to evaluate")
         yield Change("generations", fix, effect=1)
 
 

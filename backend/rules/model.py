@@ -291,7 +291,7 @@ def unsupported_activation_checkpointing(case: Case) -> str | None:
     shape = case.shape
     if not case.spec.train.activation_checkpointing or shape is None or shape.supports_activation_checkpointing:
         return None
-    return f"activation_checkpointing is on, but transformers does not support it for {shape.architecture}."
+    return f"train.activation_checkpointing is on, but transformers does not support it for {shape.architecture}."
 
 
 @rule(

@@ -428,11 +428,11 @@ class Run:
         return self._sentence_of_end(state, step)
 
     def _sentence_of_wait(self, state: str) -> str:
-        """What a run in a queue waits for, or since when the cluster has not responded; '' for other runs."""
+        """What a run in a queue waits for, or since when its job's state is unknown; '' for other runs."""
         job = self.job()
         if job.get("silent_since"):
             since = datetime.fromtimestamp(job["silent_since"]).strftime("%H:%M")
-            text = f"{job['cluster']} has not responded since {since}; its job {job['id']} goes on meanwhile."
+            text = f"The state of {job['cluster']} job {job['id']} is unknown since {since}; the job is not affected."
             return f"{text} {job.get('problem', '')}".strip()
         if state != "queued":
             return ""

@@ -226,10 +226,10 @@ class _Worker:
         except (EOFError, OSError):
             self.process.join()
             code = self.process.exitcode or 0
-            how = f"killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+            how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
             raise TrainError(
-                f"A tokenization process was {how}. If CPU memory (RAM) was short, reduce data.dataset_num_proc, or "
-                "stop other programs."
+                f"A tokenization process {how}. If the machine ran out of CPU memory (RAM), reduce "
+                "data.dataset_num_proc, or stop other programs."
             ) from None
 
     def end(self) -> None:

@@ -122,8 +122,8 @@ def test_a_lost_run_waits_until_its_cluster_responds(cluster: Cluster) -> None:
     cluster.wait_for_state("lost")
     cluster.set("silent")
     cluster.run.resume(timeouts=PATIENT)
-    cluster.wait_for(lambda: "Slurm has not responded since" in cluster.run.summary()["sentence"])
-    assert cluster.run.summary()["sentence"].endswith("its job 7 goes on meanwhile. squeue: exit status 1.")
+    cluster.wait_for(lambda: " is unknown since " in cluster.run.summary()["sentence"])
+    assert cluster.run.summary()["sentence"].endswith("the job is not affected. squeue: exit status 1.")
     (cluster.folder / "silent").unlink()
     follow_again_and_stop(cluster)
 

@@ -199,14 +199,17 @@ def test_cpu_ram_efficient_loading_can_be_disabled() -> None:
             "import that file",
         ),
         ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 0}, "at least 1"),
-        ({"zero_optimization": True}, "zero_optimization must be a table, not True"),
+        ({"zero_optimization": True}, "zero_optimization must contain keys and values, not True"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
-            "zero_optimization.offload_optimizer must be a table, not 'cpu'",
+            "zero_optimization.offload_optimizer must contain keys and values, not 'cpu'",
         ),
-        ({"zero_optimization": {"stage": 2}, "optimizer": "AdamW"}, "optimizer must be a table, not 'AdamW'"),
-        ({"distributed_type": "FSDP", "fsdp_config": "foo"}, "fsdp_config must be a table, not 'foo'"),
-        ({"distributed_type": "NO", "num_processes": "all"}, "num_processes must be a number, not 'all'"),
+        (
+            {"zero_optimization": {"stage": 2}, "optimizer": "AdamW"},
+            "optimizer must contain keys and values, not 'AdamW'",
+        ),
+        ({"distributed_type": "FSDP", "fsdp_config": "foo"}, "fsdp_config must contain keys and values, not 'foo'"),
+        ({"distributed_type": "NO", "num_processes": "all"}, "num_processes must be a positive integer, not 'all'"),
     ],
 )
 def test_unsupported_values_are_reported(theirs: dict[str, Any], part: str) -> None:

@@ -165,5 +165,6 @@ def _invalid_request(error: RequestValidationError) -> dict[str, str]:
     if not field:
         return {"error": "The request body must be a JSON object."}
     limits = first.get("ctx", {})
-    problem = str(limits["error"]) if kind == "value_error" else PROBLEMS.get(kind, first["msg"]).format(**limits)
+    known = PROBLEMS[kind].format(**limits) if kind in PROBLEMS else first["msg"]
+    problem = str(limits["error"]) if kind == "value_error" else known
     return {"error": f"{field} {problem}.", "field": field}

@@ -81,7 +81,7 @@ def _check(state: AppState, body: SweepRequest, seconds: float) -> tuple[start_s
     """The runs and their preflight reports. Raises ApiError."""
     spec, problems = parse_form(body.values)
     if problems:
-        raise ApiError(422, f"{problems[0].field} {problems[0].message}.", field=problems[0].field)
+        raise ApiError(422, f"{_label(problems[0].field)}: {problems[0].message}.", field=problems[0].field)
     if not body.vary:
         raise ApiError(422, "Choose an option to vary.")
     for each in body.vary:

@@ -384,7 +384,7 @@ function drawDetails(details) {
 function drawCheckpoints(checkpoints) {
   const steps = [...(checkpoints || [])].sort((a, b) => a - b).map((step) => num(step));
   page.checkpointsFold.hidden = !steps.length;
-  setText(page.checkpoints, `Saved at step ${steps.join(", ")}.`);
+  setText(page.checkpoints, `Saved at ${steps.length === 1 ? "step" : "steps"} ${steps.join(", ")}.`);
   page.charts.redraw();
 }
 
