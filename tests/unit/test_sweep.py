@@ -251,7 +251,9 @@ def test_the_page_names_mistakes(more: dict[str, Any], message: str, tmp_path: P
     assert not started
 
 
-def test_all_runs_together_wait_no_longer_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_runs_together_wait_no_longer_than_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[str]
+) -> None:
     waits, real = [], sweeps_api.run_preflight
 
     def slow(state: Any, spec: Any, wait_seconds: float = 0) -> Any:
@@ -263,7 +265,7 @@ def test_all_runs_together_wait_no_longer_than_one(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sweeps_api, "INSPECTION_SECONDS", 0.12)
     body = sweep_request(vary=[{"name": RATE, "values": "1e-5,1e-4,1e-3,1e-2"}], key="")
     client(tmp_path).post("/api/sweeps", json=body)
-    assert waits[0] <= 0.12 and waits[1] < 0.08 and waits[3] == 0
+    assert len(started) == 4 and waits[0] <= 0.12 and waits[1] < 0.08 and waits[3] == 0
 
 
 def test_the_page_starts_nothing_if_one_run_cannot(tmp_path: Path, started: list[str]) -> None:
