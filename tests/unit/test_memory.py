@@ -497,7 +497,7 @@ def test_sharded_checkpoints_are_offered_where_host_ram_is_too_small() -> None:
     small = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
     found = Case(spec(**FSDP2, **NODES, method__kind="full"), small, replace(DEMO, shape=LLAMA_8B))
     violation = host_out_of_memory(found)
-    assert violation and "state dict for a checkpoint, 59.8 GiB" in violation.message
+    assert violation and "the state dict for a checkpoint: 59.8 GiB" in violation.message
     assert [fix.patch for fix in violation.fixes] == [{"parallel.state_dict_type": "sharded"}]
 
 
