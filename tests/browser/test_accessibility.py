@@ -170,6 +170,7 @@ def test_a_narrow_window(page, server):
     page.set_viewport_size({"width": 390, "height": 900})
     opened(page, server)
     page.locator("#fp-presets").select_option("first-run")
+    settled(page)
     above = page.locator("#fp-strategies").bounding_box()
     more = page.locator("#fp-section-launch .fp-more").bounding_box()
     assert page.locator("#launch-nproc_per_node").is_hidden()
@@ -250,6 +251,7 @@ def test_focus_moves_on_after_all_fixes(page, server, tmp_path):
 def test_focus_moves_on_after_the_recommended_values(page, server):
     opened(page, server)
     page.locator("#fp-presets").select_option("first-run")
+    settled(page)
     page.locator("#model-source input:checked").focus()
     page.keyboard.press("ArrowRight")
     settled(page)

@@ -173,6 +173,8 @@ def test_device_ids_have_a_field_on_a_machine_without_gpus(context, shared, tmp_
     path.write_text("launch: {devices: '0,1'}\n")
     page.locator("#fp-import-file").set_input_files(path)
     expect(ids.locator("input")).to_have_value("0, 1")
+    expect(ids).to_be_visible()
+    settled(page)
     page.locator("#fp-search").fill("device ids")
     page.keyboard.press("Enter")
     expect(ids.locator("input")).to_be_focused()
