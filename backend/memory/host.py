@@ -64,9 +64,8 @@ def _checkpoint_row(ctx: MemoryContext) -> Row:
     formula = optimizer.formula() if state > weights else f"{weights:,} bytes of parameters"
     part = f" x {share:g} on the node of rank 0" if share != 1 else ""
     size = round((save.strategy != "no") * share * max(weights, state))
-    return Row(
-        "State dict for a checkpoint", size, f"{formula}{part}, copied to RAM before FSDP writes the checkpoint", "host"
-    )
+    formula += f"{part}, copied to RAM before FSDP writes the checkpoint"
+    return Row("Checkpoint saving", size, formula, "host")
 
 
 def _offloaded_rows(ctx: MemoryContext) -> list[Row]:

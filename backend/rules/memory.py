@@ -132,7 +132,7 @@ def _exceeded_host_ram(case: Case) -> Violation:
     fixes = [fix for fix in HOST_FIXES if case.takes(fix.patch) and _fits_afterwards(case, fix)]
     message = (
         f"The run needs {amount(found.host_bytes)} of host RAM on each node; {amount(free)} is free. "
-        f"The largest part is the {_lower(largest.name)}: {amount(largest.bytes)}."
+        f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}."
     )
     return Violation(message, tuple(fixes[:2]))
 

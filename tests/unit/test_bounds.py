@@ -50,10 +50,10 @@ def api(tmp_path_factory):
     ],
 )
 def test_yaml_is_bounded(api, text, problem):
-    start = time.monotonic()
+    start = time.process_time()  # other tests use the same cores
     response = api.post("/api/import", json={"yaml": text})
     assert response.status_code == 422 and problem in response.json()["error"]
-    assert time.monotonic() - start < 60
+    assert time.process_time() - start < 5
 
 
 def test_usual_yaml_is_read():

@@ -488,7 +488,7 @@ def host_rows(**values: Any) -> dict[str, int]:
 )
 def test_fsdp_gathers_checkpoints_in_host_ram(more: dict[str, Any], bytes_per_parameter: int | None) -> None:
     """The weights, then two fp32 moments, on rank 0, next to what is offloaded. None: loading takes more."""
-    saved = host_rows(**more).get("State dict for a checkpoint")
+    saved = host_rows(**more).get("Checkpoint saving")
     assert saved == (bytes_per_parameter and bytes_per_parameter * LLAMA_8B.parameters)
 
 
@@ -497,7 +497,7 @@ def test_sharded_checkpoints_are_offered_where_host_ram_is_too_small() -> None:
     small = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
     found = Case(spec(**FSDP2, **NODES, method__kind="full"), small, replace(DEMO, shape=LLAMA_8B))
     violation = host_out_of_memory(found)
-    assert violation and "the state dict for a checkpoint: 59.8 GiB" in violation.message
+    assert violation and "The largest part is checkpoint saving: 59.8 GiB" in violation.message
     assert [fix.patch for fix in violation.fixes] == [{"parallel.state_dict_type": "sharded"}]
 
 

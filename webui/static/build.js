@@ -20,14 +20,13 @@ let drawnSeq = 0;
 let isAsked = false; // a check follows as soon as the script that runs now is done
 let timer = 0;
 let draft = "";
+const startKeys = createKeys();
 let lastReport = null;
 let starting = false;
 let presets = [];
 let chosen = Promise.resolve(); // the form has the values of the preset that was chosen in the menu
 let setLoaded = () => {};
 const loaded = new Promise((resolve) => (setLoaded = () => resolve(undefined))); // the form has its first values
-
-const startKeys = createKeys();
 
 // -- check ------------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,11 @@ let toWrite = null; // values on their way into the components
 const REPLACED = { "launch.devices": "fp-devices", "parallel.strategy": "fp-strategies" };
 
 const elementId = (name) => name.replace(".", "-");
-const fieldOf = (name) => document.getElementById(REPLACED[name] || elementId(name));
+/** What shows an option: its replacement, unless that is hidden. */
+function fieldOf(name) {
+  const replacement = REPLACED[name] && document.getElementById(REPLACED[name]);
+  return replacement && !replacement.hidden ? replacement : document.getElementById(elementId(name));
+}
 const bodyAttribute = (name) => `data-${name.replace(/[._]/g, "-")}`;
 const equal = (a, b) => String(a ?? "") === String(b ?? "");
 
@@ -248,9 +252,8 @@ export function outline(levels) {
 
 /** Scroll to an option and focus it; opens its section first. */
 export function goTo(name) {
-  const usual = fieldOf(name);
-  if (!usual) return;
-  const field = usual.hidden ? document.getElementById(elementId(name)) : usual;
+  const field = fieldOf(name);
+  if (!field) return;
   const section = field.closest(".fp-section");
   if (section) openSection(section, true);
   const advanced = field.closest(".fp-advanced");

@@ -50,7 +50,6 @@ function drawContent(report) {
   $(".fp-status-more", box).textContent = more;
   $("#fp-try").hidden = preventsStart(status); // Apply fixes is in its place
   drawFixAll(findings.filter((f) => f.level === "error"));
-  outlineFields(findings, invalid);
   form.offerModuleNames(report.modules || {});
   $("#fp-findings").replaceChildren(...invalid.map(invalidCard), ...findings.map(findingCard));
   drawMemory(
@@ -60,6 +59,7 @@ function drawContent(report) {
   );
   drawDevices(report.devices);
   drawStrategies(report.strategies, report.memory.placement.noun);
+  outlineFields(findings, invalid); // which of them are shown is known now
   drawPreview(report.preview);
 }
 

@@ -8,8 +8,7 @@ const DEBOUNCE = 250; // ms after the last key
 const RETRY = 1000; // ms, while the server does not respond
 const STORED = "fp-sweep"; // in this browser: what was entered last
 const MAX_LABELS = 6;
-const MAX_OPTIONS = 8; // as in webui/api/sweeps.py
-const MAX_COUNT = 50;
+const [MAX_OPTIONS, MAX_COUNT] = [8, 50]; // as in webui/api/sweeps.py and backend/start_sweep.py
 const FIRST = "train.learning_rate";
 const HALVING = { 0: "off", 2: "best half continues", 3: "best third continues", 4: "best quarter continues" };
 
@@ -18,8 +17,8 @@ let entered = { vary: [{ name: FIRST, values: "" }], samples: 0, seeds: 1, halvi
 let timer = 0;
 let seq = 0;
 let showRun = (/** @type {string} */ _id) => {};
-
 const keys = createKeys();
+
 const box = () => $("#fp-sweep-form");
 
 /** @param {(id: string) => void} show opens the page of a run */
