@@ -246,6 +246,7 @@ def test_edits_survive_reload_restart_and_second_tab(server, page):
     type_value(page, "logging.run_name", "my <b>run</b>")
     page.wait_for_function("() => document.querySelector('#fp-preview-text').textContent.length > 0")
     page.wait_for_timeout(400)
+    page.wait_for_selector("#fp-status[data-fresh=yes]")  # the check of the last key has saved the draft
     server.kill()
     server.start()
     page.reload()
