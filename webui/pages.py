@@ -62,6 +62,10 @@ PRESETS_AND_SEARCH = """
   <label>Preset <select id="fp-presets" aria-describedby="fp-preset-about"></select></label>
   <span id="fp-preset-about" class="fp-dim"></span>
   <span class="fp-from-actions">
+    <button type="button" class="fp-link" id="fp-undo" title="Undo the last change of the form (Ctrl+Z)"
+      disabled>Undo</button>
+    <button type="button" class="fp-link" id="fp-versions"
+      title="Go back to values that the form had in the last hour">History</button>
     <button type="button" class="fp-link" id="fp-sweep" aria-expanded="false" aria-controls="fp-sweep-form"
       title="Start several runs that differ in a few options">Sweep</button>
     <button type="button" class="fp-link" id="fp-import"

@@ -58,6 +58,89 @@ def test_two_tabs_have_two_drafts(context, shared):
         assert int(value(page, "train.max_steps")) == steps
 
 
+@pytest.mark.parametrize("how", ["reload", "close", "no server"])
+def test_the_last_key_before_leaving_is_kept(context, shared, how):
+    """At any moment: before the check of the edit is sent, while it runs, and after it."""
+    page = opened(context, shared.url)
+    typed = ""
+    for delay in (0, 10, 150):
+        field = page.locator("#logging-run_name :is(input, textarea)")
+        field.focus()
+        page.keyboard.press("End")
+        if how == "no server":
+            page.route("**/api/check", lambda route: route.abort())
+            page.route("**/api/drafts/*", lambda route: route.abort())
+        page.keyboard.type("<b")
+        typed += "<b"
+        page.wait_for_timeout(delay)
+        if how == "close":
+            address = page.url
+            page.close()
+            page = context.new_page()
+            page.goto(address)
+        else:
+            page.unroute_all()
+            page.reload()
+        page.wait_for_selector("body[data-ready]")
+        assert value(page, "logging.run_name") == typed
+        assert page.locator("#logging-run_name :is(input, textarea)").input_value() == typed
+
+
+def test_undo_and_redo_of_the_whole_form(context, shared):
+    page = opened(context, shared.url)
+    expect(page.locator("#fp-undo")).to_be_disabled()
+    before = value(page, "lora.r")
+    page.locator("#lora-r input").first.fill("")
+    page.locator("#lora-r input").first.type("77", delay=5)  # one change
+    page.locator("#fp-presets").select_option("lora-80gb")
+    page.wait_for_function("() => footplate.values()['lora.r'] != 77")
+    page.locator("#fp-status").click()  # the focus is in no text field
+    page.keyboard.press("Control+z")
+    page.wait_for_function("() => footplate.values()['lora.r'] == 77")
+    page.keyboard.press("Control+z")
+    assert value(page, "lora.r") == before
+    expect(page.locator("#lora-r input").first).to_have_value(str(before))
+    expect(page.locator(".fp-toast")).to_contain_text("Undone: LoRA rank")
+    expect(page.locator("#fp-undo")).to_be_disabled()
+    page.keyboard.press("Control+Shift+z")
+    assert value(page, "lora.r") == 77
+    page.locator("#fp-undo").click()
+    assert value(page, "lora.r") == before
+
+
+def test_history_goes_back_to_earlier_values(context, shared):
+    page = opened(context, shared.url)
+    fill(page, "train.max_steps", 41)
+    page.locator("#fp-versions").click()
+    dialog = page.locator("dialog.fp-versions")
+    item = dialog.locator("li").filter(has_text="Max steps: 41")
+    item.first.get_by_role("button", name="Go back to this").click()
+    settled(page)
+    assert value(page, "train.max_steps") in (40, "40")
+
+
+def test_notifications_stay_under_the_pointer(context, shared):
+    page = opened(context, shared.url)
+    page.clock.install()
+    page.evaluate("() => footplate.notify('done')")
+    note = page.locator(".fp-toast")
+    note.hover()
+    page.clock.run_for(60_000)
+    expect(note).to_be_visible()
+    page.mouse.move(5, 5)
+    page.clock.run_for(20_000)
+    expect(note).to_have_count(0)
+
+
+def test_secrets_are_not_kept_in_the_browser(context, shared):
+    page = opened(context, shared.url)
+    page.route("**/api/check", lambda route: route.abort())
+    page.evaluate("() => footplate.edited('launch.env', 'HF_TOKEN=hf_secret')")
+    page.evaluate("() => footplate.edited('logging.run_name', 'mine')")
+    kept = page.evaluate("() => JSON.stringify({ ...localStorage })")
+    assert "mine" in kept and "hf_secret" not in kept
+
+
 def test_the_name_follows_the_model_until_it_is_typed(context, shared):
     page = opened(context, shared.url)
     name = page.locator("#logging-run_name :is(input, textarea)")

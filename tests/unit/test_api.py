@@ -263,6 +263,33 @@ def test_draft_names_stay_in_their_folder(app_folder, api, name):
     assert not list(app_folder.glob("**/x*"))
 
 
+def test_requests_that_arrive_late_do_not_replace_a_newer_draft(api):
+    newer, older = {**VALUES, "train.seed": 2}, {**VALUES, "train.seed": 1}
+    api.post("/api/drafts/d1", json={"values": newer, "page": "p", "edit": 2})
+    check(api, older, draft="d1", page="p", edit=1)
+    assert api.get("/api/drafts/d1").json()["values"] == newer
+    check(api, older, draft="d1", page="after a reload", edit=1)
+    assert api.get("/api/drafts/d1").json()["values"] == older
+
+
+def test_a_draft_has_versions_of_the_last_hour(tmp_path, monkeypatch):
+    drafts, now = Drafts(tmp_path / "d"), time.time()
+
+    def save(value, seconds_ago):
+        monkeypatch.setattr(time, "time", lambda: now - seconds_ago)
+        monkeypatch.setattr(time, "time_ns", lambda: int((now - seconds_ago) * 10**9))
+        drafts.save("abc", {"x": value})
+        os.utime(drafts.folder / "abc.json", (now - seconds_ago,) * 2)
+
+    for value, seconds_ago in ((1, 4000), (2, 3990), (3, 600), (4, 590), (5, 580), (6, 10)):
+        save(value, seconds_ago)
+    assert [values["x"] for _, values in drafts.versions()] == [6, 5, 3]
+    assert [round(now - edited) for edited, _ in drafts.versions()] == [10, 580, 600]
+    assert drafts.load("abc") == {"x": 6}
+    assert not list(drafts.folder.glob("abc.*.json"))[3:]
+    assert {oct(path.stat().st_mode & 0o777) for path in drafts.folder.iterdir()} == {"0o600"}
+
+
 def test_drafts_are_limited_in_number_and_size(tmp_path):
     drafts = Drafts(tmp_path / "d", max_drafts=3)
     for i in range(5):

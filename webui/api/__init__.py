@@ -10,14 +10,15 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from webui.api import checking, compare_runs, model_zip, rehearsals, rules_page, runs, runs_list, sweeps
+from webui.api import checking, compare_runs, drafts, model_zip, rehearsals, rules_page, runs, runs_list, sweeps
 from webui.api.requests import ApiError, ApiRoute, json_endpoint
 
 Endpoint = Callable[..., Any]
 
 GET: Mapping[str, Endpoint] = {
     "/rules": rules_page.rules_page,
-    "/api/drafts/{id}": checking.load_draft,
+    "/api/drafts": drafts.list_versions,
+    "/api/drafts/{id}": drafts.load_draft,
     "/api/presets": checking.list_presets,
     "/api/presets/{name}": checking.load_preset,
     "/api/machines": checking.list_machines,
@@ -43,6 +44,7 @@ GET: Mapping[str, Endpoint] = {
 }
 POST: Mapping[str, Endpoint] = {
     "/api/check": checking.check,
+    "/api/drafts/{id}": drafts.save_draft,
     "/api/import": checking.import_yaml,
     "/api/export": checking.export_yaml,
     "/api/config": checking.download_model_config,

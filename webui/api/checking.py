@@ -1,4 +1,4 @@
-"""Endpoints of the Build view: check, fix, drafts, presets, import, export, machines.
+"""Endpoints of the Build view: check, fix, presets, import, export, machines.
 
 Imports: preflight, config, inspect, machine, rules. The form's values go through the same preflight check that
 starts a run.
@@ -24,16 +24,19 @@ from backend.resolve import estimated_gpus
 from backend.rules import Finding, Fix
 from backend.rules.autofix import autofix
 from webui.api.app_state import AppState
-from webui.api.fixes import ENV, fix_json
+from webui.api.drafts import without_secrets
+from webui.api.fixes import fix_json
 from webui.api.requests import ApiError, FormRequest, RequestBody, State
 from webui.api.strategies import devices_json, strategies_json
 
 
 class CheckRequest(FormRequest):
-    """`draft` is the id that the values are saved under, `seq` a number that the response repeats, `preset` the name of
-    the preset that the form was filled from."""
+    """`draft` is the id that the values are saved under, after the edit number `edit` of `page`; `seq` a number that
+    the response repeats, `preset` the name of the preset that the form was filled from."""
 
     draft: str = ""
+    page: str = ""
+    edit: int = 0
     preset: str = ""
     seq: int | None = None
 
@@ -61,7 +64,7 @@ class ModelRequest(RequestBody):
 def check(state: State, body: CheckRequest) -> dict[str, Any]:
     """The preflight report of the form's values, which are saved as a draft."""
     if body.draft:
-        state.drafts.save(body.draft, without_secrets(body.values))
+        state.drafts.save(body.draft, without_secrets(body.values), body.page, body.edit)
     spec, problems = parse_form(body.values)
     report = run_preflight(state, spec, body.machine)
     measured = state.peaks.latest(report)
@@ -107,14 +110,6 @@ def apply_safe_fixes(state: State, body: FormRequest) -> dict[str, Any]:
         "count": len(result.applied),
         "remaining": [finding.title for finding in result.remaining],
     }
-
-
-def load_draft(state: State, id: str) -> dict[str, Any]:
-    """A draft's values as they were typed. Options added to Footplate since then keep their default."""
-    values = state.drafts.load(id)
-    if values is None:
-        raise ApiError(404, f"The draft {id} does not exist, or was deleted.")
-    return {"values": {name: value for name, value in values.items() if name in by_name()}}
 
 
 def list_presets(state: State) -> list[dict[str, str]]:
@@ -202,16 +197,6 @@ def parse_form(values: Mapping[str, Any]) -> tuple[RunSpec, list[Problem]]:
             rest = {name: value for name, value in rest.items() if name not in invalid}
     known = by_name()
     return spec, [p for p in problems if p.field not in known or shown(spec, known[p.field])]
-
-
-def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The form's values without secrets in launch.env, which are neither stored nor exported."""
-    lines = values.get(ENV)
-    if not isinstance(lines, str):
-        return dict(values)
-    named = [(line, *line.partition("=")) for line in lines.splitlines()]
-    kept = [line for line, name, _, value in named if not variables.secrets({name.strip(): value.strip()})]
-    return {**values, ENV: "\n".join(kept)}
 
 
 def parse_valid_form(values: Mapping[str, Any]) -> RunSpec:

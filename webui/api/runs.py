@@ -34,7 +34,8 @@ from backend.runs.metrics import (
 )
 from backend.runs.metrics import before as log_before
 from webui.api.app_state import AppState
-from webui.api.checking import findings_json, form_values, parse_form, run_preflight, without_secrets
+from webui.api.checking import findings_json, form_values, parse_form, run_preflight
+from webui.api.drafts import without_secrets
 from webui.api.fixes import fix_json
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
 from webui.api.runs_list import waiting_runs

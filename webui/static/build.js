@@ -1,25 +1,25 @@
 // @ts-check
 // The Build view: a check after every edit, drafts, presets, machines, import, export and start.
 import { createKeys, get, post, randomId, runPath } from "./api.js";
+import { draftId, editSaved, keepEdit, loadDraft, saveWhenLeaving, useDraft } from "./drafts.js";
 import { $, address, download, el, notify, notifyError } from "./dom.js";
 import * as form from "./form.js";
 import { diffList } from "./fixes.js";
 import { setPlaceholder } from "./gradio.js";
+import { forgetChanges } from "./history.js";
 import { resumeRehearsal, startRehearsal } from "./rehearsal.js";
 import { drawCheckFailed, drawReport, drawStart, keepFocus } from "./report.js";
 import { checkSweep, prepareSweep } from "./sweep_form.js";
+import { drawUndo, startHistory } from "./versions.js";
 
 const RETRY = 2000; // ms, also while examples are being checked
 const START_RETRY = 400; // ms, while Start waits for the examples
-const LOCK_TRIES = 3;
-const LOCK_PAUSE = 100; // ms
 const DEFAULTS = " "; // the value of the menu's entry for the defaults; no preset has this name
 
 let seq = 0; // of the newest check
 let drawnSeq = 0;
 let isAsked = false; // a check follows as soon as the script that runs now is done
 let timer = 0;
-let draft = "";
 const startKeys = createKeys();
 let lastReport = null;
 let starting = false;
@@ -42,6 +42,8 @@ function outdateReport() {
 
 export function checkSoon() {
   outdateReport();
+  keepEdit(form.currentValues());
+  drawUndo();
   if (!isAsked) queueMicrotask(check); // one check for what changes at the same time, sent before that is drawn
   isAsked = true;
   checkSweep();
@@ -51,10 +53,12 @@ async function check() {
   isAsked = false;
   const mine = ++seq;
   clearTimeout(timer);
-  if (!draft) await useDraft(randomId());
+  if (!draftId()) await useDraft(randomId());
   try {
-    const body = { values: form.currentValues(), draft, machine: machine(), preset: preset(), seq: mine };
-    const report = await post("api/check", body);
+    const values = form.currentValues();
+    const kept = keepEdit(values);
+    const report = await post("api/check", { values, ...kept, machine: machine(), preset: preset(), seq: mine });
+    editSaved(kept.edit);
     if (mine < drawnSeq) return; // a later one is drawn already
     drawnSeq = mine;
     lastReport = report;
@@ -77,46 +81,25 @@ async function check() {
 
 // -- drafts -----------------------------------------------------------------------------------------------------------
 
-/** Edit the draft with this id, or a copy of it if another tab edits it already. */
-async function useDraft(id) {
-  draft = (await isFree(id)) ? id : randomId();
-  if (draft !== id) await isFree(draft);
-  localStorage.setItem("fp-draft", draft);
-  address.set({ draft }, { replace: true });
-}
-
-/** Whether no other tab edits this draft; if so, this tab does until it is closed. Without locks, which need https or
- * localhost, nobody knows. */
-async function isFree(id) {
-  if (!navigator.locks) return true;
-  for (let tries = 0; tries < LOCK_TRIES; tries++) {
-    if (tries) await new Promise((done) => setTimeout(done, LOCK_PAUSE)); // the tab's own lock, before a reload
-    const mine = await new Promise((resolve) => {
-      const hold = (lock) => {
-        resolve(Boolean(lock));
-        return lock && new Promise(() => {});
-      };
-      navigator.locks.request(`fp-draft-${id}`, { ifAvailable: true }, hold).catch(() => resolve(true));
-    });
-    if (mine) return true;
-  }
-  return false;
-}
-
 /** Fill the form: from the draft in the address or the last one of this browser, else from the first preset. */
-export const loadInitialValues = () => loadDraftOrPreset().finally(setLoaded);
+export const loadInitialValues = () =>
+  loadDraftOrPreset().finally(() => {
+    forgetChanges();
+    drawUndo();
+    setLoaded();
+  });
 
 async function loadDraftOrPreset() {
   drawPredecessor();
   await loadPresets();
   const id = address.get("draft") || localStorage.getItem("fp-draft");
-  const saved = id ? await get(`api/drafts/${encodeURIComponent(id)}`).catch(() => null) : null;
+  const saved = id ? await loadDraft(id) : null;
   if (saved) {
     // A new tab continues with the last values, in a draft of its own.
     const from = address.get("draft") ? preset() : localStorage.getItem("fp-preset") || "";
     await useDraft(address.get("draft") || randomId());
     selectPreset(from);
-    form.setValues(saved.values);
+    form.setValues(saved);
   } else if (presets.length) {
     await loadPreset(presets[0].name);
   } else {
@@ -146,7 +129,7 @@ function selectMachine(name) {
   $("#fp-export-plan").hidden = !name;
   document.body.classList.toggle("fp-planned", Boolean(name));
   describePreset();
-  if (draft) checkSoon();
+  if (draftId()) checkSoon();
 }
 
 /** The preset that the form was filled from. */
@@ -350,6 +333,8 @@ async function exportFile() {
 
 /** @param {(tab: string, run?: string) => void} showView */
 export function addBuildEvents(showView) {
+  saveWhenLeaving();
+  startHistory();
   $("#fp-fix-all").addEventListener("click", () => fixAll().catch(notifyError));
   $("#fp-start").addEventListener("click", () => start(showView));
   $("#fp-try").addEventListener("click", () => startRehearsal(form.currentValues(), machine()));

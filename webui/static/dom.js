@@ -77,8 +77,12 @@ export const address = {
   },
 };
 
+const NOTE_SECONDS = 8;
+const LONG_NOTE_SECONDS = 15; // with an error or an action
+
 /**
- * Show a notification. With `details` it stays until it is dismissed.
+ * Show a notification. With `details` it stays until it is dismissed; else its time begins when neither the pointer nor
+ * the focus is on it.
  * @param {string} text
  * @param {{ level?: string, action?: { label: string, run: () => void } | null, details?: Node | null }} options
  */
@@ -89,7 +93,9 @@ export function notify(text, { level = "info", action = null, details = null } =
     document.body.append(area);
   }
   let before = null; // what had the focus before the notification
+  let timer = 0;
   const close = () => {
+    clearTimeout(timer);
     const hadFocus = note.contains(document.activeElement);
     note.remove();
     if (hadFocus) focusAgain(before);
@@ -98,15 +104,30 @@ export function notify(text, { level = "info", action = null, details = null } =
     close();
     action.run();
   };
+  const closeLater = () => {
+    clearTimeout(timer);
+    if (details || note.matches(":hover, :focus-within")) return;
+    timer = setTimeout(close, 1000 * (action || level === "error" ? LONG_NOTE_SECONDS : NOTE_SECONDS));
+  };
+  const entered = ({ relatedTarget: from }) => {
+    clearTimeout(timer);
+    if (!note.contains(from)) before = from;
+  };
   const note = el(
     "div.fp-toast",
-    { "data-level": level, onfocusin: ({ relatedTarget: from }) => note.contains(from) || (before = from) },
+    {
+      "data-level": level,
+      onfocusin: entered,
+      onfocusout: () => setTimeout(closeLater),
+      onpointerenter: () => clearTimeout(timer),
+      onpointerleave: closeLater,
+    },
     el("div", {}, text, details),
     action && el("button.fp-link", { type: "button", onclick: act }, action.label),
     el("button.fp-icon", { type: "button", "aria-label": "Dismiss", onclick: close }, "\u00d7"),
   );
   area.replaceChildren(note);
-  if (!details) setTimeout(close, level === "error" ? 12000 : 7000);
+  closeLater();
 }
 
 export const dismissNotifications = () => $("#fp-toasts")?.replaceChildren();

@@ -2,6 +2,7 @@
 // The form's values: read from Gradio, written back, with undo; sections, visibility, outlines of wrong fields.
 import { $, el, emit, notify, setAttribute, setText } from "./dom.js";
 import { closeLeftMenu, describeField, editedField, focusField, writeFormValues } from "./gradio.js";
+import { remember } from "./history.js";
 
 const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
 const MAX_SUMMARY_PARTS = 4;
@@ -104,6 +105,7 @@ function summaryPart(option, value) {
 /** @param {string} name @param {any} value */
 export function edited(name, value) {
   if (values[name] === value) return;
+  remember({ [name]: values[name] }, { [name]: value }, true);
   values[name] = value;
   changed([name]);
 }
@@ -132,14 +134,20 @@ function refresh(names) {
   }
 }
 
+const pick = (from, names) => Object.fromEntries(names.map((name) => [name, from[name]]));
+
+/** The options that have other values in `changes` than in the form. @param {Record<string, any>} changes */
+export const differing = (changes) => Object.keys(changes).filter((name) => !equal(values[name], changes[name]));
+
 /**
- * Set some values. With `undo`, its text is shown with an Undo button.
+ * Set some values. With `undo`, its text is shown with an Undo button. `remembered` is false for an undo or a redo.
  * @param {Record<string, any>} changes
- * @param {{ undo?: string, details?: Node | null }} options
+ * @param {{ undo?: string, details?: Node | null, remembered?: boolean }} options
  */
-export function setValues(changes, { undo = "", details = null } = {}) {
-  const edited = Object.keys(changes).filter((name) => !equal(values[name], changes[name]));
-  const before = Object.fromEntries(edited.map((name) => [name, values[name]]));
+export function setValues(changes, { undo = "", details = null, remembered = true } = {}) {
+  const edited = differing(changes);
+  const before = pick(values, edited);
+  if (remembered) remember(before, pick(changes, edited));
   values = { ...values, ...changes };
   toWrite = description.names.map((name) => values[name]);
   writeFormValues();

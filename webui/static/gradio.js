@@ -35,6 +35,9 @@ export function editedField(event) {
   return { id: field.id, value: input.value };
 }
 
+/** Whether an element belongs to a menu, whose text field only filters its list. @param {Element} element */
+export const isMenu = (element) => Boolean(element.closest(".fp-field.fp-menu"));
+
 /** Make a field's help its description, and a field with several radio buttons one group, in which arrow keys select.
  * @param {Element} field */
 export function describeField(field) {
