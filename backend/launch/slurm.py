@@ -125,6 +125,7 @@ def _scripts(
         "step": _step_options(spec),
         "python": shlex.quote(machine.python),
         "request": REQUEST_STOP.format(stop=STOP, interrupted=INTERRUPTED),
+        "withdraw": WITHDRAW_STOP.format(stop=STOP),
         "follow": FOLLOW,
         "error": ERROR,
         "error_file": ERROR_FILE,
@@ -140,6 +141,13 @@ REQUEST_STOP = """\
 interrupted="{interrupted}"
 interrupt() {{ [ -e {stop} ] || printf 'save\\n%s\\n' "$interrupted" > {stop}; }}
 trap interrupt TERM"""
+# Deletes the request that `interrupt` has written, but not that of a user who has replaced it meanwhile.
+WITHDRAW_STOP = """\
+withdraw() {{
+    mv -f {stop} .{stop}.job 2> /dev/null || return 1
+    if grep -qsxF "$interrupted" .{stop}.job; then rm -f .{stop}.job; return 0; fi
+    ln .{stop}.job {stop} 2> /dev/null; rm -f .{stop}.job; return 1
+}}"""
 # A signal ends `wait` early, with a status above 128; a second `wait` for a process that has ended has its status.
 FOLLOW = """\
 while kill -0 $! 2> /dev/null; do wait $!; done
@@ -149,7 +157,9 @@ wait $!; code=$?"""
 AGAIN = """\
 if [ $code = 0 ] && grep -qsxF "$interrupted" {stop}; then
     case $(squeue --noheader --jobs=$SLURM_JOB_ID --format=%T) in
-        RUNNING | SIGNALING) trap '' TERM; rm -f {stop}; scontrol requeue $SLURM_JOB_ID && sleep 60 || interrupt ;;
+        RUNNING | SIGNALING)
+            trap '' TERM
+            if withdraw; then scontrol requeue $SLURM_JOB_ID && sleep 60 || interrupt; fi ;;
     esac
 fi
 """
@@ -165,25 +175,27 @@ PET_MASTER_PORT=$({python} -c 'import socket; s = socket.socket(); s.bind(("", 0
 export PET_MASTER_ADDR PET_MASTER_PORT PET_NNODES=$SLURM_JOB_NUM_NODES
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 {request}
-if grep -qsxF "$interrupted" {stop}; then rm -f {stop}; fi
+{withdraw}
+withdraw
 srun --kill-on-bad-exit=1 --wait={wait}{step} bash {node_job} "$@" &
 {follow}
 # After a failure srun ends the other nodes with SIGTERM too.
-if [ $code != 0 ] && grep -qsxF "$interrupted" {stop}; then rm -f {stop}; fi
+[ $code = 0 ] || withdraw
 {again}exit $code
 """
 NODE = """\
 #!/usr/bin/env bash
 # Slurm runs this script on each node of the job. Only this shell reacts to SIGTERM: torchrun would kill its ranks
-# before they have saved a checkpoint.
+# before they have saved a checkpoint, and a set-up that is ended would fail the run.
 if ! cd "$SLURM_SUBMIT_DIR" || [ ! -e {spec} ]; then
     where="The node $(hostname) does not see the run's folder $SLURM_SUBMIT_DIR"
     echo "{says}$where. All nodes need it under the same path."
     exit 1
 fi
-{setup}export PET_NODE_RANK=$SLURM_NODEID PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT {error_file}="$PWD/{error}"
+export PET_NODE_RANK=$SLURM_NODEID PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT {error_file}="$PWD/{error}"
 {request}
-(trap '' TERM; exec {trainer} "$@") &
+(trap '' TERM
+{setup}exec {trainer} "$@") &
 {follow}
 exit $code
 """

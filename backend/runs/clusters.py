@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from backend.runs import JOB
-from backend.runs.follower import Cluster, ClusterError, read, unended
+from backend.runs.follower import Cluster, ClusterError, is_interruption, read, stop_request, unended
 from backend.runs.kubernetes import Kubernetes
 from backend.runs.ray import Ray
 from backend.runs.slurm import Slurm
@@ -19,6 +19,11 @@ def cluster_of(folder: Path) -> Cluster:
     makers = {Ray.name: Ray, Kubernetes.name: Kubernetes}
     make = makers.get(read(folder).get("cluster", ""))
     return make(folder) if make else Slurm()
+
+
+def is_interrupted(folder: Path) -> bool:
+    """Whether the run's cluster, and not a user, has requested that it stops."""
+    return is_interruption(stop_request(folder), cluster_of(folder).interruption)
 
 
 def end(folder: Path) -> None:

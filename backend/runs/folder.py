@@ -441,6 +441,9 @@ class Run:
 
     def _sentence_of_stop(self) -> str:
         """What a stop waits for and until when."""
+        if clusters.is_interrupted(self.path):
+            cause = self._text(STOP).partition("\n")[2].strip()
+            return f"{cause} It saves a checkpoint if training has begun, and continues when the job starts again."
         deadline = self._json(STATE).get("stop_deadline")
         until = ""
         if deadline:

@@ -2,8 +2,9 @@
 
 Imports backend.runs. The follower submits the job, waits for its end, and writes job.json, from which the page knows
 what the job waits for. If this process is killed, the job continues; the next start of the run finds it in job.json and
-waits for it instead of submitting another one. SIGTERM cancels the job only after a stop request: a machine that shuts
-down sends it too. `slurm.py`, `ray.py` and `kubernetes.py` have the clusters.
+waits for it instead of submitting another one. Only what is on disk cancels the job: a user's stop request, if the job
+waits, or if the supervisor has recorded that the ranks did not end in time. SIGTERM does not, because a machine that
+shuts down sends it too. `slurm.py`, `ray.py` and `kubernetes.py` have the clusters.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import JOB, LOCK, STOP, SUPERVISOR, replace_text
+from backend.runs import JOB, LOCK, STATE, STOP, SUPERVISOR, replace_text
 
 POLL = "FOOTPLATE_CLUSTER_SECONDS"  # environment variable: between two requests to the cluster
 POLL_SECONDS = float(os.environ.get(POLL, "5"))
@@ -80,11 +81,41 @@ class Cluster(ABC):
 
 def read(folder: Path) -> dict[str, Any]:
     """What the follower has written about the run's job; empty for a run without one."""
+    return _read_json(folder / JOB)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / JOB).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def stop_request(folder: Path) -> str | None:
+    """The text of the stop file; None without one."""
+    try:
+        return (folder / STOP).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def is_interruption(request: str | None, interruption: str) -> bool:
+    """Whether the cluster, and not a user, has requested the stop. `interruption`: what the job's scripts write."""
+    return bool(request and interruption and interruption in request)
+
+
+def withdraw_interruption(folder: Path, interruption: str) -> None:
+    """Delete the cluster's stop request, but not that of a user who has replaced it meanwhile."""
+    aside = folder / f".{STOP}.{os.getpid()}"
+    try:
+        (folder / STOP).rename(aside)
+    except FileNotFoundError:
+        return
+    if not is_interruption(aside.read_text(encoding="utf-8", errors="replace"), interruption):
+        with contextlib.suppress(FileExistsError):  # a newer request
+            (folder / STOP).hardlink_to(aside)
+    aside.unlink()
 
 
 def unended(folder: Path) -> str:
@@ -100,7 +131,7 @@ class Follower:
         self.folder = folder
         self.cluster = cluster
         self.job = Job("", "")
-        self.sigterm_received = self.canceled = False
+        self.canceled = False
         self.silent_since, self.problem = 0.0, ""
         self.began = 0.0
 
@@ -108,7 +139,7 @@ class Follower:
         """Find or submit the job, wait for its end, and return an exit status. Raises ClusterError."""
         with contextlib.suppress(OSError):
             if SUPERVISOR in (self.folder / LOCK).read_text(encoding="utf-8"):  # without one, SIGTERM ends this process
-                signal.signal(signal.SIGTERM, lambda *_: setattr(self, "sigterm_received", True))
+                signal.signal(signal.SIGTERM, lambda *_: None)
         if not self._find_earlier_job():
             self.job = Job(self.cluster.submit(arguments), "SUBMITTED", waits=True)
             print(f"{self.cluster.name} job {self.job.id}", flush=True)
@@ -131,11 +162,12 @@ class Follower:
     def _poll(self) -> None:
         """Record the job, cancel it if that is requested, and wait until the next request to the cluster."""
         self._record()
-        request = self._stop_request()
-        if self.job.waits and self._is_interruption(request):  # left from a failed node: the job has come back
-            (self.folder / STOP).unlink(missing_ok=True)
-            request = None
-        if request is not None and (self.job.waits or self.sigterm_received) and not self.canceled:
+        interruption = self.cluster.interruption
+        if self.job.waits and is_interruption(stop_request(self.folder), interruption):
+            withdraw_interruption(self.folder, interruption)  # left from a failed node: the job has come back
+        request = stop_request(self.folder)
+        by_user = request is not None and not is_interruption(request, interruption)
+        if by_user and not self.canceled and (self.job.waits or "forced" in _read_json(self.folder / STATE)):
             with contextlib.suppress(ClusterError):  # tried again at the next poll
                 self.cluster.cancel(self.job.id)
                 self.canceled = True
@@ -163,25 +195,14 @@ class Follower:
             with contextlib.suppress(OSError):  # a full disk: tried again at the next poll
                 replace_text(self.folder / JOB, json.dumps(about))
 
-    def _stop_request(self) -> str | None:
-        """The text of the stop file; None without one."""
-        try:
-            return (self.folder / STOP).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return None
-
-    def _is_interruption(self, request: str | None) -> bool:
-        """Whether the cluster, and not a user, has requested the stop."""
-        return bool(request and self.cluster.interruption and self.cluster.interruption in request)
-
     def _end(self) -> int:
-        job, request = self.job, self._stop_request()
+        job, request = self.job, stop_request(self.folder)
         left = self.cluster.wait_for_processes()
         self._record(ended=True)
         cause = job.cause
         if not job.end:
             cause = f"{self.cluster.name} no longer knows the job {job.id}, so its end is not known."
-        if job.end == STOPPED and (request is None or self._is_interruption(request)):
+        if job.end == STOPPED and (request is None or is_interruption(request, self.cluster.interruption)):
             replace_text(self.folder / STOP, f"save\n{cause}\n")
         for line in filter(None, (left, cause)):
             print(line if job.end == STOPPED else f"{SAYS}{line}", flush=True)

@@ -21,8 +21,18 @@ from typing import Any
 
 import yaml
 
-from backend.runs import KUBERNETES_JOB, KUBERNETES_NODES, PLAN, STOP
-from backend.runs.follower import DONE, FAILED, STOPPED, Cluster, ClusterError, Job, follow
+from backend.runs import KUBERNETES_JOB, KUBERNETES_NODES, PLAN
+from backend.runs.follower import (
+    DONE,
+    FAILED,
+    STOPPED,
+    Cluster,
+    ClusterError,
+    Job,
+    follow,
+    is_interruption,
+    stop_request,
+)
 
 # In the manifest, until it is submitted. Neither an environment variable nor an object can have such a name.
 NAME, FOLDER = "{JOB_NAME}", "{RUN_FOLDER}"
@@ -312,10 +322,7 @@ class Kubernetes(Cluster):
 
 def is_interrupted(folder: Path) -> bool:
     """Whether a pod, and not a user, has requested that the run in `folder` stops."""
-    try:
-        return INTERRUPTED in (folder / STOP).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
+    return is_interruption(stop_request(folder), INTERRUPTED)
 
 
 def _parts(job: str) -> tuple[str, str, str]:

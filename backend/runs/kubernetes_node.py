@@ -1,9 +1,9 @@
 """The processes of a run in one pod of a Kubernetes job: the pod's first process.
 
-Imports backend.runs, runs.processes, runs.kubernetes. Kubernetes replaces pods one by one, but a training starts and
-fails as a whole: so the pods agree on attempts through files in the run's folder, which all of them share. The first
-pod that knows that an attempt has ended creates a file, and the others then end theirs. The replaced pods meet in the
-next attempt, on another port.
+Imports backend.runs, runs.processes, runs.follower, runs.kubernetes. Kubernetes replaces pods one by one, but a
+training starts and fails as a whole: so the pods agree on attempts through files in the run's folder, which all of them
+share. The first pod that knows that an attempt has ended creates a file, and the others then end theirs. The replaced
+pods meet in the next attempt, on another port.
 
 SIGTERM, from an eviction or a drained node, becomes a stop request: all ranks save a checkpoint and end, and all pods
 come back. On a shared file system, lines that several machines append can overwrite each other, so only the first node
@@ -26,6 +26,7 @@ from types import FrameType
 from typing import IO
 
 from backend.runs import ERROR, ERROR_FILE, KUBERNETES_NODES, LOG, RUN_MARKER, SPEC, STOP, processes
+from backend.runs.follower import withdraw_interruption
 from backend.runs.kubernetes import ATTEMPTS, INTERRUPTED, JOB, is_interrupted
 
 POLL_SECONDS = 0.5
@@ -93,7 +94,7 @@ class Node:
         """Run the launcher once; the exit status of the pod."""
         attempt = self.next_attempt()
         if self.rank == 0 and is_interrupted(Path()):
-            Path(STOP).unlink(missing_ok=True)
+            withdraw_interruption(Path(), INTERRUPTED)
         env = {**os.environ, ERROR_FILE: str(Path(ERROR).resolve()), RUN_MARKER: str(self.marker)}
         env["PET_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"  # not SIGTERM, after which the ranks could not save
         env["PET_MASTER_PORT"] = str(int(env["PET_MASTER_PORT"]) + attempt % 100)  # no stale store of an earlier one

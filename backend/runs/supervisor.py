@@ -7,7 +7,7 @@ terminal. It alone writes state.json.
 Stopping escalates: stop file, on which the trainer ends its step on all ranks, saves and exits -> SIGTERM to the
 launcher -> after more than torchrun's own 30 s, SIGKILL. After any end, leftover processes of the run are terminated.
 SIGTERM to the supervisor, as at shutdown, requests a stop, except for a job in a cluster, which does not need this
-machine.
+machine: it goes on, also with a stop that it has not finished.
 """
 
 from __future__ import annotations
@@ -199,17 +199,19 @@ class Supervisor:
                 queue.touch(self.turn.leases or ())
             if self.state_unwritten:
                 self._write()
-            if self.sigterm_received and follower.unended(self.folder) and not (self.folder / STOP).exists():
+            if self.sigterm_received and "forced" not in self.state and follower.unended(self.folder):
                 self._leave_job(launcher)
             request, now = self._stop_request(), time.monotonic()
-            if not request:
-                requested = sigterm_sent = 0.0  # a cluster's request ends when its job is back in the queue
+            # A cluster ends a job itself that takes too long, and its request ends when the job is back in the queue.
+            if not request or clusters.is_interrupted(self.folder):
+                requested = sigterm_sent = 0.0
                 continue
             requested = requested or now
             self._record_deadline(requested + self._grace(request) - now)
             if not sigterm_sent and now - requested >= self._grace(request):
                 sigterm_sent = now
                 self.state |= {"forced": "SIGTERM"}
+                self._write()  # a follower ignores SIGTERM, and cancels the job when it reads this
                 _signal(os.kill, launcher.pid, signal.SIGTERM)
             elif sigterm_sent and now - sigterm_sent >= self.timeouts.sigterm:
                 self.state |= {"forced": "SIGKILL"}

@@ -12,7 +12,7 @@ from typing import Any
 from training_runs import last_step
 
 from backend.runs import Plan, follower
-from backend.runs.folder import ALIVE, Run
+from backend.runs.folder import ALIVE, Run, StopTimeouts
 
 FULL = {"method.kind": "full", "train.max_steps": 60, "train.per_device_train_batch_size": 2}
 LONG = {**FULL, "train.max_steps": 100_000}
@@ -28,10 +28,10 @@ ON_TWO_NODES = {
 class ClusterRun:
     """A run that was started as a job. `mark`: the environment variable of its processes."""
 
-    def __init__(self, root: Path, plan: Plan, mark: str) -> None:
+    def __init__(self, root: Path, plan: Plan, mark: str, timeouts: StopTimeouts | None = None) -> None:
         self.run = Run.create(root / "runs", "job", plan, datetime.now())
         self.mark = f"{mark}={self.run.path}".encode()
-        self.run.start()
+        self.run.start(timeouts=timeouts)
 
     @property
     def job(self) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from backend.runs import LOG, SCRIPT, follower
+from backend.runs import LOG, SCRIPT, STOP, follower, replace_text
 from backend.runs import folder as run_folder
 from backend.runs.folder import Run, StopTimeouts
+from backend.runs.slurm import INTERRUPTED
 
 MakeRun = Callable[..., Run]
 PATIENT = StopTimeouts(before_training=60)
@@ -23,7 +24,8 @@ PATIENT = StopTimeouts(before_training=60)
 COMMANDS = {
     "sbatch": "echo 7 | tee -a $here/submitted",
     "squeue": 'state=RUNNING; [ ! -e stop ] || [ -e $here/hangs ] || state=COMPLETED\n'
-    '[ ! -e $here/canceled ] || state=CANCELLED\necho "7|$state|None|N/A"',
+    '[ ! -e $here/pending ] || state=PENDING\n[ ! -e $here/canceled ] || state=CANCELLED\n'
+    'echo "7|$state|None|N/A"',
     "scancel": "touch $here/canceled",
 }  # fmt: skip
 
@@ -106,6 +108,43 @@ def test_a_job_goes_on_when_the_machine_of_its_run_shuts_down(cluster: Cluster) 
     assert "Its job 7 may go on" in cluster.run.summary()["sentence"]
     cluster.run.resume(timeouts=PATIENT)
     follow_again_and_stop(cluster)
+
+
+def test_a_job_goes_on_when_the_machine_of_its_run_shuts_down_during_a_stop(cluster: Cluster) -> None:
+    """The job may still be saving: only the supervisor's own request, after its timeout, cancels the job."""
+    cluster.set("hangs")
+    start(cluster, before_training=60)
+    cluster.run.stop()
+    cluster.signal(signal.SIGTERM, "launcher")
+    wait_for_requests(cluster)
+    assert cluster.run.state == "stopping" and not cluster.has("canceled")
+    cluster.signal(signal.SIGTERM, "pid", "launcher")
+    assert cluster.wait_for_state("lost", "stopped", "failed") == "lost"
+    assert "Its job 7 may go on" in cluster.run.summary()["sentence"]
+    cluster.run.resume(timeouts=PATIENT)
+    (cluster.folder / "hangs").unlink()
+    follow_again_and_stop(cluster)
+
+
+def test_a_job_that_is_interrupted_before_training_begins_goes_on(cluster: Cluster) -> None:
+    """There is no checkpoint to wait for, and yet the job comes back; a user's stop still cancels it."""
+    cluster.set("hangs")
+    start(cluster, before_training=0.2, sigterm=60)
+    replace_text(cluster.run.path / STOP, f"save\n{INTERRUPTED}\n")  # by the job's scripts
+    time.sleep(1)
+    wait_for_requests(cluster)
+    assert cluster.run.state == "stopping" and not cluster.has("canceled")
+    assert INTERRUPTED in cluster.run.summary()["sentence"]
+    cluster.set("pending")
+    cluster.wait_for_state("queued")
+    cluster.wait_for(lambda: not (cluster.run.path / STOP).exists())
+    (cluster.folder / "pending").unlink()
+    cluster.wait_for_state("starting")
+    replace_text(cluster.run.path / STOP, f"save\n{INTERRUPTED}\n")
+    wait_for_requests(cluster)
+    cluster.run.stop()
+    assert cluster.wait_for_state("stopped", "failed") == "stopped" and cluster.has("canceled")
+    assert cluster.lines("submitted") == ["7"]
 
 
 def test_sigterm_ends_a_follower_without_a_supervisor(cluster: Cluster) -> None:

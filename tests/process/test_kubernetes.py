@@ -128,6 +128,20 @@ def test_an_evicted_pod_saves_and_the_run_continues(start, cluster) -> None:  # 
 
 
 @pytest.mark.soak
+def test_a_pod_that_is_evicted_before_training_begins_comes_back(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start(LONG)
+    started.wait_for(lambda: len(started.ranks()) == 2)
+    assert started.run.state == "starting"
+    job = started.job["id"]
+    cluster.evict(1)
+    started.wait_for_step(max(started.run.checkpoints(), default=0) + 3)
+    assert started.job["id"] == job and started.run.state == "running", started.text
+    assert (started.run.path / "kubernetes-nodes" / job.split("/")[1] / "ended-0").read_text() == "interrupted"
+    started.run.stop()
+    assert started.wait("stopped", "failed") == "stopped", started.text
+
+
+@pytest.mark.soak
 def test_a_run_continues_after_a_node_failed(start, cluster) -> None:  # type: ignore[no-untyped-def]
     """It waits for a node, and continues from the last complete checkpoint."""
     started = start(SAVING)

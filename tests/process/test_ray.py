@@ -119,6 +119,18 @@ def test_a_run_continues_after_a_node_failed(start, cluster) -> None:  # type: i
 
 
 @pytest.mark.soak
+def test_a_run_whose_node_failed_before_training_began_continues(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start(SAVING)
+    started.wait_for(lambda: len(started.ranks()) == 2)
+    assert started.run.state == "starting"
+    cluster.lose_node()
+    started.wait("queued", seconds=120)
+    cluster.restore_node()
+    started.wait_for_step(3)
+    assert started.run.state == "running", started.text
+
+
+@pytest.mark.soak
 def test_a_failed_rank_is_started_again_until_the_limit(start, cluster) -> None:  # type: ignore[no-untyped-def]
     started = start({**SAVING, "launch.max_restarts": 1})
     started.wait_for_step(3)

@@ -29,6 +29,7 @@ from backend.launch import answers
 from backend.machine import probe
 from backend.preflight import Report, preflight
 from backend.runs import JOB, JOB_SCRIPT, follower, slurm
+from backend.runs.folder import StopTimeouts
 
 ON_SLURM = {"launch.place": "slurm", **ON_TWO_NODES}
 
@@ -55,12 +56,14 @@ class SlurmRun(ClusterRun):
     """A run that was started as a Slurm job. `partition`: what the partition has become between the check and the
     start."""
 
-    def __init__(self, root: Path, changes: Mapping[str, Any], partition: str = "main") -> None:
+    def __init__(
+        self, root: Path, changes: Mapping[str, Any], partition: str = "main", timeouts: StopTimeouts | None = None
+    ) -> None:
         report = check({"slurm.partition": "main", **changes})
         assert report.can_run, report.findings
         script = report.plan.files[JOB_SCRIPT].replace("--partition=main", f"--partition={partition}")
         plan = replace(report.plan, files={**report.plan.files, JOB_SCRIPT: script})
-        super().__init__(root, plan, "SLURM_SUBMIT_DIR")
+        super().__init__(root, plan, "SLURM_SUBMIT_DIR", timeouts)
 
     def signal_batch_script(self, number: signal.Signals) -> None:
         scripts = [pid for pid, words in self.processes().items() if "slurm_script" in words]
@@ -73,8 +76,8 @@ class SlurmRun(ClusterRun):
 def start(root: Path, cache: Path, cluster: SlurmCluster) -> Iterator[Callable[..., SlurmRun]]:
     runs: list[SlurmRun] = []
 
-    def start_run(*arguments: Any) -> SlurmRun:
-        runs.append(SlurmRun(root, *arguments))
+    def start_run(*arguments: Any, **more: Any) -> SlurmRun:
+        runs.append(SlurmRun(root, *arguments, **more))
         return runs[-1]
 
     yield start_run
@@ -128,6 +131,28 @@ def test_an_interrupted_job_saves_and_continues(how: str, start, cluster) -> Non
     run.stop()
     assert started.wait("stopped") == "stopped"
     assert run.summary()["sentence"].startswith(f"Stopped at step {run.checkpoints()[-1]}. Resume continues")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["preemption", "requeue"])
+@pytest.mark.parametrize("moment", ["set-up", "ranks"])
+def test_a_job_that_is_interrupted_before_training_begins_continues(how, moment, start, cluster) -> None:  # type: ignore[no-untyped-def]
+    """While the node's set-up runs, and while the ranks load their libraries: nothing is saved, and nothing fails."""
+    started = start({**LONG, "slurm.setup": ("sleep 3",)})
+    run, job = started.run, lambda: started.job.get("id", "")
+    started.wait_for(lambda: bool(started.ranks() if moment == "ranks" else "sleep 3" in started.processes().values()))
+    if how == "preemption":
+        cluster.command("sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=sleep 4")
+    else:
+        cluster.command("scontrol", "requeue", job())
+    first = job()
+    started.wait_for(lambda: run.state in ("queued", "done", "stopped", "failed", "lost"))
+    assert run.state == "queued", started.text
+    started.wait_for_step(max(run.checkpoints(), default=0) + 1)
+    assert job() == first and run.state == "running", started.text
+    run.stop()
+    assert started.wait("stopped") == "stopped"
+    assert run.checkpoints()
 
 
 def test_a_waiting_job_says_why_and_can_be_stopped(start, cluster) -> None:  # type: ignore[no-untyped-def]
@@ -242,13 +267,13 @@ def test_a_controller_that_does_not_respond_is_named(start, cluster) -> None:  #
 
 @pytest.mark.soak
 def test_a_job_is_canceled_once_the_controller_responds_again(start, cluster) -> None:  # type: ignore[no-untyped-def]
-    started = start(LONG)
+    started = start(LONG, timeouts=StopTimeouts(save=1))
     started.wait_for_step(1)
     for rank in started.ranks():
         os.kill(rank, signal.SIGSTOP)  # they do not see the stop request
     with cluster.without_controller():
         started.run.stop()
-        os.kill(started.run._json("state.json")["launcher"], signal.SIGTERM)  # as the supervisor does later
+        started.wait_for(lambda: "forced" in started.run._json("state.json"))
         started.wait_for(lambda: started.job["silent_since"])
         assert started.run.state == "stopping" and len(started.ranks()) == 2
     assert started.wait("stopped", "failed") == "stopped", started.text
