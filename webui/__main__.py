@@ -1,8 +1,8 @@
 """Serves the page: `python -m webui [--host 127.0.0.1] [--port 7860] [--runs runs]`, or HOST, PORT, RUNS.
 
 Who opens the page has to log in, also on this machine: with the token of the printed URL, or with FOOTPLATE_PASSWORD.
-Imports: auth, login and connections at once; server and gradio only after address and folder are validated, so that an
-error shows at once.
+Imports: runs, auth, login and connections at once; server and gradio only after address and folder are validated, so
+that an error shows at once.
 Exit codes: 0 stopped by the user, 2 not started.
 """
 
@@ -26,6 +26,7 @@ from typing import Any
 
 import uvicorn
 
+from backend.runs import ownership
 from webui import gradio_internals
 from webui.auth import LOOPBACK, WILDCARD
 from webui.connections import MAX_CONNECTIONS, TimedProtocol
@@ -157,13 +158,15 @@ def _remove_gradio_settings(environment: MutableMapping[str, str]) -> None:
 
 
 def _runs_folder(runs: Path) -> Path:
-    """The runs folder, created and resolved. Raises StartupError."""
+    """The runs folder, created and resolved. Raises StartupError, also if other users can change it."""
     try:
         runs.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(f"The runs folder {runs} cannot be created: {error.strerror}. {OTHER_FOLDER}") from None
     if not os.access(runs, os.W_OK | os.X_OK):
         raise StartupError(f"The runs folder {runs} is not writable. {OTHER_FOLDER}")
+    if problem := ownership.folder_problem(runs):
+        raise StartupError(problem)
     return runs.resolve()
 
 

@@ -1,8 +1,8 @@
 """Login: one password, or the token of the printed URL, exchanged for a session that the server can end.
 
-Imports no other module of Footplate. A session is an empty file in the runs folder, so it survives a restart of the
-server; its modification time is its last use. The file's name is a keyed hash of the cookie: with the folder alone,
-nobody can log in.
+Imports backend.runs. A session is an empty file in the runs folder, so it survives a restart of the server; its
+modification time is its last use. The file's name is a keyed hash of the cookie: with the folder alone, nobody can log
+in.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import math
 import os
 import re
 import secrets
+import stat
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from backend.runs import ownership
 
 SESSION_SECONDS = 30 * 24 * 3600  # after the login
 IDLE_SECONDS = 7 * 24 * 3600  # after the last request
@@ -172,15 +175,26 @@ def new_token() -> str:
 
 
 def load_or_create_key(folder: Path) -> bytes:
-    """The secret key of this runs folder, created on first use and readable only by its owner. Raises OSError."""
+    """The secret key of this runs folder, created on first use and readable only by its owner. Raises OSError, also for
+    a key that another user made or can read, who could make sessions with it."""
     path = folder / ".key"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        if key := path.read_bytes():
+        if key := _read_key(path):
             return key
         path.unlink()  # an earlier start was killed before it wrote the key
         return load_or_create_key(folder)
+    key = secrets.token_bytes(32)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(32))
-    return path.read_bytes()
+        file.write(key)
+    return key
+
+
+def _read_key(path: Path) -> bytes:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        private = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077
+        if not private or status.st_uid not in ownership.trusted_owners(path.parent):
+            raise OSError(f"Other users can use the key {path}, with which they could log in. Delete it.")
+        return file.read()

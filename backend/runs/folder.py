@@ -106,6 +106,8 @@ class Run:
         staging = None
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if problem := ownership.folder_problem(root):
+                raise RunError(f"{problem} Nothing was started.")
             staging = Path(tempfile.mkdtemp(prefix=".new-", dir=root))  # mode 0700
             for file, text in {**plan.files, **records, **scripts}.items():
                 (staging / file).parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +129,8 @@ class Run:
         """Start, or resume from the last complete checkpoint; `from_scratch` starts at step 0. Returns once the lock is
         held: the run waits in the queue until its devices are free, and until the run `after` has ended and, with
         `after_ok`, succeeded."""
+        if problem := ownership.folder_problem(self.path.parent):
+            raise RunError(problem)
         timeouts = timeouts or StopTimeouts(save=self._json(PLAN).get("stop_timeout", Plan.stop_timeout))
         command = [sys.executable, "-m", "backend.runs.supervisor", str(self.path)]
         command += ["--timeouts", timeouts.text(), *(["--from-scratch"] if from_scratch else [])]
