@@ -6,6 +6,7 @@ Imports matplotlib, so it is imported with the first request, as `run_image`.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ def draw(
     axes = figure.subplots()
     # parse_math off: dollar signs in a name are not TeX.
     figure.suptitle(f"{chart.title}: {name}", color=INK, weight="bold", fontsize=11, parse_math=False)
-    _curves(axes, key, found["series"], view.weight)
+    _curves(axes, key, found, view.weight)
     if (point := best_of(chart, found)) and steps[0] <= point[0] <= steps[1]:
         mark_best(axes, *point)
     if chart.log and view.log:
@@ -138,21 +139,32 @@ def smoothed(x: Sequence[float], y: Sequence[float], weight: float) -> tuple[lis
     return steps, values
 
 
-def _curves(axes: Axes, key: str, series: Mapping[str, Mapping[str, Sequence[float]]], weight: float) -> None:
-    chart = CHARTS[key]
+def with_gaps(
+    x: Sequence[float], y: Sequence[float], gaps: Sequence[tuple[float, float]]
+) -> tuple[list[float], list[float]]:
+    """As `withGaps` in charts.js: an empty point in each gap, so that no line is drawn over it."""
+    steps, values = list(x), list(y)
+    for after, _ in gaps:
+        if 0 < (i := bisect_right(steps, after)) < len(steps):
+            steps.insert(i, (steps[i - 1] + steps[i]) / 2)
+            values.insert(i, math.nan)
+    return steps, values
+
+
+def _curves(axes: Axes, key: str, found: Mapping[str, Any], weight: float) -> None:
+    chart, series, gaps = CHARTS[key], found["series"], found["gaps"]
     if key in series:
-        _first_curve(axes, chart, series[key]["x"], series[key]["y"], weight)
+        x, y = series[key]["x"], series[key]["y"]
+        if chart.smooth and weight > 0 and len(x) > 2:
+            axes.plot(*with_gaps(x, y, gaps), color=PALE, linewidth=0.8, label=chart.name)
+            smooth, name = with_gaps(*smoothed(x, y, weight), gaps), f"{chart.name}, smoothed"
+            axes.plot(*smooth, color=TRAIN, linewidth=1.8, label=name)
+        else:
+            marker = "o" if len(x) == 1 else None
+            axes.plot(*with_gaps(x, y, gaps), color=TRAIN, linewidth=1.6, marker=marker, label=chart.name)
     if chart.second in series:
-        x, y = series[chart.second]["x"], series[chart.second]["y"]
-        axes.plot(x, y, color=EVAL, linewidth=1.6, marker="o", markersize=3, label=chart.second_name)
-
-
-def _first_curve(axes: Axes, chart: Chart, x: Sequence[float], y: Sequence[float], weight: float) -> None:
-    if chart.smooth and weight > 0 and len(x) > 2:
-        axes.plot(x, y, color=PALE, linewidth=0.8, label=chart.name)
-        axes.plot(*smoothed(x, y, weight), color=TRAIN, linewidth=1.8, label=f"{chart.name}, smoothed")
-    else:
-        axes.plot(x, y, color=TRAIN, linewidth=1.6, marker="o" if len(x) == 1 else None, label=chart.name)
+        line = with_gaps(series[chart.second]["x"], series[chart.second]["y"], gaps)
+        axes.plot(*line, color=EVAL, linewidth=1.6, marker="o", markersize=3, label=chart.second_name)
 
 
 def _scale(axes: Axes, first: float, last: float) -> None:

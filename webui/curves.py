@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from backend.runs.metrics import Point, complete_length, parse
+from backend.runs.metrics import Gaps, Point, complete_length, parse
 
 AXES = ("step", "epoch", "tokens", "seconds")  # what curves can be drawn over
 NOT_METRICS = ("step", "time", "epoch", "tokens")
@@ -148,6 +148,7 @@ class Curves:
         self.axes = Axes()
         self.last: Point = {}
         self.resumed: list[float] = []  # the steps after which the run has continued
+        self.gaps = Gaps()
         self.offset = self.size = 0  # in bytes: what was read, and the complete lines of the file
         self.start = 0  # how often the file was replaced
         self._end = b""  # the last bytes that were read
@@ -173,7 +174,8 @@ class Curves:
     ) -> dict[str, Any]:
         """series: {key: {x: positions on the axis, y: values}}, {} if the run has not logged this axis; last: the
         newest value of each key; min and max of each key, and their steps; resumed: the steps after which the run has
-        continued; read: how much of the file was read, from 0 to 1. `low` and `high` are positions on the axis."""
+        continued; gaps: the steps between which points are missing; read: how much of the file was read, from 0 to 1.
+        `low` and `high` are positions on the axis."""
         with self._lock:
             low, high = -math.inf if low is None else low, math.inf if high is None else high
             if axis != "step":
@@ -193,6 +195,7 @@ class Curves:
                 "min_step": {key: step for key, ((step, _), _) in extremes.items()},
                 "max_step": {key: step for key, (_, (step, _)) in extremes.items()},
                 "resumed": list(dict.fromkeys(self.resumed)),
+                "gaps": list(self.gaps.found),
                 "read": min(1.0, self.offset / self.size) if self.size else 1.0,
             }
 
@@ -204,7 +207,7 @@ class Curves:
                 file.seek(self.offset - len(self._end))
                 if file.read(len(self._end)) != self._end:
                     self.columns, self.axes, self.last, self._end = {}, Axes(), {}, b""
-                    self.resumed = []
+                    self.resumed, self.gaps = [], Gaps()
                     self.offset, self.start = file.seek(0), self.start + 1
                 data = file.read(BLOCK)
                 if len(data) == BLOCK:
@@ -232,6 +235,7 @@ class Curves:
             if point.get("event") == "resumed":
                 self.axes.resume(step, point.get("time"))
                 self.resumed.append(step)
+                self.gaps.resume(step)
                 for column in self.columns.values():
                     column.cut(step)
             if "event" not in point:
@@ -242,6 +246,7 @@ class Curves:
 
     def _add_together(self, steps: np.ndarray, points: Sequence[Point]) -> None:
         self.axes.add(steps, points)
+        self.gaps.add(float(steps[0]), float(steps[-1]), float(np.diff(steps).max(initial=0)))
         for key in dict.fromkeys(chain.from_iterable(points)):
             self.last[key] = next(point[key] for point in reversed(points) if key in point)
             if key not in NOT_METRICS:

@@ -33,7 +33,7 @@ from backend.machine import probe
 from backend.rules.base import amount
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, queue, stacks
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
-from backend.runs.metrics import chunks, read_points, since
+from backend.runs.metrics import chunks, gaps, read_points, since
 
 OUTCOMES = {"done": 0, "stopped": 3}
 SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
@@ -126,6 +126,8 @@ def show(arguments: argparse.Namespace) -> int:
     print(f"{shown.id}\n{about['summary']['sentence']}\n\n{spec}")
     for alert in about["alerts"]:
         print(f"Alert at step {alert['step']}: {alert['text']}")
+    for gap in about["missing_points"]:
+        print(f"{METRICS} has no points of steps {gap['after'] + 1:g} to {gap['until']:g}.")
     for name in (
         *(f"{score}_{side}" for score in SCORES for side in ("before", "after")),
         "eval_reward_accuracy",
@@ -178,6 +180,7 @@ def _run_json(shown: Run) -> dict[str, Any]:
             "result": shown.result(),
             "failure": shown.failure(),
             "alerts": events.alerts(shown.path),
+            "missing_points": [{"after": low, "until": high} for low, high in gaps(shown.path / METRICS)],
             "checkpoints": shown.checkpoints(),
             "folder": str(shown.path),
             "command": shown.plan().command(),

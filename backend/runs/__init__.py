@@ -6,9 +6,10 @@ launcher, waits for it and stops it; `queue.py` decides when it is a run's turn;
 cleanup of leftover processes; `failure.py` explains why a run failed, `throughput.py` estimates the remaining time;
 `metrics.py` reads log and metrics incrementally, `events.py` what happened meanwhile; `health.py` finds spikes, drops
 and slow ranks in them; `listing.py` is the list of all runs, `search.py` its columns and the search in them,
-`notebook.py` the tags and notes of a run; `stacks.py` asks every rank what it is doing; `follower.py` follows a run's
-job in a cluster, `clusters.py` names the kinds of clusters; `rehearsals.py` runs through a spec in a minute, with
-`warm_python.py` in place of Python where one process can import the libraries for all.
+`notebook.py` the tags and notes of a run; `resume_point.py` finds the checkpoint that a run resumes from; `stacks.py`
+asks every rank what it is doing; `follower.py` follows a run's job in a cluster, `clusters.py` names the kinds of
+clusters; `rehearsals.py` runs through a spec in a minute, with `warm_python.py` in place of Python where one process
+can import the libraries for all.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ JOIN = "node"  # node-1.sh, or node.sh if elastic: joins the run from another no
 ANNOTATIONS = "annotations.json"  # tags, notes, star and archive; replaced atomically by page or command line
 
 # Written while the run is alive.
-LOCK = "lock"  # locked (flock) while the run is alive; contains SUPERVISOR or SHELL; its mtime is the last start
+LOCK = "lock"  # locked (flock) while the run is alive; SUPERVISOR or SHELL, then the id of the start; mtime: its time
 STATE = "state.json"  # start, end, exit code; replaced atomically by the supervisor
 JOB = "job.json"  # the run's job in a cluster and why it waits; replaced atomically by the launcher (follower.py)
 RAY_STATUS = "ray-status.json"  # why a Ray job waits; replaced atomically by its driver
@@ -67,7 +68,7 @@ CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"  # in a checkpoint: written last, by rank 0
 MODEL = "model"
 
-SUPERVISOR, SHELL = "supervisor", "shell"  # contents of LOCK: who started the run
+SUPERVISOR, SHELL = "supervisor", "shell"  # the first line of LOCK: who started the run
 SEPARATOR = "---- started "  # begins the log line that separates one start from the next
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable: where torch writes the root cause's traceback
 RUN_MARKER = "FOOTPLATE_RUN"  # environment variable of every process of a run: the resolved folder
@@ -165,7 +166,7 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 exec 9>>{LOCK}
 flock --timeout 1 9 || {{ echo "This run is already running." >&2; exit 75; }}
-echo {SHELL} > {LOCK}
+printf '%s\n' {SHELL} "$(date +%s%N)-$$" > {LOCK}
 rm -f {STOP}
 export {RUN_MARKER}="$PWD" {ERROR_FILE}="$PWD/{ERROR}"
 exec > >(exec tee -ai {LOG} 9>&-) 2>&1

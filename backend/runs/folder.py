@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from backend.runs import (  # fmt: skip
-    CHECKPOINTS,
-    COMPLETE,
     ESTIMATE,
     LOCK,
     LOG,
@@ -48,6 +46,7 @@ from backend.runs import (  # fmt: skip
     ownership,
     processes,
     replace_text,
+    resume_point,
     throughput,
 )
 from backend.runs.failure import Failure, diagnose
@@ -153,6 +152,8 @@ class Run:
             raise RunError("This run is still running or waiting. Stop it before you resume it.")
         if state == "done" and not from_scratch:
             raise RunError("This run has finished. Start a new run with its options, or restart it from scratch.")
+        if not from_scratch and state != "new" and (problem := self.resume_point().problem):
+            raise RunError(f"Not resumed: {problem}")
         self.start(from_scratch, timeouts)
 
     def stop(self, save: bool = True) -> None:
@@ -233,7 +234,7 @@ class Run:
         """One of new, queued, starting, running, stopping, done, stopped, failed, lost."""
         if processes.is_locked(self.path):
             return self._alive_state()
-        started_by = self._text(LOCK).strip()
+        started_by = self._starter()
         if started_by == SHELL:
             return "done" if self._fresh(RESULT) else "stopped" if (self.path / STOP).exists() else "failed"
         if not started_by and not self._json(STATE):  # without a lock file, state.json tells whether it was started
@@ -319,8 +320,14 @@ class Run:
 
     def checkpoints(self) -> list[int]:
         """Steps of the complete checkpoints, in order."""
-        found = (self.path / CHECKPOINTS).glob(f"checkpoint-*/{COMPLETE}")
-        return sorted(int(n) for path in found if (n := path.parent.name.rpartition("-")[2]).isdigit())
+        return [resume_point.step_of(folder) for folder in resume_point.complete(self.path)]
+
+    def resume_point(self) -> resume_point.ResumePoint:
+        """The checkpoint from which Resume continues, and why not from a newer one. The trainer also compares the
+        contents of files, which takes too long here."""
+        if "--from-scratch" in self._json(PLAN).get("argv", ()):  # save.resume_from
+            return resume_point.ResumePoint()
+        return resume_point.find(self.path)
 
     def rank_logs(self) -> dict[int, tuple[Path, ...]]:
         """stdout.log and stderr.log of each rank in the last attempt. Empty without torchrun.
@@ -361,7 +368,7 @@ class Run:
     def _summary(self, now: float) -> dict[str, Any]:
         plan, state, kept, progress = self._json(PLAN), self.state, self._json(STATE), self.progress()
         points = self.last_points()
-        about, shell = plan.get("about", {}), self._text(LOCK).strip() == SHELL
+        about, shell = plan.get("about", {}), self._starter() == SHELL
         alive = state in ALIVE
         step = progress.get("step") or next((p["step"] for p in reversed(points) if "step" in p), None)
         if state == "stopped":  # the step that a stop ends is saved, and not always logged
@@ -474,10 +481,7 @@ class Run:
                 return f"Not started. {kept.get('cause') or 'It was removed from the queue.'}"
             return f"Lost: it was waiting in the queue when {KILLED} Resume puts it back into the queue."
         at = f" at step {step}" if step else ""
-        saved = self.checkpoints()
-        resume = "There is no checkpoint, so Resume starts at step 0."
-        if saved:
-            resume = f"Resume continues from checkpoint {saved[-1]}."
+        resume = self.resume_point().sentence
         if state == "stopped":
             failure = self.failure()
             return f"Stopped{at}. {failure['sentence'] if failure else kept.get('cause') or resume}"
@@ -490,7 +494,7 @@ class Run:
     def _renamed(self) -> str:
         """What to do if the folder was renamed while the run is alive; its processes know the old name only."""
         before = self._json(STATE).get("folder", self.id)
-        if before == self.id or self._text(LOCK).strip() == SHELL:
+        if before == self.id or self._starter() == SHELL:
             return ""
         return (
             f"The run is alive, but its folder was renamed. Rename it back to {before}: until then the run cannot be "
@@ -516,13 +520,17 @@ class Run:
     def _failure(self) -> Failure:
         with contextlib.suppress(OSError):
             log, since = (self.path / LOG).stat(), (self.path / LOCK).stat().st_mtime_ns
-            kept = {} if self._text(LOCK).strip() == SHELL else self._json(STATE)
+            kept = {} if self._starter() == SHELL else self._json(STATE)
             return _diagnosed(self.path, since, log.st_size, log.st_mtime_ns, json.dumps(kept))
         return diagnose(self.path, 0, self._json(STATE))
 
     def _fresh(self, name: str) -> bool:
-        shell = self._text(LOCK).strip() == SHELL
+        shell = self._starter() == SHELL
         return is_fresh(self.path, name, {} if shell else self._json(STATE))
+
+    def _starter(self) -> str:
+        """SUPERVISOR or SHELL; '' for a run that was never started, or without its lock file."""
+        return self._text(LOCK).partition("\n")[0].strip()
 
     def _stamp(self, name: str) -> float | None:
         with contextlib.suppress(OSError):

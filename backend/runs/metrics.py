@@ -11,8 +11,10 @@ import csv
 import io
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,57 @@ def _kept_points(lines: Iterable[bytes]) -> list[Point]:
         if "event" not in point:
             found.append(point)
     return found
+
+
+def logged_steps(path: Path) -> list[float]:
+    """The steps that have points, in order, without those that a resumed run repeats. Reads line by line: a long run
+    has a million points."""
+    steps: list[float] = []
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        for point in chain.from_iterable(parse([line]) for line in file if line.endswith(b"\n")):
+            step = point.get("step")
+            if not isinstance(step, int | float):
+                continue
+            if point.get("event") == "resumed":
+                del steps[bisect_right(steps, step) :]
+            elif "event" not in point and step not in steps[-1:]:
+                steps.append(step)
+    return steps
+
+
+def gaps(path: Path) -> list[tuple[float, float]]:
+    """The steps between which points are missing, as of `Gaps`. Reads line by line."""
+    found = Gaps()
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        for point in chain.from_iterable(parse([line]) for line in file if line.endswith(b"\n")):
+            step = point.get("step")
+            if isinstance(step, int | float) and point.get("event") == "resumed":
+                found.resume(step)
+            elif isinstance(step, int | float) and "event" not in point:
+                found.add(step, step)
+    return found.found
+
+
+class Gaps:
+    """Finds where points are missing: a run that resumes after step k has logged until there, so that the last point
+    before is at most one logging interval away. `found`: (step of the last point, step of the resume)."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float]] = []
+        self._interval, self._last = 0.0, 0.0
+        self._counts = False  # whether there was a point since the last resume, so that its distance is an interval
+
+    def add(self, first: float, last: float, interval: float = 0.0) -> None:
+        """Add points from step `first` to step `last`, `interval` apart at most."""
+        self._interval = max(self._interval, interval, first - self._last if self._counts else 0)
+        self._last, self._counts = last, True
+
+    def resume(self, step: float) -> None:
+        """The run has resumed after this step."""
+        self.found = [gap for gap in self.found if gap[1] <= step]
+        if self._last < step and self._interval and step - self._last >= self._interval:
+            self.found.append((self._last, step))
+        self._last, self._counts = min(self._last, step), False
 
 
 def since_points(path: Path, offset: int, cap: int = 20_000) -> tuple[list[Point], int]:

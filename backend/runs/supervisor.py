@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -71,7 +72,7 @@ class Supervisor:
 
     def __init__(
         self, folder: Path, from_scratch: bool, timeouts: StopTimeouts, lock: int, after: str = "",
-        after_ok: bool = True,
+        after_ok: bool = True, start: str = "",
     ) -> None:  # fmt: skip
         self.folder, self.timeouts = folder, timeouts
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
@@ -86,6 +87,7 @@ class Supervisor:
         self.state_unwritten = self.sigterm_received = False
         self.oom_kills = _oom_kills()
         self.locks = [lock]
+        self.start = start
 
     def announce(self) -> None:
         """Clean up after an earlier start; record this one, or that it waits. Raises OSError, as for a full disk."""
@@ -172,7 +174,7 @@ class Supervisor:
         with contextlib.suppress(OSError):  # the folder was renamed
             if (lock := processes.acquire_lock(self.folder, seconds=0)) is not None:
                 self.locks.append(lock)
-                mark_lock(lock)
+                mark_lock(lock, self.start)
                 os.utime(self.folder / LOCK, (self.state.get("started", time.time()),) * 2)
 
     def follow_up(self) -> None:
@@ -326,10 +328,10 @@ def _oom_kills() -> int:
     return 0
 
 
-def mark_lock(lock: int) -> None:
-    """Write who holds the lock."""
+def mark_lock(lock: int, start: str) -> None:
+    """Write who holds the lock, and the id of this start."""
     os.ftruncate(lock, 0)
-    os.write(lock, f"{SUPERVISOR}\n".encode())
+    os.pwrite(lock, f"{SUPERVISOR}\n{start}\n".encode(), 0)
 
 
 def detach(folder: Path) -> None:
@@ -359,9 +361,10 @@ def main(arguments: Sequence[str]) -> int:
         if lock is None:
             sys.stderr.write("This run is already running.")
             return BUSY
-        mark_lock(lock)
+        start = secrets.token_hex(8)
+        mark_lock(lock, start)
         supervisor = Supervisor(
-            given.folder, given.from_scratch, given.timeouts, lock, given.after, after_ok=not given.after_any
+            given.folder, given.from_scratch, given.timeouts, lock, given.after, not given.after_any, start
         )
         supervisor.announce()
     except (OSError, ValueError, KeyError) as error:

@@ -1,137 +1,80 @@
-"""Checkpoints of a run: which are complete, which one to resume from, and which are deleted.
+"""Checkpoints of a run: saving, verifying and deleting them.
 
-Imports runs, run_log. `checkpoints/checkpoint-N` is complete once it contains the file `complete`, which is written
-last: a checkpoint that was cut off does not have it. `complete` lists the size and a hash of every file, so that a
-checkpoint that was damaged later is found before a run resumes from it.
+Imports runs, runs.resume_point, run_log. `checkpoints/checkpoint-N` is complete once it contains the file `complete`,
+which is written last: a checkpoint that was cut off does not have it. `complete` lists the size and a hash of every
+file, so that a checkpoint that was damaged later is found before a run resumes from it, and the start that saved it.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import hashlib
-import json
 import math
-import re
+import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from backend.runs import CHECKPOINTS, COMPLETE, LOCK
+from backend.runs import CHECKPOINTS, COMPLETE, resume_point
+from backend.runs.resume_point import OPTIMIZER_STATES, complete, damage, has_optimizer_state, step_of
 from backend.train.run_log import RunLog, TrainError, write_json
 
-# Where the engines save the optimizer state: Trainer, DeepSpeed (one file per rank), FSDP (one file, or one folder).
-OPTIMIZER_STATES = ("optimizer.pt", "global_step*", "optimizer.bin", "optimizer_0")
+__all__ = ["OPTIMIZER_STATES", "complete", "damage", "has_optimizer_state", "step_of"]
 UNIVERSAL = ".universal"  # in the run's folder: a converted checkpoint, until all ranks have loaded it
 DAMAGED = "damaged-"  # put before the name of a checkpoint that a run skipped
-# Files up to WHOLE_BYTES are hashed completely, larger ones in BLOCKS blocks, the first and the last among them. This
-# finds truncated files and files that a power failure left with blocks of zeros, and costs nothing next to writing
-# gigabytes; SHA-256 of all bytes would take as long as writing them to a fast disk.
-WHOLE_BYTES, BLOCKS, BLOCK_BYTES = 2**20, 64, 2**14
 
 
-def step_of(folder: Path) -> int:
-    """The step of checkpoint-N; -1 for any other name."""
-    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-    return int(match[1]) if match else -1
+def check(run: Path, from_scratch: bool) -> None:
+    """Raise TrainError at once if the run cannot be resumed: loading a model takes long, and the Trainer creates the
+    folder of the checkpoints."""
+    start = resume_point.current_start(run) if from_scratch else None
+    if problem := resume_point.find(run, start=start).problem:
+        raise TrainError(problem)
 
 
-def complete(run: Path) -> list[Path]:
-    """The run's complete checkpoints, oldest first."""
-    found = [p for p in (run / CHECKPOINTS).glob("checkpoint-*") if step_of(p) >= 0 and (p / COMPLETE).is_file()]
-    return sorted(found, key=step_of)
+def latest(run: Path, run_log: RunLog, from_scratch: bool = False) -> Path | None:
+    """The latest complete checkpoint that training can resume from. `from_scratch`: only one of this start; ranks that
+    torchrun restarts belong to the same start, so they resume from what it has saved. Raises TrainError if checkpoints
+    that the run has saved are missing, damaged or cannot be read, and there is no earlier one."""
+    start = resume_point.current_start(run) if from_scratch else None
+    found = resume_point.find(run, check_content=True, start=start)
+    if found.problem:
+        raise TrainError(found.problem)
+    for name, problem in found.skipped.items():
+        run_log.info(f"{name} {problem}. Using an earlier checkpoint.")
+        _set_aside(run / CHECKPOINTS / name)
+    return found.checkpoint
 
 
 def delete_incomplete(run: Path, from_scratch: bool = False) -> None:
-    """Delete incomplete checkpoints and, with `from_scratch`, those of earlier starts. Ranks that torchrun restarts
-    belong to the same start, so they resume from what it has saved."""
-    kept = [folder for folder in complete(run) if not from_scratch or _of_this_start(run, folder)]
-    for folder in (run / CHECKPOINTS).glob("checkpoint-*"):
-        if folder not in kept:
+    """Delete incomplete checkpoints and, with `from_scratch`, those of earlier starts. Raises TrainError if one of
+    these cannot be deleted, since it would be mixed with a checkpoint of the same step."""
+    start = resume_point.current_start(run) if from_scratch else None
+    kept = [folder for folder in complete(run) if start is None or resume_point.is_of_start(folder, start)]
+    place = run / CHECKPOINTS
+    for name in os.listdir(place) if place.is_dir() else ():
+        folder = place / name
+        if step_of(folder) < 0 or folder in kept:
+            continue
+        with suppress(OSError):  # reported below
             delete(folder)
+        if from_scratch and os.path.lexists(folder):
+            raise TrainError(
+                f"{folder} cannot be deleted, so the run cannot restart from scratch. Delete it, or make it deletable."
+            )
     shutil.rmtree(run / UNIVERSAL, ignore_errors=True)
 
 
-def _of_this_start(run: Path, folder: Path) -> bool:
-    lock = run / LOCK  # its modification time is when the run was last started
-    return lock.exists() and (folder / COMPLETE).stat().st_mtime_ns >= lock.stat().st_mtime_ns
-
-
-def latest(run: Path, run_log: RunLog) -> Path | None:
-    """The latest complete checkpoint that training can resume from. Damaged ones are renamed, so that the run can write
-    them again. Raises TrainError if all are damaged."""
-    damaged: dict[Path, str] = {}
-    for folder in filter(_saved_optimizer_state, reversed(complete(run))):
-        if problem := damage(folder):
-            damaged[folder] = problem
-            continue
-        for other, problem in damaged.items():
-            run_log.info(f"{other.name} is damaged: {problem}. Using an earlier checkpoint.")
-            _set_aside(other)
-        return folder
-    for folder, problem in damaged.items():  # the newest first
-        raise TrainError(
-            f"{folder} is damaged: {problem}. The run has no earlier checkpoint to resume from. Restore the file, or "
-            'start at step 0: "Restart from scratch" on the page, footplate resume --from-scratch in a shell.'
-        )
-    return None
-
-
-def damage(folder: Path) -> str:
-    """How the checkpoint's files differ from what was saved; '' if they do not, or if their sizes were not recorded."""
-    if (folder / COMPLETE).stat().st_size and not _recorded_files(folder):
-        return f"its file {COMPLETE} cannot be read"
-    for name, (size, digest) in _recorded_files(folder).items():
-        try:
-            found_size, found_digest = _fingerprint(folder / name)
-        except FileNotFoundError:
-            return f"its file {name} is missing"
-        except OSError as error:
-            return f"its file {name} cannot be read ({error.strerror})"
-        if found_size != size:
-            return f"its file {name} has {found_size:,} bytes, but {size:,} were saved"
-        if found_digest != digest:
-            return f"the content of its file {name} is not what was saved"
-    return ""
-
-
-def _recorded_files(folder: Path) -> dict[str, tuple[int, str]]:
-    """File name -> size and hash when the checkpoint was saved."""
-    try:
-        return dict(json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _saved_optimizer_state(folder: Path) -> bool:
-    """Whether the checkpoint had optimizer state when it was saved."""
-    names = {name.partition("/")[0] for name in _recorded_files(folder)}
-    return has_optimizer_state(folder) or any(fnmatch.filter(names, state) for state in OPTIMIZER_STATES)
-
-
-def _fingerprint(path: Path) -> tuple[int, str]:
-    """Size and hash of a file; of a large one, the hash of blocks that are spread evenly over it."""
-    with path.open("rb") as file:
-        size, digest = file.seek(0, 2), hashlib.sha256()
-        if size <= WHOLE_BYTES:
-            file.seek(0)
-            digest.update(file.read())
-            return size, digest.hexdigest()
-        for number in range(BLOCKS):
-            file.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
-            digest.update(file.read(BLOCK_BYTES))
-    return size, digest.hexdigest()
-
-
 def _set_aside(folder: Path) -> None:
+    """Rename a checkpoint that was skipped, so that the run can write it again. Raises TrainError."""
     target = folder.with_name(DAMAGED + folder.name)
+    if not os.path.lexists(folder):
+        return
     shutil.rmtree(target, ignore_errors=True)
-    folder.rename(target)
-
-
-def has_optimizer_state(folder: Path) -> bool:
-    """Whether training can resume from it; a checkpoint of save.only_model has the weights only."""
-    return any(any(folder.glob(name)) for name in OPTIMIZER_STATES)
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise TrainError(f"{folder} cannot be used, and not be renamed ({error.strerror}). Move it away.") from error
 
 
 def at_path(path: str) -> Path:
@@ -154,14 +97,16 @@ def at_path(path: str) -> Path:
 
 def last_size(run: Path) -> int:
     """Bytes of the latest complete checkpoint; 0 without one."""
-    return sum(size for folder in complete(run)[-1:] for size, _ in _recorded_files(folder).values())
+    with suppress(OSError, ValueError, TypeError):
+        return sum(size for folder in complete(run)[-1:] for size, _ in resume_point.recorded_files(folder).values())
+    return 0
 
 
 def mark_complete(folder: Path) -> None:
     """Mark the checkpoint as complete: all ranks have written their part."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / COMPLETE)
-    files = {path.relative_to(folder).as_posix(): _fingerprint(path) for path in paths}
-    write_json(folder / COMPLETE, {"files": files})
+    files = {path.relative_to(folder).as_posix(): resume_point.fingerprint(path) for path in paths}
+    write_json(folder / COMPLETE, {"files": files, "start": resume_point.current_start(folder.parent.parent)})
 
 
 def rotate(

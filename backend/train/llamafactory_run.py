@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainerCallback
 
 CONFIG, METRICS, PROGRESS, RESULT, STOP = "train.yaml", "metrics.jsonl", "progress.json", "result.json", "stop"
-CHECKPOINTS, COMPLETE, MODEL, LOCK = "checkpoints", "complete", "model", "lock"
+CHECKPOINTS, COMPLETE, MODEL, LOCK, EVENTS = "checkpoints", "complete", "model", "lock", "events.jsonl"
 LOGGED = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
 # What LLaMA-Factory writes next to the model.
 NOT_MODEL = ("trainer_log.jsonl", "running_log.txt", "trainer_state.json", "training_args.bin")
@@ -53,7 +53,10 @@ class Report(TrainerCallback):
         state.compute_steps(args, state.max_steps)
         self.start_step = state.global_step
         if RANK == 0 and Path(METRICS).exists():
-            append({"event": "resumed", "step": state.global_step, "time": time.time()})
+            append(METRICS, {"event": "resumed", "step": state.global_step, "time": time.time()})
+        if RANK == 0 and (Path(METRICS).exists() or Path(EVENTS).exists()):
+            text = f"Resumed after step {state.global_step}." if state.global_step else "Restarted at step 0."
+            append(EVENTS, {"kind": "resumed", "step": state.global_step, "time": time.time(), "text": text})
         self.progress(state, "training", "Training.")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -81,14 +84,17 @@ class Report(TrainerCallback):
         """Append a point to the metrics."""
         point = {key: value for key, value in (logs or {}).items() if key in LOGGED and isinstance(value, (int, float))}
         if RANK == 0 and ("loss" in point or "eval_loss" in point):
-            append({"step": state.global_step, "time": time.time(), **point})
+            append(METRICS, {"step": state.global_step, "time": time.time(), **point})
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Mark a checkpoint as complete once all ranks have written their part."""
         if dist.is_initialized():
             dist.barrier()
         if RANK == 0:
-            Path(args.output_dir, f"checkpoint-{state.global_step}", COMPLETE).touch()
+            name = f"checkpoint-{state.global_step}"
+            Path(args.output_dir, name, COMPLETE).write_text(json.dumps({"start": current_start()}), encoding="utf-8")
+            event = {"kind": "saved", "step": state.global_step, "time": time.time(), "text": f"Saved {name}."}
+            append(EVENTS, event)
         if self.request == SAVE:
             raise Stopped
 
@@ -150,12 +156,12 @@ def agreed(request: int, device: Any) -> int:
     return int(flag.item())
 
 
-def append(point: dict[str, Any]) -> None:
-    """Append a line to the metrics; JSON has no NaN and no infinity."""
+def append(name: str, point: dict[str, Any]) -> None:
+    """Append a line to the metrics or the events; JSON has no NaN and no infinity."""
     clean = {
         key: None if value != value or value in (float("inf"), -float("inf")) else value for key, value in point.items()
     }
-    with contextlib.suppress(OSError), open(METRICS, "a", encoding="utf-8") as file:  # a full disk
+    with contextlib.suppress(OSError), open(name, "a", encoding="utf-8") as file:  # a full disk
         file.write(json.dumps(clean) + "\n")
 
 
@@ -170,10 +176,20 @@ def replace(name: str, value: dict[str, Any]) -> None:
 def arguments(from_scratch: bool) -> dict[str, Any]:
     """The configuration, with the checkpoint to continue from."""
     found: dict[str, Any] = yaml.safe_load(Path(CONFIG).read_text(encoding="utf-8"))
-    marks = Path(CHECKPOINTS).glob(f"checkpoint-*/{COMPLETE}")
-    saved = [mark.parent for mark in marks if not from_scratch or is_of_this_start(mark)]
+    try:
+        folders = list(Path(CHECKPOINTS).iterdir())
+    except FileNotFoundError:
+        folders = []
+    folders = [path for path in folders if path.name.startswith("checkpoint-")]
+    saved = [path for path in folders if os.path.isfile(path / COMPLETE)]
+    saved = [path for path in saved if not from_scratch or is_of_this_start(path / COMPLETE)]
+    if not saved and not from_scratch and (step := last_saved()):
+        sys.exit(
+            f"checkpoint-{step} is missing in {Path(CHECKPOINTS).resolve()} or cannot be read, although the run has "
+            "saved it. Restore it, or restart from scratch."
+        )
     if from_scratch and RANK == 0:
-        for folder in {*Path(CHECKPOINTS).glob("checkpoint-*")} - {*saved}:
+        for folder in {*folders} - {*saved}:
             shutil.rmtree(folder, ignore_errors=True)
     if saved:
         found["resume_from_checkpoint"] = str(max(saved, key=lambda path: int(path.name.rpartition("-")[2])))
@@ -181,13 +197,36 @@ def arguments(from_scratch: bool) -> dict[str, Any]:
     return found
 
 
-def is_of_this_start(mark: Path) -> bool:
-    """Whether a checkpoint was completed after the run was started, as in train/checkpoints.py: ranks that torchrun
-    restarts belong to the same start, so they resume from what it has saved."""
+def current_start() -> str:
+    """The id of the run's last start; '' if it is not known."""
     try:
-        return mark.stat().st_mtime_ns >= Path(LOCK).stat().st_mtime_ns
-    except FileNotFoundError:  # rank 0 has deleted the checkpoint
+        return Path(LOCK).read_text(encoding="utf-8").partition("\n")[2].strip()
+    except OSError:
+        return ""
+
+
+def is_of_this_start(mark: Path) -> bool:
+    """Whether this start has completed a checkpoint, as in runs/resume_point.py: ranks that torchrun restarts belong to
+    the same start, so they resume from what it has saved."""
+    try:
+        return bool(json.loads(mark.read_text(encoding="utf-8")).get("start") == (current_start() or "unknown"))
+    except (OSError, ValueError, AttributeError):  # rank 0 has deleted the checkpoint, or an earlier version wrote it
         return False
+
+
+def last_saved() -> int:
+    """The step of the last checkpoint that was recorded as saved since the run last began at step 0; 0 for none."""
+    steps: list[int] = []
+    with contextlib.suppress(OSError), open(EVENTS, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                event = json.loads(line)
+                kind, step = event["kind"], int(event["step"])
+                if kind == "resumed":
+                    steps = [earlier for earlier in steps if earlier <= step]
+                if kind == "saved":
+                    steps.append(step)
+    return max(steps, default=0)
 
 
 def move_model() -> None:

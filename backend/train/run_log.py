@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +110,20 @@ class RunLog:
             with contextlib.suppress(OSError):
                 _append(self.folder / EVENTS, {"kind": kind, "step": step, "time": time.time(), "text": text})
 
-    def mark_resumed(self, step: int) -> None:
-        """Tell readers of the metrics that points after `step` are outdated; nothing if there are no points."""
-        if self.rank == 0 and (self.folder / METRICS).exists():
+    def mark_resumed(self, step: int, lost: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Tell readers of the metrics that points after `step` are outdated; nothing if there are none. `lost`: points
+        until `step` that the metrics lack; they are written first."""
+        if self.rank:
+            return
+        if lost:
+            steps = f"{lost[0]['step']} to {lost[-1]['step']}"
+            self.info(f"{METRICS} has no points of steps {steps}: they are restored from the checkpoint.")
+            self.metrics({"event": "resumed", "step": lost[0]["step"] - 1, "time": time.time()})
+            for point in lost:
+                self.metrics(point)
+        if (self.folder / METRICS).exists():
             self.metrics({"event": "resumed", "step": step, "time": time.time()})
+        if (self.folder / METRICS).exists() or (self.folder / EVENTS).exists():
             self.event(RESUMED, step, f"Resumed after step {step}." if step else "Restarted at step 0.")
 
     def stop_requested(self) -> int:

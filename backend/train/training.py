@@ -25,6 +25,7 @@ from backend.train import (
     generation_eval,
     logging_setup,
     lora,
+    lost_points,
     model,
     optimizers,
     rank0_loading,
@@ -54,6 +55,8 @@ def train(spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, gro
     logging_setup.configure_logging(spec.logging.level, group.rank, isinstance(engine, TrainDeepSpeed))
     from_scratch = from_scratch or spec.save.resume_from == "scratch"
     context = TrainContext(spec, folder, from_scratch, group, RunLog(folder, group.rank), run, engine)
+    if group.rank == 0:
+        checkpoints.check(folder, from_scratch)
     with engine.scratch_folder():
         try:
             train_in_phases(context)
@@ -181,8 +184,7 @@ def _start(context: TrainContext) -> Path | None:
     """The checkpoint to resume from; None for step 0. Marks the resume in metrics.jsonl."""
 
     def choose() -> Path | None:
-        checkpoints.delete_incomplete(context.folder, context.from_scratch)
-        start = checkpoints.latest(context.folder, context.run_log)
+        start = checkpoints.latest(context.folder, context.run_log, context.from_scratch)
         if start is None and context.spec.save.resume_from == "path":
             start = checkpoints.at_path(context.spec.save.resume_path)
         if start is None and checkpoints.complete(context.folder):
@@ -190,7 +192,9 @@ def _start(context: TrainContext) -> Path | None:
                 "The checkpoints contain weights only (save.only_model), so training starts at step 0."
             )
         step = checkpoints.step_of(start) if start else 0
-        context.run_log.mark_resumed(step)
+        lost = lost_points.find(context.folder, start, own=context.spec.save.resume_from != "path") if start else []
+        context.run_log.mark_resumed(step, lost)
+        checkpoints.delete_incomplete(context.folder, context.from_scratch)  # the mark comes first: it explains this
         if start:
             context.run_log.info(f"Resuming from {start.name}.")
         return start

@@ -176,16 +176,17 @@ def test_one_node_matches_the_losses_of_one_process(
 
 
 def test_from_scratch_deletes_only_checkpoints_before_the_start(tmp_path: Path) -> None:
-    """Ranks that torchrun restarts get --from-scratch again; checkpoints saved since the run started are kept."""
-    for step, when in ((4, -60), (8, 60)):
+    """Ranks that torchrun restarts get --from-scratch again; checkpoints saved since the run started are kept, whatever
+    their times are."""
+    for step, start, when in ((4, "a", 60), (8, "b", -60)):
         folder = tmp_path / "checkpoints" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
-        (folder / "complete").touch()
+        (tmp_path / "lock").write_text(f"supervisor\n{start}\n")
+        checkpoints.mark_complete(folder)
         os.utime(folder / "complete", (time.time() + when,) * 2)
-    (tmp_path / "lock").touch()
     checkpoints.delete_incomplete(tmp_path, from_scratch=True)
     assert [checkpoints.step_of(folder) for folder in checkpoints.complete(tmp_path)] == [8]
-    (tmp_path / "lock").unlink()  # started without run.sh: the start time is unknown
+    (tmp_path / "lock").unlink()  # started without run.sh: the start is unknown
     checkpoints.delete_incomplete(tmp_path, from_scratch=True)
     assert not checkpoints.complete(tmp_path)
 

@@ -24,7 +24,9 @@ from torch.utils.file_baton import FileBaton
 from training_runs import log_text, losses, make_spec, result, same_losses
 from transformers import TrainerControl, TrainerState
 
-from backend.runs import processes, stacks
+from backend.runs import processes, resume_point, stacks
+from backend.runs.folder import Run
+from backend.runs.metrics import read_points
 from backend.train import checkpoints, deepspeed_ops, device
 from backend.train.divergence import DivergenceCallback, weights_are_finite
 from backend.train.patches.torch_build_lock import BuildLock
@@ -119,6 +121,71 @@ def test_a_damaged_checkpoint_is_not_resumed(fork_server: ForkServer, root: Path
     assert "checkpoint-3 is damaged: its file optimizer.pt is missing" in sentence
     assert "--from-scratch" in sentence
     assert fork_server.run(folder, 0, "--from-scratch") == 0, log_text(folder)
+
+
+def test_a_run_whose_checkpoints_are_away_hides_no_point(fork_server: ForkServer, root: Path) -> None:
+    """Before, it started at step 0 without a word, and after the next resume 9 of 12 points were gone."""
+    folder = fork_server.train(root / "away", make_spec({**SHORT, "train.max_steps": 6, "save.steps": 3}))
+    before, saved, away = losses(folder), folder / "checkpoints", root / "away-checkpoints"
+    (folder / "result.json").unlink()
+    saved.rename(away)
+    assert fork_server.run(folder) == 1
+    sentence = log_text(folder).splitlines()[-1]
+    assert "checkpoint-6 is missing, although the run has saved it" in sentence
+    assert "--from-scratch" in sentence
+    assert losses(folder) == before
+    assert not saved.exists()
+    saved.write_text("")  # cannot be read, also by root
+    assert fork_server.run(folder) == 1
+    assert "checkpoints cannot be read (Not a directory)" in log_text(folder).splitlines()[-1]
+    assert losses(folder) == before
+    saved.unlink()
+    away.rename(saved)
+    assert fork_server.run(folder) == 0, log_text(folder)
+    assert losses(folder) == before
+
+
+def test_points_that_an_earlier_version_has_hidden_are_restored(fork_server: ForkServer, root: Path) -> None:
+    """It had resumed at step 0 for two steps, while the checkpoints were away."""
+    folder = fork_server.train(root / "hidden", make_spec({**SHORT, "train.max_steps": 6, "save.steps": 5}))
+    before, metrics = losses(folder), folder / "metrics.jsonl"
+    shutil.rmtree(folder / "checkpoints/checkpoint-6")
+    points = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([*points[:5], '{"event": "resumed", "step": 0}', *points[:2]]) + "\n")
+    assert fork_server.run(folder) == 0, log_text(folder)
+    assert "metrics.jsonl has no points of steps 3 to 5" in log_text(folder)
+    assert losses(folder) == before
+    found = [point for point in read_points(metrics) if "loss" in point]
+    assert [point["step"] for point in found] == [1, 2, 3, 4, 5, 6]
+    assert found[3]["learning_rate"] == json.loads(points[3])["learning_rate"]
+
+
+def test_a_newest_checkpoint_that_cannot_be_read_is_skipped(fork_server: ForkServer, root: Path) -> None:
+    """Before, the run ended with an error of the operating system; the page had promised an earlier checkpoint."""
+    folder = fork_server.train(root / "unreadable", make_spec(SHORT))
+    before, newest = losses(folder), folder / "checkpoints/checkpoint-3"
+    shutil.rmtree(newest)
+    newest.write_text("")
+    promised = Run(folder).resume_point()
+    assert promised.checkpoint == folder / "checkpoints/checkpoint-2"
+    assert fork_server.run(folder) == 0, log_text(folder)
+    assert "checkpoint-3 cannot be read (Not a directory). Using an earlier checkpoint." in log_text(folder)
+    assert "Resuming from checkpoint-2." in log_text(folder)
+    assert losses(folder) == same_losses(before)
+    assert newest.is_dir()
+
+
+def test_from_scratch_does_not_resume_a_checkpoint_of_the_future(fork_server: ForkServer, root: Path) -> None:
+    """The clock was set back after they were saved. Before, the run continued at the last step."""
+    folder = fork_server.train(root / "future", make_spec(SHORT))
+    later = time.time() + 10**6
+    for path in (folder / "checkpoints").rglob("*"):
+        os.utime(path, (later, later))
+    (folder / "lock").write_text("supervisor\nb2\n")
+    assert fork_server.run(folder, 0, "--from-scratch") == 0, log_text(folder)
+    assert "Resuming from" not in log_text(folder)
+    assert [json.loads(line).get("step") for line in (folder / "metrics.jsonl").read_text().splitlines()][3] == 0
+    assert all(resume_point.is_of_start(path, "b2") for path in (folder / "checkpoints").iterdir())
 
 
 HOLD_LOCK = """

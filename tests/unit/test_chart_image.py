@@ -1,6 +1,7 @@
 """The image of one chart of a run: what it shows, and that it agrees with the page's charts."""
 
 import json
+import math
 import re
 from datetime import datetime
 from xml.etree import ElementTree
@@ -186,3 +187,11 @@ def test_parameters_of_the_page(api, base):
 def test_unknown_images_are_404(api, base, part):
     response = api.get(f"{base}/{part}")
     assert response.status_code == 404 and response.json()["error"]
+
+
+def test_no_line_is_drawn_where_points_are_missing() -> None:
+    x, y = chart_image.with_gaps([1, 2, 50, 51], [4.0, 3.0, 2.0, 1.0], [(2, 49)])
+    assert x == [1, 2, 26.0, 50, 51]
+    assert y[:2] == [4.0, 3.0]
+    assert math.isnan(y[2])
+    assert chart_image.with_gaps([1, 2], [4.0, 3.0], [(2, 49)]) == ([1, 2], [4.0, 3.0])

@@ -264,6 +264,7 @@ def test_sentences_of_ended_runs(run: Run) -> None:
     for step, whole in ((2, True), (10, True), (12, False)):
         folder = run.path / f"checkpoints/checkpoint-{step}"
         folder.mkdir(parents=True)
+        (folder / "optimizer.pt").touch()
         if whole:
             (folder / "complete").touch()
     assert run.checkpoints() == [2, 10]
@@ -322,6 +323,7 @@ def test_a_stopped_run_shows_the_step_that_was_saved(run: Run) -> None:
     put(run, STATE, {"started": 1.0, "ended": 2.0, "end": "stopped", "exit_code": 0})
     saved = run.path / CHECKPOINTS / "checkpoint-7"
     saved.mkdir(parents=True)
+    (saved / "optimizer.pt").touch()
     (saved / COMPLETE).touch()
     assert run.summary()["step"] == 7
     assert run.summary()["sentence"] == "Stopped at step 7. Resume continues from checkpoint 7."

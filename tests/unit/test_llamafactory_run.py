@@ -58,8 +58,8 @@ def test_an_evaluation_without_a_known_number_of_batches(
     ("from_scratch", "started", "resumed", "kept"),
     [
         (False, 25, "checkpoint-20", {"checkpoint-10", "checkpoint-20", "checkpoint-30"}),
-        (True, 25, None, set()),
-        (True, 15, "checkpoint-20", {"checkpoint-20"}),  # torchrun has restarted the ranks of a start from scratch
+        (True, 40, None, set()),
+        (True, 20, "checkpoint-20", {"checkpoint-20"}),  # torchrun has restarted the ranks of a start from scratch
     ],
 )
 def test_a_start_from_scratch_deletes_the_checkpoints_of_earlier_starts(
@@ -69,14 +69,13 @@ def test_a_start_from_scratch_deletes_the_checkpoints_of_earlier_starts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(llamafactory_run, "RANK", rank)
     (tmp_path / "train.yaml").write_text("seed: 1\n")
-    (tmp_path / "lock").touch()
-    os.utime("lock", (started, started))
+    (tmp_path / "lock").write_text(f"supervisor\nstart-{started}\n")
     for step in (10, 20, 30):
         (tmp_path / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
         mark = tmp_path / f"checkpoints/checkpoint-{step}/complete"
         if step < 30:  # the last one was cut off
-            mark.touch()
-            os.utime(mark, (step, step))
+            mark.write_text(json.dumps({"start": f"start-{step}"}))
+            os.utime(mark, (10**10 - step,) * 2)  # the clock was set back: times say nothing
     found = llamafactory_run.arguments(from_scratch).get("resume_from_checkpoint")
     assert found == (resumed and f"checkpoints/{resumed}")
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
@@ -92,3 +91,17 @@ def test_a_resumed_run_has_its_own_intervals(
     arguments = SimpleNamespace(logging_steps=5, eval_steps=100, save_steps=0.02)
     llamafactory_run.Report().on_train_begin(arguments, state, None)
     assert (state.logging_steps, state.eval_steps, state.save_steps) == (5, 100, 20)
+
+
+def test_checkpoints_that_are_away_are_not_no_checkpoint(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.yaml").write_text("seed: 1\n")
+    events = [{"kind": "saved", "step": 10}, {"kind": "resumed", "step": 0}, {"kind": "saved", "step": 20}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps({**event, "time": 0}) + "\n" for event in events[:2]))
+    assert "resume_from_checkpoint" not in llamafactory_run.arguments(False)
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps({**event, "time": 0}) + "\n" for event in events))
+    with pytest.raises(SystemExit, match=r"checkpoint-20 is missing .* restart from scratch"):
+        llamafactory_run.arguments(False)
+    assert "resume_from_checkpoint" not in llamafactory_run.arguments(True)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from backend.runs import metrics
-from backend.runs.metrics import before, last_points, since, tail
+from backend.runs.metrics import before, gaps, last_points, since, tail
+from webui.curves import Curves
 
 
 def log(folder: Path, data: bytes) -> Path:
@@ -132,3 +133,30 @@ def test_a_log_is_read_in_chunks(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert lines == 8000
     assert peak < 3e6
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([*range(1, 5), ("resumed", 50), 51, 52], [(4, 50)]),
+        ([*range(1, 53), ("resumed", 0), *range(1, 5), ("resumed", 50), 51], [(4, 50)]),
+        ([*range(1, 5), ("resumed", 50), 51, ("resumed", 2), 3, 4], []),  # the gap was trained again
+        ([10, 20, 30, 40, 50, ("resumed", 52), 60, 70], []),  # stopped between two logging steps
+        ([10, 20, ("resumed", 50), 60], [(20, 50)]),
+        ([10, 20, 30, ("resumed", 27), 30, 40], []),
+        ([1, 10, 20, ("resumed", 0), 1, 10], []),
+        ([7, ("resumed", 3), 4], []),
+        ([("resumed", 50), 51], []),
+    ],
+)
+def test_steps_without_points_are_found(tmp_path: Path, lines: list[object], expected: list[tuple[int, int]]) -> None:
+    """Two starts of which the second continued from a checkpoint that the file knows nothing about."""
+    rows = [
+        {"event": row[0], "step": row[1]} if isinstance(row, tuple) else {"step": row, "loss": 1.0} for row in lines
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert gaps(path) == expected
+    curves = Curves(path)
+    curves.read()
+    assert curves.series()["gaps"] == expected

@@ -73,6 +73,28 @@ export function tickText(value) {
   return num(value, 4);
 }
 
+/**
+ * A curve with an empty point in each gap, so that no line is drawn over steps whose points are missing.
+ * @param {number[]} x @param {(number | null)[]} y @param {[number, number][]} gaps
+ */
+export function withGaps(x, y, gaps) {
+  const [steps, values] = [[...x], [...y]];
+  for (const [after] of gaps) {
+    const i = steps.findIndex((step) => step > after);
+    if (i < 1) continue;
+    steps.splice(i, 0, (steps[i - 1] + steps[i]) / 2);
+    values.splice(i, 0, null);
+  }
+  return [steps, values];
+}
+
+/** Where points are missing, as a sentence. @param {[number, number][]} gaps */
+export function gapText(gaps) {
+  if (!gaps.length) return "";
+  const steps = gaps.map(([after, until]) => `${integer(after + 1)} to ${integer(until)}`).join(", ");
+  return `metrics.jsonl has no points of steps ${steps}.`;
+}
+
 /** The value nearest to an index: validation points are few, and the pointer is rarely exactly on one. */
 export function nearest(values, index) {
   for (let distance = 0; distance < values.length; distance += 1) {
@@ -137,6 +159,7 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, happened, o
   const hint = el("span.fp-dim.fp-hint", {}, ZOOM_HINT);
   const reset = el("button.fp-chip", { type: "button", disabled: true, onclick: () => setZoom(null) }, "Reset zoom");
   const key = el("div.fp-marks");
+  const missing = el("p.fp-chart-text", { role: "status" });
   const cards = CHARTS.map((chart) => createCard(chart, state));
   const node = el(
     "section.fp-charts",
@@ -151,6 +174,7 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, happened, o
       log,
       reset,
     ),
+    missing,
     key,
     el(
       "div.fp-charts-grid",
@@ -174,6 +198,7 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, happened, o
     draw();
     onDraw(state.newest);
     hint.textContent = found.read < 1 ? `Reading the metrics: ${Math.floor(found.read * 100)}%` : ZOOM_HINT;
+    missing.textContent = gapText(found.gaps);
     return found.read < 1 ? "more" : undefined;
   }
 
@@ -228,6 +253,7 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, happened, o
     reset.disabled = true;
     view += 1;
     cards.forEach((card) => card.clear());
+    missing.textContent = "";
     draw();
     poller.start();
   }
@@ -271,7 +297,7 @@ function createCard(chart, state) {
     place.setAttribute("aria-label", `${chart.title}. ${text}`);
     if (!next.length) return clear();
     if (!place.clientWidth) return undefined; // the view is hidden; the ResizeObserver draws later
-    const tables = next.map((c) => [c.x, positive(c.y)]);
+    const tables = next.map((c) => withGaps(c.x, positive(c.y), state.response.gaps));
     const data = tables.length > 1 ? window.uPlot.join(tables) : tables[0];
     const layout = (list) => list.map((c) => c.name + c.width).join();
     const unchanged = plot && layout(curves) === layout(next);
