@@ -95,6 +95,9 @@ def parser() -> argparse.ArgumentParser:
     tools = "DeepSpeed, accelerate, LLaMA-Factory, axolotl or TRL"
     imported = command("import", help=f"print a configuration of {tools} as a spec")
     imported.add_argument("file", metavar="FILE", help="a JSON or YAML file")
+    imported.add_argument(
+        "--with-code", action="store_true", help="include what can run code, such as trust_remote_code and extra hosts"
+    )
     env = command("env", help="create a Python environment for another trainer, or list those that exist")
     env.add_argument("action", choices=("create", "list"), metavar="create|list", help="what to do")
     env.add_argument(

@@ -56,6 +56,7 @@ LAYERS = {
     "backend.config.merge": 0.1,
     "backend.config.processes": 1.1,
     "backend.config.options": 1.1,
+    "backend.config.consent": 1.2,
     "backend.config": 1,
     "backend.registry": 0,
     "backend.paths": 0,

@@ -20,7 +20,7 @@ from typing import Any
 
 from backend.cli import docs as documents
 from backend.cli.status_line import StatusLine
-from backend.config import Launch, RunSpec, importers
+from backend.config import Launch, RunSpec, consent, importers
 from backend.config import presets as files
 from backend.config.options import Problem, SpecError, edit, word
 from backend.machine import Machine, describe, probe, read
@@ -208,11 +208,19 @@ def import_file(arguments: argparse.Namespace) -> int:
             [Problem("", f"{path} is no configuration of DeepSpeed, accelerate, LLaMA-Factory, axolotl or TRL")]
         )
     found = importers.import_file(text, RunSpec(), Path.cwd())
+    safe = consent.without_consent(found.spec, RunSpec())
+    spec = files.dump(found.spec if arguments.with_code else safe.spec)
     if arguments.json:
-        print_json({"spec": files.dump(found.spec), "different": found.different, "missing": found.missing})
+        about = {"different": found.different, "missing": found.missing, "runs_code": safe.listed}
+        print_json({"spec": spec, **about})
         return 0
-    print(files.dump(found.spec), end="")
-    for title, texts in (("Different here", found.different), ("Not taken over", found.missing)):
+    print(spec, end="")
+    left_out = "Can run code" if arguments.with_code else "Left out, because it can run code (--with-code includes it)"
+    for title, texts in (
+        ("Different here", found.different),
+        ("Not taken over", found.missing),
+        (left_out, safe.listed),
+    ):
         for line in texts:
             print(f"{title}: {line}", file=sys.stderr)
     return 0

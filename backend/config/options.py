@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
-from backend.config import Condition, OneOf, RunSpec, Ui
+from backend.config import Condition, OneOf, RunSpec, Ui, variables
 from backend.config.suggestions import suggest_option, suggest_section, suggest_value
 from backend.registry import Choice
 
@@ -317,6 +317,27 @@ def changes(spec: RunSpec) -> Values:
     hidden, known = _hidden(spec), by_name()
     now = zip(known.items(), _values(spec, known), strict=True)
     return {name: value for (name, option), value in now if value != option.default and name not in hidden}
+
+
+@cache
+def _texts() -> tuple[Option, ...]:
+    """The options that can contain any text, except launch.env, whose variables have names."""
+    return tuple(option for option in options() if option.kind in ("str", "list"))
+
+
+def options_with_secrets(spec: RunSpec) -> list[str]:
+    """The options, other than launch.env, whose text contains an access token or credentials in an address."""
+    values = zip(_texts(), _values(spec, (option.name for option in _texts())), strict=True)
+    return [option.name for option, value in values if value and variables.contains_secret(str(text(option, value)))]
+
+
+def masked_value(value: Any) -> Any:
+    """An option's value with its secrets masked, to show it."""
+    if isinstance(value, Mapping):
+        return variables.masked(value)
+    if isinstance(value, tuple):
+        return tuple(map(masked_value, value))
+    return variables.hide_values(value) if isinstance(value, str) else value
 
 
 def text(option: Option, value: Any) -> Any:

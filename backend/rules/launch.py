@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from backend import registry
-from backend.config import variables
+from backend.config import consent, variables
+from backend.config.options import options_with_secrets
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import SINGLE_PROCESS
 from backend.rules.examples import H100, LAPTOP, TWO_H100
@@ -331,38 +332,45 @@ def engine_environment_variables(case: Case) -> Violation | None:
     "LCH016",
     "error",
     fields=("launch.env",),
-    title="launch.env contains a secret",
-    source="Footplate's run folder: spec.yaml, plan.json and run.sh contain launch.env as text",
-    manual_fix="Set the environment variable in the shell that starts Footplate: runs inherit it. For the Hugging Face "
-    "Hub, run hf auth login instead.",
+    title="An option contains a secret",
+    source="Footplate's run folder: spec.yaml, plan.json and run.sh contain all options as text",
+    manual_fix="Set the secret as an environment variable in the shell that starts Footplate: runs inherit it. For the "
+    "Hugging Face Hub, run hf auth login instead.",
     fails_on=Example({"launch.env": {"HF_TOKEN": "hf_example"}}),
     passes_on=Example({"launch.env": {"HF_TOKEN_PATH": "/root/token", "TOKENIZERS_PARALLELISM": "false"}}),
 )
-def secret_in_environment(case: Case) -> Violation | None:
+def secret_in_options(case: Case) -> Violation | None:
     """Options are stored as plain text in the run folder, in exported files and in scripts. Anyone who receives one of
     these files, for example to reproduce the run, would also receive the secret."""
-    found = variables.secrets(case.spec.launch.env)
-    if not found:
+    found, options = variables.secrets(case.spec.launch.env), options_with_secrets(case.spec)
+    if not found and not options:
         return None
-    fix = without_variables(case, found)
-    inherited = replace(fix, cost="set it in the environment of Footplate instead")
-    return Violation(f"launch.env sets {names(found)}, which would be stored unencrypted.", (inherited,))
+    sets = [f"launch.env sets {names(found)}"] if found else []
+    contains = [f"{name} contains an access token or a password" for name in options]
+    fix = replace(without_variables(case, found), cost="set it in the environment of Footplate instead")
+    return Violation(
+        f"{' and '.join([*sets, *contains])}, which would be stored unencrypted.",
+        (fix,) if found else (),
+        (*(["launch.env"] if found else []), *options),
+    )
 
 
 @rule(
     "LCH017",
     "warning",
     fields=("launch.env",),
-    title="launch.env sets a variable that decides which code is loaded",
-    source="ld.so(8); Python, Using Python, Environment variables",
+    title="launch.env sets a variable that can decide which code runs",
+    source="ld.so(8); Python, Using Python, Environment variables; Hugging Face Hub, Environment variables",
     fails_on=Example({"launch.env": {"LD_PRELOAD": "/tmp/library.so"}}),
-    passes_on=Example({"launch.env": {"HF_HOME": "/data/hub"}}),
+    passes_on=Example({"launch.env": {"NCCL_DEBUG": "INFO"}}),
 )
 def code_in_environment(case: Case) -> Violation | None:
-    """The run loads the libraries, Python modules or programs that these variables name, and executes them with your
-    permissions. Keep the variables only if you trust their source, especially after you imported a file."""
-    found = variables.choosing_code(case.spec.launch.env)
+    """Variables can decide which libraries, Python modules or programs the run executes with your permissions, and to
+    which hosts it sends data. All are listed except those that are known to do neither, such as NCCL_DEBUG. Keep a
+    variable only if you trust its source, especially after you imported a file."""
+    found = consent.unlisted_variables(case.spec.launch.env)
     if not found:
         return None
-    shown = [f"{name}={case.spec.launch.env[name]}" for name in found]
+    masked = variables.masked(case.spec.launch.env)
+    shown = [f"{name}={masked[name]}" for name in found]
     return Violation(f"launch.env sets {names(shown)}.", (replace(without_variables(case, found), safe=False),))

@@ -199,13 +199,24 @@ def test_wrong_columns_are_one_finding(context, shared, tmp_path):
     expect(page.locator(".fp-status-text")).to_have_text("Cannot run: 1 error")
 
 
-def test_an_import_names_what_decides_which_code_runs(context, shared, tmp_path):
+def test_what_can_run_code_in_an_imported_file_needs_consent(context, shared, tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("model: {trust_remote_code: true}\nslurm: {setup: module load x}\n")
+    env = "{LD_PRELOAD: /tmp/x.so, NCCL_DEBUG: INFO}"
+    path.write_text(f"model: {{trust_remote_code: true}}\nslurm: {{setup: module load x}}\nlaunch: {{env: {env}}}\n")
     page = opened(context, shared.url)
     page.locator("#fp-import-file").set_input_files(path)
-    text = "Decides which code runs: Shell commands before training, Trust remote code (turned off)."
-    expect(page.locator(".fp-toast")).to_contain_text(text)
+    for text in (
+        "Shell commands before training: module load x",
+        "Environment variables: LD_PRELOAD=/tmp/x.so",
+        "Trust remote code (turned off)",
+    ):
+        expect(page.locator(".fp-toast")).to_contain_text(text)
+    assert value(page, "launch.env") == "NCCL_DEBUG=INFO" and not value(page, "slurm.setup")
+    page.get_by_role("button", name="Apply what can run code").click()
+    settled(page)
+    assert value(page, "launch.env").splitlines() == ["LD_PRELOAD=/tmp/x.so", "NCCL_DEBUG=INFO"]
+    assert value(page, "slurm.setup") == "module load x"
+    assert value(page, "model.trust_remote_code") in (False, "false")
 
 
 def test_start_waits_for_a_preset_that_loads(context, shared):

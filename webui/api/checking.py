@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from backend.config import RunSpec, importers, presets, variables
-from backend.config.kubernetes import Kubernetes
-from backend.config.options import Problem, SpecError, by_name, edit, get, options, parse, shown, text
-from backend.config.ray import Ray
+from backend.config import RunSpec, consent, importers, presets, variables
+from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.inspect import download_config
 from backend.launch.plan import ABOUT
 from backend.machine import Machine, describe
@@ -131,32 +129,25 @@ def load_preset(state: State, name: str) -> dict[str, Any]:
 def import_yaml(body: ImportRequest) -> dict[str, Any]:
     """The values of a YAML file. A DeepSpeed or accelerate config is merged into the form's values; `kept` names the
     keys that went into the extra config, `different` and `missing` those of another tool that mean something else or
-    nothing here, `runs_code` what decides which code a run executes. SpecError names the line, or each field, that is
-    wrong."""
-    kind = importers.detect_format(body.yaml)
+    nothing here, `runs_code` what can run code or decides where data is sent. That is not in the values, but in
+    `consent`, the values to set once the user agrees. SpecError names the line, or each field, that is wrong."""
+    kind, now = importers.detect_format(body.yaml), RunSpec()
     if kind:
-        now = parse_valid_form(body.values) if body.values is not None else RunSpec()
+        now = parse_valid_form(body.values) if body.values is not None else now
         found = importers.import_file(body.yaml, now, Path.cwd())
     else:
         found = importers.Imported(presets.load(body.yaml))
-    is_merged = kind in ("deepspeed", "accelerate")  # into a form that may agree already
-    spec, runs_code = (found.spec, []) if is_merged else _without_consent(found.spec)
-    about = {"kept": found.kept, "different": found.different, "missing": found.missing, "runs_code": runs_code}
-    return {"values": form_values(spec), **about}
-
-
-def _without_consent(spec: RunSpec) -> tuple[RunSpec, list[str]]:
-    """(`spec` with trust_remote_code off, what in it decides which code runs). The next check would already execute
-    files of a model folder: a file from somebody else must not agree to that."""
-    found = variables.choosing_code(spec.launch.env)
-    found += [f"slurm.{name}" for name in ("setup", "extra", "container") if getattr(spec.slurm, name)]
-    found += [f"llamafactory.{name}" for name in ("environment", "extra_args") if getattr(spec.llamafactory, name)]
-    found += [f"kubernetes.{name}" for name in ("image", "extra_pod_spec") if getattr(spec.kubernetes, name)]
-    found += ["kubernetes.python"] if spec.kubernetes.python != Kubernetes().python else []
-    found += ["ray.python"] if spec.ray.python != Ray().python else []
-    if not spec.model.trust_remote_code:
-        return spec, found
-    return edit(spec, {"model.trust_remote_code": False}), [*found, "model.trust_remote_code (turned off)"]
+    is_merged = kind in ("deepspeed", "accelerate")  # into a form whose values the user knows
+    safe = consent.without_consent(found.spec, now if is_merged else RunSpec())
+    known = by_name()
+    return {
+        "values": form_values(safe.spec),
+        "kept": found.kept,
+        "different": found.different,
+        "missing": found.missing,
+        "runs_code": safe.listed,
+        "consent": {name: text(known[name], value) for name, value in safe.patch.items()},
+    }
 
 
 def export_yaml(body: ValuesRequest) -> dict[str, Any]:
@@ -265,14 +256,14 @@ def _recommended(state: AppState, report: Report, spec: RunSpec, name: str) -> d
 
 
 def _preview(report: Report, runs: Path) -> dict[str, Any]:
-    plan = report.preview
+    plan, hide = report.preview, variables.hide_values
     return {
-        "command": plan.command(),
-        "others": [{"name": node, "text": plan.command(node)} for node in plan.other_nodes],
-        "files": [{"name": name, "text": body, "about": ABOUT[name]} for name, body in plan.files.items()],
+        "command": hide(plan.command()),
+        "others": [{"name": node, "text": hide(plan.command(node))} for node in plan.other_nodes],
+        "files": [{"name": name, "text": hide(body), "about": ABOUT[name]} for name, body in plan.files.items()],
         "env": dict(plan.env),
         "notes": list(plan.notes),
-        "script": plan.script(str(runs / "by-hand")),
+        "script": hide(plan.script(str(runs / "by-hand"))),
     }
 
 

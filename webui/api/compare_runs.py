@@ -13,8 +13,8 @@ from typing import Any
 
 from starlette.responses import Response, StreamingResponse
 
-from backend.config import RunSpec, presets, variables
-from backend.config.options import Option, SpecError, effective, flat, options, shown
+from backend.config import RunSpec, presets
+from backend.config.options import Option, SpecError, effective, flat, masked_value, options, shown
 from backend.runs import METRICS, SPEC, sweeps
 from backend.runs.folder import Run, RunError, find
 from backend.runs.metrics import last_points, read_points
@@ -24,7 +24,6 @@ from webui.curves import AXES, Curves
 
 LEAST, MOST = 2, 20
 IGNORED = ("logging.run_name",)  # it differs on purpose, and is in every heading
-ENV = "launch.env"
 IMAGE_POINTS = 1000
 FILE_NAME = "comparison"
 RESOLVED_LABELS = {  # of resolved.json: what follows from the options, the machine and the data
@@ -165,8 +164,7 @@ def _differs(values: Sequence[Any]) -> bool:
 
 def _shown_value(option: Option, value: Any) -> Any:
     """A value without secrets; choices by their label."""
-    if option.name == ENV:
-        value = variables.masked(value)
+    value = masked_value(value)
     return dict(option.choices).get(value, value) if option.kind == "choice" else value
 
 

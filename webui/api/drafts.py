@@ -41,10 +41,12 @@ def list_versions(state: State) -> list[dict[str, Any]]:
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The form's values without secrets in launch.env, which are neither stored nor exported."""
+    """The form's values without secrets, which are neither stored nor exported: without those lines of launch.env, and
+    masked in other texts."""
     lines = values.get(ENV)
+    values = {name: variables.hide_values(v) if isinstance(v, str) else v for name, v in values.items()}
     if not isinstance(lines, str):
-        return dict(values)
+        return values
     named = [(line, *line.partition("=")) for line in lines.splitlines()]
     kept = [line for line, name, _, value in named if not variables.secrets({name.strip(): value.strip()})]
     return {**values, ENV: "\n".join(kept)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from backend.config import RunSpec, variables
-from backend.config.options import by_name, get, text
+from backend.config import RunSpec
+from backend.config.options import by_name, get, masked_value, text
 from backend.rules import Fix
 
 ENV = "launch.env"
@@ -31,6 +31,5 @@ def fix_json(fix: Fix, spec: RunSpec) -> dict[str, Any]:
 def _display(name: str, value: Any) -> Any:
     """A value as the page shows it: a choice by its label, a list as text."""
     option = by_name()[name]
-    if name == ENV:
-        value = variables.masked(value)
+    value = masked_value(value)
     return dict(option.choices).get(value, value) if option.choices else text(option, value)

@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from backend import bundle, remedies, retry
 from backend.config import RunSpec, presets, variables
-from backend.config.options import SpecError, changes, effective
+from backend.config.options import SpecError, changes, effective, masked_value
 from backend.inspect import predecessor
 from backend.runs import LOG, METRICS, SCRIPT, SPEC, events, notebook, queue, stacks, sweeps, trained
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
@@ -396,7 +396,6 @@ def _script(run: Run) -> str:
 def _changed_options(yaml: str) -> dict[str, Any]:
     """The options that differ from their defaults; empty if this version of Footplate cannot read the spec."""
     try:
-        changed = changes(presets.load(yaml))
-        return changed | ({"launch.env": variables.masked(changed["launch.env"])} if "launch.env" in changed else {})
+        return {name: masked_value(value) for name, value in changes(presets.load(yaml)).items()}
     except SpecError:
         return {}

@@ -295,14 +295,19 @@ async function importFile(event) {
   event.target.value = "";
   if (!file) return;
   try {
-    const { values, kept, different, missing, runs_code } = await post("api/import", {
+    const { values, kept, different, missing, runs_code, consent } = await post("api/import", {
       yaml: await file.text(),
       values: form.currentValues(),
     });
     selectPreset("");
     const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
-    const code = runs_code.length ? ` Decides which code runs: ${runs_code.map(withLabel).join(", ")}.` : "";
-    const details = [...listed("Different here", different), ...listed("Not taken over", missing)];
+    const code = runs_code.length ? " What can run code was left out: apply it only if you trust the file." : "";
+    const details = [
+      ...listed("Can run code, or decides where data is sent", runs_code.map(withLabel)),
+      ...(Object.keys(consent).length ? [consentButton(file.name, consent)] : []),
+      ...listed("Different here", different),
+      ...listed("Not taken over", missing),
+    ];
     const shown = details.length ? { details: el("div", {}, details) } : {};
     form.setValues(values, { undo: `${file.name} loaded.${extra}${code}`, ...shown });
   } catch (error) {
@@ -310,8 +315,14 @@ async function importFile(event) {
   }
 }
 
+/** Applies the values of an imported file that can run code. @param {string} file @param {any} consent */
+function consentButton(file, consent) {
+  const apply = () => form.setValues(consent, { undo: `What can run code was applied from ${file}.` });
+  return el("button.fp-link", { type: "button", onclick: apply }, "Apply what can run code");
+}
+
 /** "Trust remote code (turned off)" for "model.trust_remote_code (turned off)". @param {string} text */
-const withLabel = (text) => text.replace(/^\S+/, form.label);
+const withLabel = (text) => text.replace(/^[\w.]+/, form.label);
 
 /** A title and a list of sentences, or nothing. @returns {Node[]} */
 function listed(title, texts) {
