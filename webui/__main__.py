@@ -9,10 +9,13 @@ Exit codes: 0 stopped by the user, 2 not started.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import errno
+import functools
 import gc
 import importlib
 import ipaddress
+import logging
 import os
 import socket
 import ssl
@@ -29,7 +32,7 @@ import uvicorn
 from backend.runs import ownership
 from webui import gradio_internals
 from webui.auth import LOOPBACK, WILDCARD
-from webui.connections import MAX_CONNECTIONS, TimedProtocol
+from webui.connections import Listener, MessageLimit, TimedProtocol, limit_handshakes
 from webui.login import TOKEN, Login, new_token
 
 MIN_PASSWORD_LENGTH = 8
@@ -170,7 +173,7 @@ def _runs_folder(runs: Path) -> Path:
     return runs.resolve()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> Listener:
     """A listening socket, opened before the slow imports. Raises StartupError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -178,7 +181,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise StartupError(f"The host {host!r} is not an address of this machine. Use 127.0.0.1.") from None
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     # With the protocol, asyncio sends small responses at once (TCP_NODELAY). Without it, some wait 40 ms for an ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
@@ -223,19 +226,20 @@ class _Server(uvicorn.Server):
     greeting = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.config.ssl:
+            limit_handshakes(asyncio.get_running_loop())
         await super().startup(sockets=sockets)
         sys.stdout.write(self.greeting)
         sys.stdout.flush()
 
 
-def _serve(app: Any, listener: socket.socket, options: ServerOptions, runs: Path, token: str) -> int:
+def _serve(app: Any, listener: Listener, options: ServerOptions, runs: Path, token: str) -> int:
     server = _Server(
         uvicorn.Config(
             app,
-            http=TimedProtocol,
+            http=functools.partial(TimedProtocol, listener),  # type: ignore[arg-type]
             ws="none",  # the page uses no WebSockets
             log_level="warning",
-            limit_concurrency=MAX_CONNECTIONS,
             proxy_headers=False,  # otherwise any local program could forge the address that the login throttles
             server_header=False,
             timeout_graceful_shutdown=2,
@@ -243,6 +247,8 @@ def _serve(app: Any, listener: socket.socket, options: ServerOptions, runs: Path
             ssl_keyfile=options.keyfile or None,
         )
     )
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(MessageLimit())
     url = _url(options, listener, token)
     server.greeting = f"Footplate is at {url}\nRuns are stored in {runs}. Ctrl+C stops the server; runs continue.\n"
     with suppress(KeyboardInterrupt):

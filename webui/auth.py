@@ -1,9 +1,9 @@
 """Access control: one ASGI middleware around every route and WebSocket, with the login page.
 
-Imports login. Without it, any web page that the user visits could start processes here: through a host name that
-resolves to this machine (DNS rebinding: Host is checked), or through a form or script of another site (cross-site
-requests: Origin and fetch metadata are checked). So could every other user of this machine (login). docs/security.md
-lists the attacks and their tests.
+Imports login and connections. Without it, any web page that the user visits could start processes here: through a host
+name that resolves to this machine (DNS rebinding: Host is checked), or through a form or script of another site
+(cross-site requests: Origin and fetch metadata are checked). So could every other user of this machine (login).
+docs/security.md lists the attacks and their tests.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request, cookie_parser
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from webui.connections import ACCEPTED
 from webui.login import SESSION_SECONDS, TOKEN, Login
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -83,6 +84,7 @@ class AccessControl:
         if rejected is None:
             rejected = self._without_login(scope) or _reject_length(scope, headers)
         if rejected is None:
+            scope.get("state", {}).get(ACCEPTED, _nothing)()
             await self.app(scope, _counted(receive, MAX_BODY_BYTES), send_with_headers)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -144,6 +146,10 @@ class AccessControl:
         if request.method == "GET" and "text/html" in headers.get("accept", ""):
             return RedirectResponse(f"{_up(path)}login?next={quote(_back(request), safe='')}", 303)
         return error_response(401, NOT_LOGGED_IN, CLOSE)
+
+
+def _nothing() -> None:
+    """What follows from a valid login where no connection waits for it, as in tests."""
 
 
 def error_response(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:

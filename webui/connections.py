@@ -1,17 +1,104 @@
-"""Limits of connections that uvicorn does not have: a deadline for the headers of a request.
+"""Limits of connections that uvicorn does not have: their number, a deadline for headers and TLS handshakes, and the
+number of lines that they can cause in the log.
 
-Imports uvicorn. Without it, a few hundred connections that never send a complete request would be kept forever, and
-the server would run out of file descriptors.
+Imports uvicorn, login. Without the limits, connections that never send a complete request would be kept, and the server
+would run out of file descriptors. When all are taken, a new connection replaces the oldest one without a login of the
+address that has most of them. So who holds connections without a login, even from the same address, as every user of
+this machine, keeps nobody out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import functools
+import logging
+import resource
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from webui.login import network
+
 HEADER_SECONDS = 10.0
-MAX_CONNECTIONS = 400  # at once; further requests get status 503. Most systems allow 1024 open files
+MAX_CONNECTIONS = 400  # at once, or half of the files that this process may open
+ACCEPTED = "footplate.accepted"  # in the state of an ASGI scope: a function to call when its login is valid
+MAX_MESSAGES, MESSAGE_SECONDS = 20, 60.0
+
+
+class Connection(socket.socket):
+    """An accepted connection, which its listener knows until it is closed."""
+
+    def __init__(self, listener: Listener, accepted: socket.socket, address: Any) -> None:
+        super().__init__(accepted.family, accepted.type, accepted.proto, accepted.detach())
+        self._listener = listener
+        self.address = address
+        self.network = network(address[0])
+
+    def close(self) -> None:
+        self._listener.forget(self)
+        super().close()
+
+
+class Listener(socket.socket):
+    """A listening socket whose `accept` keeps to a maximum of open connections."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._open: dict[Any, Connection] = {}
+        self._without_login: dict[str, dict[Connection, None]] = {}  # by network, the oldest first
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next connection. While none may be opened, one is ended and BlockingIOError raised: the event loop asks
+        again after it has closed that one."""
+        if len(self._open) >= self.limit and self._end_oldest():
+            raise BlockingIOError
+        try:
+            accepted, address = super().accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._end_oldest():
+                raise BlockingIOError from None
+            raise
+        if len(self._open) >= self.limit:  # all of them have logged in
+            accepted.close()
+            raise BlockingIOError
+        connection = Connection(self, accepted, address)
+        self._open[address] = connection
+        self._without_login.setdefault(connection.network, {})[connection] = None
+        return connection, address
+
+    def keep(self, address: Any) -> None:
+        """The connection from `address` has logged in: it is not ended for others."""
+        if connection := self._open.get(address):
+            self._not_waiting(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is closed."""
+        self._not_waiting(connection)
+        if self._open.get(connection.address) is connection:
+            del self._open[connection.address]
+
+    def _not_waiting(self, connection: Connection) -> None:
+        group = self._without_login.get(connection.network, {})
+        group.pop(connection, None)
+        if not group:
+            self._without_login.pop(connection.network, None)
+
+    def _end_oldest(self) -> bool:
+        """End a connection without a login; False if there is none. The event loop sees its end, and closes it."""
+        group = max(self._without_login.values(), key=len, default=None)
+        if not group:
+            return False
+        oldest = next(iter(group))
+        self._not_waiting(oldest)
+        with suppress(OSError):  # the other side was faster
+            oldest.shutdown(socket.SHUT_RDWR)
+        return True
 
 
 class TimedProtocol(H11Protocol):
@@ -19,9 +106,15 @@ class TimedProtocol(H11Protocol):
 
     _deadline: asyncio.TimerHandle | None = None
 
+    def __init__(self, listener: Listener, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._listener = listener
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A connection without a single byte counts too."""
         super().connection_made(transport)
+        address = transport.get_extra_info("peername")
+        self.app_state = {**self.app_state, ACCEPTED: functools.partial(self._listener.keep, address)}
         self._update_deadline()
 
     def data_received(self, data: bytes) -> None:
@@ -49,3 +142,30 @@ class TimedProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def limit_handshakes(loop: asyncio.AbstractEventLoop) -> None:
+    """Servers of `loop` close TLS connections that have not finished their handshake in time. uvicorn 0.54 passes no
+    time-out on; asyncio's are 60 s, and 30 s for the end."""
+    times = {"ssl_handshake_timeout": HEADER_SECONDS, "ssl_shutdown_timeout": HEADER_SECONDS}
+    loop.create_server = functools.partial(loop.create_server, **times)  # type: ignore[method-assign]
+
+
+class MessageLimit(logging.Filter):
+    """Lets MAX_MESSAGES pass in MESSAGE_SECONDS, and counts the others: requests without a login cause messages too."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._begin, self._count = clock(), 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to write the message; the first one after a pause says how many were left out."""
+        if self._clock() - self._begin > MESSAGE_SECONDS:
+            left_out = self._count - MAX_MESSAGES
+            self._begin, self._count = self._clock(), 0
+            if left_out > 0:
+                record.msg = f"{record.getMessage()} ({left_out} messages before this one were left out.)"
+                record.args = ()
+        self._count += 1
+        return self._count <= MAX_MESSAGES

@@ -3,7 +3,10 @@
 import contextlib
 import http.client
 import json
+import os
 import re
+import resource
+import select
 import socket
 import ssl
 import time
@@ -15,8 +18,11 @@ from test_server_process import printing_server
 
 pytestmark = pytest.mark.alone
 
+# The limit of open files that most shells have.
 SHORT_DEADLINE = """
+import resource
 import sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 import webui.connections
 webui.connections.HEADER_SECONDS = 1.0
 from webui.__main__ import main
@@ -117,6 +123,46 @@ def test_connections_that_never_send_their_headers_are_closed(server):
     assert request(port, "GET", "/login")[0] == 200
 
 
+@pytest.fixture
+def many_files():
+    """This process may open as many files as the system allows."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 4096:
+        pytest.skip("needs a hard limit of 4096 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_connections_without_a_login_do_not_keep_the_user_out(server, many_files):
+    """1,500 connections from the user's own address: at most 400 are open, a page that was open goes on, and a new one
+    opens. With 1,500, the user got status 503, and the server wrote megabytes of errors."""
+    process, port, token = server
+    cookie = request(port, "GET", f"/?token={token}")[1]["set-cookie"].partition(";")[0]
+    page = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    page.request("GET", "/api/runs", headers={"cookie": cookie})
+    assert page.getresponse().read()
+    kept_open, held = page.sock, []
+    for number in range(1500):
+        held.append(socket.create_connection(("127.0.0.1", port), 20))
+        if number % 3 == 0:
+            with contextlib.suppress(OSError):
+                held[-1].sendall(
+                    b"nonsense\r\n\r\n" if number % 2 else b"GET /login HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+                )
+    page.request("GET", "/api/runs", headers={"cookie": cookie})
+    assert page.getresponse().status == 200 and page.sock is kept_open
+    assert request(port, "GET", "/api/runs", cookie=cookie)[0] == 200
+    assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < 500
+    for connection in held:
+        connection.close()
+    page.close()
+    os.set_blocking(process.stderr.fileno(), False)
+    assert (
+        len(os.read(process.stderr.fileno(), 10**6) if select.select([process.stderr], [], [], 0)[0] else b"") < 10_000
+    )
+
+
 # A certificate for 127.0.0.1 and its key, valid until 2126, made for this test.
 CERTIFICATE = """\
 -----BEGIN PRIVATE KEY-----
@@ -141,9 +187,11 @@ IQDrotVZlRk7lWGpKFlpUs4Tn2fb2Cuknm/sHUJwezNuWQIgRRx7z1R6OvwFzeQN
 def test_certificate_serves_https(tmp_path):
     file = tmp_path / "server.pem"
     file.write_text(CERTIFICATE)
-    with printing_server(tmp_path / "runs", "-m", "webui", "--certfile", str(file)) as (_, url):
+    with printing_server(tmp_path / "runs", "-c", SHORT_DEADLINE, "--certfile", str(file)) as (_, url):
         assert url.startswith("https://127.0.0.1:")
         port, _, path = url.removeprefix("https://127.0.0.1:").partition("/")
+        with socket.create_connection(("127.0.0.1", int(port)), 20) as silent:  # never begins its handshake
+            assert silent.recv(10) == b""
         context = ssl.create_default_context(cafile=file)
         connection = http.client.HTTPSConnection("127.0.0.1", int(port), timeout=20, context=context)
         connection.request("GET", f"/{path}")
