@@ -203,6 +203,8 @@ def import_file(arguments: argparse.Namespace) -> int:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError([Problem("", f"{path} cannot be read: {error}")]) from None
+    if problem := importers.invalid_text(text):
+        raise SpecError([Problem("", f"{path}: {problem}")])
     if not importers.detect_format(text):
         raise SpecError(
             [Problem("", f"{path} is no configuration of DeepSpeed, accelerate, LLaMA-Factory, axolotl or TRL")]

@@ -21,6 +21,17 @@ BUILDERS = ("json", "parquet", "csv", "text")  # of the datasets library, named 
 NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
 
 
+@dataclass(frozen=True)
+class Imported:
+    """A spec from another tool's file: dotted keys that were `kept` in the extra config, keys that have a `different`
+    meaning here, and those that are `missing`, as sentences."""
+
+    spec: RunSpec
+    kept: Sequence[str] = ()
+    different: Sequence[str] = ()
+    missing: Sequence[str] = ()
+
+
 @dataclass
 class Import:
     """What became of a file: a patch of options, `different` meanings and keys `missing` here, as sentences."""

@@ -1,10 +1,14 @@
-"""Merging and comparing nested tables, such as configuration files. Standard library only."""
+"""Merging and comparing nested tables, such as configuration files.
+
+Imports config.json_text.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from backend.config.json_text import JsonError, load_json
 
 Table = Mapping[str, Any]
 AUTO = "auto"  # the Trainer fills in the value
@@ -13,9 +17,9 @@ AUTO = "auto"  # the Trainer fills in the value
 def parse(text: str) -> dict[str, Any]:
     """A table from JSON text; an empty text gives an empty table. Raises ValueError."""
     try:
-        found = json.loads(text) if text.strip() else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+        found = load_json(text) if text.strip() else {}
+    except JsonError as error:
+        raise ValueError(f"is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError('must be a JSON object: {"key": value}')
     return found

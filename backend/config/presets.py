@@ -15,7 +15,7 @@ import yaml
 
 from backend.config import RunSpec
 from backend.config.options import Problem, SpecError, build, changes, nest
-from backend.config.yaml_text import load_yaml
+from backend.config.yaml_text import load_yaml, syntax_problem
 from backend.machine import Machine, machines
 from backend.paths import PRESETS
 
@@ -77,10 +77,7 @@ def _mapping(text: str) -> Mapping[str, Any]:
     try:
         value = load_yaml(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        reason = getattr(error, "problem", None) or str(error)
-        raise SpecError([Problem("", f"invalid YAML: {where}{reason}")]) from None
+        raise SpecError([Problem("", syntax_problem(error))]) from None
     value = {} if value is None else value
     if not isinstance(value, dict):
         raise SpecError([Problem("", "the file must have sections (model, data, ...) with options below them")])

@@ -1,7 +1,7 @@
-"""YAML text with bounds, so that a small file cannot keep the server busy for minutes.
+"""YAML and JSON text with bounds, so that a small file cannot keep the server busy for minutes.
 
-Imports nothing of Footplate. Aliases can multiply a few hundred bytes to gigabytes, and nested lists end the recursion
-of every reader.
+Imports config.json_text. Aliases can multiply a few hundred bytes to gigabytes, and nested lists end the recursion of
+every reader. JSON is not read as YAML, in which no tab may indent a line, unless it is no valid JSON.
 """
 
 from __future__ import annotations
@@ -10,17 +10,67 @@ from typing import Any
 
 import yaml
 
+from backend.config.json_text import BYTE_ORDER_MARK, MAX_DIGITS, JsonError, load_json
+
 MAX_CHARACTERS = 256 * 1024
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
 MAX_KEYS = 500  # in one mapping
-MAX_DIGITS = 400  # Python refuses to convert more than 4300, and takes quadratic time
+
+
+class InvalidJson(yaml.MarkedYAMLError):
+    """Text that looks like JSON, but is neither JSON nor YAML."""
 
 
 def load_yaml(text: str) -> Any:
-    """As yaml.safe_load. Raises yaml.YAMLError, also for text beyond the bounds."""
+    """As yaml.safe_load, and JSON. Raises yaml.YAMLError, also for text beyond the bounds."""
     if len(text) > MAX_CHARACTERS:
         raise yaml.MarkedYAMLError(problem=f"the text is longer than {MAX_CHARACTERS // 1024} KiB")
+    text = text.removeprefix(BYTE_ORDER_MARK)
+    if not text.lstrip().startswith("{"):
+        return _load_yaml(text)
+    try:
+        found = load_json(text)
+    except JsonError as error:
+        if not error.line:
+            raise InvalidJson(problem=error.reason) from None
+        try:
+            return _load_yaml(text)
+        except yaml.YAMLError:
+            mark = yaml.Mark("", 0, error.line - 1, error.column - 1, None, None)  # type: ignore[arg-type]
+            raise InvalidJson(problem=error.reason, problem_mark=mark) from None
+    _check_json(found)
+    return found
+
+
+def syntax_problem(error: yaml.YAMLError) -> str:
+    """What is wrong with a text that cannot be read, and where."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    reason = getattr(error, "problem", None) or str(error)
+    return f"invalid {'JSON' if isinstance(error, InvalidJson) else 'YAML'}: {where}{reason}"
+
+
+def _check_json(value: Any) -> None:
+    """Raise yaml.YAMLError for values beyond the bounds."""
+    parts, depth, values = [value], 0, 0
+    while parts:
+        depth, values = depth + 1, values + len(parts)
+        if any(isinstance(part, dict) and len(part) > MAX_KEYS for part in parts):
+            raise InvalidJson(problem=f"more than {MAX_KEYS} keys in one mapping")
+        parts = [
+            item
+            for part in parts
+            if isinstance(part, dict | list)
+            for item in (part.values() if isinstance(part, dict) else part)
+        ]
+        if depth > MAX_DEPTH:
+            raise InvalidJson(problem=f"nested more than {MAX_DEPTH} levels deep")
+        if values > MAX_VALUES:
+            raise InvalidJson(problem=f"more than {MAX_VALUES:,} values")
+
+
+def _load_yaml(text: str) -> Any:
     counts: list[int] = []  # nodes in each open mapping; a list starts below zero
     scalars = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):

@@ -110,6 +110,10 @@ class Engine:
         """The content of `config_file`; empty for an engine without one."""
         return {}
 
+    def normalize(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Extra config with the spelling of each key that `configuration` has."""
+        return dict(extra)
+
     def accelerate_settings(self, spec: RunSpec, mixed_precision: str) -> dict[str, Any]:
         """The engine's keys of accelerate.yaml. Without distributed_type, device and number of processes decide it."""
         return {"mixed_precision": mixed_precision}
@@ -117,6 +121,14 @@ class Engine:
     def protected_values(self, spec: RunSpec) -> dict[str, Any]:
         """Dotted keys of `config_file` with the values that options set and rules and estimate rely on. Extra config
         must not change them."""
+        return {}
+
+    def earlier_spelling(self, written: Mapping[str, Any], path: str) -> str:
+        """The deprecated key in extra config, as it is `written`, that `normalize` turns into `path`; '' if none."""
+        return ""
+
+    def protected_options(self) -> dict[str, str]:
+        """Keys of `protected_values` whose value an option of the same values sets: dotted key -> option."""
         return {}
 
     def environment(self, device: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from backend import registry
 from backend.config import RunSpec, merge
+from backend.engines import deepspeed_keys
 from backend.engines.base import Engine
 from backend.runs import DEEPSPEED
 
@@ -83,6 +84,10 @@ class DeepSpeed(Engine):
         """The keys of deepspeed.json, overridden by the user's extra config."""
         return configuration(self, spec)
 
+    def normalize(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """DeepSpeed refuses two spellings of a key, such as a deprecated one."""
+        return deepspeed_keys.normalize(extra)
+
     def accelerate_settings(self, spec: RunSpec, mixed_precision: str) -> dict[str, Any]:
         """accelerate refuses settings that are in deepspeed.json too, precision among them."""
         config = {"deepspeed_config_file": DEEPSPEED, "deepspeed_multinode_launcher": "standard"}
@@ -95,6 +100,14 @@ class DeepSpeed(Engine):
             "zero_optimization.offload_optimizer.device": self.optimizer_offload(spec),
             "zero_optimization.offload_param.device": self.param_offload(spec),
         }
+
+    def earlier_spelling(self, written: Mapping[str, Any], path: str) -> str:
+        """A switch such as cpu_offload, which became a block."""
+        return deepspeed_keys.earlier_spelling(written, path)
+
+    def protected_options(self) -> dict[str, str]:
+        """The offload devices."""
+        return {f"zero_optimization.{key}.device": f"parallel.{key}" for key in ("offload_optimizer", "offload_param")}
 
     def environment(self, device: str) -> dict[str, str]:
         """Without the variable, DeepSpeed uses an accelerator if the machine has one."""
@@ -186,7 +199,7 @@ def configuration(engine: DeepSpeed, spec: RunSpec) -> dict[str, Any]:
     }
     if NVME in (engine.optimizer_offload(spec), engine.param_offload(spec)):
         found["aio"] = _aio(spec)
-    return merge.override(found, merge.parse(spec.parallel.extra_config))
+    return merge.override(found, engine.normalize(merge.parse(spec.parallel.extra_config)))
 
 
 def _offload(engine: DeepSpeed, spec: RunSpec) -> dict[str, Any]:

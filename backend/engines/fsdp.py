@@ -16,7 +16,17 @@ from backend.engines.base import Engine
 from backend.runs import FSDP as CONFIG_FILE
 
 LAUNCHER_KEYS = {"cpu_offload": "offload_params"}  # transformers' key -> accelerate's, where they differ
+# accelerate 1.15 utils/constants.py: their numbers, from 1, are accepted too.
+SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+BACKWARD_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 STATE_DICTS = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
+
+
+def unprefixed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """FSDP's settings with keys that do not have accelerate's prefix fsdp_."""
+    bare = {key: value for key, value in settings.items() if not key.startswith("fsdp_")}
+    return {**bare, **{key.removeprefix("fsdp_"): value for key, value in settings.items() if key not in bare}}
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,11 @@ class FSDP(Engine):
         }
         if parallel.transformer_layer_cls_to_wrap:
             found["transformer_layer_cls_to_wrap"] = list(parallel.transformer_layer_cls_to_wrap)
-        return merge.override(found, merge.parse(parallel.extra_config))
+        return merge.override(found, self.normalize(merge.parse(parallel.extra_config)))
+
+    def normalize(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """The Trainer removes accelerate's prefix fsdp_, and a prefixed key replaces one without it."""
+        return unprefixed(extra)
 
     def accelerate_settings(self, spec: RunSpec, mixed_precision: str) -> dict[str, Any]:
         """fsdp.json with the launcher's names, because the launcher defaults to FSDP1 and to loading on rank 0."""
@@ -116,9 +130,12 @@ class FSDP(Engine):
         return {"distributed_type": "FSDP", "fsdp_config": settings, "mixed_precision": mixed_precision}
 
     def protected_values(self, spec: RunSpec) -> dict[str, Any]:
-        """Version and CPU offload, under transformers' names and accelerate's."""
-        values = {"version": self.fsdp_version, "cpu_offload": spec.parallel.cpu_offload}
-        return {**values, **{f"fsdp_{key}": value for key, value in values.items()}}
+        """Version and CPU offload."""
+        return {"version": self.fsdp_version, "cpu_offload": spec.parallel.cpu_offload}
+
+    def protected_options(self) -> dict[str, str]:
+        """CPU offload."""
+        return {"cpu_offload": "parallel.cpu_offload"}
 
     def divisions(self, spec: RunSpec, per_node: int, nodes: int) -> list[tuple[str, dict[str, int]]]:
         """With FSDP2: one group of shards, a replica per node (HSDP), or context parallel groups."""

@@ -6,6 +6,7 @@ precision, the same DeepSpeed file, the same FSDP settings.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -13,6 +14,7 @@ import yaml
 from backend.config import RunSpec, merge
 from backend.resolve import DEFAULT_PORT, ResolvedRun
 
+PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "fp8_config": "fp8_"}
 # CPU processes are started as MULTI_GPU: accelerate starts MULTI_CPU with mpirun.
 DISTRIBUTED_TYPES = {"npu": "MULTI_NPU", "xpu": "MULTI_XPU"}
 
@@ -72,5 +74,22 @@ def _mixed_precision(run: ResolvedRun) -> str:
 
 def text(spec: RunSpec, run: ResolvedRun) -> str:
     """`configuration`, overridden by the user's extra config, as the text of a file."""
-    extra = merge.parse(spec.launch.extra_accelerate_config)
+    extra = normalize(merge.parse(spec.launch.extra_accelerate_config))
     return yaml.safe_dump(merge.override(configuration(spec, run), extra))
+
+
+def normalize(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the prefixes that the generated file has: accelerate reads the keys of a section with and
+    without its prefix. It also converts keys of its earlier versions (accelerate 1.15 commands/config/config_args.py,
+    process_config)."""
+    found = dict(config)
+    backend = found.pop("dynamo_backend", None)
+    if backend not in (None, False) and str(backend).upper() != "NO":
+        found.setdefault("dynamo_config", {"dynamo_backend": backend})
+    if found.pop("fp16", None) is True:
+        found.setdefault("mixed_precision", "fp16")
+    for section, prefix in PREFIXES.items():
+        if isinstance(table := found.get(section), Mapping):
+            bare = {f"{prefix}{key}": value for key, value in table.items() if not key.startswith(prefix)}
+            found[section] = {**bare, **{key: value for key, value in table.items() if key.startswith(prefix)}}
+    return found

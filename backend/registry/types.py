@@ -166,3 +166,21 @@ class Strategy(Choice):
     zero_stage: int = 0
     fsdp_version: int = 0
     shards_weights: bool = False
+
+
+@dataclass(frozen=True)
+class DeepSpeedKey:
+    """The values that a key of a DeepSpeed configuration accepts.
+
+    `kind` is that of a pydantic field (bool, int, float, str, strings, list, dict, any, or none for what a file cannot
+    contain). DeepSpeed itself checks those of the kinds finite, integer and count (numbers), names (a string, or a list
+    of them) and caseless (a choice in upper or lower case), and uses those of the kinds flag and number unchecked.
+    """
+
+    kind: str
+    choices: tuple[int | str, ...] = ()
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    nullable: bool = False

@@ -47,6 +47,11 @@ def api(tmp_path_factory):
         ("train: {" + ", ".join(f"k{i}: 1" for i in range(15_000)) + "}", "500 keys"),
         ("data: {files: [" + "a," * 30_000 + "]}", "20,000 values"),
         ("x" * 300_000, "256 KiB"),
+        ('{"a": ' + "[" * 100_000, "nested"),
+        ('{"a": ' + "[" * 40 + "]" * 40 + "}", "nested more than 32"),
+        ('{"zero_optimization": {"stage": ' + "9" * 200_000 + "}}", "digits"),
+        ("{" + ", ".join(f'"k{i}": 1' for i in range(15_000)) + "}", "500 keys"),
+        ('{"a": [' + "1," * 30_000 + "1]}", "20,000 values"),
     ],
 )
 def test_yaml_is_bounded(api, text, problem):

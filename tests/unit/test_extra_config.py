@@ -11,7 +11,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.rules import check
+from backend.rules import Finding, check
 from backend.rules.accelerate_launcher import ACCELERATE_KEYS
 from backend.rules.examples import DEMO, EQUIPPED_TWO, TINY
 
@@ -164,3 +164,77 @@ def test_extra_config_of_the_launcher(code: str, given: dict[str, Any], patch: d
 def test_known_keys_are_those_of_accelerate() -> None:
     """Of the installed version."""
     assert {field.name for field in fields(ClusterConfig)} == ACCELERATE_KEYS
+
+
+def finding(code: str, given: dict[str, Any], patch: dict[str, Any]) -> Finding | None:
+    spec = edit(RunSpec(), {**patch, "parallel.extra_config": json.dumps(given)})
+    return next((f for f in check(spec, EQUIPPED_TWO, KNOWN) if f.code == code), None)
+
+
+@pytest.mark.parametrize(
+    ("code", "given", "parts"),
+    [
+        ("STR054", {"bf16": {"loss_scale": 0}}, ["bf16.loss_scale: DeepSpeed does not know", "fp16.loss_scale"]),
+        ("STR054", {"bf16": {"auto_cast": True}}, ["bf16.auto_cast", "fp16.auto_cast"]),
+        ("STR054", zero(cpu_offload_params=True), ["cpu_offload_params", "is zero_optimization.offload_param)"]),
+        ("STR054", zero(offload_optimizer={"buffer_size": 5}), ["offload_param.buffer_size"]),
+        ("STR054", zero(stage3_max_live_params=5), ["is zero_optimization.stage3_max_live_parameters)"]),
+        ("STR054", zero(reduce_bucket_size=0), ["must be an integer above 0, not 0"]),
+        ("STR054", zero(sub_group_size="1e9"), ["must be an integer of at least 0, not '1e9'"]),
+        ("STR054", zero(overlap_comm="maybe"), ["must be true or false, not 'maybe'"]),
+        ("STR054", zero(leaf_module=["x"]), ["leaf_module: must be an object"]),
+        ("STR054", zero(max_reuse_distance=5, stage3_max_reuse_distance=6), ["is a second spelling of"]),
+        ("STR054", {"tensorboard": {"enable": True}}, ["is tensorboard.enabled)"]),
+        ("STR054", {"prescale_gradients": "false"}, ["must be true or false, not 'false'"]),
+        ("STR054", {"communication_data_type": "float16"}, ["one of fp16, bf16, fp32"]),
+        ("STR054", {"wall_clock_breakdown": "auto"}, ["not 'auto'"]),
+        ("STR055", {"gradient_clip": 1.0}, ["gradient_clip: DeepSpeed does not know", "is gradient_clipping)"]),
+        ("STR055", {"overlap_comm": True}, ["is zero_optimization.overlap_comm)"]),
+        ("STR055", {"activation_checkpointing": {"partitioned_activations": True}}, [".partition_activations)"]),
+        ("STR055", {"stage": 2}, ["is zero_optimization.stage)"]),
+        ("STR055", zero(cpu_offload_use_pin_memory=True), ["parallel.pin_memory"]),
+    ],
+)
+def test_keys_that_deepspeed_refuses_or_ignores_are_named(code: str, given: dict[str, Any], parts: list[str]) -> None:
+    found = finding(code, given, ZERO3)
+    assert found is not None
+    assert all(part in found.message for part in parts), found.message
+    assert found.fixes and finding(code, {}, {**ZERO3, **found.fixes[0].patch}) is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        zero(stage3_gather_fp16_weights_on_model_save=True, max_live_parameters=1e9, reduce_bucket_size="auto"),
+        {"bfloat16": {"enabled": "auto"}, "steps_per_print": 2000, "wall_clock_breakdown": False},
+        {"fp16": {"loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1}, "zero_allow_untested_optimizer": True},
+        {"checkpoint": {"tag_validation": "warn"}, "flops_profiler": {"enabled": False, "profile_step": 1}},
+        {"data_types": {"grad_accum_dtype": "fp32"}, "comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}},
+    ],
+)
+def test_known_spellings_are_accepted(given: dict[str, Any]) -> None:
+    assert not {"STR054", "STR055"} & codes("parallel.extra_config", given, ZERO3)
+
+
+@pytest.mark.parametrize(
+    ("switch", "option", "strategy"),
+    [
+        ("cpu_offload", "parallel.offload_optimizer", ZERO2),
+        ("cpu_offload", "parallel.offload_optimizer", ZERO3),
+        ("cpu_offload_param", "parallel.offload_param", ZERO3),
+    ],
+)
+def test_an_offload_switch_becomes_the_option(switch: str, option: str, strategy: dict[str, Any]) -> None:
+    """DeepSpeed would offload, although strategy and estimate do not show it."""
+    found = finding("STR036", zero(**{switch: True}), strategy)
+    assert found is not None
+    assert f"written as zero_optimization.{switch}" in found.message
+    assert found.fixes[0].patch == {option: "cpu", "parallel.extra_config": ""}
+    assert finding("STR036", zero(**{switch: True}), {**strategy, option: "cpu"}) is None
+    assert finding("STR036", zero(**{switch: False}), strategy) is None
+
+
+def test_an_offload_switch_that_the_strategy_does_not_have_is_removed() -> None:
+    found = finding("STR036", zero(cpu_offload_param=True), ZERO2)
+    assert found is not None
+    assert [fix.label for fix in found.fixes] == ["Use the options"]

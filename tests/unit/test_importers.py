@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from backend.config import RunSpec, importers, merge
-from backend.config.options import SpecError, changes
+from backend.config.options import SpecError, changes, edit, get
 from backend.engines import engine_of
 from backend.launch import accelerate_config
 from backend.machine import Machine
@@ -40,8 +42,14 @@ OFFLOADED = {
 }
 
 
+def import_config(text: str, spec: RunSpec) -> tuple[RunSpec, list[str]]:
+    """(the spec, the dotted keys that became extra config)"""
+    found = importers.import_file(text, spec, Path())
+    return found.spec, list(found.kept)
+
+
 def test_deepspeed_config_round_trip() -> None:
-    spec, remaining = importers.import_config(json.dumps(OFFLOADED), RunSpec())
+    spec, remaining = import_config(json.dumps(OFFLOADED), RunSpec())
     options_set = changes(spec)
     assert options_set["parallel.strategy"] == "zero3"
     assert (options_set["parallel.offload_optimizer"], options_set["parallel.offload_param"]) == ("nvme", "cpu")
@@ -62,8 +70,7 @@ def test_deepspeed_config_round_trip() -> None:
         "wall_clock_breakdown",
     }
     assert (
-        merge.additions(importers._parse_numbers(OFFLOADED), engine_of(spec.parallel.strategy).configuration(spec))
-        == {}
+        merge.additions(importers.parse_numbers(OFFLOADED), engine_of(spec.parallel.strategy).configuration(spec)) == {}
     )
 
 
@@ -82,7 +89,7 @@ FOOTPLATE_CONFIG = {
 
 def test_deepspeed_optimizer_and_scheduler_become_options() -> None:
     """As extra config they would replace the options, which a rule reports as an error."""
-    spec, remaining = importers.import_config(json.dumps(FOOTPLATE_CONFIG), RunSpec())
+    spec, remaining = import_config(json.dumps(FOOTPLATE_CONFIG), RunSpec())
     train = spec.train
     assert (remaining, spec.parallel.extra_config) == ([], "")
     assert (train.optim, train.learning_rate, train.weight_decay) == ("adamw_torch", 3e-5, 0.1)
@@ -105,7 +112,7 @@ def test_deepspeed_optimizer_and_scheduler_become_options() -> None:
     ],
 )
 def test_blocks_without_an_equivalent_option_become_extra_config(block: dict[str, Any], kept: list[str] | None) -> None:
-    spec, options_set = importers.import_config(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
+    spec, options_set = import_config(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
     assert merge.parse(spec.parallel.extra_config) == block
     assert options_set == (kept if kept is not None else merge.paths(block))
     assert spec.train.learning_rate == (1e-4 if "Lion" in str(block) else RunSpec().train.learning_rate)
@@ -122,7 +129,7 @@ def test_blocks_without_an_equivalent_option_become_extra_config(block: dict[str
 )
 def test_global_batch_size_is_kept(said: dict[str, Any], size: int, accumulation: int, kept: list[str]) -> None:
     """64 on two processes. If the options cannot give 64, the key is kept and a rule reports the mismatch."""
-    spec, options_set = importers.import_config(json.dumps({"train_batch_size": 64, **said}), RunSpec())
+    spec, options_set = import_config(json.dumps({"train_batch_size": 64, **said}), RunSpec())
     assert (spec.train.per_device_train_batch_size, spec.train.gradient_accumulation_steps, options_set) == (
         size,
         accumulation,
@@ -131,8 +138,8 @@ def test_global_batch_size_is_kept(said: dict[str, Any], size: int, accumulation
 
 
 def test_a_second_import_keeps_what_the_first_set() -> None:
-    spec, _ = importers.import_config(json.dumps(OFFLOADED), RunSpec())
-    again, remaining = importers.import_config(json.dumps({"zero_optimization": {"stage": 2}}), spec)
+    spec, _ = import_config(json.dumps(OFFLOADED), RunSpec())
+    again, remaining = import_config(json.dumps({"zero_optimization": {"stage": 2}}), spec)
     assert (again.parallel.strategy, again.train.gradient_accumulation_steps, remaining) == ("zero2", 8, [])
     assert again.parallel.extra_config == ""
 
@@ -161,7 +168,7 @@ ACCELERATE: dict[str, Any] = {
 
 
 def test_accelerate_config_becomes_options() -> None:
-    spec, remaining = importers.import_config(yaml.safe_dump(ACCELERATE), RunSpec())
+    spec, remaining = import_config(yaml.safe_dump(ACCELERATE), RunSpec())
     options_set = changes(spec)
     assert (options_set["parallel.strategy"], options_set["launch.launcher"]) == ("fsdp2", "accelerate")
     assert (options_set.get("launch.nnodes", spec.launch.nnodes), spec.launch.nproc_per_node) == (2, 8)
@@ -181,7 +188,7 @@ def test_accelerate_config_becomes_options() -> None:
 def test_cpu_ram_efficient_loading_can_be_disabled() -> None:
     """Both fsdp.json, which the Trainer reads, and accelerate.yaml disable it."""
     config = {**ACCELERATE, "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}}
-    spec, remaining = importers.import_config(yaml.safe_dump(config), RunSpec())
+    spec, remaining = import_config(yaml.safe_dump(config), RunSpec())
     assert "fsdp_config.fsdp_cpu_ram_efficient_loading" not in remaining
     assert json.loads(engine_of(spec.parallel.strategy).config_text(spec))["cpu_ram_efficient_loading"] is False
     fsdp_config = yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["fsdp_config"]
@@ -214,7 +221,7 @@ def test_cpu_ram_efficient_loading_can_be_disabled() -> None:
 )
 def test_unsupported_values_are_reported(theirs: dict[str, Any], part: str) -> None:
     with pytest.raises(SpecError, match=part):
-        importers.import_config(json.dumps(theirs), RunSpec())
+        import_config(json.dumps(theirs), RunSpec())
 
 
 ACCELERATE_DEEPSPEED = {
@@ -235,10 +242,197 @@ def test_a_value_of_any_type_is_read_or_reported(theirs: dict[str, Any]) -> None
                 table = table[name]
             table[key] = value
             with suppress(SpecError):
-                importers.import_config(json.dumps(changed), RunSpec())
+                import_config(json.dumps(changed), RunSpec())
 
 
 def test_a_spec_is_not_detected_as_another_format() -> None:
     assert importers.detect_format("model:\n  builtin: tiny-llama\n") == ""
     assert importers.detect_format(": :") == ""
     assert importers.detect_format(json.dumps(OFFLOADED)) == "deepspeed"
+
+
+TABBED = (
+    '{\n\t"zero_optimization": {\n   \t"stage": 3,\n\t\t"overlap_comm": true\n\t},\n\t"train_batch_size": "auto"\n}\n'
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TABBED,
+        "\ufeff" + TABBED,
+        TABBED.replace("\n", "\r\n"),
+        TABBED.replace("\n", " "),
+        "\n\n" + TABBED,
+        TABBED.strip(),
+    ],
+)
+def test_json_is_read_however_it_is_indented(text: str) -> None:
+    assert importers.detect_format(text) == "deepspeed"
+    assert import_config(text, RunSpec())[0].parallel.strategy == "zero3"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{\n\t"train_batch_size": 8,\n}', "line 2, column 23: there must be no comma before }"),
+        ('{\n\t"train_batch_size": 8\n\t"steps_per_print": 1\n}', "line 2, column 23: a comma is missing"),
+        ('{\r\n\t"train_batch_size": 8\r\n\t"fp16": {}\r\n}', "line 2, column 23: a comma is missing"),
+        ('{\n\t"train_batch_size": 8, // per step\n\t"fp16": {}}', "line 2, column 25: JSON has no comments"),
+        ('{\n\t"train_batch_size": 8, /* x */ "fp16": {}}', "line 2, column 25: JSON has no comments"),
+        ('{\n\t"fp16": {"enabled": True}\n}', "line 2, column 22: True is written true"),
+        ("{\n\t'fp16': {}\n}", "line 2, column 2: text needs double quotes"),
+        ('{\n\t"fp16 : {},\n\t"a": 1}', "line 2, column 13: text must end on its line"),
+        ('{\n\t"fp16" {}}', "line 2, column 8: a colon is missing"),
+        ('{\n\t"a": [1, 2,\n]}', "line 2, column 12: there must be no comma before ]"),
+        ('{\n\t"train_batch_size": 8', "the text ends before"),
+        ('{"train_batch_size": 8, "train_batch_size": 9}', 'the key "train_batch_size" occurs twice'),
+    ],
+)
+def test_a_mistake_in_json_is_named_where_it_is(text: str, problem: str) -> None:
+    found = importers.invalid_text(text)
+    assert problem in found and found.startswith("invalid JSON: ")
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        merge.parse(text)
+
+
+def fsdp_file(**settings: Any) -> str:
+    return yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 4, "fsdp_config": settings})
+
+
+@pytest.mark.parametrize(
+    ("number", "strategy"),
+    [(1, "full_shard"), (2, "shard_grad_op"), (3, "no_shard"), (4, "hybrid_shard"), (5, "hybrid_shard")],
+)
+def test_numbers_of_sharding_strategies(number: int, strategy: str) -> None:
+    for value in (number, str(number)):
+        found = importers.import_file(fsdp_file(fsdp_sharding_strategy=value), RunSpec(), Path())
+        assert (found.spec.parallel.strategy, found.spec.parallel.sharding_strategy) == ("fsdp1", strategy)
+        assert bool(found.different) == (number == 5)
+
+
+@pytest.mark.parametrize("value", [0, 6, "SHARD_EVERYTHING", True])
+def test_an_unknown_sharding_strategy_is_refused(value: Any) -> None:
+    with pytest.raises(SpecError, match=r"FULL_SHARD \(1\)"):
+        import_config(fsdp_file(fsdp_sharding_strategy=value), RunSpec())
+
+
+def test_keys_without_prefix_are_those_with_it() -> None:
+    settings = {
+        "sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": 1, "activation_checkpointing": "true",
+        "offload_params": "yes", "transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "state_dict_type": 3,
+        "use_orig_params": True,
+    }  # fmt: skip
+    bare = importers.import_file(fsdp_file(**settings), RunSpec(), Path())
+    prefixed = importers.import_file(fsdp_file(**{f"fsdp_{k}": v for k, v in settings.items()}), RunSpec(), Path())
+    assert bare == prefixed
+    parallel = bare.spec.parallel
+    assert (parallel.sharding_strategy, parallel.cpu_offload, parallel.state_dict_type) == (
+        "shard_grad_op",
+        True,
+        "sharded",
+    )
+    assert bare.spec.train.activation_checkpointing
+    assert set(bare.kept) == {"fsdp_config.fsdp_backward_prefetch", "fsdp_config.fsdp_use_orig_params"}
+    config = yaml.safe_load(accelerate_config.text(bare.spec, resolve(bare.spec, Machine())))["fsdp_config"]
+    assert all(key.startswith("fsdp_") for key in config)
+    assert config["fsdp_backward_prefetch"] == "BACKWARD_PRE"
+
+
+def test_extra_config_replaces_the_generated_key_in_either_spelling() -> None:
+    """The launcher and the Trainer read both spellings, and one of the two would win by chance."""
+    spec = edit(
+        RunSpec(),
+        {
+            "parallel.strategy": "fsdp2",
+            "launch.launcher": "accelerate",
+            "launch.extra_accelerate_config": '{"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}',
+            "parallel.extra_config": '{"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}',
+        },
+    )
+    config = yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["fsdp_config"]
+    assert (config["fsdp_state_dict_type"], "state_dict_type" in config) == ("SHARDED_STATE_DICT", False)
+    settings = engine_of("fsdp2").configuration(spec)
+    assert (settings["auto_wrap_policy"], "fsdp_auto_wrap_policy" in settings) == ("SIZE_BASED_WRAP", False)
+
+
+NESTED: dict[str, Any] = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 1e8},
+    "bf16": {"enabled": True},
+    "gradient_accumulation_steps": 4,
+    "train_micro_batch_size_per_gpu": 16,
+}
+
+
+def nested_file(**more: Any) -> str:
+    return yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": {**NESTED, **more}})
+
+
+def test_deepspeeds_own_keys_in_an_accelerate_file() -> None:
+    found = importers.import_file(nested_file(), RunSpec(), Path())
+    parallel, train = found.spec.parallel, found.spec.train
+    assert (parallel.strategy, parallel.offload_optimizer, found.spec.launch.nproc_per_node) == ("zero3", "cpu", 4)
+    assert (train.per_device_train_batch_size, train.gradient_accumulation_steps) == (16, 4)
+    assert found.kept == ["deepspeed_config.zero_optimization.sub_group_size"]
+    assert "ZeRO-2" in found.different[0] and "ZeRO-3" in found.different[0]
+    assert found.spec.launch.extra_accelerate_config == ""
+
+
+def test_the_stage_that_accelerate_uses_wins_over_a_nested_one() -> None:
+    found = importers.import_file(nested_file(zero_stage=2, deepspeed_multinode_launcher="standard"), RunSpec(), Path())
+    assert found.spec.parallel.strategy == "zero2"
+    assert "zero_stage: 2" in found.different[0]
+    assert not importers.import_file(nested_file(zero_stage=3), RunSpec(), Path()).different
+
+
+@pytest.mark.parametrize(
+    ("text", "options_set"),
+    [
+        ("distributed_type: NO\nmixed_precision: no\nnum_processes: 1\nuse_cpu: yes\n", {"launch.device": "cpu"}),
+        ("distributed_type: NO\nmixed_precision: 'no'\nuse_cpu: 'yes'\n", {"launch.device": "cpu"}),
+        ("distributed_type: MULTI_GPU\nmixed_precision: BF16\ndowncast_bf16: no\n", {"precision.compute": "bf16"}),
+        ("distributed_type: 'No'\nfp16: true\n", {"precision.compute": "fp16"}),
+        ("distributed_type: MULTI_GPU\ndynamo_backend: NO\n", {"parallel.strategy": "ddp"}),
+        ("distributed_type: fsdp\nfsdp_config: {fsdp_version: '2', fsdp_reshard_after_forward: off}\n",
+         {"parallel.strategy": "fsdp2", "parallel.reshard_after_forward": False}),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_reshard_after_forward: no}\n",
+         {"parallel.sharding_strategy": "shard_grad_op"}),
+        ("distributed_type: FSDP\nfsdp_config: {version: 2, sharding_strategy: SHARD_GRAD_OP, offload_params: on}\n",
+         {"parallel.reshard_after_forward": False, "parallel.cpu_offload": True}),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_backward_prefetch_policy: NO_PREFETCH}\n", {}),
+    ],
+)  # fmt: skip
+def test_words_that_yaml_reads_as_booleans(text: str, options_set: dict[str, Any]) -> None:
+    found = importers.import_file(text, RunSpec(), Path())
+    assert {key: get(found.spec, key) for key in options_set} == options_set
+    config = yaml.safe_load(accelerate_config.text(found.spec, resolve(found.spec, Machine())))
+    assert {"fp16", "dynamo_backend"}.isdisjoint(config)
+    assert config["distributed_type"] in ("NO", "MULTI_GPU", "FSDP")
+    assert all(value is not False for key, value in config.items() if key in ("mixed_precision", "downcast_bf16"))
+
+
+@pytest.mark.parametrize(
+    ("zero", "options_set"),
+    [
+        ({"stage": 2, "cpu_offload": True}, {"parallel.offload_optimizer": "cpu"}),
+        ({"stage": 3, "cpu_offload": "true"}, {"parallel.offload_optimizer": "cpu"}),
+        ({"stage": 3, "cpu_offload_param": True, "cpu_offload": False}, {"parallel.offload_param": "cpu"}),
+        ({"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": False}, {"parallel.pin_memory": False}),
+        ({"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}, {}),
+        ({"stage": 3, "gather_16bit_weights_on_model_save": True}, {}),
+    ],
+)
+def test_former_keys_of_deepspeed_become_options(zero: dict[str, Any], options_set: dict[str, Any]) -> None:
+    spec, kept = import_config(json.dumps({"bfloat16": {"enabled": True}, "zero_optimization": zero}), RunSpec())
+    assert {key: get(spec, key) for key in options_set} == options_set
+    assert (spec.precision.compute, kept) == (
+        "bf16",
+        ["zero_optimization.cpu_offload_params"] if "cpu_offload_params" in zero else [],
+    )
+
+
+def test_a_file_without_bf16_and_fp16_computes_in_fp32() -> None:
+    spec, _ = import_config('{"bf16": {"enabled": false}, "zero_optimization": {"stage": 2}}', RunSpec())
+    assert spec.precision.compute == "fp32"
+    spec, _ = import_config('{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}', RunSpec())
+    assert spec.precision.compute == RunSpec().precision.compute

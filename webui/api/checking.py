@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import RunSpec, consent, importers, presets, variables
+from backend.config.foreign import Imported
 from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.inspect import download_config
 from backend.launch.plan import ABOUT
@@ -136,7 +137,7 @@ def import_yaml(body: ImportRequest) -> dict[str, Any]:
         now = parse_valid_form(body.values) if body.values is not None else now
         found = importers.import_file(body.yaml, now, Path.cwd())
     else:
-        found = importers.Imported(presets.load(body.yaml))
+        found = Imported(presets.load(body.yaml))
     is_merged = kind in ("deepspeed", "accelerate")  # into a form whose values the user knows
     safe = consent.without_consent(found.spec, now if is_merged else RunSpec())
     known = by_name()

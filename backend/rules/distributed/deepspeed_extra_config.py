@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from backend.config import merge
+from backend.engines.deepspeed_keys import TOP_BLOCKS
 from backend.rules.base import Case, Example, Fix, Violation, names, reasons, rule
 from backend.rules.distributed.extra_config import (
     EXTRA_CONFIG,
@@ -27,12 +28,6 @@ REMOVED_KEYS = (
     "sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
     "zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather",
     "zero_optimization.zeropp_loco_param",
-)  # fmt: skip
-# Keys whose value must be an object (runtime/config.py); the generated file has objects for some of them.
-OBJECT_KEYS = (
-    "activation_checkpointing", "aio", "autotuning", "bf16", "checkpoint", "comms_logger", "compile", "csv_monitor",
-    "data_efficiency", "data_types", "flops_profiler", "fp16", "hybrid_engine", "optimizer", "pipeline", "scheduler",
-    "tensor_parallel", "tensorboard", "wandb", "zero_optimization",
 )  # fmt: skip
 GATHER_ON_SAVE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 AUTOTP_SIZE = "tensor_parallel.autotp_size"
@@ -300,7 +295,7 @@ def conflicting_deepspeed_keys(case: Case) -> Violation | None:
         for path, applies, why in CONFLICTS
         if value_at(extra, path) != merge.AUTO and applies(case, lambda path: value_at(extra, path))
     ]
-    found += [(name, "must be a JSON object") for name in OBJECT_KEYS if not isinstance(extra.get(name, {}), Mapping)]
+    found += [(name, "must be a JSON object") for name in TOP_BLOCKS if not isinstance(extra.get(name, {}), Mapping)]
     if not found:
         return None
     fix = Fix("Remove these keys", without_keys(extra, [path for path, _ in found]), safe=False)

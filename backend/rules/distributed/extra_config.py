@@ -25,8 +25,9 @@ def zero3_example(extra: Mapping[str, Any]) -> Example:
 
 
 def extra_config(case: Case, config_file: str) -> dict[str, Any]:
-    """The extra config, if it is for this configuration file; otherwise empty."""
-    return merge.parse(case.spec.parallel.extra_config) if case.run.engine.config_file == config_file else {}
+    """The extra config with one spelling of each key, if it is for this configuration file; otherwise empty."""
+    engine = case.run.engine
+    return engine.normalize(merge.parse(case.spec.parallel.extra_config)) if engine.config_file == config_file else {}
 
 
 def value_at(table: Mapping[str, Any], path: str) -> Any:
@@ -77,7 +78,7 @@ def extra_config_overrides_options(case: Case) -> str | None:
     if not case.run.engine.config_file or not case.spec.parallel.extra_config:
         return None
     generated = case.run.engine.configuration(case.with_patch({EXTRA_CONFIG: ""}))
-    overridden = merge.paths(merge.conflicts(merge.parse(case.spec.parallel.extra_config), generated))
+    overridden = merge.paths(merge.conflicts(extra_config(case, case.run.engine.config_file), generated))
     if not overridden:
         return None
     return (
@@ -102,15 +103,32 @@ def extra_config_contradicts_strategy(case: Case) -> Violation | None:
     extra = extra_config(case, engine.config_file) if engine.config_file else {}
     expected = engine.protected_values(case.spec)
     wrong = [path for path, value in expected.items() if value_at(extra, path) not in (merge.AUTO, value)]
-    values = [
-        f"{path} to {json.dumps(value_at(extra, path))} (options: {json.dumps(expected[path])})" for path in wrong
-    ]
+    written = merge.parse(case.spec.parallel.extra_config)
+    values = []
+    for path in wrong:
+        earlier = engine.earlier_spelling(written, path)
+        about = f"{f'written as {earlier}; ' if earlier else ''}options: {json.dumps(expected[path])}"
+        values.append(f"{path} to {json.dumps(value_at(extra, path))} ({about})")
     message = f"The extra config sets {names(values)}, which has not been checked or estimated."
     for table in {path.partition(".")[0] for path in expected if "." in path}:
         if not isinstance(extra.get(table, {}), Mapping):
             wrong, message = [table], f"The extra config sets {table} to {json.dumps(extra[table])}, not to an object."
     if not wrong:
         return None
-    return Violation(
-        message, (Fix("Use the options", without_keys(extra, [path.removesuffix(".device") for path in wrong])),)
-    )
+    removed = without_keys(extra, [path.removesuffix(".device") for path in wrong])
+    return Violation(message, (*_use_extra_config(case, extra, wrong), Fix("Use the options", removed)))
+
+
+def _use_extra_config(case: Case, extra: Mapping[str, Any], wrong: list[str]) -> tuple[Fix, ...]:
+    """The fix that sets the options to what the extra config says, if options can express all of it."""
+    engine = case.run.engine
+    option_of = engine.protected_options()
+    if not all(path in option_of for path in wrong):
+        return ()
+    patch = {**without_keys(extra, wrong), **{option_of[path]: value_at(extra, path) for path in wrong}}
+    if not case.takes(patch):
+        return ()
+    values = engine.protected_values(case.with_patch(patch))
+    if any(values[path] != value_at(extra, path) for path in wrong):
+        return ()  # the strategy does not offload this
+    return (Fix("Offload as in the extra config", patch),)

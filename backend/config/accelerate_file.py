@@ -1,0 +1,281 @@
+"""accelerate's configuration file as options: values with an option set it, the rest becomes extra config.
+
+Imports registry, config, engines, resolve and launch.accelerate_config. DeepSpeed's own keys inside of
+deepspeed_config, which accelerate ignores, are imported as DeepSpeed's configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from backend import registry
+from backend.config import RunSpec, deepspeed_file, merge
+from backend.config.deepspeed_file import Patch, Table, as_json, is_number, number_patch, table_at
+from backend.config.foreign import Imported
+from backend.config.options import Problem, SpecError, edit
+from backend.engines import fsdp
+from backend.engines.deepspeed_keys import as_boolean
+from backend.launch import accelerate_config
+from backend.machine import Machine
+from backend.resolve import resolve
+
+# Keys that options express under other names.
+OPTIONS = {
+    "distributed_type", "mixed_precision", "gpu_ids", "use_cpu",
+    "fsdp_config.fsdp_activation_checkpointing", "fsdp_config.fsdp_sharding_strategy",
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+    *(f"deepspeed_config.{key}" for key in (
+        "zero_stage", "gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file",
+        "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device", "offload_param_nvme_path",
+        "zero3_init_flag", "zero3_save_16bit_model",  # always on in our deepspeed.json
+    )),
+}  # fmt: skip
+# accelerate 1.15 commands/launch.py: the arguments that deepspeed_config sets. Others belong to DeepSpeed's own file.
+DEEPSPEED_ARGUMENTS = {
+    "zero_stage", "gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file", "zero3_init_flag",
+    "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device", "offload_param_nvme_path",
+    "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names",
+}  # fmt: skip
+DISTRIBUTED_TYPES = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "MULTI_XPU": "ddp", "MULTI_NPU": "ddp"}
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
+FSDP_SWITCHES = (
+    "activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading", "forward_prefetch",
+    "offload_params", "sync_module_states", "use_orig_params",
+)  # fmt: skip
+# accelerate accepts their numbers, from 1; a former key has the name that follows it.
+FSDP_NUMBERED = {
+    "sharding_strategy": fsdp.SHARDING_STRATEGIES,
+    "state_dict_type": fsdp.STATE_DICT_TYPES,
+    "backward_prefetch": fsdp.BACKWARD_PREFETCHES,
+}
+FSDP_FORMER = {"backward_prefetch_policy": "backward_prefetch"}
+
+
+def is_accelerate(found: Table) -> bool:
+    """Whether a table is a configuration of accelerate."""
+    return bool({"compute_environment", "distributed_type"} & found.keys())
+
+
+@dataclass
+class _Reading:
+    """What an accelerate configuration sets so far."""
+
+    patch: Patch = field(default_factory=dict)
+    different: list[str] = field(default_factory=list)
+
+
+def read(given: Table, spec: RunSpec) -> Imported:
+    """`spec` with the values of an accelerate configuration. Raises SpecError."""
+    imported = _normalize(given)
+    reading, kept = _Reading(), []
+    own = _own_deepspeed_keys(imported, reading)
+    if own:
+        found = deepspeed_file.read(own, spec)
+        spec, kept = found.spec, [f"deepspeed_config.{path}" for path in found.kept]
+        settings = {k: v for k, v in imported["deepspeed_config"].items() if k in DEEPSPEED_ARGUMENTS - own.keys()}
+        imported["deepspeed_config"] = {**settings, "zero_stage": own["zero_optimization"]["stage"]}
+    _launch(imported, reading, has_own_keys=bool(own))
+    result = edit(spec, reading.patch)
+    extra = merge.additions(imported, accelerate_config.configuration(result, resolve(result, Machine())))
+    extra = without(extra, OPTIONS)
+    result = edit(result, {"launch.extra_accelerate_config": as_json(extra)})
+    return Imported(result, [*kept, *merge.paths(extra)], reading.different)
+
+
+def without(table: Table, removed: set[str], prefix: str = "") -> dict[str, Any]:
+    """`table` without the leaves at these dotted paths."""
+    found = {}
+    for key, value in table.items():
+        inner = without(value, removed, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        if f"{prefix}{key}" not in removed and (inner or not isinstance(value, Mapping)):
+            found[key] = inner
+    return found
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def _normalize(given: Table) -> dict[str, Any]:
+    """The configuration with one name of each key, names for numbers, and true and false for text. YAML reads an
+    unquoted NO, yes or on as a boolean, accelerate reads all of them."""
+    found = accelerate_config.normalize(given)
+    for key, word in (("distributed_type", "NO"), ("mixed_precision", "no"), ("downcast_bf16", "no")):
+        if found.get(key) is False:
+            found[key] = word
+    for key in ("distributed_type", "compute_environment"):
+        if isinstance(found.get(key), str):
+            found[key] = found[key].upper()
+    for key in ("use_cpu", "debug", "same_network", "enable_cpu_affinity"):
+        found |= {key: switch} if (switch := as_boolean(found.get(key))) is not None else {}
+    if isinstance(found.get("mixed_precision"), str):
+        found["mixed_precision"] = found["mixed_precision"].lower()
+    if isinstance(found.get("fsdp_config"), Mapping):
+        found["fsdp_config"] = _normalize_fsdp(found["fsdp_config"])
+    return found
+
+
+def _normalize_fsdp(table: Table) -> dict[str, Any]:
+    """fsdp_config with names for numbers, and true and false for text. Raises SpecError."""
+    found = dict(table)
+    for former, key in FSDP_FORMER.items():
+        if f"fsdp_{former}" in found:
+            found.setdefault(f"fsdp_{key}", found.pop(f"fsdp_{former}"))
+    for key in FSDP_SWITCHES:
+        found |= {f"fsdp_{key}": switch} if (switch := as_boolean(found.get(f"fsdp_{key}"))) is not None else {}
+    for key, choices in FSDP_NUMBERED.items():
+        if found.get(f"fsdp_{key}") is not None:
+            found[f"fsdp_{key}"] = _choice(f"fsdp_config.fsdp_{key}", found[f"fsdp_{key}"], choices)
+    return found
+
+
+def _choice(path: str, value: Any, choices: tuple[str, ...]) -> str:
+    """One of accelerate's names, for a name in any case or its number. Raises SpecError."""
+    name = str(value).upper()
+    if name in choices:
+        return name
+    if name.isdigit() and 0 < int(name) <= len(choices) and not isinstance(value, bool):
+        return choices[int(name) - 1]
+    known = ", ".join(f"{name} ({number})" for number, name in enumerate(choices, 1))
+    raise SpecError([Problem("", f"{path} must be one of {known}, not {value!r}")])
+
+
+def _own_deepspeed_keys(imported: Table, reading: _Reading) -> dict[str, Any]:
+    """The keys of DeepSpeed's own file in deepspeed_config, with the stage that accelerate uses; empty if none."""
+    if imported.get("distributed_type") != "DEEPSPEED":
+        return {}
+    table = table_at(imported, "deepspeed_config")
+    if not deepspeed_file.is_deepspeed({key: value for key, value in table.items() if key not in DEEPSPEED_ARGUMENTS}):
+        return {}
+    shared = {"gradient_accumulation_steps", "gradient_clipping"}
+    own = {key: value for key, value in table.items() if key in shared or key not in DEEPSPEED_ARGUMENTS}
+    zero = {"stage": 0, **table_at(own, "zero_optimization", "deepspeed_config.")}
+    given = table.get("zero_stage")
+    if given is not None and given != zero["stage"]:
+        reading.different.append(
+            f"deepspeed_config.zero_optimization.stage: {zero['stage']}: accelerate ignores it and uses zero_stage: "
+            f"{given}; ZeRO-{given} is imported"
+        )
+        zero["stage"] = given
+    elif given is None:
+        reading.different.append(
+            "deepspeed_config has keys of DeepSpeed's own configuration file: accelerate ignores them and uses ZeRO-2; "
+            f"they are imported, with ZeRO-{zero['stage']}"
+        )
+    return {**own, "zero_optimization": zero}
+
+
+# -- options --------------------------------------------------------------------------------------------------------
+
+
+def _launch(imported: Table, reading: _Reading, has_own_keys: bool) -> None:
+    kind = str(imported.get("distributed_type", "NO"))
+    reading.patch["launch.launcher"] = "accelerate"
+    if kind == "DEEPSPEED":
+        reading.patch |= {} if has_own_keys else _deepspeed(table_at(imported, "deepspeed_config"))
+    elif kind == "FSDP":
+        _fsdp(table_at(imported, "fsdp_config"), reading)
+    elif kind in DISTRIBUTED_TYPES:
+        reading.patch["parallel.strategy"] = DISTRIBUTED_TYPES[kind]
+    else:
+        names = ", ".join([*DISTRIBUTED_TYPES, "FSDP", "DEEPSPEED"])
+        raise SpecError([Problem("", f"distributed_type {kind} is not supported; supported are {names}")])
+    reading.patch |= _processes(imported)
+    precision = imported.get("mixed_precision")
+    if precision in PRECISIONS:
+        reading.patch["precision.compute"] = str(precision).replace("no", "fp32")
+    elif precision is not None:
+        known = ", ".join(PRECISIONS)
+        raise SpecError([Problem("", f"mixed_precision {precision} is not supported; supported are {known}")])
+    if imported.get("use_cpu") is True:
+        reading.patch["launch.device"] = "cpu"
+    ids = str(imported.get("gpu_ids", "all"))
+    reading.patch |= {"launch.devices": ids} if ids not in ("all", "None") else {}
+
+
+def _processes(imported: Table) -> Patch:
+    """Processes, nodes, and where they meet."""
+    machines = _count(imported, "num_machines", 1)
+    patch = number_patch("launch.nproc_per_node", _count(imported, "num_processes", machines) // machines)
+    if machines > 1:
+        patch |= {"launch.rendezvous": "static", "launch.nnodes": machines}
+        patch |= {"launch.master_addr": str(imported.get("main_process_ip") or "")}
+        patch |= number_patch("launch.node_rank", imported.get("machine_rank"))
+    return patch | number_patch("launch.master_port", imported.get("main_process_port"))
+
+
+def _count(imported: Table, key: str, default: int) -> int:
+    """A number of machines or processes. Raises SpecError."""
+    value = imported.get(key) or default
+    if not is_number(value) or value < 1:
+        raise SpecError([Problem("", f"{key} must be a positive integer, not {value!r}")])
+    return int(value)
+
+
+def _deepspeed(table: Table) -> Patch:
+    if table.get("deepspeed_config_file"):
+        if table.get("zero_stage") is None:
+            file = table["deepspeed_config_file"]
+            raise SpecError([Problem("", f"deepspeed_config refers to {file}: import that file instead")])
+        return {"parallel.strategy": f"zero{table['zero_stage']}"}
+    zero = {"stage": table.get("zero_stage", 2)}
+    for key in ("optimizer", "param"):
+        zero[f"offload_{key}"] = {
+            "device": table.get(f"offload_{key}_device", "none"),
+            "nvme_path": table.get(f"offload_{key}_nvme_path", ""),
+        }
+    same = ("gradient_accumulation_steps", "gradient_clipping")
+    return deepspeed_file.options_of({"zero_optimization": zero, **{key: table.get(key) for key in same}})
+
+
+def _fsdp(table: Table, reading: _Reading) -> None:
+    config = fsdp.unprefixed(table)
+    version = 2 if str(config.get("version")) == "2" else 1
+    reading.patch["parallel.strategy"] = f"fsdp{version}"
+    if version == 1:
+        name = config.get("sharding_strategy") or _of_fsdp1(config.get("reshard_after_forward"))
+        sharding_strategy(_choice("fsdp_config.fsdp_sharding_strategy", name, fsdp.SHARDING_STRATEGIES), reading)
+    else:
+        _reshard(config, reading)
+    if isinstance(config.get("offload_params"), bool):
+        reading.patch["parallel.cpu_offload"] = config["offload_params"]
+    formats = {value: key for key, value in fsdp.STATE_DICTS.items()}
+    if (name := str(config.get("state_dict_type"))) in formats:
+        reading.patch["parallel.state_dict_type"] = formats[name]
+    if version == 2 and config.get("cpu_ram_efficient_loading") is False:  # fsdp.json must agree with it
+        reading.patch["parallel.extra_config"] = as_json({"cpu_ram_efficient_loading": False})
+    reading.patch["parallel.transformer_layer_cls_to_wrap"] = config.get("transformer_layer_cls_to_wrap") or ""
+    reading.patch["train.activation_checkpointing"] = config.get("activation_checkpointing") is True
+
+
+def _of_fsdp1(reshard: Any) -> Any:
+    """The sharding strategy that reshard_after_forward names for FSDP1, or that a boolean of FSDP2 is equal to."""
+    switch = None if is_number(reshard) else as_boolean(reshard)
+    return "SHARD_GRAD_OP" if switch is False else "FULL_SHARD" if switch or reshard is None else reshard
+
+
+def sharding_strategy(name: str, reading: _Reading) -> None:
+    """The sharding strategy of FSDP1 by accelerate's name."""
+    if name.lower() not in registry.SHARDINGS:
+        reading.different.append(f"fsdp_sharding_strategy: {name}: HYBRID_SHARD here, which shards the weights too")
+        name = "HYBRID_SHARD"
+    reading.patch["parallel.sharding_strategy"] = name.lower()
+
+
+def _reshard(config: Table, reading: _Reading) -> None:
+    """Whether FSDP2 reshards after the forward pass, also from FSDP1's sharding strategy."""
+    reshard, sharding = as_boolean(config.get("reshard_after_forward")), config.get("sharding_strategy")
+    if reshard is not None:
+        reading.patch["parallel.reshard_after_forward"] = reshard
+    elif config.get("reshard_after_forward") is not None:
+        value = config["reshard_after_forward"]
+        raise SpecError([Problem("", f"fsdp_reshard_after_forward must be true or false with FSDP2, not {value!r}")])
+    elif sharding is not None:
+        is_full = sharding in ("FULL_SHARD", "HYBRID_SHARD")
+        reading.patch["parallel.reshard_after_forward"] = is_full
+        reading.different.append(
+            f"fsdp_sharding_strategy: {sharding}: FSDP2 has no sharding strategy; parallel.reshard_after_forward is "
+            f"{str(is_full).lower()}"
+        )

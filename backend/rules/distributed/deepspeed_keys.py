@@ -1,0 +1,59 @@
+"""Rules about keys and values of the merged DeepSpeed configuration that DeepSpeed refuses or ignores."""
+
+from __future__ import annotations
+
+from backend.engines import deepspeed_keys
+from backend.rules.base import Case, Fix, Violation, reasons, rule
+from backend.rules.distributed.deepspeed_extra_config import REMOVED_KEYS
+from backend.rules.distributed.extra_config import EXTRA_CONFIG, HARMLESS, extra_config, without_keys, zero3_example
+from backend.runs import DEEPSPEED
+
+
+def _problems(case: Case) -> tuple[dict[str, str], dict[str, str]]:
+    """What DeepSpeed refuses and ignores of deepspeed.json, without the keys that another rule names."""
+    if not extra_config(case, DEEPSPEED):
+        return {}, {}
+    found = deepspeed_keys.problems(case.run.engine.configuration(case.spec))
+    refused, ignored = ({path: why for path, why in part.items() if path not in REMOVED_KEYS} for part in found)
+    return refused, ignored
+
+
+@rule(
+    "STR054",
+    "error",
+    fields=(EXTRA_CONFIG,),
+    title="DeepSpeed does not accept these keys or values",
+    source="deepspeed 0.19 runtime/zero/config.py, runtime/precision_config.py, monitor/config.py and others: their "
+    "pydantic classes refuse unknown keys; runtime/config.py uses other values unchecked",
+    fails_on=zero3_example({"bf16": {"loss_scale": 0}}),
+    passes_on=zero3_example({"fp16": {"loss_scale": 0}}),
+)
+def invalid_deepspeed_keys(case: Case) -> Violation | None:
+    """DeepSpeed's own classes validate its configuration at the start of the run, after the model is loaded: an unknown
+    key or a value out of range ends the run with a ValidationError. Elsewhere it uses values unchecked, for example the
+    text "false" as true."""
+    refused, _ = _problems(case)
+    if not refused:
+        return None
+    fix = Fix("Remove these keys", without_keys(extra_config(case, DEEPSPEED), list(refused)), safe=False)
+    return Violation(f"The extra config has keys or values that DeepSpeed refuses. {reasons(refused.items())}", (fix,))
+
+
+@rule(
+    "STR055",
+    "warning",
+    fields=(EXTRA_CONFIG,),
+    title="DeepSpeed ignores these keys",
+    source="deepspeed 0.19 runtime/config.py reads the keys that it knows from a dictionary, and ignores the rest; "
+    "runtime/zero/config.py sets nothing from cpu_offload_use_pin_memory",
+    fails_on=zero3_example({"gradient_clip": 1.0}),
+    passes_on=HARMLESS,
+)
+def ignored_deepspeed_keys(case: Case) -> Violation | None:
+    """Outside of the blocks that DeepSpeed validates, it silently ignores keys that it does not know: misspelled keys,
+    keys of the wrong block, and keys of other programs."""
+    _, ignored = _problems(case)
+    if not ignored:
+        return None
+    fix = Fix("Remove these keys", without_keys(extra_config(case, DEEPSPEED), list(ignored)))
+    return Violation(f"The extra config has keys without an effect. {reasons(ignored.items())}", (fix,))
