@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend import registry
-from backend.config import RunSpec, deepspeed_file, merge
+from backend.config import RunSpec, deepspeed_file, fsdp_keys, merge
 from backend.config.deepspeed_file import Patch, Table, as_json, is_number, number_patch, table_at
 from backend.config.foreign import Imported
 from backend.config.options import Problem, SpecError, edit
-from backend.engines import fsdp
 from backend.engines.deepspeed_keys import as_boolean
 from backend.launch import accelerate_config
 from backend.machine import Machine
@@ -41,17 +39,6 @@ DEEPSPEED_ARGUMENTS = {
 }  # fmt: skip
 DISTRIBUTED_TYPES = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "MULTI_XPU": "ddp", "MULTI_NPU": "ddp"}
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
-FSDP_SWITCHES = (
-    "activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading", "forward_prefetch",
-    "offload_params", "sync_module_states", "use_orig_params",
-)  # fmt: skip
-# accelerate accepts their numbers, from 1; a former key has the name that follows it.
-FSDP_NUMBERED = {
-    "sharding_strategy": fsdp.SHARDING_STRATEGIES,
-    "state_dict_type": fsdp.STATE_DICT_TYPES,
-    "backward_prefetch": fsdp.BACKWARD_PREFETCHES,
-}
-FSDP_FORMER = {"backward_prefetch_policy": "backward_prefetch"}
 
 
 def is_accelerate(found: Table) -> bool:
@@ -113,33 +100,9 @@ def _normalize(given: Table) -> dict[str, Any]:
     if isinstance(found.get("mixed_precision"), str):
         found["mixed_precision"] = found["mixed_precision"].lower()
     if isinstance(found.get("fsdp_config"), Mapping):
-        found["fsdp_config"] = _normalize_fsdp(found["fsdp_config"])
+        settings = fsdp_keys.normalize(found["fsdp_config"])
+        found["fsdp_config"] = {f"fsdp_{key}": value for key, value in settings.items()}
     return found
-
-
-def _normalize_fsdp(table: Table) -> dict[str, Any]:
-    """fsdp_config with names for numbers, and true and false for text. Raises SpecError."""
-    found = dict(table)
-    for former, key in FSDP_FORMER.items():
-        if f"fsdp_{former}" in found:
-            found.setdefault(f"fsdp_{key}", found.pop(f"fsdp_{former}"))
-    for key in FSDP_SWITCHES:
-        found |= {f"fsdp_{key}": switch} if (switch := as_boolean(found.get(f"fsdp_{key}"))) is not None else {}
-    for key, choices in FSDP_NUMBERED.items():
-        if found.get(f"fsdp_{key}") is not None:
-            found[f"fsdp_{key}"] = _choice(f"fsdp_config.fsdp_{key}", found[f"fsdp_{key}"], choices)
-    return found
-
-
-def _choice(path: str, value: Any, choices: tuple[str, ...]) -> str:
-    """One of accelerate's names, for a name in any case or its number. Raises SpecError."""
-    name = str(value).upper()
-    if name in choices:
-        return name
-    if name.isdigit() and 0 < int(name) <= len(choices) and not isinstance(value, bool):
-        return choices[int(name) - 1]
-    known = ", ".join(f"{name} ({number})" for number, name in enumerate(choices, 1))
-    raise SpecError([Problem("", f"{path} must be one of {known}, not {value!r}")])
 
 
 def _own_deepspeed_keys(imported: Table, reading: _Reading) -> dict[str, Any]:
@@ -231,51 +194,9 @@ def _deepspeed(table: Table) -> Patch:
 
 
 def _fsdp(table: Table, reading: _Reading) -> None:
-    config = fsdp.unprefixed(table)
-    version = 2 if str(config.get("version")) == "2" else 1
-    reading.patch["parallel.strategy"] = f"fsdp{version}"
-    if version == 1:
-        name = config.get("sharding_strategy") or _of_fsdp1(config.get("reshard_after_forward"))
-        sharding_strategy(_choice("fsdp_config.fsdp_sharding_strategy", name, fsdp.SHARDING_STRATEGIES), reading)
-    else:
-        _reshard(config, reading)
-    if isinstance(config.get("offload_params"), bool):
-        reading.patch["parallel.cpu_offload"] = config["offload_params"]
-    formats = {value: key for key, value in fsdp.STATE_DICTS.items()}
-    if (name := str(config.get("state_dict_type"))) in formats:
-        reading.patch["parallel.state_dict_type"] = formats[name]
-    if version == 2 and config.get("cpu_ram_efficient_loading") is False:  # fsdp.json must agree with it
-        reading.patch["parallel.extra_config"] = as_json({"cpu_ram_efficient_loading": False})
-    reading.patch["parallel.transformer_layer_cls_to_wrap"] = config.get("transformer_layer_cls_to_wrap") or ""
-    reading.patch["train.activation_checkpointing"] = config.get("activation_checkpointing") is True
-
-
-def _of_fsdp1(reshard: Any) -> Any:
-    """The sharding strategy that reshard_after_forward names for FSDP1, or that a boolean of FSDP2 is equal to."""
-    switch = None if is_number(reshard) else as_boolean(reshard)
-    return "SHARD_GRAD_OP" if switch is False else "FULL_SHARD" if switch or reshard is None else reshard
-
-
-def sharding_strategy(name: str, reading: _Reading) -> None:
-    """The sharding strategy of FSDP1 by accelerate's name."""
-    if name.lower() not in registry.SHARDINGS:
-        reading.different.append(f"fsdp_sharding_strategy: {name}: HYBRID_SHARD here, which shards the weights too")
-        name = "HYBRID_SHARD"
-    reading.patch["parallel.sharding_strategy"] = name.lower()
-
-
-def _reshard(config: Table, reading: _Reading) -> None:
-    """Whether FSDP2 reshards after the forward pass, also from FSDP1's sharding strategy."""
-    reshard, sharding = as_boolean(config.get("reshard_after_forward")), config.get("sharding_strategy")
-    if reshard is not None:
-        reading.patch["parallel.reshard_after_forward"] = reshard
-    elif config.get("reshard_after_forward") is not None:
-        value = config["reshard_after_forward"]
-        raise SpecError([Problem("", f"fsdp_reshard_after_forward must be true or false with FSDP2, not {value!r}")])
-    elif sharding is not None:
-        is_full = sharding in ("FULL_SHARD", "HYBRID_SHARD")
-        reading.patch["parallel.reshard_after_forward"] = is_full
-        reading.different.append(
-            f"fsdp_sharding_strategy: {sharding}: FSDP2 has no sharding strategy; parallel.reshard_after_forward is "
-            f"{str(is_full).lower()}"
-        )
+    config = fsdp_keys.unprefixed(table)
+    patch, different = fsdp_keys.options_of(config)
+    reading.patch |= {"train.activation_checkpointing": False, **patch}
+    reading.different += different
+    if patch["parallel.strategy"] == "fsdp2" and config.get("cpu_ram_efficient_loading") is False:
+        reading.patch["parallel.extra_config"] = as_json({"cpu_ram_efficient_loading": False})  # fsdp.json agrees

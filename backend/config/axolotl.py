@@ -68,6 +68,11 @@ COLUMNS = {
     "field_messages": "data.messages_column", "field_chosen": "data.chosen_column",
     "field_rejected": "data.rejected_column", "field": "data.text_column", "text_column": "data.text_column",
 }  # fmt: skip
+# What Footplate does anyway: it wraps each layer, and saves the final model unsharded.
+FSDP_DEFAULTS = {
+    "auto_wrap_policy", "sync_module_states", "use_orig_params", "limit_all_gathers", "final_state_dict_type",
+    "cpu_ram_efficient_loading", "backward_prefetch",
+}  # fmt: skip
 LIGER = "axolotl.integrations.liger.LigerPlugin"
 
 
@@ -277,23 +282,7 @@ def _devices(found: Import) -> None:
     if (size := found.number("tensor_parallel_size", 1)) > 1:
         found.patch |= {"parallel.strategy": "tensor", "parallel.tensor_parallel_size": size}
     found.deepspeed("deepspeed")
-    config = found.table.get("fsdp_config")
-    if not (found.table.get("fsdp") or config) or not isinstance(config, Mapping):
-        return
-    config = {key.removeprefix("fsdp_"): value for key, value in config.items()}
-    version = found.table.get("fsdp_version") or config.get("version")
-    found.patch["parallel.strategy"] = "fsdp2" if version == 2 else "fsdp1"
-    for key, option in (
-        ("reshard_after_forward", "parallel.reshard_after_forward"),
-        ("offload_params", "parallel.cpu_offload"),
-        ("activation_checkpointing", "train.activation_checkpointing"),
-    ):
-        if isinstance(config.get(key), bool):
-            found.patch[option] = config[key]
-    if layers := words(config.get("transformer_layer_cls_to_wrap")):
-        found.patch["parallel.transformer_layer_cls_to_wrap"] = layers
-    state = str(config.get("state_dict_type", ""))
-    found.patch["parallel.state_dict_type"] = "sharded" if state.startswith("SHARDED") else "full"
+    found.fsdp(default_version=1, ignored=FSDP_DEFAULTS)
 
 
 PARTS: tuple[Callable[[Import], None], ...] = (

@@ -5,6 +5,7 @@ Imports registry, config.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.config import RunSpec
+from backend.config import RunSpec, fsdp_keys
 from backend.config.options import Problem, SpecError, effective, get
 
 Table = Mapping[str, Any]
@@ -160,6 +161,34 @@ class Import:
         self.patch |= {"parallel.strategy": f"zero{stage[1]}", "parallel.offload_optimizer": offload}
         self.patch |= {"parallel.offload_param": offload} if stage[1] == "3" else {}
         self.different.append(f"{key}: {config}: only the stage and offloading of its name; import that file too")
+
+    def fsdp(self, default_version: int, ignored: Collection[str] = ()) -> None:
+        """The keys fsdp, a list such as full_shard, auto_wrap, offload, and fsdp_config, a table with or without the
+        prefix fsdp_. `ignored` are keys of the table without an effect on the training."""
+        config, given = self.get("fsdp_config"), self.get("fsdp")
+        parts = given if isinstance(given, list) else [] if given in NO_EFFECT else str(given).replace(",", " ").split()
+        chosen = [word for part in parts if (word := str(part).strip().lower()) not in ("", "true", "auto_wrap")]
+        if isinstance(config, str) and config:
+            self.missing.append(f"fsdp_config: {config} (its keys can be written in place of the name of the file)")
+        if not parts and not (isinstance(config, Mapping) and config):
+            return
+        settings = fsdp_keys.normalize(config) if isinstance(config, Mapping) else {}
+        if (version := self.get("fsdp_version")) is not None:
+            settings["version"] = version
+        for word in chosen:
+            if word == "offload":
+                settings.setdefault("offload_params", True)
+            elif word.upper() in fsdp_keys.SHARDING_STRATEGIES:
+                settings.setdefault("sharding_strategy", word.upper())
+            else:
+                self.missing.append(f"fsdp: {word}")
+        patch, different = fsdp_keys.options_of(settings, default_version)
+        self.patch |= patch
+        self.different += different
+        rest = {key: value for key, value in settings.items() if key not in {*fsdp_keys.WITH_OPTIONS, *ignored}}
+        if patch["parallel.strategy"] == "fsdp2" and rest.pop("cpu_ram_efficient_loading", None) is False:
+            self.patch["parallel.extra_config"] = json.dumps({"cpu_ram_efficient_loading": False})
+        self.missing += [f"fsdp_config.{key}: {value}" for key, value in rest.items() if value not in NO_EFFECT]
 
 
 def entries(value: Any) -> list[Table]:

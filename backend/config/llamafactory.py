@@ -261,6 +261,7 @@ def _saving(found: Import) -> None:
 
 def _devices(found: Import) -> None:
     found.deepspeed("deepspeed")
+    found.fsdp(default_version=2, ignored={"auto_wrap_policy"})
     timeout = found.number("ddp_timeout", 1800)
     if timeout <= MAX_TIMEOUT:
         found.patch["parallel.ddp_timeout"] = timeout

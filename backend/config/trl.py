@@ -180,6 +180,7 @@ def _devices(found: Import) -> None:
         else:
             found.missing.append(f"accelerate_config: {name} (import that file too)")
     found.deepspeed("deepspeed")
+    found.fsdp(default_version=2, ignored={"auto_wrap_policy"})
 
 
 PARTS: tuple[Callable[[Import], None], ...] = (_stage, _model, _data, _training, _devices)

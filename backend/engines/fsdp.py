@@ -11,22 +11,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from backend.config import RunSpec, merge
+from backend.config.fsdp_keys import STATE_DICTS, unprefixed
 from backend.config.processes import nproc_per_node
 from backend.engines.base import Engine
 from backend.runs import FSDP as CONFIG_FILE
 
 LAUNCHER_KEYS = {"cpu_offload": "offload_params"}  # transformers' key -> accelerate's, where they differ
-# accelerate 1.15 utils/constants.py: their numbers, from 1, are accepted too.
-SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
-BACKWARD_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-STATE_DICTS = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
-
-
-def unprefixed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """FSDP's settings with keys that do not have accelerate's prefix fsdp_."""
-    bare = {key: value for key, value in settings.items() if not key.startswith("fsdp_")}
-    return {**bare, **{key.removeprefix("fsdp_"): value for key, value in settings.items() if key not in bare}}
 
 
 @dataclass(frozen=True)

@@ -154,3 +154,39 @@ def test_a_folder_of_files(tmp_path):
     found = read(tmp_path, base_model="mine", datasets=[{"path": "mine", "data_files": "a.jsonl"}])
     assert (found.spec.model.source, found.spec.model.path) == ("path", "mine")
     assert found.spec.data.files == ("mine/a.jsonl",)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "missing"),
+    [
+        ({"fsdp": ["full_shard", "auto_wrap"]}, ("fsdp1", "full_shard", False), []),
+        ({"fsdp": ["shard_grad_op", "auto_wrap", "offload"]}, ("fsdp1", "shard_grad_op", True), []),
+        ({"fsdp": "full_shard auto_wrap offload"}, ("fsdp1", "full_shard", True), []),
+        ({"fsdp": "hybrid_shard"}, ("fsdp1", "hybrid_shard", False), []),
+        ({"fsdp": ["full_shard"], "fsdp_config": {"fsdp_sharding_strategy": 2}}, ("fsdp1", "shard_grad_op", False), []),
+        ({"fsdp_config": {"fsdp_version": 2, "offload_params": "true"}}, ("fsdp2", "full_shard", True), []),
+        ({"fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
+         ("fsdp2", "full_shard", False), []),
+        ({"fsdp_version": "2", "fsdp_config": {"cpu_offload_pin_memory": True}}, ("fsdp2", "full_shard", False),
+         ["fsdp_config.cpu_offload_pin_memory: True"]),
+        ({"fsdp": ["full_shard", "fully_wrap"]}, ("fsdp1", "full_shard", False), ["fsdp: fully_wrap"]),
+        ({"fsdp": None, "fsdp_config": None}, ("single", "full_shard", False), []),
+        ({"fsdp": [], "fsdp_config": {}}, ("single", "full_shard", False), []),
+        ({"fsdp_version": 2}, ("single", "full_shard", False), []),
+    ],
+)  # fmt: skip
+def test_every_form_of_fsdp(tmp_path, given, expected, missing):
+    found = read(tmp_path, **given)
+    parallel = found.spec.parallel
+    assert (parallel.strategy, parallel.sharding_strategy, parallel.cpu_offload) == expected
+    assert found.missing == missing
+
+
+def test_fsdp_settings_keep_gradient_checkpointing(tmp_path):
+    config = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
+    spec = read(tmp_path, fsdp=["full_shard"], fsdp_config=config).spec
+    assert spec.train.activation_checkpointing
+    assert (spec.parallel.transformer_layer_cls_to_wrap, spec.parallel.state_dict_type) == (
+        ("LlamaDecoderLayer",),
+        "sharded",
+    )

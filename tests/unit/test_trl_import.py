@@ -118,3 +118,11 @@ def test_what_is_not_taken_over_is_named(tmp_path):
     missing = read(tmp_path, **given, accelerate_config="my.yaml", datasets=[{"path": "a/b", "columns": ["x"]}]).missing
     for named in ("eos_token", "attn_implementation", "eval_strategy", "accelerate_config", "datasets: columns of a/b"):
         assert any(text.startswith(named) for text in missing), (named, missing)
+
+
+@pytest.mark.parametrize(
+    "given", [{"fsdp": "full_shard auto_wrap offload"}, {"fsdp": True, "fsdp_config": {"offload_params": True}}]
+)
+def test_fsdp_of_the_trainer(tmp_path, given):
+    parallel = read(tmp_path, **given).spec.parallel
+    assert (parallel.strategy, parallel.reshard_after_forward, parallel.cpu_offload) == ("fsdp2", True, True)

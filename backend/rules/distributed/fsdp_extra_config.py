@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from backend import registry
-from backend.engines import fsdp
+from backend.config.fsdp_keys import SHARDING_STRATEGIES, STATE_DICTS
 from backend.modelspec import ModelShape
 from backend.rules.base import Case, Example, Fix, Violation, names, reasons, rule
 from backend.rules.distributed.examples import TINY_FACTS
@@ -22,7 +21,6 @@ TRUE, FALSE = ("true", "yes", "y", "t", "on", "1"), ("false", "no", "n", "f", "o
 BOOLEAN_KEYS = (ACTIVATION_CHECKPOINTING, "cpu_ram_efficient_loading")
 FSDP1_BOOLEAN_KEYS = ("forward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers")
 TRANSFORMER_WRAP, SIZE_WRAP, NO_WRAP = WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-SHARDING_STRATEGIES = (*(row.label for row in registry.SHARDINGS.values()), "HYBRID_SHARD_ZERO2")
 # The keys that transformers 5.23 training_args.py, _process_fsdp_args, reads, and those it reads for FSDP1 only.
 KNOWN_KEYS = {
     "version", "min_num_params", "transformer_layer_cls_to_wrap", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt",
@@ -86,7 +84,7 @@ def _class_names(value: Any) -> list[str]:
 def _invalid_choices(values: Mapping[str, Any], is_fsdp2: bool) -> dict[str, str]:
     """Keys whose value is none of the allowed ones, and what is wrong."""
     found: dict[str, str] = {}
-    state_dicts = (*fsdp.STATE_DICTS.values(), *(() if is_fsdp2 else ("LOCAL_STATE_DICT",)))
+    state_dicts = (*STATE_DICTS.values(), *(() if is_fsdp2 else ("LOCAL_STATE_DICT",)))
     state_dict = values.get("state_dict_type", state_dicts[0])
     if str(state_dict).upper() not in state_dicts:
         found["state_dict_type"] = f"{state_dict} is not one of {names(state_dicts)}"
