@@ -31,6 +31,7 @@ from backend.rules import (
     precision,
     quantization,
     requirements,
+    slurm_options,
     stages,
     training,
     unsloth,
@@ -71,7 +72,7 @@ LEVELS = {"error": 0, "warning": 1, "advice": 2}
 RULES: tuple[Rule, ...] = tuple(sorted(_REGISTERED, key=lambda rule: rule.code))
 FAMILIES = {
     "ADP": (adapter, "Adapters"),
-    "CLU": (clusters, "Clusters"),
+    "CLU": ((clusters, slurm_options), "Clusters"),
     "DAT": (data, "Data"),
     "HW": ((machine, requirements), "Hardware and packages"),
     "KRN": ((kernels, requirements), "Attention and kernels"),

@@ -131,4 +131,4 @@ def _use_extra_config(case: Case, extra: Mapping[str, Any], wrong: list[str]) ->
     values = engine.protected_values(case.with_patch(patch))
     if any(values[path] != value_at(extra, path) for path in wrong):
         return ()  # the strategy does not offload this
-    return (Fix("Offload as in the extra config", patch),)
+    return (Fix("Offload as in the extra config", patch, cost="slower steps"),)
