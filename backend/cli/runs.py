@@ -134,6 +134,7 @@ def show(arguments: argparse.Namespace) -> int:
         "eval_reward_margin",
         "eval_loss",
         "train_loss",
+        "skipped_steps",
         "seconds",
     ):
         if (value := about["result"].get(name)) is not None:

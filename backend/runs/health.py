@@ -27,8 +27,13 @@ ABOVE_ALL, ABOVE_LEAST = (3.0, 3.0), (10.0, 10.0)
 LOSS, GRADIENT, THROUGHPUT, NOT_FINITE = "loss spike", "gradient spike", "throughput drop", "non-finite loss"
 RISE = "loss rise"
 SLOW_RANK, DATA, IDLE, DISK = "slow rank", "data loading", "idle GPU", "disk"
-KINDS = (LOSS, RISE, GRADIENT, THROUGHPUT, NOT_FINITE, SLOW_RANK, DATA, IDLE, DISK)
+SKIPPED = "skipped steps"
+KINDS = (LOSS, RISE, GRADIENT, THROUGHPUT, NOT_FINITE, SKIPPED, SLOW_RANK, DATA, IDLE, DISK)
 SPIKES = (LOSS, RISE, GRADIENT)  # after which train.stop_on_spike stops
+
+# Skipped optimizer steps that are reported. fp16's loss scale of 65,536 is halved after each: a few at the start are
+# usual.
+MANY_SKIPPED = 10
 
 SAMPLES = 5  # measurements of the ranks that are averaged: one alone may be an accident
 SLOW_FACTOR = 1.5  # times the median of the other ranks
@@ -119,15 +124,17 @@ class Curves:
         self._loss, self._gradient = Level(1.5, in_a_row=2, floor=0.1), Level(5.0, in_a_row=2, floor=1.0)
         self._throughput = Level(1 / 1.5, in_a_row=3)
         self._finite, self._rise, self._spiked = True, Rise(), False
+        self._skipped = 0
 
     def add(self, point: Mapping[str, Any]) -> list[Alert]:
-        """The alerts of a new point: loss, grad_norm, tokens_per_second; or eval_loss."""
+        """The alerts of a new point: loss, grad_norm, tokens_per_second, skipped_steps; or eval_loss."""
         loss = point.get("loss")
         if loss is None:
             self._rise.add(point.get("eval_loss"))
             return self._check_rise(FEWEST_LOSSES) if "eval_loss" in point else []
         self._rise.add(loss)
-        found = [alert for alert in (self._check_finite(loss), *self._check_levels(point)) if alert]
+        checks = (self._check_finite(loss), self._check_skipped(point), *self._check_levels(point))
+        found = [alert for alert in checks if alert]
         self._spiked = self._spiked or any(alert.kind == LOSS for alert in found)
         return found + self._check_rise(LAST_LOSSES)
 
@@ -146,6 +153,16 @@ class Curves:
         if self._finite or not was:
             return None
         return Alert(NOT_FINITE, f"The loss is {'NaN' if math.isnan(loss) else 'infinite'}.")
+
+    def _check_skipped(self, point: Mapping[str, Any]) -> Alert | None:
+        was, self._skipped = self._skipped, point.get("skipped_steps", 0)
+        if not was < MANY_SKIPPED <= self._skipped:
+            return None
+        return Alert(
+            SKIPPED,
+            f"{self._skipped} optimizer steps were skipped because gradients were NaN or infinite; a skipped step "
+            "changes no weight.",
+        )
 
     def _check_levels(self, point: Mapping[str, Any]) -> list[Alert | None]:
         def compare(level: Level, key: str, kind: str, text: str) -> Alert | None:

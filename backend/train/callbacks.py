@@ -21,7 +21,7 @@ from backend.train.monitor import Monitor
 from backend.train.run_log import RunLog
 from backend.wording import counted
 
-LOGGED = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
+LOGGED = ("loss", "learning_rate", "grad_norm", "epoch", "skipped_steps", "eval_loss")
 # Metrics of preference trainers under one name each: TRL's reward trainer uses different names.
 PREFERENCE_METRICS = {
     "rewards/chosen": "reward_chosen",
@@ -172,6 +172,8 @@ class ProgressCallback(TrainerCallback):
         words = [start, f"loss {_number(point['loss'])}", f"lr {point.get('learning_rate', 0):.2e}"]
         if "grad_norm" in point:
             words.append(f"grad norm {_number(point['grad_norm'])}")
+        if skipped := point.get("skipped_steps"):
+            words.append(f"{counted(skipped, 'step')} skipped")
         words += _preference_words(point)
         if point.get("tokens_per_second"):
             words.append(f"{point['tokens_per_second']:,.0f} tokens/s")

@@ -43,7 +43,7 @@ class Report(TrainerCallback):
     def __init__(self) -> None:
         self.began = time.time()
         self.first: dict[str, Any] = {}
-        self.start_step, self.request, self.written = 0, 0, 0.0
+        self.start_step, self.request, self.written, self.skipped = 0, 0, 0.0, 0
         self.phase, self.since, self.evaluated = "", 0.0, 0
         self.result: dict[str, Any] = {}
 
@@ -59,8 +59,9 @@ class Report(TrainerCallback):
             append(EVENTS, {"kind": "resumed", "step": state.global_step, "time": time.time(), "text": text})
         self.progress(state, "training", "Training.")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write progress, and agree with the other ranks on a stop."""
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Write progress, count a skipped step, and agree with the other ranks on a stop."""
+        self.skipped += bool(getattr(optimizer, "step_was_skipped", False))
         if state.global_step == self.start_step + 1:
             self.first = {"first_step": state.global_step, "first_step_time": time.time()}
         self.progress(state, "training", f"Step {state.global_step} of {state.max_steps}")
@@ -83,6 +84,7 @@ class Report(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Append a point to the metrics."""
         point = {key: value for key, value in (logs or {}).items() if key in LOGGED and isinstance(value, (int, float))}
+        point |= {"skipped_steps": self.skipped} if self.skipped and "loss" in point else {}
         if RANK == 0 and ("loss" in point or "eval_loss" in point):
             append(METRICS, {"step": state.global_step, "time": time.time(), **point})
 
@@ -99,7 +101,13 @@ class Report(TrainerCallback):
             raise Stopped
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Collect what the result has; the process group is gone afterwards."""
+        """Collect what the result has; the process group is gone afterwards. Raise an error if nothing was trained."""
+        steps = state.global_step - self.start_step
+        if not self.request and 0 < steps <= self.skipped:
+            raise RuntimeError(
+                f"Nothing was trained: all {steps} optimizer steps of this start were skipped because gradients were "
+                "NaN or infinite. In fp16, train for more steps, or use bf16."
+            )
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
         peaks: list[Any] = [None] * (dist.get_world_size() if dist.is_initialized() else 1)
         if dist.is_initialized():
@@ -111,6 +119,7 @@ class Report(TrainerCallback):
         evals = [point["eval_loss"] for point in state.log_history if "eval_loss" in point]
         self.result |= {"eval_loss": evals[-1] if evals else None, "peak_bytes": peaks}
         self.result |= {"seconds": round(time.time() - self.began, 2)}
+        self.result |= {"skipped_steps": self.skipped} if self.skipped else {}
         self.progress(state, "saving", "Saving the model.")
 
     def progress(self, state: Any, phase: str, text: str, batches: int = 0) -> None:

@@ -43,6 +43,7 @@ from backend.train.engines.deepspeed import TrainDeepSpeed
 from backend.train.monitor import Monitor
 from backend.train.patches import accelerate_fsdp2_addresses, trl_precompute_hooks
 from backend.train.run_log import RunLog, Stopped, write_json
+from backend.train.skipped_steps import SkippedSteps
 from backend.train.templates import ChatTokenizer
 
 PREPARED = ".prepared"  # tokenized examples, from rank 0 to the others
@@ -84,27 +85,15 @@ def train_in_phases(context: TrainContext) -> None:
     source = _source(context)
     tokens = model.load_tokenizer(spec, source)
     prepared = _prepared(context, tokens)
-    prompts = (
-        generation_eval.eval_prompts(ChatTokenizer.create(tokens, True), prepared.eval_examples)
-        if prepared.eval_examples
-        else []
-    )
-    generation = generation_eval.GenerationEvalCallback(
-        context,
-        generation_eval.Generator.create(
-            spec, tokens, group, device.DTYPES[context.run.compute_dtype], context.run.tensor_parallel_size
-        ),
-        prompts,
-    )
+    generation = _generation(context, tokens, prepared)
     monitor = Monitor(context)
     progress = ProgressCallback(run_log, monitor)
     checkpoint = CheckpointCallback(spec, context.folder, group, run_log, monitor)
     divergence = DivergenceCallback(spec, context.folder, group, run_log)
-    callbacks = [generation, progress, checkpoint, divergence, *rehearsing]
-    if trainers.stops_early(spec):
-        callbacks.append(EarlyStopping(spec.eval.early_stopping_patience, spec.eval.early_stopping_threshold, run_log))
+    skipped = SkippedSteps(context)
+    callbacks = [generation, skipped, progress, checkpoint, divergence, *rehearsing, *_early_stopping(context)]
     generation.trainer = trainer = _trainer(context, config, source, tokens, prepared, callbacks)
-    trainer.divergence, trainer.monitor = divergence, monitor
+    trainer.divergence, trainer.monitor, trainer.skipped = divergence, monitor, skipped
     start = _start(context)
     lora.check_checkpoint(trainer.accelerator.unwrap_model(trainer.model), start)
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers
@@ -116,8 +105,9 @@ def train_in_phases(context: TrainContext) -> None:
     if checkpoint.stopped:
         run_log.info(f"Stopped after step {trainer.state.global_step}.")
         return
+    skipped.check(trainer.state.global_step)
     trainer.finalize_weights()
-    result = _result(trainer, time.time() - progress.began, progress.tokens, counts)
+    result = _result(trainer, time.time() - progress.began, progress.tokens, counts) | skipped.logged()
     _save(context, trainer, tokens)
     _finish(context, trainer, result | generation.evaluate_after())
 
@@ -144,6 +134,22 @@ def _prepared(context: TrainContext, tokens: Any) -> data.PreparedData:
     made: data.PreparedData | None = context.first(prepare)
     # Several ranks all load the same files, so that each finds the cache that a trainer keeps next to them.
     return made if made is not None and group.world == 1 else data.load(folder)
+
+
+def _generation(context: TrainContext, tokens: Any, prepared: data.PreparedData) -> Any:
+    """The callback that generates outputs for validation examples."""
+    spec, run, examples = context.spec, context.run, prepared.eval_examples
+    prompts = generation_eval.eval_prompts(ChatTokenizer.create(tokens, True), examples) if examples else []
+    generator = generation_eval.Generator.create(
+        spec, tokens, context.group, device.DTYPES[run.compute_dtype], run.tensor_parallel_size
+    )
+    return generation_eval.GenerationEvalCallback(context, generator, prompts)
+
+
+def _early_stopping(context: TrainContext) -> list[Any]:
+    """The callback that ends training when the eval loss no longer improves, if that is set."""
+    patience, threshold = context.spec.eval.early_stopping_patience, context.spec.eval.early_stopping_threshold
+    return [EarlyStopping(patience, threshold, context.run_log)] if trainers.stops_early(context.spec) else []
 
 
 def _trainer(

@@ -1,7 +1,8 @@
 """TRL's trainer and config class for each stage, and what all trainers have in common.
 
 Imports registry, config, callbacks, context, device, disk_space, divergence, lora, monitor, optimizers, patches,
-universal_checkpoint. Every trainer gets tokenized examples (data, preference_data), so its own preparation is skipped.
+skipped_steps, universal_checkpoint. Every trainer gets tokenized examples (data, preference_data), so its own
+preparation is skipped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
 from backend.train.monitor import Monitor
 from backend.train.patches import trl_orpo_dataset
+from backend.train.skipped_steps import SkippedSteps
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class TrainerMixin(optimizers.OptimizerMixin):
     context: TrainContext
     divergence: DivergenceCallback | None = None
     monitor: Monitor | None = None
+    skipped: SkippedSteps | None = None
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The optimizer, with LoRA+'s learning rates."""
@@ -65,6 +68,12 @@ class TrainerMixin(optimizers.OptimizerMixin):
         if self.divergence is not None:
             self.divergence.add(loss)
         return loss
+
+    def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
+        """Add the skipped optimizer steps to the logs of training."""
+        if self.skipped is not None and "loss" in logs:
+            logs |= self.skipped.logged()
+        super().log(logs, *more, **named)  # type: ignore[misc]
 
     def get_batch_samples(self: Any, epoch_iterator: Any, *args: Any, **more: Any) -> Any:
         """Take note of the time that this rank waits for batches."""
@@ -137,7 +146,7 @@ class TokenCountMixin(TrainerMixin):
         """Log the count."""
         if "loss" in logs:
             logs["num_tokens"] = self.num_tokens
-        super().log(logs, *more, **named)  # type: ignore[misc]
+        super().log(logs, *more, **named)
 
 
 MIXINS: Mapping[str, type] = {"sft": TrainerMixin, "pretraining": TrainerMixin, "orpo": TokenCountMixin}

@@ -105,3 +105,23 @@ def test_checkpoints_that_are_away_are_not_no_checkpoint(
     with pytest.raises(SystemExit, match=r"checkpoint-20 is missing .* restart from scratch"):
         llamafactory_run.arguments(False)
     assert "resume_from_checkpoint" not in llamafactory_run.arguments(True)
+
+
+def test_skipped_optimizer_steps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any) -> None:
+    """They are counted in metrics and result; a run that skipped all of them fails."""
+    monkeypatch.chdir(tmp_path)
+    arguments, control = SimpleNamespace(device="cpu"), SimpleNamespace()
+    state = SimpleNamespace(global_step=0, max_steps=2, log_history=[], compute_steps=lambda *_: None)
+    report = llamafactory_run.Report()
+    report.on_train_begin(arguments, state, control)
+    for skipped in (True, False):
+        state.global_step += 1
+        report.on_step_end(arguments, state, control, optimizer=SimpleNamespace(step_was_skipped=skipped))
+        report.on_log(arguments, state, control, logs={"loss": 2.5})
+        if state.global_step == 1:
+            with pytest.raises(RuntimeError, match="all 1 optimizer steps"):
+                report.on_train_end(arguments, state, control)
+    report.on_train_end(arguments, state, control)
+    assert report.result["skipped_steps"] == 1
+    points = [json.loads(line) for line in (tmp_path / llamafactory_run.METRICS).read_text().splitlines()]
+    assert [point["skipped_steps"] for point in points] == [1, 1]

@@ -321,3 +321,10 @@ def test_the_command_line_searches_sorts_and_shows_columns(tmp_path, capsys):
     assert main(["annotate", good.id, bad.id, "--runs", str(tmp_path), "--restore", "--json"]) == 0
     assert [found["archived"] for found in json.loads(capsys.readouterr().out)] == [False, False]
     assert "--sweep has its own columns" in printed("--sweep", "x", "--search", "y", code=2)
+
+
+def test_show_prints_skipped_optimizer_steps(tmp_path, capsys):
+    run = make(tmp_path)
+    (run.path / RESULT).write_text(json.dumps({"train_loss": 2.5, "skipped_steps": 3}))
+    assert main(["show", run.id, "--runs", str(tmp_path)]) == 0
+    assert "skipped steps: 3" in capsys.readouterr().out.splitlines()

@@ -116,6 +116,12 @@ function lossCards(result, now) {
   add("Reward accuracy", latest("reward_accuracy"), percent, "of the preference pairs");
   add("Reward margin", latest("reward_margin"));
   add(Number.isFinite(result.train_loss) ? "Mean training loss" : "Training loss", result.train_loss ?? now("loss"));
+  add(
+    "Skipped optimizer steps",
+    result.skipped_steps ?? now("skipped_steps"),
+    integer,
+    "gradients were NaN or infinite",
+  );
   return cards;
 }
 
