@@ -85,6 +85,7 @@ def _common(config: Config, head_dim: int | None = None, inner: str = "intermedi
         **prequantized(config.get("quantization_config") or {}),
         "activation": str(config.get("hidden_act") or config.get("activation_function") or ""),
         "has_sliding_window": _has_sliding_window(config),
+        "sliding_window": int(config.get("sliding_window", WINDOWS.get(str(config["model_type"]))) or 0),
         **LACKING.get(str(config["model_type"]), {}),
     }
 

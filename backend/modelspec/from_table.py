@@ -92,6 +92,7 @@ class TableReader:
             tensor_parallel_plan=str(self.table["tensor_parallel_plan"]),
             supports_activation_checkpointing=bool(self.table["activation_checkpointing"]),
             has_sliding_window=self._has_sliding_window(),
+            sliding_window=int(self.facts.get("sliding_window") or 0),
             experts=self.experts,
             experts_per_token=self.experts_per_token,
             layers_path=str(layers["path"]),

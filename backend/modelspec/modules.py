@@ -69,6 +69,7 @@ class ModelShape:
     tensor_parallel_plan: str = "layers"  # what transformers' plan shards: layers, only the head, or nothing ('')
     supports_activation_checkpointing: bool = True
     has_sliding_window: bool = False  # some layers have sliding-window or chunked attention
+    sliding_window: int = 0  # tokens that such a layer sees; 0: unknown, or there is none
     experts: int = 0  # per layer; `intermediate` is then the intermediate size of one expert
     experts_per_token: int = 0
     layers_path: str = "model.layers"  # path of the list of decoder layers

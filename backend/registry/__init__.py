@@ -17,6 +17,7 @@ from backend.registry.optimizers import OPTIMIZERS
 from backend.registry.packing import PACKING_ISOLATED, PACKING_NEEDS_CONV1D
 from backend.registry.peak_flops import peak_flops
 from backend.registry.quantization import FOUR_BIT, PREQUANTIZED, QUANTIZATIONS
+from backend.registry.sequence_parallel import SEQUENCE_PARALLEL_TYPES
 from backend.registry.stages import (
     DATASETS,
     DPO_LOSSES,
@@ -73,6 +74,7 @@ __all__ = [
     "QUANTIZATIONS",
     "READS_WEIGHTS",
     "SEQUENCE_PARALLEL_ATTENTIONS",
+    "SEQUENCE_PARALLEL_TYPES",
     "SFT_RATES",
     "SHARDINGS",
     "STACKED_EXPERTS",

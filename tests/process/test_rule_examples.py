@@ -83,7 +83,6 @@ LIBRARY_ERRORS = {
     "STR038": LibraryError("`GPT2LMHeadModel` has no `tp_plan`", LOCAL_MODEL),
     "STR040": LibraryError("pre-scale gradients is not yet supported with ZeRO-2"),
     "STR042": LibraryError("FSDP2 does not support LOCAL_STATE_DICT"),
-    "STR047": LibraryError("mat1 and mat2 shapes cannot be multiplied", LOCAL_MODEL),
     "TRN006": LibraryError("requires the saving steps to be a round multiple of the evaluation steps"),
 }
 
@@ -133,7 +132,6 @@ INVALID_INPUTS: dict[str, Callable[[Path], None]] = {
     "MDL003": without_chat_template,
     "MTH011": tie_embeddings,
     "STR038": replace_by_gpt2,
-    "STR047": replace_by_gpt2,
 }
 
 

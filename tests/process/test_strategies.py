@@ -33,8 +33,6 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -447,21 +445,6 @@ def test_tied_weights_are_saved_once(trained: TrainedRuns, name: str) -> None:
     folder = trained.run(f"{name}-tied", {**base, "parallel.strategy": name, **size}, 2)
     assert losses(folder) == same_losses(losses(single), REORDERING_TOLERANCE)
     assert torch.allclose(logits(folder / "model"), logits(single / "model"), atol=5e-3)
-
-
-@pytest.mark.soak
-def test_sequence_parallel_with_gpt_neox(trained: TrainedRuns) -> None:
-    """The config of GPT-NeoX has no num_key_value_heads, which DeepSpeed reads."""
-    folder = trained.root / "neox"
-    shutil.copytree(trained.root / "cache/models/tiny-llama", folder)
-    vocab_size = LlamaConfig.from_pretrained(folder).vocab_size
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(1)
-    GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=vocab_size, **sizes)).save_pretrained(folder)
-    base = {**FULL, **NO_CHECKPOINTS, "model.source": "path", "model.path": str(folder)}
-    single = trained.run("one-process-neox", {**base, "train.per_device_train_batch_size": 4}, 0)
-    two_ranks = trained.run("neox-sequence", {**base, **CASES["zero2-sequence"].changes}, 2)
-    assert losses(two_ranks) == same_losses(losses(single), REORDERING_TOLERANCE)
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.soak), "python"])

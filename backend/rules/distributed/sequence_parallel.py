@@ -8,11 +8,13 @@ from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import NO_PACKING
 from backend.rules.distributed.examples import LLAMA_8B_FACTS
-from backend.rules.examples import DEMO, GPT2, TWO_H100
+from backend.rules.examples import LLAMA_8B, TWO_H100
 from backend.rules.stages import DPO
+from backend.wording import counted
 
 SEQUENCE = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
 CONTEXT = {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}
+WINDOW_FACTS = replace(LLAMA_8B_FACTS, shape=replace(LLAMA_8B, has_sliding_window=True, sliding_window=4096))
 NO_SEQUENCE_PARALLEL = Fix(
     "Disable sequence parallelism",
     {"parallel.sequence_parallel_size": 1},
@@ -153,20 +155,52 @@ def sequence_parallel_attention(case: Case) -> str | None:
     "STR047",
     "error",
     fields=("parallel.sequence_parallel_size",),
-    title="GPT-2 does not support sequence parallelism",
-    source="verified with deepspeed 0.19 and transformers 5.23 models/gpt2/modeling_gpt2.py: GPT-2 merges the heads, "
-    "which DeepSpeed has done already",
+    title="This architecture does not support sequence parallelism",
+    source="tests/process/test_sequence_parallel.py, with deepspeed 0.19 and every causal model type of transformers "
+    "5.23: what attention is given for a part of a sequence, compared with the whole sequence",
     fixes=(NO_SEQUENCE_PARALLEL,),
-    fails_on=Example(SEQUENCE, TWO_H100, replace(DEMO, shape=GPT2)),
+    fails_on=Example(SEQUENCE, TWO_H100, replace(LLAMA_8B_FACTS, shape=replace(LLAMA_8B, model_type="qwen3_next"))),
     passes_on=Example(SEQUENCE, TWO_H100, LLAMA_8B_FACTS),
-    proof="launch",
 )
-def sequence_parallel_gpt2(case: Case) -> str | None:
-    """DeepSpeed-Ulysses returns the attention output with its heads merged. GPT-2's layers merge them again, and the
-    shapes no longer match."""
-    if case.run.sequence_parallel_size == 1 or case.shape is None or case.shape.model_type != "gpt2":
+def sequence_parallel_architecture(case: Case) -> str | None:
+    """DeepSpeed-Ulysses divides each sequence among the ranks and exchanges tokens only around transformers' attention
+    function. State-space layers, linear attention, convolutions, position embeddings without position IDs and other
+    attention masks would see a rank's own tokens only, so the model would silently compute another loss, or the run
+    fails."""
+    kinds = case.model_types
+    if case.run.sequence_parallel_size == 1 or not kinds or kinds & registry.SEQUENCE_PARALLEL_TYPES:
         return None
-    return f"{case.spec.model.name} is a GPT-2 model, whose attention layers fail with sequence parallelism."
+    return (
+        f"{case.spec.model.name} has the model type {names(sorted(kinds))}. With sequence parallelism, its layers "
+        "would not see the tokens of the other ranks, or the run would fail."
+    )
+
+
+@rule(
+    "STR056",
+    "error",
+    fields=("parallel.sequence_parallel_size", "data.max_length", "model.attn_implementation"),
+    title="Sequence parallelism with SDPA ignores the sliding window",
+    source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py: uattn_wrapper sets the attention mask to None; "
+    "transformers 5.23 integrations/sdpa_attention.py does not read sliding_window",
+    fails_on=Example({**SEQUENCE, "data.max_length": 8192}, TWO_H100, WINDOW_FACTS),
+    passes_on=Example({**SEQUENCE, "data.max_length": 4096}, TWO_H100, WINDOW_FACTS),
+)
+def sequence_parallel_sliding_window(case: Case) -> Violation | None:
+    """SDPA gets a sliding window as an attention mask, and DeepSpeed-Ulysses drops masks. The sliding-window layers
+    would attend to all earlier tokens: the model would silently train with another attention than it was made for."""
+    shape, length, attention = case.shape, case.spec.data.max_length, case.spec.model.attn_implementation
+    if case.run.sequence_parallel_size == 1 or shape is None or not shape.has_sliding_window:
+        return None
+    if attention in registry.FLASH_ATTENTIONS or 0 < length <= shape.sliding_window:
+        return None
+    window = counted(shape.sliding_window, "token") if shape.sliding_window else "an unknown number of tokens"
+    fixes = [NO_SEQUENCE_PARALLEL]
+    if shape.sliding_window:
+        label = f"Set max_length to {shape.sliding_window:,}"
+        fixes.append(Fix(label, {"data.max_length": shape.sliding_window}, safe=False, cost="shorter examples"))
+    message = f"The sliding window has {window}, and data.max_length is {length:,} tokens."
+    return Violation(f"{message} FlashAttention applies the window itself.", tuple(fixes))
 
 
 @rule(

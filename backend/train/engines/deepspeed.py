@@ -22,7 +22,8 @@ from backend.train.patches import (
     peft_reference_adapter,
     ulysses_epochs,
     ulysses_gradients,
-    ulysses_kv_heads,
+    ulysses_heads,
+    ulysses_padding,
     ulysses_skip_batches,
 )
 from backend.train.run_log import RunLog, TrainError
@@ -61,13 +62,14 @@ class TrainDeepSpeed(TrainEngine):
         if self.run.sequence_parallel_size > 1:
             ulysses_epochs.apply()
             ulysses_skip_batches.apply()
+            ulysses_padding.apply()
             if self.run.zero_stage < 3:
                 ulysses_gradients.apply(self.run.sequence_parallel_size)
 
     def prepare_config(self, config: Any) -> None:
-        """Ulysses reads num_key_value_heads, which older architectures do not set: they have as many as heads."""
+        """Ulysses reads the sizes of attention heads from the config."""
         if self.run.sequence_parallel_size > 1:
-            ulysses_kv_heads.apply(config)
+            ulysses_heads.apply(config)
 
     def full_state_dict(self, trainer: Any) -> dict[str, Any] | None:
         """At stage 3, gathered by DeepSpeed."""
