@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from backend import registry
 from backend.config.options import effective
 from backend.engines import engine_of
-from backend.memory import MemoryContext
+from backend.memory import Fit, MemoryContext
 from backend.memory.communication import host_bytes, network_bytes
-from backend.rules import Case
-from backend.rules.base import amount
+from backend.memory.fit import worst
+from backend.rules import RULES, Case
+from backend.rules.base import Rule, amount
 from backend.rules.memory_remedies import (
     available_gpus,
     may_fit,
@@ -76,16 +77,37 @@ class Variant:
         return next((rule.title for rule in rules if rule.code not in self.unrelated), "")
 
     @property
+    def host_fit(self) -> Fit:
+        """Whether the run fits into host RAM."""
+        return self.case.estimate.host_fit(self.case.machine.ram_free_bytes)
+
+    @property
+    def verdict(self) -> str:
+        """Why it cannot run, or whether it fits."""
+        if self.error:
+            return f"Cannot run: {self.error}"
+        where = " in host RAM" if self.host_fit == self.fit != self.case.estimate.fit else ""
+        return f"{self.fit.text}{where}"
+
+    @property
+    def fit(self) -> Fit:
+        """Whether the run fits into the memory of its devices and into host RAM."""
+        return worst(self.case.estimate.fit, self.host_fit)
+
+    @property
     def fits(self) -> bool | None:
-        """Whether device memory and host RAM suffice; None if that is not known."""
-        if self.host_bytes > self.case.machine.ram_free_bytes:
-            return False
-        return self.case.estimate.fits
+        """Whether the estimates themselves are within device memory and host RAM; None if that is not known."""
+        return None if self.fit == Fit.UNKNOWN else self.fit in (Fit.YES, Fit.UNCERTAIN)
 
     @property
     def runs(self) -> bool:
         """Whether it fits and has no error."""
         return bool(self.fits) and not self.error
+
+    @cached_property
+    def drawbacks(self) -> frozenset[str]:
+        """The titles of the warnings and advice about how it is parallelized."""
+        return frozenset(rule.title for rule in _strategy_rules() if rule.check(self.case) is not None)
 
     @property
     def cost(self) -> int:
@@ -145,9 +167,17 @@ def _lines(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{label}{suffix}", strategy_patch(case, strategy, {**settings, **sizes})
 
 
+@cache
+def _strategy_rules() -> list[Rule]:
+    """The rules whose warning or advice is about the parallelization, not about memory."""
+    rules = (rule for rule in RULES if rule.level != "error" and not rule.code.startswith("MEM"))
+    return [rule for rule in rules if any(field.startswith("parallel.") for field in rule.fields)]
+
+
 def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, str] | None:
     """The variant that runs, uses every device and communicates least, with the reason; None if none runs, or memory is
-    not known. `known` are the variants of the case, if they are computed already."""
+    not known. One that certainly fits comes before one that may not, and one that no rule advises against before one
+    with a drawback. `known` are the variants of the case, if they are computed already."""
     if case.shape is None or case.shape.activations_unknown or case.spec.other_backend:
         return None
     several = len(available_gpus(case)) > 1 and case.run.device == case.machine.device
@@ -155,20 +185,42 @@ def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, 
     candidates = {v.name for v in known if may_fit(v.case)}
     if not candidates:
         return None
+    found_so_far: list[tuple[tuple[bool, int], Variant, str]] = []
     for extra_patch, description in _smaller_settings(case):
         found = _changed(case, extra_patch, known[0].unrelated) if extra_patch else known
         found = [v for v in found if not several or v.case.run.world_size > 1]
         found.sort(key=lambda v: v.cost)
-        best = next((v for v in found if v.name in candidates and v.runs), None)
-        if best is None:
+        running = [v for v in found if v.name in candidates and v.runs]
+        if not running:
             continue
-        too_large = [v.name for v in found if v.cost <= best.cost and not v.fits and not v.error]
-        reason = (
-            f"It needs {amount(best.device_bytes or 0)} of {amount(best.capacity_bytes)} per device{description} and "
-            f"has the least communication of the strategies that fit{' and use every GPU' if several else ''}"
-        )
-        return best, f"{reason}; {', '.join(too_large)} would not fit." if too_large else f"{reason}."
-    return None
+        everywhere = frozenset.intersection(*(v.drawbacks for v in found if not v.error))
+        doubts = [(v.fit != Fit.YES, len(v.drawbacks - everywhere)) for v in running]
+        best = running[doubts.index(min(doubts))]
+        found_so_far.append((min(doubts), best, _reason(best, found, everywhere, description, several)))
+        if min(doubts) == (False, 0):
+            break
+    if not found_so_far:
+        return None
+    _, best, reason = min(found_so_far, key=lambda entry: entry[0])  # the first of equal ones
+    return best, reason
+
+
+def _reason(best: Variant, found: list[Variant], everywhere: frozenset[str], description: str, several: bool) -> str:
+    """Why `best` is recommended, and not one of the variants `found` that communicate less. `everywhere` are the
+    drawbacks that all have."""
+    cheaper = [v for v in found if v.cost <= best.cost and v.name != best.name and not v.error]
+    too_large = ", ".join(v.name for v in cheaper if v.fit != Fit.YES)
+    worse = [v for v in cheaper if v.fit == Fit.YES and v.drawbacks - everywhere]
+    drawbacks = [f" {v.name} sends less, but: {min(v.drawbacks - everywhere)}." for v in worse]
+    needs = f"It needs {amount(best.device_bytes or 0)} of {amount(best.capacity_bytes)} per device{description}"
+    parts = (
+        "" if best.fit == Fit.YES else ", which may not be enough,",
+        " and has the least communication of the strategies that fit",
+        " and use every GPU" if several else "",
+        " and have no drawback" if drawbacks else "",
+        f"; {too_large} would not fit or may not fit" if too_large else "",
+    )
+    return f"{needs}{''.join(parts)}.{''.join(drawbacks[:1])}"
 
 
 def _changed(case: Case, extra_patch: Mapping[str, Any], unrelated: frozenset[str]) -> list[Variant]:

@@ -17,7 +17,8 @@ from backend.inspect import InputFacts, Show, inspect_inputs, no_show, resolve_p
 from backend.launch import clusters
 from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.memory import OVERHEAD, Estimate, MemoryContext
+from backend.memory import OVERHEAD, Estimate, Fit, MemoryContext
+from backend.memory.fit import worst
 from backend.memory.placement import placement
 from backend.modelspec import all_parameters, flops_per_token, trainable_parameters
 from backend.resolve import ResolvedRun, selected_gpus
@@ -53,15 +54,38 @@ class Report:
         return plan(edit(self.spec, {"launch.env": variables.masked(env)}), self.machine, self.facts, self.run)
 
     @property
+    def fit(self) -> Fit:
+        """Whether the run fits into the memory of its devices and into host RAM."""
+        return worst(self.estimate.fit, self.estimate.host_fit(self.machine.ram_free_bytes))
+
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether nothing is known about the model, so that most rules cannot be checked."""
+        model = self.spec.model
+        return model.source == "hub" and not self.facts.model_type and self.facts.shape is None
+
+    @property
+    def level(self) -> str:
+        """error, warning or ok: the color of the verdict."""
+        if not self.can_run:
+            return "error"
+        doubtful = self.is_unchecked or self.fit in (Fit.UNCERTAIN, Fit.UNLIKELY)
+        return "warning" if doubtful or any(f.level == "warning" for f in self.findings) else "ok"
+
+    @property
     def verdict(self) -> str:
-        """The result in one line, such as "Can run", "Can run with 1 warning", "Can run, memory use unknown" or
-        "Cannot run: 2 errors, 1 warning"."""
+        """The result in one line, such as "Can run", "Can run with 1 warning", "Most likely does not fit: 1 warning",
+        "Can run, memory use unknown" or "Cannot run: 2 errors, 1 warning"."""
         counts = []
         for level in ("error", "warning"):
             if count := sum(f.level == level for f in self.findings):
                 counts.append(counted(count, level))
         if not self.can_run:
             return f"Cannot run: {', '.join(counts)}"
+        if self.is_unchecked:
+            return f"Not checked: the configuration of {self.spec.model.hub_id} is not available on this machine"
+        if self.fit in (Fit.UNCERTAIN, Fit.UNLIKELY):
+            return f"{self.fit.text}: {', '.join(counts)}"
         warnings = f" with {counts[0]}" if counts else ""
         memory = ", memory use unknown" if self.estimate.unknown else ""
         if self.estimate.lower_bound:
@@ -205,7 +229,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "high_bytes": estimate.high_bytes,
         "host_bytes": estimate.host_bytes,
         "disk_bytes": estimate.disk_bytes,
-        "fits": estimate.fits,
+        "fit": estimate.fit,
     }
 
 

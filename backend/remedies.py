@@ -263,11 +263,13 @@ def _detected_format(failed: Failed) -> Iterator[Fix]:
 
 def _stable_training(failed: Failed) -> Iterator[Fix]:
     train = failed.spec.train
+    is_unusual = retry.lower_rate(failed.spec, 1) < train.learning_rate  # its checkpoints are damaged from the start
     with contextlib.suppress(RunError):  # no checkpoint
         patch = retry.changes(failed.run, failed.spec)
         start, lower = Path(patch["save.resume_path"]).name, patch["train.learning_rate"]
-        yield Fix(f"Continue from {start} with learning rate {lower:g}", patch, safe=False)
-    rate = float(f"{train.learning_rate / 5:.2g}")
+        if not is_unusual:
+            yield Fix(f"Continue from {start} with learning rate {lower:g}", patch, safe=False)
+    rate = retry.lower_rate(failed.spec, 1 / 5)
     if failed.case.run.compute_dtype == "fp16":
         yield replace(BF16, cost="fp16 overflows above 65,504")
     yield Fix(f"Learning rate {rate:g}", {"train.learning_rate": rate}, safe=False, cost="slower convergence")

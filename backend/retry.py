@@ -1,6 +1,6 @@
 """A new run that continues one that diverged, ended with a loss far above its first ones, or stopped after a spike.
 
-It starts from before the problem, with half the learning rate.
+It starts from before the problem, with half the learning rate, or with a usual one if half is still too high.
 
 Imports config, preflight, runs. The user starts it, or the supervisor does so `train.half_lr_retries` times.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from backend.config import RunSpec, presets
 from backend.config.options import edit
 from backend.preflight import Report
+from backend.registry import lower_learning_rate
 from backend.runs import CHECKPOINTS, SPEC, events, failure, health
 from backend.runs.folder import Run, RunError
 
@@ -42,10 +43,16 @@ def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
     if not steps or spec.save.only_model:
         raise RunError(f"{run.id} has no checkpoint from before the problem to continue from.")
     return {
-        "train.learning_rate": float(f"{spec.train.learning_rate * FACTOR:.3g}"),
+        "train.learning_rate": lower_rate(spec, FACTOR),
         "save.resume_from": "path",
         "save.resume_path": str(run.path / CHECKPOINTS / f"checkpoint-{steps[-1]}"),
     }
+
+
+def lower_rate(spec: RunSpec, factor: float) -> float:
+    """A lower learning rate for a run with `spec`, which diverged."""
+    train = spec.train
+    return lower_learning_rate(train.stage, spec.method.kind, train.optim, train.learning_rate, factor)
 
 
 def _last_spike(run: Run) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ Imports registry, config, machine, modelspec, inspect, engines, resolve. Closed 
 - sharding, gradients, activations, loss: the tensors on a device
 - backends: what LLaMA-Factory keeps with Megatron-Core or KTransformers
 - peaks: the moments at which device memory may peak; host, disk: the other places
-- estimate: the largest peak, and totals; uncertainty: the estimated range; kinds: rows by kind
+- estimate: the largest peak, and totals; uncertainty: the estimated range; fit: the verdict; kinds: rows by kind
 - groups: which ranks share what; communication: bytes that are sent; placement: all of this for a picture
 """
 
@@ -15,5 +15,6 @@ from __future__ import annotations
 
 from backend.memory.context import MemoryContext, Row
 from backend.memory.estimate import OVERHEAD, Estimate, estimate, free_bytes
+from backend.memory.fit import Fit
 
-__all__ = ["OVERHEAD", "Estimate", "MemoryContext", "Row", "estimate", "free_bytes"]
+__all__ = ["OVERHEAD", "Estimate", "Fit", "MemoryContext", "Row", "estimate", "free_bytes"]

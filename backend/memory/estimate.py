@@ -12,6 +12,7 @@ from backend.memory.activations import layer_activations
 from backend.memory.backends import UNKNOWN, backend_rows
 from backend.memory.context import MemoryContext, Row
 from backend.memory.disk import disk_rows
+from backend.memory.fit import Fit, fit_of
 from backend.memory.host import LIBRARY_BYTES, host_rows
 from backend.memory.peaks import Peak, evaluation, generation, optimizer_step, step_moments
 from backend.memory.sharding import bucket_rows, parameter_rows, persistent_gathered_rows, reference_rows
@@ -95,13 +96,23 @@ class Estimate:
         return self.total("disk")
 
     @property
-    def fits(self) -> bool | None:
-        """Whether the peak is within the free memory of each device; None if that is not known."""
+    def fit(self) -> Fit:
+        """Whether the peak is within the free memory of each device."""
         if not self.capacity_bytes or (self.unknown and not self.lower_bound):
-            return None
-        if self.lower_bound:
-            return None if self.device_bytes <= self.capacity_bytes else False
-        return self.device_bytes <= self.capacity_bytes
+            return Fit.UNKNOWN
+        found = fit_of(self.device_bytes, self.high_bytes, self.capacity_bytes, is_exact=self.lower_bound)
+        return found if found == Fit.NO or not self.lower_bound else Fit.UNKNOWN
+
+    def host_fit(self, ram_free_bytes: int) -> Fit:
+        """Whether the peak in host RAM is within `ram_free_bytes`, the free RAM of a node."""
+        if not self.capacity_bytes:
+            return Fit.UNKNOWN
+        return fit_of(self.host_bytes, self.host_bytes, ram_free_bytes)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the estimated peak itself is within the free memory of each device; None if that is not known."""
+        return None if self.fit == Fit.UNKNOWN else self.fit in (Fit.YES, Fit.UNCERTAIN)
 
 
 def estimate(spec: RunSpec, run: ResolvedRun, machine: Machine, facts: InputFacts) -> Estimate:

@@ -11,8 +11,14 @@ from backend.registry.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGET
 from backend.registry.architectures import NO_LAYER_LIST, NO_ZERO3, NOT_CALLED, READS_WEIGHTS, UNTRAINABLE
 from backend.registry.attention import ATTENTIONS, FLASH_ATTENTIONS, SEQUENCE_PARALLEL_ATTENTIONS
 from backend.registry.builtin_models import BUILTIN_MODELS
-from backend.registry.hub_models import HUB_CONFIGS, has_chat_template
-from backend.registry.learning_rates import LOW_RATE_STAGES, PREFERENCE_RATES, SFT_RATES, usual_learning_rate
+from backend.registry.hub_models import HUB_CONFIGS, has_chat_template, hub_id_in, is_hub_id
+from backend.registry.learning_rates import (
+    LOW_RATE_STAGES,
+    PREFERENCE_RATES,
+    SFT_RATES,
+    lower_learning_rate,
+    usual_learning_rate,
+)
 from backend.registry.optimizers import OPTIMIZERS
 from backend.registry.packing import PACKING_ISOLATED, PACKING_NEEDS_CONV1D
 from backend.registry.peak_flops import peak_flops
@@ -95,6 +101,9 @@ __all__ = [
     "Stage",
     "Strategy",
     "has_chat_template",
+    "hub_id_in",
+    "is_hub_id",
+    "lower_learning_rate",
     "peak_flops",
     "usual_learning_rate",
 ]  # fmt: skip

@@ -9,6 +9,24 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+HUB_ID = re.compile(r"(?:\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
+HUB_URL = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#\s]+(?:/[^/?#\s]+)?).*", re.DOTALL
+)
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether `text` can be the id of a repository on the Hub: organization/name, or a name alone; source:
+    huggingface_hub 2.4 utils/_validators.py: validate_repo_id."""
+    forbidden = "--" in text or ".." in text or text.endswith(".git")
+    return HUB_ID.fullmatch(text) is not None and not forbidden
+
+
+def hub_id_in(text: str) -> str:
+    """The id in an address such as https://huggingface.co/Qwen/Qwen3-8B; '' if there is none."""
+    match = HUB_URL.fullmatch(text.strip())
+    return match[1] if match and is_hub_id(match[1]) else ""
+
 
 def _llama(layers: int, hidden: int, intermediate: int, heads: int, tied: bool = False, **more: Any) -> dict[str, Any]:
     return {

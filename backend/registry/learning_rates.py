@@ -18,3 +18,12 @@ LOW_RATE_STAGES = ("dpo", "kto", "orpo")
 def usual_learning_rate(stage: str, method: str) -> float:
     """The learning rate to start with."""
     return (PREFERENCE_RATES if stage in LOW_RATE_STAGES else SFT_RATES)[method][2]
+
+
+def lower_learning_rate(stage: str, method: str, optimizer: str, rate: float, factor: float) -> float:
+    """A learning rate for a run that diverged with `rate`: `factor` x the rate, or the usual one if that is still
+    higher than what is usual."""
+    rates = PREFERENCE_RATES if stage in LOW_RATE_STAGES else SFT_RATES
+    _, high, usual = rates[method]
+    lower = float(f"{rate * factor:.3g}")
+    return usual if lower > high and optimizer != "sgd" else lower

@@ -1,8 +1,9 @@
-"""Fixes that several rules offer, each with its cost. Imports rules.base."""
+"""Fixes that several rules offer, each with its cost. Imports registry, rules.base."""
 
 from __future__ import annotations
 
-from backend.rules.base import Fix
+from backend import registry
+from backend.rules.base import Fix, Violation
 
 DDP = Fix("Use DDP", {"parallel.strategy": "ddp"}, cost="a full replica of the model on each device")
 ZERO2 = Fix("Use ZeRO-2", {"parallel.strategy": "zero2"}, cost="all model weights on each device")
@@ -19,3 +20,15 @@ ATTENTION_ONLY = Fix(
 )
 BF16 = Fix("Use bf16", {"precision.compute": "bf16"}, safe=False, cost="7 mantissa bits; fp16 has 10, fp32 has 23")
 NO_PACKING = Fix("Disable packing", {"data.packing": False}, cost="more padding tokens, slower")
+
+
+def hub_id_violation(option: str, hub_id: str) -> Violation | None:
+    """Why `hub_id`, the value of `option`, cannot be the id of a repository on the Hub; None if it can. The id in an
+    address of the Hub is a fix."""
+    if registry.is_hub_id(hub_id):
+        return None
+    if not hub_id.strip():
+        return Violation(f"{option} is empty.")
+    found = registry.hub_id_in(hub_id) or hub_id.strip().strip("/")
+    fixes = (Fix(f"Use {found}", {option: found}),) if registry.is_hub_id(found) else ()
+    return Violation(f"{option} is {hub_id!r}, which is not the id of a repository on the Hub.", fixes)

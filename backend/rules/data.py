@@ -13,7 +13,7 @@ from backend.data.formats import UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
 from backend.inspect.facts import has_validation_split
 from backend.rules.base import Case, Example, Fix, Violation, rule
-from backend.rules.common_fixes import NO_PACKING
+from backend.rules.common_fixes import NO_PACKING, hub_id_violation
 from backend.rules.examples import DEMO, GPT2, H100, LOCAL_MODEL, USER_DATA, USER_DATA_FACTS, with_data_issue
 from backend.wording import counted
 
@@ -124,20 +124,19 @@ def malformed_examples(case: Case) -> Violation | None:
     "DAT004",
     "error",
     fields=("data.hub_id",),
-    title="No dataset id is set",
-    source="arithmetic: nothing to download",
+    title="The dataset id cannot be used",
+    source="huggingface_hub 2.4 utils/_validators.py: validate_repo_id",
     fixes=(BUILTIN_DATA,),
-    manual_fix="Set data.hub_id to organization/name.",
+    manual_fix="Set data.hub_id to organization/name, as on the dataset's page on the Hub.",
     fails_on=Example({"data.source": "hub"}, facts=replace(USER_DATA_FACTS, num_examples=None)),
     passes_on=Example(
         {"data.source": "hub", "data.hub_id": "trl-lib/Capybara"}, facts=replace(USER_DATA_FACTS, num_examples=None)
     ),
     proof="launch",
 )
-def missing_dataset_hub_id(case: Case) -> str | None:
+def invalid_dataset_hub_id(case: Case) -> Violation | None:
     """A dataset is downloaded from the Hugging Face Hub by its id, organization/name."""
-    data = case.spec.data
-    return "data.source is hub and data.hub_id is empty." if data.source == "hub" and not data.hub_id.strip() else None
+    return hub_id_violation("data.hub_id", case.spec.data.hub_id) if case.spec.data.source == "hub" else None
 
 
 VALIDATION_FILES = {**USER_DATA, "data.validation": "files"}

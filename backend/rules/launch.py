@@ -100,9 +100,11 @@ def _fewer_processes(case: Case, count: int) -> Fix:
     passes_on=Example({**DDP_SPEC, "launch.nproc_per_node": 2}),
 )
 def strategy_with_one_process(case: Case) -> str | None:
-    """Distributed strategies average gradients over processes or shard tensors over them. With one process, they only
-    take memory for communication buckets."""
-    if case.spec.parallel.strategy not in registry.MULTI_PROCESS or case.run.world_size != 1:
+    """Distributed strategies average gradients over processes or shard tensors over them. With one process and without
+    offloading, they only take memory for communication buckets."""
+    run = case.run
+    offloads = {run.optimizer_offload, run.param_offload} != {"none"} or case.spec.parallel.cpu_offload
+    if case.spec.parallel.strategy not in registry.MULTI_PROCESS or run.world_size != 1 or offloads:
         return None
     return f"{case.strategy.label} is set, and the run has 1 process, so there is nothing to average or shard."
 

@@ -11,14 +11,14 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import GIB
-from backend.memory import Estimate
+from backend.memory import Fit
 from backend.memory.context import DTYPE_BYTES
 from backend.memory.estimate import EVALUATION, GENERATION
 from backend.memory.kinds import bytes_by_kind, kind_label
 from backend.rules.base import Case, Example, Fix, Violation, amount, rule
 from backend.rules.common_fixes import FSDP2
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
-from backend.rules.memory_remedies import CLEAR_EXCESS, POSSIBLE_EXCESS, find_remedies
+from backend.rules.memory_remedies import POSSIBLE_EXCESS, find_remedies
 
 LLAMA_8B_FACTS = replace(DEMO, shape=LLAMA_8B)
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
@@ -59,7 +59,7 @@ SOURCE = "the estimate: closed formulas, verified with measured peaks"
 def device_out_of_memory(case: Case) -> Violation | None:
     """The run would end with an out-of-memory error. On a CPU, the kernel kills the process without an error
     message."""
-    if case.estimate.fits is None or not _clearly_exceeds(case.estimate):
+    if case.estimate.fit != Fit.NO:
         return None
     if case.estimate.lower_bound:
         return Violation(f"{_message(case)} This is a lower bound: {case.estimate.unknown}.", (), _fields(case))
@@ -79,10 +79,11 @@ def device_out_of_memory(case: Case) -> Violation | None:
 def possible_device_out_of_memory(case: Case) -> Violation | None:
     """The upper bound of the estimated range exceeds the free memory, so the run may or may not fit."""
     found = case.estimate
-    if found.fits is None or found.high_bytes <= found.capacity_bytes or _clearly_exceeds(found):
+    if found.fit not in (Fit.UNCERTAIN, Fit.UNLIKELY):
         return None
     doubt = f"The peak may reach {amount(found.high_bytes)}." if found.fits else "The run most likely does not fit."
-    return Violation(f"{doubt} {_message(case)}", tuple(find_remedies(case, 1.0)), _fields(case))
+    title = "" if found.fits else "The run most likely does not fit into memory"
+    return Violation(f"{doubt} {_message(case)}", tuple(find_remedies(case, 1.0)), _fields(case), title)
 
 
 @rule(
@@ -100,8 +101,7 @@ def host_out_of_memory(case: Case) -> Violation | None:
     """Each process loads the weights into host RAM before they are moved to its device, offloaded state stays there,
     and FSDP copies checkpoints there before it writes them. When RAM runs out, the kernel kills processes without an
     error message."""
-    found, free = case.estimate, case.machine.ram_free_bytes
-    if not found.capacity_bytes or found.host_bytes <= CLEAR_EXCESS * free:
+    if case.estimate.host_fit(case.machine.ram_free_bytes) != Fit.NO:
         return None
     return _exceeded_host_ram(case)
 
@@ -120,8 +120,7 @@ def host_out_of_memory(case: Case) -> Violation | None:
 def possible_host_out_of_memory(case: Case) -> Violation | None:
     """The estimate of host RAM exceeds what is free, by less than its uncertainty. Loading, offloaded state and FSDP
     checkpoints use host RAM. When it runs out, the kernel kills processes without an error message."""
-    found, free = case.estimate, case.machine.ram_free_bytes
-    if not found.capacity_bytes or not free < found.host_bytes <= CLEAR_EXCESS * free:
+    if case.estimate.host_fit(case.machine.ram_free_bytes) != Fit.UNLIKELY:
         return None
     return _exceeded_host_ram(case)
 
@@ -139,13 +138,9 @@ def _exceeded_host_ram(case: Case) -> Violation:
 
 def _fits_afterwards(case: Case, fix: Fix) -> bool:
     """Whether the fix saves host RAM, and neither host RAM nor device memory is clearly exceeded after it."""
-    found, free = case.estimated(case.with_patch(fix.patch)), case.machine.ram_free_bytes
-    fits = found.host_bytes <= CLEAR_EXCESS * free and not _clearly_exceeds(found)
-    return fits and found.host_bytes < case.estimate.host_bytes
-
-
-def _clearly_exceeds(found: Estimate) -> bool:
-    return found.device_bytes > (1 if found.lower_bound else CLEAR_EXCESS) * found.capacity_bytes
+    found = case.estimated(case.with_patch(fix.patch))
+    exceeded = Fit.NO in (found.fit, found.host_fit(case.machine.ram_free_bytes))
+    return not exceeded and found.host_bytes < case.estimate.host_bytes
 
 
 def _lower(name: str) -> str:

@@ -32,9 +32,7 @@ ENOUGH = 3  # remedies; below it, those with a larger effect on training, such a
 MAX_TRIES = 12  # combinations of one size that are estimated, the best ranked first
 # (least effect, largest effect, wanted): combinations are tried until this many of the band are found.
 EFFECT_BANDS = ((0, 0, 1), (1, 39, ENOUGH), (40, 1000, 1))
-# An estimate above this multiple of the free memory does not fit, even if the estimate is off by as much as measured.
-CLEAR_EXCESS = 1.2
-POSSIBLE_EXCESS = 1.25  # the same for the upper bound: an estimate that fits, but not for certain
+POSSIBLE_EXCESS = 1.25  # the upper bound of an estimate that fits, but not for certain, as a multiple of free memory
 NO_OFFLOAD = {"parallel.offload_optimizer": "none", "parallel.offload_param": "none", "parallel.cpu_offload": False}
 MIN_MAX_LENGTH = 128
 LARGE_RANK = 64  # a larger LoRA rank is reduced to 16

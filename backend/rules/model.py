@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, rule
+from backend.rules.common_fixes import hub_id_violation
 from backend.rules.examples import DEMO, LOCAL_MODEL, SMOL
 
 CHECKPOINTING = {"train.activation_checkpointing": True}
@@ -41,20 +42,17 @@ def incomplete_model_folder(case: Case) -> str | None:
     "MDL002",
     "error",
     fields=("model.hub_id",),
-    title="No model id is set",
-    source="arithmetic: nothing to download",
+    title="The model id cannot be used",
+    source="huggingface_hub 2.4 utils/_validators.py: validate_repo_id",
     fixes=(BUILTIN_MODEL,),
-    manual_fix="Set model.hub_id to organization/name.",
+    manual_fix="Set model.hub_id to organization/name, as on the model's page on the Hub.",
     fails_on=Example({"model.source": "hub"}),
     passes_on=Example({"model.source": "hub", "model.hub_id": "HuggingFaceTB/SmolLM2-135M"}),
     proof="launch",
 )
-def missing_model_hub_id(case: Case) -> str | None:
+def invalid_model_hub_id(case: Case) -> Violation | None:
     """A model is downloaded from the Hugging Face Hub by its id, organization/name."""
-    model = case.spec.model
-    if model.source != "hub" or model.hub_id.strip():
-        return None
-    return "model.source is hub and model.hub_id is empty."
+    return hub_id_violation("model.hub_id", case.spec.model.hub_id) if case.spec.model.source == "hub" else None
 
 
 @rule(

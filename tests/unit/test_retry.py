@@ -102,6 +102,15 @@ def test_it_is_the_first_remedy_of_a_diverged_run(tmp_path):
     assert first.label == "Continue from checkpoint-20 with learning rate 0.00015"
 
 
+@pytest.mark.parametrize(("method", "rate", "usual"), [("lora", 10, 2e-4), ("full", 0.5, 2e-5), ("lora", 0.2, 2e-4)])
+def test_a_far_too_high_learning_rate_becomes_a_usual_one(tmp_path, method, rate, usual):
+    """A fifth of it would diverge, too, and its checkpoints are of no use."""
+    run = diverged(tmp_path, edit(SPEC, {"method.kind": method, "train.learning_rate": rate}))
+    fixes = remedies.find(run, probe(Path.cwd()), Path.cwd()).fixes
+    assert fixes[0].patch == {"train.learning_rate": usual}
+    assert not [fix for fix in fixes if "save.resume_path" in fix.patch]
+
+
 def test_a_run_that_stopped_after_a_spike_has_remedies_and_one_that_the_user_stopped_has_none(tmp_path, capsys):
     machine = probe(Path.cwd())
     found = remedies.find(stopped(tmp_path / "spike"), machine, Path.cwd()).fixes

@@ -13,14 +13,14 @@ from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
-from backend.memory import Estimate, Row
+from backend.memory import Estimate, Fit, Row
+from backend.memory.fit import CLEAR_EXCESS
 from backend.memory.kinds import bytes_by_kind
 from backend.modelspec import ModuleSpec
 from backend.rules import RULES, Case, Finding
 from backend.rules.base import amount
 from backend.rules.distributed.extra_config import without_keys
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TINY, gpus
-from backend.rules.memory import CLEAR_EXCESS, _clearly_exceeds
 from backend.rules.memory_remedies import KINDS, MIN_MAX_LENGTH, smaller_batches
 
 RULE = {rule.code: rule for rule in RULES}
@@ -270,7 +270,7 @@ def test_the_largest_part_of_the_memory_that_is_full_is_named(code: str, where: 
 
 @pytest.mark.parametrize(("peak", "exceeds"), [(120, False), (121, True)])
 def test_peak_that_clearly_exceeds_the_free_memory(peak: int, exceeds: bool) -> None:
-    assert _clearly_exceeds(Estimate((Row("Weights", peak, ""),), 100)) is exceeds
+    assert (Estimate((Row("Weights", peak, ""),), 100).fit == Fit.NO) is exceeds
 
 
 def test_fields_of_an_out_of_memory_finding_belong_to_the_largest_part() -> None:

@@ -229,9 +229,7 @@ def _status(report: Report, problems: list[Problem]) -> dict[str, str]:
     if problems:
         count = len(problems)
         return {"level": "invalid", "text": f"Cannot run: {count} invalid value{'s' if count > 1 else ''}"}
-    levels = {finding.level for finding in report.findings}
-    level = next((level for level in ("error", "warning") if level in levels), "ok")
-    return {"level": level, "text": report.verdict}
+    return {"level": report.level, "text": report.verdict}
 
 
 def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:

@@ -51,11 +51,11 @@ def _line(variant: Variant, spec: RunSpec, best: Variant | None) -> dict[str, An
         "examples_per_step": variant.case.run.global_batch_size,
         "is_best": best is not None and variant.case.spec == best.case.spec,
         "error": variant.error,
-        "fits": variant.fits,
+        "fit": variant.fit,
+        "verdict": variant.verdict,
         "device_bytes": variant.device_bytes,
         "capacity_bytes": variant.capacity_bytes,
         "host_bytes": variant.host_bytes,
-        "host_fits": variant.host_bytes <= variant.case.machine.ram_free_bytes,
         "sent_bytes": variant.sent_bytes,
         "host_traffic_bytes": variant.host_traffic_bytes,
     }

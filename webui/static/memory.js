@@ -45,10 +45,7 @@ export function drawMemory(memory, finding, isProvisional) {
   redraw(box, ...children.filter(Boolean));
 }
 
-function levelOf({ fits, capacity_bytes: capacity, high_bytes: high }) {
-  if (fits === false) return "error";
-  return capacity && high > capacity ? "warning" : "ok";
-}
+const levelOf = ({ fit }) => ({ no: "error", unlikely: "warning", uncertain: "warning" })[fit] || "ok";
 
 function range({ low_bytes: low, high_bytes: high }, isProvisional) {
   const note = isProvisional ? ". It may change: the examples are still being read." : "";

@@ -66,14 +66,6 @@ function firstDraw(box) {
   return list;
 }
 
-/** The text, and whether it is good news: '', 'no' (cannot run, or does not fit) or 'unknown'. */
-function verdict({ error, fits, host_fits: hostFits }) {
-  if (error) return { text: `Cannot run: ${error}`, state: "error" };
-  if (!hostFits) return { text: "Does not fit in host RAM", state: "large" };
-  if (fits === false) return { text: "Does not fit", state: "large" };
-  return fits ? { text: "OK", state: "ok" } : { text: "Memory unknown", state: "unknown" };
-}
-
 function newLine(name) {
   const input = el("input", { type: "radio", name: "fp-strategy", onchange: () => choose(name) });
   const bar = el("span.fp-strategy-fill");
@@ -104,9 +96,9 @@ function drawLine(line, device) {
   if (!lines.has(name)) lines.set(name, newLine(name));
   const parts = lines.get(name);
   parts.line = line;
-  const { text, state } = verdict(line);
+  const { verdict: text, fit } = line;
   const known = line.device_bytes !== null && !line.error; // what cannot run needs no figures
-  parts.node.dataset.state = state;
+  parts.node.dataset.state = line.error ? "error" : fit;
   parts.input.checked = line.is_current;
   parts.badge.hidden = !line.is_best;
   setText(parts.name, name);
