@@ -37,6 +37,7 @@ LAYERS = {
     "backend.config.trl": 1.3,
     "backend.config.foreign": 1.25,
     "backend.config.fsdp_keys": 1.2,
+    "backend.config.not_training": 1.2,
     "backend.launch.launchers": 5.1,
     "backend.launch.slurm_cluster": 5.1,
     "backend.launch.ray_cluster": 5.1,

@@ -12,8 +12,9 @@ from typing import Any
 
 from backend.config import RunSpec, deepspeed_file, fsdp_keys, merge
 from backend.config.deepspeed_file import Patch, Table, as_json, is_number, number_patch, table_at
-from backend.config.foreign import Imported
+from backend.config.foreign import TENSOR_WITH_FSDP, Imported
 from backend.config.options import Problem, SpecError, edit
+from backend.engines import deepspeed_keys
 from backend.engines.deepspeed_keys import as_boolean
 from backend.launch import accelerate_config
 from backend.machine import Machine
@@ -21,7 +22,7 @@ from backend.resolve import resolve
 
 # Keys that options express under other names.
 OPTIONS = {
-    "distributed_type", "mixed_precision", "gpu_ids", "use_cpu",
+    "distributed_type", "mixed_precision", "gpu_ids", "use_cpu", "num_processes", "num_machines",
     "fsdp_config.fsdp_activation_checkpointing", "fsdp_config.fsdp_sharding_strategy",
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
     *(f"deepspeed_config.{key}" for key in (
@@ -38,6 +39,12 @@ DEEPSPEED_ARGUMENTS = {
     "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names",
 }  # fmt: skip
 DISTRIBUTED_TYPES = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "MULTI_XPU": "ddp", "MULTI_NPU": "ddp"}
+NO_OFFLOAD = {"device": "none"}
+# Sizes of parallelism_config, without the prefix parallelism_config_, and the options that they set.
+SIZES = {
+    "dp_replicate_size": "parallel.replicate_size", "tp_size": "parallel.tensor_parallel_size",
+    "cp_size": "parallel.context_parallel_size", "sp_size": "parallel.sequence_parallel_size",
+}  # fmt: skip
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
@@ -56,16 +63,18 @@ class _Reading:
 
 def read(given: Table, spec: RunSpec) -> Imported:
     """`spec` with the values of an accelerate configuration. Raises SpecError."""
-    imported = _normalize(given)
-    reading, kept = _Reading(), []
-    own = _own_deepspeed_keys(imported, reading)
-    if own:
+    imported, reading = _normalize(given), _Reading()
+    kept: list[str] = []
+    if own := _own_deepspeed_keys(imported, reading):
         found = deepspeed_file.read(own, spec)
         spec, kept = found.spec, [f"deepspeed_config.{path}" for path in found.kept]
-        settings = {k: v for k, v in imported["deepspeed_config"].items() if k in DEEPSPEED_ARGUMENTS - own.keys()}
-        imported["deepspeed_config"] = {**settings, "zero_stage": own["zero_optimization"]["stage"]}
+        table = imported["deepspeed_config"]
+        imported["deepspeed_config"] = {key: value for key, value in table.items() if key in DEEPSPEED_ARGUMENTS}
     _launch(imported, reading, has_own_keys=bool(own))
     result = edit(spec, reading.patch)
+    imported.pop("parallelism_config", None)
+    if reading.patch.get("parallel.strategy") == "tensor":
+        imported.pop("fsdp_config", None)
     extra = merge.additions(imported, accelerate_config.configuration(result, resolve(result, Machine())))
     extra = without(extra, OPTIONS)
     result = edit(result, {"launch.extra_accelerate_config": as_json(extra)})
@@ -88,7 +97,7 @@ def without(table: Table, removed: set[str], prefix: str = "") -> dict[str, Any]
 def _normalize(given: Table) -> dict[str, Any]:
     """The configuration with one name of each key, names for numbers, and true and false for text. YAML reads an
     unquoted NO, yes or on as a boolean, accelerate reads all of them."""
-    found = accelerate_config.normalize(given)
+    found = {key: value for key, value in accelerate_config.normalize(given).items() if value is not None}
     for key, word in (("distributed_type", "NO"), ("mixed_precision", "no"), ("downcast_bf16", "no")):
         if found.get(key) is False:
             found[key] = word
@@ -106,28 +115,32 @@ def _normalize(given: Table) -> dict[str, Any]:
 
 
 def _own_deepspeed_keys(imported: Table, reading: _Reading) -> dict[str, Any]:
-    """The keys of DeepSpeed's own file in deepspeed_config, with the stage that accelerate uses; empty if none."""
+    """DeepSpeed's configuration if deepspeed_config has keys of it, with what accelerate's own keys say; else empty."""
     if imported.get("distributed_type") != "DEEPSPEED":
         return {}
     table = table_at(imported, "deepspeed_config")
-    if not deepspeed_file.is_deepspeed({key: value for key, value in table.items() if key not in DEEPSPEED_ARGUMENTS}):
+    theirs = {key: value for key, value in table.items() if key not in DEEPSPEED_ARGUMENTS}
+    if table.get("deepspeed_config_file") or not any(deepspeed_keys.is_known(key) for key in theirs):
         return {}
-    shared = {"gradient_accumulation_steps", "gradient_clipping"}
-    own = {key: value for key, value in table.items() if key in shared or key not in DEEPSPEED_ARGUMENTS}
-    zero = {"stage": 0, **table_at(own, "zero_optimization", "deepspeed_config.")}
-    given = table.get("zero_stage")
-    if given is not None and given != zero["stage"]:
+    zero = dict(table_at(theirs, "zero_optimization", "deepspeed_config."))
+    stage, given = zero.get("stage", 2), table.get("zero_stage")
+    names = ", ".join(theirs)
+    reading.different.append(
+        f"deepspeed_config has keys of DeepSpeed's own file ({names}): accelerate ignores them; they are imported"
+    )
+    if given is not None and "stage" in zero and given != stage:
         reading.different.append(
-            f"deepspeed_config.zero_optimization.stage: {zero['stage']}: accelerate ignores it and uses zero_stage: "
-            f"{given}; ZeRO-{given} is imported"
+            f"deepspeed_config.zero_optimization.stage: {stage}: accelerate uses zero_stage: {given}, and so does the "
+            "import"
         )
-        zero["stage"] = given
-    elif given is None:
+    elif given is None and stage != 2:
         reading.different.append(
-            "deepspeed_config has keys of DeepSpeed's own configuration file: accelerate ignores them and uses ZeRO-2; "
-            f"they are imported, with ZeRO-{zero['stage']}"
+            f"deepspeed_config has no zero_stage: accelerate uses ZeRO-2, and ZeRO-{stage} is imported"
         )
-    return {**own, "zero_optimization": zero}
+    arguments = _deepspeed_file({**table, "zero_stage": stage if given is None else given})
+    offload = {key: value for key, value in arguments["zero_optimization"].items() if value != NO_OFFLOAD}
+    rest = {key: value for key, value in arguments.items() if value is not None and key not in theirs}
+    return {**rest, **theirs, "zero_optimization": {**zero, **offload}}
 
 
 # -- options --------------------------------------------------------------------------------------------------------
@@ -145,7 +158,8 @@ def _launch(imported: Table, reading: _Reading, has_own_keys: bool) -> None:
     else:
         names = ", ".join([*DISTRIBUTED_TYPES, "FSDP", "DEEPSPEED"])
         raise SpecError([Problem("", f"distributed_type {kind} is not supported; supported are {names}")])
-    reading.patch |= _processes(imported)
+    _sizes(imported, reading)
+    reading.patch |= _processes(imported, reading)
     precision = imported.get("mixed_precision")
     if precision in PRECISIONS:
         reading.patch["precision.compute"] = str(precision).replace("no", "fp32")
@@ -158,10 +172,28 @@ def _launch(imported: Table, reading: _Reading, has_own_keys: bool) -> None:
     reading.patch |= {"launch.devices": ids} if ids not in ("all", "None") else {}
 
 
-def _processes(imported: Table) -> Patch:
+def _sizes(imported: Table, reading: _Reading) -> None:
+    """The sizes of the device mesh; the size that shards follows from the number of processes."""
+    prefix = "parallelism_config_"
+    table = {key.removeprefix(prefix): value for key, value in table_at(imported, "parallelism_config").items()}
+    for key, value in table.items():
+        if key in SIZES and is_number(value) and value > 1:
+            reading.patch[SIZES[key]] = value
+        elif key not in SIZES and key != "dp_shard_size" and value not in (None, False, 1, "none"):
+            reading.different.append(f"{prefix}{key}: {value}: Footplate chooses how groups of devices communicate")
+    if "parallel.tensor_parallel_size" in reading.patch:
+        reading.patch["parallel.strategy"] = "tensor"
+        reading.different.append(TENSOR_WITH_FSDP)
+
+
+def _processes(imported: Table, reading: _Reading) -> Patch:
     """Processes, nodes, and where they meet."""
     machines = _count(imported, "num_machines", 1)
-    patch = number_patch("launch.nproc_per_node", _count(imported, "num_processes", machines) // machines)
+    processes = _count(imported, "num_processes", machines)
+    if imported.get("distributed_type", "NO") == "NO" and processes > 1:
+        reading.different.append(f"num_processes: {processes}: with distributed_type NO accelerate starts one process")
+        machines = processes = 1
+    patch = number_patch("launch.nproc_per_node", processes // machines)
     if machines > 1:
         patch |= {"launch.rendezvous": "static", "launch.nnodes": machines}
         patch |= {"launch.master_addr": str(imported.get("main_process_ip") or "")}
@@ -183,14 +215,18 @@ def _deepspeed(table: Table) -> Patch:
             file = table["deepspeed_config_file"]
             raise SpecError([Problem("", f"deepspeed_config refers to {file}: import that file instead")])
         return {"parallel.strategy": f"zero{table['zero_stage']}"}
-    zero = {"stage": table.get("zero_stage", 2)}
+    return deepspeed_file.options_of(_deepspeed_file(table))
+
+
+def _deepspeed_file(table: Table) -> dict[str, Any]:
+    """DeepSpeed's configuration that accelerate makes of its own keys."""
+    zero: dict[str, Any] = {"stage": table.get("zero_stage", 2)}
     for key in ("optimizer", "param"):
-        zero[f"offload_{key}"] = {
-            "device": table.get(f"offload_{key}_device", "none"),
-            "nvme_path": table.get(f"offload_{key}_nvme_path", ""),
-        }
+        path = table.get(f"offload_{key}_nvme_path", "")
+        device = {"device": table.get(f"offload_{key}_device", "none")}
+        zero[f"offload_{key}"] = {**device, "nvme_path": path} if path else device
     same = ("gradient_accumulation_steps", "gradient_clipping")
-    return deepspeed_file.options_of({"zero_optimization": zero, **{key: table.get(key) for key in same}})
+    return {"zero_optimization": zero, **{key: table.get(key) for key in same}}
 
 
 def _fsdp(table: Table, reading: _Reading) -> None:

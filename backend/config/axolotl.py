@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from backend import registry
-from backend.config.foreign import Import, Table, entries, local_files, words
+from backend.config.foreign import TENSOR_WITH_FSDP, Import, Table, entries, local_files, words
 
 # Same meaning under another or the same name.
 SAME: Mapping[str, str] = {
@@ -279,10 +279,11 @@ def _saving(found: Import) -> None:
 
 
 def _devices(found: Import) -> None:
-    if (size := found.number("tensor_parallel_size", 1)) > 1:
-        found.patch |= {"parallel.strategy": "tensor", "parallel.tensor_parallel_size": size}
     found.deepspeed("deepspeed")
     found.fsdp(default_version=1, ignored=FSDP_DEFAULTS)
+    if (size := found.number("tensor_parallel_size", 1)) > 1:
+        found.different += [TENSOR_WITH_FSDP] if found.table.get("fsdp_config") else []
+        found.patch |= {"parallel.strategy": "tensor", "parallel.tensor_parallel_size": size}
 
 
 PARTS: tuple[Callable[[Import], None], ...] = (

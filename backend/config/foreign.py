@@ -21,6 +21,11 @@ FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".arrow")
 BUILDERS = ("json", "parquet", "csv", "text")  # of the datasets library, named in place of a dataset
 NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
 
+TENSOR_WITH_FSDP = (
+    "fsdp_config: with tensor parallelism, FSDP2 shards over the groups with its usual settings here "
+    "(parallel.strategy: tensor)"
+)
+
 
 @dataclass(frozen=True)
 class Imported:

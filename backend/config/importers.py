@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from backend.config import RunSpec, accelerate_file, axolotl, deepspeed_file, llamafactory, trl
+from backend.config import RunSpec, accelerate_file, axolotl, deepspeed_file, llamafactory, not_training, trl
 from backend.config.foreign import Import, Imported, Table
 from backend.config.options import edit
 from backend.config.yaml_text import load_yaml, syntax_problem
@@ -23,6 +23,7 @@ TOOLS: Mapping[str, tuple[Callable[[Table], bool], Callable[[Table, Path], Impor
     "axolotl": (axolotl.is_axolotl, axolotl.read),
     "trl": (trl.is_trl, trl.read),
 }
+NO_TRAINING = "no-training"
 # A configuration that is merged into a spec. accelerate's may contain DeepSpeed's.
 MERGED: Mapping[str, tuple[Callable[[Table], bool], Callable[[Table, RunSpec], Imported]]] = {
     "accelerate": (accelerate_file.is_accelerate, accelerate_file.read),
@@ -31,15 +32,18 @@ MERGED: Mapping[str, tuple[Callable[[Table], bool], Callable[[Table, RunSpec], I
 
 
 def detect_format(text: str) -> str:
-    """'deepspeed', 'accelerate' or one of TOOLS if the text is such a configuration file, otherwise ''."""
+    """'deepspeed', 'accelerate', one of TOOLS, or a file of these that does not train; '' if the text is none of
+    them."""
     try:
         found = load_yaml(text)
     except yaml.YAMLError:
         return ""
     if not isinstance(found, dict):
         return ""
-    kinds = {**MERGED, **TOOLS}
-    return next((name for name, (is_one, _) in kinds.items() if is_one(found)), "")
+    merged = next((name for name, (is_one, _) in MERGED.items() if is_one(found)), "")
+    if merged or not_training.is_no_training(found):
+        return merged or NO_TRAINING
+    return next((name for name, (is_one, _) in TOOLS.items() if is_one(found)), "")
 
 
 def invalid_text(text: str) -> str:
@@ -57,6 +61,8 @@ def import_file(text: str, spec: RunSpec, base: Path) -> Imported:
     tool, table = detect_format(text), load_yaml(text)
     if tool in MERGED:
         return MERGED[tool][1](parse_numbers(table), spec)
+    if tool == NO_TRAINING:
+        raise not_training.refuse(table)
     found = TOOLS[tool][1](table, base)
     result = edit(RunSpec(), found.patch)
     found.name_without_effect(result)

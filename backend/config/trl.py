@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from backend import registry
 from backend.config.foreign import Import, Table, entries, words
@@ -65,7 +66,7 @@ BEST = ("no", "steps", "epoch")
 
 def is_trl(found: Table) -> bool:
     """Whether a YAML table is a configuration for TRL's command line."""
-    return "model_name_or_path" in found and bool({"dataset_name", "datasets"} & found.keys())
+    return "model_name_or_path" in found and bool({"dataset_name", "datasets", "dataset_mixture"} & found.keys())
 
 
 def read(table: Table, base: Path) -> Import:
@@ -123,7 +124,9 @@ def _model(found: Import) -> None:
 
 
 def _data(found: Import) -> None:
-    datasets = entries(found.get("datasets"))
+    mixture = found.get("dataset_mixture", {})  # of the alignment handbook
+    mixture = mixture if isinstance(mixture, Mapping) else {}
+    datasets = entries(found.get("datasets")) or entries([_of_mixture(part) for part in mixture.get("datasets") or []])
     if not datasets and (name := found.get("dataset_name")):
         split = found.get("dataset_train_split")
         datasets = [{"path": name, "name": found.get("dataset_config"), "split": split}]
@@ -135,7 +138,7 @@ def _data(found: Import) -> None:
         found.missing += [f"datasets: {key} of {entry['path']}" for key in entry if key not in known and entry[key]]
     if (column := found.get("dataset_text_field", "text")) != "text":
         found.patch["data.text_column"] = column
-    share = found.number("test_split_size")
+    share = found.number("test_split_size", mixture.get("test_split_size") or 0)
     is_split = 0 < share < 1
     found.patch |= (
         {"data.validation": "split", "data.validation_split": share} if is_split else {"data.validation": "none"}
@@ -153,6 +156,12 @@ def _data(found: Import) -> None:
                 "assistant_only_loss: without it, TRL trains on all tokens of a conversation; here the loss is on the "
                 "assistant's messages. data.loss_on all_tokens is the same as there"
             )
+
+
+def _of_mixture(part: Any) -> Any:
+    """A dataset of a mixture with TRL's names of its keys."""
+    names = {"id": "path", "config": "name"}
+    return {names.get(key, key): value for key, value in part.items()} if isinstance(part, Mapping) else part
 
 
 def _training(found: Import) -> None:

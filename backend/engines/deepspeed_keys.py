@@ -22,6 +22,12 @@ OFFLOAD_SWITCHES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "of
 FILLED_IN = {  # by the Trainer: transformers 5.23 integrations/deepspeed.py
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
 }  # fmt: skip
+# The Trainer and accelerate 1.15 utils/dataclasses.py fill in these too; DeepSpeed takes the default of all others.
+FILLED_IN_BLOCKS = {
+    "bf16.enabled", "fp16.enabled", "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_param_persistence_threshold",
+}  # fmt: skip
+COMMENTS = ("_", "//", "#")  # first characters of keys that hold a comment, since JSON has none
 # Added by accelerate 1.15 utils/dataclasses.py and transformers, not read by DeepSpeedConfig.
 OTHER_READERS = {"msamp"}
 TRUE, FALSE = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")  # as pydantic reads text
@@ -48,6 +54,20 @@ def normalize(config: Table) -> dict[str, Any]:
     for block in {path.rpartition(".")[0] for path in (*SPELLINGS, *DEPRECATED)} - {""}:
         if isinstance(found.get(block), Mapping):
             found[block] = _normalize_block(block, found[block])
+    return _without_auto(found)
+
+
+def _without_auto(table: Table, prefix: str = "") -> dict[str, Any]:
+    """`table` without "auto" where nobody fills it in: DeepSpeed drops it, and it must not replace a value of ours."""
+    found = {}
+    for key, value in table.items():
+        path, is_checked = f"{prefix}{key}", prefix[:-1] in STRICT
+        if value == AUTO and is_checked and path not in FILLED_IN_BLOCKS:
+            continue
+        is_block = isinstance(value, Mapping) and path in BLOCKS and path not in OPEN
+        inner = _without_auto(value, f"{path}.") if is_block else value
+        if inner or not is_block or not value:
+            found[key] = inner
     return found
 
 
@@ -79,6 +99,11 @@ def earlier_spelling(config: Table, path: str) -> str:
         if path == f"{ZERO}.{target}.device" and isinstance(block, Mapping) and as_boolean(block.get(name)):
             return f"{ZERO}.{name}"
     return ""
+
+
+def is_known(key: str) -> bool:
+    """Whether DeepSpeed reads a key at the top of its configuration."""
+    return key in KEYS or key in BLOCKS or key in SPELLINGS
 
 
 def problems(config: Table) -> tuple[dict[str, str], dict[str, str]]:
@@ -119,7 +144,8 @@ def _entries(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of all blocks whose keys are known, and of the keys in them."""
     for key, value in table.items():
         path = f"{prefix}{key}"
-        if path not in OTHER_READERS:
+        is_comment = key.startswith(COMMENTS) and prefix[:-1] not in STRICT
+        if path not in OTHER_READERS and not is_comment:
             yield path, value
         if path in BLOCKS and path not in OPEN and isinstance(value, Mapping):
             yield from _entries(value, f"{path}.")

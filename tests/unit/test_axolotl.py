@@ -190,3 +190,9 @@ def test_fsdp_settings_keep_gradient_checkpointing(tmp_path):
         ("LlamaDecoderLayer",),
         "sharded",
     )
+
+
+def test_tensor_parallelism_with_fsdp(tmp_path):
+    found = read(tmp_path, tensor_parallel_size=4, fsdp_version=2, fsdp_config={"offload_params": False})
+    assert (found.spec.parallel.strategy, found.spec.parallel.tensor_parallel_size) == ("tensor", 4)
+    assert any(text.startswith("fsdp_config: with tensor parallelism") for text in found.different)

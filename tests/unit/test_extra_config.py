@@ -209,6 +209,7 @@ def test_keys_that_deepspeed_refuses_or_ignores_are_named(code: str, given: dict
         {"bfloat16": {"enabled": "auto"}, "steps_per_print": 2000, "wall_clock_breakdown": False},
         {"fp16": {"loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1}, "zero_allow_untested_optimizer": True},
         {"checkpoint": {"tag_validation": "warn"}, "flops_profiler": {"enabled": False, "profile_step": 1}},
+        {"_comment": "two GPUs", "//": "and this", "zero_optimization": {"stage": 3}},
         {"data_types": {"grad_accum_dtype": "fp32"}, "comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}},
     ],
 )

@@ -374,15 +374,15 @@ def test_deepspeeds_own_keys_in_an_accelerate_file() -> None:
     assert (parallel.strategy, parallel.offload_optimizer, found.spec.launch.nproc_per_node) == ("zero3", "cpu", 4)
     assert (train.per_device_train_batch_size, train.gradient_accumulation_steps) == (16, 4)
     assert found.kept == ["deepspeed_config.zero_optimization.sub_group_size"]
-    assert "ZeRO-2" in found.different[0] and "ZeRO-3" in found.different[0]
+    assert "zero_optimization" in found.different[0] and "ZeRO-2, and ZeRO-3 is imported" in found.different[1]
     assert found.spec.launch.extra_accelerate_config == ""
 
 
 def test_the_stage_that_accelerate_uses_wins_over_a_nested_one() -> None:
     found = importers.import_file(nested_file(zero_stage=2, deepspeed_multinode_launcher="standard"), RunSpec(), Path())
     assert found.spec.parallel.strategy == "zero2"
-    assert "zero_stage: 2" in found.different[0]
-    assert not importers.import_file(nested_file(zero_stage=3), RunSpec(), Path()).different
+    assert "zero_stage: 2" in found.different[1]
+    assert len(importers.import_file(nested_file(zero_stage=3), RunSpec(), Path()).different) == 1
 
 
 @pytest.mark.parametrize(
@@ -436,3 +436,61 @@ def test_a_file_without_bf16_and_fp16_computes_in_fp32() -> None:
     assert spec.precision.compute == "fp32"
     spec, _ = import_config('{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}', RunSpec())
     assert spec.precision.compute == RunSpec().precision.compute
+
+
+def accelerate_file(**table: Any) -> importers.Imported:
+    return importers.import_file(yaml.safe_dump({"num_processes": 4, **table}), RunSpec(), Path())
+
+
+def test_keys_of_accelerate_and_deepspeed_in_one_section() -> None:
+    settings = {"zero_stage": 3, "offload_optimizer_device": "cpu", "seq_parallel_communication_data_type": "bf16"}
+    found = accelerate_file(distributed_type="DEEPSPEED", deepspeed_config={**settings, "gradient_clipping": 0.5})
+    assert (found.spec.parallel.strategy, found.spec.parallel.offload_optimizer) == ("zero3", "cpu")
+    assert found.spec.train.max_grad_norm == 0.5
+    assert found.kept == ["deepspeed_config.seq_parallel_communication_data_type"]
+    assert merge.parse(found.spec.parallel.extra_config) == {"seq_parallel_communication_data_type": "bf16"}
+    assert len(found.different) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "expected"),
+    [
+        ({"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 1, "cp_size": 1}, "FSDP",
+         {"parallel.strategy": "fsdp2", "parallel.replicate_size": 2}),
+        ({"cp_size": 2, "cp_comm_strategy": "alltoall"}, "FSDP", {"parallel.context_parallel_size": 2}),
+        ({"tp_size": 4}, "FSDP", {"parallel.strategy": "tensor", "parallel.tensor_parallel_size": 4}),
+        ({"sp_size": 4, "sp_backend": "deepspeed"}, "DEEPSPEED", {"parallel.sequence_parallel_size": 4}),
+    ],
+)  # fmt: skip
+def test_the_device_mesh_of_accelerate(sizes: dict[str, Any], kind: str, expected: dict[str, Any]) -> None:
+    section = {f"parallelism_config_{key}": value for key, value in sizes.items()}
+    engines: dict[str, Any] = {
+        "FSDP": {"fsdp_config": {"version": 2}},
+        "DEEPSPEED": {"deepspeed_config": {"zero_stage": 3}},
+    }
+    found = accelerate_file(distributed_type=kind, parallelism_config=section, **engines[kind])
+    assert {key: get(found.spec, key) for key in expected} == expected
+    assert "parallelism_config" not in found.spec.launch.extra_accelerate_config
+    strings = sum(isinstance(value, str) for value in sizes.values())
+    assert len(found.different) == strings + ("tp_size" in sizes and sizes["tp_size"] > 1)
+    assert ("fsdp_config" in found.spec.launch.extra_accelerate_config) is False
+
+
+def test_one_process_without_distributed_training() -> None:
+    found = accelerate_file(distributed_type="NO", main_process_ip=None, debug=False)
+    assert (found.spec.parallel.strategy, found.spec.launch.extra_accelerate_config) == ("single", "")
+    assert "num_processes: 4" in found.different[0]
+
+
+def test_auto_does_not_replace_a_value_that_nobody_fills_in() -> None:
+    """DeepSpeed would take its default, false, and the final ZeRO-3 model could not be saved."""
+    zero: dict[str, Any] = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": "auto", "overlap_comm": "auto"}
+    text = json.dumps(
+        {"zero_optimization": {**zero, "reduce_bucket_size": "auto", "offload_param": {"device": "auto"}}}
+    )
+    spec, kept = import_config(text, RunSpec())
+    assert (kept, spec.parallel.offload_param) == (["zero_optimization.reduce_bucket_size"], "none")
+    spec = edit(spec, {"parallel.extra_config": text})
+    assert (
+        engine_of("zero3").configuration(spec)["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+    )

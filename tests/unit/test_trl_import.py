@@ -126,3 +126,25 @@ def test_what_is_not_taken_over_is_named(tmp_path):
 def test_fsdp_of_the_trainer(tmp_path, given):
     parallel = read(tmp_path, **given).spec.parallel
     assert (parallel.strategy, parallel.reshard_after_forward, parallel.cpu_offload) == ("fsdp2", True, True)
+
+
+def test_the_mixture_of_the_alignment_handbook(tmp_path):
+    parts = [
+        {"id": "a/chat", "config": "default", "split": "train_sft", "weight": 0.5, "columns": ["messages"]},
+        {"id": "b/chat"},
+    ]
+    table = {"model_name_or_path": "c/d", "dataset_mixture": {"datasets": parts, "test_split_size": 0.1}}
+    assert detect_format(yaml.safe_dump(table)) == "trl"
+    found = import_file(yaml.safe_dump({**table, "eval_strategy": "epoch"}), RunSpec(), tmp_path)
+    data = found.spec.data
+    assert (data.hub_id, data.hub_config, data.hub_split, data.validation_split) == (
+        "a/chat",
+        "default",
+        "train_sft",
+        0.1,
+    )
+    assert {text.split(" (")[0] for text in found.missing} == {
+        "datasets: b/chat",
+        "datasets: weight of a/chat",
+        "datasets: columns of a/chat",
+    }
