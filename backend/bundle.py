@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import string
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -51,6 +52,10 @@ FILES = (
 )  # fmt: skip
 FILE_BYTES, LOG_BYTES, RANK_BYTES = 2**20, 2 * 2**20, 64 * 2**10  # the end of a file of this size is kept
 MAX_RANK_FILES = 192  # three files for each of 64 ranks
+MAX_LINE = 8192  # characters
+PART = 32 * 2**10  # characters that are searched at once; a private key is shorter
+KEY_BEGIN, KEY_END = "-----BEGIN ", "-----END "
+WORD = string.ascii_letters + string.digits + "_.~+/=-%"
 TRUNCATED = "[The beginning of this file was left out.]\n"
 README = """\
 Debug bundle of the Footplate run {id}, created on {now:%Y-%m-%d %H:%M:%S} (local time).
@@ -69,12 +74,49 @@ and all files may contain paths, user names and host names: review them before y
 
 def build(run: Run, machine: Machine, now: datetime) -> bytes:
     """The zip file. Files that are missing or cannot be read are left out."""
-    hidden = {**{name: value for name, value in os.environ.items() if name != "PWD"}, **_planned_env(run)}
+    known = {**{name: value for name, value in os.environ.items() if name != "PWD"}, **_planned_env(run)}
+    secrets = {name: known[name] for name in variables.secrets(known)}
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
         for name, text in _texts(run, machine, now):
-            file.writestr(f"{run.id}/{name}", variables.hide_tokens(variables.hide_secrets(text, hidden)))
+            file.writestr(f"{run.id}/{name}", _masked(text, secrets))
     return packed.getvalue()
+
+
+def _masked(text: str, secrets: Mapping[str, str]) -> str:
+    """`text` without secrets. Python holds its global lock while it searches with a pattern, so a long text is searched
+    in parts: the server's other requests are served in between."""
+    text = variables.hide_named(text, secrets)
+    return "".join(map(variables.hide_tokens, _parts(_clip_lines(text))))
+
+
+def _clip_lines(text: str) -> str:
+    """Lines of at most MAX_LINE characters. A word that is cut could be a part of a secret, so it is left out."""
+    if len(text) <= MAX_LINE:
+        return text
+    lines = text.splitlines(keepends=True)
+    return "".join(line if len(line) <= MAX_LINE else _clipped(line) for line in lines)
+
+
+def _clipped(line: str) -> str:
+    kept = line[:MAX_LINE].rstrip(WORD)
+    end = line[len(line.rstrip("\r\n")) :]
+    return f"{kept} [{len(line) - len(kept) - len(end)} characters of this line were left out.]{end}"
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Parts of the text that end with a line, neither within a private key nor between a name and its value."""
+    begin = 0
+    while begin < len(text):
+        end = begin + PART
+        if text.rfind(KEY_BEGIN, begin, end) > text.rfind(KEY_END, begin, end):
+            end += PART
+        end = text.find("\n", end) + 1
+        while end and text[max(begin, end - 3) : end].strip("\"' \r\n").endswith(("=", ":")):
+            end = text.find("\n", end) + 1
+        end = end or len(text)
+        yield text[begin:end]
+        begin = end
 
 
 def _planned_env(run: Run) -> Mapping[str, str]:

@@ -81,10 +81,15 @@ def masked(env: Mapping[str, str]) -> dict[str, str]:
 def hide_secrets(text: str, env: Mapping[str, str]) -> str:
     """`text` with MASK in place of the values of the secrets in `env`, also as they appear in shell and JSON, and of
     other access tokens and credentials in addresses."""
-    for name in secrets(env):
-        for form in (shlex.quote(env[name]), json.dumps(env[name])[1:-1], env[name]):
+    return hide_values(hide_named(text, {name: env[name] for name in secrets(env)}))
+
+
+def hide_named(text: str, env: Mapping[str, str]) -> str:
+    """`text` with MASK in place of all values of `env`, which are secrets, also as they appear in shell and JSON."""
+    for value in env.values():
+        for form in (shlex.quote(value), json.dumps(value)[1:-1], value):
             text = text.replace(form, MASK)
-    return hide_values(text)
+    return text
 
 
 def hide_values(text: str) -> str:

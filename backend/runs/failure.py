@@ -88,7 +88,7 @@ KNOWN_FAILURES = (
         kind=SHARED_MEMORY,
     ),
     KnownFailure(
-        r"(?i)DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|^\s*MemoryError",
+        r"(?i)DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|^[ \t]*MemoryError",
         "The machine ran out of CPU memory (RAM).",
         "Reduce launch.nproc_per_node or train.per_device_train_batch_size, or stop other programs.",
         ("launch.nproc_per_node", "train.per_device_train_batch_size", "train.dataloader_num_workers"),

@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 WORDS = ("name", "id", "model", "method", "strategy", "dataset", "notes", "failure")  # and the tags
 TOKEN = re.compile(r'(?:[^\s"]|"[^"]*"?)+')
 TERM = re.compile(r"([A-Za-z][A-Za-z0-9_]*)([:<>])(.*)", re.DOTALL)
-NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 
 
 class SearchError(ValueError):

@@ -154,3 +154,27 @@ def test_new_matching_lines_are_counted_and_not_read_out(server, page):
     expect(page.locator("#growing .fp-log-found [role=status]")).to_have_count(1)
     page.locator("#growing input[type=search]").fill("Preparing data")
     expect(status).to_have_text("2 lines")
+
+
+def test_no_line_freezes_the_page(server, page):
+    """A line of 128 KiB took up to 7 seconds, and a number with as many digits in the search 55."""
+    page.goto(server.url)
+    seconds = page.evaluate(
+        """async () => {
+          const { createLibraryFilter } = await import("/footplate/log_library.js");
+          const { parseSearch, SearchError } = await import("/footplate/runs_search.js");
+          const long = (text) => text.repeat(131072 / text.length);
+          const begin = performance.now();
+          const filter = createLibraryFilter();
+          for (const line of ["Failed to load " + long("torchao"), "a" + long("site-packages/x.py")])
+            filter(line, "", "");
+          const columns = [{ key: "loss", names: [], kind: "number", label: "Loss" }];
+          try {
+            parseSearch("loss>" + long("1") + "x", columns);
+          } catch (error) {
+            if (!(error instanceof SearchError)) throw error;
+          }
+          return (performance.now() - begin) / 1000;
+        }"""
+    )
+    assert seconds < 2

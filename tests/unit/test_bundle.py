@@ -4,6 +4,7 @@ import io
 import json
 import os
 import stat
+import time
 import zipfile
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from backend.__main__ import main
 from backend.config import RunSpec, variables
 from backend.config.options import edit
 from backend.rules.examples import LAPTOP
-from backend.runs import LOG, METRICS, PLAN, RANK_LOGS, RESULT, STACKS
+from backend.runs import LOG, METRICS, PLAN, RANK_LOGS, RESULT, STACKS, failure
 from backend.runs.folder import Run
 
 TINY = edit(RunSpec(), {"model.builtin": "tiny-llama"})
@@ -100,3 +101,41 @@ def test_command_line(run, tmp_path, capsys, monkeypatch):
 )
 def test_ordinary_text_is_kept(text):
     assert variables.hide_tokens(text) == text
+
+
+KEY = "-----BEGIN RSA PRIVATE KEY-----\n" + f"{'kEy9' * 16}\n" * 60 + "-----END RSA PRIVATE KEY-----\n"
+
+
+def test_long_texts_are_masked_in_parts(run):
+    """Python serves no other request while it searches one text. Parts split neither a key nor an assignment, wherever
+    they begin."""
+    for position in range(bundle.PART - 4300, bundle.PART + 10, 997):
+        text = "y\n" * (position // 2) + KEY + f"password=\n{PASSWORD}\n" + "x\n" * bundle.PART
+        parts = list(bundle._parts(text))
+        assert "".join(parts) == text and len(parts) > 1 and max(map(len, parts)) < 3 * bundle.PART
+        masked = "".join(map(variables.hide_tokens, parts))
+        assert "kEy9" not in masked and PASSWORD not in masked
+
+
+def test_a_long_line_is_clipped_before_a_secret(run):
+    (run.path / LOG).write_text("a" * 130_000 + "\n" + "b " * (bundle.MAX_LINE // 2 - 5) + HUB + " c" * 99 + "\nlast\n")
+    log = unpacked(bundle.build(run, LAPTOP, NOW))["log.txt"].splitlines()
+    assert log[0] == " [130000 characters of this line were left out.]"
+    assert HUB[:6] not in log[1] and log[1].endswith("characters of this line were left out.]") and log[2] == "last"
+
+
+# Of what the patterns look for.
+FRAGMENTS = (
+    "a", "A", "1", "_", "-", ".", ":", "=", "/", "@", " ", '"', "a:", "a://", "x://u:", "A_", "A=", "eyJ", "sk-",
+    "-sk-", ".eyJaaaaaaaa", "xoxb-", "Bearer ", "?token=", "password", "-----BEGIN ", "https://", "$(", "\n", "a ",
+    "MemoryError\n",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("search", [variables.hide_tokens, lambda text: failure._known(failure._clip_lines(text))])
+def test_no_text_takes_quadratic_time(search):
+    """A line of 128 KiB froze the server for 15 seconds, and 512 KiB of empty lines for minutes."""
+    for fragment in FRAGMENTS:
+        begin = time.process_time()
+        search(fragment * (2**15 // len(fragment)) + "\0")
+        assert time.process_time() - begin < 2, fragment

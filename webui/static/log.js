@@ -16,7 +16,8 @@ const ERROR = /\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent call last\)|\b
 const WARNING = /\bWARN(ING)?\b|\b[A-Z]\w*Warning\b/;
 const ANSI_CODES = /\u001b\[[0-9;?]*[A-Za-z]/g;
 const RANK_PREFIX = /^\[default(\d+)\]:/; // torchrun's
-const LEFTOVER_PREFIXES = /(\[default\d+\]:)+$/; // of a progress bar that overwrote itself
+// Of a progress bar that overwrote itself. Only the first of them begins a match, so the time is linear.
+const LEFTOVER_PREFIXES = /(?<!\[default\d{1,9}\]:)(\[default\d+\]:)+$/;
 const NO_LINES_YET = "The first line appears when the run starts.";
 const NO_LINES = "The run ended without a line in this log.";
 

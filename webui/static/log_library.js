@@ -14,6 +14,7 @@ const MESSAGES = [
   /^Disabling parallelism to avoid deadlocks|^To disable this warning, you can either:/, // tokenizers
   /^[^\s:][^:]*(site|dist)-packages\/[^:]+\.py:\d+: (Future|Deprecation|PendingDeprecation)Warning: /, // for developers
 ];
+const MAX_CHARACTERS = 1000; // of a line; some patterns take quadratic time in its length
 const CONTINUES = /^\s+\S/; // a line of source code under a warning
 const TRACEBACK = /Traceback \(most recent call last\):/;
 const PREFIX = /^\[rank(\d+)\]: ?/; // torch's, of warnings and of each line of a traceback
@@ -26,7 +27,7 @@ export function createLibraryFilter() {
   const last = /** @type {Record<string, "" | "folded" | "traceback">} */ ({}); // by rank: of its last line
   return (/** @type {string} */ line, /** @type {string} */ launcherRank, /** @type {string} */ level) => {
     const prefix = PREFIX.exec(line);
-    const text = prefix ? line.slice(prefix[0].length) : line;
+    const text = line.slice(prefix ? prefix[0].length : 0).slice(0, MAX_CHARACTERS);
     const rank = launcherRank || (prefix ? prefix[1] : "");
     if (TRACEBACK.test(text) || (last[rank] === "traceback" && !/^\S/.test(text))) {
       last[rank] = "traceback";

@@ -11,7 +11,7 @@
 const WORDS = ["name", "id", "model", "method", "strategy", "dataset", "notes", "failure"]; // and the tags
 const TOKEN = /(?:[^\s"]|"[^"]*"?)+/g;
 const TERM = /^([A-Za-z][A-Za-z0-9_]*)([:<>])(.*)$/s;
-const NUMBER = /^[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?$/;
+const NUMBER = /^[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?$/;
 
 /** A search that cannot be read; the message is for users. */
 export class SearchError extends Error {}
