@@ -108,6 +108,10 @@ def _normalize(given: Table) -> dict[str, Any]:
         found |= {key: switch} if (switch := as_boolean(found.get(key))) is not None else {}
     if isinstance(found.get("mixed_precision"), str):
         found["mixed_precision"] = found["mixed_precision"].lower()
+    if isinstance(deepspeed := found.get("deepspeed_config"), Mapping):
+        unset = (None, "none", "None")  # "none" is how accelerate writes a missing file
+        kept = {key: value for key, value in deepspeed.items() if key != "deepspeed_config_file" or value not in unset}
+        found["deepspeed_config"] = kept
     if isinstance(found.get("fsdp_config"), Mapping):
         settings = fsdp_keys.normalize(found["fsdp_config"])
         found["fsdp_config"] = {f"fsdp_{key}": value for key, value in settings.items()}

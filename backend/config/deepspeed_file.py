@@ -35,7 +35,7 @@ def is_deepspeed(found: Table) -> bool:
 
 def read(given: Table, spec: RunSpec) -> Imported:
     """`spec` with the values of a DeepSpeed configuration. Raises SpecError."""
-    imported: Table = deepspeed_keys.normalize(given)
+    imported: Table = deepspeed_keys.normalize(_without_null_blocks(given))
     result = edit(spec, options_of(imported))
     result = edit(result, _batch_size(imported, result))
     imported = _without_pin_memory_switch(imported)
@@ -104,6 +104,13 @@ def _precision(imported: Table) -> Patch:
             return {"precision.compute": name}
     is_fp32 = deepspeed_keys.as_boolean(bf16) is False and fp16 != deepspeed_keys.AUTO
     return {"precision.compute": "fp32"} if is_fp32 else {}
+
+
+def _without_null_blocks(given: Table) -> dict[str, Any]:
+    """The configuration without blocks that are null, and so turn nothing on."""
+    zero = given.get("zero_optimization")
+    inner = {key: value for key, value in zero.items() if value is not None} if isinstance(zero, Mapping) else zero
+    return {key: inner if key == "zero_optimization" else value for key, value in given.items() if value is not None}
 
 
 def _without_pin_memory_switch(imported: Table) -> Table:

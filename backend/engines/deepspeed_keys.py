@@ -81,6 +81,8 @@ def _normalize_block(block: str, given: Table) -> dict[str, Any]:
         if found.get(target, AUTO) in (AUTO, found[name]):
             found[target] = found.pop(name)
     for name, target in OFFLOAD_SWITCHES.items() if block == ZERO else ():
+        if found.get(target, AUTO) is None:
+            found[target] = {"device": "none"}  # null turns off what an option offloads
         is_on, offload = as_boolean(found.get(name)), found.get(target) or {}
         if name not in found or (is_on is None and found[name] not in (None, AUTO)):
             continue

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from backend.config import RunSpec
+from backend.config.options import get
 from backend.launch.slurm_options import SbatchOption, gpu_count, parse, without
 from backend.rules.base import Case, Example, Fix, Violation, reasons, rule
 from backend.runs import LOG
@@ -95,12 +97,16 @@ BREAKING: Mapping[str, Reason] = {
     "ntasks-per-gpu": _always("sbatch refuses it together with --ntasks-per-node, which the job has"),
     "export-file": _always("the variables that the run sets are replaced by those of a file; use launch.env"),
     "array": _always("Slurm starts the run once for each task of the array, and all write to the same folder"),
-    "wrap": _always("sbatch refuses it together with a batch script"),
     "chdir": _always("the batch script looks for the run's files in the folder that it is submitted from"),
     "clusters": _always("squeue and scancel do not find a job of another cluster, so the run would count as ended"),
     "wait": _always("sbatch returns only at the end of the job, and Footplate gives up after 3 minutes"),
     "test-only": NOTHING, "help": NOTHING, "usage": NOTHING, "version": NOTHING,
 }  # fmt: skip
+
+REMARKS = {
+    "dependency": "the run waits for these jobs, and stays queued if they can never be satisfied",
+    "wrap": "sbatch ignores it in a batch script, so the command would not run; slurm.setup has commands",
+}
 
 
 def _breaking(case: Case) -> list[tuple[SbatchOption, str]]:
@@ -181,10 +187,11 @@ def _replaced(case: Case) -> list[tuple[SbatchOption, str]]:
         key = OPTIONS.get(option.name, "")
         if option.name in broken:
             continue
-        if key and option.name != "nodes" and (not patch or case.takes(patch)):
+        is_set = bool(key) and get(case.spec, key) != get(RunSpec(), key)
+        if key and option.name != "nodes" and (case.takes(patch) if patch else is_set):
             found.append((option, f"it replaces {key}, which the checks use"))
-        elif option.name == "dependency":
-            found.append((option, "the run waits for these jobs, and stays queued if they can never be satisfied"))
+        elif option.name in REMARKS:
+            found.append((option, REMARKS[option.name]))
         elif option.name in ("gres", "gpus-per-node", "gpus-per-task"):
             count, used = gpu_count(option.value, option.name == "gres"), _expected_gpus(case)
             if count > used:

@@ -26,6 +26,7 @@ from training_runs import (
 )
 
 from backend.launch import answers
+from backend.launch.slurm_options import parse
 from backend.machine import probe
 from backend.preflight import Report, preflight
 from backend.runs import JOB, JOB_SCRIPT, follower, slurm
@@ -297,3 +298,20 @@ def test_a_job_that_is_refused_after_the_check_says_why(start) -> None:  # type:
     started = start(FULL, "removed")
     assert started.wait("failed", "done") == "failed"
     assert "invalid partition" in started.run.summary()["sentence"].lower()
+
+
+def test_extra_options_are_read_as_sbatch_reads_them(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """In every way to write them; the later one of two wins."""
+    lines = ("--nodes=1 --ntasks-per-n=1", "-HN2 -t 5", "--comment '-n 7' --ntasks-per-node 2", "--wrap=hostname")
+    script = tmp_path / "job.sh"
+    script.write_text("\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "true"]))
+    job = cluster.command("sbatch", "--parsable", f"--chdir={tmp_path}", str(script)).strip()
+    shown = cluster.command("scontrol", "show", "job", job)
+    cluster.command("scancel", job)
+    last = {option.name: option.value for option in parse(lines)}
+    assert last == {
+        "nodes": "2", "ntasks-per-node": "2", "hold": "", "time": "5", "comment": "-n 7", "wrap": "hostname",
+    }  # fmt: skip
+    for part in ("NumNodes=2-2", "NumTasks=4", "TimeLimit=00:05:00", "Comment=-n 7", "Reason=JobHeldUser"):
+        assert part in shown, shown
+    assert f"Command={script}" in shown, "wrap is ignored"

@@ -239,3 +239,9 @@ def test_an_offload_switch_that_the_strategy_does_not_have_is_removed() -> None:
     found = finding("STR036", zero(cpu_offload_param=True), ZERO2)
     assert found is not None
     assert [fix.label for fix in found.fixes] == ["Use the options"]
+
+
+def test_null_turns_off_what_an_option_offloads() -> None:
+    found = finding("STR036", zero(offload_optimizer=None), ZERO2_OFFLOAD)
+    assert found is not None and '"none"' in found.message
+    assert finding("STR036", zero(offload_optimizer=None), ZERO2) is None

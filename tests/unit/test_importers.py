@@ -494,3 +494,12 @@ def test_auto_does_not_replace_a_value_that_nobody_fills_in() -> None:
     assert (
         engine_of("zero3").configuration(spec)["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
     )
+
+
+def test_null_means_unset() -> None:
+    zero = {"stage": 2, "offload_optimizer": None, "overlap_comm": None, "cpu_offload": None}
+    spec, kept = import_config(json.dumps({"zero_optimization": zero, "optimizer": None, "fp16": None}), RunSpec())
+    assert (spec.parallel.strategy, spec.parallel.offload_optimizer, kept) == ("zero2", "none", [])
+    settings = {"deepspeed_config_file": "none", "zero_stage": 1, "gradient_clipping": None}
+    found = accelerate_file(distributed_type="DEEPSPEED", deepspeed_config=settings)
+    assert (found.spec.parallel.strategy, found.different) == ("zero1", [])

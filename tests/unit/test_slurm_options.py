@@ -64,7 +64,6 @@ def test_removing_options_keeps_the_others() -> None:
         ("-a 1", "once for each task of the array"),
         ("--nodes=4", "the job gets 4 nodes, and the run is planned, checked and estimated for 1"),
         ("-N 1-4", "the job gets 1-4 nodes"),
-        ("--wrap='python train.py'", "refuses it together with a batch script"),
         ("--gres=gpu:1", "1 instead of 2 per node"),
         ("--gres gpu:a100", "1 instead of 2 per node"),
         ("--gres=tmpdisk:100", "0 instead of 2 per node"),
@@ -139,11 +138,18 @@ def test_options_that_replace_options(line: str, patch: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("line", "part"),
     [
+        ("--wrap='python train.py'", "sbatch ignores it in a batch script"),
         ("--dependency=afterok:17", "stays queued if they can never be satisfied"),
         ("--gres=gpu:8", "8 GPUs per node, of which the run uses 2"),
-        ("--mem=100M", "replaces slurm.memory_gib"),
     ],
 )
 def test_other_options_that_a_person_should_know_about(line: str, part: str) -> None:
     found = finding("CLU007", line)
     assert found is not None and part in found.message
+
+
+def test_a_value_that_the_option_cannot_express() -> None:
+    assert finding("CLU007", "--mem=0") is None, "slurm.memory_gib is not set"
+    found = finding("CLU007", "--mem=0", slurm__memory_gib=64)
+    assert found is not None and "replaces slurm.memory_gib" in found.message
+    assert [fix.label for fix in found.fixes] == ["Remove these sbatch options"]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from backend.config import merge
+from backend.config import RunSpec, merge
+from backend.config.options import edit
+from backend.engines import engine_of
 from backend.engines.deepspeed_keys import TOP_BLOCKS, normalize, problems
 from backend.registry.deepspeed_keys import DEPRECATED, KEYS, SPELLINGS, STRICT
 from cited import cites
@@ -111,3 +113,13 @@ def test_two_values_of_one_key_are_named() -> None:
     switches = {"zero_optimization": {"stage": 3, "cpu_offload": True, "offload_optimizer": {"device": "nvme"}}}
     assert is_refused(switches)
     assert "offload_optimizer" in problems(normalize(switches))[0]["zero_optimization.cpu_offload"]
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_the_generated_configuration_is_accepted(strategy: str, offload: str) -> None:
+    options = {"parallel.strategy": strategy, "parallel.offload_optimizer": offload, "parallel.offload_param": offload}
+    config = engine_of(strategy).configuration(edit(RunSpec(), options))
+    assert problems(config) == ({}, {})
+    filled = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    assert not is_refused({**config, **filled, "gradient_clipping": 1.0})
