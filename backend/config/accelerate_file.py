@@ -31,13 +31,6 @@ OPTIONS = {
         "zero3_init_flag", "zero3_save_16bit_model",  # always on in our deepspeed.json
     )),
 }  # fmt: skip
-# accelerate 1.15 commands/launch.py: the arguments that deepspeed_config sets. Others belong to DeepSpeed's own file.
-DEEPSPEED_ARGUMENTS = {
-    "zero_stage", "gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file", "zero3_init_flag",
-    "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device", "offload_param_nvme_path",
-    "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-    "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names",
-}  # fmt: skip
 DISTRIBUTED_TYPES = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "MULTI_XPU": "ddp", "MULTI_NPU": "ddp"}
 NO_OFFLOAD = {"device": "none"}
 # Sizes of parallelism_config, without the prefix parallelism_config_, and the options that they set.
@@ -69,7 +62,7 @@ def read(given: Table, spec: RunSpec) -> Imported:
         found = deepspeed_file.read(own, spec)
         spec, kept = found.spec, [f"deepspeed_config.{path}" for path in found.kept]
         table = imported["deepspeed_config"]
-        imported["deepspeed_config"] = {key: value for key, value in table.items() if key in DEEPSPEED_ARGUMENTS}
+        imported["deepspeed_config"] = {k: v for k, v in table.items() if not _is_deepspeeds_own(k)}
     _launch(imported, reading, has_own_keys=bool(own))
     result = edit(spec, reading.patch)
     imported.pop("parallelism_config", None)
@@ -79,6 +72,12 @@ def read(given: Table, spec: RunSpec) -> Imported:
     extra = without(extra, OPTIONS)
     result = edit(result, {"launch.extra_accelerate_config": as_json(extra)})
     return Imported(result, [*kept, *merge.paths(extra)], reading.different)
+
+
+def _is_deepspeeds_own(key: str) -> bool:
+    """Whether a key of deepspeed_config belongs to DeepSpeed's own file."""
+    known = deepspeed_keys.is_known(key) or deepspeed_keys.is_known(key, "zero_optimization")
+    return known and key not in accelerate_config.DEEPSPEED_ARGUMENTS
 
 
 def without(table: Table, removed: set[str], prefix: str = "") -> dict[str, Any]:
@@ -123,12 +122,14 @@ def _own_deepspeed_keys(imported: Table, reading: _Reading) -> dict[str, Any]:
     if imported.get("distributed_type") != "DEEPSPEED":
         return {}
     table = table_at(imported, "deepspeed_config")
-    theirs = {key: value for key, value in table.items() if key not in DEEPSPEED_ARGUMENTS}
-    if table.get("deepspeed_config_file") or not any(deepspeed_keys.is_known(key) for key in theirs):
+    theirs = {key: value for key, value in table.items() if key not in accelerate_config.DEEPSPEED_ARGUMENTS}
+    inner = {key: value for key, value in theirs.items() if deepspeed_keys.is_known(key, "zero_optimization")}
+    outer = {key: value for key, value in theirs.items() if key not in inner and deepspeed_keys.is_known(key)}
+    if table.get("deepspeed_config_file") or not {**inner, **outer}:
         return {}
-    zero = dict(table_at(theirs, "zero_optimization", "deepspeed_config."))
+    zero = {**inner, **table_at(outer, "zero_optimization", "deepspeed_config.")}
     stage, given = zero.get("stage", 2), table.get("zero_stage")
-    names = ", ".join(theirs)
+    names = ", ".join({**inner, **outer})
     reading.different.append(
         f"deepspeed_config has keys of DeepSpeed's own file ({names}): accelerate ignores them; they are imported"
     )
@@ -143,8 +144,8 @@ def _own_deepspeed_keys(imported: Table, reading: _Reading) -> dict[str, Any]:
         )
     arguments = _deepspeed_file({**table, "zero_stage": stage if given is None else given})
     offload = {key: value for key, value in arguments["zero_optimization"].items() if value != NO_OFFLOAD}
-    rest = {key: value for key, value in arguments.items() if value is not None and key not in theirs}
-    return {**rest, **theirs, "zero_optimization": {**zero, **offload}}
+    rest = {key: value for key, value in arguments.items() if value is not None}
+    return {**rest, **outer, "zero_optimization": {**zero, **offload}}
 
 
 # -- options --------------------------------------------------------------------------------------------------------

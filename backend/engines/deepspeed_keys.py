@@ -103,9 +103,9 @@ def earlier_spelling(config: Table, path: str) -> str:
     return ""
 
 
-def is_known(key: str) -> bool:
-    """Whether DeepSpeed reads a key at the top of its configuration."""
-    return key in KEYS or key in BLOCKS or key in SPELLINGS
+def is_known(key: str, block: str = "") -> bool:
+    """Whether DeepSpeed reads a key of a block, or at the top of its configuration."""
+    return f"{block}.{key}".lstrip(".") in {*KEYS, *BLOCKS, *SPELLINGS, *DEPRECATED}
 
 
 def problems(config: Table) -> tuple[dict[str, str], dict[str, str]]:

@@ -15,6 +15,13 @@ from backend.config import RunSpec, merge
 from backend.resolve import DEFAULT_PORT, ResolvedRun
 
 PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "fp8_config": "fp8_"}
+# accelerate 1.15 commands/launch.py: the arguments that deepspeed_config sets. Others belong to DeepSpeed's own file.
+DEEPSPEED_ARGUMENTS = {
+    "zero_stage", "gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file", "zero3_init_flag",
+    "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device", "offload_param_nvme_path",
+    "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names",
+}  # fmt: skip
 # CPU processes are started as MULTI_GPU: accelerate starts MULTI_CPU with mpirun.
 DISTRIBUTED_TYPES = {"npu": "MULTI_NPU", "xpu": "MULTI_XPU"}
 

@@ -175,6 +175,9 @@ def extra_accelerate_config_ignored(case: Case) -> Violation | None:
         ignored = bare not in FSDP_ENVIRONMENT_KEYS or (bare in FSDP_OPTIONS and ours.get(bare))
         if ignored and f"fsdp_config.fsdp_{bare}" not in refused:
             found.append(f"fsdp_config.{name}")
+    if case.strategy.engine == "deepspeed":
+        section = _section(extra, "deepspeed_config")
+        found += [f"deepspeed_config.{name}" for name in section if name not in accelerate_config.DEEPSPEED_ARGUMENTS]
     if not found:
         return None
     fix = Fix("Remove these keys", without_keys(extra, found, EXTRA_ACCELERATE_CONFIG))

@@ -245,3 +245,10 @@ def test_null_turns_off_what_an_option_offloads() -> None:
     found = finding("STR036", zero(offload_optimizer=None), ZERO2_OFFLOAD)
     assert found is not None and '"none"' in found.message
     assert finding("STR036", zero(offload_optimizer=None), ZERO2) is None
+
+
+def test_a_key_of_deepspeed_config_that_accelerate_does_not_know() -> None:
+    launcher = {**ZERO2, "launch.launcher": "accelerate"}
+    assert "LCH014" in codes("launch.extra_accelerate_config", {"deepspeed_config": {"zero_stages": 2}}, launcher)
+    known = {"deepspeed_config": {"deepspeed_exclusion_filter": "worker-1"}}
+    assert "LCH014" not in codes("launch.extra_accelerate_config", known, launcher)

@@ -503,3 +503,18 @@ def test_null_means_unset() -> None:
     settings = {"deepspeed_config_file": "none", "zero_stage": 1, "gradient_clipping": None}
     found = accelerate_file(distributed_type="DEEPSPEED", deepspeed_config=settings)
     assert (found.spec.parallel.strategy, found.different) == ("zero1", [])
+
+
+def test_keys_of_zero_next_to_those_of_accelerate() -> None:
+    settings = {
+        "zero_stage": 3,
+        "overlap_comm": True,
+        "allgather_bucket_size": 5,
+        "cpu_offload": True,
+        "zero_stages": 2,
+    }
+    found = accelerate_file(distributed_type="DEEPSPEED", deepspeed_config=settings)
+    assert (found.spec.parallel.strategy, found.spec.parallel.offload_optimizer) == ("zero3", "cpu")
+    assert merge.parse(found.spec.parallel.extra_config) == {"zero_optimization": {"allgather_bucket_size": 5}}
+    assert "(allgather_bucket_size, cpu_offload, overlap_comm)" in found.different[0]
+    assert merge.parse(found.spec.launch.extra_accelerate_config) == {"deepspeed_config": {"zero_stages": 2}}
