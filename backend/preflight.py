@@ -25,7 +25,7 @@ from backend.resolve import ResolvedRun, selected_gpus
 from backend.rules import Case, Finding, examine
 from backend.rules.base import amount
 from backend.runs import Plan
-from backend.wording import counted, plural
+from backend.wording import counted, figure, plural
 
 
 @dataclass(frozen=True)
@@ -237,5 +237,5 @@ def _short(count: int) -> str:
     """A count with a decimal prefix: 134 M."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
+            return f"{figure(count / size)} {unit}"
     return str(count)

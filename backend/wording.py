@@ -9,6 +9,11 @@ import re
 from functools import cache
 
 
+def figure(value: float) -> str:
+    """Three significant digits, or the integer from 100 on: 1.5, 15.2, 1020. `:.3g` would write 1.02e+03."""
+    return f"{value:.3g}" if abs(value) < 99.95 else f"{value:.0f}"
+
+
 def counted(number: int, thing: str) -> str:
     """A number with a noun in the singular or plural: '1 step', '60,000 steps', '2 processes'."""
     return f"{number:,} {thing if number == 1 else plural(thing)}"

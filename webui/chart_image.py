@@ -6,7 +6,7 @@ Imports matplotlib, so it is imported with the first request, as `run_image`.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ from webui.run_image import DIM, EVAL, INK, TRAIN, encode, mark_best, style_axes
 INCHES, DPI = (8.0, 4.0), 150
 PALE = "#abc1f2"
 ALERT = "#92500a"
-MAX_SMOOTHED = 400  # points of a smoothed curve; a longer one is averaged first
 EVALUATION_PREFIX = "eval_"
 
 
@@ -126,17 +125,14 @@ def all_events(
 
 
 def smoothed(x: Sequence[float], y: Sequence[float], weight: float) -> tuple[list[float], list[float]]:
-    """As `smoothed` in charts.js: a bias-corrected exponential moving average over means of 2^k points."""
-    window = 2 ** max(0, math.ceil(math.log2(len(x) / MAX_SMOOTHED)))
-    steps, values = [], []
+    """As `smoothed` in charts.js: a bias-corrected exponential moving average."""
+    values = []
     mean = total = 0.0
-    for i in range(0, len(x), window):
-        part = y[i : i + window]
-        mean = mean * weight + sum(part) / len(part) * (1 - weight)
+    for value in y:
+        mean = mean * weight + value * (1 - weight)
         total = total * weight + (1 - weight)
-        steps.append(x[min(len(x), i + window) - 1])
         values.append(mean / total)
-    return steps, values
+    return list(x), values
 
 
 def with_gaps(
@@ -157,7 +153,10 @@ def _curves(axes: Axes, key: str, found: Mapping[str, Any], weight: float) -> No
         x, y = series[key]["x"], series[key]["y"]
         if chart.smooth and weight > 0 and len(x) > 2:
             axes.plot(*with_gaps(x, y, gaps), color=PALE, linewidth=0.8, label=chart.name)
-            smooth, name = with_gaps(*smoothed(x, y, weight), gaps), f"{chart.name}, smoothed"
+            means = found["means"].get(key, series[key])
+            steps, values = smoothed(means["x"], means["y"], weight)
+            first, last = bisect_left(steps, x[0]), bisect_right(steps, x[-1])  # what the zoom shows
+            smooth, name = with_gaps(steps[first:last], values[first:last], gaps), f"{chart.name}, smoothed"
             axes.plot(*smooth, color=TRAIN, linewidth=1.8, label=name)
         else:
             marker = "o" if len(x) == 1 else None

@@ -24,6 +24,7 @@ from backend.runs.metrics import Gaps, Point, complete_length, parse
 
 AXES = ("step", "epoch", "tokens", "seconds")  # what curves can be drawn over
 NOT_METRICS = ("step", "time", "epoch", "tokens")
+MAX_MEANS = 400
 BLOCK = 2**20  # bytes that are read at once
 END_BYTES = 64  # of what was read, kept to notice a replaced file
 MAX = sys.float_info.max
@@ -70,6 +71,15 @@ class Column:
         chosen += [j] if j < len(self.steps) else []
         steps = [self.steps[k] for k in chosen]
         return [_whole(step) for step in steps], [self.values[k] for k in chosen]
+
+    def means(self) -> tuple[list[float], list[float]]:
+        """The means of 2^k values each, MAX_MEANS at most, at the step of their last value: what is smoothed. They are
+        those of the whole column, so that a smoothed curve has the same values in every zoom."""
+        width = 2 ** max(0, math.ceil(math.log2(len(self.steps) / MAX_MEANS)))
+        values, begins = np.frombuffer(self.values), np.arange(0, len(self.steps), width)
+        counts = np.diff(begins, append=len(values))
+        steps = np.frombuffer(self.steps)[begins + counts - 1]
+        return [_whole(step) for step in steps.tolist()], (np.add.reduceat(values, begins) / counts).tolist()
 
     def _extremes(self, i: int, j: int, width: int) -> list[int]:
         edges = np.arange(self.steps[i] // width + 1, self.steps[j - 1] // width + 1) * width
@@ -172,8 +182,9 @@ class Curves:
     def series(
         self, count: int = 1000, low: float | None = None, high: float | None = None, axis: str = "step"
     ) -> dict[str, Any]:
-        """series: {key: {x: positions on the axis, y: values}}, {} if the run has not logged this axis; last: the
-        newest value of each key; min and max of each key, and their steps; resumed: the steps after which the run has
+        """series: {key: {x: positions on the axis, y: values}}, {} if the run has not logged this axis; means: what is
+        smoothed, in the same form, for each series that does not have all values of a short column; last: the newest
+        value of each key; min and max of each key, and their steps; resumed: the steps after which the run has
         continued; gaps: the steps between which points are missing; read: how much of the file was read, from 0 to 1.
         `low` and `high` are positions on the axis."""
         with self._lock:
@@ -183,12 +194,19 @@ class Curves:
             columns = self.columns if self.axes.known(axis) else {}
             columns = {key: column for key, column in columns.items() if column.steps}
             drawn = {key: column.buckets(count, low, high) for key, column in columns.items()}
+            means = {
+                key: column.means()
+                for key, column in columns.items()
+                if len(column.steps) > MAX_MEANS or len(drawn[key][0]) < len(column.steps)
+            }
             if axis != "step":
                 drawn = {key: (self.axes.place(axis, x), y) for key, (x, y) in drawn.items()}
+                means = {key: (self.axes.place(axis, x), y) for key, (x, y) in means.items()}
             extremes = {key: column.extremes() for key, column in columns.items()}
             return {
                 "etag": self.etag,
                 "series": {key: {"x": x, "y": y} for key, (x, y) in drawn.items()},
+                "means": {key: {"x": x, "y": y} for key, (x, y) in means.items()},
                 "last": dict(self.last),
                 "min": {key: value for key, ((_, value), _) in extremes.items()},
                 "max": {key: value for key, (_, (_, value)) in extremes.items()},

@@ -21,6 +21,7 @@ from backend.machine import Gpu, Machine
 from backend.memory import Estimate, estimate
 from backend.modelspec import ModelShape
 from backend.resolve import ResolvedRun, resolve, selected_gpus
+from backend.wording import figure
 
 Level = Literal["error", "warning", "advice"]
 Patch = Mapping[str, Any]
@@ -233,5 +234,5 @@ def amount(count: float) -> str:
     """Bytes in binary units: '3.2 GiB'."""
     for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
+            return f"{figure(count / size)} {unit}"
     return f"{count / 1024:.0f} KiB"

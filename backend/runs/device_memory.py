@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from backend.wording import figure
+
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 SIZE = r"([\d.]+) (bytes|[KMG]iB)"
 SIGNIFICANT = 0.03  # of the device: memory of other processes below it is not worth a sentence
@@ -75,7 +77,7 @@ def sentence(found: OutOfMemory) -> str:
 def amount(count: int) -> str:
     """Bytes in the largest unit: '2 GiB'."""
     unit = max((name for name, size in UNITS.items() if count >= size), key=lambda name: UNITS[name], default="bytes")
-    return f"{count / UNITS[unit]:.3g} {unit}"
+    return f"{figure(count / UNITS[unit])} {unit}"
 
 
 def _size(pattern: str, text: str) -> int | None:

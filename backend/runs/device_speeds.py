@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from backend.wording import figure
+
 # Equal GPUs differ by a few percent, and a GPU that is throttled, shared or in a slower slot by far more.
 SLOW_DEVICE = 0.85  # of the median
 SLOW_LINK = 0.5  # of the median: links between nodes are compared with each other only
@@ -46,5 +48,7 @@ def _slow_links(ranks: Sequence[Mapping[str, Any]], within: bool) -> Iterator[st
 def summary(ranks: Sequence[Mapping[str, Any]], all_reduce: float) -> str:
     """The figures of all ranks in a sentence. `all_reduce` is a bus bandwidth in bytes/s."""
     flops = [rank["flops"] / 1e12 for rank in ranks]
-    reached = f"{min(flops):.3g} to {max(flops):.3g} TFLOP/s"
-    return f"The devices reach {reached} in a matmul, and an all-reduce {all_reduce / 1e9:.3g} GB/s of bus bandwidth."
+    reached = f"{figure(min(flops))} to {figure(max(flops))} TFLOP/s"
+    return (
+        f"The devices reach {reached} in a matmul, and an all-reduce {figure(all_reduce / 1e9)} GB/s of bus bandwidth."
+    )

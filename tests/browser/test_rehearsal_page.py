@@ -61,6 +61,25 @@ def test_live_phases_stop_and_reload(server, page):
     expect(panel).to_be_hidden()
 
 
+def test_a_rehearsal_of_earlier_values_says_so(server, page):
+    status = {"state": "done", "seconds": 9, "phases": [], "notes": [], "peak_bytes": 0, "text": "", "now": ""}
+    page.route("**/api/rehearsals", lambda route: route.fulfill(json={"id": "one"}))
+    page.route("**/api/rehearsals/one", lambda route: route.fulfill(json=status))
+    ready(page, server.url)
+    page.locator("#fp-status[data-fresh=yes]").wait_for()
+    page.locator("#fp-try").click()
+    title = page.locator("#fp-rehearsal h3")
+    expect(title).to_have_text("Rehearsal passed")
+    before = page.evaluate("footplate.values()['lora.r']")
+    page.evaluate("footplate.edited('lora.r', 77)")
+    expect(title).to_have_text("Rehearsal passed with earlier values of the form")
+    page.evaluate("before => footplate.edited('lora.r', before)", before)
+    expect(title).to_have_text("Rehearsal passed")
+    page.evaluate("footplate.edited('lora.r', 77)")
+    ready(page, page.url)
+    expect(title).to_have_text("Rehearsal passed with earlier values of the form")
+
+
 @pytest.mark.soak
 def test_a_rehearsal_that_finds_a_broken_template_then_passes(server, page, tmp_path):
     """The checks render examples, which is all that the training does with this template."""

@@ -89,6 +89,20 @@ def test_buckets_keep_the_extremes_and_their_steps(tmp_path: Path) -> None:
     assert grown["x"][: len(settled)] == settled, "a longer run moves no older point"
 
 
+def test_what_is_smoothed_does_not_depend_on_the_zoom(tmp_path):
+    curves = Curves(tmp_path / "m")
+    points(curves.path, *({"step": i, "loss": float(i % 2), "few": i} for i in range(800)))
+    curves.read()
+    means = curves.series(300)["means"]["loss"]
+    assert (len(means["x"]), means["x"][0], means["x"][-1]) == (400, 1, 799) and means["y"] == [0.5] * 400
+    assert curves.series(300, 100, 200)["means"]["loss"] == means
+    short = Curves(tmp_path / "short")
+    points(short.path, *({"step": i, "loss": i} for i in range(9)))
+    short.read()
+    assert short.series()["means"] == {}, "the series itself"
+    assert short.series(300, 4, 5)["means"]["loss"] == short.series()["series"]["loss"]
+
+
 def rows_of_a_run(rng: random.Random) -> list[dict[str, Any]]:
     """Points of several starts: some steps twice, some without a value, some values that no chart can show."""
     rows: list[dict[str, Any]] = []

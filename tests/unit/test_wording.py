@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backend.wording import counted, plural
+from backend.wording import counted, figure, plural
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,11 @@ def test_plural(noun: str, expected: str) -> None:
 def test_counted() -> None:
     assert counted(1, "batch") == "1 batch" and counted(8, "batch") == "8 batches"
     assert counted(0, "step") == "0 steps" and counted(60_000, "step") == "60,000 steps"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.5, "1.5"), (15.24, "15.2"), (99.94, "99.9"), (99.96, "100"), (999.6, "1000"), (1023.4, "1023"), (0, "0")],
+)
+def test_figures_have_no_exponent(value, text):
+    assert figure(value) == text

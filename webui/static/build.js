@@ -7,7 +7,7 @@ import * as form from "./form.js";
 import { diffList } from "./fixes.js";
 import { setPlaceholder } from "./gradio.js";
 import { forgetChanges } from "./history.js";
-import { resumeRehearsal, startRehearsal } from "./rehearsal.js";
+import { compareRehearsal, resumeRehearsal, startRehearsal } from "./rehearsal.js";
 import { drawCheckFailed, drawReport, drawStart, keepFocus } from "./report.js";
 import { checkSweep, prepareSweep } from "./sweep_form.js";
 import { drawUndo, startHistory } from "./versions.js";
@@ -44,6 +44,7 @@ export function checkSoon() {
   outdateReport();
   keepEdit(form.currentValues());
   drawUndo();
+  compareRehearsal(form.currentValues(), machine());
   if (!isAsked) queueMicrotask(check); // one check for what changes at the same time, sent before that is drawn
   isAsked = true;
   checkSweep();

@@ -46,24 +46,16 @@ function trainAndEval(key, title) {
 const stored = (name, fallback) => localStorage.getItem(name) ?? fallback;
 const color = (name) => getComputedStyle(document.body).getPropertyValue(name).trim();
 
-/**
- * Bias-corrected exponential moving average, over means of 2^k points: a long series alternates between the minimum and
- * maximum of each bucket, and a line through them would be a band. `weight` is 0 to 0.99.
- */
+/** A bias-corrected exponential moving average. `weight` is 0 to 0.99. */
 export function smoothed({ x, y }, weight) {
-  const window = 2 ** Math.max(0, Math.ceil(Math.log2(x.length / 400)));
-  const result = { x: [], y: [] };
   let mean = 0;
   let total = 0;
-  for (let i = 0; i < x.length; i += window) {
-    const part = y.slice(i, i + window).filter(Number.isFinite);
-    if (!part.length) continue;
-    mean = mean * weight + (part.reduce((a, b) => a + b) / part.length) * (1 - weight);
+  const means = y.map((value) => {
+    mean = mean * weight + value * (1 - weight);
     total = total * weight + (1 - weight);
-    result.x.push(x[Math.min(x.length - 1, i + window - 1)]);
-    result.y.push(mean / total);
-  }
-  return result;
+    return mean / total;
+  });
+  return { x, y: means };
 }
 
 export function tickText(value) {
@@ -403,7 +395,13 @@ function curvesOf(chart, { response, weight }) {
     const smooth = chart.smooth && weight > 0 && first.x.length > 2;
     const stroke = smooth ? color("--fp-pale") : accent;
     curves.push({ name: chart.name, stroke, x: first.x, y: first.y, width: smooth ? 1 : 1.6 });
-    if (smooth) curves.push({ name: "smoothed", stroke: accent, ...smoothed(first, weight), width: 1.8 });
+    if (smooth)
+      curves.push({
+        name: "smoothed",
+        stroke: accent,
+        ...smoothed(response.means[chart.key] || first, weight),
+        width: 1.8,
+      });
   }
   if (second && second.x.length) {
     const { x, y } = second;

@@ -199,11 +199,12 @@ function nearestCurve(u, i, curves, highlighted) {
 function curvesOf(chart, { runs, found, weight }) {
   const curves = [];
   runs.forEach(({ id, name }, run) => {
-    const series = (found.get(id) || { series: {} }).series;
+    const { series, means } = found.get(id) || { series: {}, means: {} };
     const [first, second] = [series[chart.key], chart.second && series[chart.second]];
     const stroke = runColor(run);
     if (first && first.x.length) {
-      const line = chart.smooth && weight > 0 && first.x.length > 2 ? smoothed(first, weight) : first;
+      const line =
+        chart.smooth && weight > 0 && first.x.length > 2 ? smoothed(means[chart.key] || first, weight) : first;
       curves.push({ run, name, stroke, x: line.x, y: line.y, validation: false });
     }
     if (second && second.x.length) {

@@ -1,17 +1,45 @@
 // @ts-check
 // The rehearsal of the form's values: its phases, each with its time and the peak memory so far.
 import { get, post } from "./api.js";
-import { $, el, notifyError } from "./dom.js";
+import { $, el, notifyError, setText } from "./dom.js";
 import { bytes, duration } from "./format.js";
 import { createPoller } from "./poll.js";
 import { failureParts } from "./failure.js";
 
 const STORED = "fp-rehearsal"; // in this browser: the id of the last one
+const STORED_VALUES = "fp-rehearsal-values"; // and a checksum of what was rehearsed
 const TITLES = { running: "Rehearsal", done: "Rehearsal passed", stopped: "Rehearsal stopped" };
 
 const path = () => `api/rehearsals/${encodeURIComponent(localStorage.getItem(STORED) || "")}`;
 const poller = createPoller(poll, { isVisible: () => document.body.dataset.tab === "build", interval: 1000 });
 let drawn = "";
+let checksum = 0; // of the form's values now
+
+/** FNV-1a: whether the form has changed, without a copy of its values, which may contain secrets. */
+function checksumOf(values, machine) {
+  let sum = 0x811c9dc5;
+  for (const char of JSON.stringify([machine, Object.entries(values).sort()])) {
+    sum = Math.imul(sum ^ (char.codePointAt(0) || 0), 0x01000193) >>> 0;
+  }
+  return sum;
+}
+
+/** The form has these values now: a rehearsal of other ones says so. @param {Record<string, any>} values
+ * @param {string} machine */
+export function compareRehearsal(values, machine) {
+  if (!localStorage.getItem(STORED)) return;
+  checksum = checksumOf(values, machine);
+  drawOutdated();
+}
+
+function drawOutdated() {
+  const box = $("#fp-rehearsal");
+  const rehearsed = localStorage.getItem(STORED_VALUES);
+  const isOutdated = Boolean(checksum && rehearsed) && rehearsed !== String(checksum);
+  const title = $("#fp-rehearsal h3");
+  if (title) setText(title, isOutdated ? `${box.dataset.title} with earlier values of the form` : box.dataset.title);
+  box.classList.toggle("fp-outdated", isOutdated);
+}
 
 /** Start a rehearsal. @param {Record<string, any>} values of the form @param {string} machine that they are for */
 export async function startRehearsal(values, machine) {
@@ -20,6 +48,8 @@ export async function startRehearsal(values, machine) {
   try {
     const { id } = await post("api/rehearsals", { values, machine });
     localStorage.setItem(STORED, id);
+    localStorage.setItem(STORED_VALUES, String(checksumOf(values, machine)));
+    compareRehearsal(values, machine);
     poller.start();
   } catch (error) {
     notifyError(error);
@@ -50,6 +80,7 @@ export const isRehearsing = () => poller.isActive();
 
 function dismiss() {
   localStorage.removeItem(STORED);
+  localStorage.removeItem(STORED_VALUES);
   drawn = "";
   $("#fp-rehearsal").hidden = true;
 }
@@ -68,11 +99,13 @@ function draw(status) {
   box.hidden = false;
   box.dataset.state = status.state;
   const title = TITLES[status.state] || "Rehearsal failed";
+  box.dataset.title = title;
   box.replaceChildren(
     el("div.fp-card-head", {}, el("h3", {}, title), el("span.fp-gap"), action),
     el("table.fp-phases", {}, el("tbody", {}, status.phases.map(phaseRow), running ? currentRow(status) : null)),
     ...(running ? [] : outcomeParts(status)),
   );
+  drawOutdated();
 }
 
 const phaseRow = ({ label, seconds, peak_bytes: peak }) =>
