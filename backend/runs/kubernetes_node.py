@@ -1,9 +1,9 @@
 """The processes of a run in one pod of a Kubernetes job: the pod's first process.
 
-Imports backend.runs, runs.processes, runs.follower, runs.kubernetes. Kubernetes replaces pods one by one, but a
-training starts and fails as a whole: so the pods agree on attempts through files in the run's folder, which all of them
-share. The first pod that knows that an attempt has ended creates a file, and the others then end theirs. The replaced
-pods meet in the next attempt, on another port.
+Imports backend.runs, runs.processes, runs.follower, runs.kubernetes, runs.log_writer. Kubernetes replaces pods one by
+one, but a training starts and fails as a whole: so the pods agree on attempts through files in the run's folder, which
+all of them share. The first pod that knows that an attempt has ended creates a file, and the others then end theirs.
+The replaced pods meet in the next attempt, on another port.
 
 SIGTERM, from an eviction or a drained node, becomes a stop request: all ranks save a checkpoint and end, and all pods
 come back. On a shared file system, lines that several machines append can overwrite each other, so only the first node
@@ -13,6 +13,7 @@ appends to the log, and copies what the others have written into files of their 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from typing import IO
 from backend.runs import ERROR, ERROR_FILE, KUBERNETES_NODES, LOG, RUN_MARKER, SPEC, STOP, processes
 from backend.runs.follower import withdraw_interruption
 from backend.runs.kubernetes import ATTEMPTS, INTERRUPTED, JOB, is_interrupted
+from backend.runs.log_writer import Log
 
 POLL_SECONDS = 0.5
 NAME_SECONDS = 600  # until the host name of the first node is known, after its image was pulled
@@ -45,6 +47,7 @@ class Node:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.marker = self.folder / f"node-{rank}"
         self.evicted = False
+        self.log = Log(os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
         self.copied: dict[Path, int] = {}  # bytes of the other nodes' output that are in the log
         signal.signal(signal.SIGTERM, self._request_stop)
 
@@ -152,12 +155,13 @@ class Node:
 
     def _write_output(self, output: IO[bytes], attempt: int) -> None:
         """To kubectl logs, and to the log or this node's file."""
-        with Path(LOG).open("ab") if self.rank == 0 else self._output_file(attempt).open("ab") as file:
+        with self._output_file(attempt).open("ab") if self.rank else contextlib.nullcontext() as file:
+            log = Log(file.fileno()) if file else self.log
             for line in output:
-                file.write(line)
-                file.flush()
+                log.add(line)
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
+            log.flush()
 
     def _copy_output(self, attempt: int) -> None:
         """Append the full lines that the other nodes have written since the last time to the log."""
@@ -167,10 +171,8 @@ class Node:
                 source.seek(at)
                 new = source.read()
             new = new[: new.rfind(b"\n") + 1]
-            if new:
-                with Path(LOG).open("ab") as log:
-                    log.write(new)
-                self.copied[file] = at + len(new)
+            self.log.add(new)
+            self.copied[file] = at + len(new)
 
     def _copy_last_output(self, attempt: int) -> None:
         """Also what the other nodes write while they end."""

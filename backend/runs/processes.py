@@ -59,8 +59,8 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def run_processes(folder: Path, tree: int = 0) -> set[Process]:
-    """Living processes with the run marker, or below the process `tree`, without the calling process."""
+def run_processes(folder: Path, tree: int = 0, spare: int = 0) -> set[Process]:
+    """Living processes with the run marker, or below the process `tree`, without the calling process and `spare`."""
     marker = f"{RUN_MARKER}={folder}".encode()
     table, found = {}, set()
     for entry in PROC.iterdir() if PROC.is_dir() else ():
@@ -73,17 +73,17 @@ def run_processes(folder: Path, tree: int = 0) -> set[Process]:
                 found.add(pid)
     if tree:
         found |= {pid for pid in table if _descends(pid, tree, table)}
-    return {Process(pid, table[pid][1]) for pid in found - {os.getpid()}}
+    return {Process(pid, table[pid][1]) for pid in found - {os.getpid(), spare}}
 
 
 def terminate(
-    folder: Path, tree: int = 0, sigterm_seconds: float = 2.0, sigkill_seconds: float = 8.0
+    folder: Path, tree: int = 0, sigterm_seconds: float = 2.0, sigkill_seconds: float = 8.0, spare: int = 0
 ) -> tuple[int, ...]:
-    """End every process of the run: SIGTERM, then SIGKILL. Returns the pids that are still alive."""
+    """End every process of the run but `spare`: SIGTERM, then SIGKILL. Returns the pids that are still alive."""
     left: set[Process] = set()
     for number, seconds in ((signal.SIGTERM, sigterm_seconds), (signal.SIGKILL, sigkill_seconds)):
         deadline, signaled = time.monotonic() + seconds, set[Process]()
-        while left := run_processes(folder, tree):
+        while left := run_processes(folder, tree, spare):
             for process in left - signaled:
                 send(process, number)
             signaled |= left

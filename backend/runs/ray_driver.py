@@ -27,6 +27,7 @@ POLL_SECONDS = 0.5
 SHARED_SECONDS = 30  # until a file that the driver has written is visible on the other nodes
 WAIT_SECONDS = 60  # for the other nodes after the first one has ended
 NODE_SECONDS = 40  # for the end of the processes of a node
+KEPT_BYTES = 2**26
 UNITS = ("CPU", "GPU")
 LOST = -1  # exit status of a node that does not respond
 
@@ -102,6 +103,7 @@ class Driver:
     def __init__(self, job: str, arguments: list[str]) -> None:
         self.job = job
         self.arguments = arguments
+        self.unwritten = bytearray()
         self.settings: dict[str, Any] = json.loads(Path(JOB).read_text(encoding="utf-8"))
         self.count: int = self.settings["nodes"]
         self.resources: dict[str, float] = self.settings["resources"]
@@ -198,12 +200,21 @@ class Driver:
             time.sleep(POLL_SECONDS)
             left = [rank for rank in range(self.count) if rank not in statuses]
             for rank, (lines, status) in zip(left, ray.get([nodes[rank].read.remote() for rank in left]), strict=True):
-                os.write(1, lines)
+                self.write(lines)
                 if status is not None:
                     statuses[rank] = status
                     until = min(until, time.monotonic() + WAIT_SECONDS)
         failed = [status for status in statuses.values() if status]
         return failed[0] if failed else 0 if len(statuses) == self.count else 1
+
+    def write(self, lines: bytes) -> None:
+        """Append to the log; what a full disk has no room for waits for the next lines."""
+        self.unwritten += lines
+        try:
+            while self.unwritten:
+                del self.unwritten[: os.write(1, self.unwritten)]
+        except OSError:
+            del self.unwritten[KEPT_BYTES:]
 
     def wait_for_nodes(self) -> None:
         """Each node has a file while processes may be running there. That of a machine that failed stays."""

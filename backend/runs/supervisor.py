@@ -52,12 +52,14 @@ from backend.runs import (
     webhook,
 )
 from backend.runs.folder import StopTimeouts, file_versions, is_fresh
+from backend.runs.output import Output
 from backend.runs.queue import Entry, Turn
 
 POLL_SECONDS = 0.1
 QUEUE_SECONDS, IN_USE_SECONDS = 0.5, 3.0  # between two looks at the queue; a program on a GPU is asked for less often
 TOUCH_SECONDS = 3600.0  # programs that clean /tmp delete what nobody has written for days
 FOLLOW_UP_SECONDS = 900.0  # checking all examples of a large dataset takes minutes
+WRITER_SECONDS = 10.0  # for the last lines of the log
 BUSY = 75  # exit code: another process holds the run's lock (EX_TEMPFAIL)
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, see prctl(2)
 # Phases of backend.train without a training step to finish, and with nothing to save.
@@ -88,6 +90,7 @@ class Supervisor:
         self.oom_kills = _oom_kills()
         self.locks = [lock]
         self.start = start
+        self.output = Output(folder)
 
     def announce(self) -> None:
         """Clean up after an earlier start; record this one, or that it waits. Raises OSError, as for a full disk."""
@@ -146,14 +149,15 @@ class Supervisor:
         """Run the launcher, and clean up after it. The launcher keeps the leases if this process is killed."""
         _, known_events = events.since(self.folder, 0)
         try:
-            with (self.folder / LOG).open("ab") as log:
-                launcher = subprocess.Popen(
-                    self.argv, cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=subprocess.STDOUT, start_new_session=True, pass_fds=self.turn.leases or (),
-                )  # fmt: skip
+            launcher = subprocess.Popen(
+                self.argv, cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=self.output.open(),
+                stderr=subprocess.STDOUT, start_new_session=True, pass_fds=self.turn.leases or (),
+            )  # fmt: skip
         except OSError as error:
+            self.output.close()
             self.state |= {"exit_code": None, "cause": f"{self.argv[0]} cannot be started: {error.strerror}."}
         else:
+            self.output.close()
             self.state |= {"launcher": launcher.pid}
             self._write()
             ended = threading.Event()
@@ -195,6 +199,7 @@ class Supervisor:
         requested = sigterm_sent = touched = 0.0
         while (code := _reap(launcher)) is None:
             time.sleep(POLL_SECONDS)
+            self.output.keep()
             self._keep_lock()
             if time.monotonic() - touched > TOUCH_SECONDS:
                 touched = time.monotonic()
@@ -265,7 +270,7 @@ class Supervisor:
         finished = code == 0 and (has_result or not requested)
         self._end_job()
         self.state |= {
-            "left": processes.terminate(self.folder, tree=os.getpid()),
+            "left": self._terminate(),
             "oom_kills": _oom_kills() - self.oom_kills,
             "end": "done" if finished else "stopped" if requested else "failed",
             "ended": time.time(),
@@ -277,6 +282,12 @@ class Supervisor:
             with contextlib.suppress(OSError), (self.folder / STATE).open("r+", encoding="utf-8") as file:
                 file.write(json.dumps(self.state))
                 file.truncate()
+
+    def _terminate(self) -> tuple[int, ...]:
+        """End the processes that the launcher has left, then wait until their output is in the log."""
+        left = processes.terminate(self.folder, tree=os.getpid(), spare=self.output.pid)
+        self.output.wait(WRITER_SECONDS)
+        return left
 
     def _end_job(self) -> None:
         """Cancel the job of a run whose follower was killed."""

@@ -1,4 +1,4 @@
-"""Writing to a disk that is full or read-only: a run waits until it can write.
+"""Writing to a disk that is full, read-only or reports errors: a run waits until it can write, or says why it cannot.
 
 Imports checkpoints, context, device, run_log. Metrics and progress wait in RunLog; here is what training must not
 continue without: checkpoints, the trained model and the result.
@@ -21,12 +21,17 @@ from backend.train.run_log import RunLog, Stopped, TrainError
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 300.0  # then writing is tried again, since the free space does not show quotas and compression
+IO_SECONDS = 300.0  # for an error of a device or of a network file system, which may be gone after a moment
 PROBE_BYTES = 4096
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-# What torch 2.13 (zip files) and safetensors 0.8 raise instead of an OSError.
-MESSAGES = re.compile(
-    r"(?i)No space left on device|quota exceeded|Read-only file system|PytorchStreamWriter failed|unexpected pos"
-)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FAULTY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)
+DISK_ERRORS = (*FULL, errno.EROFS, *FAULTY)
+ADVICE = "The disk or the network file system of the run's folder reports an error: check it (dmesg has its messages)"
+# safetensors 0.8 and torch's distributed checkpoints have the number of the error in the text of their own exceptions.
+NUMBER = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
+MESSAGES = {os.strerror(number): number for number in DISK_ERRORS}
+# torch 2.13 names no cause where a zip file cannot be written.
+WITHOUT_CAUSE = re.compile(r"PytorchStreamWriter failed[^.\n]*|unexpected pos \d+ vs \d+")
 
 
 def save_checkpoint(context: TrainContext, folder: Path, write: Callable[[], None]) -> None:
@@ -39,14 +44,16 @@ def save_checkpoint(context: TrainContext, folder: Path, write: Callable[[], Non
         try:
             write()
         except Exception as error:
-            if problem := disk_error(error):
-                checkpoints.delete(folder)
-                if context.group.world > 1:
-                    raise TrainError(
-                        f"{folder.name} could not be saved and was deleted: {problem}. Free some disk space, then "
-                        "resume from the last complete checkpoint."
-                    ) from error
-            raise
+            if not (problem := disk_error(error, folder)):
+                raise
+            checkpoints.delete(folder)
+            if context.group.world == 1:
+                raise problem from error
+            raise TrainError(
+                f"{folder.name} could not be saved and was deleted: {problem.strerror}. "
+                f"{ADVICE if problem.errno in FAULTY else 'Free some disk space'}, then resume from the last complete "
+                "checkpoint."
+            ) from error
 
     if context.group.world > 1:
         on_rank_0(context.group, lambda: _Wait(context.run_log, folder.name).until_writable(need))
@@ -78,49 +85,76 @@ def retry(run_log: RunLog, what: str, write: Callable[[], object], need: int = 0
             write()
             return
         except Exception as error:
-            problem = disk_error(error)
-            if not problem:
+            if not (problem := disk_error(error, run_log.folder)):
                 raise
         wait.pause(problem)
-        if not _problem(run_log.folder, 0):  # otherwise the file system is read-only, or has no room for anything
+        if problem.errno in FULL and not _problem(run_log.folder, 0):  # there is room, but not for all of it
             need = max(need, shutil.disk_usage(run_log.folder).free + PROBE_BYTES)
 
 
-def disk_error(error: BaseException) -> str:
-    """What is wrong if the disk is full or read-only; '' for any other error."""
-    error = error.__cause__ or error
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        return os.strerror(error.errno)
-    found = MESSAGES.search(str(error))
-    return found[0] if found else ""
+def disk_error(error: BaseException, folder: Path) -> OSError | None:
+    """What is wrong with the disk if it has not taken what was written into `folder`; None for any other error. It has
+    to be called before anything is deleted: where the error has no cause, writing a file shows it."""
+    link: BaseException | None = error
+    while link:
+        if (number := _number(link)) in DISK_ERRORS:
+            return OSError(number, os.strerror(number))
+        link = link.__cause__ or link.__context__
+    if found := WITHOUT_CAUSE.search(str(error)):
+        problem = _problem(folder, 0)
+        return problem if problem and problem.errno in DISK_ERRORS else OSError(errno.EIO, f"PyTorch says: {found[0]}")
+    return None
+
+
+def _number(error: BaseException) -> int:
+    """The errno of an error; 0 if it has none."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    text = str(error)
+    if found := NUMBER.search(text):
+        return int(found[1] or found[2])
+    return next((number for message, number in MESSAGES.items() if message in text), 0)
 
 
 class _Wait:
-    """Waits for the disk, with one line in the log."""
+    """Waits for the disk, with one line in the log for each kind of problem."""
 
     def __init__(self, run_log: RunLog, what: str) -> None:
-        self.run_log, self.what, self._told = run_log, what, False
+        self.run_log, self.what = run_log, what
+        self._told: set[int | None] = set()
+        self._io_deadline = 0.0
 
     def until_writable(self, need: int, seconds: float = float("inf")) -> None:
-        """Wait until `need` bytes can be written, or for at most `seconds`."""
+        """Wait until `need` bytes can be written, or for at most `seconds`. Raises TrainError."""
         deadline = time.monotonic() + seconds
         while (problem := _problem(self.run_log.folder, need)) and time.monotonic() < deadline:
             self.pause(problem)
 
-    def pause(self, problem: str) -> None:
-        """Say once what the run waits for. Raises Stopped if the user stops without saving."""
-        text = f"{self.what} cannot be saved ({problem}): waiting until there is room on the disk of the run's folder."
-        if not self._told:
+    def pause(self, problem: OSError) -> None:
+        """Say once what the run waits for. Raises Stopped if the user stops without saving, and TrainError if a disk
+        has reported errors for too long."""
+        text = f"{self.what} cannot be saved ({problem.strerror}): "
+        if problem.errno in FAULTY:
+            text += f"trying again for {IO_SECONDS / 60:g} minutes. {ADVICE}."
+            self._io_deadline = self._io_deadline or time.monotonic() + IO_SECONDS
+            if time.monotonic() > self._io_deadline:
+                raise TrainError(
+                    f"{self.what} could not be saved: {problem.strerror}. {ADVICE}, then resume from the last complete "
+                    "checkpoint."
+                )
+        else:
+            text += "waiting until there is room on the disk of the run's folder."
+        if problem.errno not in self._told:
             self.run_log.info(text)
-        self._told = True
+        self._told.add(problem.errno)
         self.run_log.progress("waiting for disk space", text)
         if self.run_log.stop_requested() == 1:
             raise Stopped
         time.sleep(POLL_SECONDS)
 
 
-def _problem(folder: Path, need: int) -> str:
-    """Why `need` bytes cannot be written into the folder; '' if they probably can."""
+def _problem(folder: Path, need: int) -> OSError | None:
+    """Why `need` bytes cannot be written into the folder; None if they probably can."""
     probe = folder / f".room.{os.getpid()}"
     try:
         try:
@@ -129,7 +163,7 @@ def _problem(folder: Path, need: int) -> str:
             probe.unlink(missing_ok=True)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return error.strerror or str(error)
+        return OSError(error.errno, error.strerror or str(error))
     if free < need:
-        return f"{free / 1e6:,.1f} MB are free, {need / 1e6:,.1f} MB are needed"
-    return ""
+        return OSError(errno.ENOSPC, f"{free / 1e6:,.1f} MB are free, {need / 1e6:,.1f} MB are needed")
+    return None

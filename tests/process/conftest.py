@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fork_server import ForkServer, start_fork_server
+from small_disk import mounted
 from training_runs import ignore_progress
 
 from backend.train import builtin_models
@@ -46,3 +47,10 @@ def fork_server(session_fork_server: ForkServer, cache: Path) -> Iterator[ForkSe
     """The fork server with the model cache of this file; asserts at the end of the file that no process is left."""
     yield replace(session_fork_server, cache=cache)
     assert not session_fork_server.leftover_processes()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MB."""
+    with mounted(tmp_path / "disk") as place:
+        yield place

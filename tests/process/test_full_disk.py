@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+from failing_writes import failing_writes
 from fork_server import ForkServer
+from small_disk import fill
 from training_runs import REORDERING_TOLERANCE, environment, log_text, losses, make_spec, read_metrics, same_losses
 
 from backend.launch.plan import plan
@@ -24,23 +26,13 @@ from backend.machine import Machine
 from backend.runs import METRICS, PROGRESS, STOP, processes, sweeps
 from backend.runs.folder import Run
 from backend.train import disk_space
-from backend.train.run_log import RunLog, Stopped
+from backend.train.run_log import RunLog, Stopped, TrainError
 
 STEPS = 12
 CHANGES = {"train.max_steps": STEPS, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 2}
 CHANGES |= {"save.final_model": True}
 ROOM_NEEDED = "MB are needed): waiting until there is room"
 DDP = {"parallel.strategy": "ddp", "launch.nproc_per_node": 2}
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], check=False).returncode:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
 
 
 @contextmanager
@@ -50,17 +42,6 @@ def read_only(folder: Path) -> Iterator[None]:
     subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
     yield
     subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def fill(disk: Path, leave: int = 0) -> Path:
-    """Fill the disk but for `leave` bytes."""
-    path = disk / "filler"
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(bytes(2**16)) == 2**16:
-            pass
-    with path.open("r+b") as file:
-        file.truncate(max(0, file.seek(0, 2) - leave))
-    return path
 
 
 @contextmanager
@@ -134,7 +115,9 @@ def test_a_run_waits_until_there_is_room(
         assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == [f"checkpoint-{n}" for n in saved]
         filler.unlink()
         finish(run)
-        assert log_text(run.path).count("cannot be saved (") <= 1
+        text = log_text(run.path)
+        assert text.count("cannot be saved (") <= 1
+        assert [text.count(f"step {step:>2}/{STEPS} ") for step in range(1, STEPS + 1)] == [1] * STEPS
         complete_points(run, reference)
 
 
@@ -215,6 +198,41 @@ def test_a_run_that_is_renamed_waits_until_it_is_renamed_back(
         complete_points(run, reference)
 
 
+@pytest.mark.soak
+@pytest.mark.alone
+def test_an_error_of_the_disk_is_named_and_tried_again(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, root: Path
+) -> None:
+    """Not taken for a full disk, although PyTorch's own error names no cause."""
+    reference = losses(fork_server.train(root / "without-errors", make_spec(CHANGES)))
+    with failing_writes(tmp_path, monkeypatch) as shim, started(tmp_path, cache, {}, monkeypatch) as run:
+        wait_for(run.checkpoints, run)
+        shim.fail("/checkpoint-")
+        wait_for(lambda: "cannot be saved (Input/output error): trying again" in log_text(run.path), run)
+        assert "MB are needed" not in log_text(run.path) and "room" not in sentence(run)
+        assert run.state == "running"
+        shim.work()
+        finish(run)
+        complete_points(run, reference)
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_an_error_of_the_disk_ends_several_ranks_with_its_cause(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with failing_writes(tmp_path, monkeypatch) as shim, started(tmp_path, cache, DDP, monkeypatch) as run:
+        wait_for(run.checkpoints, run)
+        shim.fail("/checkpoint-")
+        wait_for(lambda: not processes.is_locked(run.path), run)
+        assert run.state == "failed"
+        assert "could not be saved and was deleted: Input/output error. The disk or the network" in sentence(run)
+        shim.work()
+        run.resume()
+        finish(run)
+        assert sorted(losses(run.path)) == list(range(1, STEPS + 1))
+
+
 def test_metrics_wait_for_room(small_disk: Path) -> None:
     """No line is lost, cut off or written twice, and a part of a line does not stay."""
     run_log = RunLog(small_disk)
@@ -261,10 +279,21 @@ def test_writing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
     disk_space.retry(run_log, "checkpoint-2", write)
     assert not outcomes
-    assert capsys.readouterr().out.count("checkpoint-2 cannot be saved (No space left on device)") == 1
+    said = capsys.readouterr().out
+    assert said.count("checkpoint-2 cannot be saved (No space left on device)") == 1
+    assert said.count("checkpoint-2 cannot be saved (PyTorch says: unexpected pos 1 vs 0)") == 1
     outcomes[:] = [PermissionError(errno.EACCES, "x")]
     with pytest.raises(PermissionError):
         disk_space.retry(run_log, "checkpoint-2", write)
+    outcomes[:] = [OSError(errno.EIO, "x"), RuntimeError("I/O error: Input/output error (os error 5)"), None]
+    disk_space.retry(run_log, "The model", write)
+    said = capsys.readouterr().out
+    assert said.count("The model cannot be saved (Input/output error): trying again for 5 minutes") == 1
+    assert "room" not in said and "MB" not in said
+    monkeypatch.setattr(disk_space, "IO_SECONDS", -1)
+    outcomes[:] = [OSError(errno.EIO, "x")]
+    with pytest.raises(TrainError, match=r"could not be saved: Input/output error\. The disk or the network"):
+        disk_space.retry(run_log, "The model", write)
     (tmp_path / STOP).write_text("discard")
     outcomes[:] = [OSError(errno.ENOSPC, "x")]
     with pytest.raises(Stopped):

@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from log_writers import log_writers
 
 from backend.runs import EVENTS, LOCK, LOG, PLAN, RESULT, SCRIPT, STATE, STOP, processes, webhook
 from backend.runs import folder as run_folder
@@ -357,15 +359,21 @@ supervisor.run()
 
 
 def test_full_disk_does_not_end_the_training(make_run: MakeRun) -> None:
-    """A file size limit of 0 for the supervisor; the launcher, which inherits the limit, removes it."""
+    """A file size limit of 0 for the supervisor; the launcher, which inherits the limit, removes it. The process that
+    writes the log has it until the end of the run."""
     remove_limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)\n"
-    run = make_run(remove_limit + STOPS_ON_REQUEST)
+    own_pid = "import os; open('launcher.pid', 'w').write(str(os.getpid()))\n"
+    run = make_run(remove_limit + own_pid + STOPS_ON_REQUEST)
     home = Path(__file__).resolve().parent.parent.parent
     with subprocess.Popen([sys.executable, "-c", SUPERVISOR_WITHOUT_DISK_SPACE, str(run.path)], cwd=home) as supervisor:
         wait_for(lambda: (run.path / "progress.json").exists())
         time.sleep(0.3)
         assert "launcher" not in read_state(run)
         (run.path / STOP).write_text("save")
+        wait_for(lambda: process_ended(int((run.path / "launcher.pid").read_text())))
+        assert "saved" not in (run.path / LOG).read_text()
+        (writer,) = log_writers(run)
+        resource.prlimit(writer, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         assert supervisor.wait(20) == 0
     assert "saved save" in (run.path / LOG).read_text()
     assert not processes.run_processes(run.path)

@@ -1,0 +1,33 @@
+"""A small disk that tests can fill: a tmpfs, which only root may mount; elsewhere these tests are skipped."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def mounted(place: Path, options: str = "size=64m") -> Iterator[Path]:
+    """A tmpfs at `place`."""
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=False).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def fill(disk: Path, leave: int = 0) -> Path:
+    """Fill the disk but for `leave` bytes."""
+    path = disk / "filler"
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(2**16)) == 2**16:
+            pass
+    with path.open("r+b") as file:
+        file.truncate(max(0, file.seek(0, 2) - leave))
+    return path
