@@ -8,8 +8,8 @@ cleanup of leftover processes; `failure.py` explains why a run failed, `throughp
 incrementally, `events.py` what happened meanwhile; `health.py` finds spikes, drops and slow ranks in them;
 `listing.py` is the list of all runs, `search.py` its columns and the search in them, `notebook.py` the tags and notes
 of a run; `resume_point.py` finds the checkpoint that a run resumes from; `stacks.py` asks every rank what it is doing;
-`follower.py` follows a run's job in a cluster, `clusters.py` names the kinds of clusters; `rehearsals.py` runs through a
-spec in a minute, with `warm_python.py` in place of Python where one process can import the libraries for all.
+`follower.py` follows a run's job in a cluster, `clusters.py` names the kinds of clusters; `rehearsals.py` runs through
+a spec in a minute, with `warm_python.py` in place of Python where one process can import the libraries for all.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ ERROR = "error.json"  # traceback, by torch's elastic error handler; with torchr
 REHEARSED = "rehearsed.jsonl"  # of a rehearsal: one completed phase per line, with its time and peak memory, by rank 0
 STACKS = "stacks"  # a file per rank, by that rank: its stack when someone asks what it does
 STOP = "stop"  # stop request, "save" or "discard", then the reason; by page, command line, supervisor or rank 0
+STOP_SPARE = ".stop-spare"  # by the supervisor at the start: becomes STOP where no file can be created
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"  # in a checkpoint: written last, by rank 0
 MODEL = "model"
@@ -213,3 +214,18 @@ def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
         with contextlib.suppress(OSError):
             new.unlink()
         raise
+
+
+def request_stop(folder: Path, text: str) -> None:
+    """Write the stop request of the run in `folder`. On a disk that is full or has no inodes left, a file that is
+    there already becomes the request, perhaps without the text, which requests a checkpoint. Raises OSError."""
+    try:
+        replace_text(folder / STOP, text)
+    except OSError as error:
+        spare = folder / STOP_SPARE
+        try:
+            with contextlib.suppress(OSError):
+                spare.write_text(text, encoding="utf-8")
+            spare.replace(folder / STOP)
+        except OSError:
+            raise error from None

@@ -46,6 +46,7 @@ from backend.runs import (  # fmt: skip
     ownership,
     processes,
     replace_text,
+    request_stop,
     resume_point,
     throughput,
 )
@@ -165,27 +166,23 @@ class Run:
         if (pid := self._stopped_supervisor()) is not None:
             os.kill(pid, signal.SIGCONT)
         try:
-            replace_text(self.path / STOP, "save" if save else "discard")
+            request_stop(self.path, "save" if save else "discard")
         except OSError as error:
-            self._stop_without_space(save, error)
-
-    def _stop_without_space(self, save: bool, error: OSError) -> None:
-        """Stop although the request cannot be written: a full disk still takes an empty file, which requests a
-        checkpoint. A stop without one also signals the launcher. A follower ignores SIGTERM without a stop file; the
-        supervisor cancels the job of one that was killed."""
-        try:
-            (self.path / STOP).touch()
-        except OSError:
             if save:
                 raise RunError(
                     f"The stop request could not be written: {error.strerror}. Stop without a checkpoint still works."
                 ) from error
-        if not save:
-            launcher = self._json(STATE).get("launcher")
-            number = signal.SIGKILL if follower.unended(self.path) else signal.SIGTERM
-            for process in processes.run_processes(self.path):
-                if process.pid == launcher:
-                    processes.send(process, number)
+        if not save and self._text(STOP) != "discard":
+            self._end_launcher()
+
+    def _end_launcher(self) -> None:
+        """End the launcher, because a stop without a checkpoint could not be written. A follower ignores SIGTERM; the
+        supervisor cancels the job of one that was killed."""
+        launcher = self._json(STATE).get("launcher")
+        number = signal.SIGKILL if follower.unended(self.path) else signal.SIGTERM
+        for process in processes.run_processes(self.path):
+            if process.pid == launcher:
+                processes.send(process, number)
 
     def clean_up(self) -> int:
         """Terminate processes that a killed supervisor or shell left behind. Returns their number."""
@@ -504,11 +501,15 @@ class Run:
     def _disk_problem(self) -> str:
         """What a live run waits for if it can write nothing, not even its progress; '' if it can."""
         disk = os.statvfs(self.path)
-        read_only = disk.f_flag & os.ST_RDONLY
-        if not read_only and disk.f_bavail * disk.f_frsize >= MIN_FREE_BYTES:
+        if disk.f_flag & os.ST_RDONLY:
+            what = "is read-only"
+        elif disk.f_bavail * disk.f_frsize < MIN_FREE_BYTES:
+            what = "is full"
+        elif disk.f_files and not disk.f_favail:  # some file systems do not count inodes
+            what = "has no free inodes, so no file can be created; delete some files"
+        else:
             return ""
-        what = "read-only" if read_only else "full"
-        return f"Running, but the disk of the run's folder is {what}. The next checkpoint waits until it can be saved."
+        return f"Running, but the disk of the run's folder {what}. The next checkpoint waits until it can be saved."
 
     def _stopped_supervisor(self) -> int | None:
         """The PID of the run's supervisor if it was stopped by a signal: it does not respond until it is continued."""

@@ -41,6 +41,7 @@ from backend.runs import (
     STACKS,
     STATE,
     STOP,
+    STOP_SPARE,
     SUPERVISOR,
     clusters,
     events,
@@ -48,6 +49,7 @@ from backend.runs import (
     processes,
     queue,
     replace_text,
+    request_stop,
     start_env,
     webhook,
 )
@@ -97,6 +99,7 @@ class Supervisor:
         processes.terminate(self.folder)
         (self.folder / STOP).unlink(missing_ok=True)
         shutil.rmtree(self.folder / STACKS, ignore_errors=True)
+        (self.folder / STOP_SPARE).touch()
         if self.entry.devices or self.entry.after:
             self.turn = queue.join(self.entry)
         if self.turn.leases is None:
@@ -218,8 +221,9 @@ class Supervisor:
             if not sigterm_sent and now - requested >= self._grace(request):
                 sigterm_sent = now
                 self.state |= {"forced": "SIGTERM"}
-                self._write()  # a follower ignores SIGTERM, and cancels the job when it reads this
-                _signal(os.kill, launcher.pid, signal.SIGTERM)
+                self._write()  # a follower cancels its job when it reads this
+                if not follower.unended(self.folder):
+                    _signal(os.kill, launcher.pid, signal.SIGTERM)
             elif sigterm_sent and now - sigterm_sent >= self.timeouts.sigterm:
                 self.state |= {"forced": "SIGKILL"}
                 _signal(os.killpg, launcher.pid, signal.SIGKILL)
@@ -243,7 +247,7 @@ class Supervisor:
         stop = self.folder / STOP
         if self.sigterm_received and not stop.exists():
             with contextlib.suppress(OSError):
-                replace_text(stop, "save")
+                request_stop(self.folder, "save")
             return "save"
         try:
             return "discard" if "discard" in stop.read_text(encoding="utf-8", errors="replace") else "save"

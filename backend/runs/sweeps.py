@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import METRICS, STOP, SWEEP, replace_text
+from backend.runs import METRICS, SWEEP, request_stop
 from backend.runs.folder import Run, RunError
 from backend.runs.metrics import points_with
 
@@ -78,7 +78,7 @@ def stop_if_behind(folder: Path, step: int) -> str:
     place = 1 + sum(other < loss for other in losses) if math.isfinite(loss) else len(losses)
     ranked = f"Its validation loss at step {step} is number {place} of {len(losses)} runs"
     reason = f"{ranked}; only the best {goes_on} continue."
-    replace_text(folder / STOP, f"save\n{reason}\n")
+    request_stop(folder, f"save\n{reason}\n")
     return reason
 
 

@@ -22,6 +22,7 @@ from backend.train.run_log import RunLog, TrainError, write_json
 __all__ = ["OPTIMIZER_STATES", "complete", "damage", "has_optimizer_state", "step_of"]
 UNIVERSAL = ".universal"  # in the run's folder: a converted checkpoint, until all ranks have loaded it
 DAMAGED = "damaged-"  # put before the name of a checkpoint that a run skipped
+MORE_INODES = 8
 
 
 def check(run: Path, from_scratch: bool) -> None:
@@ -95,11 +96,14 @@ def at_path(path: str) -> Path:
     return folder
 
 
-def last_size(run: Path) -> int:
-    """Bytes of the latest complete checkpoint; 0 without one."""
+def last_size(run: Path) -> tuple[int, int]:
+    """Bytes and inodes of the latest complete checkpoint; 0 without one. Folders, the marker and files that are written
+    under another name first need a few more than its files."""
     with suppress(OSError, ValueError, TypeError):
-        return sum(size for folder in complete(run)[-1:] for size, _ in resume_point.recorded_files(folder).values())
-    return 0
+        for folder in complete(run)[-1:]:
+            sizes = [size for size, _ in resume_point.recorded_files(folder).values()]
+            return sum(sizes), len(sizes) + MORE_INODES
+    return 0, 0
 
 
 def mark_complete(folder: Path) -> None:

@@ -6,12 +6,13 @@ continue without: checkpoints, the trained model and the result.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backend.train import checkpoints
@@ -23,6 +24,8 @@ POLL_SECONDS = 1.0
 RETRY_SECONDS = 300.0  # then writing is tried again, since the free space does not show quotas and compression
 IO_SECONDS = 300.0  # for an error of a device or of a network file system, which may be gone after a moment
 PROBE_BYTES = 4096
+FEW_INODES, MIN_FREE_BYTES = 64, 2**20  # a disk that takes no file although it has room for data has no inodes
+NO_INODES = "too few inodes are free to create its files"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FAULTY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)
 DISK_ERRORS = (*FULL, errno.EROFS, *FAULTY)
@@ -34,11 +37,19 @@ MESSAGES = {os.strerror(number): number for number in DISK_ERRORS}
 WITHOUT_CAUSE = re.compile(r"PytorchStreamWriter failed[^.\n]*|unexpected pos \d+ vs \d+")
 
 
+@dataclass(frozen=True)
+class Room:
+    """What has to be free on the disk: bytes, and inodes for `files`."""
+
+    bytes: int = 0
+    files: int = 0
+
+
 def save_checkpoint(context: TrainContext, folder: Path, write: Callable[[], None]) -> None:
     """Call `write`, which saves a checkpoint into `folder`, once there is room for one as large as the last one. If it
     fails for lack of room, a single process tries again. Several ranks cannot, because some of them may wait for each
     other inside `write`: TrainError."""
-    need = checkpoints.last_size(context.folder)
+    need = Room(*checkpoints.last_size(context.folder))
 
     def attempt() -> None:
         try:
@@ -75,9 +86,9 @@ def on_rank_0(group: ProcessGroup, work: Callable[[], object]) -> None:
         raise ended
 
 
-def retry(run_log: RunLog, what: str, write: Callable[[], object], need: int = 0) -> None:
-    """Call `write` until the disk has room for it, first once `need` bytes are free. Raises Stopped if the user stops
-    without saving."""
+def retry(run_log: RunLog, what: str, write: Callable[[], object], need: Room = Room()) -> None:
+    """Call `write` until the disk has room for it, first once `need` is free. Raises Stopped if the user stops without
+    saving, and TrainError."""
     wait = _Wait(run_log, what)
     while True:
         wait.until_writable(need, RETRY_SECONDS)
@@ -88,8 +99,12 @@ def retry(run_log: RunLog, what: str, write: Callable[[], object], need: int = 0
             if not (problem := disk_error(error, run_log.folder)):
                 raise
         wait.pause(problem)
-        if problem.errno in FULL and not _problem(run_log.folder, 0):  # there is room, but not for all of it
-            need = max(need, shutil.disk_usage(run_log.folder).free + PROBE_BYTES)
+        if problem.errno in FULL and not _problem(run_log.folder, Room()):  # there is room, but not for all of it
+            disk = os.statvfs(run_log.folder)
+            if problem.strerror == NO_INODES:
+                need = replace(need, files=max(need.files, disk.f_favail + 1))
+            else:
+                need = replace(need, bytes=max(need.bytes, disk.f_bavail * disk.f_frsize + PROBE_BYTES))
 
 
 def disk_error(error: BaseException, folder: Path) -> OSError | None:
@@ -98,12 +113,22 @@ def disk_error(error: BaseException, folder: Path) -> OSError | None:
     link: BaseException | None = error
     while link:
         if (number := _number(link)) in DISK_ERRORS:
-            return OSError(number, os.strerror(number))
+            return _disk_problem(number, folder)
         link = link.__cause__ or link.__context__
     if found := WITHOUT_CAUSE.search(str(error)):
-        problem = _problem(folder, 0)
+        problem = _problem(folder, Room())
         return problem if problem and problem.errno in DISK_ERRORS else OSError(errno.EIO, f"PyTorch says: {found[0]}")
     return None
+
+
+def _disk_problem(number: int, folder: Path) -> OSError:
+    """The error with this number; where no inodes are free, it says so."""
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(folder)
+        has_few_inodes = disk.f_files and disk.f_favail < FEW_INODES  # some file systems do not count them
+        if number == errno.ENOSPC and has_few_inodes and disk.f_bavail * disk.f_frsize >= MIN_FREE_BYTES:
+            return OSError(number, NO_INODES)
+    return OSError(number, os.strerror(number))
 
 
 def _number(error: BaseException) -> int:
@@ -124,8 +149,8 @@ class _Wait:
         self._told: set[int | None] = set()
         self._io_deadline = 0.0
 
-    def until_writable(self, need: int, seconds: float = float("inf")) -> None:
-        """Wait until `need` bytes can be written, or for at most `seconds`. Raises TrainError."""
+    def until_writable(self, need: Room, seconds: float = float("inf")) -> None:
+        """Wait until `need` is free, or for at most `seconds`. Raises TrainError."""
         deadline = time.monotonic() + seconds
         while (problem := _problem(self.run_log.folder, need)) and time.monotonic() < deadline:
             self.pause(problem)
@@ -153,17 +178,20 @@ class _Wait:
         time.sleep(POLL_SECONDS)
 
 
-def _problem(folder: Path, need: int) -> OSError | None:
-    """Why `need` bytes cannot be written into the folder; None if they probably can."""
+def _problem(folder: Path, need: Room) -> OSError | None:
+    """Why as much as `need` cannot be written into the folder; None if it probably can."""
     probe = folder / f".room.{os.getpid()}"
     try:
         try:
             probe.write_bytes(bytes(PROBE_BYTES))
         finally:
             probe.unlink(missing_ok=True)
-        free = shutil.disk_usage(folder).free
+        disk = os.statvfs(folder)
     except OSError as error:
-        return OSError(error.errno, error.strerror or str(error))
-    if free < need:
-        return OSError(errno.ENOSPC, f"{free / 1e6:,.1f} MB are free, {need / 1e6:,.1f} MB are needed")
+        return _disk_problem(error.errno or 0, folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < need.bytes:
+        return OSError(errno.ENOSPC, f"{free / 1e6:,.1f} MB are free, {need.bytes / 1e6:,.1f} MB are needed")
+    if disk.f_files and disk.f_favail < need.files:
+        return OSError(errno.ENOSPC, f"{disk.f_favail} inodes are free, {need.files} are needed")
     return None

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from backend.runs import MONITOR, STOP, health, replace_text
+from backend.runs import MONITOR, STOP, health, request_stop
 from backend.runs.events import SAVED
 from backend.train import device
 from backend.train.context import TrainContext
@@ -149,7 +149,7 @@ class Monitor:
         self.run_log.event(alert.kind, step, alert.text)
         if self.stops and alert.kind in health.SPIKES and not (self.folder / STOP).exists():
             with contextlib.suppress(OSError):  # a full disk, on which no checkpoint can be saved either
-                replace_text(self.folder / STOP, f"save\n{alert.text}\n")
+                request_stop(self.folder, f"save\n{alert.text}\n")
 
     def _measurement(self) -> dict[str, Any]:
         now, cpu = time.monotonic(), time.process_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,22 @@ def mounted(place: Path, options: str = "size=64m") -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def use_inodes(disk: Path, leave: int = 0) -> Path:
+    """Create files until only `leave` more can be created; their folder."""
+    folder = disk / "many-files"
+    folder.mkdir()
+    count = 0
+    for _ in range(3):  # a file that a process of the run replaces needs another inode for a moment
+        with suppress(OSError):
+            while True:
+                (folder / str(count)).touch()
+                count += 1
+        time.sleep(0.1)
+    for number in range(leave):
+        (folder / str(number)).unlink()
+    return folder
 
 
 def fill(disk: Path, leave: int = 0) -> Path:

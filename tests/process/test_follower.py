@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from backend import runs
 from backend.runs import LOG, SCRIPT, STOP, follower, replace_text
-from backend.runs import folder as run_folder
 from backend.runs.folder import Run, StopTimeouts
 from backend.runs.slurm import INTERRUPTED
 
@@ -204,8 +204,8 @@ def test_a_stop_that_cannot_be_written_cancels_the_job(cluster: Cluster, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "replace_text", full)
-        patch.setattr(Path, "touch", full)
+        patch.setattr(runs, "replace_text", full)
+        patch.setattr(Path, "replace", full)
         cluster.run.stop(save=False)
     cluster.wait_for_state("stopped", "failed")
     assert cluster.has("canceled")

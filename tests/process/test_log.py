@@ -1,4 +1,5 @@
-"""The log of a run is complete, also after its disk was full and after the process that writes it was killed."""
+"""A run on a disk that takes no more data or files: its log is complete afterwards, and it can be stopped. The process
+that writes the log may be killed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from log_writers import log_writers
-from small_disk import fill
+from small_disk import fill, mounted, use_inodes
 
 from backend.runs import LOG, Plan, log_writer, processes
 from backend.runs.folder import Run
@@ -27,6 +28,13 @@ for number in range(3000):
         while not os.path.exists(f"after-{number}"):
             time.sleep(0.01)
 """
+STOPS = """
+import json, os, time
+open("progress.json", "w").write(json.dumps({"phase": "training", "step": 3}))
+while not os.path.exists("stop"): time.sleep(0.02)
+print("saved", open("stop").read())
+"""
+NOW = datetime(2026, 11, 21, 9, 5, 12)
 LINES = [f"line {number:050d}" for number in range(3000)]
 
 
@@ -95,6 +103,22 @@ def test_the_log_goes_on_without_the_supervisor(tmp_path: Path, start: Callable[
     go_on(run, 1000, 2000)
     wait_for(lambda: not processes.run_processes(run.path) and not log_writers(run))
     assert lines(run) == LINES
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_a_run_without_free_inodes_says_so_and_can_be_stopped(tmp_path: Path, save: bool) -> None:
+    """No file can be created, not even an empty one; files that are there can be written and renamed."""
+    with mounted(tmp_path / "disk", "size=64m,nr_inodes=200") as disk:
+        run = Run.create(disk / "runs", "try", Plan((sys.executable, "child.py"), {}, {"child.py": STOPS}), NOW)
+        run.start()
+        wait_for(lambda: run.state == "running")
+        use_inodes(disk)
+        sentence = run.summary()["sentence"]
+        assert sentence.startswith("Running, but the disk of the run's folder has no free inodes"), sentence
+        run.stop(save)
+        wait_for(lambda: not processes.is_locked(run.path))
+        assert run.state == "stopped" and run._json("state.json")["end"] == "stopped"
+        assert f"saved {'save' if save else 'discard'}" in (run.path / LOG).read_text()
 
 
 def test_output_beyond_the_limit_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from log_writers import log_writers
 
+from backend import runs
 from backend.runs import EVENTS, LOCK, LOG, PLAN, RESULT, SCRIPT, STATE, STOP, processes, webhook
-from backend.runs import folder as run_folder
 from backend.runs.folder import Run, RunError, StopTimeouts
 
 pytestmark = pytest.mark.alone
@@ -550,7 +550,7 @@ def test_a_run_stops_on_a_full_disk(make_run: MakeRun, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(run_folder, "replace_text", full)
+    monkeypatch.setattr(runs, "replace_text", full)
     run.stop(save)
     assert wait_until_ended(run).state == "stopped"
     assert ("saved" in (run.path / LOG).read_text()) == save
