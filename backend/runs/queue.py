@@ -4,7 +4,10 @@ Imports backend.runs. There is no scheduler process: the supervisor of a waiting
 decides from `queue.json`, which all of them read, whether its run is next. A lease is a kernel lock (flock) on a file
 per device. The supervisor and the launcher hold it, so the devices of a process that died are free at once.
 
-The order belongs to one user on one machine, the leases to all users: FOOTPLATE_QUEUE names another folder for both.
+The order belongs to one user on one machine, and each device has a lease in the user's own folder. A second lease, in a
+folder of all users of the machine, makes runs wait for those of other users. What others put there is not trusted: only
+the lock of a regular file counts, its text is not shown, and without a usable file the run does not wait for others.
+With FOOTPLATE_QUEUE, a folder for order and leases, there is no second lease.
 """
 
 from __future__ import annotations
@@ -13,18 +16,21 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from backend.runs import processes, replace_text
+from backend.runs import ownership, processes, replace_text
 from backend.runs.folder import ALIVE, Run, RunError
 
 FOLDER = "FOOTPLATE_QUEUE"  # environment variable
 CPU_SLOTS = "FOOTPLATE_CPU_SLOTS"  # environment variable: runs that may use the CPU at the same time; 1 without it
 ORDER, MUTEX, DEVICES = "queue.json", "lock", "devices"
+SHARED_LEASES = Path("/tmp/footplate-devices")  # of all users
+SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link is not followed, and a pipe not waited for
 NVIDIA_SMI_SECONDS = 20
 
 
@@ -53,7 +59,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Turn:
-    """Whether a run may start: the file descriptors of its `leases`, else the `reason` to wait, or why it never can."""
+    """Whether a run may start: the file descriptors of its `leases`, else the `reason` to wait, or why it never can.
+    With leases, `reason` says which runs of others it does not wait for."""
 
     leases: tuple[int, ...] | None = None
     reason: str = ""
@@ -62,13 +69,16 @@ class Turn:
 
 
 def folder() -> Path:
-    """The folder of the order. Raises OSError if it belongs to another user."""
+    """The folder of the order. Raises OSError if another user owns it or can change it."""
     chosen = os.environ.get(FOLDER)
-    found = Path(chosen) if chosen else Path("/tmp") / f"footplate-{os.getuid()}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    found = Path(chosen) if chosen else cache / "footplate/queue" / os.uname().nodename
     found.mkdir(mode=0o700, parents=True, exist_ok=True)
-    about = found.lstat()
-    if about.st_uid != os.getuid() or found.is_symlink():
+    if found.is_symlink() or found.lstat().st_uid not in (os.getuid(), ownership.own_uid(found)):
         message = f"The queue folder belongs to another user; set {FOLDER} to a folder that you own"
+        raise PermissionError(1, message, str(found))
+    if why := ownership.exposure(found, (os.getuid(), ownership.own_uid(found))):
+        message = f"The queue folder {why}; run chmod go-w, or set {FOLDER} to another folder"
         raise PermissionError(1, message, str(found))
     return found
 
@@ -191,11 +201,11 @@ def _lease(entry: Entry, taken: list[int]) -> Turn:
         is_free, holder = _lock_one(_slots(name), entry.id, taken)
         if not is_free:
             _release(taken)
-            return Turn(reason=f"{holder or 'A run of another user'} uses {label}.")
+            return Turn(reason=f"{holder} uses {label}.")
     if not entry.shares and (reason := _other_program(entry.devices)):
         _release(taken)
         return Turn(reason=reason, in_use=True)
-    return Turn(tuple(taken))
+    return Turn(tuple(taken), reason=_unusable(entry.devices))
 
 
 def _slots(name: str) -> list[str]:
@@ -206,45 +216,113 @@ def _slots(name: str) -> list[str]:
 
 def _lock_one(names: Sequence[str], holder: str, taken: list[int]) -> tuple[bool, str]:
     """Take the first lease that is free: whether there is one, and who holds the last one."""
-    place, found = _lease_folder(), ""
+    found = ""
     for name in names:
-        lease, is_ours = _open(place / name)
-        taken.append(lease)
-        try:
-            fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            found = os.pread(lease, 400, 0).decode(errors="replace").strip()
+        before = len(taken)
+        found = _lock(_own_leases() / name, holder, taken) or _lock_shared(name, holder, taken)
+        if not found:
+            return True, holder
+        while len(taken) > before:
             os.close(taken.pop())
-            continue
-        if is_ours:
-            os.ftruncate(lease, 0)
-            os.pwrite(lease, f"{holder}\n".encode(), 0)
-        return True, holder
     return False, found
+
+
+def _lock(path: Path, holder: str, taken: list[int]) -> str:
+    """Take a lease; who holds it, or '' if it was free."""
+    lease, is_ours = _open(path)
+    taken.append(lease)
+    try:
+        fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(lease)
+    if is_ours:
+        os.ftruncate(lease, 0)
+        os.pwrite(lease, f"{holder}\n".encode(), 0)
+    return ""
+
+
+def _lock_shared(name: str, holder: str, taken: list[int]) -> str:
+    """As `_lock`, for the lease of all users. What others have made unusable is as if nobody held it; `_unusable` says
+    so in the log of the run."""
+    if FOLDER in os.environ or _problem(SHARED_LEASES / name):
+        return ""
+    return _lock(SHARED_LEASES / name, holder, taken)
+
+
+def _holder(lease: int) -> str:
+    """Who holds a lease: the run that this user's file names, or the process of another user. What others have written
+    is not shown."""
+    status = os.fstat(lease)
+    pid, uid = _locked_by(status)
+    if uid is not None and uid != os.getuid():
+        return (
+            f"The process {pid} of {ownership.user_name(uid)} (to ignore the leases of other users, set {FOLDER} to "
+            "a folder of your own)"
+        )
+    text = os.pread(lease, 400, 0).decode(errors="replace").strip() if status.st_uid == os.getuid() else ""
+    return printable(text) or "A run of another user"
+
+
+def _locked_by(status: os.stat_result) -> tuple[int, int | None]:
+    """The process that took the lock of a file, and its user; None if that is not known, as when it has ended and a
+    child holds the lock."""
+    name = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            words = line.split()
+            if "FLOCK" in words and name in words and "->" not in words:
+                pid = int(words[words.index(name) - 1])
+                return pid, Path(f"/proc/{pid}").stat().st_uid
+    return 0, None
+
+
+def printable(text: str) -> str:
+    """`text` without control characters, which a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _open(path: Path) -> tuple[int, bool]:
     """A lease file, and whether this user may write to it. A lock needs no permission to write, and Linux forbids
-    O_CREAT for the files of other users in a folder such as /tmp (fs.protected_regular)."""
-    safe = os.O_NOFOLLOW | os.O_CLOEXEC
+    O_CREAT for the files of other users in a folder such as /tmp (fs.protected_regular). Raises OSError, also for what
+    is not a regular file."""
     with contextlib.suppress(FileExistsError):
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | safe, 0o644), True
-    if path.lstat().st_uid == os.getuid():
-        return os.open(path, os.O_RDWR | safe), True
-    return os.open(path, os.O_RDONLY | safe), False
+        lease = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE, 0o644)
+        os.fchmod(lease, 0o644)  # whatever the umask is: other users lock it too
+        return lease, True
+    is_ours = path.lstat().st_uid == os.getuid()
+    lease = os.open(path, (os.O_RDWR if is_ours else os.O_RDONLY) | SAFE)
+    if not stat.S_ISREG(os.fstat(lease).st_mode):
+        os.close(lease)
+        raise OSError(22, "is not a regular file", str(path))
+    return lease, is_ours
 
 
-def _lease_folder() -> Path:
-    """The folder of the leases, where every user may create one."""
-    if FOLDER in os.environ:
-        place = folder() / DEVICES
-        place.mkdir(exist_ok=True)
-        return place
-    place = Path("/tmp/footplate-devices")
-    with contextlib.suppress(FileExistsError):
-        place.mkdir()
-        place.chmod(0o1777)
+def _own_leases() -> Path:
+    place = folder() / DEVICES
+    place.mkdir(mode=0o700, exist_ok=True)
     return place
+
+
+def _problem(lease: Path) -> str:
+    """Why a lease of all users cannot be used, as words; '' if it can."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            lease.parent.mkdir()
+            lease.parent.chmod(0o1777)
+        if not stat.S_ISDIR(lease.parent.lstat().st_mode):
+            return f"{lease.parent} is not a folder"
+        os.close(_open(lease)[0])
+    except OSError as error:
+        return f"{lease} cannot be used: {error.strerror}"
+    return ""
+
+
+def _unusable(devices: Mapping[str, str]) -> str:
+    """Which runs of other users are not waited for, and why, as a sentence; '' if all are."""
+    for name, label in devices.items():
+        if FOLDER not in os.environ and (why := _problem(SHARED_LEASES / name)):
+            return f"This run does not wait for runs of other users on {label}: {why}."
+    return ""
 
 
 def touch(leases: Sequence[int]) -> None:
@@ -271,7 +349,7 @@ def _other_program(devices: Mapping[str, str]) -> str:
     for line in found.splitlines():
         uuid, pid, program = (part.strip() for part in (*line.split(",", 2), "", "")[:3])
         if uuid in devices:
-            return f"{Path(program).name or 'A process'} (PID {pid}) uses {devices[uuid]}."
+            return f"{printable(Path(program).name) or 'A process'} (PID {pid}) uses {devices[uuid]}."
     return ""
 
 
@@ -283,7 +361,7 @@ def _edit() -> Iterator[list[Entry]]:
     """The order, to be changed in place; it is written back. One process at a time. Entries of dead supervisors are
     dropped."""
     place = folder()
-    mutex = os.open(place / MUTEX, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    mutex = os.open(place / MUTEX, os.O_RDWR | os.O_CREAT | SAFE, 0o600)
     try:
         fcntl.flock(mutex, fcntl.LOCK_EX)
         order = [entry for entry in _read() if entry.is_alive]

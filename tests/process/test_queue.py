@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -326,6 +327,85 @@ def test_the_folder_of_another_user_is_refused(make: MakeRun, folder: Path, tmp_
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError, match="belongs to another user; set FOOTPLATE_QUEUE"):
         make("first").start()
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The queue of a user without FOOTPLATE_QUEUE, in this process; the leases of all users are in a new folder."""
+    monkeypatch.delenv(queue.FOLDER)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(queue, "SHARED_LEASES", tmp_path / "devices")
+    return tmp_path / "devices"
+
+
+def entry_of(make: MakeRun) -> tuple[queue.Entry, int]:
+    """An entry of a run that is alive, and its lock."""
+    run = make("one")
+    lock = processes.acquire_lock(run.path)
+    assert lock is not None
+    return queue.Entry(str(run.path), {"cpu": "the CPU"}), lock
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "closed", "instead"])
+def test_leases_that_another_user_prepared(make: MakeRun, shared: Path, tmp_path: Path, kind: str) -> None:
+    """A pipe was waited for, and a folder of another user kept all runs from starting."""
+    if kind == "instead":
+        shared.touch()
+    else:
+        shared.mkdir(mode=0o755)
+    if kind == "pipe":
+        os.mkfifo(shared / "cpu")
+    elif kind == "link":
+        (shared / "cpu").symlink_to(tmp_path / "target")
+    elif kind == "folder":
+        (shared / "cpu").mkdir()
+    elif kind == "closed":
+        if os.geteuid() == 0:
+            (shared / "cpu").mkdir()  # root may open every file
+        else:
+            shared.chmod(0)
+    entry, lock = entry_of(make)
+    turn = queue.join(entry)
+    assert turn.leases is not None and len(turn.leases) == 1
+    assert turn.reason.startswith("This run does not wait for runs of other users on the CPU: ")
+    assert not (tmp_path / "target").exists()
+    for descriptor in (lock, *turn.leases):
+        os.close(descriptor)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+def test_a_lease_that_another_user_holds(make: MakeRun, shared: Path, tmp_path: Path) -> None:
+    """It is waited for, its holder is named, and what is written in it is not shown."""
+    shared.mkdir(mode=0o1777)
+    (shared / "cpu").write_text("\x1b]0;title\x07\x1b[2J")
+    held = os.open(shared / "cpu", os.O_RDONLY)
+    code = "import fcntl, sys; fcntl.flock(int(sys.argv[1]), 2); print(flush=True); input()"
+    os.chown(shared / "cpu", 65534, 65534)
+    holder = subprocess.Popen(
+        ["/usr/bin/python3", "-c", code, str(held)], pass_fds=[held], user=65534, group=65534, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    os.close(held)
+    entry, lock = entry_of(make)
+    turn = queue.join(entry)
+    assert turn.leases is None and "\x1b" not in turn.reason
+    assert turn.reason.startswith(f"The process {holder.pid} of the user nobody (UID 65534) (to ignore")
+    assert turn.reason.endswith(" uses the CPU.")
+    holder.communicate("\n", timeout=20)
+    turn = queue.turn(entry)
+    assert turn.leases is not None and len(turn.leases) == 2 and turn.reason == ""
+    for descriptor in (lock, *turn.leases):
+        os.close(descriptor)
+
+
+def test_the_order_is_in_a_folder_of_the_user(shared: Path, tmp_path: Path) -> None:
+    own = queue.folder()
+    assert own.is_relative_to(tmp_path / "cache/footplate") and own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)
+    with pytest.raises(PermissionError, match="can be changed by all users"):
+        queue.folder()
 
 
 def test_many_processes_change_the_order_at_once(make: MakeRun) -> None:
