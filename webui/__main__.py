@@ -29,7 +29,7 @@ from typing import Any
 
 import uvicorn
 
-from backend.runs import ownership
+from backend.runs import ownership, webhook
 from webui import gradio_internals
 from webui.auth import LOOPBACK, WILDCARD
 from webui.connections import Listener, MessageLimit, TimedProtocol, limit_handshakes
@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None, environment: MutableMapping[str, str] = 
         options = _parse_options(argv, environment)
         _remove_gradio_settings(environment)
         _check_certificate(options)
+        if problem := webhook.problem():
+            raise StartupError(f"{problem} Correct it or unset it.")
         runs, listener = _runs_folder(options.runs), _listen(options.host, options.port)
         token = new_token() if options.login and not options.password else ""
         login = Login(options.password or token, runs, is_token=bool(token)) if options.login else None

@@ -116,8 +116,8 @@ class Supervisor:
         with (self.folder / LOG).open("ab") as log:
             gap = "\n" if log.tell() else ""
             log.write(f"{gap}{SEPARATOR}{time.strftime('%F %T')} ----\n".encode())
-            if self.turn.reason:
-                log.write(f"{self.turn.reason}\n".encode())
+            for note in filter(None, (self.turn.reason, webhook.problem())):
+                log.write(f"{note}\n".encode())
         replace_text(self.folder / STATE, json.dumps(self.state))
 
     def wait_for_turn(self) -> bool:

@@ -7,9 +7,13 @@ shell that starts a run, and neither the run's folder nor its processes get it.
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import threading
+import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -36,6 +40,24 @@ def watch(folder: Path, offset: int, ended: threading.Event) -> None:
             notify(folder)
 
 
+def problem() -> str:
+    """What is wrong with the URL, as a sentence without the URL, which is a secret; '' if nothing is or none is set."""
+    url = os.environ.get(WEBHOOK, "")
+    fix = f"{WEBHOOK} is not a URL that notifications can be posted to"
+    if not url:
+        return ""
+    if any(not "!" <= character <= "~" for character in url):
+        return f"{fix}: it contains a space, a control character or a letter outside of ASCII."
+    if not url.startswith(("http://", "https://")):
+        return f"{fix}: it must begin with http:// or https://."
+    try:
+        parts = urllib.parse.urlsplit(url)
+        has_host = bool(parts.hostname) and (parts.port or 0) >= 0
+    except ValueError:
+        has_host = False
+    return "" if has_host else f"{fix}: its host or port is malformed."
+
+
 def notify(folder: Path, alert: str = "") -> None:
     """Post how the run in `folder` is doing, or an alert, if there is a URL. An error becomes a line in its log."""
     url = os.environ.get(WEBHOOK, "")
@@ -45,16 +67,23 @@ def notify(folder: Path, alert: str = "") -> None:
     text = f"Footplate: {summary['name']}. {alert or summary['sentence']}"
     # Slack and Mattermost show `text`, Discord shows `content`.
     content = {"text": text, "content": text, **{key: summary[key] for key in ("id", "name", "state", "step", "loss")}}
-    try:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError("the URL must begin with http:// or https://")
+    if not (reason := problem()):
         headers = {"Content-Type": "application/json", "User-Agent": "footplate"}
-        request = urllib.request.Request(url, json.dumps(content).encode(), headers)
-        urllib.request.urlopen(request, timeout=SECONDS).close()
-    except (OSError, ValueError) as error:
-        reason = str(error).replace(url, "the URL")
         try:
-            with (folder / LOG).open("a", encoding="utf-8") as log:
-                log.write(f"{WEBHOOK}: the notification was not sent: {reason}.\n")
-        except OSError:
+            request = urllib.request.Request(url, json.dumps(content).encode(), headers)
+            urllib.request.urlopen(request, timeout=SECONDS).close()
             return
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = _without_url(error)
+    with contextlib.suppress(OSError), (folder / LOG).open("a", encoding="utf-8") as log:
+        log.write(f"{WEBHOOK}: the notification was not sent: {reason.rstrip('.')}.\n")
+
+
+def _without_url(error: Exception) -> str:
+    """What went wrong. Messages of malformed URLs and redirects quote the URL or a part of it."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"HTTP status {error.code} {http.client.responses.get(error.code, '')}".rstrip()
+    if isinstance(error, OSError):
+        cause = getattr(error, "reason", error)
+        return cause.strerror or type(cause).__name__ if isinstance(cause, OSError) else "the host cannot be reached"
+    return f"the URL is malformed ({type(error).__name__})"

@@ -487,7 +487,17 @@ def test_webhook_is_told_alerts_while_a_run_trains(
     ]
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1/secret", "file:///etc/passwd", "nonsense"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:1/secret",
+        "file:///etc/passwd",
+        "nonsense",
+        "http://127.0.0.1:1/a secret",
+        "http://[secret",
+        "http://127.0.0.1:port/secret",
+    ],
+)
 def test_webhook_that_cannot_be_reached_is_in_the_log(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
@@ -496,7 +506,10 @@ def test_webhook_that_cannot_be_reached_is_in_the_log(
     run.start()
     wait_for(lambda: "FOOTPLATE_WEBHOOK: the notification was not sent: " in (run.path / LOG).read_text())
     assert run.state == "done"
-    assert url not in (run.path / LOG).read_text()
+    log = (run.path / LOG).read_text()
+    assert url not in log and "secret" not in log
+    is_valid = url.startswith("http://127.0.0.1:1/secret")
+    assert ("FOOTPLATE_WEBHOOK is not a URL that notifications can be posted to: " in log) is not is_valid
 
 
 @pytest.mark.parametrize(("code", "runs"), [("pass", False), ("raise SystemExit(1)", True)])

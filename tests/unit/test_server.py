@@ -143,6 +143,18 @@ def test_startup_errors(capsys, tmp_path):
     assert "RUNS" in startup_error(capsys, RUNS=str(tmp_path / "file" / "below"))
 
 
+def test_a_malformed_webhook_is_named_without_its_path(capsys, tmp_path, monkeypatch):
+    for url in (
+        "http://hooks.example.org/a secret",
+        "secret",
+        "http://hooks.example.org:secret/",
+        "http://\u00e9/secret",
+    ):
+        monkeypatch.setenv("FOOTPLATE_WEBHOOK", url)
+        error = startup_error(capsys, RUNS=str(tmp_path))
+        assert "FOOTPLATE_WEBHOOK" in error and "secret" not in error
+
+
 def test_password_leaves_the_environment_of_the_server(tmp_path):
     """Runs inherit the environment of the server."""
     file = tmp_path / "password"
