@@ -6,11 +6,11 @@ Imports registry, config.merge.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from backend import registry
 from backend.config import merge
@@ -130,6 +130,23 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _has_no_null(cls, value: Any) -> Any:
+        """No file name and no environment variable can contain it."""
+        if any("\0" in text for text in _texts(value)):
+            raise ValueError("must not contain a null character")
+        return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for text in pair if isinstance(text, str))
+    elif isinstance(value, tuple):
+        yield from (text for text in value if isinstance(text, str))
 
 
 def read_by(option: str) -> Condition:

@@ -362,6 +362,7 @@ class WorkerCache:
         """Write the result atomically. Without a writable cache it is kept in memory only."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.chmod(0o700)  # the results name paths, and quote examples
             place = self.folder / f".{key}.{os.getpid()}.writing"
             place.write_text(json.dumps(result, separators=(",", ":")), encoding="utf-8")
             place.replace(self.folder / f"{key}.json")

@@ -151,3 +151,15 @@ def test_long_log_lines_take_linear_time(tmp_path, text):
     start = time.monotonic()
     assert len(diagnose(tmp_path, 0, {"exit_code": 1}).sentence) < 1000
     assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("key", ["model.path", "data.chat_template_file", "data.files", "launch.env"])
+def test_a_null_character_is_an_error_of_its_option(tmp_path, key):
+    """It was an internal error: Python raises ValueError for such a path."""
+    value = "A=a\0b" if key == "launch.env" else "a\0b"
+    shown = {"model.source": "path", "data.source": "files", "data.chat_template": "file"}
+    body = json.dumps({"values": {key: value, **shown}})
+    with client(tmp_path) as http:
+        response = http.post("/api/check", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 200 and response.json()["status"]["level"] == "invalid"
+    assert "must not contain" in response.text

@@ -6,6 +6,7 @@ import zipfile
 from datetime import datetime
 
 import pytest
+from small import client
 
 from backend.runs import Plan, trained
 from backend.runs.folder import Run
@@ -99,3 +100,15 @@ def test_the_zip_file_has_the_model_without_the_state_of_the_training(run):
         assert names == [f"name/{file.relative_to(found.folder)}" for file in found.files()]
         assert archive.read("name/model.safetensors") == b"x" * 3_000_000
         assert not any("optimizer" in name or "complete" in name for name in names)
+
+
+def test_the_zip_file_follows_no_links(run, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    plant(run.path / "model", {**FULL, **PLAIN})
+    finish(run)
+    model = run.path / "model"
+    (model / "vocab.json").symlink_to(tmp_path / "secret")
+    response = client(run.path.parent).get(f"/api/runs/{run.id}/model.zip")
+    assert response.status_code == 409 and "vocab.json is a symbolic link" in response.json()["error"]
+    with pytest.raises(OSError, match=r"vocab\.json"):
+        list(zipped(model, [model / "vocab.json"], "name"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,9 +40,16 @@ def model_zip(run: PathRun) -> Response:
     model = trained.find(run)
     if not model:
         raise ApiError(404, "This run has no model that can be downloaded yet.")
+    for path in model.folder.rglob("*"):
+        if path.is_symlink():  # to what the trainer did not write
+            raise ApiError(409, f"{path} is a symbolic link: replace it by the file to download the model.")
     name = f"{run.id}-model" if model.step is None else f"{run.id}-checkpoint-{model.step}"
     blocks, headers = zipped(model.folder, model.files(), name), disposition(f"{name}.zip", "attachment")
     return StreamingResponse(blocks, media_type="application/zip", headers=headers)
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def zipped(folder: Path, files: list[Path], name: str) -> Iterator[bytes]:
@@ -50,7 +58,7 @@ def zipped(folder: Path, files: list[Path], name: str) -> Iterator[bytes]:
     with zipfile.ZipFile(sent, "w", zipfile.ZIP_STORED) as archive:
         for file in files:
             info = zipfile.ZipInfo.from_file(file, f"{name}/{file.relative_to(folder)}")
-            with file.open("rb") as source, archive.open(info, "w", force_zip64=True) as target:
+            with open(file, "rb", opener=_without_links) as source, archive.open(info, "w", force_zip64=True) as target:
                 while block := source.read(BLOCK):
                     target.write(block)
                     yield sent.take()
