@@ -36,6 +36,7 @@ class InputFacts:
     model_type: str = ""  # of config.json
     shape: ModelShape | None = None
     shape_unknown_reason: str = "the model was not inspected"  # completes "..., because ..."; '' with a shape
+    config_problem: str = ""  # a value of config.json that no model can have, a sentence
     architecture_problem: str = ""  # why the model is not a causal language model
     has_sequence_classification: bool | None = None  # transformers has a reward model class for it; None if unknown
     has_shared_layers: bool = False  # several decoder layers contain the same module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,8 +12,10 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.inspect.architecture import await_architecture, read_architecture
+from backend.inspect.json_files import read_json_object
 from backend.inspect.weights import INDEX, WeightsError, pointer_problem, weight_shapes, weights_mismatch
 from backend.inspect.worker import Show, no_show
+from backend.modelspec.config_limits import MAX_PARAMETERS, config_problem
 from backend.paths import model_folder
 
 # The names that from_pretrained looks for; transformers 5.23 modeling_utils.py, _get_resolved_checkpoint_files.
@@ -40,6 +41,11 @@ def _model_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> d
     if not config:
         return facts
     architecture = read_architecture(config, environment, spec.model.trust_remote_code)
+    shape = architecture.get("shape")
+    if shape and shape.parameters > MAX_PARAMETERS:
+        count = f"{shape.parameters:,} parameters; at most {MAX_PARAMETERS:,} are supported"
+        reason = f"config.json describes a model of {count}"
+        return {**facts, "shape_unknown_reason": reason, "config_problem": f"{reason}."}
     return {"model_type": str(config.get("model_type") or ""), **architecture, **facts}
 
 
@@ -146,12 +152,12 @@ def _cached_folder_facts(folder: Path, modified_ns: int, config_modified_ns: int
         )
         return {"shape_unknown_reason": "there is no config.json", "model_problem": f"{folder} {content}."}
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it is not a JSON object")
+        config = read_json_object(folder / "config.json")
     except (OSError, ValueError) as error:
         problem = pointer_problem(folder / "config.json") or f"{folder / 'config.json'} cannot be read: {error}."
         return {"shape_unknown_reason": "config.json cannot be read", "model_problem": problem}
+    if problem := config_problem(config):
+        return {"shape_unknown_reason": problem.rstrip("."), "config_problem": problem, "model_problem": ""}
     return {
         "config": config,
         "quant_method": str((config.get("quantization_config") or {}).get("quant_method") or ""),
@@ -174,6 +180,5 @@ def _has_chat_template(folder: Path) -> bool | None:
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     with suppress(OSError, ValueError):
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        return bool(config.get("chat_template"))
+        return bool(read_json_object(folder / "tokenizer_config.json").get("chat_template"))
     return None

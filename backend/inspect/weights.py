@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from backend.inspect.json_files import MAX_INDEX_BYTES, read_json_object
 from backend.modelspec import ModelShape
 
 INDEX = "model.safetensors.index.json"
@@ -76,7 +77,7 @@ def _shards(index: Path) -> dict[str, set[str]]:
     """Shard -> names of its tensors."""
     shards: dict[str, set[str]] = {}
     try:
-        for name, shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+        for name, shard in read_json_object(index, MAX_INDEX_BYTES)["weight_map"].items():
             shards.setdefault(str(shard), set()).add(name)
     except OSError as error:
         raise WeightsError(f"{index} cannot be read: {error.strerror or error}.") from error
@@ -98,7 +99,7 @@ def _shapes(path: Path) -> Shapes:
         tensors = {name: tensor for name, tensor in json.loads(header).items() if name != "__metadata__"}
         end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
         shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(pointer_problem(path) or f"{path} is not a valid safetensors file.") from error
     complete = 8 + length + end
     if size < complete:

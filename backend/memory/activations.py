@@ -177,7 +177,7 @@ def _expert_element_bytes(ctx: MemoryContext) -> int:
 def _adapted_expert_count(ctx: MemoryContext) -> int:
     """Elements of one layer's expert weights that carry adapters."""
     modules = lora_modules(ctx.spec.lora, ctx.shape) if ctx.is_lora and ctx.shape.experts else []
-    return sum(leaf.parameters for leaf in modules if leaf.stacked > 1) // ctx.shape.layers
+    return sum(leaf.parameters * leaf.count for leaf in modules if leaf.stacked > 1) // ctx.shape.layers
 
 
 # -- attention masks and scores --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def backend_rows(ctx: MemoryContext) -> list[Row]:
 
 def expert_parameters(ctx: MemoryContext) -> int:
     """Parameters of the experts in all layers."""
-    return sum(leaf.parameters for layer in ctx.shape.modules_by_layer for leaf in layer if leaf.stacked)
+    return sum(leaf.parameters * leaf.count for leaf in ctx.shape.modules() if leaf.stacked)
 
 
 def _megatron(ctx: MemoryContext) -> list[Row]:

@@ -67,7 +67,11 @@ class OptimizerState:
         if (
             self.row.state_layout == "low_rank" and train.optim_targets == "custom"
         ):  # names may include a layer's number
-            weights = Counter(self.tensors)
+            each = any(character.isdigit() for name in train.optim_target_modules for character in name)
+            listed = trainable_tensors(self.spec.method, self.spec.lora, self.shape, each)
+            weights = Counter()
+            for leaf in listed:
+                weights[leaf] += leaf.count
         return round(sum(count * self._tensor_bytes(leaf) for leaf, count in weights.items()))
 
     def formula(self) -> str:

@@ -6,7 +6,7 @@ Source: bitsandbytes 0.50 functional.py (QuantState) and nn/modules.py; Dettmers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from backend import registry
@@ -24,9 +24,9 @@ def bits(spec: RunSpec, shape: ModelShape) -> int:
     return shape.weight_bits or requested
 
 
-def quantized_modules(spec: RunSpec, shape: ModelShape) -> list[ModuleSpec]:
-    """The modules that are quantized: every linear layer but the output layer."""
-    return list(_linear_modules(shape)) if bits(spec, shape) else []
+def quantized_modules(spec: RunSpec, shape: ModelShape, names: Sequence[str] = ()) -> list[ModuleSpec]:
+    """The modules that are quantized: every linear layer but the output layer. `names`: as in ModelShape.modules."""
+    return list(_linear_modules(shape, names)) if bits(spec, shape) else []
 
 
 def quantized_matrices(spec: RunSpec, shape: ModelShape) -> Mapping[tuple[int, int], int]:
@@ -34,13 +34,16 @@ def quantized_matrices(spec: RunSpec, shape: ModelShape) -> Mapping[tuple[int, i
     return _linear_matrices(shape) if bits(spec, shape) else {}
 
 
-def _linear_modules(shape: ModelShape) -> Iterator[ModuleSpec]:
-    return (leaf for leaf in shape.all_modules() if leaf.is_linear and leaf.path != shape.head)
+def _linear_modules(shape: ModelShape, names: Sequence[str] = ()) -> Iterator[ModuleSpec]:
+    return (leaf for leaf in shape.modules(names) if leaf.is_linear and leaf.path != shape.head)
 
 
 @lru_cache(maxsize=64)  # one check asks for it dozens of times
 def _linear_matrices(shape: ModelShape) -> Mapping[tuple[int, int], int]:
-    return Counter((leaf.out_features, leaf.in_features) for leaf in _linear_modules(shape))
+    found: Counter[tuple[int, int]] = Counter()
+    for leaf in _linear_modules(shape):
+        found[leaf.out_features, leaf.in_features] += leaf.count
+    return found
 
 
 def weight_count(matrices: Mapping[tuple[int, int], int]) -> int:

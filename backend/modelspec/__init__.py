@@ -15,10 +15,12 @@ from backend.modelspec.architectures import (
     from_config,
 )
 from backend.modelspec.flops import flops_per_token
-from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches
+from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches, matches_any, names_of
 from backend.modelspec.trainable import (
+    adaptable_names,
     all_parameters,
     count_equal_tensors,
+    existing_names,
     lora_modules,
     trainable_parameters,
     trainable_tensors,
@@ -34,12 +36,16 @@ __all__ = [
     "ModuleSpec",
     "NotCausalLM",
     "UnknownArchitecture",
+    "adaptable_names",
     "all_parameters",
     "count_equal_tensors",
+    "existing_names",
     "flops_per_token",
     "from_config",
     "lora_modules",
     "matches",
+    "matches_any",
+    "names_of",
     "trainable_parameters",
     "trainable_tensors",
     "trained_modules",

@@ -43,7 +43,7 @@ def from_config(config: Config) -> ModelShape:
         raise UnknownArchitecture(f"Footplate has no formula for the architecture {kind}")
     try:
         return first_equal(ARCHITECTURES[kind](config))
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
         if isinstance(error, UnknownArchitecture):
             raise
         raise UnknownArchitecture(

@@ -47,7 +47,9 @@ def shape_from_table(table: Table, config: Mapping[str, Any]) -> ModelShape:
         raise NotCausalLM(f"transformers has no causal language model for {kind}")
     try:
         return first_equal(TableReader(table, config).shape())
-    except (KeyError, IndexError, TypeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        if isinstance(error, UnknownArchitecture):
+            raise
         reason = f"the architecture {kind} could not be read completely: {type(error).__name__} {error}"
         raise UnknownArchitecture(reason) from None
 

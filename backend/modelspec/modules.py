@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -17,6 +18,7 @@ class ModuleSpec:
     `stacked`: number of matrices in one parameter, for experts of a mixture; 1 for their router, 0 for other modules.
     `target_names`: names in lora.target_modules that select stacked experts, which have no module of that name.
     `supports_lora`: peft can put an adapter on it.
+    `count`: how many equal modules it stands for, one in each of as many layers; `path` is that of the first.
     """
 
     path: str
@@ -26,6 +28,7 @@ class ModuleSpec:
     stacked: int = 0
     target_names: tuple[str, ...] = ()
     supports_lora: bool = True
+    count: int = 1
 
     @property
     def accepts_lora(self) -> bool:
@@ -37,11 +40,12 @@ class ModuleSpec:
         """Whether it is a linear layer, which can be quantized and has projected gradients."""
         return self.in_features > 0 and not self.stacked
 
-    def is_targeted_by(self, name: str) -> bool:
-        """Whether `name` in lora.target_modules selects it; the name may include the layer number."""
+    def lora_names(self) -> Iterator[str]:
+        """Every name in lora.target_modules that selects it; the name may include the layer number."""
         if self.stacked:
-            return name in self.target_names
-        return self.accepts_lora and f".{self.path}".endswith(f".{name}")
+            yield from self.target_names
+        elif self.accepts_lora:
+            yield from _ends(self.path)
 
 
 @dataclass(frozen=True)
@@ -92,15 +96,7 @@ class ModelShape:
     @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model; tied embeddings count once."""
-        layers = sum(leaf.parameters for layer in self.modules_by_layer for leaf in layer)
-        return layers + sum(leaf.parameters for leaf in self.non_layer_modules)
-
-    @property
-    def modules_by_layer(self) -> tuple[tuple[ModuleSpec, ...], ...]:
-        """The modules of every layer."""
-        if not self.layer_kinds:
-            return (self.layer,) * self.layers
-        return tuple(self.layer_kinds[kind] for kind in self.layer_kind_indices)
+        return sum(leaf.parameters * leaf.count for leaf in self.modules())
 
     @property
     def supports_sdpa(self) -> bool:
@@ -135,18 +131,49 @@ class ModelShape:
         plan = "" if self.tensor_parallel_plan == "head" else self.tensor_parallel_plan
         return first_equal(replace(self, tied=False, non_layer_modules=modules, tensor_parallel_plan=plan))
 
-    def all_modules(self) -> tuple[ModuleSpec, ...]:
-        """All modules of all layers, with their full names."""
-        return self._all_modules
+    def modules(self, names: Iterable[str] = ()) -> tuple[ModuleSpec, ...]:
+        """The modules of the model with their full names. Those of equal layers are one entry with their `count`. A
+        layer whose number is a part of one of `names`, such as 3 in "layers.3.mlp", has entries of its own, so that
+        such a name selects all modules of an entry or none."""
+        parts = {part for name in names for part in name.split(".")}
+        return _modules(self, frozenset(int(part) for part in parts if LAYER_NUMBER.fullmatch(part)))
 
-    @cached_property
-    def _all_modules(self) -> tuple[ModuleSpec, ...]:
-        layers = [
-            replace(leaf, path=f"{self.layers_path}.{number}.{leaf.path}".rstrip("."))
-            for number, layer in enumerate(self.modules_by_layer)
-            for leaf in layer
-        ]
-        return (*layers, *self.non_layer_modules)
+    def all_modules(self) -> tuple[ModuleSpec, ...]:
+        """Every module of every layer, with its full name."""
+        return _modules(self, frozenset(range(self.layers)))
+
+    def layer_groups(self, apart: Collection[int]) -> list[tuple[int, int, tuple[ModuleSpec, ...]]]:
+        """(first layer, number of layers, modules of one of them) of equal layers; the layers of these numbers are
+        `apart`."""
+        kinds: Mapping[int, int] | tuple[int, ...] = self.layer_kind_indices or dict.fromkeys(apart, 0)
+        found = [(n, 1, self._kind(kinds[n])) for n in apart if n < self.layers]
+        if not self.layer_kinds:
+            first = next((n for n in range(self.layers) if n not in apart), self.layers)
+            rest = {0: (first, self.layers - len(found))}
+        else:
+            together = [(n, kind) for n, kind in enumerate(self.layer_kind_indices) if n not in apart]
+            rest = {}
+            for n, kind in together:
+                start, count = rest.get(kind, (n, 0))
+                rest[kind] = (start, count + 1)
+        found += [(first, count, self._kind(kind)) for kind, (first, count) in rest.items() if count]
+        return sorted(found, key=lambda group: group[0])
+
+    def _kind(self, number: int) -> tuple[ModuleSpec, ...]:
+        return self.layer_kinds[number] if self.layer_kinds else self.layer
+
+
+LAYER_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+@lru_cache(maxsize=256)
+def _modules(shape: ModelShape, apart: frozenset[int]) -> tuple[ModuleSpec, ...]:
+    layers = [
+        replace(leaf, path=f"{shape.layers_path}.{first}.{leaf.path}".rstrip("."), count=count)
+        for first, count, layer in shape.layer_groups(apart)
+        for leaf in layer
+    ]
+    return (*layers, *shape.non_layer_modules)
 
 
 @lru_cache(maxsize=64)
@@ -166,6 +193,26 @@ def _end(path: str) -> str:
     return path.rpartition(".")[2]
 
 
+def _ends(path: str) -> Iterator[str]:
+    """The path without its first name parts: itself, without one, and so on."""
+    yield path
+    while "." in path:
+        path = path.partition(".")[2]
+        yield path
+
+
 def matches(path: str, name: str) -> bool:
     """Whether the module `path`, or a module that contains it, is called `name`; complete name parts are compared."""
     return f".{name}." in f".{path}."
+
+
+def names_of(path: str) -> Iterator[str]:
+    """Every name that `matches` the path. Thousands of names are looked up in it faster than compared one by one."""
+    for end in _ends(path):
+        parts = end.split(".")
+        yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def matches_any(path: str, names: Collection[str]) -> bool:
+    """Whether one of `names`, a set, matches the path."""
+    return any(name in names for name in names_of(path))

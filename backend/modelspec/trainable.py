@@ -4,34 +4,55 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
 from backend.config import Lora, Method, RunSpec
-from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches
+from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches, matches_any, names_of
 
 
 @lru_cache(maxsize=64)  # one check asks for it dozens of times
-def lora_modules(lora: Lora, shape: ModelShape) -> list[ModuleSpec]:
-    """The modules that get a LoRA adapter."""
-    found = [leaf for leaf in shape.all_modules() if leaf.accepts_lora and leaf.path != shape.head]
+def lora_modules(lora: Lora, shape: ModelShape, each_layer: bool = False) -> list[ModuleSpec]:
+    """The modules that get a LoRA adapter; those of equal layers are one entry, unless `each_layer` is set."""
+    custom = lora.target_modules if lora.targets == "custom" else ()
+    modules = shape.all_modules() if each_layer else shape.modules(custom)
+    found = [leaf for leaf in modules if leaf.accepts_lora and leaf.path != shape.head]
     if lora.targets == "all-linear":
         return found
     if lora.targets == "attention":
         return [leaf for leaf in found if "attn" in leaf.path or "attention" in leaf.path]
-    return [leaf for leaf in found if any(leaf.is_targeted_by(name) for name in lora.target_modules)]
+    names = set(custom)
+    return [leaf for leaf in found if any(name in names for name in leaf.lora_names())]
+
+
+@lru_cache(maxsize=64)
+def adaptable_names(shape: ModelShape, names: tuple[str, ...]) -> frozenset[str]:
+    """Those of `names` that select a module in lora.target_modules."""
+    return frozenset(names).intersection(name for leaf in shape.modules(names) for name in leaf.lora_names())
+
+
+@lru_cache(maxsize=64)
+def existing_names(shape: ModelShape, names: tuple[str, ...]) -> frozenset[str]:
+    """Those of `names` that are the name of a module, or of one that contains others."""
+    return frozenset(names).intersection(name for leaf in shape.modules(names) for name in names_of(leaf.path))
 
 
 def trained_modules(spec: RunSpec, shape: ModelShape) -> list[ModuleSpec]:
     """The modules with trainable parameters or adapters."""
     if spec.method.kind == "full":
-        return list(shape.all_modules())
+        return list(shape.modules())
     if spec.method.kind == "lora":
         names, adapted = list(spec.lora.modules_to_save), lora_modules(spec.lora, shape)
     else:
         names, adapted = unfrozen_modules(spec.method, shape), []
-    return adapted + [leaf for leaf in shape.all_modules() if any(matches(leaf.path, name) for name in names)]
+    return adapted + _matching(shape, names)
+
+
+def _matching(shape: ModelShape, names: Collection[str]) -> list[ModuleSpec]:
+    """The modules that match one of these names."""
+    known = frozenset(names)
+    return [leaf for leaf in shape.modules(known) if matches_any(leaf.path, known)]
 
 
 def trainable_parameters(spec: RunSpec, shape: ModelShape) -> int:
@@ -50,11 +71,10 @@ def _trainable(method: Method, lora: Lora, shape: ModelShape) -> int:
     if method.kind == "full":
         return shape.parameters
     if method.kind == "lora":
-        adapters = sum(lora_parameters(lora, leaf) for leaf in lora_modules(lora, shape))
+        adapters = sum(lora_parameters(lora, leaf) * leaf.count for leaf in lora_modules(lora, shape))
         added = saved_copy_parameters(shape, SCORE) + adapters
         return added + sum(saved_copy_parameters(shape, name) for name in lora.modules_to_save)
-    names = unfrozen_modules(method, shape)
-    return sum(leaf.parameters for leaf in shape.all_modules() if any(matches(leaf.path, name) for name in names))
+    return sum(leaf.parameters * leaf.count for leaf in _matching(shape, unfrozen_modules(method, shape)))
 
 
 def unfrozen_modules(method: Method, shape: ModelShape) -> list[str]:
@@ -78,35 +98,41 @@ def lora_parameters(lora: Lora, leaf: ModuleSpec) -> int:
 @lru_cache(maxsize=64)
 def saved_copy_parameters(shape: ModelShape, name: str) -> int:
     """Parameters of the copies that modules_to_save makes of the modules called `name`; a tied head is copied too."""
-    found = sum(leaf.parameters for leaf in shape.all_modules() if matches(leaf.path, name))
+    found = sum(leaf.parameters * leaf.count for leaf in _matching(shape, [name]))
     return found or (shape.vocabulary * shape.hidden if shape.tied and matches(shape.head, name) else 0)
 
 
 @lru_cache(maxsize=64)
-def trainable_tensors(method: Method, lora: Lora, shape: ModelShape) -> tuple[ModuleSpec, ...]:
-    """The trainable tensors: `out_features` rows and `in_features` columns, or 0 and 0 for a vector."""
-    found = tuple(_listed(method, lora, shape))
-    rest = _trainable(method, lora, shape) - sum(leaf.parameters for leaf in found)
+def trainable_tensors(
+    method: Method, lora: Lora, shape: ModelShape, each_layer: bool = False
+) -> tuple[ModuleSpec, ...]:
+    """The trainable tensors: `out_features` rows and `in_features` columns, or 0 and 0 for a vector. Those of equal
+    layers are one entry with their `count`, unless `each_layer` is set."""
+    found = tuple(_listed(method, lora, shape, each_layer))
+    rest = _trainable(method, lora, shape) - sum(leaf.parameters * leaf.count for leaf in found)
     return (*found, ModuleSpec("", rest)) if rest > 0 else found
 
 
 @lru_cache(maxsize=64)
 def count_equal_tensors(method: Method, lora: Lora, shape: ModelShape) -> Mapping[ModuleSpec, int]:
     """The trainable tensors without their layer number, and how often each occurs."""
-    tensors = trainable_tensors(method, lora, shape)
-    return Counter(replace(leaf, path=re.sub(r"\.\d+\.", ".", leaf.path)) for leaf in tensors)
+    found: Counter[ModuleSpec] = Counter()
+    for leaf in trainable_tensors(method, lora, shape):
+        found[replace(leaf, path=re.sub(r"\.\d+\.", ".", leaf.path), count=1)] += leaf.count
+    return found
 
 
-def _listed(method: Method, lora: Lora, shape: ModelShape) -> Iterator[ModuleSpec]:
+def _listed(method: Method, lora: Lora, shape: ModelShape, each_layer: bool) -> Iterator[ModuleSpec]:
     if method.kind == "lora":
-        for leaf in lora_modules(lora, shape):
-            rank = stacked_rank(lora, leaf)
-            yield ModuleSpec(f"{leaf.path}.lora_A", rank * leaf.in_features, leaf.in_features, rank)
-            yield ModuleSpec(f"{leaf.path}.lora_B", rank * leaf.out_features, rank, leaf.out_features)
+        for leaf in lora_modules(lora, shape, each_layer):
+            rank, inputs, outputs = stacked_rank(lora, leaf), leaf.in_features, leaf.out_features
+            yield ModuleSpec(f"{leaf.path}.lora_A", rank * inputs, inputs, rank, count=leaf.count)
+            yield ModuleSpec(f"{leaf.path}.lora_B", rank * outputs, rank, outputs, count=leaf.count)
     full = method.kind == "full"
-    names = [SCORE, *lora.modules_to_save] if method.kind == "lora" else [] if full else unfrozen_modules(method, shape)
-    for leaf in shape.all_modules():
-        if full or any(matches(leaf.path, name) for name in names):
+    listed = [SCORE, *lora.modules_to_save] if method.kind == "lora" else unfrozen_modules(method, shape)
+    names = frozenset() if full else frozenset(listed)
+    for leaf in shape.all_modules() if each_layer else shape.modules(names):
+        if full or matches_any(leaf.path, names):
             yield from _split(leaf, shape.hidden)
 
 
@@ -121,4 +147,4 @@ def _split(leaf: ModuleSpec, hidden: int) -> Iterator[ModuleSpec]:
     if leaf.parameters >= size > 0:
         yield replace(leaf, parameters=size, in_features=columns, out_features=rows)
     if bias := leaf.parameters - size:
-        yield ModuleSpec(f"{leaf.path}.bias", bias)
+        yield ModuleSpec(f"{leaf.path}.bias", bias, count=leaf.count)

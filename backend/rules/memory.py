@@ -165,7 +165,7 @@ def _unquantized_experts(case: Case) -> str:
     quantization = registry.QUANTIZATIONS[case.spec.method.quantization]
     if case.shape is None or case.spec.method.kind != "lora" or not quantization.bits or not case.shape.experts:
         return ""
-    count = sum(leaf.parameters for leaf in case.shape.all_modules() if leaf.stacked > 1)
+    count = sum(leaf.parameters * leaf.count for leaf in case.shape.modules() if leaf.stacked > 1)
     size, dtype = amount(count * DTYPE_BYTES[case.run.compute_dtype]), case.run.compute_dtype
     return f" {quantization.label} quantizes linear layers only: the experts, {size} in total, stay in {dtype}."
 

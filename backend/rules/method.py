@@ -5,12 +5,19 @@ Imports modelspec and rules.base.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from backend import registry
-from backend.modelspec import ModelShape, lora_modules, matches, trainable_parameters
+from backend.modelspec import (
+    ModelShape,
+    adaptable_names,
+    existing_names,
+    lora_modules,
+    matches,
+    trainable_parameters,
+)
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import ZERO3
 from backend.rules.examples import DEMO, H100, LLAMA_8B
@@ -78,7 +85,7 @@ def unknown_lora_target(case: Case) -> Violation | None:
     if method.kind != "lora" or case.spec.lora.targets != "custom":
         return None
     targets = [name for name in case.spec.lora.target_modules if shape is None or not _is_lm_head(shape, name)]
-    unknown = [name for name in targets if not _supports_adapter(case, name)]
+    unknown = _without_adapter(case, targets)
     if not unknown:
         return None
     kept = [name for name in targets if name not in unknown]
@@ -96,16 +103,12 @@ def _remove_fix(removed: Iterable[str], option: str, kept: Iterable[str]) -> Fix
     return Fix(f"Remove {names(list(removed))}", _names_patch(option, kept), False)
 
 
-def _supports_adapter(case: Case, name: str) -> bool:
-    """Whether the name matches a module that LoRA can adapt; without a shape, as far as the model's code shows it."""
+def _without_adapter(case: Case, targets: list[str]) -> list[str]:
+    """The names that match no module that LoRA can adapt; without a shape, as far as the model's code shows it."""
     if case.shape:
-        return _is_adaptable(case.shape, name)
-    return name in case.facts.stacked_modules or _module_exists(case, name)
-
-
-def _is_adaptable(shape: ModelShape, name: str) -> bool:
-    """Whether the name matches a module of the shape that LoRA can adapt."""
-    return any(leaf.is_targeted_by(name) for leaf in shape.all_modules())
+        known = adaptable_names(case.shape, tuple(targets))
+        return [name for name in targets if name not in known]
+    return _missing(case, [name for name in targets if name not in case.facts.stacked_modules])
 
 
 def _is_lm_head(shape: ModelShape, name: str) -> bool:
@@ -130,7 +133,8 @@ def lora_on_output_layer(case: Case) -> Violation | None:
         return None
     if not any(_is_lm_head(shape, name) for name in targets):
         return None
-    kept = [name for name in targets if not _is_lm_head(shape, name) and _is_adaptable(shape, name)]
+    known = adaptable_names(shape, targets)
+    kept = [name for name in targets if not _is_lm_head(shape, name) and name in known]
     fix = _remove_fix([shape.head], "lora.target_modules", kept) if kept else ALL_LINEAR
     message = f"lora.target_modules includes {shape.head}. Add it to lora.modules_to_save to train it in full."
     return Violation(message, (fix,))
@@ -149,20 +153,22 @@ def lora_on_output_layer(case: Case) -> Violation | None:
 def unknown_module_to_save(case: Case) -> Violation | None:
     """PEFT silently skips a name that matches no module, so the intended module would not be trained."""
     modules = case.spec.lora.modules_to_save if case.spec.method.kind == "lora" else ()
-    unknown = [name for name in modules if not _module_exists(case, name)]
+    unknown = _missing(case, modules)
     if not unknown:
         return None
     fix = _remove_fix(unknown, "lora.modules_to_save", (name for name in modules if name not in unknown))
     return Violation(_missing_modules(case, "lora.modules_to_save", unknown), (fix,))
 
 
-def _module_exists(case: Case, name: str) -> bool:
-    """Whether a module has, or may have, this name. Without a shape the attribute names in the model's code decide;
-    without those every name may exist."""
+def _missing(case: Case, listed: Sequence[str]) -> list[str]:
+    """The names that no module has or may have. Without a shape the attribute names in the model's code decide; without
+    those every name may exist."""
     if case.shape:
-        return bool(name) and any(matches(leaf.path, name) for leaf in case.shape.all_modules())
+        existing = existing_names(case.shape, tuple(listed))
+        return [name for name in listed if name not in existing]
     known = case.facts.module_attributes
-    return not known or all(part in known or part.isdigit() for part in name.split("."))
+    parts = {name: name.split(".") for name in listed} if known else {}
+    return [name for name in parts if not all(part in known or part.isdigit() for part in parts[name])]
 
 
 def _missing_modules(case: Case, option: str, unknown: list[str]) -> str:
@@ -273,7 +279,7 @@ def no_trainable_parameters(case: Case) -> str | None:
         return None
     if not method.freeze_extra_modules:
         return "method.freeze_trainable_layers is 0 and method.freeze_extra_modules is empty."
-    if shape is None or not all(_module_exists(case, name) for name in method.freeze_extra_modules):
+    if shape is None or _missing(case, method.freeze_extra_modules):
         return None
     if trainable_parameters(case.spec, shape):
         return None
@@ -296,7 +302,7 @@ def unknown_extra_module(case: Case) -> Violation | None:
     method, option = case.spec.method, "method.freeze_extra_modules"
     if method.kind != "freeze":
         return None
-    unknown = [name for name in method.freeze_extra_modules if not _module_exists(case, name)]
+    unknown = _missing(case, method.freeze_extra_modules)
     if not unknown:
         return None
     kept = [name for name in method.freeze_extra_modules if name not in unknown]

@@ -175,6 +175,32 @@ def not_a_causal_language_model(case: Case) -> str | None:
 
 
 @rule(
+    "MDL014",
+    "error",
+    fields=("model.path", "model.hub_id"),
+    title="config.json has a value that no model can have",
+    source="Footplate's limits, far above every known model: backend/modelspec/config_limits.py",
+    fixes=(BUILTIN_MODEL,),
+    manual_fix="Correct the value in config.json, or download the file again.",
+    fails_on=Example(
+        LOCAL_MODEL,
+        facts=replace(
+            DEMO,
+            shape=None,
+            shape_unknown_reason="config.json: num_hidden_layers must be an integer from 1 to 4,096",
+            config_problem="config.json: num_hidden_layers must be an integer from 1 to 4,096, but is 1,000,000,000.",
+        ),
+    ),
+    passes_on=Example(LOCAL_MODEL),
+)
+def config_out_of_range(case: Case) -> str | None:
+    """Memory and time of building a model grow with the sizes in its config.json. With an absurd value, each check
+    would take gigabytes and minutes, and so would the run."""
+    problem = case.facts.config_problem
+    return problem if problem and case.spec.model.source != "builtin" else None
+
+
+@rule(
     "MDL004",
     "error",
     fields=("data.chat_template_file",),

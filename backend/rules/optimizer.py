@@ -491,9 +491,11 @@ def _projected_layers(case: Case) -> list[str]:
     if shape is None:
         return []
     # GPT-2's layers are Conv1D, except for the output layer; a tied output layer is part of the embeddings.
-    linear = [leaf.path for leaf in shape.all_modules() if leaf.is_linear and leaf.parameters]
+    each = train.optim_targets == "custom" and bool(re.search(r"\d", " ".join(train.optim_target_modules)))
+    modules = shape.all_modules() if each else shape.modules()
+    linear = [leaf.path for leaf in modules if leaf.is_linear and leaf.parameters]
     if case.spec.method.kind == "lora":  # the adapters are nn.Linear, whatever the layer is; the rest is frozen
-        linear = [f"{leaf.path}.lora_A" for leaf in lora_modules(case.spec.lora, shape)]
+        linear = [f"{leaf.path}.lora_A" for leaf in lora_modules(case.spec.lora, shape, each)]
     elif shape.model_type == "gpt2":
         linear = [path for path in linear if path == shape.head]
     if train.optim_targets == "all-linear":

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.memory import quantized
-from backend.modelspec import matches
+from backend.modelspec import names_of
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import DDP, ZERO2
 from backend.rules.examples import DEMO, H100, INSTALLED, LOCAL_MODEL, MOE, TWO_H100
@@ -137,8 +137,9 @@ def modules_to_save_quantized(case: Case) -> Violation | None:
     listed = case.spec.lora.modules_to_save
     if not listed or not quantized_base(case) or not case.shape or case.spec.method.kind != "lora":
         return None
-    layers = quantized.quantized_modules(case.spec, case.shape)
-    wrong = [name for name in listed if any(matches(leaf.path, name) for leaf in layers)]
+    layers = quantized.quantized_modules(case.spec, case.shape, listed)
+    quantized_names = {name for leaf in layers for name in names_of(leaf.path)}
+    wrong = [name for name in listed if name in quantized_names]
     if not wrong:
         return None
     kept = {"lora.modules_to_save": tuple(name for name in listed if name not in wrong)}
@@ -303,6 +304,6 @@ def experts_not_quantized(case: Case) -> str | None:
     stays in the compute dtype, and the experts hold most of the weights of an MoE model."""
     if case.shape is None or not _quantization(case).bits or not case.shape.experts:
         return None
-    stacked = sum(leaf.parameters for leaf in case.shape.all_modules() if leaf.stacked > 1)
+    stacked = sum(leaf.parameters * leaf.count for leaf in case.shape.modules() if leaf.stacked > 1)
     share, dtype = stacked / case.shape.parameters, case.run.compute_dtype
     return f"With {_quantization(case).label}, {share:.0%} of the model's weights (the experts) would stay in {dtype}."

@@ -88,7 +88,7 @@ def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool
     names = {"custom": shape.lora_target_names[:2], "every": shape.lora_target_names}.get(targets, ())
     lora_targets = "custom" if names else targets
     lora = Lora(r=4, targets=lora_targets, target_modules=names, use_dora=dora)
-    wanted = {leaf.path for leaf in lora_modules(lora, shape)}
+    wanted = {leaf.path for leaf in lora_modules(lora, shape, each_layer=True)}
     modules: Any = "all-linear" if targets == "all-linear" else sorted(wanted)
     if names:
         modules = list(names)

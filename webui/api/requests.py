@@ -10,7 +10,7 @@ import errno
 import secrets
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from typing import Annotated, Any
 
@@ -61,7 +61,19 @@ State = Annotated[AppState, Depends(_app_state)]
 
 def json(value: Any, status: int = 200) -> Response:
     """`value` as JSON. NaN and infinity become null."""
-    return Response(orjson.dumps(value), status, media_type="application/json", headers={"cache-control": "no-store"})
+    try:
+        text = orjson.dumps(value)
+    except TypeError:  # an integer of more than 64 bits, such as the bytes of an absurd model
+        text = orjson.dumps(_in_64_bits(value))
+    return Response(text, status, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def _in_64_bits(value: Any) -> Any:
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return float(min(value, 10**300)) if value > 0 else float(max(value, -(10**300)))
+    if isinstance(value, Mapping):
+        return {name: _in_64_bits(part) for name, part in value.items()}
+    return [_in_64_bits(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def no_content() -> Response:

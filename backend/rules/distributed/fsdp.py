@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.modelspec import ModelShape, matches, unfrozen_modules
+from backend.modelspec import ModelShape, matches_any, unfrozen_modules
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import DDP, FSDP2, ZERO3
 from backend.rules.examples import DEMO, TWO_H100
@@ -168,11 +168,12 @@ def sharded_checkpoints_without_optimizer(case: Case) -> str | None:
 def _has_mixed_unit(shape: ModelShape, trainable: list[str]) -> bool:
     """Whether an FSDP unit (a layer, or all modules outside the layers) has both trainable and frozen parameters."""
     units: dict[str, set[bool]] = {}
-    for leaf in shape.all_modules():
+    names = frozenset(trainable)
+    for leaf in shape.modules(names):
         in_layer = leaf.path.startswith(f"{shape.layers_path}.")
         unit = leaf.path[len(shape.layers_path) + 1 :].partition(".")[0] if in_layer else ""
         if leaf.parameters:
-            units.setdefault(unit, set()).add(any(matches(leaf.path, name) for name in trainable))
+            units.setdefault(unit, set()).add(matches_any(leaf.path, names))
     return any(len(kinds) > 1 for kinds in units.values())
 
 
