@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import csv
 import glob
-import importlib
+import importlib.util
 import json
 import os
+import pickle
 import re
+import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TextIO
 
 from backend.config import Data
 from backend.data.chat import Example, shorten, type_name
@@ -35,6 +38,12 @@ CONTENTS: tuple[tuple[tuple[bytes, ...], str], ...] = (
     (tuple(bytes([0x80, version]) for version in range(2, 6)), "is a Python pickle; save it as .jsonl or .parquet"),
     ((b"\xff\xfe", b"\xfe\xff"), f"is UTF-16 text; {ICONV.format('utf-16')}"),
 )
+MIB = 2**20
+MAX_LINE = 64 * MIB  # characters of one example; the longest sequences have some MB
+MAX_JSON = 2 * 1024 * MIB  # bytes: a .json file is parsed as a whole
+PARQUET_ROWS = Path(__file__).with_name("parquet_rows.py")
+PARQUET_SECONDS = 60.0  # starting Python and reading what a check needs takes 0.5 s
+LENGTH_BYTES = 8
 HTML = (b"<!doctype html", b"<html")
 
 
@@ -73,12 +82,14 @@ def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
     return list(found)
 
 
-def read_examples(path: Path, limit: int = 0) -> Iterator[tuple[int, Example]]:
+def read_examples(path: Path, limit: int = 0, in_server: bool = False) -> Iterator[tuple[int, Example]]:
     """(line number, example) of each example, `limit` of them at most (0: all). Raises DataFileError.
 
-    The line is the one that an example begins in; of a Parquet file, the number of the row.
+    The line is the one that an example begins in; of a Parquet file, the number of the row. `in_server`: a Parquet file
+    is read by a process with limits, since its reader cannot be interrupted.
     """
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+    parquet = read_parquet_in_process if in_server else _read_parquet
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": parquet}
     reader = readers.get(path.suffix.lower())
     try:
         if path.is_dir():
@@ -125,7 +136,7 @@ def _content_problem(path: Path) -> str:
 def _encoding_error(path: Path) -> DataFileError:
     """The first line of a file that is not UTF-8, and its first invalid byte."""
     with path.open("rb") as file:
-        for line, text in enumerate(file, 1):
+        for line, text in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
             try:
                 text.decode()
             except UnicodeDecodeError as error:
@@ -136,7 +147,7 @@ def _encoding_error(path: Path) -> DataFileError:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open(encoding="utf-8-sig") as file:
-        for line, text in enumerate(file, 1):
+        for line, text in enumerate(_lines(path, file), 1):
             if not text.strip():
                 continue
             try:
@@ -146,8 +157,19 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 raise DataFileError(path, line, _json_problem(error, text) + hint) from None
 
 
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    """The lines of a text file. Raises DataFileError for one that does not fit into memory."""
+    for line, text in enumerate(iter(lambda: file.readline(MAX_LINE), ""), 1):
+        if len(text) == MAX_LINE and not text.endswith("\n"):
+            raise DataFileError(path, line, f"is longer than {MAX_LINE // MIB} MiB; one example is expected per line")
+        yield text
+
+
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     """A list of examples, or {"data": [...]}; decoded element by element, so that the line of each example is known."""
+    if (size := path.stat().st_size) > MAX_JSON:
+        sizes = f"has {size / 2**30:.1f} GiB; a .json file of more than {MAX_JSON // 2**30} GiB cannot be read"
+        raise DataFileError(path, 0, f"{sizes}: write one object per line into a .jsonl file")
     text = path.read_text(encoding="utf-8-sig")
     at = _list_start(text)
     if not at:
@@ -207,9 +229,9 @@ def _skip(text: str, at: int) -> int:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default limit of 128 KiB is shorter than some completions
+    csv.field_size_limit(MAX_LINE)  # the default limit of 128 KiB is shorter than some completions
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader, line = csv.reader(file, strict=True), 1
+        reader, line = csv.reader(_lines(path, file), strict=True), 1
         names: list[str] = []
         try:
             for fields in reader:
@@ -269,6 +291,44 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataFileError(path, 0, f"is not a valid Parquet file: {str(error).rstrip('.')}") from None
     except (ValueError, OverflowError) as error:  # such as a time after the year 9999
         raise DataFileError(path, 0, f"contains a value that Python cannot represent: {error}") from None
+
+
+def read_parquet_in_process(path: Path) -> Iterator[tuple[int, Any]]:
+    """As `_read_parquet`, by a process with a limit of memory and a deadline (parquet_rows.py)."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise DataFileError(path, 0, "cannot be read without pyarrow: pip install pyarrow")
+    command = [sys.executable, "-P", str(PARQUET_ROWS), str(path)]
+    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    deadline = threading.Timer(PARQUET_SECONDS, process.kill)
+    deadline.start()
+    try:
+        assert process.stdout
+        names = _message(path, process.stdout)
+        if isinstance(names, list) and (problem := _duplicate_problem(names)):
+            raise DataFileError(path, 0, problem)
+        number, row = 0, names if isinstance(names, str) else _message(path, process.stdout)
+        while not isinstance(row, str):
+            number += 1
+            yield number, row
+            row = _message(path, process.stdout)
+        if row:
+            raise DataFileError(path, 0, row)
+    finally:
+        deadline.cancel()
+        process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+def _message(path: Path, stream: IO[bytes]) -> Any:
+    """The next message of parquet_rows.py. Raises DataFileError if the process has ended before."""
+    length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+    data = stream.read(length) if length <= MAX_LINE else b""
+    if not data or len(data) < length:
+        raise DataFileError(path, 0, "takes too much memory or time to read; write it again, with smaller row groups")
+    return pickle.loads(data)  # written by our own process
 
 
 def _json_problem(error: Exception, text: str) -> str:

@@ -33,6 +33,7 @@ from backend.inspect.facts import DataIssue
 
 MAX_BYTES = 64 * 2**20
 MAX_SECONDS = 0.2
+LONGEST_SECONDS = 5.0  # for the first 50 examples of a file, which are read even if that takes longer
 MAX_ISSUES = 3  # per file
 MAX_LENGTHS = 2000  # per file
 TURN_TOKENS = 3  # special tokens of a chat template around a turn, in addition to those that _count_tokens adds
@@ -163,11 +164,13 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
     inspection = _Inspection(path, data, read_as.formats, "" if read_as.format == "auto" else read_as.format)
     is_exact = all_read = True
     try:
-        for line, example in read_examples(path):
+        began = time.monotonic()
+        for line, example in read_examples(path, in_server=True):
             if not inspection.add(line, example):
                 all_read = False
                 break
-            if inspection.count >= 50 and (time.monotonic() > deadline or inspection.characters > MAX_BYTES):
+            late = inspection.count >= 50 and time.monotonic() > deadline
+            if late or inspection.characters > MAX_BYTES or time.monotonic() - began > LONGEST_SECONDS:
                 is_exact = all_read = False
                 break
     except DataFileError as error:

@@ -37,6 +37,7 @@ MAX_IN_MEMORY = 128  # results and error messages
 SHOW_SECONDS = 0.25  # between two calls of `show` while a caller waits
 ABANDONED_SECONDS = 5.0  # without anybody asking for a request; the page asks every 2 seconds
 TOO_LARGE = 3  # exit status of a worker that took too much memory
+MAX_BYTES = 4 * 2**30  # of a worker: a template, an example or a config.json must not exhaust the host's memory
 
 
 def may_start(environment: Mapping[str, str]) -> bool:
@@ -111,6 +112,7 @@ class Worker:
             start_new_session=True,  # Ctrl-C in a terminal ends the client, and the worker with it
             bufsize=0,
         )
+        _limit_memory(self.process.pid)
         self._line(time.monotonic() + seconds, f"did not start within {seconds:g} seconds")
 
     def _ask(self, request: Result, seconds: float, proceed: Callable[[Result], bool]) -> dict[str, Any] | None:
@@ -157,7 +159,7 @@ class Worker:
             self.process.wait(5)
         status, said = self.process.returncode, ""
         if status == TOO_LARGE:
-            return f"{self.task} took too much CPU memory"
+            return f"{self.task} took too much CPU memory (more than {MAX_BYTES // 2**30} GiB)"
         if self.errors:
             self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - 4096))
             lines = self.errors.read().decode(errors="replace").strip().splitlines()
@@ -179,6 +181,19 @@ class Worker:
         if self.errors:
             self.errors.close()
             self.errors = None
+
+
+def _limit_memory(pid: int) -> None:
+    """Let the kernel refuse more than MAX_BYTES to the process: the thread in it that watches its memory does not run
+    during a long call of C code. RLIMIT_AS would count the libraries and address space that is only reserved."""
+    try:
+        import resource  # noqa: PLC0415 - not on Windows
+    except ImportError:
+        return
+    if hasattr(resource, "prlimit"):  # Linux
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,12 +119,14 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
                 tokenizer = None  # the rule about a missing chat template says it
                 continue
             try:
-                to_columns = tokenizer_for(spec, tokenizer, [example])
+                with _memory_errors_named(spec, example):
+                    to_columns = tokenizer_for(spec, tokenizer, [example])
             except TrainError as error:
                 tokenizer, found.problem = None, str(error)
                 continue
         try:
-            columns, counts = to_columns([example])
+            with _memory_errors_named(spec, example):
+                columns, counts = to_columns([example])
         except TrainError as error:
             found.add_tokenized(is_training, False)
             found.counts["unmarked"] += isinstance(error.__cause__, UnmarkedCompletions)
@@ -137,6 +140,16 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
             found.longest = max(found.longest, length)
             if len(found.token_lengths) < MAX_LENGTHS:
                 found.token_lengths.append(length)
+
+
+@contextmanager
+def _memory_errors_named(spec: RunSpec, example: ConvertedExample) -> Iterator[None]:
+    """A MemoryError with what takes the memory, as the subject of a sentence."""
+    try:
+        yield
+    except MemoryError:
+        template = spec.data.chat_template_file if spec.data.chat_template == "file" else "the chat template"
+        raise MemoryError(f"rendering {example.location} with {template}") from None
 
 
 def _examples(spec: RunSpec, base: Path, found: ExampleFacts) -> Iterator[tuple[bool, ConvertedExample]]:

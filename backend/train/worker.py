@@ -24,10 +24,9 @@ from typing import Any, TextIO
 import psutil
 import transformers
 
-from backend.inspect.worker import TOO_LARGE
+from backend.inspect.worker import MAX_BYTES, TOO_LARGE
 from backend.train import describe_model
 
-MAX_BYTES = 6 * 2**30  # of this process; a config.json with absurd sizes must not exhaust the host's memory
 NICENESS = 10  # while examples are tokenized, which can take minutes: a training run on the same cores comes first
 
 
@@ -91,6 +90,9 @@ def _respond(line: str, responses: TextIO, requests: queue.SimpleQueue[str]) -> 
         return {"id": number, "error": "another request came"}
     except describe_model.Refused as error:
         return {"id": number, "error": str(error)}
+    except MemoryError as error:
+        reason = str(error) or "building the model"
+        return {"id": number, "error": f"{reason} takes too much CPU memory (more than {MAX_BYTES // 2**30} GiB)"}
     except Exception as error:  # whatever a request causes, the next one must be served
         return {"id": number, "error": describe_model.first_line(error)}
 

@@ -91,6 +91,25 @@ def test_broken_examples_deep_in_a_file_are_named(tmp_path: Path, environment: d
     assert made.returncode == 1
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10**10 }}{{ messages }}",  # one call of C code, in which no thread of the worker runs
+        "{%- set n = namespace(x='a' * 1000) -%}{%- for i in range(99) -%}{%- set n.x = n.x + n.x -%}{%- endfor -%}"
+        "{{ messages }}",
+    ],
+)
+def test_a_template_cannot_take_all_memory(tmp_path: Path, environment: dict[str, str], template: str) -> None:
+    words = command(tmp_path, [TALK] * 100, "--json")
+    (tmp_path / "template.jinja").write_text(template)
+    made = subprocess.run(
+        words, capture_output=True, text=True, cwd=HOME, env=environment, timeout=TIMEOUT, check=False
+    )
+    note = json.loads(made.stdout)["examples"]["note"]
+    assert f"rendering {tmp_path}/data.jsonl, line 1 with {tmp_path}/template.jinja takes too much CPU memory" in note
+    assert "more than 4 GiB" in note
+
+
 def test_ctrl_c_ends_the_worker(tmp_path: Path, environment: dict[str, str]) -> None:
     terminal, end = pty.openpty()
     # Processes that a shell has started in the background ignore SIGINT, and so do theirs.
