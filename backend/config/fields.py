@@ -118,17 +118,26 @@ def _json(text: str) -> str:
 
 
 JsonText = Annotated[str, AfterValidator(_json)]
-Lines = Annotated[tuple[str, ...], _split_by(r"[\n]")]
-Names = Annotated[tuple[str, ...], _split_by(r"[\s,]+")]
-Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], _split_by(r"[\s,]+")]
-Pairs = Annotated[dict[str, str], BeforeValidator(_pairs), AfterValidator(_variable_names)]
+# A check takes time for each of them; longer lists come from a mistake, such as a pasted file.
+MAX_TEXT, MAX_LINES, MAX_NAMES, MAX_NAME, MAX_IDS, MAX_PAIRS = 100_000, 10_000, 1000, 300, 1024, 1000
+Lines = Annotated[tuple[str, ...], Field(max_length=MAX_LINES), _split_by(r"[\n]")]
+Names = Annotated[
+    tuple[Annotated[str, Field(max_length=MAX_NAME)], ...], Field(max_length=MAX_NAMES), _split_by(r"[\s,]+")
+]
+Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_IDS), _split_by(r"[\s,]+")]
+Pairs = Annotated[dict[str, str], Field(max_length=MAX_PAIRS), BeforeValidator(_pairs), AfterValidator(_variable_names)]
 
 
 class Section(BaseModel):
     """A section of the spec: immutable, without unknown keys."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        str_max_length=MAX_TEXT,
     )
 
     @field_validator("*")

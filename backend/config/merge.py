@@ -11,6 +11,7 @@ from typing import Any
 from backend.config.json_text import JsonError, load_json
 
 Table = Mapping[str, Any]
+MAX_DEPTH = 32  # every function that reads a table calls itself for each level
 AUTO = "auto"  # the Trainer fills in the value
 
 
@@ -22,7 +23,17 @@ def parse(text: str) -> dict[str, Any]:
         raise ValueError(f"is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError('must be a JSON object: {"key": value}')
+    if _is_deeper(found, MAX_DEPTH):
+        raise ValueError(f"is nested in more than {MAX_DEPTH} levels")
     return found
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested in more than so many levels."""
+    if not isinstance(value, dict | list):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts)
 
 
 def override(base: Table, extra: Table) -> dict[str, Any]:

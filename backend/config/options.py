@@ -244,6 +244,10 @@ def _problem(error: Any) -> Problem:
         return _unknown(name)
     if option is not None and option.kind == "choice":
         return Problem(name, _choice_message(option, value))
+    if kind in ("too_long", "string_too_long"):
+        unit = "characters" if kind == "string_too_long" else "entries"
+        size = f", but has {len(value):,}" if isinstance(value, str | list | tuple | dict) else ""
+        return Problem(name, f"must have at most {error['ctx']['max_length']:,} {unit}{size}")
     if kind == "value_error":
         return Problem(name, str(error["ctx"]["error"]))
     if option is not None and option.kind in ("int", "float") and value in (None, ""):

@@ -14,6 +14,9 @@ from backend.wording import counted
 Slots = Mapping[str, tuple[int, ...]]
 
 
+MAX_SLOTS = 1024  # of a host, as launch.nproc_per_node
+
+
 class HostfileError(ValueError):
     """A hostfile or --include value that DeepSpeed cannot read; the message is one sentence."""
 
@@ -24,13 +27,15 @@ def parse_hostfile(lines: Sequence[str]) -> Slots:
     for line in lines:
         if line.startswith("#"):
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        match = re.fullmatch(r"(\S+)\s+slots=([0-9]+)", line)
         if not match:
             raise HostfileError(
                 f"{line!r} is not a valid hostfile line: write a host and its slots, such as worker-1 slots=4."
             )
         if match[1] in found:
             raise HostfileError(f"The hostfile lists {match[1]} twice.")
+        if len(match[2]) > 6 or int(match[2]) > MAX_SLOTS:
+            raise HostfileError(f"The hostfile gives {match[1]} more than {MAX_SLOTS:,} slots: {match[2][:12]}.")
         found[match[1]] = tuple(range(int(match[2])))
     if not found:
         raise HostfileError("The hostfile is empty: write one host per line, such as worker-1 slots=4.")
@@ -44,7 +49,7 @@ def included_slots(lines: Sequence[str], include: str) -> Slots:
         return available
     selected: dict[str, tuple[int, ...]] = {}
     for part in include.split("@"):
-        match = re.fullmatch(r"([^\s:]+)(?::(\d+(?:,\d+)*))?", part.strip())
+        match = re.fullmatch(r"([^\s:]+)(?::([0-9]{1,6}(?:,[0-9]{1,6})*))?", part.strip())
         if not match:
             raise HostfileError(
                 f"{part!r} is not a valid part of --include: write, for example, worker-1@worker-2:0,1."
@@ -52,7 +57,7 @@ def included_slots(lines: Sequence[str], include: str) -> Slots:
         name, slots = match[1], tuple(int(slot) for slot in (match[2] or "").split(",") if slot)
         if name not in available:
             raise HostfileError(f"{name} is not in the hostfile, which lists {', '.join(available)}.")
-        if missing := [slot for slot in slots if slot not in available[name]]:
+        if missing := [slot for slot in slots if slot >= len(available[name])]:
             size = counted(len(available[name]), "slot")
             raise HostfileError(f"{name} has {size}, numbered from 0; slot {missing[0]} does not exist.")
         selected[name] = tuple(sorted({*selected.get(name, ()), *(slots or available[name])}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 
 from backend import registry
 from backend.memory.optimizer_state import OptimizerState
@@ -30,6 +31,8 @@ UNPAGED = {
     "paged_lion_8bit": "lion_8bit",
 }
 SGD_MIN_RATE, SGD_RATE = 1e-3, 0.05
+MAX_REPEATS = 3  # of a regular expression: each multiplies the time by the length of a module name
+MAX_COMPARISONS = 300_000  # of targets with module names
 
 
 def _optimizer(case: Case) -> registry.Optimizer:
@@ -501,14 +504,26 @@ def _projected_layers(case: Case) -> list[str]:
     if train.optim_targets == "all-linear":
         return linear
     targets = ("attn", "attention") if train.optim_targets == "attention" else train.optim_target_modules
+    if len(targets) * len(linear) > MAX_COMPARISONS:
+        return linear  # too many to compare while a form waits: nothing is said about them
     return [path for path in linear if any(target in path or _matches_regex(target, path) for target in targets)]
 
 
 def _matches_regex(pattern: str, path: str) -> bool:
+    """Whether the pattern matches. One that can take exponential time counts as a match: nothing is said about it."""
     try:
-        return re.fullmatch(pattern, path) is not None
-    except re.error:
+        return _can_take_long(pattern) or re.fullmatch(pattern, path) is not None
+    except (re.error, RecursionError, OverflowError):
         return False
+
+
+@lru_cache(maxsize=1024)
+def _can_take_long(pattern: str) -> bool:
+    """Whether it repeats a group, has more than a few repetitions, or refers to a group. Raises re.error."""
+    re.compile(pattern)
+    plain = re.sub(r"\\\D|\[(?:\\.|[^\]\\])+\]", "x", pattern)  # without escaped characters and character classes
+    repeats = len(re.findall(r"[*+{]", plain))
+    return repeats > MAX_REPEATS or bool(re.search(r"\)[*+{]|\\\d|\(\?P=", plain))
 
 
 @rule(
