@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -15,6 +17,8 @@ from backend.data import DataFileError, read_examples
 from backend.inspect.data_files import inspect_data_files
 from backend.launch.hostfile import HostfileError, included_slots, parse_hostfile
 from backend.machine import Machine
+from webui.api import checking
+from webui.api.requests import ApiError
 
 MIB = 2**20
 MEASURE = """
@@ -178,3 +182,27 @@ def test_a_regular_expression_cannot_stop_the_server(tmp_path, pattern):
 def test_json_in_an_option_is_bounded(option, value, part):
     with pytest.raises(SpecError, match=part):
         parse({option: value})
+
+
+def test_slow_checks_leave_threads_for_other_requests(tmp_path, monkeypatch):
+    """FastAPI has 40 threads for endpoints; 60 checks that wait would occupy them all."""
+    held, release = threading.Semaphore(0), threading.Event()
+
+    def slow(*_, **__):
+        held.release()
+        release.wait(60)
+        raise ApiError(418, "done")
+
+    monkeypatch.setattr(checking, "run_preflight", slow)
+    server = client(tmp_path / "runs", detect_machine=lambda _: Machine(python="/bin/true"))
+    with server as http, ThreadPoolExecutor(60) as pool:
+        try:
+            checks = [pool.submit(http.post, "/api/check", json={"values": {}}) for _ in range(60)]
+            assert held.acquire(timeout=60)
+            time.sleep(1)  # the others have arrived
+            began = time.monotonic()
+            assert http.get("/api/presets").status_code == 200
+            assert time.monotonic() - began < 30 and not release.is_set()
+        finally:
+            release.set()
+        assert {check.result().status_code for check in checks} <= {418, 503}

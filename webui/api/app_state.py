@@ -6,6 +6,7 @@ the server loses nothing.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import math
 import os
@@ -26,6 +27,7 @@ from webui.curves import Curves
 from webui.drafts import Drafts
 
 MACHINE_SECONDS = 5.0
+CHECKS_AT_ONCE = 4  # of the 40 threads of the server's endpoints
 MAX_KEYS = 500
 MAX_CURVES_READERS = 24  # a comparison has 20 runs
 
@@ -111,6 +113,7 @@ class AppState:
         self.machine = CachedMachine(lambda: detect_machine(root))
         self.machines = machines()
         self.presets = cache(presets)
+        self.checks = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._readers: OrderedDict[Path, Curves] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -6,11 +6,13 @@ they read files: FastAPI calls them in its thread pool.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import secrets
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from functools import wraps
 from typing import Annotated, Any
 
@@ -55,6 +57,9 @@ async def _app_state(request: Request) -> AppState:
     state: AppState = request.app.state.footplate
     return state
 
+
+CHECKING = ("/api/check", "/api/fix", "/api/import", "/api/export", "/api/sweeps/check")
+BUSY_SECONDS = 30.0
 
 State = Annotated[AppState, Depends(_app_state)]
 
@@ -109,13 +114,29 @@ class ApiRoute(APIRoute):
             try:
                 if request.method == "POST":
                     _require_json(request)
-                return await handler(_JsonRequest(request.scope, request.receive))
+                async with _turn(request) if self.path in CHECKING else nullcontext():
+                    return await handler(_JsonRequest(request.scope, request.receive))
             except ClientDisconnect:
                 return no_content()  # nobody reads the response
             except Exception as error:
                 return error_response(error)
 
         return handle
+
+
+@asynccontextmanager
+async def _turn(request: Request) -> AsyncIterator[None]:
+    """A request that checks a spec waits until few others do: many slow checks must leave threads for all other
+    requests. Raises ApiError after BUSY_SECONDS."""
+    state: AppState = request.app.state.footplate
+    try:
+        await asyncio.wait_for(state.checks.acquire(), BUSY_SECONDS)
+    except TimeoutError:
+        raise ApiError(503, "The server is busy with other checks. Try again in a minute.") from None
+    try:
+        yield
+    finally:
+        state.checks.release()
 
 
 def _require_json(request: Request) -> None:
