@@ -6,10 +6,11 @@ rate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from backend.config import RunSpec
-from backend.config.options import by_name, get, shown
+from backend.config.options import by_name, edit, get, shown
 from backend.registry import usual_learning_rate
 
 DEMO_VALUES = (
@@ -22,9 +23,15 @@ DEMO_VALUES = (
 GENERATIONS = "eval.num_generations"
 
 
-def recommended_values(spec: RunSpec, preset: RunSpec, num_eval_examples: int | None = None) -> dict[str, Any]:
+def recommended_values(
+    spec: RunSpec,
+    preset: RunSpec,
+    num_eval_examples: int | None = None,
+    total_steps: Callable[[RunSpec], int | None] = lambda spec: None,
+) -> dict[str, Any]:
     """The usual values for what `spec` still has from `preset`, by option; {} unless it is a demo preset whose model or
-    data was replaced. There are at most as many generations as validation examples (None: unknown)."""
+    data was replaced. There are at most as many generations as validation examples (None: unknown). A run that
+    `total_steps` knows to be short is evaluated four times, and saved twice."""
     if preset.data.source != "builtin" or (spec.model, spec.data.name) == (preset.model, preset.data.name):
         return {}
     usual = {name: by_name()[name].default for name in DEMO_VALUES}
@@ -32,4 +39,9 @@ def recommended_values(spec: RunSpec, preset: RunSpec, num_eval_examples: int | 
     if num_eval_examples is not None:
         usual[GENERATIONS] = min(get(preset, GENERATIONS), num_eval_examples)
     kept = {name: get(preset, name) for name in usual if shown(spec, by_name()[name])}
-    return {name: usual[name] for name, value in kept.items() if get(spec, name) == value != usual[name]}
+    kept = {name: value for name, value in kept.items() if get(spec, name) == value}
+    steps = total_steps(edit(spec, {name: usual[name] for name in kept}))
+    if steps is not None:
+        usual["eval.steps"] = min(usual["eval.steps"], max(1, steps // 4))
+        usual["save.steps"] = min(usual["save.steps"], 2 * usual["eval.steps"])
+    return {name: usual[name] for name, value in kept.items() if value != usual[name]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from backend.inspect import inspect_inputs, wait_for_worker
 from backend.machine import machines
 from backend.preflight import preflight
 from backend.recommended import recommended_values
+from backend.resolve import resolve
 
 PRESETS = {preset.name: preset.spec for preset in presets()}
 DEMO = PRESETS["first-run"]
@@ -54,6 +56,22 @@ def test_generations_fit_the_validation_set() -> None:
     assert recommended_values(own, DEMO, 3)["eval.num_generations"] == 3
     few = changed(data__source="files", data__files=("mine.jsonl",), eval__num_generations=20)
     assert "eval.num_generations" not in recommended_values(few, DEMO, 3), "a value that was changed"
+
+
+@pytest.mark.parametrize("count", [3, 30, 3000])
+def test_recommended_values_add_no_finding(tmp_path: Path, count: int) -> None:
+    data = tmp_path / "mine.jsonl"
+    example = {"prompt": "Which train goes to Basel?", "completion": "The 7:32."}
+    data.write_text("".join(json.dumps({**example, "id": i}) + "\n" for i in range(count)))
+    spec, here = changed(data__source="files", data__files=(str(data),)), machines()["laptop"]
+    before = preflight(spec, here, tmp_path, 60)
+    run = before.run
+    patch = recommended_values(
+        spec, DEMO, run.num_eval_examples, lambda spec: resolve(spec, here, before.facts).total_steps
+    )
+    after = preflight(edit(spec, patch), here, tmp_path, 60)
+    assert after.run.total_steps == resolve(edit(spec, patch), here, before.facts).total_steps
+    assert {f.code for f in after.findings} <= {f.code for f in before.findings}, patch
 
 
 def test_presets_for_real_data_are_no_demos() -> None:

@@ -19,7 +19,7 @@ from backend.machine import Machine, describe
 from backend.preflight import Report, build_case, estimate_json, preflight
 from backend.recommended import recommended_values
 from backend.registry import DEVICES
-from backend.resolve import estimated_gpus
+from backend.resolve import estimated_gpus, resolve
 from backend.rules import Finding, Fix
 from backend.rules.autofix import autofix
 from webui.api.app_state import AppState
@@ -250,7 +250,11 @@ def _recommended(state: AppState, report: Report, spec: RunSpec, name: str) -> d
     """The usual values for what the form still has from a demo preset, as a fix."""
     preset = next((preset for preset in state.presets() if preset.name == name), None)
     count = report.run.num_eval_examples if report.facts.counts_are_exact else None
-    patch = recommended_values(spec, preset.spec, count) if preset else {}
+
+    def total_steps(changed: RunSpec) -> int | None:
+        return resolve(changed, report.machine, report.facts).total_steps
+
+    patch = recommended_values(spec, preset.spec, count, total_steps) if preset else {}
     return fix_json(Fix(preset.title, patch, False), spec) if preset and patch else None
 
 
