@@ -38,6 +38,17 @@ def test_a_gain_a_loss_and_neither(server, page, before, after, text, gain):
     expect(page.locator(".fp-result dt")).to_contain_text(["Exact match on validation examples", "ROUGE-L", "BLEU"])
 
 
+def test_a_change_on_few_examples_is_no_alarm(server, page):
+    run = plant(server, "few")
+    samples = [{"prompt": "2 + 2?", "reference": "4", "before": "4", "after": "no"}] * 2
+    scores = {"exact_match_before": 0.5, "exact_match_after": 0.0}
+    Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples, **scores}))
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    gain = page.locator(".fp-gain")
+    expect(gain).to_contain_text("from 50% to 0%. This was measured on 2 examples, which is too few to tell.")
+    expect(gain).to_have_attribute("data-change", "same")
+
+
 def test_generations_are_filtered_by_what_training_changed(server, page):
     run = plant(server, "generations")
     pairs = [("no", "4")] * 5 + [("4", "no")] * 2 + [("4", "4"), ("no", "no")]

@@ -53,6 +53,11 @@ export function resultCards({ summary, result: found, estimate, monitor }, lates
   ];
 }
 
+const FEW = 20; // generations: with fewer, a difference of one or two is chance
+
+/** Whether the scores are of so few generations that their change says little. */
+const isFew = ({ samples }) => Boolean(samples) && samples.length > 0 && samples.length < FEW;
+
 const METRICS = [
   {
     key: "exact_match",
@@ -89,6 +94,10 @@ export function gainOf(result) {
   const sentence = `Training ${verb} ${name} from ${text(before)} to ${text(after)}.`;
   const first =
     metrics[0] === changed ? "" : ` ${capitalized(metrics[0].name)} is still ${metrics[0].text(metrics[0].after)}.`;
+  if (isFew(result)) {
+    const examples = result.samples.length === 1 ? "1 example" : `${result.samples.length} examples`;
+    return { text: `${sentence}${first} This was measured on ${examples}, which is too few to tell.`, change: "same" };
+  }
   return { text: sentence + first, change: after > before ? "better" : "worse" };
 }
 
@@ -101,7 +110,8 @@ function generationCards(result) {
           el("span.fp-arrow", { role: "img", "aria-label": "after training" }, "\u2192"),
         ]
       : [];
-    const value = [...was, el(known && after <= before ? "b" : "strong", {}, text(after))]; // green is for a gain
+    const isGain = !known || (after > before && !isFew(result));
+    const value = [...was, el(isGain ? "strong" : "b", {}, text(after))]; // green is for a gain
     return { title, value, note: known ? "before and after training" : "after training", large: key === "exact_match" };
   });
 }
