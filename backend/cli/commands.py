@@ -13,7 +13,7 @@ import shlex
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,16 @@ INSPECTION_SECONDS = 600  # for a model and examples that no check has inspected
 def print_json(value: Any) -> None:
     """Print one JSON document."""
     print(json.dumps(value, indent=2, ensure_ascii=False, default=list))
+
+
+def print_json_list(values: Iterable[Any]) -> None:
+    """Print a list as `print_json` does, one value at a time."""
+    end = "[]"
+    for number, value in enumerate(values):
+        text = json.dumps(value, indent=2, ensure_ascii=False, default=list)
+        print(",\n" if number else "[\n", textwrap.indent(text, "  "), sep="", end="")
+        end = "\n]"
+    print(end)
 
 
 def launchers() -> tuple[str, ...]:

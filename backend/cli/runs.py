@@ -23,6 +23,7 @@ from backend.cli.commands import (  # fmt: skip
     notes,
     print_findings,
     print_json,
+    print_json_list,
     read_spec,
     report_json,
     set_arguments,
@@ -33,7 +34,7 @@ from backend.machine import probe
 from backend.rules.base import amount
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, queue, stacks
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
-from backend.runs.metrics import chunks, gaps, read_points, since
+from backend.runs.metrics import chunks, gaps, since, stream_points
 
 OUTCOMES = {"done": 0, "stopped": 3}
 SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
@@ -225,9 +226,9 @@ def logs(arguments: argparse.Namespace) -> int:
 
 def metrics(arguments: argparse.Namespace) -> int:
     """Print a run's logged metrics, one line per logging step; steps repeated by a resumed run appear once."""
-    points = read_points(_find_run(arguments).path / METRICS)
+    points = stream_points(_find_run(arguments).path / METRICS)
     if arguments.json:
-        print_json(points)
+        print_json_list(points)
         return 0
     for point in points:
         print(

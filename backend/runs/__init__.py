@@ -5,11 +5,12 @@ is computed from files (`folder.py`). `supervisor.py` is the detached process th
 launcher, waits for it and stops it; `queue.py` decides when it is a run's turn; `processes.py` has the lock and the
 cleanup of leftover processes; `failure.py` explains why a run failed, `throughput.py` estimates the remaining time;
 `output.py` and `log_writer.py` append the output of launcher and ranks to the log; `metrics.py` reads log and metrics
-incrementally, `events.py` what happened meanwhile; `health.py` finds spikes, drops and slow ranks in them;
-`listing.py` is the list of all runs, `search.py` its columns and the search in them, `notebook.py` the tags and notes
-of a run; `resume_point.py` finds the checkpoint that a run resumes from; `stacks.py` asks every rank what it is doing;
-`follower.py` follows a run's job in a cluster, `clusters.py` names the kinds of clusters; `rehearsals.py` runs through
-a spec in a minute, with `warm_python.py` in place of Python where one process can import the libraries for all.
+incrementally, `events.py` what happened meanwhile; `health.py` finds spikes, drops and slow ranks in them; `listing.py`
+is the list of all runs, `search.py` its columns and the search in them, `notebook.py` the tags and notes of a run;
+`oom.py` counts processes that the kernel killed; `resume_point.py` finds the checkpoint that a run resumes from;
+`stacks.py` asks every rank what it is doing; `follower.py` follows a run's job in a cluster, `clusters.py` names the
+kinds of clusters; `rehearsals.py` runs through a spec in a minute, with `warm_python.py` in place of Python where one
+process can import the libraries for all.
 """
 
 from __future__ import annotations

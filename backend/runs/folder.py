@@ -60,6 +60,7 @@ KILLED = "the run's supervisor process was killed, or the machine shut down."
 # What reading a file raises that another program has changed, or that has an unexpected type.
 UNREADABLE = (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 MIN_FREE_BYTES = 2**16  # progress and metrics take a few blocks
+ENDS = ("done", "stopped", "failed")
 ALIVE = ("queued", "starting", "running", "stopping")
 
 
@@ -141,7 +142,12 @@ class Run:
                 command, cwd=PACKAGES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
                 start_new_session=True, check=False,
             )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired as error:
+            raise RunError(
+                f"The run's supervisor process did not respond within {error.timeout:g} seconds. The machine, or the "
+                "file system of the run's folder, may be overloaded; try again."
+            ) from error
+        except OSError as error:
             raise RunError(f"The run's supervisor process did not start: {error}.") from error
         if done.returncode:
             raise RunError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "The run did not start.")
@@ -238,6 +244,7 @@ class Run:
             return "new"
         # The supervisor records the end before it releases the lock: without one it was killed, or just restarted.
         end = self._json(STATE).get("end")
+        end = end if isinstance(end, str) and end in ENDS else None  # another program has written the file
         if end or not processes.is_locked(self.path):
             return str(end or ("done" if self._fresh(RESULT) else "lost"))  # ranks finish without their supervisor
         return self._alive_state()

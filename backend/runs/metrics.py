@@ -14,7 +14,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,33 @@ def read_points(path: Path) -> list[Point]:
     """The points of the complete lines, each step once: `{"event": "resumed", "step": k}` removes those after step k,
     which are repeated."""
     return _kept_points(_complete_lines(path))
+
+
+def stream_points(path: Path) -> Iterator[Point]:
+    """The points that `read_points` returns, one at a time: a run may have millions of them."""
+    resumes: list[tuple[int, float]] = []  # where a line ends that removes the points after a step
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        offset = 0
+        for line in file:
+            offset += len(line)
+            if b'"event"' in line and line.endswith(b"\n"):
+                found = [p for p in parse([line]) if p.get("event") == "resumed"]
+                resumes += [(offset, p["step"]) for p in found if isinstance(p.get("step"), int | float)]
+    # A point counts if none of the later resumes removes it: the smallest of their steps decides.
+    steps = [step for _, step in reversed(resumes)]
+    limits = list(accumulate(steps, min))[::-1]
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        offset = passed = 0
+        for line in takewhile(lambda line: line.endswith(b"\n"), file):
+            offset += len(line)
+            while passed < len(resumes) and resumes[passed][0] <= offset:
+                passed += 1
+            for point in parse([line]):
+                step = point.get("step")
+                if "event" in point or not isinstance(step, int | float):
+                    continue
+                if passed == len(resumes) or step <= limits[passed]:
+                    yield point
 
 
 def points_with(path: Path, key: str) -> list[Point]:

@@ -18,6 +18,7 @@ import json
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -32,6 +33,11 @@ ORDER, MUTEX, DEVICES = "queue.json", "lock", "devices"
 SHARED_LEASES = Path("/tmp/footplate-devices")  # of all users
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link is not followed, and a pipe not waited for
 NVIDIA_SMI_SECONDS = 20
+MUTEX_SECONDS = 20.0  # much longer than a process needs it, and shorter than a start waits for its supervisor
+
+
+class LockedError(RunError, OSError):
+    """Another process holds the queue's mutex and does not continue; the message is for users."""
 
 
 @dataclass(frozen=True)
@@ -363,7 +369,7 @@ def _edit() -> Iterator[list[Entry]]:
     place = folder()
     mutex = os.open(place / MUTEX, os.O_RDWR | os.O_CREAT | SAFE, 0o600)
     try:
-        fcntl.flock(mutex, fcntl.LOCK_EX)
+        _lock_mutex(mutex)
         order = [entry for entry in _read() if entry.is_alive]
         yield order
         replace_text(place / ORDER, json.dumps([asdict(entry) for entry in order], indent=1))
@@ -371,9 +377,48 @@ def _edit() -> Iterator[list[Entry]]:
         os.close(mutex)
 
 
+def _lock_mutex(mutex: int) -> None:
+    """Lock the mutex, which is held for milliseconds. Raises LockedError if a process holds it for longer."""
+    deadline = time.monotonic() + MUTEX_SECONDS
+    while True:
+        try:
+            fcntl.flock(mutex, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise LockedError(_holder_sentence(mutex)) from None
+        time.sleep(0.01)
+
+
+def _holder_sentence(mutex: int) -> str:
+    """Which process holds the mutex, and how to make it continue."""
+    waited = f"The queue's file {folder() / MUTEX} has been locked for {MUTEX_SECONDS:g} seconds"
+    pid, _ = _locked_by(os.fstat(mutex))
+    if not pid:
+        return f"{waited} by another process. End it if it hangs."
+    stopped = processes.condition(pid) == "T"
+    fix = f"It is stopped by a signal; kill -CONT {pid} continues it." if stopped else "End it if it hangs."
+    return f"{waited} by the process with PID {pid}. {fix}"
+
+
 def _read() -> list[Entry]:
-    """The order as written; empty if there is none or it is damaged."""
+    """The order as written; empty if there is none or it is damaged. Entries that are no runs are left out."""
     try:
-        return [Entry(**entry) for entry in json.loads((folder() / ORDER).read_text(encoding="utf-8"))]
-    except (FileNotFoundError, ValueError, TypeError):
+        found = json.loads((folder() / ORDER).read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
         return []
+    return [entry for each in (found if isinstance(found, list) else ()) if (entry := _entry(each))]
+
+
+def _entry(value: Any) -> Entry | None:
+    """The entry that was written; None if another program has changed it into something else."""
+    try:
+        entry = Entry(**value)
+    except TypeError:
+        return None
+    if not isinstance(entry.devices, dict) or not entry.run:
+        return None
+    texts = (entry.run, entry.after, *entry.devices, *entry.devices.values())
+    flags = (entry.held, entry.after_ok, entry.shares)
+    is_valid = all(isinstance(text, str) and "\0" not in text for text in texts)
+    return entry if is_valid and all(isinstance(flag, bool) for flag in flags) else None

@@ -46,6 +46,7 @@ from backend.runs import (
     clusters,
     events,
     follower,
+    oom,
     processes,
     queue,
     replace_text,
@@ -89,7 +90,7 @@ class Supervisor:
         self.turn = Turn(())
         self.state: dict[str, Any] = {"from_scratch": from_scratch, "folder": folder.name}
         self.state_unwritten = self.sigterm_received = False
-        self.oom_kills = _oom_kills()
+        self.oom_kills = oom.kills()
         self.locks = [lock]
         self.start = start
         self.output = Output(folder)
@@ -277,7 +278,7 @@ class Supervisor:
         self._end_job()
         self.state |= {
             "left": self._terminate(),
-            "oom_kills": _oom_kills() - self.oom_kills,
+            "oom_kills": oom.kills() - self.oom_kills,
             "end": "done" if finished else "stopped" if requested else "failed",
             "ended": time.time(),
         }
@@ -336,15 +337,6 @@ def _signal(send: Callable[[int, int], None], target: int, number: signal.Signal
         send(target, number)
 
 
-def _oom_kills() -> int:
-    """Processes that the kernel's OOM killer has killed since boot."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
 def mark_lock(lock: int, start: str) -> None:
     """Write who holds the lock, and the id of this start."""
     os.ftruncate(lock, 0)
@@ -384,6 +376,9 @@ def main(arguments: Sequence[str]) -> int:
             given.folder, given.from_scratch, given.timeouts, lock, given.after, not given.after_any, start
         )
         supervisor.announce()
+    except queue.LockedError as error:
+        sys.stderr.write(str(error))
+        return 1
     except (OSError, ValueError, KeyError) as error:
         sys.stderr.write(f"The run folder cannot be used: {error}.")
         return 1

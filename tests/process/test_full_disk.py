@@ -60,7 +60,7 @@ def started(disk: Path, cache: Path, changes: Mapping[str, object], monkeypatch:
         wait_for(lambda: not processes.is_locked(run.path), run)
 
 
-def wait_for(condition: Callable[[], object], run: Run, seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], object], run: Run, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{run.summary()['sentence']}\n{log_text(run.path)[-3000:]}"

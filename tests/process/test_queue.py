@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -424,3 +425,47 @@ def test_many_processes_change_the_order_at_once(make: MakeRun) -> None:
     finish(first)
     wait_for_state(first, "done")
     assert not processes.run_processes(first.path)
+
+
+GARBAGE = [
+    {"run": 5},
+    {"run": "/nowhere", "devices": [1]},
+    {"run": "/nowhere", "devices": {"cpu": 3}},
+    {"run": ""},
+    7,
+    "x",
+]
+
+
+@pytest.mark.parametrize("content", [json.dumps(GARBAGE), '{"run": "/x"}', "[" * 5000, '[{"run": "a\\u0000b"}]'])
+def test_a_queue_file_with_other_content_starts_runs(make: MakeRun, folder: Path, content: str) -> None:
+    folder.mkdir()
+    (folder / queue.ORDER).write_text(content)
+    assert queue.entries() == []
+    run = make("one")
+    run.start()
+    wait_for_state(run, "running")
+    (run.path / "go").touch()
+    wait_for_state(run, "done")
+
+
+def test_a_suspended_process_that_holds_the_mutex_is_named(
+    make: MakeRun, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it for ever."""
+    monkeypatch.setattr(queue, "MUTEX_SECONDS", 0.2)
+    run = make("one")
+    folder.mkdir()
+    code = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True)"
+    argv = [sys.executable, "-c", f"{code}; time.sleep(600)", str(folder / queue.MUTEX)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout and holder.stdout.readline()
+            holder.send_signal(signal.SIGSTOP)
+            wait_for(lambda: processes.condition(holder.pid) == "T")
+            with pytest.raises(
+                RunError, match=rf"PID {holder.pid}\. It is stopped by a signal; kill -CONT {holder.pid}"
+            ):
+                queue.move(run.path)
+        finally:
+            holder.kill()

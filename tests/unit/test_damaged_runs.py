@@ -109,3 +109,11 @@ def test_a_folder_without_permissions_is_listed(tmp_path: Path) -> None:
         assert [run.summary()["state"] for run in runs(tmp_path / "runs")] == ["damaged"]
     finally:
         os.seteuid(0)
+
+
+@pytest.mark.parametrize("end", ["paused", 5, ["done"], None])
+def test_an_end_that_the_supervisor_never_writes_is_none(tmp_path: Path, end: object) -> None:
+    run = make(tmp_path, "one")
+    (run.path / RESULT).unlink()
+    (run.path / STATE).write_text(json.dumps({"end": end, "started": 1.0, "ended": 2.0, "exit_code": 1}))
+    assert run.state == "lost"

@@ -160,3 +160,36 @@ def test_steps_without_points_are_found(tmp_path: Path, lines: list[object], exp
     curves = Curves(path)
     curves.read()
     assert curves.series()["gaps"] == expected
+
+
+def test_points_are_streamed_as_they_are_read(tmp_path: Path) -> None:
+    """With resumes, other events, lines that were cut off, and steps that come back after a resume."""
+    choice, path = random.Random(7), tmp_path / "metrics.jsonl"
+    garbage = ['{"event": "saved", "step": 3}', '{"step": "x"}', "7", '{"step": 7, "lo', ""]
+    for _ in range(50):
+        lines, step = [], 0
+        for _ in range(choice.randrange(40)):
+            step += 1
+            kind = choice.randrange(12)
+            if kind == 0:
+                step = choice.randrange(step)
+                lines.append(json.dumps({"event": "resumed", "step": step}))
+            elif kind == 1:
+                lines.append(choice.choice(garbage))
+            else:
+                lines.append(json.dumps({"step": step, "loss": choice.random()}))
+        path.write_text("\n".join(lines) + choice.choice(["", "\n"]))
+        assert list(metrics.stream_points(path)) == metrics.read_points(path)
+    assert list(metrics.stream_points(tmp_path / "missing")) == []
+
+
+def test_streaming_points_needs_no_memory_of_their_size(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        for step in range(20_000):
+            file.write(f'{{"step": {step}, "loss": 1.5, "time": 1.0}}\n')
+    tracemalloc.start()
+    assert sum(1 for _ in metrics.stream_points(path)) == 20_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**19
