@@ -19,6 +19,7 @@ from typing import Any
 from backend import retry
 from backend.config import RunSpec, presets
 from backend.config.options import SpecError, edit
+from backend.config.processes import DEFAULT_PORT
 from backend.inspect.ports import inspect_port
 from backend.machine import Gpu, Machine
 from backend.measured import least_needed
@@ -239,9 +240,9 @@ def _less_disk(failed: Failed) -> Iterator[Fix]:
 
 
 def _other_port(failed: Failed) -> Iterator[Fix]:
-    port = failed.spec.launch.master_port
-    if port:
-        yield Fix("Pick a free master port", {"launch.master_port": 0})
+    port = failed.spec.launch.master_port or DEFAULT_PORT
+    if port != DEFAULT_PORT:
+        yield Fix(f"The default master port, {DEFAULT_PORT}", {"launch.master_port": 0})
     if free := inspect_port(port).get("free_port"):
         yield Fix(f"Master port {free}", {"launch.master_port": free})
 

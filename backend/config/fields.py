@@ -78,11 +78,11 @@ def _variable_names(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-def word_like() -> tuple[AfterValidator]:
+def word_like(or_empty: bool = False) -> tuple[AfterValidator]:
     """Annotation for a name that becomes part of a command and of a file path."""
 
     def check(value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value):
+        if not (or_empty and not value) and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value):
             raise ValueError("must begin with a letter or digit and contain only letters, digits, _, . and -")
         return value
 

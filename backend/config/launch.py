@@ -68,14 +68,12 @@ class Launch(Section):
     """Rank of this node, from 0 to nodes - 1."""
     master_addr: Annotated[str, Ui("Master address", when=MULTI_NODE)] = ""
     """Host name or IP address of node 0, as the other nodes reach it."""
-    master_port: Annotated[int, Field(ge=0, le=65535), Ui("Master port", when=WITH_LAUNCHER)] = 0
-    """Port on node 0 for the rendezvous; 0 uses a free port on a single node, and 29500 on several nodes or with
-    deepspeed."""
+    master_port: Annotated[int, Field(ge=0, le=65535), Ui("Master port", when=MULTI_NODE)] = 0
+    """Port on node 0 for the rendezvous of several nodes; 0 uses 29500."""
     max_restarts: Annotated[int, Field(ge=0, le=1000), Ui("Max restarts", when=(ELASTIC, RAY, KUBERNETES))] = 3
     """How often the processes restart from the latest checkpoint after a failure; 3 is usual."""
-    rdzv_id: Annotated[str, *word_like(), Ui("Rendezvous ID", when=ELASTIC)] = "footplate"
-    """Name of the run in the rendezvous: the same on all its nodes, different for runs that share an address and
-    port."""
+    rdzv_id: Annotated[str, *word_like(or_empty=True), Ui("Rendezvous ID", when=ELASTIC)] = ""
+    """Name of the run in the rendezvous, the same on all its nodes; empty generates a random one for each run."""
     gpu_model: Annotated[
         str, matches(r"[\w .-]+", "must be the name of a GPU, such as H100"), Ui("GPU model", when=IN_CLUSTER)
     ] = ""

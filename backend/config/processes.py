@@ -29,13 +29,9 @@ def world_size(spec: RunSpec) -> int:
 
 
 def rendezvous_port(spec: RunSpec) -> int:
-    """The port of this node that the ranks rendezvous on and that must be free; 0 if another node listens, or
-    launcher or cluster picks a port."""
-    launch, one_node = spec.launch, nnodes(spec) == 1
-    if launch.place != "local":
+    """The port of this node that the ranks rendezvous on and that must be free; 0 if another node listens, a cluster
+    picks a port, or there are no other nodes."""
+    launch = spec.launch
+    if launch.place != "local" or launch.rendezvous == "elastic" or nnodes(spec) == 1 or launch.node_rank:
         return 0
-    if launch.launcher == "python" or launch.rendezvous == "elastic" or (one_node and launch.launcher == "accelerate"):
-        return 0
-    if not one_node and launch.node_rank:
-        return 0
-    return launch.master_port or (0 if one_node and launch.launcher == "torchrun" else DEFAULT_PORT)
+    return launch.master_port or DEFAULT_PORT

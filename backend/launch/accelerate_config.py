@@ -39,7 +39,7 @@ def configuration(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
         "main_training_function": "main",
         "num_machines": run.nnodes,
         "num_processes": run.world_size,
-        "rdzv_backend": "static",
+        "rdzv_backend": "static" if run.nnodes > 1 else "c10d",  # see launchers.FILE_RENDEZVOUS
         "same_network": True,
         "use_cpu": run.device == "cpu",
         **_rendezvous(spec, run),
@@ -62,7 +62,7 @@ def _rendezvous(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
     """Address and port where the processes meet."""
     launch = spec.launch
     if run.nnodes == 1:
-        return {"main_process_port": launch.master_port}  # 0: any free port
+        return {"main_process_port": 0}  # accelerate 1.15 refuses to start if its default port is in use
     return {"main_process_ip": launch.master_addr, "main_process_port": launch.master_port or DEFAULT_PORT}
 
 

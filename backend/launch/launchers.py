@@ -15,6 +15,26 @@ from backend.resolve import DEFAULT_PORT, ResolvedRun
 from backend.runs import ACCELERATE, HOSTFILE, JOIN, LLAMAFACTORY_RUN, RANK_LOGS
 
 TRAINER = ("backend.train", ".")
+# On one node, torchrun's rendezvous is a file in the run's folder: as a TCPStore it would be open to everyone, and
+# torch 2.13 unpickles what is in it (elastic/rendezvous/dynamic_rendezvous.py, sync). An empty run ID makes torchrun
+# generate one for each start. The node is alone: nobody waits for a sign of life of it, and each would enlarge the
+# file.
+RENDEZVOUS_FILE = f"{RANK_LOGS}/rendezvous"
+RENDEZVOUS_CONF = "store_type=file,keep_alive_interval=86400"
+FILE_RENDEZVOUS = (
+    "--rdzv-backend=c10d", f"--rdzv-conf={RENDEZVOUS_CONF}", f"--rdzv-endpoint={RENDEZVOUS_FILE}", "--rdzv-id=",
+    "--local-addr=127.0.0.1",
+)  # fmt: skip
+# The same for accelerate 1.15, which passes two of them on, reads neither from its configuration file
+# (commands/launch.py, _validate_launch_command), and leaves the others to torchrun's environment variables.
+ACCELERATE_FILE_RENDEZVOUS = ("--rdzv_backend=c10d", f"--rdzv_conf={RENDEZVOUS_CONF}")
+FILE_RENDEZVOUS_ENV = {"PET_RDZV_ENDPOINT": RENDEZVOUS_FILE, "PET_RDZV_ID": "", "PET_LOCAL_ADDR": "127.0.0.1"}
+
+
+def has_rendezvous_file(spec: RunSpec, run: ResolvedRun) -> bool:
+    """Whether torchrun, or accelerate with its code, starts the processes of one node."""
+    launcher = spec.launch.launcher
+    return run.nnodes == 1 and (launcher == "torchrun" or (launcher == "accelerate" and run.world_size > 1))
 
 
 def command(spec: RunSpec, run: ResolvedRun, machine: Machine, node_rank: int) -> tuple[str, ...]:
@@ -44,45 +64,48 @@ def _python(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
 
 def _torchrun(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
     each = (f"--nproc-per-node={run.nproc_per_node}", f"--log-dir={RANK_LOGS}", "--tee=3")
-    return ("-m", "torch.distributed.run", *_rendezvous(spec, node_rank), *each)
+    return ("-m", "torch.distributed.run", *_rendezvous(spec, run, node_rank), *each)
 
 
-def _rendezvous(spec: RunSpec, node_rank: int) -> tuple[str, ...]:
+def _rendezvous(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
     """torchrun's arguments about nodes and rendezvous."""
     launch, port = spec.launch, spec.launch.master_port or DEFAULT_PORT
+    if run.nnodes == 1:
+        restarts = (f"--max-restarts={launch.max_restarts}",) if launch.rendezvous == "elastic" else ()
+        return (*restarts, *FILE_RENDEZVOUS)
     if launch.place != "local":
         return ()  # from the environment, which the job sets
     if launch.rendezvous == "static":
         nodes = (f"--nnodes={launch.nnodes}", f"--node-rank={node_rank}")
         return (*nodes, f"--master-addr={launch.master_addr}", f"--master-port={port}")
-    if launch.rendezvous == "elastic":
-        endpoint = f"{launch.master_addr}:{port}" if launch.nnodes > 1 else f"localhost:{launch.master_port}"
-        nodes = (f"--nnodes={launch.min_nnodes}:{launch.nnodes}", f"--max-restarts={launch.max_restarts}")
-        return (*nodes, f"--rdzv-id={launch.rdzv_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
-    return (f"--master-port={launch.master_port}",) if launch.master_port else ("--standalone",)  # any free port
+    nodes = (f"--nnodes={launch.min_nnodes}:{launch.nnodes}", f"--max-restarts={launch.max_restarts}")
+    endpoint = f"{launch.master_addr}:{port}"
+    return (*nodes, "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")  # the ID is in the environment
 
 
 def _accelerate(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
-    rank = (f"--machine_rank={node_rank}",) if run.nnodes > 1 else ()
+    rendezvous = ACCELERATE_FILE_RENDEZVOUS if has_rendezvous_file(spec, run) else ()
+    rank = (f"--machine_rank={node_rank}",) if run.nnodes > 1 else rendezvous
     each = (f"--log_dir={RANK_LOGS}", "--tee=3")
     return ("-m", "accelerate.commands.launch", f"--config_file={ACCELERATE}", *rank, *each)
 
 
 def _deepspeed(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
-    launch, port = spec.launch, (f"--master_port={spec.launch.master_port or DEFAULT_PORT}",)
+    launch = spec.launch
     if run.nnodes > 1:
         # Each node starts its own processes. Over ssh, DeepSpeed stops a run with `pkill -f backend.train` on every
         # host, and with it every other run there.
         include = hostfile.include_argument(spec)
         nodes = (f"--hostfile={HOSTFILE}", *((f"--include={include}",) if include else ()))
         nodes = (*nodes, "--no_ssh", f"--node_rank={node_rank}", f"--master_addr={launch.master_addr}")
+        nodes = (*nodes, f"--master_port={launch.master_port or DEFAULT_PORT}")
     else:
         has_ids = registry.DEVICES[run.device].visible_devices_env
         local = hostfile.same_slots(("localhost",), run.device_ids) if has_ids else ""
         # Without --hostfile, DeepSpeed reads /job/hostfile if it exists and starts the run on those hosts over ssh.
         nodes = ("--hostfile=/dev/null", f"--include={local}" if local else f"--num_gpus={run.nproc_per_node}")
     flags = ("--no_local_rank", "--log_level=error")  # the trainer reads LOCAL_RANK from the environment
-    return ("-m", "deepspeed.launcher.runner", *nodes, *port, *flags)
+    return ("-m", "deepspeed.launcher.runner", *nodes, *flags)
 
 
 LAUNCHERS: Mapping[str, Callable[[RunSpec, ResolvedRun, int], tuple[str, ...]]] = {

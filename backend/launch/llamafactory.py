@@ -25,7 +25,16 @@ from backend.data.reading import DataFileError, expand, file_patterns, read_exam
 from backend.launch import accelerate_config
 from backend.paths import model_folder
 from backend.resolve import ResolvedRun
-from backend.runs import ACCELERATE, CHECKPOINTS, DATASET_INFO, DEEPSPEED, FSDP, LLAMAFACTORY, LLAMAFACTORY_RUN
+from backend.runs import (
+    ACCELERATE,
+    CHECKPOINTS,
+    DATASET_INFO,
+    DEEPSPEED,
+    FSDP,
+    LLAMAFACTORY,
+    LLAMAFACTORY_RUN,
+    RENDEZVOUS,
+)
 from backend.wording import counted
 
 OUTPUT = "output"
@@ -152,7 +161,8 @@ def run_files(spec: RunSpec, run: ResolvedRun, format: str) -> dict[str, str]:
     made.table["output_dir"] = CHECKPOINTS
     made.table |= {"template": spec.llamafactory.template} if spec.llamafactory.template else {}
     made.table |= merge.parse(spec.llamafactory.extra_args)
-    return {**made.files, LLAMAFACTORY_RUN: TRAINER.read_text(encoding="utf-8")}
+    copies = {LLAMAFACTORY_RUN: TRAINER, RENDEZVOUS: TRAINER.with_name(RENDEZVOUS)}
+    return {**made.files, **{name: path.read_text(encoding="utf-8") for name, path in copies.items()}}
 
 
 def _name_missing(made: Export) -> None:

@@ -32,8 +32,10 @@ from backend.runs import (
     LLAMAFACTORY,
     LLAMAFACTORY_RUN,
     NODE_JOB,
+    RANDOM_ID,
     RAY_DRIVER,
     RAY_JOB,
+    RENDEZVOUS,
     RESOLVED,
     SPEC,
     Plan,
@@ -44,9 +46,13 @@ CUDA_DEFAULTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_N
 NO_PEER_ACCESS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 # Log lines start with the global rank instead of the local rank.
 GLOBAL_RANK_PREFIX = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[default${rank}]:"}
-# A node that joins later needs the address of the store, which torch 2.13 otherwise shares only in the first round
+# For one node, where gloo and NCCL otherwise listen on an interface of the network.
+GLOO_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+LOOPBACK = {**GLOO_LOOPBACK, "NCCL_SOCKET_IFNAME": "lo"}
+# torchrun opens no TCPStore for the ranks. The ranks of one node meet in a file (backend/train/rendezvous.py). A node
+# that joins an elastic run needs the address of the store, which torch 2.13 otherwise shares only in the first round
 # (elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous): all nodes would wait for a minute, then fail.
-SHARE_ADDRESS_AGAIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 # Place -> the module that makes a job of the plan.
 CLUSTERS: Mapping[str, Any] = {"slurm": slurm, "ray": ray, "kubernetes": kubernetes}
@@ -71,6 +77,8 @@ ABOUT: Mapping[str, str] = {
     LLAMAFACTORY: "LLaMA-Factory's configuration of the same training.",
     DATASET_INFO: "LLaMA-Factory's description of the data files.",
     LLAMAFACTORY_RUN: "Started by the launcher: it trains with LLaMA-Factory, and reports to the run's folder.",
+    RENDEZVOUS: "Used by llamafactory-run.py: the ranks of one node meet in a file that only you can open, and all "
+    "ranks sign the objects that they send.",
     HOSTFILE: "One node per line: its host name and its number of slots (processes).",
 }
 
@@ -138,17 +146,23 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # device ids as in nvidia-smi; by default the fastest GPU is 0
     if run.nnodes > 1 and launcher in ("torchrun", "accelerate"):
         env |= GLOBAL_RANK_PREFIX
-    if run.nnodes > 1 and spec.launch.rendezvous == "elastic":
-        env |= SHARE_ADDRESS_AGAIN
+    if launchers.has_rendezvous_file(spec, run) or (run.nnodes > 1 and spec.launch.rendezvous == "elastic"):
+        env |= NO_SHARED_STORE
+    if run.nnodes > 1 and spec.launch.rendezvous == "elastic":  # every user can read the arguments of a process
+        env["PET_RDZV_ID"] = spec.launch.rdzv_id or RANDOM_ID
+    if launchers.has_rendezvous_file(spec, run) and launcher == "accelerate":
+        env |= launchers.FILE_RENDEZVOUS_ENV
     return {**env, **spec.launch.env}
 
 
 def _defaults(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     """Environment variables to set unless the variable, under any of its names, is set already."""
-    if run.device != "cuda":
-        return {}
-    no_peers = NO_PEER_ACCESS if _lacks_peer_access(run, machine) else {}
-    found = {**(CUDA_DEFAULTS if spec.launch.cuda_env_defaults else {}), **no_peers}
+    found: dict[str, str] = {}
+    if run.nnodes == 1 and (run.world_size > 1 or run.engine.needs_collectives):
+        found |= LOOPBACK if run.device == "cuda" else GLOO_LOOPBACK
+    if run.device == "cuda" and spec.launch.cuda_env_defaults:
+        found |= CUDA_DEFAULTS
+    found |= NO_PEER_ACCESS if run.device == "cuda" and _lacks_peer_access(run, machine) else {}
     user_set = spec.launch.env.keys()
     return {name: value for name, value in found.items() if not {name, *ENV_SYNONYMS.get(name, ())} & user_set}
 

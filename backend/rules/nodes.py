@@ -6,6 +6,7 @@ import ipaddress
 import re
 from dataclasses import replace
 
+from backend.config.processes import DEFAULT_PORT
 from backend.launch.hostfile import HostfileError, Slots, include_argument, included_slots, parse_hostfile
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import DDP
@@ -20,10 +21,11 @@ HOSTFILE_SPEC = {
     "launch.launcher": "deepspeed",
     "launch.hostfile": ("worker-1 slots=2", "worker-2 slots=2"),
 }
-DEEPSPEED_LAUNCHER_SPEC = {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}
+DDP_SPEC = {"parallel.strategy": "ddp"}
 THIS_MACHINE = replace(LAPTOP, name="")  # the machine that Footplate runs on
 TORCHRUN = Fix("Use torchrun", {"launch.launcher": "torchrun"})
 ONE_NODE = Fix("Run on one node", {"launch.rendezvous": "standalone"}, safe=False)
+PRIVATE_NETWORK = "Allow connections between the nodes only, by a private network or a firewall."
 STATIC = Fix("Use the static rendezvous", {"launch.rendezvous": "static"}, cost="nodes cannot leave or join")
 
 
@@ -117,23 +119,63 @@ def master_addr_is_loopback(case: Case) -> str | None:
     "error",
     fields=("launch.master_port",),
     title="The master port is in use",
-    source="torch 2.13 distributed TCPStore, where the ranks connect: DistNetworkError, EADDRINUSE; deepspeed 0.19 "
-    "launcher/runner.py: --master_port is 29500 by default",
-    fails_on=Example(DEEPSPEED_LAUNCHER_SPEC, THIS_MACHINE, replace(DEMO, port_in_use=29500, free_port=29501)),
-    passes_on=Example(DEEPSPEED_LAUNCHER_SPEC, THIS_MACHINE),
+    source="torch 2.13 distributed TCPStore, where the ranks connect: DistNetworkError, EADDRINUSE",
+    fails_on=Example(STATIC_SPEC, THIS_MACHINE, replace(DEMO, port_in_use=29500, free_port=29501)),
+    passes_on=Example(STATIC_SPEC, THIS_MACHINE),
     at_start=True,
 )
 def master_port_in_use(case: Case) -> Violation | None:
-    """Rank 0 listens on the master port, and the other ranks connect to it. Two multi-node runs, or two runs of the
-    deepspeed launcher, use the same port unless they are given different ones."""
+    """Node 0 listens on the master port, and the other nodes connect to it. Two multi-node runs use the same port
+    unless they are given different ones."""
     port, free = case.facts.port_in_use, case.facts.free_port
     if not port or port != case.run.master_port or case.machine.name:
         return None
     fixes: tuple[Fix, ...] = (Fix(f"Set master_port to {free}", {"launch.master_port": free}),) if free else ()
-    if case.run.nnodes == 1:
-        patch = {"launch.launcher": "torchrun", "launch.master_port": 0}
-        fixes += (Fix("Use torchrun, which picks a free port", patch, cost="another launcher"),)
     return Violation(f"The run would listen on port {port}, which another process on this machine uses.", fixes)
+
+
+@rule(
+    "NOD016",
+    "warning",
+    fields=("launch.rendezvous",),
+    title="Whoever reaches the elastic rendezvous can run programs as you",
+    source="torch 2.13 elastic/rendezvous/dynamic_rendezvous.py: unpickles what is in the TCPStore, which has no "
+    "authentication and listens on all interfaces",
+    fixes=(STATIC,),
+    manual_fix=PRIVATE_NETWORK,
+    fails_on=Example(ELASTIC_SPEC),
+    passes_on=Example(STATIC_SPEC),
+)
+def elastic_rendezvous_open(case: Case) -> str | None:
+    """The nodes of an elastic run keep its state as a pickle in torch's TCPStore, which anyone who reaches the port can
+    overwrite. Reading a pickle can run any program."""
+    if case.run.nnodes == 1 or case.spec.launch.rendezvous != "elastic":
+        return None
+    return (
+        f"Port {case.spec.launch.master_port or DEFAULT_PORT} of node 0 has no authentication. Another host or another "
+        "user of a node can write a pickle there, and torchrun on each node runs what it contains."
+    )
+
+
+@rule(
+    "NOD017",
+    "advice",
+    fields=("launch.rendezvous", "launch.place"),
+    title="The rendezvous of several nodes is open to the network",
+    source="torch 2.13 TCPStore: listens on all interfaces, without authentication",
+    manual_fix=PRIVATE_NETWORK,
+    fails_on=Example(STATIC_SPEC),
+    passes_on=Example(DDP_SPEC),
+)
+def store_open(case: Case) -> str | None:
+    """The ranks of several nodes find each other through torch's TCPStore on node 0. Objects that ranks send to each
+    other are signed, so no program can be smuggled in, but addresses and tensors are not protected."""
+    if case.run.nnodes == 1 or case.spec.launch.rendezvous == "elastic":
+        return None
+    return (
+        f"The run has {case.run.nnodes} nodes, and torch's store on node 0 has no authentication. Another host or "
+        "another user of a node that reaches its port can disturb the run or falsify what it trains."
+    )
 
 
 # --- Elastic runs ---

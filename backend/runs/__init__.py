@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 # Written once, when the run is created.
@@ -39,6 +40,7 @@ RAY_JOB = "ray.json"  # what the Ray job reserves and starts
 RAY_DRIVER = "ray-driver.py"  # what Ray runs: a copy of ray_driver.py
 KUBERNETES_JOB = "kubernetes.yaml"  # the objects of a Kubernetes job
 LLAMAFACTORY_RUN = "llamafactory-run.py"  # what the launcher starts with LLaMA-Factory, a copy of llamafactory_run.py
+RENDEZVOUS = "rendezvous.py"  # how its ranks meet, a copy of rendezvous.py
 LLAMAFACTORY = "train.yaml"  # LLaMA-Factory's configuration
 DATASET_INFO = "dataset_info.json"  # LLaMA-Factory's description of the data files
 JOIN = "node"  # node-1.sh, or node.sh if elastic: joins the run from another node
@@ -54,7 +56,8 @@ RAY_STATUS = "ray-status.json"  # why a Ray job waits; replaced atomically by it
 RAY_NODES = "ray-nodes"  # ray-nodes/RANK, by ray_node.py: exists while processes of the run may be on that node
 KUBERNETES_NODES = "kubernetes-nodes"  # kubernetes-nodes/JOB/*, by kubernetes_node.py: attempts and output of the pods
 LOG = "log.txt"  # stdout and stderr of the launcher, appended
-RANK_LOGS = "ranks"  # ranks/ID/attempt_N/RANK/*, by torchrun: the logs of each rank and its error.json
+RANK_LOGS = "ranks"  # ranks/ID/attempt_N/RANK/*, by torchrun: the logs of each rank and its error.json. On one node
+# also ranks/rendezvous, by torchrun, and a file named store, in which the ranks meet (backend/train/rendezvous.py)
 RANK = "rank"  # next to a rank's error.json, by that rank: its global rank
 METRICS = "metrics.jsonl"  # one point per line, appended by rank 0
 EVENTS = "events.jsonl"  # checkpoints, resumes and alerts, one per line, appended by rank 0
@@ -75,6 +78,7 @@ SEPARATOR = "---- started "  # begins the log line that separates one start from
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable: where torch writes the root cause's traceback
 RUN_MARKER = "FOOTPLATE_RUN"  # environment variable of every process of a run: the resolved folder
 REHEARSAL = "FOOTPLATE_REHEARSAL"  # environment variable: the trainer rehearses (backend/train/rehearsal.py)
+RANDOM_ID = "{RANDOM_ID}"  # in the environment of a plan: an ID that is generated when the run is created
 SKIP_CHECKS = "FOOTPLATE_SKIP_CHECKS"  # environment variable: the trainer checks no rules, as `--skip-checks` asks
 
 
@@ -105,6 +109,11 @@ class Plan:
     stop_timeout: float = 1800.0
     then: tuple[str, ...] = ()
 
+    def with_random_id(self) -> Plan:
+        """The plan of one run, with an ID that nobody can guess."""
+        drawn = secrets.token_hex(16)
+        return replace(self, env={name: value.replace(RANDOM_ID, drawn) for name, value in self.env.items()})
+
     def command(self, node: str = "") -> str:
         """The command as typed in a shell, for this or another node: environment, then one argument per line."""
         argv = self.other_nodes[node] if node else self.argv
@@ -117,7 +126,7 @@ class Plan:
 
     def script(self, folder: str) -> str:
         """A self-contained bash script: creates `folder`, writes the files, runs the command."""
-        parts = ["set -euo pipefail", f"mkdir -p {shlex.quote(folder)}", f"cd {shlex.quote(folder)}"]
+        parts = ["set -euo pipefail", "umask 077", f"mkdir -p {shlex.quote(folder)}", f"cd {shlex.quote(folder)}"]
         for name, text in self.files.items():
             end = "FOOTPLATE_END"
             while end in text:  # otherwise the rest of the text would run as commands

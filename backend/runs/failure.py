@@ -106,7 +106,7 @@ KNOWN_FAILURES = (
     KnownFailure(
         r"(?i)EADDRINUSE|address already in use|on port .\d+., but another process is utilizing it",
         "The master port is in use by another process.",
-        "Choose another launch.master_port; on one node, 0 picks a free port, except with the deepspeed launcher.",
+        "Choose another launch.master_port.",
         ("launch.master_port",),
         anywhere=True,
         kind=PORT,

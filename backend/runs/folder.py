@@ -98,6 +98,7 @@ class Run:
         """Create `root/YYYY-MM-DD_HHMMSS_name` atomically. `about` (model, method) is shown in lists of runs,
         `estimate` is compared with the measured memory."""
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48].strip("-") or "run"
+        plan = plan.with_random_id()
         kept = {"name": name, "created": now.timestamp(), "about": dict(about or {})}
         kept |= {"argv": plan.argv, "env": dict(plan.env), "files": list(plan.files), "notes": plan.notes}
         kept |= {"defaults": dict(plan.defaults), "others": dict(plan.other_nodes), "devices": dict(plan.devices)}

@@ -11,8 +11,6 @@ import importlib
 import importlib.util
 import os
 import resource
-import socket
-import uuid
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +21,7 @@ import torch.distributed as dist
 
 from backend import registry
 from backend.runs import ERROR_FILE, RANK
+from backend.train import rendezvous
 from backend.train.heartbeat import Heartbeat
 from backend.train.run_log import TrainError
 from backend.train.stacks import Stacks
@@ -63,7 +62,8 @@ def fp8_recipe(backend: str) -> Any:
     return utils.AORecipeKwargs(enable_fsdp_float8_all_gather=False)
 
 
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def settle(needs_collectives: bool) -> None:
@@ -74,12 +74,10 @@ def settle(needs_collectives: bool) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return
     if not needs_collectives:
-        for name in (*ALONE, "MASTER_PORT"):
+        for name in (*ALONE, *ADDRESS):
             os.environ.pop(name, None)
     elif "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ.update(ALONE, MASTER_PORT=str(probe.getsockname()[1]))
+        os.environ.update(ALONE)
 
 
 def start_deepspeed(family: str) -> None:
@@ -93,6 +91,7 @@ class ProcessGroup:
     """The ranks of a run, and how they agree. With one process all methods return at once."""
 
     def __init__(self) -> None:
+        rendezvous.apply()
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._group: Any = None
         self._step_group: Any = None
@@ -107,25 +106,13 @@ class ProcessGroup:
 
     def meet(self, folder: Path, timeout: float) -> None:
         """Create the gloo groups and start the heartbeat; with several ranks torch's process group must exist.
-        `timeout`: parallel.ddp_timeout. Raises TrainError unless all ranks see the run's `folder`."""
+        `timeout`: parallel.ddp_timeout."""
         if self.world == 1:
             return
         self._heartbeat = Heartbeat(self.rank, self.world, timeout, Stacks(folder, self.rank))
         self._group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
         self._step_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._heartbeat.start()
-        mark = folder / f".met-{self.gather(uuid.uuid4().hex)[0]}"
-        if self.rank == 0:
-            mark.touch()
-        self.agree()
-        blind = [host for host in self.gather("" if mark.exists() else socket.gethostname()) if host]
-        if self.rank == 0:
-            mark.unlink()
-        if blind:
-            raise TrainError(
-                f"launch.nnodes: {blind[0]} does not see the run folder {folder} of rank 0: keep the runs on a file "
-                "system that all nodes share, under the same path."
-            )
 
     def agree(self, number: int = 0) -> int:
         """The largest `number` of all ranks. A collective call."""

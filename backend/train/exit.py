@@ -14,6 +14,7 @@ import sys
 from types import TracebackType
 from typing import NoReturn
 
+from backend.train.rendezvous import ForeignObject, RunFolderMissing
 from backend.train.run_log import TrainError
 
 
@@ -34,7 +35,7 @@ def _kill_children() -> None:
 
 def print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """A sys.excepthook: one sentence for what the user can fix, a traceback for anything else."""
-    if issubclass(kind, TrainError):
+    if issubclass(kind, (TrainError, ForeignObject, RunFolderMissing)):
         print(error, file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)

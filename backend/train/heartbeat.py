@@ -25,7 +25,7 @@ from backend.train.run_log import TrainError
 from backend.train.stacks import Stacks
 
 LEFT = "left"
-AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun; without it, rank 0 has the store
+AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True", by torchrun: its agent has the store, not rank 0
 # What gloo, torch's store and NCCL write in torch 2.13.
 TIMED_OUT = re.compile(r"(?i)timed out waiting \d+ ?ms|timeout caused pair closure|wait timeout|operation timeout")
 VOTE_SECONDS = 3.0  # between the time-outs of ranks that wait in the same collective
@@ -99,7 +99,7 @@ class Heartbeat:
                 self._beat()
                 self._listen()
             except RuntimeError:
-                if time.monotonic() - began < 0.9 * self.timeout or AGENT_HAS_STORE in os.environ:
+                if time.monotonic() - began < 0.9 * self.timeout or os.environ.get(AGENT_HAS_STORE) == "True":
                     return  # the process that has the store has ended, or torchrun was stopped: training can continue
                 self._end([0])
             silent = [r for r in self.others if self._silent[r] > self.timeout]

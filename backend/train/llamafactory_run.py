@@ -1,13 +1,15 @@
 """Trains with LLaMA-Factory, and reports to the run's folder what Footplate's own trainer reports.
 
-A copy of this file is in the run's folder. A launcher starts it with the Python of LLaMA-Factory's environment, so it
-imports nothing of Footplate. It adds one callback to `run_exp`: metrics and progress, stop requests that save a
-checkpoint, and marks of complete checkpoints. Argument: --from-scratch starts at step 0.
+A copy of this file is in the run's folder, next to one of rendezvous.py. A launcher starts it with the Python of
+LLaMA-Factory's environment, so it imports nothing else of Footplate. It adds one callback to `run_exp`: metrics and
+progress, stop requests that save a checkpoint, and marks of complete checkpoints. Argument: --from-scratch starts at
+step 0.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -251,6 +253,7 @@ def main() -> None:
     # With several processes on a CPU, transformers 5.6 loads the optimizer state to cpu:0, which torch 2.13 does not
     # know (serialization.py, default_restore_location).
     torch.serialization.register_package(5, lambda _: None, lambda data, where: data if where == "cpu:0" else None)
+    importlib.import_module("rendezvous").apply()
     report = Report()
     if RANK == 0:
         start = {"phase": "loading model", "text": "Starting LLaMA-Factory.", "fraction": None, "time": time.time()}

@@ -25,7 +25,7 @@ from backend.config import RunSpec
 from backend.config.processes import nproc_per_node
 from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.runs import RUN_MARKER, processes
+from backend.runs import RANK_LOGS, RUN_MARKER, processes
 
 SERVER_CODE = """
 import gc, importlib, json, multiprocessing.util, os, runpy, socket, sys, time
@@ -100,6 +100,8 @@ class ForkServer:
         As under a launcher, the first rank that fails ends the others, and no process is left. `script`: a Python file
         to run instead of the trainer.
         """
+        # Launchers are new processes at each start, after which the ranks name their store; this server stays the same.
+        shutil.rmtree(folder / RANK_LOGS, ignore_errors=True)
         variables = {**env, "FOOTPLATE_CACHE": str(self.cache), "OMP_NUM_THREADS": THREADS, RUN_MARKER: str(folder)}
         request = {"folder": str(folder), "env": variables, "ranks": ranks, "arguments": arguments, "seconds": seconds}
         request |= {"script": script}

@@ -714,7 +714,7 @@ CASES: dict[str, Case] = {
     "launch.min_nnodes": Case(2, launch_plan, ELASTIC),
     "launch.node_rank": Case(1, launch_plan, STATIC),
     "launch.master_addr": Case("10.0.0.2", launch_plan, STATIC),
-    "launch.master_port": Case(29511, launch_plan, DDP),
+    "launch.master_port": Case(29511, launch_plan, STATIC),
     "launch.max_restarts": Case(5, launch_plan, ELASTIC),
     "launch.rdzv_id": Case("mine", launch_plan, ELASTIC),
     "launch.hostfile": Case(("a slots=2", "c slots=2"), launch_plan, HOSTS),

@@ -349,19 +349,19 @@ def test_a_port_in_use_is_found(tmp_path: Path) -> None:
         server.bind(("", 0))
         server.listen()
         port = server.getsockname()[1]
-        run_spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.master_port": port})
+        nodes = {"launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"}
+        run_spec = edit(RunSpec(), {"parallel.strategy": "ddp", **nodes, "launch.master_port": port})
         facts = inspect_inputs(run_spec, tmp_path)
         assert facts.port_in_use == port and facts.free_port > port
-        assert not inspect_inputs(edit(run_spec, {"launch.launcher": "accelerate"}), tmp_path).port_in_use, (
-            "accelerate picks a free port itself"
-        )
-        second_node = {"launch.rendezvous": "static", "launch.node_rank": 1}
-        assert not inspect_inputs(edit(run_spec, second_node), tmp_path).port_in_use, "node 0 listens"
-        assert inspect_inputs(edit(run_spec, {**second_node, "launch.node_rank": 0}), tmp_path).port_in_use
+        one_node = {"launch.rendezvous": "standalone"}
+        assert not inspect_inputs(edit(run_spec, one_node), tmp_path).port_in_use, "the ranks meet in a file"
+        assert not inspect_inputs(edit(run_spec, {"launch.node_rank": 1}), tmp_path).port_in_use, "node 0 listens"
+        assert inspect_inputs(edit(run_spec, {"launch.node_rank": 0}), tmp_path).port_in_use
     assert not inspect_inputs(run_spec, tmp_path).port_in_use
     assert not inspect_inputs(edit(RunSpec(), {"parallel.strategy": "ddp"}), tmp_path).port_in_use
 
 
-def test_deepspeed_launcher_has_a_default_port() -> None:
-    spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"})
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+def test_several_nodes_have_a_default_port(launcher: str) -> None:
+    spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.launcher": launcher, "launch.rendezvous": "static"})
     assert (rendezvous_port(spec), rendezvous_port(edit(spec, {"launch.master_port": 7}))) == (29500, 7)

@@ -117,7 +117,7 @@ def test_golden_launchers(name):
 @pytest.mark.parametrize(
     ("patch", "machine", "says"),
     [
-        ({}, LAPTOP, ["--standalone", "--nproc-per-node=1", "OMP_NUM_THREADS=8"]),
+        ({}, LAPTOP, ["store_type=file", "--nproc-per-node=1", "OMP_NUM_THREADS=8"]),
         ({"parallel.strategy": "ddp", "launch.nproc_per_node": 2}, LAPTOP, ["--nproc-per-node=2", "OMP_NUM_THREADS=4"]),
         ({"launch.launcher": "python"}, LAPTOP, ["python3 -m backend.train"]),
         ({}, NODE, ["CUDA_VISIBLE_DEVICES=0 "]),
@@ -246,8 +246,37 @@ def test_nccl_variables_of_gpus_without_peer_access() -> None:
     gpus = tuple(Gpu(i, "GeForce RTX 4090", GIB, GIB, (8, 9)) for i in range(2))
     spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.cuda_env_defaults": False})
     old = Machine("cuda", gpus, driver_version="550.40.06")
-    assert plan(spec, old).defaults == {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert plan(spec, old).defaults == {**loopback, "NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     own = edit(spec, {"launch.env": {"NCCL_P2P_DISABLE": "0"}})
     assert "NCCL_P2P_DISABLE" not in plan(own, old).defaults
     for machine in (replace(old, driver_version="550.40.07"), replace(old, driver_version="")):
-        assert not plan(spec, machine).defaults
+        assert plan(spec, machine).defaults == loopback
+
+
+def test_no_rendezvous_of_one_node_is_open() -> None:
+    """torchrun has no TCPStore, and gloo and NCCL listen on the loopback interface; several nodes need both."""
+    for launcher in ("torchrun", "accelerate", "deepspeed"):
+        one = edit(RunSpec(), {"parallel.strategy": "zero2", "launch.launcher": launcher})
+        made = plan(one, NODE)
+        assert (made.defaults["GLOO_SOCKET_IFNAME"], made.defaults["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+        assert ("store_type=file" in made.command()) == (launcher != "deepspeed"), "its ranks alone meet"
+        assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in made.env) == (launcher != "deepspeed")
+        two = plan(edit(one, {**TWO, "launch.hostfile": ("a slots=4", "b slots=4")}), NODE)
+        assert "GLOO_SOCKET_IFNAME" not in two.defaults and "store_type=file" not in two.command()
+    for place, file in (("slurm", "slurm-node.sh"), ("ray", "ray.json"), ("kubernetes", "kubernetes.yaml")):
+        job = {"parallel.strategy": "ddp", "launch.place": place, "launch.nnodes": 1}
+        assert "store_type=file" in plan(edit(RunSpec(), job), NODE).files[file]
+    mine = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.env": {"GLOO_SOCKET_IFNAME": "eth0"}})
+    assert "GLOO_SOCKET_IFNAME" not in plan(mine, LAPTOP).defaults
+
+
+def test_each_elastic_run_has_its_own_rendezvous_id() -> None:
+    """It is in the environment of all nodes, because every user can read the arguments of a process."""
+    elastic = edit(RunSpec(), LAUNCHED["torchrun-elastic"])
+    first, second = (plan(elastic, NODE).with_random_id() for _ in range(2))
+    drawn = first.env["PET_RDZV_ID"]
+    assert len(drawn) == 32 and drawn != second.env["PET_RDZV_ID"]
+    assert f"PET_RDZV_ID={drawn} " in first.run_script() and f"PET_RDZV_ID={drawn} " in first.node_script("node")
+    mine = plan(edit(elastic, {"launch.rdzv_id": "mine"}), NODE).with_random_id()
+    assert mine.env["PET_RDZV_ID"] == "mine"

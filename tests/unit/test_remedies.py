@@ -113,7 +113,7 @@ def test_host_memory_of_a_cpu_run(tmp_path):
         ),
         ({}, "OSError: [Errno 28] No space left on device: 'x'", {"save.total_limit": 1}),
         (
-            {"parallel.strategy": "ddp", "launch.nproc_per_node": 2, "launch.master_port": 29555},
+            {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_port": 29555},
             "torch.distributed.DistNetworkError: port: 29555 EADDRINUSE",
             {"launch.master_port": 0},
         ),

@@ -524,11 +524,11 @@ FIXES: dict[str, tuple[Setup, list[dict[str, Any]]]] = {
     "NOD011 with unequal slots": (Setup({**HOSTS, "launch.hostfile": ("a slots=2", "b slots=1")}), []),
     "NOD015 without a free port": (
         Setup(
-            {**DDP, "launch.launcher": "deepspeed"},
+            STATIC,
             replace(LAPTOP, name=""),
             replace(DEMO, port_in_use=29500, free_port=0),
         ),
-        [{"launch.launcher": "torchrun", "launch.master_port": 0}],
+        [],
     ),
 }
 

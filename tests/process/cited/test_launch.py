@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed.launcher.runner as runner
+import psutil
 import pytest
 import torch
 import torch.distributed.run as torchrun
@@ -20,6 +23,13 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, MegatronLMPlugin
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _RendezvousState,
+)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -204,13 +214,29 @@ def test_deepspeed_overwrites_visible_devices() -> None:
 
 @cites("NOD015")
 def test_master_port_must_be_free() -> None:
-    """DeepSpeed's launcher and Footplate's multi-node runs have the same default port."""
+    """The default port is that of DeepSpeed's launcher."""
     assert runner.parse_args(["x.py"]).master_port == DEFAULT_PORT
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         with pytest.raises(torch.distributed.DistNetworkError, match="EADDRINUSE"):
             TCPStore("127.0.0.1", other.getsockname()[1], is_master=True, wait_for_workers=False)
+
+
+@cites("NOD016", "NOD017")
+def test_store_is_open_and_the_elastic_rendezvous_unpickles_it() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == store.port] == ["::"]
+    rendezvous = C10dRendezvousBackend(store, "run")
+    other = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    written = _RendezvousState()
+    written.round = 77
+    other.set("torch.rendezvous.run", base64.b64encode(pickle.dumps(written)))
+    settings = RendezvousSettings("run", 1, 1, RendezvousTimeout(), timedelta(seconds=5), 3)
+    read = _BackendRendezvousStateHolder(rendezvous, settings)
+    read.sync()
+    assert read.state.round == 77
 
 
 SHARED = """
