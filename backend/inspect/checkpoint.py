@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from backend import registry
 from backend.config import RunSpec
 from backend.config.processes import world_size
 from backend.engines import engine_of
-from backend.runs.ownership import own_uid
+from backend.runs import checkpoint_files
 
 # Format -> the files of its optimizer state, and who writes it. transformers 5.23 trainer.py, accelerate 1.15
 # utils/fsdp_utils.py, DeepSpeed 0.19 runtime/engine.py.
@@ -25,7 +24,6 @@ OPTIMIZER_FILES = {
     "ddp": ("optimizer.pt", "DDP or a single process"),
 }
 ZERO3_FILES = "global_step*/*zero_pp_rank_*_model_states.pt"  # ZeRO-3: one shard of the weights for each rank
-MAX_FILES = 100_000
 NVME_FILES = "global_step*/offloaded_tensors"  # state that was offloaded to NVMe
 
 
@@ -40,29 +38,13 @@ def checkpoint_problem(spec: RunSpec, base: Path) -> str:
         return f"{folder} is not a checkpoint (it has no trainer_state.json): set the path of a checkpoint-N folder."
     if folder.parent.name == "checkpoints" and not (folder / "complete").is_file():
         return f"{folder} is incomplete, because its run ended while it was saved: use an earlier checkpoint."
-    if problem := _foreign_file(folder) or _optimizer_problem(spec, folder):
+    if problem := checkpoint_files.problem(folder) or _optimizer_problem(spec, folder):
         return problem
     sharded = (folder / OPTIMIZER_FILES["sharded"][0]).exists()  # whose file names do not tell adapters apart
     if not sharded and (folder / "adapter_config.json").is_file() != (spec.method.kind == "lora"):
         content = "full model weights" if spec.method.kind == "lora" else "a LoRA adapter"
         return f"{folder} contains {content}, but method.kind is {spec.method.kind}."
     return _adapter_problem(spec, folder) if spec.method.kind == "lora" else ""
-
-
-def _foreign_file(folder: Path) -> str:
-    """The first file of a DeepSpeed checkpoint that another user wrote. DeepSpeed 0.19 reads its files with
-    torch.load(weights_only=False), and so does the conversion to a universal checkpoint: a pickle executes code."""
-    if not any(folder.glob("global_step*")):
-        return ""
-    own = own_uid(folder)
-    for path in (folder, *islice(folder.rglob("*"), MAX_FILES)):
-        with suppress(OSError):
-            if path.stat().st_uid != own:
-                return (
-                    f"{path} belongs to another user, and a DeepSpeed checkpoint can execute code when it is loaded: "
-                    "copy the checkpoint if you trust its owner."
-                )
-    return ""
 
 
 def _adapter_problem(spec: RunSpec, folder: Path) -> str:

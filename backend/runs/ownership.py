@@ -56,7 +56,7 @@ def folder_problem(folder: Path) -> str:
                 fix = f"Run `chmod go-w {path}`, or set" if path.stat().st_uid == own_uid(folder) else "Set"
             return f"{path} {why}, who could log in to the page or replace runs. {fix} {OTHER_FOLDER}"
     for above in folder.parents:
-        if why := exposure(above, {*owners, *_unmapped_uid()}, is_above=True):
+        if why := exposure(above, {*owners, *unmapped_uid()}, is_above=True):
             return f"{above} {why}, who could replace the runs folder {folder} in it. Set {OTHER_FOLDER}"
     return ""
 
@@ -107,7 +107,7 @@ def _is_private_group(gid: int) -> bool:
     return group.gr_name == name and set(group.gr_mem) <= {name}
 
 
-def _unmapped_uid() -> set[int]:
+def unmapped_uid() -> set[int]:
     """The UID that a container without root shows for all users outside of it, such as the owner of /; none if that is
     an ordinary user."""
     try:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from backend.runs import CHECKPOINTS, COMPLETE, resume_point
+from backend.runs import CHECKPOINTS, COMPLETE, checkpoint_files, resume_point
 from backend.runs.resume_point import OPTIMIZER_STATES, complete, damage, has_optimizer_state, step_of
 from backend.train.run_log import RunLog, TrainError, write_json
 
@@ -41,10 +42,21 @@ def latest(run: Path, run_log: RunLog, from_scratch: bool = False) -> Path | Non
     found = resume_point.find(run, check_content=True, start=start)
     if found.problem:
         raise TrainError(found.problem)
+    if found.checkpoint:
+        check_owner(run, found.checkpoint)
     for name, problem in found.skipped.items():
         run_log.info(f"{name} {problem}. Using an earlier checkpoint.")
         _set_aside(run / CHECKPOINTS / name)
     return found.checkpoint
+
+
+def check_owner(run: Path, folder: Path) -> None:
+    """Raise TrainError if another user can have written the checkpoint in `folder`. The modes of a checkpoint of this
+    run do not matter where those of the run's own folder, which is created with 0700, are not kept."""
+    is_own = folder.parent == run / CHECKPOINTS
+    modes_are_kept = not run.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    if problem := checkpoint_files.problem(folder, check_modes=modes_are_kept or not is_own):
+        raise TrainError(problem)
 
 
 def delete_incomplete(run: Path, from_scratch: bool = False) -> None:
@@ -91,6 +103,8 @@ def at_path(path: str) -> Path:
         raise TrainError(
             f"save.resume_path: {folder} contains weights only (save.only_model), so training cannot resume from it."
         )
+    if problem := checkpoint_files.problem(folder):
+        raise TrainError(f"save.resume_path: {problem}")
     if (folder / COMPLETE).is_file() and (problem := damage(folder)):
         raise TrainError(f"save.resume_path: {folder} is damaged: {problem}. Use another checkpoint.")
     return folder

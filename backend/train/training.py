@@ -99,7 +99,7 @@ def train_in_phases(context: TrainContext) -> None:
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers
     if context.engine.preparation:
         run_log.start_phase("preparing engine", context.engine.preparation)
-    start = universal_checkpoint.convert_if_resized(context, trainer, start)
+    start = universal_checkpoint.convert_if_resized(context, trainer, _still_own(context, start))
     trainer.train(resume_from_checkpoint=str(start) if start else None)
     device.synchronize(context.run.device)
     if checkpoint.stopped:
@@ -207,6 +207,13 @@ def _start(context: TrainContext) -> Path | None:
 
     chosen: Path | None = context.group.share(context.first(choose))
     return chosen
+
+
+def _still_own(context: TrainContext, start: Path | None) -> Path | None:
+    """`start`, right before it is loaded: loading model and data may have taken long. Raises TrainError."""
+    if start:
+        checkpoints.check_owner(context.folder, start)
+    return start
 
 
 def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) -> dict[str, Any]:

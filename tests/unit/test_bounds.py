@@ -11,12 +11,8 @@ import pytest
 import yaml
 from small import client
 
-from backend.config import RunSpec
-from backend.config.options import edit
 from backend.config.yaml_text import load_yaml
 from backend.data import patterns
-from backend.inspect import checkpoint
-from backend.inspect.checkpoint import checkpoint_problem
 from backend.machine import Machine
 from backend.runs import LOG
 from backend.runs.failure import diagnose
@@ -119,19 +115,6 @@ def test_special_files_are_not_read(api, tmp_path):
             assert "is not a regular file" in api.post("/api/check", json={"values": values}).text, values
     values = {"data.chat_template": "file", "data.chat_template_file": str(large)}
     assert "longer than 1024 KiB" in api.post("/api/check", json={"values": values}).text
-
-
-def test_deepspeed_checkpoint_of_another_user_is_refused(tmp_path, monkeypatch):
-    """Its files are pickles, which execute code when they are loaded."""
-    folder = tmp_path / "checkpoint-5"
-    (folder / "global_step5").mkdir(parents=True)
-    for name in ("trainer_state.json", "adapter_config.json", "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        (folder / name).write_text("{}")
-    patch = {"save.resume_from": "path", "save.resume_path": str(folder), "parallel.strategy": "zero2"}
-    spec = edit(RunSpec(), patch)
-    assert "another user" not in checkpoint_problem(spec, tmp_path)
-    monkeypatch.setattr(checkpoint, "own_uid", lambda _: os.getuid() + 1)
-    assert "belongs to another user" in checkpoint_problem(spec, tmp_path)
 
 
 def test_model_folder_of_code_without_consent_cannot_start(api, tmp_path):

@@ -135,5 +135,5 @@ def test_a_container_without_root_shows_the_owner_of_the_system_as_nobody(
     runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     os.chown(runs.parent, NOBODY, NOBODY)
-    monkeypatch.setattr(ownership, "_unmapped_uid", lambda: {NOBODY})
+    monkeypatch.setattr(ownership, "unmapped_uid", lambda: {NOBODY})
     assert entry._runs_folder(runs) == runs
