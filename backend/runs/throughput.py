@@ -47,7 +47,7 @@ def _phase_progress(progress: dict[str, Any], now: float) -> str:
     """How much of a phase is done, and its elapsed time: ' (3 of 16 examples, 42 s so far)'."""
     parts = []
     if progress.get("total"):
-        unit, of, whose = progress.get("unit", "").partition(" of ")  # "example of rank 0"
+        unit, of, whose = progress.get("unit", "").partition(" of ")  # "token of rank 0"
         total = counted(progress["total"], unit) if unit else f"{progress['total']:,}"
         parts.append(f"{progress.get('done', 0):,} of {total}{of}{whose}")
     if progress.get("phase") in TIMED_PHASES and now - progress.get("since", now) >= 1:

@@ -9,11 +9,12 @@ import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, TrainerCallback
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TrainerCallback
 
 from backend.config import RunSpec
 from backend.train import text_metrics
@@ -73,7 +74,8 @@ class Generator:
         return cls(tokenizer, group, batch_size, longest, dtype, tensor_parallel_size)
 
     def generate(self, model: Any, prompts: Sequence[EvalPrompt], tick: Callable[[int, int], bool]) -> list[str]:
-        """The outputs in the order of `prompts`; the ranks share the work. Where `tick` ended it, the rest are ''."""
+        """The outputs in the order of `prompts`; the ranks share the work. Where `tick` ended it, the rest are ''.
+        `tick` counts tokens: an output that ends early counts as one of max_new_tokens."""
         size, world = self.tensor_parallel_size, self.group.world
         mine = list(range(self.group.rank // size, len(prompts), world // size))
         mine.sort(key=lambda number: len(prompts[number].text))  # similar lengths in a batch: less padding
@@ -81,18 +83,27 @@ class Generator:
         training = model.training
         outputs: dict[int, str] = {}
         model.eval()
-        tick(0, len(mine))
+        total = len(mine) * self.max_new_tokens
+        tick(0, total)
         for start in range(0, most, self.batch_size):
             if numbers := mine[start : start + self.batch_size]:
-                outputs.update(zip(numbers, self._batch(model, [prompts[n].text for n in numbers]), strict=True))
-            stop = not tick(len(outputs), len(mine))
+                before = len(outputs) * self.max_new_tokens
+                count = partial(self._count, tick, before, len(numbers), total)
+                texts = [prompts[number].text for number in numbers]
+                outputs.update(zip(numbers, self._batch(model, texts, count), strict=True))
+            stop = not tick(len(outputs) * self.max_new_tokens, total)
             if self.group.agree(stop) if size > 1 else stop:
                 break
         model.train(training)
         gathered = {number: text for part in self.group.gather(outputs) for number, text in part.items()}
         return [gathered.get(number, "") for number in range(len(prompts))]
 
-    def _batch(self, model: Any, texts: list[str]) -> list[str]:
+    def _count(self, tick: Callable[[int, int], bool], before: int, outputs: int, total: int, new: int) -> bool:
+        """Count the `new` tokens of each output of a batch. Whether to go on; ranks that generate together agree on
+        that after each batch only."""
+        return tick(before + new * outputs, total) or self.tensor_parallel_size > 1
+
+    def _batch(self, model: Any, texts: list[str], count: Callable[[int], bool]) -> list[str]:
         batch = self.tokenizer(
             texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
         ).to(model.device)
@@ -103,6 +114,7 @@ class Generator:
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],
                 generation_config=self._config(model),
+                stopping_criteria=StoppingCriteriaList([_EachToken(batch["input_ids"].shape[1], count)]),
                 synced_gpus=False,  # each rank has whole weights, so no rank waits for another's outputs
                 **_without_router_loss(model),
             )
@@ -119,6 +131,18 @@ class Generator:
             pad_token_id=self.tokenizer.pad_token_id,
             use_cache=True,
         )
+
+
+class _EachToken(StoppingCriteria):
+    """Calls `count` with the number of tokens that each output has after the prompt, and ends the batch if it returns
+    False."""
+
+    def __init__(self, prompt_tokens: int, count: Callable[[int], bool]) -> None:
+        self.prompt_tokens, self.count = prompt_tokens, count
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        ends = not self.count(input_ids.shape[1] - self.prompt_tokens)
+        return torch.full((input_ids.shape[0],), ends, dtype=torch.bool, device=input_ids.device)
 
 
 def _without_router_loss(model: Any) -> dict[str, bool]:
@@ -184,7 +208,7 @@ class GenerationEvalCallback(TrainerCallback):
         context, phase, examples = self.context, f"generating {when}", counted(len(self.prompts), "eval example")
         context.run_log.info(f"Generating outputs for {examples} {when} training.")
         tick = context.tick(phase, f"Generating outputs {when} training", _unit(context.group.world))
-        tick(0, len(self.prompts) if context.group.world == 1 else 0)
+        tick(0, len(self.prompts) * self.generator.max_new_tokens if context.group.world == 1 else 0)
         with unsharded_model(context.spec, self.trainer) as model:
             outputs = self.generator.generate(model, self.prompts, tick)
         context.check_stop()
@@ -194,5 +218,5 @@ class GenerationEvalCallback(TrainerCallback):
 
 
 def _unit(world: int) -> str:
-    """What progress counts: the prompts of rank 0, which are all of them only if it is the only rank."""
-    return "example" if world == 1 else "example of rank 0"
+    """What progress counts: the tokens of rank 0, which are all of them only if it is the only rank."""
+    return "token" if world == 1 else "token of rank 0"

@@ -50,9 +50,9 @@ def test_the_text_follows_the_phase(server, page):
         report(run, phase="training")
         page.goto(f"{server.url}/?tab=run&run={run.id}")
         expect(text).to_contain_text("Step 20 of 40. Training: about ")
-        generating = {"text": "Generating outputs after training", "done": 3, "total": 16, "unit": "example"}
+        generating = {"text": "Generating outputs after training", "done": 3, "total": 16, "unit": "token"}
         report(run, phase="generating after", **generating)
-        expect(text).to_contain_text("Generating outputs after training (3 of 16 examples, 1 min 3")
+        expect(text).to_contain_text("Generating outputs after training (3 of 16 tokens, 1 min 3")
         report(run, phase="checkpoint", text="Saving checkpoint-20")
         expect(text).to_contain_text("Saving checkpoint-20 (1 min 3")
         report(run, phase="done", text="Done.", step=40)

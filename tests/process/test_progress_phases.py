@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,20 +34,25 @@ class Recorder(RunLog):
         self.seen.append(dict(self._progress))
 
 
-def test_generation_counts_its_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_counts_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_log, group = (
         Recorder(tmp_path),
         SimpleNamespace(rank=0, world=1, gather=lambda value: [value], agree=lambda *_: 0),
     )
     context = TrainContext(None, tmp_path, False, group, run_log, None, None)  # type: ignore[arg-type]
     monkeypatch.setattr(generation_eval, "unsharded_model", lambda _, trainer: contextlib.nullcontext(trainer))
-    monkeypatch.setattr(Generator, "_batch", lambda _, model, texts: ["out"] * len(texts))
+
+    def batch(_: Generator, model: object, texts: list[str], count: Callable[[int], bool]) -> list[str]:
+        assert count(1) and count(3)
+        return ["out"] * len(texts)
+
+    monkeypatch.setattr(Generator, "_batch", batch)
     generator = Generator(None, group, 2, 8, None)  # type: ignore[arg-type]
     callback = GenerationEvalCallback(context, generator, [EvalPrompt("a", "a", "out")] * 5)
     callback.trainer = SimpleNamespace(training=True, eval=lambda: None, train=lambda _: None)
     assert callback._generate("before") == ["out"] * 5
     assert [(p["done"], p["total"], p["unit"]) for p in run_log.seen[1:]] == [
-        (done, 5, "example") for done in (0, 2, 4, 5)
+        (done, 40, "token") for done in (0, 2, 6, 16, 18, 22, 32, 33, 35, 40)
     ]
     assert {p["phase"] for p in run_log.seen} == {"generating before"} and len({p["since"] for p in run_log.seen}) == 1
 
