@@ -1,6 +1,6 @@
 """Trainer callbacks: metrics, progress and log lines; complete checkpoints; stopping on request.
 
-Imports config, runs, checkpoints, device, disk_space, monitor, run_log.
+Imports config, runs, checkpoints, device, disk_space, monitor, resumed_options, run_log.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from backend.config import RunSpec
 from backend.runs.throughput import duration
-from backend.train import checkpoints, disk_space
+from backend.train import checkpoints, disk_space, resumed_options
 from backend.train.device import ProcessGroup
 from backend.train.monitor import Monitor
 from backend.train.run_log import RunLog
@@ -198,6 +198,7 @@ class CheckpointCallback(TrainerCallback):
         self.keep, self.keep_best = spec.save.total_limit, spec.save.keep_best
         self.run, self.group, self.run_log = run, group, run_log
         self.monitor = monitor
+        self.options = resumed_options.compared(spec)
         self.stopped = 0  # 1 without, 2 with a checkpoint, as RunLog.stop_requested
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -231,7 +232,7 @@ class CheckpointCallback(TrainerCallback):
 
         def complete() -> None:
             self.run_log.flush()
-            checkpoints.mark_complete(saved)
+            checkpoints.mark_complete(saved, self.options)
 
         disk_space.on_rank_0(self.group, lambda: disk_space.retry(self.run_log, saved.name, complete))
         if self.group.rank == 0:

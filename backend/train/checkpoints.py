@@ -2,7 +2,8 @@
 
 Imports runs, runs.resume_point, run_log. `checkpoints/checkpoint-N` is complete once it contains the file `complete`,
 which is written last: a checkpoint that was cut off does not have it. `complete` lists the size and a hash of every
-file, so that a checkpoint that was damaged later is found before a run resumes from it, and the start that saved it.
+file, so that a checkpoint that was damaged later is found before a run resumes from it. It also has the start that
+saved it and the options that it was trained with.
 """
 
 from __future__ import annotations
@@ -120,11 +121,12 @@ def last_size(run: Path) -> tuple[int, int]:
     return 0, 0
 
 
-def mark_complete(folder: Path) -> None:
-    """Mark the checkpoint as complete: all ranks have written their part."""
+def mark_complete(folder: Path, options: Mapping[str, Any] | None = None) -> None:
+    """Mark the checkpoint as complete: all ranks have written their part. `options`: those that it was trained with."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / COMPLETE)
     files = {path.relative_to(folder).as_posix(): resume_point.fingerprint(path) for path in paths}
-    write_json(folder / COMPLETE, {"files": files, "start": resume_point.current_start(folder.parent.parent)})
+    start = resume_point.current_start(folder.parent.parent)
+    write_json(folder / COMPLETE, {"files": files, "start": start, **({"options": options} if options else {})})
 
 
 def rotate(

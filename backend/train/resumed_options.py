@@ -1,16 +1,25 @@
 """A run that resumes uses its own options of the optimizer, not those that its checkpoint was trained with.
 
-A checkpoint of an optimizer and of a learning rate schedule contains them, and loading it restores them (torch 2.13
-Optimizer.load_state_dict, LambdaLR.load_state_dict). For a run that resumes its own checkpoint they are the same.
+Imports config, runs.resume_point. A checkpoint of an optimizer and of a learning rate schedule contains them, and
+loading it restores them (torch 2.13 Optimizer.load_state_dict, LambdaLR.load_state_dict). For a run that resumes its
+own checkpoint they are the same, unless its spec was edited meanwhile: then the log names the difference.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from backend.config import RunSpec
+from backend.config import options as declared
+from backend.runs import resume_point
+
+# Sections whose options do not change what is trained.
+NOT_TRAINED = ("eval", "kubernetes", "launch", "llamafactory", "logging", "ray", "save", "slurm")
 OPTIONS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
 
 
@@ -33,3 +42,32 @@ def apply(optimizer: Any, scheduler: Any, configured: Sequence[dict[str, Any]]) 
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         schedule._last_lr = rates
+
+
+def compared(spec: RunSpec) -> dict[str, Any]:
+    """The options that differ from their default, as JSON has them; those that do not change what is trained are left
+    out."""
+    found = {name: value for name, value in declared.changes(spec).items() if name.split(".")[0] not in NOT_TRAINED}
+    return dict(json.loads(json.dumps(found, default=list)))
+
+
+def differences(checkpoint: Path, spec: RunSpec) -> str:
+    """How the options differ from those that the checkpoint was trained with, as a sentence; '' if they do not, or if
+    the checkpoint does not have them."""
+    try:
+        before = resume_point.read_mark(checkpoint).get("options")
+    except (OSError, ValueError, TypeError):
+        before = None
+    now, known = compared(spec), declared.by_name()
+    if not isinstance(before, dict):
+        return ""
+    names = [name for name in known if before.get(name, _default(name)) != now.get(name, _default(name))]
+    texts = [f"{name} was {before.get(name, _default(name))}, is {now.get(name, _default(name))}" for name in names]
+    return (
+        f"The options differ from those that {checkpoint.name} was trained with: {'; '.join(texts)}." if texts else ""
+    )
+
+
+def _default(name: str) -> Any:
+    """The default of an option, as JSON has it."""
+    return json.loads(json.dumps(declared.by_name()[name].default, default=list))

@@ -30,6 +30,7 @@ from backend.train import (
     optimizers,
     rank0_loading,
     rehearsal,
+    resumed_options,
     sharding,
     trainers,
     universal_checkpoint,
@@ -203,6 +204,8 @@ def _start(context: TrainContext) -> Path | None:
         checkpoints.delete_incomplete(context.folder, context.from_scratch)  # the mark comes first: it explains this
         if start:
             context.run_log.info(f"Resuming from {start.name}.")
+            if different := resumed_options.differences(start, context.spec):
+                context.run_log.info(different)
         return start
 
     chosen: Path | None = context.group.share(context.first(choose))

@@ -24,7 +24,7 @@ from torch.utils.file_baton import FileBaton
 from training_runs import log_text, losses, make_spec, result, same_losses
 from transformers import TrainerControl, TrainerState
 
-from backend.runs import processes, resume_point, stacks
+from backend.runs import SPEC, processes, resume_point, stacks
 from backend.runs.folder import Run
 from backend.runs.metrics import read_points
 from backend.train import checkpoints, deepspeed_ops, device
@@ -52,6 +52,19 @@ def test_resuming_at_the_last_step_trains_no_step(fork_server: ForkServer, root:
     assert after["steps"] == 3
     assert after["eval_loss"] == before["eval_loss"]
     assert after["samples"] == before["samples"]
+
+
+def test_options_that_were_edited_before_a_resume_are_named(fork_server: ForkServer, root: Path) -> None:
+    changes = {"train.max_steps": 4, "save.strategy": "steps", "save.steps": 2, "train.per_device_train_batch_size": 2}
+    folder = fork_server.train(root / "edited", make_spec(changes))
+    spec = (folder / SPEC).read_text()
+    assert "per_device_train_batch_size: 2" in spec
+    (folder / SPEC).write_text(spec.replace("per_device_train_batch_size: 2", "per_device_train_batch_size: 1"))
+    fork_server.resume(folder, 2)
+    named = "checkpoint-2 was trained with: train.per_device_train_batch_size was 2, is 1."
+    assert log_text(folder).count(named) == 1
+    fork_server.resume(folder, 4)
+    assert log_text(folder).count("The options differ from") == 1
 
 
 def test_training_stops_early_and_a_resumed_run_goes_on_counting(fork_server: ForkServer, root: Path) -> None:
