@@ -30,6 +30,7 @@ from backend.modelspec.from_table import shape_from_table
 from backend.paths import cache_folder
 
 FORMAT = 7  # raise it when the table of backend.train.describe_model changes: it is part of the cache key
+OWN_CODE = "the model's own code (auto_map) is not run"  # the end of the reason why there is no module table
 # Keys of config.json that change neither the modules nor the facts of a table.
 IRRELEVANT = ("_name_or_path", "_commit_hash", "transformers_version", "quantization_config", "dtype", "torch_dtype")
 Config = Mapping[str, Any]
@@ -108,7 +109,13 @@ def _read_table(config: Config, environment: Mapping[str, str], reason: str, has
         message = f"the architecture {model_type} is being read, which takes a few seconds"
         unknown = message if pending else table or reason
         known_names = {} if has_custom_code else names
-        return {"shape_unknown_reason": unknown, "architecture_pending": pending, **known_names}
+        needs_code = has_custom_code and isinstance(table, str) and OWN_CODE in table
+        return {
+            "shape_unknown_reason": unknown,
+            "architecture_pending": pending,
+            "needs_remote_code": needs_code,
+            **known_names,
+        }
     known: dict[str, Any] = {}
     if _built(table):
         known = {

@@ -38,6 +38,7 @@ class InputFacts:
     shape_unknown_reason: str = "the model was not inspected"  # completes "..., because ..."; '' with a shape
     config_problem: str = ""  # a value of config.json that no model can have, a sentence
     architecture_problem: str = ""  # why the model is not a causal language model
+    needs_remote_code: bool = False  # transformers has no such architecture, and the model brings its own code
     has_sequence_classification: bool | None = None  # transformers has a reward model class for it; None if unknown
     has_shared_layers: bool = False  # several decoder layers contain the same module
     lora_refused: tuple[str, ...] = ()  # names of linear layers that cannot have a LoRA adapter

@@ -336,3 +336,36 @@ def remote_code(case: Case) -> str | None:
         return None
     where = f"revision {model.revision} of {model.hub_id}" if model.source == "hub" else model.path
     return f"model.trust_remote_code is on, so the Python files in {where} run with your permissions."
+
+
+@rule(
+    "MDL015",
+    "error",
+    fields=("model.trust_remote_code", "model.path", "model.hub_id"),
+    title="The model needs its own Python code",
+    source="transformers 5.23 dynamic_module_utils.py: resolve_trust_remote_code",
+    fixes=(
+        Fix(
+            "Turn trust_remote_code on",
+            {"model.trust_remote_code": True},
+            safe=False,
+            cost="the run executes the Python files of the model with your permissions",
+        ),
+        BUILTIN_MODEL,
+    ),
+    fails_on=Example(
+        LOCAL_MODEL,
+        facts=replace(DEMO, shape=None, shape_unknown_reason="it has its own code", needs_remote_code=True),
+    ),
+    passes_on=Example(LOCAL_MODEL),
+)
+def model_code_without_consent(case: Case) -> str | None:
+    """transformers builds a model whose architecture it does not have from the Python files of the model repository,
+    and only with trust_remote_code. Without it, the run ends when it loads the model."""
+    model, kind = case.spec.model, case.facts.model_type
+    if model.source == "builtin" or model.trust_remote_code or not case.facts.needs_remote_code:
+        return None
+    return (
+        f"transformers has no architecture {kind}: config.json names Python code of the model for it (auto_map), and "
+        "model.trust_remote_code is off."
+    )

@@ -31,7 +31,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from backend import registry
-from backend.inspect.architecture import FORMAT
+from backend.inspect.architecture import FORMAT, OWN_CODE
 from backend.train.decoder_layers import decoder_layers, layer_lists
 
 MAX_LAYERS = 2000
@@ -97,10 +97,7 @@ def _config(config: Mapping[str, Any], folder: str) -> Any:
         if not kind:
             raise Refused("config.json has no model_type")
         if kind not in CONFIG_MAPPING:  # with auto_map: known to its own code, which is not run
-            raise Refused(
-                f"transformers {transformers.__version__} has no architecture {kind}; the model's own code (auto_map) "
-                "is not run"
-            )
+            raise Refused(f"transformers {transformers.__version__} has no architecture {kind}; {OWN_CODE}")
         config_class = CONFIG_MAPPING[kind]
         values = {k: v for k, v in config.items() if k not in IGNORED}
         # save_pretrained writes an infinite number as {"__float__": "Infinity"}.

@@ -25,10 +25,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from backend.config import RunSpec
 from backend.config.options import edit
+from backend.inspect import InputFacts, architecture
 from backend.inspect.architecture import ModuleTables
 from backend.modelspec import NotCausalLM, UnknownArchitecture, all_parameters, trainable_parameters
 from backend.modelspec.from_table import shape_from_table
 from backend.paths import HOME
+from backend.rules import Case
+from backend.rules.examples import LAPTOP
 from backend.train import adapters
 from backend.train import model as trained_model
 
@@ -311,6 +314,7 @@ def test_killed_worker_is_replaced(tmp_path: Path) -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
+from backend.inspect import InputFacts, architecture
 from backend.inspect.architecture import ModuleTables
 tables = ModuleTables(Path(sys.argv[1]))
 tables.get({"model_type": "llama"})
@@ -410,3 +414,13 @@ def test_estimate_command_waits_for_the_worker(tmp_path: Path) -> None:
     found = json.loads(made.stdout)
     assert not found["unknown"] and found["device_bytes"] > 0
     assert len(list((tmp_path / "cache/modeltables").glob("*.json"))) == 1
+
+
+def test_code_of_the_model_needs_consent(tables: ModuleTables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "_tables", lambda folder: tables)
+    code = {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    for config, needed in (({"model_type": "own", **code}, True), ({"model_type": "own"}, False)):
+        tables.wait(config, 60)
+        facts = InputFacts(**architecture.read_architecture(config, {}))
+        case = Case(edit(RunSpec(), {"model.source": "path", "model.path": "/m"}), LAPTOP, facts)
+        assert ("MDL015" in {rule.code for rule in case.other_errors}) == needed

@@ -80,7 +80,7 @@ def test_some_architectures_do_not_isolate_packed_sequences() -> None:
         packing_leaks(build("qwen3_next"))
 
 
-@cites("MDL012")
+@cites("MDL012", "MDL015")
 def test_code_of_a_model_folder_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder, executed = tmp_path / "model", tmp_path / "executed"
