@@ -190,7 +190,7 @@ def _imported_blocks(imported: Mapping[str, Any]) -> list[str]:
         block = imported.get(name) or {}
         params = block.get("params") or {}
         rest = {k: v for k, v in params.items() if k not in params_with_option and v not in NEUTRAL_VALUES.get(k, ())}
-        if str(block.get("type")).lower() in types and not rest:
+        if str(block.get("type")).lower() in types and not rest and block.keys() <= {"type", "params"}:
             found.append(name)
     return found
 

@@ -27,7 +27,7 @@ def load_yaml(text: str) -> Any:
     if len(text) > MAX_CHARACTERS:
         raise yaml.MarkedYAMLError(problem=f"the text is longer than {MAX_CHARACTERS // 1024} KiB")
     text = text.removeprefix(BYTE_ORDER_MARK)
-    if not text.lstrip().startswith("{"):
+    if not text.lstrip().startswith(("{", "//", "/*")):
         return _load_yaml(text)
     try:
         found = load_json(text)

@@ -109,6 +109,7 @@ def test_deepspeed_optimizer_and_scheduler_become_options() -> None:
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, None),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, ["scheduler.type", "scheduler.params"]),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, None),
+        ({"optimizer": {"type": "AdamW", "param": {"lr": 1e-4}}}, None),
     ],
 )
 def test_blocks_without_an_equivalent_option_become_extra_config(block: dict[str, Any], kept: list[str] | None) -> None:
@@ -286,6 +287,7 @@ def test_json_is_read_however_it_is_indented(text: str) -> None:
         ('{\n\t"fp16" {}}', "line 2, column 8: a colon is missing"),
         ('{\n\t"a": [1, 2,\n]}', "line 2, column 12: there must be no comma before ]"),
         ('{\n\t"train_batch_size": 8', "the text ends before"),
+        ('// for two GPUs\n{"train_batch_size": 8}', "line 1, column 1: JSON has no comments"),
         ('{"train_batch_size": 8, "train_batch_size": 9}', 'the key "train_batch_size" occurs twice'),
     ],
 )
