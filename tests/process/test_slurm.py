@@ -4,9 +4,14 @@ time limit and by a job of higher priority, left by their follower, and refused 
 from __future__ import annotations
 
 import os
+import random
 import signal
+import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +35,7 @@ from backend.launch.slurm_options import parse
 from backend.machine import probe
 from backend.preflight import Report, preflight
 from backend.runs import JOB, JOB_SCRIPT, follower, slurm
-from backend.runs.folder import StopTimeouts
+from backend.runs.folder import RunError, StopTimeouts
 
 ON_SLURM = {"launch.place": "slurm", **ON_TWO_NODES}
 
@@ -315,3 +320,76 @@ def test_extra_options_are_read_as_sbatch_reads_them(cluster: SlurmCluster, tmp_
     for part in ("NumNodes=2-2", "NumTasks=4", "TimeLimit=00:05:00", "Comment=-n 7", "Reason=JobHeldUser"):
         assert part in shown, shown
     assert f"Command={script}" in shown, "wrap is ignored"
+
+
+EVENTS = ("preemption", "requeue", "time limit", "controller", "followers killed", "stop")
+
+
+@pytest.mark.soak
+def test_random_scheduler_events(root, cache, start, cluster) -> None:  # type: ignore[no-untyped-def]
+    """At random moments, also before training begins: no point is lost or counted twice, the losses are those of one
+    process, and only a user's stop ends the run. FOOTPLATE_FAULTS and FOOTPLATE_FAULT_SEED as in test_faults.py."""
+    seed = int(os.environ.get("FOOTPLATE_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+    count = int(os.environ.get("FOOTPLATE_FAULTS", "6"))
+    print(f"FOOTPLATE_FAULT_SEED={seed}")
+    choice = random.Random(seed)
+    alone = make_run_folder(
+        root, "events-alone", {**FULL, "train.per_device_train_batch_size": 4, "save.strategy": "no"}
+    )
+    train_in_one_process(cache, alone)
+    expected, counts = losses(alone), Counter[str]()
+    events = [choice.choice(EVENTS) for _ in range(count)]
+    while events:
+        started = start({**FULL, "slurm.setup": ("sleep 1",)})
+        while events and started.run.state != "done":
+            event = events.pop()
+            wait_for_a_moment(started, choice)
+            if started.run.state == "done":
+                events.append(event)
+                break
+            inject(event, started, cluster)
+            counts[event] += 1
+            print(f"{sum(counts.values())} {event}: {started.run.state}", flush=True)
+        assert started.wait("done", "stopped", "failed", "lost", seconds=600) == "done", started.text
+        assert losses(started.run.path) == same_losses(expected, REORDERING_TOLERANCE)
+        assert not started.processes() and not cluster.jobs()
+    print(dict(counts))
+
+
+def wait_for_a_moment(started: SlurmRun, choice: random.Random) -> None:
+    """Some steps after the last point, or at any time after the job has started."""
+    run = started.run
+    if choice.random() < 0.6:
+        step = last_step(run.path) + choice.randrange(1, 6)
+        started.wait_for(lambda: last_step(run.path) >= step or run.state == "done")
+    else:
+        started.wait_for(lambda: started.job.get("state") == "RUNNING" or run.state == "done")
+        time.sleep(choice.random() * 4)
+
+
+def inject(event: str, started: SlurmRun, cluster: SlurmCluster) -> None:
+    """One event; afterwards the run is alive, or done."""
+    run, job = started.run, started.job.get("id", "")
+    if event == "preemption":
+        cluster.command("sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=sleep 2")
+    elif event == "requeue" and job in cluster.jobs():
+        subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True)  # it may have ended meanwhile
+    elif event == "time limit":
+        with suppress(AssertionError, ProcessLookupError):
+            started.signal_batch_script(signal.SIGTERM)
+    elif event == "controller":
+        with cluster.without_controller():
+            time.sleep(1)
+    elif event == "followers killed":
+        state = run._json("state.json")
+        for pid in (state["pid"], state["launcher"]):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        started.wait("lost", "done")
+    elif event == "stop":
+        with suppress(RunError):
+            run.stop()
+        assert started.wait("stopped", "done") in ("stopped", "done"), started.text
+    if run.state in ("lost", "stopped"):
+        run.resume()
+    assert run.state in ("queued", "starting", "running", "stopping", "done"), started.text
