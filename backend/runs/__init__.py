@@ -49,7 +49,9 @@ JOIN = "node"  # node-1.sh, or node.sh if elastic: joins the run from another no
 ANNOTATIONS = "annotations.json"  # tags, notes, star and archive; replaced atomically by page or command line
 
 # Written while the run is alive.
-LOCK = "lock"  # locked (flock) while the run is alive; SUPERVISOR or SHELL, then the id of the start; mtime: its time
+# Locked (flock) while the run is alive. Its lines: SUPERVISOR or SHELL, the id of the start, and where the folder was
+# then. Its modification time is that of the start.
+LOCK = "lock"
 STATE = "state.json"  # start, end, exit code; replaced atomically by the supervisor
 JOB = "job.json"  # the run's job in a cluster and why it waits; replaced atomically by the launcher (follower.py)
 RAY_STATUS = "ray-status.json"  # why a Ray job waits; replaced atomically by its driver
@@ -175,10 +177,11 @@ RUN_SCRIPT = """\
 # Resumes from the last complete checkpoint; `./run.sh --from-scratch` starts at step 0.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
+earlier=$(stat -c '%i %y' {STOP} 2>/dev/null || true)
 exec 9>>{LOCK}
 flock --timeout 1 9 || {{ echo "This run is already running." >&2; exit 75; }}
-printf '%s\n' {SHELL} "$(date +%s%N)-$$" > {LOCK}
-rm -f {STOP}
+printf '%s\n' {SHELL} "$(date +%s%N)-$$" "$PWD" > {LOCK}
+if [ "$(stat -c '%i %y' {STOP} 2>/dev/null)" = "$earlier" ]; then rm -f {STOP}; fi
 export {RUN_MARKER}="$PWD" {ERROR_FILE}="$PWD/{ERROR}"
 exec > >(exec tee -ai {LOG} 9>&-) 2>&1
 if [ -s {LOG} ]; then echo; fi

@@ -168,8 +168,6 @@ class Run:
         """Request a stop. With `save=False`, also during a stop that saves, the run ends without a checkpoint."""
         if self.state not in ALIVE:
             raise RunError("This run is not running, so it cannot be stopped.")
-        if renamed := self._renamed():
-            raise RunError(renamed)
         if (pid := self._stopped_supervisor()) is not None:
             os.kill(pid, signal.SIGCONT)
         try:
@@ -418,8 +416,6 @@ class Run:
     ) -> str:
         """The state of the run as a sentence, with what the user can do next."""
         state, step = summary["state"], summary["step"]
-        if state in ALIVE and (renamed := self._renamed()):
-            return renamed
         if state in ALIVE and (pid := self._stopped_supervisor()) is not None:
             return (
                 f"The run's supervisor process (PID {pid}) is stopped by a signal, so it neither stops nor ends the "
@@ -496,16 +492,6 @@ class Run:
             return f"Lost{at}: {KILLED} Its job {job} may go on; Resume follows it again, or starts another."
         return f"Lost{at}: {KILLED} {resume}"
 
-    def _renamed(self) -> str:
-        """What to do if the folder was renamed while the run is alive; its processes know the old name only."""
-        before = self._json(STATE).get("folder", self.id)
-        if before == self.id or self._starter() == SHELL:
-            return ""
-        return (
-            f"The run is alive, but its folder was renamed. Rename it back to {before}: until then the run cannot be "
-            "stopped, and waits before it saves."
-        )
-
     def _disk_problem(self) -> str:
         """What a live run waits for if it can write nothing, not even its progress; '' if it can."""
         disk = os.statvfs(self.path)
@@ -522,7 +508,7 @@ class Run:
     def _stopped_supervisor(self) -> int | None:
         """The PID of the run's supervisor if it was stopped by a signal: it does not respond until it is continued."""
         pid = self._json(STATE).get("pid")
-        if not isinstance(pid, int) or processes.condition(pid) != "T" or not processes.has_argument(pid, self.path):
+        if not isinstance(pid, int) or processes.condition(pid) != "T" or not processes.works_in(pid, self.path):
             return None
         return pid
 

@@ -216,7 +216,7 @@ def _sentence(error: Exception) -> str:
 def follow(cluster: Cluster, arguments: Sequence[str]) -> int:
     """Follow the job of the run in the current folder; the exit status of the launcher."""
     try:
-        return Follower(Path.cwd(), cluster).follow(arguments)
+        return Follower(Path(), cluster).follow(arguments)
     except (ClusterError, OSError) as error:
         print(f"{SAYS}{_sentence(error)}", flush=True)
         return 1

@@ -244,10 +244,11 @@ class Kubernetes(Cluster):
         """Create the objects of kubernetes.yaml. The Service belongs to the Job, and is deleted with it."""
         text = (self.folder / KUBERNETES_JOB).read_text(encoding="utf-8")
         name = job_name(json.loads((self.folder / PLAN).read_text(encoding="utf-8"))["name"])
-        job, *others = filled(text, name, str(self.folder), arguments)
-        if not any(self.folder.is_relative_to(path) for path in _mounts(job)):
+        place = self.folder.resolve()
+        job, *others = filled(text, name, str(place), arguments)
+        if not any(place.is_relative_to(path) for path in _mounts(job)):
             raise ClusterError(
-                f"The run's folder {self.folder} is in none of kubernetes.volumes, so the pods could not read it. Add "
+                f"The run's folder {place} is in none of kubernetes.volumes, so the pods could not read it. Add "
                 "the volume with the runs folder, under the same path as here."
             )
         cluster = api()
@@ -384,4 +385,4 @@ def _suspension(about: Tree, events: Sequence[Tree]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(follow(Kubernetes(Path.cwd()), sys.argv[1:]))
+    sys.exit(follow(Kubernetes(Path()), sys.argv[1:]))

@@ -1,8 +1,9 @@
 """The lock that marks a run as alive, and the processes of a run: finding and terminating them.
 
 Imports backend.runs. A process is identified by its pid AND its start time, because pids are reused. torchrun starts
-every rank in its own session, so a process group does not contain all of a run. The run marker in the environment
-does, and the process tree below the supervisor covers programs that overwrite their environment (setproctitle).
+every rank in its own session, so a process group does not contain all of a run. The run marker in the environment does,
+also after the run's folder was renamed, and the process tree below the supervisor covers programs that overwrite their
+environment (setproctitle).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def is_locked(folder: Path) -> bool:
 
 def run_processes(folder: Path, tree: int = 0, spare: int = 0) -> set[Process]:
     """Living processes with the run marker, or below the process `tree`, without the calling process and `spare`."""
-    marker = f"{RUN_MARKER}={folder}".encode()
+    marker, earlier = f"{RUN_MARKER}={folder.resolve()}".encode(), f"{RUN_MARKER}={_place_at_start(folder)}".encode()
     table, found = {}, set()
     for entry in PROC.iterdir() if PROC.is_dir() else ():
         if not entry.name.isdigit() or (status := _status(int(entry.name))) is None:
@@ -69,7 +70,8 @@ def run_processes(folder: Path, tree: int = 0, spare: int = 0) -> set[Process]:
         pid = int(entry.name)
         table[pid] = status
         with contextlib.suppress(OSError):  # of another user, or ended
-            if marker in (entry / "environ").read_bytes().split(b"\0"):
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if marker in variables or (earlier in variables and works_in(pid, folder)):
                 found.add(pid)
     if tree:
         found |= {pid for pid in table if _descends(pid, tree, table)}
@@ -107,12 +109,21 @@ def condition(pid: int) -> str:
         return ""
 
 
-def has_argument(pid: int, argument: Path) -> bool:
-    """Whether the process was started with this argument; PIDs are reused."""
+def works_in(pid: int, folder: Path) -> bool:
+    """Whether the working directory of a process is `folder`, whatever its name was when the process started."""
     try:
-        return str(argument).encode() in (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+        return os.path.samefile(PROC / str(pid) / "cwd", folder)
     except OSError:
         return False
+
+
+def _place_at_start(folder: Path) -> str:
+    """Where the run's folder was when it was started: the marker of its processes, if it was renamed since then."""
+    try:
+        lines = (folder / LOCK).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return lines[2] if len(lines) > 2 else ""
 
 
 def send(process: Process, number: signal.Signals) -> None:

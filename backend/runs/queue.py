@@ -43,7 +43,8 @@ class LockedError(RunError, OSError):
 @dataclass(frozen=True)
 class Entry:
     """A waiting run. `devices`: lease -> label, such as {"GPU-4fe1": "GPU 0"}; `after`: the folder of a run that must
-    end first and, with `after_ok`, succeed; `shares`: other programs may use the devices."""
+    end first and, with `after_ok`, succeed; `shares`: other programs may use the devices. `pid`, `started`: the
+    supervisor, which keeps its place when the folder is renamed."""
 
     run: str
     devices: Mapping[str, str] = field(default_factory=dict)
@@ -51,6 +52,8 @@ class Entry:
     after: str = ""
     after_ok: bool = True
     shares: bool = False
+    pid: int = 0
+    started: int = 0
 
     @property
     def id(self) -> str:
@@ -60,7 +63,7 @@ class Entry:
     @property
     def is_alive(self) -> bool:
         """Whether its supervisor is still waiting."""
-        return processes.is_locked(Path(self.run))
+        return processes.is_locked(Path(self.run)) or bool(self.pid and processes.started(self.pid) == self.started)
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,12 @@ def leave(run: Path) -> None:
     """Remove the run from the queue."""
     with _edit() as order:
         order[:] = [entry for entry in order if entry.run != str(run)]
+
+
+def rename(before: str, after: str) -> None:
+    """Keep the place of a waiting run whose folder was renamed, and of the runs that wait for it."""
+    with _edit(moved=(before, after)) as order:
+        order[:] = [replace(entry, after=after) if entry.after == before else entry for entry in order]
 
 
 def change(run: Path, **changes: Any) -> None:
@@ -363,14 +372,15 @@ def _other_program(devices: Mapping[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def _edit() -> Iterator[list[Entry]]:
+def _edit(moved: tuple[str, str] = ("", "")) -> Iterator[list[Entry]]:
     """The order, to be changed in place; it is written back. One process at a time. Entries of dead supervisors are
-    dropped."""
+    dropped. `moved`: the folder of a run before and after it was renamed."""
     place = folder()
     mutex = os.open(place / MUTEX, os.O_RDWR | os.O_CREAT | SAFE, 0o600)
     try:
         _lock_mutex(mutex)
-        order = [entry for entry in _read() if entry.is_alive]
+        known = [replace(entry, run=moved[1]) if entry.run == moved[0] else entry for entry in _read()]
+        order = [entry for entry in known if entry.is_alive]
         yield order
         replace_text(place / ORDER, json.dumps([asdict(entry) for entry in order], indent=1))
     finally:

@@ -102,12 +102,13 @@ class Ray(Cluster):
         """Submit the run's driver. The id is chosen here, so that a job is found although the response was lost."""
         job = f"footplate-{secrets.token_hex(4)}"
         settings = json.loads((self.folder / RAY_JOB).read_text(encoding="utf-8"))
-        words = (settings["ray_python"], str(self.folder / RAY_DRIVER), str(self.folder), job, *arguments)
+        place = self.folder.resolve()
+        words = (settings["ray_python"], str(place / RAY_DRIVER), str(place), job, *arguments)
         variables = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
         body: dict[str, Any] = {
             "entrypoint": shlex.join(words),
             "submission_id": job,
-            "metadata": {"run": self.folder.name},
+            "metadata": {"run": place.name},
         }
         body["runtime_env"] = {"env_vars": variables}
         try:
@@ -165,4 +166,4 @@ def _message(about: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(follow(Ray(Path.cwd()), sys.argv[1:]))
+    sys.exit(follow(Ray(Path()), sys.argv[1:]))

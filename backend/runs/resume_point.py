@@ -53,14 +53,14 @@ class ResumePoint:
 def find(run: Path, check_content: bool = False, start: str | None = None) -> ResumePoint:
     """The newest checkpoint with optimizer state that can be read. `check_content` also compares hashes, which reads up
     to a megabyte of each file. `start`: only checkpoints of the start with this id, as after a restart from scratch."""
-    place = run / CHECKPOINTS
+    place, shown = run / CHECKPOINTS, run.resolve() / CHECKPOINTS
     try:
         names = os.listdir(place)
     except FileNotFoundError:
         names = []
     except OSError as error:
         fix = f"Restore access to it, or start at step 0: {HOW_TO_START}."
-        return ResumePoint(problem=f"{place} cannot be read ({error.strerror}). {fix}")
+        return ResumePoint(problem=f"{shown} cannot be read ({error.strerror}). {fix}")
     steps = sorted(step for name in names if (step := step_of(Path(name))) >= 0)
     saved = last_saved(run) if start is None else 0
     skipped = {}
@@ -81,7 +81,7 @@ def find(run: Path, check_content: bool = False, start: str | None = None) -> Re
         else:
             weights_only = True
     for name, problem in skipped.items():
-        text = f"{place / name} {problem}. The run has no earlier checkpoint to resume from. Restore it, or start at"
+        text = f"{shown / name} {problem}. The run has no earlier checkpoint to resume from. Restore it, or start at"
         return ResumePoint(None, skipped, f"{text} step 0: {HOW_TO_START}.")
     return ResumePoint(weights_only=weights_only)
 

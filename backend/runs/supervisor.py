@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,10 @@ from backend.runs import (
     replace_text,
     request_stop,
     start_env,
+    stop_requests,
     webhook,
 )
-from backend.runs.folder import StopTimeouts, file_versions, is_fresh
+from backend.runs.folder import RunError, StopTimeouts, file_versions, is_fresh
 from backend.runs.output import Output
 from backend.runs.queue import Entry, Turn
 
@@ -63,6 +65,7 @@ QUEUE_SECONDS, IN_USE_SECONDS = 0.5, 3.0  # between two looks at the queue; a pr
 TOUCH_SECONDS = 3600.0  # programs that clean /tmp delete what nobody has written for days
 FOLLOW_UP_SECONDS = 900.0  # checking all examples of a large dataset takes minutes
 WRITER_SECONDS = 10.0  # for the last lines of the log
+HERE = Path()  # the run's folder, as the working directory
 BUSY = 75  # exit code: another process holds the run's lock (EX_TEMPFAIL)
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, see prctl(2)
 # Phases of backend.train without a training step to finish, and with nothing to save.
@@ -84,11 +87,12 @@ class Supervisor:
         self.argv = [*plan["argv"], *(["--from-scratch"] if from_scratch else [])]
         self.then = plan.get("then", [])
         inherited = {name: value for name, value in os.environ.items() if name != webhook.WEBHOOK}
-        inherited = {**inherited, ERROR_FILE: str(folder / ERROR)}
-        self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), RUN_MARKER: str(folder)}
-        self.entry = Entry(str(folder), plan.get("devices", {}), after=after, after_ok=after_ok)
+        inherited = {**inherited, ERROR_FILE: f"./{ERROR}"}
+        self.place = str(folder.resolve())  # now; the files are reached through the working directory
+        self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), RUN_MARKER: self.place}
+        self.entry = Entry(self.place, plan.get("devices", {}), after=after, after_ok=after_ok)
         self.turn = Turn(())
-        self.state: dict[str, Any] = {"from_scratch": from_scratch, "folder": folder.name}
+        self.state: dict[str, Any] = {"from_scratch": from_scratch}
         self.state_unwritten = self.sigterm_received = False
         self.oom_kills = oom.kills()
         self.locks = [lock]
@@ -98,7 +102,6 @@ class Supervisor:
     def announce(self) -> None:
         """Clean up after an earlier start; record this one, or that it waits. Raises OSError, as for a full disk."""
         processes.terminate(self.folder)
-        (self.folder / STOP).unlink(missing_ok=True)
         shutil.rmtree(self.folder / STACKS, ignore_errors=True)
         (self.folder / STOP_SPARE).touch()
         if self.entry.devices or self.entry.after:
@@ -126,12 +129,17 @@ class Supervisor:
         self.state |= {"pid": os.getpid()}
         if self.turn.leases is None:
             self._write()
+            self.entry = replace(self.entry, pid=os.getpid(), started=processes.started(os.getpid()))
+            with contextlib.suppress(OSError, RunError):  # a full disk: the lock shows that the run waits
+                queue.change(Path(self.place), pid=self.entry.pid, started=self.entry.started)
         while self.turn.leases is None:
             if self.turn.is_final or self._stop_request():
                 self._end_in_queue()
                 return False
             time.sleep(IN_USE_SECONDS if self.turn.in_use else QUEUE_SECONDS)
             self._keep_lock()
+            if not self._follow_folder():
+                return False
             with contextlib.suppress(OSError):  # a full disk: try again
                 self.turn = queue.turn(self.entry)
                 if self.turn.leases is not None:
@@ -146,13 +154,17 @@ class Supervisor:
 
     def _end_in_queue(self) -> None:
         with contextlib.suppress(OSError):
-            queue.leave(self.folder)
+            queue.leave(Path(self.place))
         cause = {"cause": self.turn.reason} if self.turn.is_final else {}
         self.state |= {"end": "stopped", "ended": time.time(), "exit_code": None, **cause}
         self._write()
 
     def run(self) -> None:
-        """Run the launcher, and clean up after it. The launcher keeps the leases if this process is killed."""
+        """Run the launcher, and clean up after it. The launcher keeps the leases if this process is killed. A run that
+        was stopped before is not launched; the job of a killed follower is canceled by its next one."""
+        if self._stop_request() and not follower.unended(self.folder):
+            self._end_in_queue()
+            return
         _, known_events = events.since(self.folder, 0)
         try:
             launcher = subprocess.Popen(
@@ -181,11 +193,26 @@ class Supervisor:
         """Lock a new file if someone has deleted the lock file: without one, the run looks as if it had ended."""
         if (self.folder / LOCK).exists():
             return
-        with contextlib.suppress(OSError):  # the folder was renamed
+        with contextlib.suppress(OSError):  # a full disk, or the folder was deleted
             if (lock := processes.acquire_lock(self.folder, seconds=0)) is not None:
                 self.locks.append(lock)
-                mark_lock(lock, self.start)
+                mark_lock(lock, self.start, self.place)
                 os.utime(self.folder / LOCK, (self.state.get("started", time.time()),) * 2)
+
+    def _follow_folder(self) -> bool:
+        """Take note of a new name of the run's folder; whether it still exists. Nobody can see or stop a run whose
+        folder was deleted."""
+        try:
+            place = os.getcwd() if self.folder == HERE else self.place
+        except OSError:  # also on a file system that was unmounted lazily, where files can still be written
+            return not is_deleted()
+        if place != self.place:
+            with contextlib.suppress(OSError):
+                queue.rename(self.place, place)
+            self.place, self.entry = place, replace(self.entry, run=place)
+            with contextlib.suppress(OSError), (self.folder / LOG).open("a", encoding="utf-8") as log:
+                log.write(f"The run's folder is now {place}.\n")
+        return True
 
     def follow_up(self) -> None:
         """Run the plan's command for runs that have failed or stopped; its output goes to the log."""
@@ -207,6 +234,8 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
             self.output.keep()
             self._keep_lock()
+            if not self._follow_folder():
+                _signal(os.killpg, launcher.pid, signal.SIGKILL)
             if time.monotonic() - touched > TOUCH_SECONDS:
                 touched = time.monotonic()
                 queue.touch(self.turn.leases or ())
@@ -337,10 +366,18 @@ def _signal(send: Callable[[int, int], None], target: int, number: signal.Signal
         send(target, number)
 
 
-def mark_lock(lock: int, start: str) -> None:
-    """Write who holds the lock, and the id of this start."""
+def mark_lock(lock: int, start: str, place: str) -> None:
+    """Write who holds the lock, the id of this start, and where the folder is, which marks the processes of the run."""
     os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{SUPERVISOR}\n{start}\n".encode(), 0)
+    os.pwrite(lock, f"{SUPERVISOR}\n{start}\n{place}\n".encode(), 0)
+
+
+def is_deleted() -> bool:
+    """Whether the working directory was deleted."""
+    try:
+        return os.readlink("/proc/self/cwd").endswith(" (deleted)")
+    except OSError:
+        return not os.stat(HERE).st_nlink
 
 
 def detach(folder: Path) -> None:
@@ -366,15 +403,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--after-any", action="store_true")
     given = parser.parse_args(arguments)
     try:
-        lock = processes.acquire_lock(given.folder)
+        os.chdir(given.folder)  # it stays this folder when it is renamed or its mount is moved
+        earlier = stop_requests.version(HERE)
+        lock = processes.acquire_lock(HERE)
         if lock is None:
             sys.stderr.write("This run is already running.")
             return BUSY
+        stop_requests.withdraw(HERE, earlier)  # now the run is alive, and a newer request is for this start
         start = secrets.token_hex(8)
-        mark_lock(lock, start)
-        supervisor = Supervisor(
-            given.folder, given.from_scratch, given.timeouts, lock, given.after, not given.after_any, start
-        )
+        mark_lock(lock, start, str(given.folder))
+        supervisor = Supervisor(HERE, given.from_scratch, given.timeouts, lock, given.after, not given.after_any, start)
         supervisor.announce()
     except queue.LockedError as error:
         sys.stderr.write(str(error))
@@ -388,12 +426,12 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: setattr(supervisor, "sigterm_received", True))
     if os.fork():
         return 0
-    detach(given.folder)
+    detach(HERE)
     if supervisor.wait_for_turn():
         supervisor.run()
         supervisor.release()
         supervisor.follow_up()
-        webhook.notify(given.folder)
+        webhook.notify(HERE)
     os._exit(0)
 
 

@@ -74,7 +74,8 @@ def delete_incomplete(run: Path, from_scratch: bool = False) -> None:
             delete(folder)
         if from_scratch and os.path.lexists(folder):
             raise TrainError(
-                f"{folder} cannot be deleted, so the run cannot restart from scratch. Delete it, or make it deletable."
+                f"{folder.resolve()} cannot be deleted, so the run cannot restart from scratch. Delete it, or make it "
+                "deletable."
             )
     shutil.rmtree(run / UNIVERSAL, ignore_errors=True)
 
@@ -88,7 +89,9 @@ def _set_aside(folder: Path) -> None:
     try:
         folder.rename(target)
     except OSError as error:
-        raise TrainError(f"{folder} cannot be used, and not be renamed ({error.strerror}). Move it away.") from error
+        raise TrainError(
+            f"{folder.absolute()} cannot be used, and not be renamed ({error.strerror}). Move it away."
+        ) from error
 
 
 def at_path(path: str) -> Path:

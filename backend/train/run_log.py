@@ -138,7 +138,7 @@ class RunLog:
         """After an evaluation: stop this run if it is behind the others of its sweep."""
         if self.rank == 0:
             with contextlib.suppress(OSError):  # a full disk, on which no checkpoint can be saved either
-                if reason := sweeps.stop_if_behind(self.folder, step):
+                if reason := sweeps.stop_if_behind(self.folder.resolve(), step):
                     self.info(f"Stopping early. {reason}")
 
 

@@ -127,7 +127,7 @@ def _check(context: TrainContext, checkpoint: Path, files: list[Path]) -> None:
     if need > free:
         raise TrainError(
             f"{written}. Converting it for {world} needs {need / 2**30:,.2f} GiB of disk "
-            f"space, but {context.folder} has {free / 2**30:,.2f} GiB free. Free some, or use {count}."
+            f"space, but {context.folder.resolve()} has {free / 2**30:,.2f} GiB free. Free some, or use {count}."
         )
     context.run_log.start_phase(
         PHASE,

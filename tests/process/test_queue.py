@@ -469,3 +469,22 @@ def test_a_suspended_process_that_holds_the_mutex_is_named(
                 queue.move(run.path)
         finally:
             holder.kill()
+
+
+def test_a_waiting_run_that_is_renamed_keeps_its_place(make: MakeRun) -> None:
+    first, second, third = (make(name) for name in ("first", "second", "third"))
+    for run in (first, second, third):
+        run.start()
+    wait_for(lambda: all(entry.pid for entry in queue.entries()))
+    renamed = Run(second.path.rename(second.path.with_name("renamed")))
+    wait_for(lambda: order() == ["renamed", "third"])
+    assert renamed.state == "queued"
+    finish(first)
+    wait_for_state(renamed, "running")
+    assert third.state == "queued"
+    finish(renamed)
+    wait_for_state(third, "running")
+    finish(third)
+    for run in (renamed, third):
+        wait_for_state(run, "done")
+    assert not second.path.exists()

@@ -21,7 +21,7 @@ import torch
 from fork_server import ForkServer, write_run
 from skip_checks import EXTENSIONS
 from torch.utils.file_baton import FileBaton
-from training_runs import log_text, losses, make_spec, result, same_losses
+from training_runs import log_text, losses, make_spec, result, same_losses, soak_except
 from transformers import TrainerControl, TrainerState
 
 from backend.runs import SPEC, processes, resume_point, stacks
@@ -199,6 +199,44 @@ def test_from_scratch_does_not_resume_a_checkpoint_of_the_future(fork_server: Fo
     assert "Resuming from" not in log_text(folder)
     assert [json.loads(line).get("step") for line in (folder / "metrics.jsonl").read_text().splitlines()][3] == 0
     assert all(resume_point.is_of_start(path, "b2") for path in (folder / "checkpoints").iterdir())
+
+
+RENAME_AFTER_STEP_2 = """
+import os
+from transformers import TrainerCallback
+from backend.train import __main__ as training
+from backend.train.callbacks import ProgressCallback
+end_step = ProgressCallback.on_step_end
+
+def on_step_end(self, args, state, control, **more):
+    end_step(self, args, state, control, **more)
+    if state.global_step == 2 and os.environ.get("RANK", "0") == "0":
+        os.rename({before!r}, {after!r})
+
+ProgressCallback.on_step_end = on_step_end
+training.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("single", 0), *((name, 2) for name in soak_except(["zero3", "fsdp2"], ["fsdp2"]))]
+)
+def test_a_run_that_is_renamed_trains_on(fork_server: ForkServer, root: Path, strategy: str, ranks: int) -> None:
+    """Checkpoints, metrics, model and result are in the folder under its new name. Before, the run waited, and after
+    five minutes it created the old folder again and finished there."""
+    changes = {**SHORT, "train.max_steps": 4, "save.steps": 1, "save.final_model": True, "parallel.strategy": strategy}
+    changes |= {"eval.strategy": "steps", "eval.steps": 1, "save.load_best_model_at_end": True, "method.kind": "full"}
+    before, after, script = root / f"old-{strategy}", root / f"new-{strategy}", root / f"rename-{strategy}.py"
+    script.write_text(RENAME_AFTER_STEP_2.format(before=str(before), after=str(after)))
+    write_run(before, make_spec(changes))
+    fork_server.run(before, ranks, script=str(script), seconds=200)
+    assert not before.exists()
+    assert sorted(losses(after)) == [1, 2, 3, 4], log_text(after)
+    assert result(after)["steps"] == 4
+    assert (after / "model/model.safetensors").is_file()
+    assert sorted(path.name for path in (after / "checkpoints").iterdir()) == [f"checkpoint-{k}" for k in (1, 2, 3, 4)]
+    assert not any(map(checkpoints.damage, (after / "checkpoints").iterdir()))
+    assert "/proc/self" not in log_text(after)
 
 
 HOLD_LOCK = """

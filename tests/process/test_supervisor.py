@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,20 @@ import pytest
 from log_writers import log_writers
 
 from backend import runs
-from backend.runs import EVENTS, LOCK, LOG, PLAN, RESULT, SCRIPT, STATE, STOP, processes, webhook
+from backend.runs import (
+    EVENTS,
+    LOCK,
+    LOG,
+    PLAN,
+    RESULT,
+    SCRIPT,
+    STATE,
+    STOP,
+    processes,
+    replace_text,
+    stop_requests,
+    webhook,
+)
 from backend.runs.folder import Run, RunError, StopTimeouts
 
 pytestmark = pytest.mark.alone
@@ -33,6 +47,14 @@ WRITE_PROGRESS = (
 STOPS_ON_REQUEST = (
     WRITE_PROGRESS + "while not os.path.exists('stop'): time.sleep(0.02)\nprint('saved', open('stop').read())"
 )
+WRITES_UNTIL_STOPPED = """
+import json, os, time
+while not os.path.exists('stop'):
+    open('.new', 'w').write(json.dumps({'phase': 'training', 'step': 3}))
+    os.replace('.new', 'progress.json')
+    time.sleep(0.02)
+print('saved', open('stop').read())
+"""
 SLEEPS = WRITE_PROGRESS + "time.sleep(60)"
 IGNORES_SIGTERM = """
 import signal, time
@@ -191,6 +213,39 @@ def test_resuming_a_lost_run_ends_its_old_launcher(make_run: MakeRun) -> None:
     wait_for(lambda: run.state == "running")
     run.stop()
     assert wait_until_ended(run).state == "stopped"
+
+
+def test_a_stop_while_resume_ends_the_old_ranks_is_not_lost(make_run: MakeRun) -> None:
+    """They ignore SIGTERM, so that Resume takes seconds. Before, it deleted the request that another page had sent."""
+    run = make_run(IGNORES_SIGTERM.replace("import signal", WRITE_PROGRESS + "import signal"))
+    run.start()
+    wait_for(lambda: "ignores SIGTERM" in (run.path / LOG).read_text())
+    (run.path / STOP).write_text("save")  # of the start that is killed now
+    old = process_id(run, "launcher")
+    os.kill(process_id(run, "pid"), signal.SIGKILL)
+    wait_until_ended(run)
+    resuming = threading.Thread(target=run.resume)
+    resuming.start()
+    wait_for(lambda: processes.is_locked(run.path) and not (run.path / STOP).exists())
+    assert not process_ended(old)
+    run.stop()
+    assert run.state == "stopping"
+    resuming.join()
+    assert wait_until_ended(run).state == "stopped"
+    assert process_ended(old)
+    assert "launcher" not in read_state(run), "nothing was launched"
+    assert run.summary()["sentence"].endswith("There is no checkpoint, so Resume starts at step 0.")
+
+
+def test_a_newer_stop_request_is_not_withdrawn(tmp_path: Path) -> None:
+    (tmp_path / STOP).write_text("save")
+    earlier = stop_requests.version(tmp_path)
+    replace_text(tmp_path / STOP, "save")
+    stop_requests.withdraw(tmp_path, earlier)
+    stop_requests.withdraw(tmp_path, None)
+    assert [path.name for path in tmp_path.iterdir()] == [STOP]
+    stop_requests.withdraw(tmp_path, stop_requests.version(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_run_survives_the_process_and_terminal_that_started_it(make_run: MakeRun) -> None:
@@ -632,16 +687,51 @@ def test_a_lock_file_that_is_deleted_while_the_run_is_alive(make_run: MakeRun) -
 
 
 def test_a_run_that_is_renamed_while_it_is_alive(make_run: MakeRun) -> None:
-    """Before, a stop was accepted and never seen."""
-    run = make_run(STOPS_ON_REQUEST)
+    """It goes on under its new name. Before, a stop was accepted and never seen, and files went to the old folder."""
+    run = make_run(WRITES_UNTIL_STOPPED)
     run.start()
     wait_for(lambda: run.state == "running")
     renamed = Run(run.path.rename(run.path.with_name("other")))
+    before = (renamed.path / "progress.json").stat().st_mtime_ns
+    wait_for(lambda: (renamed.path / "progress.json").stat().st_mtime_ns > before)
     assert renamed.state == "running"
-    assert f"Rename it back to {run.id}" in renamed.summary()["sentence"]
-    with pytest.raises(RunError, match="renamed"):
-        renamed.stop()
-    time.sleep(0.3)
-    renamed.path.rename(run.path)
-    run.stop()
-    assert wait_until_ended(run).state == "stopped"
+    assert renamed.summary()["sentence"] == "Running: step 3."
+    wait_for(lambda: f"The run's folder is now {renamed.path}." in (renamed.path / LOG).read_text())
+    renamed.stop()
+    assert wait_until_ended(renamed).state == "stopped"
+    assert "saved" in (renamed.path / LOG).read_text()
+    assert not run.path.exists(), "the old folder is not created again"
+    assert "forced" not in read_state(renamed)
+    assert not processes.run_processes(renamed.path)
+
+
+def test_a_renamed_run_with_a_killed_supervisor_is_cleaned_up(make_run: MakeRun) -> None:
+    """Its processes have the old path in their environment."""
+    run = make_run(SLEEPS)
+    run.start()
+    wait_for(lambda: run.state == "running")
+    launcher = process_id(run, "launcher")
+    copy = Run(Path(shutil.copytree(run.path, run.path.with_name("copy"))))
+    renamed = Run(run.path.rename(run.path.with_name("other")))
+    os.kill(process_id(renamed, "pid"), signal.SIGKILL)
+    assert wait_until_ended(renamed).state == "lost"
+    assert renamed.can()["clean_up"]
+    assert not copy.can()["clean_up"], "the processes belong to the folder in which they work"
+    copy.delete()
+    assert not process_ended(launcher)
+    assert renamed.clean_up() == 1
+    assert process_ended(launcher)
+
+
+def test_a_run_whose_folder_is_deleted_ends(make_run: MakeRun) -> None:
+    """Nobody could see or stop it any more, and it does not create the folder again."""
+    run = make_run(SLEEPS)
+    run.start()
+    wait_for(lambda: run.state == "running")
+    supervisor, launcher = process_id(run, "pid"), process_id(run, "launcher")
+    away = run.path.with_name("away")
+    run.path.rename(away)  # deleting file by file would race with the files that the run replaces
+    shutil.rmtree(away)
+    wait_for(lambda: process_ended(launcher) and process_ended(supervisor))
+    assert not run.path.exists()
+    assert not away.exists()
