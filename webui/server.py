@@ -20,6 +20,7 @@ from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
 from backend.machine import Machine, probe
+from backend.runs.folder import finish_deletions
 from webui import api, gradio_internals, pages
 from webui.api.app_state import AppState
 from webui.auth import LOOPBACK, AccessControl, known_hosts
@@ -57,6 +58,7 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         state.machine.refresh()
         threading.Thread(target=state.runs_list.all, daemon=True).start()  # the first page need not wait for it
+        threading.Thread(target=finish_deletions, args=(runs,), daemon=True).start()
         yield
 
     app = FastAPI(routes=[Mount("/footplate", RevalidatedFiles(directory=STATIC))], lifespan=lifespan, openapi_url=None)

@@ -71,6 +71,7 @@ REHEARSED = "rehearsed.jsonl"  # of a rehearsal: one completed phase per line, w
 STACKS = "stacks"  # a file per rank, by that rank: its stack when someone asks what it does
 STOP = "stop"  # stop request, "save" or "discard", then the reason; by page, command line, supervisor or rank 0
 STOP_SPARE = ".stop-spare"  # by the supervisor at the start: becomes STOP where no file can be created
+DELETING = "deleting"  # exists once someone has begun to delete the run; says what cannot be deleted (deletion.py)
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"  # in a checkpoint: written last, by rank 0
 MODEL = "model"

@@ -42,6 +42,7 @@ from backend.runs import (  # fmt: skip
     STOP,
     Plan,
     clusters,
+    deletion,
     follower,
     ownership,
     processes,
@@ -158,6 +159,8 @@ class Run:
         state = self.state
         if state in ALIVE:
             raise RunError("This run is still running or waiting. Stop it before you resume it.")
+        if state == "deleting":
+            raise RunError("This run is being deleted, so it cannot be resumed.")
         if state == "done" and not from_scratch:
             raise RunError("This run has finished. Start a new run with its options, or restart it from scratch.")
         if not from_scratch and state != "new" and (problem := self.resume_point().problem):
@@ -211,13 +214,10 @@ class Run:
                 raise RunError("This run is still running or waiting. Stop it before you delete it.")
             self._end_job()
             processes.terminate(self.path)
-            gone = self.path.with_name(
-                f".deleted-{self.id}"
-            )  # now it is in no list, even if the deletion is interrupted
-            self.path.rename(gone)
-            shutil.rmtree(gone)
+            deletion.delete(self.path)
         except OSError as error:
-            raise RunError(f"The run could not be deleted: {error.strerror}.") from error
+            what = f" {error.filename}:" if error.filename and deletion.is_begun(self.path) else ""
+            raise RunError(f"The run could not be deleted:{what} {error.strerror}.") from error
         finally:
             if lock is not None:
                 os.close(lock)
@@ -233,7 +233,9 @@ class Run:
 
     @property
     def state(self) -> str:
-        """One of new, queued, starting, running, stopping, done, stopped, failed, lost."""
+        """One of new, queued, starting, running, stopping, done, stopped, failed, lost, deleting."""
+        if deletion.is_begun(self.path):
+            return "deleting"
         if processes.is_locked(self.path):
             return self._alive_state()
         started_by = self._starter()
@@ -423,6 +425,8 @@ class Run:
             )
         if state == "new":
             return "Ready to start."
+        if state == "deleting":
+            return self._sentence_of_deletion()
         if state in ALIVE and (waits := self._sentence_of_wait(state)):
             return waits
         if state == "starting":
@@ -438,6 +442,13 @@ class Run:
             taken = throughput.duration(max(0.0, summary["ended"] - (summary["started"] or summary["ended"])))
             return f"Done: {counted(step, 'step')} in {taken}." if step else f"Done in {taken}."
         return self._sentence_of_end(state, step)
+
+    def _sentence_of_deletion(self) -> str:
+        if problem := deletion.problem(self.path):
+            return f"Not completely deleted: {problem} Make that possible, then delete the run again."
+        if processes.is_locked(self.path):
+            return "Being deleted."
+        return "Deleting was interrupted. Delete the run again; the page also does so when its server starts."
 
     def _sentence_of_wait(self, state: str) -> str:
         """What a run in a queue waits for, or since when its job's state is unknown; '' for other runs."""
@@ -579,6 +590,14 @@ def runs(root: Path, prefix: str = "") -> list[Run]:
     except OSError:
         return []
     return [Run(root / name) for name in names if _is_run(root / name)]
+
+
+def finish_deletions(root: Path) -> None:
+    """Continue what an earlier process has begun to delete; what still cannot be deleted stays in the list."""
+    for path in deletion.unfinished(root):
+        if not ownership.problem(path) or not (path / PLAN).exists():
+            with contextlib.suppress(RunError):
+                Run(path).delete()
 
 
 def _is_run(path: Path) -> bool:

@@ -45,6 +45,7 @@ from backend.runs import (
     STOP_SPARE,
     SUPERVISOR,
     clusters,
+    deletion,
     events,
     follower,
     oom,
@@ -409,6 +410,9 @@ def main(arguments: Sequence[str]) -> int:
         if lock is None:
             sys.stderr.write("This run is already running.")
             return BUSY
+        if deletion.is_begun(HERE):
+            sys.stderr.write("This run is being deleted, so it cannot be started.")
+            return 1
         stop_requests.withdraw(HERE, earlier)  # now the run is alive, and a newer request is for this start
         start = secrets.token_hex(8)
         mark_lock(lock, start, str(given.folder))

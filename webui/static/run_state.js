@@ -15,6 +15,7 @@ export const STATES = {
   failed: "Failed",
   lost: "Lost",
   damaged: "Damaged",
+  deleting: "Deleting",
 };
 
 export const hasEnded = (state) => !ALIVE.includes(state);

@@ -1,0 +1,93 @@
+"""Deleting the folder of a run in steps, so that a deletion that failed or was killed is seen and can be continued.
+
+Imports backend.runs. The folder keeps its name, its plan and a mark until everything else is gone, so the run stays in
+every list.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from backend.runs import DELETING, LOCK, LOG, PLAN, replace_text
+
+LAST = (LOCK, PLAN, DELETING)
+EARLIER = ".deleted-"  # began the name of a folder that an earlier version had not deleted completely
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether someone has begun to delete the run."""
+    return os.path.lexists(folder / DELETING)
+
+
+def problem(folder: Path) -> str:
+    """What could not be deleted and why; '' if the deletion goes on or was killed."""
+    try:
+        return (folder / DELETING).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def delete(folder: Path) -> None:
+    """Delete as much as possible. Raises OSError for the first file or folder that cannot be deleted."""
+    _mark(folder)
+    errors: list[OSError] = []
+
+    def note(_function: Any, path: str, info: Any) -> None:
+        if not isinstance(info[1], FileNotFoundError):  # rmtree's own errors have the name without its folder
+            errors.append(OSError(info[1].errno, info[1].strerror, path))
+
+    for path in [folder / name for name in os.listdir(folder) if name not in LAST]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, onerror=note)
+        else:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                errors.append(error)
+    if errors:
+        name = os.path.relpath(str(errors[0].filename or folder), folder)
+        _mark(folder, f"{name} cannot be deleted ({errors[0].strerror}).")
+        raise errors[0]
+    for name in LAST:
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def _mark(folder: Path, text: str = "") -> None:
+    """Write why the deletion has not ended. A full disk takes the mark once the log is deleted."""
+    try:
+        replace_text(folder / DELETING, text)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        (folder / LOG).unlink(missing_ok=True)
+        (folder / DELETING).touch()
+
+
+def unfinished(root: Path) -> list[Path]:
+    """The folders of runs whose deletion has not ended. Those of an earlier version get their name back."""
+    try:
+        names = sorted(os.listdir(root))
+    except OSError:
+        return []
+    for name in names:
+        if name.startswith(EARLIER):
+            _restore_name(root / name)
+    return [root / name for name in sorted(os.listdir(root)) if name[0] != "." and is_begun(root / name)]
+
+
+def _restore_name(folder: Path) -> None:
+    target = folder.with_name(folder.name.removeprefix(EARLIER))
+    if os.path.lexists(target):
+        return
+    try:
+        _mark(folder)
+        if not (folder / PLAN).exists():
+            replace_text(folder / PLAN, "{}")
+        folder.rename(target)
+    except OSError:
+        return  # listed by its mark as soon as that can be written
