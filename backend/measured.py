@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.preflight import Report
-from backend.runs import ESTIMATE, LOCK, RESULT, STATE, device_memory, ownership
+from backend.runs import ESTIMATE, LOCK, RESULT, STATE, device_memory, files, ownership
 from backend.runs.failure import DEVICE_MEMORY
 from backend.runs.folder import Run
 
@@ -129,7 +129,7 @@ class MeasuredPeaks:
         """What the run can be compared by; () without an estimate. Written once, when a run is created."""
         if name not in self._compared:
             try:
-                estimate = json.loads((self.root / name / ESTIMATE).read_text(encoding="utf-8"))
+                estimate = json.loads(files.read_text(self.root / name / ESTIMATE))
                 self._compared[name] = tuple(map(str, estimate.get("compared", ())))
             except (OSError, ValueError, AttributeError, TypeError):
                 self._compared[name] = ()

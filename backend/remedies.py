@@ -30,7 +30,7 @@ from backend.rules.base import amount
 from backend.rules.common_fixes import BF16
 from backend.rules.memory import HOST_FIXES
 from backend.rules.memory_remedies import POSSIBLE_EXCESS, find_remedies, single_changes
-from backend.runs import SPEC, failure
+from backend.runs import SPEC, failure, files
 from backend.runs.folder import Run, RunError
 from backend.wording import counted
 
@@ -75,7 +75,7 @@ def find(run: Run, machine: Machine, base: Path) -> Remedies:
     why = run.failure() or {}
     kind = why["kind"] if why else failure.DIVERGED if retry.applies(run) else ""
     try:
-        spec = presets.load((run.path / SPEC).read_text(encoding="utf-8")) if kind else None
+        spec = presets.load(files.read_text(run.path / SPEC)) if kind else None
     except (OSError, SpecError):
         return Remedies()
     if not spec:

@@ -15,7 +15,7 @@ from backend.config import RunSpec, presets
 from backend.config.options import edit
 from backend.preflight import Report
 from backend.registry import lower_learning_rate
-from backend.runs import CHECKPOINTS, SPEC, events, failure, health
+from backend.runs import CHECKPOINTS, SPEC, events, failure, files, health
 from backend.runs.folder import Run, RunError
 
 FACTOR = 0.5  # times the learning rate
@@ -69,7 +69,7 @@ def _last_spike(run: Run) -> dict[str, Any] | None:
 def start(run: Run, check: Check, automatic: bool = False) -> Run:
     """Start the run that continues `run`, next to it. `automatic`: only if its spec allows another one. Raises
     RunError, SpecError."""
-    spec = presets.load((run.path / SPEC).read_text(encoding="utf-8"))
+    spec = presets.load(files.read_text(run.path / SPEC))
     left = spec.train.half_lr_retries
     if automatic and not left:
         raise RunError("train.half_lr_retries: no retry is left.")

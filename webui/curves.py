@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from backend.runs import files
 from backend.runs.metrics import Gaps, Point, complete_length, parse
 
 AXES = ("step", "epoch", "tokens", "seconds")  # what curves can be drawn over
@@ -220,7 +221,7 @@ class Curves:
     def _block(self) -> list[bytes]:
         """The next complete lines, of about BLOCK bytes. A replaced file is read from its start."""
         try:
-            with self.path.open("rb") as file:
+            with files.open_to_read(self.path) as file:
                 self.size = file.seek(0, io.SEEK_END)
                 file.seek(self.offset - len(self._end))
                 if file.read(len(self._end)) != self._end:

@@ -19,7 +19,7 @@ from backend.cli.commands import print_json
 from backend.cli.runs import find_run
 from backend.config import variables
 from backend.config.yaml_text import load_yaml
-from backend.runs import METRICS, SPEC
+from backend.runs import METRICS, SPEC, files
 from backend.runs.folder import UNREADABLE, Run, RunError
 from backend.runs.metrics import Point, read_points
 from backend.wording import counted
@@ -56,7 +56,7 @@ def configuration(run: Run) -> dict[str, bool | int | float | str]:
     """The options of spec.yaml by key, such as train.learning_rate; values that look like secrets are masked."""
     found: dict[str, bool | int | float | str] = {}
     with suppress(*UNREADABLE):
-        spec = load_yaml((run.path / SPEC).read_text(encoding="utf-8"))
+        spec = load_yaml(files.read_text(run.path / SPEC))
         for section, options in spec.items():
             for name, value in options.items():
                 if isinstance(value, Mapping):

@@ -32,7 +32,7 @@ from backend.cli.commands import (  # fmt: skip
 from backend.inspect import predecessor
 from backend.machine import probe
 from backend.rules.base import amount
-from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, queue, stacks
+from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, files, queue, stacks
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
 from backend.runs.metrics import chunks, gaps, since, stream_points
 
@@ -186,7 +186,7 @@ def _run_json(shown: Run) -> dict[str, Any]:
             "checkpoints": shown.checkpoints(),
             "folder": str(shown.path),
             "command": shown.plan().command(),
-            "spec": (shown.path / SPEC).read_text(encoding="utf-8"),
+            "spec": files.read_text(shown.path / SPEC),
         }
     except UNREADABLE as error:
         raise RunError(damage(error)) from error

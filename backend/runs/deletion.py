@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from backend.runs import DELETING, LOCK, LOG, PLAN, replace_text
+from backend.runs import DELETING, LOCK, LOG, PLAN, files, replace_text
 
 LAST = (LOCK, PLAN, DELETING)
 EARLIER = ".deleted-"  # began the name of a folder that an earlier version had not deleted completely
@@ -26,7 +26,7 @@ def is_begun(folder: Path) -> bool:
 def problem(folder: Path) -> str:
     """What could not be deleted and why; '' if the deletion goes on or was killed."""
     try:
-        return (folder / DELETING).read_text(encoding="utf-8", errors="replace").strip()
+        return files.read_text(folder / DELETING, errors="replace").strip()
     except OSError:
         return ""
 
@@ -55,6 +55,14 @@ def delete(folder: Path) -> None:
     for name in LAST:
         (folder / name).unlink(missing_ok=True)
     folder.rmdir()
+
+
+def remove_irregular(path: Path) -> None:
+    """Delete what is in the place of a file, such as a named pipe; no program of Footplate has made it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif os.path.lexists(path) and not (path.is_file() and not path.is_symlink()):
+        path.unlink()
 
 
 def _mark(folder: Path, text: str = "") -> None:

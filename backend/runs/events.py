@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from backend.runs import EVENTS, health
+from backend.runs import EVENTS, files, health
 
 SAVED, RESUMED = "saved", "resumed"
 MAX_BYTES = 1_000_000  # of the end of the file that is read
@@ -47,7 +47,7 @@ def alerts(folder: Path) -> list[dict[str, Any]]:
 def since(folder: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     """The events in complete lines after `offset`, in bytes, and the next offset."""
     try:
-        with (folder / EVENTS).open("rb") as file:
+        with files.open_to_read(folder / EVENTS) as file:
             size = file.seek(0, 2)
             file.seek(max(offset if offset <= size else 0, size - MAX_BYTES))
             data = file.read(MAX_BYTES)

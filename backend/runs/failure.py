@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backend.runs import ERROR, LOG, RANK, RANK_LOGS, SEPARATOR, device_memory
+from backend.runs import ERROR, LOG, RANK, RANK_LOGS, SEPARATOR, device_memory, files
 
 LOG_BYTES = 512 * 1024  # the end of the log that is searched
 MAX_MESSAGE = 400  # characters
@@ -291,7 +291,7 @@ def _short(text: str) -> str:
 def _log(path: Path) -> str:
     """The last LOG_BYTES of the log since the last start."""
     try:
-        with path.open("rb") as file:
+        with files.open_to_read(path) as file:
             file.seek(max(0, file.seek(0, 2) - LOG_BYTES))
             text = file.read().decode("utf-8", "replace")
     except OSError:
@@ -322,7 +322,7 @@ def _recorded(folder: Path, since_ns: int) -> tuple[int | None, str]:
 def _rank(folder: Path) -> int:
     """The global rank of a log folder; torchrun names the folder by the local rank."""
     try:
-        return int((folder / RANK).read_text(encoding="utf-8"))
+        return int(files.read_text(folder / RANK))
     except (OSError, ValueError):
         return int(folder.name)
 
@@ -331,7 +331,7 @@ def _error(path: Path) -> tuple[int, str]:
     """The modification time and the traceback of an error file; (0, '') if it cannot be read."""
     try:
         when = path.stat().st_mtime_ns
-        message = json.loads(path.read_text(encoding="utf-8", errors="replace"))["message"]
+        message = json.loads(files.read_text(path, errors="replace"))["message"]
         text = str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message)
         return when, _clip_lines(text[-LOG_BYTES:])
     except (OSError, ValueError, KeyError, TypeError):

@@ -26,7 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from backend.runs import (  # fmt: skip
+    ANNOTATIONS,
+    DELETING,
     ESTIMATE,
+    EVENTS,
+    JOB,
     LOCK,
     LOG,
     METRICS,
@@ -38,11 +42,14 @@ from backend.runs import (  # fmt: skip
     RESULT,
     SCRIPT,
     SHELL,
+    SPEC,
     STATE,
     STOP,
+    SWEEP,
     Plan,
     clusters,
     deletion,
+    files,
     follower,
     ownership,
     processes,
@@ -62,6 +69,11 @@ KILLED = "the run's supervisor process was killed, or the machine shut down."
 UNREADABLE = (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 MIN_FREE_BYTES = 2**16  # progress and metrics take a few blocks
 ENDS = ("done", "stopped", "failed")
+# Files that a list reads. One that is a named pipe, for example, is damage and not a missing file.
+READ = (
+    ANNOTATIONS, DELETING, ESTIMATE, EVENTS, JOB, LOCK, LOG, METRICS, MONITOR, PLAN, PROGRESS, RESOLVED, RESULT, SPEC,
+    STATE, STOP, SWEEP,
+)  # fmt: skip
 ALIVE = ("queued", "starting", "running", "stopping")
 
 
@@ -209,6 +221,7 @@ class Run:
         """Delete the folder with checkpoints and model, after cleaning up. Raises RunError if the run is alive."""
         lock = None
         try:
+            deletion.remove_irregular(self.path / LOCK)
             lock = processes.acquire_lock(self.path)
             if lock is None:
                 raise RunError("This run is still running or waiting. Stop it before you delete it.")
@@ -371,6 +384,7 @@ class Run:
             return unknown | known | {"sentence": damage(error)}
 
     def _summary(self, now: float) -> dict[str, Any]:
+        files.check_names(self.path, READ)
         plan, state, kept, progress = self._json(PLAN), self.state, self._json(STATE), self.progress()
         points = self.last_points()
         about, shell = plan.get("about", {}), self._starter() == SHELL
@@ -549,7 +563,7 @@ class Run:
 
     def _text(self, name: str) -> str:
         try:
-            return (self.path / name).read_text(encoding="utf-8", errors="replace")
+            return files.read_text(self.path / name, errors="replace")
         except OSError:
             return ""
 

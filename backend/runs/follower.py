@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import JOB, LOCK, STATE, STOP, SUPERVISOR, replace_text
+from backend.runs import JOB, LOCK, STATE, STOP, SUPERVISOR, files, replace_text
 
 POLL = "FOOTPLATE_CLUSTER_SECONDS"  # environment variable: between two requests to the cluster
 POLL_SECONDS = float(os.environ.get(POLL, "5"))
@@ -86,7 +86,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(files.read_text(path))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -95,7 +95,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def stop_request(folder: Path) -> str | None:
     """The text of the stop file; None without one."""
     try:
-        return (folder / STOP).read_text(encoding="utf-8", errors="replace")
+        return files.read_text(folder / STOP, errors="replace")
     except OSError:
         return None
 
@@ -138,7 +138,7 @@ class Follower:
     def follow(self, arguments: Sequence[str]) -> int:
         """Find or submit the job, wait for its end, and return an exit status. Raises ClusterError."""
         with contextlib.suppress(OSError):
-            if SUPERVISOR in (self.folder / LOCK).read_text(encoding="utf-8"):  # without one, SIGTERM ends this process
+            if SUPERVISOR in files.read_text(self.folder / LOCK):  # without one, SIGTERM ends this process
                 signal.signal(signal.SIGTERM, lambda *_: None)
         if not self._find_earlier_job():
             self.job = Job(self.cluster.submit(arguments), "SUBMITTED", waits=True)

@@ -1,6 +1,6 @@
 """Incremental reading of the log and the metrics of a run while they grow.
 
-Imports nothing from Footplate. Offsets are in bytes, so that each reader gets every line once. Both files are only
+Imports runs.files. Offsets are in bytes, so that each reader gets every line once. Both files are only
 appended to; an incomplete last line is not returned until it is complete.
 """
 
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, takewhile
 from pathlib import Path
 from typing import Any
+
+from backend.runs import files
 
 TAIL_BYTES = 64 * 1024
 SINCE_BYTES = 256 * 1024
@@ -45,7 +47,7 @@ def before(
 ) -> LogChunk:
     """The complete lines before `offset`, the start of an earlier chunk (None: the end of the file)."""
     try:
-        with path.open("rb") as file:
+        with files.open_to_read(path) as file:
             size = file.seek(0, io.SEEK_END)
             end = size if offset is None else min(offset, size)
             start = file.seek(max(0, end - cap))
@@ -65,7 +67,7 @@ def before(
 def since(path: Path, offset: int, ended: bool = False, cap: int = SINCE_BYTES, rank: int | None = None) -> LogChunk:
     """The complete lines after `offset`, the end of an earlier chunk. `rank` selects the lines of one rank."""
     try:
-        with path.open("rb") as file:
+        with files.open_to_read(path) as file:
             size = file.seek(0, io.SEEK_END)
             start = file.seek(offset if 0 <= offset <= size else 0)  # beyond the end: the file was replaced
             data = file.read(cap)
@@ -146,7 +148,7 @@ def read_points(path: Path) -> list[Point]:
 def stream_points(path: Path) -> Iterator[Point]:
     """The points that `read_points` returns, one at a time: a run may have millions of them."""
     resumes: list[tuple[int, float]] = []  # where a line ends that removes the points after a step
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), files.open_to_read(path) as file:
         offset = 0
         for line in file:
             offset += len(line)
@@ -156,7 +158,7 @@ def stream_points(path: Path) -> Iterator[Point]:
     # A point counts if none of the later resumes removes it: the smallest of their steps decides.
     steps = [step for _, step in reversed(resumes)]
     limits = list(accumulate(steps, min))[::-1]
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), files.open_to_read(path) as file:
         offset = passed = 0
         for line in takewhile(lambda line: line.endswith(b"\n"), file):
             offset += len(line)
@@ -179,7 +181,7 @@ def points_with(path: Path, key: str) -> list[Point]:
 
 def _complete_lines(path: Path) -> list[bytes]:
     try:
-        data = path.read_bytes()
+        data = files.read_bytes(path)
     except FileNotFoundError:
         return []
     return data[: complete_length(data)].splitlines()
@@ -203,7 +205,7 @@ def logged_steps(path: Path) -> list[float]:
     """The steps that have points, in order, without those that a resumed run repeats. Reads line by line: a long run
     has a million points."""
     steps: list[float] = []
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), files.open_to_read(path) as file:
         for point in chain.from_iterable(parse([line]) for line in file if line.endswith(b"\n")):
             step = point.get("step")
             if not isinstance(step, int | float):
@@ -218,7 +220,7 @@ def logged_steps(path: Path) -> list[float]:
 def gaps(path: Path) -> list[tuple[float, float]]:
     """The steps between which points are missing, as of `Gaps`. Reads line by line."""
     found = Gaps()
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), files.open_to_read(path) as file:
         for point in chain.from_iterable(parse([line]) for line in file if line.endswith(b"\n")):
             step = point.get("step")
             if isinstance(step, int | float) and point.get("event") == "resumed":
@@ -253,7 +255,7 @@ class Gaps:
 def since_points(path: Path, offset: int, cap: int = 20_000) -> tuple[list[Point], int]:
     """The raw points, with events, of at most `cap` complete lines after `offset`, and the next offset."""
     try:
-        with path.open("rb") as file:
+        with files.open_to_read(path) as file:
             file.seek(max(0, offset))
             data = file.read()
     except FileNotFoundError:

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from backend.runs import LOG, log_writer, processes
+from backend.runs import LOG, files, log_writer, processes
 
 
 class Output:
@@ -26,7 +26,7 @@ class Output:
 
     def open(self) -> int:
         """Start the process; the end of the pipe for the launcher. Raises OSError."""
-        self._log = os.open(self.folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._log = files.open_regular(self.folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._read, self._write = os.pipe()
         self._start()
         return self._write

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from backend.runs import LOCK, RUN_MARKER
+from backend.runs import LOCK, RUN_MARKER, files
 
 PROC = Path("/proc")
 POLL_SECONDS = 0.05
@@ -32,7 +32,7 @@ class Process:
 
 def acquire_lock(folder: Path, seconds: float = 1.0) -> int | None:
     """The file descriptor of the lock, or None if another process holds it for `seconds`. Raises OSError."""
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    lock = files.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -48,7 +48,7 @@ def acquire_lock(folder: Path, seconds: float = 1.0) -> int | None:
 def is_locked(folder: Path) -> bool:
     """Whether the run is alive. Takes a shared lock for an instant, so that two readers do not block each other."""
     try:
-        lock = os.open(folder / LOCK, os.O_RDONLY)
+        lock = files.open_regular(folder / LOCK)
     except OSError:
         return False
     try:
@@ -120,7 +120,7 @@ def works_in(pid: int, folder: Path) -> bool:
 def _place_at_start(folder: Path) -> str:
     """Where the run's folder was when it was started: the marker of its processes, if it was renamed since then."""
     try:
-        lines = (folder / LOCK).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = files.read_text(folder / LOCK, errors="replace").splitlines()
     except OSError:
         return ""
     return lines[2] if len(lines) > 2 else ""

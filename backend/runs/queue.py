@@ -429,6 +429,7 @@ def _entry(value: Any) -> Entry | None:
     if not isinstance(entry.devices, dict) or not entry.run:
         return None
     texts = (entry.run, entry.after, *entry.devices, *entry.devices.values())
-    flags = (entry.held, entry.after_ok, entry.shares)
+    flags, numbers = (entry.held, entry.after_ok, entry.shares), (entry.pid, entry.started)
     is_valid = all(isinstance(text, str) and "\0" not in text for text in texts)
+    is_valid = is_valid and all(isinstance(number, int) for number in numbers)
     return entry if is_valid and all(isinstance(flag, bool) for flag in flags) else None

@@ -30,6 +30,7 @@ from backend.runs import (
     RUN_MARKER,
     STOP,
     Plan,
+    files,
     processes,
     replace_text,
     start_env,
@@ -118,7 +119,7 @@ class Rehearsal:
         `text`, the failure, and the peak memory next to its estimate, in bytes."""
         alive = processes.is_locked(self.path)
         with contextlib.suppress(OSError, ValueError):
-            found = dict(json.loads((self.path / OUTCOME).read_text(encoding="utf-8")))
+            found = dict(json.loads(files.read_text(self.path / OUTCOME)))
             return found if alive or found["state"] != "running" else {**found, "state": "lost"}
         return self._status("running" if alive else "lost")
 
@@ -131,7 +132,7 @@ class Rehearsal:
 
     def _about(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads((self.path / ABOUT).read_text(encoding="utf-8")))
+            return dict(json.loads(files.read_text(self.path / ABOUT)))
         return {}
 
     def _status(self, state: str) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def recorded(run: Run) -> list[dict[str, Any]]:
     """The phases that the trainer has recorded, of both starts."""
     lines = []
     with contextlib.suppress(OSError, ValueError):
-        for line in (run.path / REHEARSED).read_text(encoding="utf-8").splitlines():
+        for line in files.read_text(run.path / REHEARSED).splitlines():
             lines.append(json.loads(line))
     return lines
 
@@ -284,7 +285,7 @@ class Driver:
 
     def _start_warm_server(self, run: Run) -> None:
         """Start the process that imports the libraries, with the environment of the runs. Without it they do."""
-        plan = json.loads((run.path / PLAN).read_text(encoding="utf-8"))
+        plan = json.loads(files.read_text(run.path / PLAN))
         environment = {**start_env(os.environ, plan["defaults"], plan["env"]), RUN_MARKER: str(self.rehearsal.path)}
         command = [plan["argv"][0], "-m", "backend.train.warm_server", str(self.rehearsal.path), str(os.getpid())]
         with contextlib.suppress(OSError), (self.rehearsal.path / LOG).open("ab") as log:
@@ -298,7 +299,7 @@ class Driver:
     def _keep_log(self) -> None:
         with contextlib.suppress(OSError), (self.rehearsal.path / LOG).open("ab") as log:
             for path in (run.path / LOG for run in self.rehearsal.runs().values()):
-                log.write(path.read_bytes() if path.exists() else b"")
+                log.write(files.read_bytes(path) if path.exists() else b"")
 
 
 def _failure(rehearsal: Rehearsal, part: str, run: Run) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backend.runs import CHECKPOINTS, COMPLETE, LOCK, events
+from backend.runs import CHECKPOINTS, COMPLETE, LOCK, events, files
 
 # Where the engines save the optimizer state: Trainer, DeepSpeed (one file per rank), FSDP (one file, or one folder).
 OPTIMIZER_STATES = ("optimizer.pt", "global_step*", "optimizer.bin", "optimizer_0")
@@ -125,7 +125,7 @@ def complete(run: Path) -> list[Path]:
 def read_mark(folder: Path) -> dict[str, Any]:
     """What is in the file that marks the checkpoint as complete; empty if it says nothing. Raises OSError,
     ValueError."""
-    text = (folder / COMPLETE).read_text(encoding="utf-8")
+    text = files.read_text(folder / COMPLETE)
     found = json.loads(text or "{}")
     if not isinstance(found, dict):
         raise ValueError
@@ -143,7 +143,7 @@ def is_of_start(folder: Path, start: str) -> bool:
 def current_start(run: Path) -> str:
     """The id of the run's last start, which the process that holds the lock has written into it; '' if it has none."""
     try:
-        lines = (run / LOCK).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = files.read_text(run / LOCK, errors="replace").splitlines()
     except OSError:
         return ""
     return lines[1] if len(lines) > 1 else ""
@@ -152,10 +152,10 @@ def current_start(run: Path) -> str:
 def damage(folder: Path, check_content: bool = True) -> str:
     """How the checkpoint's files differ from what was saved; '' if they do not, or if their sizes were not recorded."""
     try:
-        files = recorded_files(folder)
+        recorded = recorded_files(folder)
     except (OSError, ValueError, TypeError):
         return f"its file {COMPLETE} cannot be read"
-    for name, (size, digest) in files.items():
+    for name, (size, digest) in recorded.items():
         try:
             found_size, found_digest = fingerprint(folder / name) if check_content else (_size(folder / name), digest)
         except FileNotFoundError:
@@ -191,7 +191,7 @@ def has_optimizer_state(folder: Path) -> bool:
 
 def _size(path: Path) -> int:
     """Bytes of a file that can be opened."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = files.open_regular(path)
     try:
         return os.fstat(file).st_size
     finally:
@@ -200,7 +200,7 @@ def _size(path: Path) -> int:
 
 def fingerprint(path: Path) -> tuple[int, str]:
     """Size and hash of a file; of a large one, the hash of blocks that are spread evenly over it."""
-    with path.open("rb") as file:
+    with files.open_to_read(path) as file:
         size, digest = file.seek(0, 2), hashlib.sha256()
         if size <= WHOLE_BYTES:
             file.seek(0)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backend.runs import STACKS, processes
+from backend.runs import STACKS, files, processes
 
 SECONDS = 8.0  # to wait for the ranks' files; a heartbeat thread looks for requests at least every five seconds
 REQUEST = "request"  # in STACKS: its modification time is that of the last request
@@ -210,6 +210,6 @@ def as_json(stacks: Iterable[RankStack]) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return files.read_text(path, errors="replace")
     except OSError:
         return ""

@@ -47,6 +47,7 @@ from backend.runs import (
     clusters,
     deletion,
     events,
+    files,
     follower,
     oom,
     processes,
@@ -84,7 +85,7 @@ class Supervisor:
         after_ok: bool = True, start: str = "",
     ) -> None:  # fmt: skip
         self.folder, self.timeouts = folder, timeouts
-        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        plan = json.loads(files.read_text(folder / PLAN))
         self.argv = [*plan["argv"], *(["--from-scratch"] if from_scratch else [])]
         self.then = plan.get("then", [])
         inherited = {name: value for name, value in os.environ.items() if name != webhook.WEBHOOK}
@@ -118,7 +119,7 @@ class Supervisor:
         if "queued" in self.state:
             os.utime(self.folder / LOCK)
         self.state |= {"started": time.time(), "files_before": file_versions(self.folder)}
-        with (self.folder / LOG).open("ab") as log:
+        with files.open_to_append(self.folder / LOG) as log:
             gap = "\n" if log.tell() else ""
             log.write(f"{gap}{SEPARATOR}{time.strftime('%F %T')} ----\n".encode())
             for note in filter(None, (self.turn.reason, webhook.problem())):
@@ -211,8 +212,8 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 queue.rename(self.place, place)
             self.place, self.entry = place, replace(self.entry, run=place)
-            with contextlib.suppress(OSError), (self.folder / LOG).open("a", encoding="utf-8") as log:
-                log.write(f"The run's folder is now {place}.\n")
+            with contextlib.suppress(OSError), files.open_to_append(self.folder / LOG) as log:
+                log.write(f"The run's folder is now {place}.\n".encode())
         return True
 
     def follow_up(self) -> None:
@@ -220,14 +221,14 @@ class Supervisor:
         if not self.then or self.state["end"] == "done":
             return
         try:
-            with (self.folder / LOG).open("ab") as log:
+            with files.open_to_append(self.folder / LOG) as log:
                 subprocess.run(
                     self.then, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                     timeout=FOLLOW_UP_SECONDS, check=False,
                 )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
-            with contextlib.suppress(OSError), (self.folder / LOG).open("a", encoding="utf-8") as log_text:
-                log_text.write(f"{' '.join(self.then)}: {error}.\n")
+            with contextlib.suppress(OSError), files.open_to_append(self.folder / LOG) as log_text:
+                log_text.write(f"{' '.join(self.then)}: {error}.\n".encode())
 
     def _wait(self, launcher: subprocess.Popen[bytes]) -> int:
         requested = sigterm_sent = touched = 0.0
@@ -283,14 +284,14 @@ class Supervisor:
                 request_stop(self.folder, "save")
             return "save"
         try:
-            return "discard" if "discard" in stop.read_text(encoding="utf-8", errors="replace") else "save"
+            return "discard" if "discard" in files.read_text(stop, errors="replace") else "save"
         except OSError:
             return ""
 
     def _stop_reason(self) -> str:
         """Why the run asked itself to stop: the text after the first line of the stop file."""
         try:
-            return (self.folder / STOP).read_text(encoding="utf-8", errors="replace").partition("\n")[2].strip()
+            return files.read_text(self.folder / STOP, errors="replace").partition("\n")[2].strip()
         except OSError:
             return ""
 
@@ -331,8 +332,8 @@ class Supervisor:
         try:
             clusters.end(self.folder)
         except (follower.ClusterError, OSError) as error:
-            with contextlib.suppress(OSError), (self.folder / LOG).open("a", encoding="utf-8") as log:
-                log.write(f"{error}\n")
+            with contextlib.suppress(OSError), files.open_to_append(self.folder / LOG) as log:
+                log.write(f"{error}\n".encode())
 
     def _write(self) -> None:
         """A full disk must not end the training: writing is tried again."""
@@ -358,7 +359,7 @@ def _phase(folder: Path, state: dict[str, Any]) -> str:
     """The phase of the trainer in this start; '' before it has reported one."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if is_fresh(folder, PROGRESS, state):
-            return str(json.loads((folder / PROGRESS).read_text(encoding="utf-8")).get("phase", ""))
+            return str(json.loads(files.read_text(folder / PROGRESS)).get("phase", ""))
     return ""
 
 
@@ -387,7 +388,7 @@ def detach(folder: Path) -> None:
     with contextlib.suppress(OSError, AttributeError):  # Linux: orphans of the run become children of this process
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     null = os.open(os.devnull, os.O_RDWR)
-    errors = os.open(folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    errors = files.open_regular(folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for target, source in ((0, null), (1, null), (2, errors)):
         os.dup2(source, target)
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import METRICS, SWEEP, request_stop
+from backend.runs import METRICS, SWEEP, files, request_stop
 from backend.runs.folder import Run, RunError
 from backend.runs.metrics import points_with
 
@@ -45,7 +45,7 @@ class Member:
 def member(folder: Path) -> Member | None:
     """The part of this run in a sweep; None if it belongs to none."""
     try:
-        return Member(**json.loads((folder / SWEEP).read_text(encoding="utf-8")))
+        return Member(**json.loads(files.read_text(folder / SWEEP)))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -17,7 +17,7 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
-from backend.runs import LOG, events, health
+from backend.runs import LOG, events, files, health
 from backend.runs.folder import Run
 
 WEBHOOK = "FOOTPLATE_WEBHOOK"  # environment variable
@@ -75,8 +75,8 @@ def notify(folder: Path, alert: str = "") -> None:
             return
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = _without_url(error)
-    with contextlib.suppress(OSError), (folder / LOG).open("a", encoding="utf-8") as log:
-        log.write(f"{WEBHOOK}: the notification was not sent: {reason.rstrip('.')}.\n")
+    with contextlib.suppress(OSError), files.open_to_append(folder / LOG) as log:
+        log.write(f"{WEBHOOK}: the notification was not sent: {reason.rstrip('.')}.\n".encode())
 
 
 def _without_url(error: Exception) -> str:

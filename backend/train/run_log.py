@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backend.runs import EVENTS, METRICS, PROGRESS, STOP, sweeps
+from backend.runs import EVENTS, METRICS, PROGRESS, STOP, files, sweeps
 from backend.runs.events import RESUMED
 
 PROGRESS_INTERVAL_SECONDS = 0.25  # between two writes of progress.json within a phase
@@ -129,7 +129,7 @@ class RunLog:
     def stop_requested(self) -> int:
         """0: no; 1: stop without saving; 2: save a checkpoint and stop."""
         try:
-            word = (self.folder / STOP).read_text(encoding="utf-8").strip()
+            word = files.read_text(self.folder / STOP).strip()
         except OSError:
             return 0
         return 1 if word == "discard" else 2
@@ -159,7 +159,7 @@ def _append(path: Path, *values: Mapping[str, Any]) -> None:
     swallow the next one."""
     truncated = path.exists() and not _ends_with_newline(path)
     text = "\n" * truncated + "".join(json.dumps(value, allow_nan=False) + "\n" for value in values)
-    with path.open("ab", buffering=0) as file:
+    with files.open_to_append(path, buffering=0) as file:
         size, data = file.seek(0, os.SEEK_END), text.encode()
         try:
             while data:  # a disk that is nearly full takes a part of it
@@ -170,7 +170,7 @@ def _append(path: Path, *values: Mapping[str, Any]) -> None:
 
 
 def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
+    with files.open_to_read(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         return file.read(1) in (b"\n", b"")

@@ -21,7 +21,7 @@ import torch
 from fork_server import ForkServer, write_run
 from skip_checks import EXTENSIONS
 from torch.utils.file_baton import FileBaton
-from training_runs import log_text, losses, make_spec, result, same_losses, soak_except
+from training_runs import log_text, losses, make_spec, result, same_losses
 from transformers import TrainerControl, TrainerState
 
 from backend.runs import SPEC, processes, resume_point, stacks
@@ -218,9 +218,7 @@ training.main()
 """
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("single", 0), *((name, 2) for name in soak_except(["zero3", "fsdp2"], ["fsdp2"]))]
-)
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 0), ("fsdp2", 2)])
 def test_a_run_that_is_renamed_trains_on(fork_server: ForkServer, root: Path, strategy: str, ranks: int) -> None:
     """Checkpoints, metrics, model and result are in the folder under its new name. Before, the run waited, and after
     five minutes it created the old folder again and finished there."""

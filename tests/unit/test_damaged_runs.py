@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -13,8 +15,24 @@ from small import client
 
 from backend.__main__ import main
 from backend.machine import Machine
-from backend.runs import LOCK, METRICS, PLAN, PROGRESS, RESULT, SPEC, STATE, SUPERVISOR, Plan
-from backend.runs.folder import Run, runs
+from backend.runs import (
+    DELETING,
+    LOCK,
+    LOG,
+    METRICS,
+    PLAN,
+    PROGRESS,
+    RESULT,
+    SPEC,
+    STATE,
+    SUPERVISOR,
+    Plan,
+    resume_point,
+    stacks,
+)
+from backend.runs import folder as folder_module
+from backend.runs.folder import Run, RunError, runs
+from backend.runs.listing import RunList
 
 
 def content(name: str, text: str | bytes) -> Callable[[Path], object]:
@@ -117,3 +135,67 @@ def test_an_end_that_the_supervisor_never_writes_is_none(tmp_path: Path, end: ob
     (run.path / RESULT).unlink()
     (run.path / STATE).write_text(json.dumps({"end": end, "started": 1.0, "ended": 2.0, "exit_code": 1}))
     assert run.state == "lost"
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def socket_file(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+        made.bind(path.name)
+
+
+ENDPOINTS = ("", "/log", "/metrics", "/series", "/values", "/metrics.csv", "/log.txt", "/report.png", "/bundle.zip")
+
+
+@pytest.mark.parametrize(
+    ("make_irregular", "names"),
+    [(pipe, folder_module.READ), (socket_file, (LOCK, METRICS)), (Path.mkdir, (LOCK, STATE))],
+)
+def test_files_that_are_not_regular_hang_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make_irregular: Callable[[Path], object], names: Sequence[str]
+) -> None:
+    """Before, list and page waited for someone to write into a named pipe."""
+    root = tmp_path / "runs"
+    healthy, broken = make(root, "healthy"), {}
+    for name in names:
+        if name not in (PLAN, DELETING):  # without a plan, a folder is not a run; the page deletes it at its start
+            run = make(root, name)
+            (run.path / name).unlink(missing_ok=True)
+            make_irregular(run.path / name)
+            broken[run.id] = name
+    rows = {row["id"]: row for row in RunList(root).all()}
+    assert rows[healthy.id]["state"] == "failed"
+    assert rows.keys() == {healthy.id, *broken}
+    with client(root, detect_machine=lambda _: Machine()) as api:
+        for id, name in broken.items():
+            assert rows[id]["state"] == "damaged", name
+            assert f"Damaged: {name} in the run's folder cannot be read (" in rows[id]["sentence"]
+            for command in ("show", "logs", "resume"):
+                assert main([command, id, "--runs", str(root)]) in (0, 1, 2), (command, name)
+            for path in ENDPOINTS:
+                assert api.get(f"/api/runs/{id}{path}").status_code in (200, 204, 404, 409), (path, name)
+            assert api.delete(f"/api/runs/{id}").status_code == 200, name
+    assert "Traceback" not in "".join(capsys.readouterr())
+    assert [run.id for run in runs(root)] == [healthy.id]
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints/checkpoint-3/complete", "ranks/a/attempt_0/0/error.json", "stacks/0.txt"]
+)
+def test_pipes_in_folders_of_a_run_hang_nothing(tmp_path: Path, name: str) -> None:
+    broken = make(tmp_path / "runs", "broken")
+    (broken.path / name).parent.mkdir(parents=True)
+    os.mkfifo(broken.path / name)
+    assert broken.summary()["state"] == "failed"
+    broken.failure()
+    stacks.collect(broken.path, seconds=0)
+    assert resume_point.find(broken.path, check_content=True).checkpoint is None
+
+
+def test_a_pipe_as_log_does_not_block_a_start(tmp_path: Path) -> None:
+    broken = make(tmp_path / "runs", "broken")
+    os.mkfifo(broken.path / LOG)
+    with pytest.raises(RunError, match=r"The run folder cannot be used: .*Not a regular file"):
+        broken.start()

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from backend.config import RunSpec, presets
 from backend.config.options import Option, SpecError, effective, flat, masked_value, options, shown
-from backend.runs import METRICS, SPEC, sweeps
+from backend.runs import METRICS, SPEC, files, sweeps
 from backend.runs.folder import Run, RunError, find
 from backend.runs.metrics import last_points, read_points
 from webui.api.app_state import AppState
@@ -52,7 +52,7 @@ def compare(state: State, ids: str) -> dict[str, Any]:
             continue
         samples[run.id], resolved[run.id] = _samples(run), run.resolved()
         try:
-            specs[run.id] = presets.load((run.path / SPEC).read_text(encoding="utf-8"))
+            specs[run.id] = presets.load(files.read_text(run.path / SPEC))
         except (OSError, SpecError, UnicodeDecodeError):
             problems.append(_problem(run.id, f"Its {SPEC} cannot be read, so its options are not compared."))
     return {

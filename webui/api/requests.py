@@ -26,7 +26,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from backend.config.options import SpecError
-from backend.runs.folder import RunError
+from backend.runs.files import IrregularFile
+from backend.runs.folder import RunError, damage
 from webui.api.app_state import AppState
 from webui.drafts import DraftError
 
@@ -160,8 +161,8 @@ def error_response(error: Exception) -> Response:
             return json({"error": "; ".join(named) + ".", "field": error.problems[0].field}, 422)
         case DraftError():
             return json({"error": str(error)}, 400)
-        case RunError():
-            return json({"error": str(error)}, 409)
+        case RunError() | IrregularFile():
+            return json({"error": damage(error) if isinstance(error, OSError) else str(error)}, 409)
         case OSError(errno=errno.ENOSPC):
             return json({"error": "The disk that stores the runs is full. Free some space, then try again."}, 507)
         case RecursionError():

@@ -19,7 +19,7 @@ from backend import bundle, remedies, retry
 from backend.config import RunSpec, presets, variables
 from backend.config.options import SpecError, changes, effective, masked_value
 from backend.inspect import predecessor
-from backend.runs import LOG, METRICS, SCRIPT, SPEC, events, notebook, queue, stacks, sweeps, trained
+from backend.runs import LOG, METRICS, SCRIPT, SPEC, events, files, notebook, queue, stacks, sweeps, trained
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
 from backend.runs.metrics import (
     SINCE_BYTES,
@@ -381,14 +381,14 @@ def delete(state: State, run: PathRun) -> dict[str, Any]:
 
 def _spec_text(run: Run) -> str:
     try:
-        return (run.path / SPEC).read_text(encoding="utf-8")
+        return files.read_text(run.path / SPEC)
     except FileNotFoundError:
         raise ApiError(404, f"{SPEC} is missing from the run folder.") from None
 
 
 def _script(run: Run) -> str:
     try:
-        return (run.path / SCRIPT).read_text(encoding="utf-8")
+        return files.read_text(run.path / SCRIPT)
     except FileNotFoundError:
         return ""
 

@@ -42,7 +42,8 @@ let group = "";
 const selected = /** @type {Set<string>} */ (new Set());
 const page = /** @type {Record<string, any>} */ ({});
 
-const groupOf = ({ state }) => (["lost", "damaged", "deleting"].includes(state) ? "failed" : hasEnded(state) ? state : "alive");
+const groupOf = ({ state }) =>
+  ["lost", "damaged", "deleting"].includes(state) ? "failed" : hasEnded(state) ? state : "alive";
 const isVisible = () => document.body.dataset.tab === "runs";
 
 export function mountRuns() {
