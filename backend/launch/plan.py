@@ -43,6 +43,9 @@ from backend.runs import (
 
 # torch 2.13 still reads the first variable; the second has been the default behavior since torch 2.8.
 CUDA_DEFAULTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
+# On a CPU, the threads of a process wait for each other many times in each step. libgomp, which torch's wheels contain,
+# lets them spin until then, and on a busy CPU they take each other's cores (docs/bench.md).
+CPU_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE"}
 NO_PEER_ACCESS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 # Log lines start with the global rank instead of the local rank.
 GLOBAL_RANK_PREFIX = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[default${rank}]:"}
@@ -160,6 +163,7 @@ def _defaults(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, st
     found: dict[str, str] = {}
     if run.nnodes == 1 and (run.world_size > 1 or run.engine.needs_collectives):
         found |= LOOPBACK if run.device == "cuda" else GLOO_LOOPBACK
+    found |= CPU_DEFAULTS if run.device == "cpu" else {}
     if run.device == "cuda" and spec.launch.cuda_env_defaults:
         found |= CUDA_DEFAULTS
     found |= NO_PEER_ACCESS if run.device == "cuda" and _lacks_peer_access(run, machine) else {}

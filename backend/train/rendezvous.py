@@ -98,9 +98,10 @@ def _shared_key(store: Any, rank: int, world: int) -> bytes:
     if len(key) != KEY_BYTES:
         store.set("footplate/missing", socket.gethostname())
     if store.add("footplate/met", 1) == world:
-        path.unlink(missing_ok=True)
         store.set("footplate/all-met", "")
     store.wait(["footplate/all-met"])
+    if rank == 0:
+        path.unlink(missing_ok=True)
     if store.check(["footplate/missing"]):
         raise RunFolderMissing(
             f"launch.nnodes: {store.get('footplate/missing').decode()} does not see the run folder {_run_folder()} of "

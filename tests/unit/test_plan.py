@@ -183,8 +183,9 @@ def test_default_variables_do_not_override_the_environment(own, given, allocator
 
 def test_cuda_env_defaults_are_for_cuda_and_can_be_disabled():
     assert plan(RunSpec(), NODE).defaults
-    assert not plan(RunSpec(), LAPTOP).defaults
-    assert not plan(edit(RunSpec(), {"launch.device": "cpu"}), NODE).defaults
+    assert not plan(RunSpec(), LAPTOP).defaults.keys() & plan(RunSpec(), NODE).defaults.keys()
+    on_cpu = plan(edit(RunSpec(), {"launch.device": "cpu"}), NODE)
+    assert not on_cpu.defaults.keys() & plan(RunSpec(), NODE).defaults.keys()
     assert not plan(edit(RunSpec(), {"launch.cuda_env_defaults": False}), NODE).defaults
 
 
@@ -252,6 +253,15 @@ def test_nccl_variables_of_gpus_without_peer_access() -> None:
     assert "NCCL_P2P_DISABLE" not in plan(own, old).defaults
     for machine in (replace(old, driver_version="550.40.07"), replace(old, driver_version="")):
         assert plan(spec, machine).defaults == loopback
+
+
+def test_threads_on_a_cpu_wait_without_spinning() -> None:
+    """Unless the user decides, in the environment or in launch.env."""
+    assert plan(RunSpec(), LAPTOP).defaults["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert 'OMP_WAIT_POLICY="${OMP_WAIT_POLICY-PASSIVE}"' in plan(RunSpec(), LAPTOP).command()
+    assert "OMP_WAIT_POLICY" not in plan(RunSpec(), NODE).defaults, "a GPU computes"
+    mine = edit(RunSpec(), {"launch.env": {"OMP_WAIT_POLICY": "ACTIVE"}})
+    assert "OMP_WAIT_POLICY" not in plan(mine, LAPTOP).defaults
 
 
 def test_no_rendezvous_of_one_node_is_open() -> None:
