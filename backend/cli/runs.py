@@ -32,7 +32,7 @@ from backend.cli.commands import (  # fmt: skip
 from backend.inspect import predecessor
 from backend.machine import probe
 from backend.rules.base import amount
-from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, files, queue, stacks
+from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, files, lost_weights, queue, stacks, validation
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
 from backend.runs.metrics import chunks, gaps, since, stream_points
 
@@ -125,6 +125,8 @@ def show(arguments: argparse.Namespace) -> int:
         print_json(about)
         return 0
     print(f"{shown.id}\n{about['summary']['sentence']}\n\n{spec}")
+    if about["warning"]:
+        print(about["warning"])
     for alert in about["alerts"]:
         print(f"Alert at step {alert['step']}: {alert['text']}")
     for gap in about["missing_points"]:
@@ -139,7 +141,8 @@ def show(arguments: argparse.Namespace) -> int:
         "seconds",
     ):
         if (value := about["result"].get(name)) is not None:
-            print(f"{name.replace('_', ' ')}: {value:.4g}")
+            of_model = f" ({about['validation']})" if name == "eval_loss" else ""
+            print(f"{name.replace('_', ' ')}: {value:.4g}{of_model}")
     if about["failure"]:
         print(f"{about['failure']['sentence']} {about['failure']['help']}")
     _print_remedies(shown)
@@ -180,6 +183,8 @@ def _run_json(shown: Run) -> dict[str, Any]:
             "summary": shown.summary(),
             "progress": shown.progress(),
             "result": shown.result(),
+            "warning": lost_weights.warning(shown),
+            "validation": validation.model(shown.result()),
             "failure": shown.failure(),
             "alerts": events.alerts(shown.path),
             "missing_points": [{"after": low, "until": high} for low, high in gaps(shown.path / METRICS)],

@@ -46,6 +46,8 @@ def list_runs(arguments: argparse.Namespace) -> int:
     else:
         for row in found:
             print(f"{row['id']:48}  {row['state']:9}  {row['sentence']}")
+            if row["warning"]:
+                print(f"{'':48}  {row['warning']}")
     if not found and not arguments.json:
         none = f"No runs in {arguments.runs}. Start one: footplate run first-run"
         print("No run matches. Archived runs match archived:yes only." if every else none)

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from backend.registry.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGETS, STACKED_EXPERTS
-from backend.registry.architectures import NO_LAYER_LIST, NO_ZERO3, NOT_CALLED, READS_WEIGHTS, UNTRAINABLE
+from backend.registry.architectures import (
+    CONVERTED_WEIGHTS,
+    NO_LAYER_LIST,
+    NO_ZERO3,
+    NOT_CALLED,
+    READS_WEIGHTS,
+    UNTRAINABLE,
+)
 from backend.registry.attention import ATTENTIONS, FLASH_ATTENTIONS, SEQUENCE_PARALLEL_ATTENTIONS
 from backend.registry.builtin_models import BUILTIN_MODELS
 from backend.registry.hub_models import HUB_CONFIGS, has_chat_template, hub_id_in, is_hub_id
@@ -53,6 +60,7 @@ __all__ = [
     "ATTENTIONS",
     "ATTENTION_MODULES",
     "BUILTIN_MODELS",
+    "CONVERTED_WEIGHTS",
     "DATASETS",
     "DEEPSPEED",
     "DPO_LOSSES",

@@ -30,3 +30,12 @@ NOT_CALLED: Mapping[str, tuple[str, ...]] = {
     "jamba": ("dt_proj",),
     "mamba": ("dt_proj",),
 }
+_CONVERTED = """
+    afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1
+    dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint fuyu gemma3 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2
+    gpt_neox granitemoe granitemoehybrid granitemoeshared hrm_text hunyuan_v1_moe hy_v3 hy_v4 inkling2_text jamba
+    kimi_linear kolibri1 laguna lfm2_moe lfm3 longcat_flash mellum mimo_v2_flash minimax minimax_m2 mixtral
+    nemotron_h olmo_hybrid olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text solar_open
+"""
+CONVERTED_WEIGHTS = frozenset(_CONVERTED.split())
+"""Types whose weights transformers holds by other names, or in another layout, than save_pretrained writes them."""

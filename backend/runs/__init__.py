@@ -11,6 +11,8 @@ is the list of all runs, `search.py` its columns and the search in them, `notebo
 `stacks.py` asks every rank what it is doing; `follower.py` follows a run's job in a cluster, `clusters.py` names the
 kinds of clusters; `rehearsals.py` runs through a spec in a minute, with `warm_python.py` in place of Python where one
 process can import the libraries for all.
+`validation.py` decides which validation loss is that of a run; `lost_weights.py` finds runs of earlier versions that
+lost weights.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import LOCK, METRICS, PLAN, STATE, notebook, ownership, processes, replace_text
+from backend.runs import LOCK, PLAN, STATE, lost_weights, notebook, ownership, processes, replace_text, validation
 from backend.runs.folder import UNREADABLE, Run, damage
-from backend.runs.metrics import last_value
 
 Row = dict[str, Any]
 INDEX = ".index.json"  # in the runs folder: the rows of runs that are not alive
@@ -41,7 +40,7 @@ MEASURED = ("eval_loss", "tokens_per_second", "peak_memory", *SCORES, *REWARDS)
 def row(run: Run) -> Row:
     """A run in the list; None for what is not known. A run that cannot be read has the state damaged."""
     found = run.summary()
-    details: Row = {**dict.fromkeys((*ABOUT, *MEASURED)), "failure": ""}
+    details: Row = {**dict.fromkeys((*ABOUT, *MEASURED)), "failure": "", "warning": ""}
     try:
         details |= _details(run, found["state"])
     except UNREADABLE as error:
@@ -56,17 +55,17 @@ def _details(run: Run, state: str) -> Row:
     about, result, points = run.about(), run.result(), run.last_points()
     speeds = (p["tokens_per_second"] for p in reversed(points) if p.get("tokens_per_second"))
     seconds, tokens = _number(result.get("seconds")), _number(result.get("tokens"))
-    eval_loss = _number(result.get("eval_loss"))
     failure = run.failure() if state in ("failed", "stopped") else None
     peaks = result.get("peak_bytes")
     return {
         "dataset": about.get("dataset"),
         "strategy": about.get("strategy") or run.resolved().get("strategy"),
         "learning_rate": _number(about.get("learning_rate")),
-        "eval_loss": _number(last_value(run.path / METRICS, "eval_loss")) if eval_loss is None else eval_loss,
+        "eval_loss": validation.loss(run.path, result),
         "tokens_per_second": tokens / seconds if tokens and seconds else _number(next(speeds, None)),
         "peak_memory": max(filter(None, map(_number, peaks if isinstance(peaks, list) else ())), default=None),
         "failure": failure["sentence"] if failure else "",
+        "warning": lost_weights.warning(run),
         **{name: _number(result.get(f"{name}_after")) for name in SCORES},
         **{name: _number(result.get(f"eval_{name}")) for name in REWARDS},
     }

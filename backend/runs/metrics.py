@@ -179,6 +179,22 @@ def points_with(path: Path, key: str) -> list[Point]:
     return [point for point in points if point.get(key) is not None]
 
 
+def resumes(path: Path) -> list[Point]:
+    """The points that mark where a start of the run resumed (step 0: it began again), in order."""
+    found = parse(line for line in _complete_lines(path) if b'"event"' in line)
+    return [p for p in found if p.get("event") == "resumed" and isinstance(p.get("step"), int | float)]
+
+
+def first_point(path: Path) -> Point:
+    """The first point or event; empty if there is none."""
+    try:
+        with files.open_to_read(path) as file:
+            found = parse([file.readline()])
+    except FileNotFoundError:
+        return {}
+    return found[0] if found else {}
+
+
 def _complete_lines(path: Path) -> list[bytes]:
     try:
         data = files.read_bytes(path)

@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import METRICS, SWEEP, files, request_stop
+from backend.runs import SWEEP, files, request_stop, validation
 from backend.runs.folder import Run, RunError
-from backend.runs.metrics import points_with
 
 
 @dataclass(frozen=True)
@@ -58,20 +57,15 @@ def members(root: Path, sweep: str) -> Iterator[tuple[Run, Member]]:
             yield Run(path.parent), found
 
 
-def eval_losses(folder: Path) -> dict[int, float]:
-    """Step -> validation loss of a run."""
-    return {int(p["step"]): float(p["eval_loss"]) for p in points_with(folder / METRICS, "eval_loss")}
-
-
 def stop_if_behind(folder: Path, step: int) -> str:
     """At a rung: ask the run to save a checkpoint and stop unless its validation loss is among the best. Returns the
     reason, '' if the run goes on."""
     own = member(folder)
     if own is None or not own.is_rung(step):
         return ""
-    found = [eval_losses(run.path).get(step) for run, _ in members(folder.parent, own.sweep)]
+    found = [validation.losses(run.path).get(step) for run, _ in members(folder.parent, own.sweep)]
     losses = sorted(loss for loss in found if loss is not None and math.isfinite(loss))
-    loss = eval_losses(folder).get(step, math.nan)
+    loss = validation.losses(folder).get(step, math.nan)
     goes_on = len(losses) // own.factor
     if len(losses) < own.factor or loss <= losses[goes_on - 1]:
         return ""
@@ -86,9 +80,9 @@ def rows(root: Path, sweep: str) -> list[dict[str, Any]]:
     """The runs of a sweep, the lowest validation loss first, then those without one. Raises RunError."""
     found = []
     for run, part in members(root, sweep):
-        summary, losses = run.summary(), eval_losses(run.path)
+        summary, lowest = run.summary(), validation.lowest(run.path)
         kept = {key: summary[key] for key in ("id", "state", "step", "loss", "sentence")}
-        found.append({**kept, "varied": part.varied, "eval_loss": min(losses.values(), default=None)})
+        found.append({**kept, "varied": part.varied, "eval_loss": lowest[0] if lowest else None})
     if not found:
         raise RunError(f"There is no sweep named {sweep!r}.")
     return sorted(found, key=lambda row: (row["eval_loss"] is None, row["eval_loss"] or 0, row["id"]))

@@ -118,8 +118,11 @@ class Report(TrainerCallback):
             peaks = [peak]
         losses = [point["loss"] for point in state.log_history if "loss" in point]
         self.result = {"steps": state.global_step, "train_loss": losses[-1] if losses else None}
-        evals = [point["eval_loss"] for point in state.log_history if "eval_loss" in point]
-        self.result |= {"eval_loss": evals[-1] if evals else None, "peak_bytes": peaks}
+        # Afterwards the Trainer loads the best checkpoint, if it is told to.
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        step = int(best.rpartition("-")[2]) if best else state.global_step
+        evals = [p["eval_loss"] for p in state.log_history if "eval_loss" in p and (not best or p["step"] == step)]
+        self.result |= {"eval_loss": evals[-1] if evals else None, "model_step": step, "peak_bytes": peaks}
         self.result |= {"seconds": round(time.time() - self.began, 2)}
         self.result |= {"skipped_steps": self.skipped} if self.skipped else {}
         self.progress(state, "saving", "Saving the model.")

@@ -22,7 +22,6 @@ from backend.train.patches import (
     adam_mini_head_size,
     badam_checkpoint,
     low_rank_optimizers,
-    peft_adapter_dtype,
     schedule_free,
 )
 from backend.train.run_log import TrainError
@@ -124,11 +123,6 @@ class OptimizerMixin:
     def finalize_weights(self) -> None:
         """Put the trained weights into the model: a schedule-free optimizer trains on other ones."""
         schedule_free.use_average(self.optimizer)  # type: ignore[attr-defined]
-
-    def _load_from_checkpoint(self, *args: Any, **more: Any) -> None:
-        trainer: Any = self
-        with peft_adapter_dtype.kept(trainer.model):
-            super()._load_from_checkpoint(*args, **more)  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any) -> None:
         self.finalize_weights()

@@ -16,6 +16,7 @@ from typing import Any
 
 from backend.runs import EVENTS, METRICS, PROGRESS, STOP, files, sweeps
 from backend.runs.events import RESUMED
+from backend.runs.lost_weights import ALL_WEIGHTS
 
 PROGRESS_INTERVAL_SECONDS = 0.25  # between two writes of progress.json within a phase
 KEPT_BETWEEN_PHASES = ("step", "max_steps", "first_step", "first_step_time", "step_seconds")
@@ -111,20 +112,23 @@ class RunLog:
                 _append(self.folder / EVENTS, {"kind": kind, "step": step, "time": time.time(), "text": text})
 
     def mark_resumed(self, step: int, lost: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Tell readers of the metrics that points after `step` are outdated; nothing if there are none. `lost`: points
-        until `step` that the metrics lack; they are written first."""
+        """Tell readers of the metrics that points after `step` are outdated, and that all weights are loaded; nothing
+        at step 0 if there are none. `lost`: points until `step` that the metrics lack; they are written first."""
         if self.rank:
             return
         if lost:
             steps = f"{lost[0]['step']} to {lost[-1]['step']}"
             self.info(f"{METRICS} has no points of steps {steps}: they are restored from the checkpoint.")
-            self.metrics({"event": "resumed", "step": lost[0]["step"] - 1, "time": time.time()})
+            self._resumed(lost[0]["step"] - 1)
             for point in lost:
                 self.metrics(point)
-        if (self.folder / METRICS).exists():
-            self.metrics({"event": "resumed", "step": step, "time": time.time()})
+        if step or (self.folder / METRICS).exists():
+            self._resumed(step)
         if (self.folder / METRICS).exists() or (self.folder / EVENTS).exists():
             self.event(RESUMED, step, f"Resumed after step {step}." if step else "Restarted at step 0.")
+
+    def _resumed(self, step: int) -> None:
+        self.metrics({"event": "resumed", "step": step, "time": time.time(), ALL_WEIGHTS: True})
 
     def stop_requested(self) -> int:
         """0: no; 1: stop without saving; 2: save a checkpoint and stop."""

@@ -18,6 +18,7 @@ from backend.resolve import ResolvedRun
 from backend.runs import MODEL, RESULT
 from backend.train import (
     adapters,
+    checkpoint_weights,
     checkpoints,
     data,
     device,
@@ -96,7 +97,7 @@ def train_in_phases(context: TrainContext) -> None:
     generation.trainer = trainer = _trainer(context, config, source, tokens, prepared, callbacks)
     trainer.divergence, trainer.monitor, trainer.skipped = divergence, monitor, skipped
     start = _start(context)
-    lora.check_checkpoint(trainer.accelerator.unwrap_model(trainer.model), start)
+    _check_checkpoint(context, trainer, start)
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers
     if context.engine.preparation:
         run_log.start_phase("preparing engine", context.engine.preparation)
@@ -219,23 +220,42 @@ def _still_own(context: TrainContext, start: Path | None) -> Path | None:
     return start
 
 
+def _check_checkpoint(context: TrainContext, trainer: Any, start: Path | None) -> None:
+    """Raise TrainError for a checkpoint of other weights that an engine would load anyway."""
+    weights = trainer.accelerator.unwrap_model(trainer.model)
+    lora.check_checkpoint(weights, start)
+    if start and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        context.first(lambda: checkpoint_weights.check_engine_names(weights, start))
+
+
 def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) -> dict[str, Any]:
-    """The figures of the training; evaluates once more if the last step was not evaluated."""
-    evaluated = [point for point in trainer.state.log_history if "eval_loss" in point]
-    if trainer.args.eval_strategy != "no" and (not evaluated or evaluated[-1]["step"] < trainer.state.global_step):
-        evaluated = [trainer.evaluate()]
+    """The figures of the training, and of the last evaluation of the model as it is now, which is saved."""
+    step, evaluated = _last_evaluation(trainer)
     losses = [point["loss"] for point in trainer.state.log_history if "loss" in point]
-    figures = {key: _finite(value) for key, value in preference_metrics(evaluated[-1] if evaluated else {}).items()}
+    figures = {key: _finite(value) for key, value in preference_metrics(evaluated).items()}
     return {
         **figures,
         "train_loss": _finite(sum(losses) / len(losses)) if losses else None,
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),
         "tokens": tokens,
-        "eval_loss": _finite(evaluated[-1]["eval_loss"]) if evaluated else None,
+        "eval_loss": _finite(evaluated["eval_loss"]) if evaluated else None,
+        "model_step": step,
         "trainable_parameters": counts[0],
         "parameters": counts[1],
     }
+
+
+def _last_evaluation(trainer: Any) -> tuple[int, dict[str, Any]]:
+    """The step whose weights the model has, that of the best checkpoint if it was loaded, and what the evaluation after
+    this step found. Evaluates if there was none; empty without evaluations."""
+    state, arguments = trainer.state, trainer.args
+    best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
+    step = checkpoints.step_of(Path(best)) if best else int(state.global_step)
+    found = [point for point in state.log_history if "eval_loss" in point and point["step"] == step]
+    if not found and arguments.eval_strategy != "no":
+        found = [trainer.evaluate()]
+    return step, found[-1] if found else {}
 
 
 def _finish(context: TrainContext, trainer: Any, result: dict[str, Any]) -> None:

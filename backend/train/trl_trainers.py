@@ -1,8 +1,8 @@
 """TRL's trainer and config class for each stage, and what all trainers have in common.
 
-Imports registry, config, callbacks, context, device, disk_space, divergence, lora, monitor, optimizers, patches,
-skipped_steps, universal_checkpoint. Every trainer gets tokenized examples (data, preference_data), so its own
-preparation is skipped.
+Imports registry, config, callbacks, checkpoint_weights, context, device, disk_space, divergence, lora, monitor,
+optimizers, patches, skipped_steps, universal_checkpoint. Every trainer gets tokenized examples (data, preference_data),
+so its own preparation is skipped.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.train import callbacks, device, disk_space, lora, optimizers, universal_checkpoint
+from backend.train.checkpoint_weights import CheckpointWeightsMixin
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
 from backend.train.monitor import Monitor
@@ -45,8 +46,9 @@ TRL: Mapping[str, TrlClasses] = {
 }
 
 
-class TrainerMixin(optimizers.OptimizerMixin):
-    """Added to every trainer: LoRA+, fp8, own intervals after a resume, no step after the last one, no model cards."""
+class TrainerMixin(optimizers.OptimizerMixin, CheckpointWeightsMixin):
+    """Added to every trainer: LoRA+, fp8, complete checkpoints, own intervals after a resume, no step after the last
+    one, no model cards."""
 
     loraplus_lr_ratio = 1.0
     context: TrainContext

@@ -18,7 +18,7 @@ from backend import sweep
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import SpecError, edit
-from backend.runs import METRICS, STOP, SWEEP, Plan, sweeps
+from backend.runs import METRICS, STOP, SWEEP, Plan, sweeps, validation
 from backend.runs.folder import Run, RunError
 from webui.api import sweeps as sweeps_api
 from webui.api.checking import form_values
@@ -151,7 +151,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(make: MakeMember) -> None:
     for _ in range(3):
         make({10: 1.0})
     assert sweeps.stop_if_behind(run.path, 10)
-    assert math.isnan(sweeps.eval_losses(run.path).get(10, math.nan))
+    assert math.isnan(validation.losses(run.path).get(10, math.nan))
 
 
 # -- command line ------------------------------------------------------------------------------------------------------

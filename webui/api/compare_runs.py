@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from backend.config import RunSpec, presets
 from backend.config.options import Option, SpecError, effective, flat, masked_value, options, shown
-from backend.runs import METRICS, SPEC, files, sweeps
+from backend.runs import METRICS, SPEC, files, validation
 from backend.runs.folder import Run, RunError, find
 from backend.runs.metrics import last_points, read_points
 from webui.api.app_state import AppState
@@ -112,7 +112,7 @@ def _problem(id: str, sentence: str) -> Problem:
 def _row(run: Run) -> dict[str, Any]:
     """One run's line of the summary, without reading all of its metrics, which takes half a second for 100,000."""
     summary, result, estimate = run.summary(), run.result(), run.estimate()
-    best = min(((loss, step) for step, loss in sweeps.eval_losses(run.path).items()), default=None)
+    best = validation.lowest(run.path)
     speeds = [p["tokens_per_second"] for p in last_points(run.path / METRICS) if p.get("tokens_per_second")]
     seconds, tokens = result.get("seconds"), result.get("tokens")
     if seconds is None and summary["started"] and summary["ended"]:

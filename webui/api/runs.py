@@ -19,7 +19,21 @@ from backend import bundle, remedies, retry
 from backend.config import RunSpec, presets, variables
 from backend.config.options import SpecError, changes, effective, masked_value
 from backend.inspect import predecessor
-from backend.runs import LOG, METRICS, SCRIPT, SPEC, events, files, notebook, queue, stacks, sweeps, trained
+from backend.runs import (
+    LOG,
+    METRICS,
+    SCRIPT,
+    SPEC,
+    events,
+    files,
+    lost_weights,
+    notebook,
+    queue,
+    stacks,
+    sweeps,
+    trained,
+    validation,
+)
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
 from backend.runs.metrics import (
     SINCE_BYTES,
@@ -168,6 +182,8 @@ def _everything(run: Run) -> dict[str, Any]:
         "events": events.newest(run.path, MAX_EVENTS),
         "monitor": run.monitor(),
         "result": run.result(),
+        "warning": lost_weights.warning(run),
+        "validation": validation.model(run.result()),
         "estimate": run.estimate(),
         "failure": run.failure(),
         "retry_applies": retry.applies(run),

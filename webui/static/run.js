@@ -133,8 +133,9 @@ function titlePart() {
     editNotes({ ...run.summary, ...run.annotations }, () => page.poller.start());
   });
   page.notes = el("div.fp-run-notes", { hidden: true });
+  page.warning = el("p.fp-run-warning", { hidden: true });
   const state = el("p", {}, page.badge, page.sentence, page.annotate, page.away);
-  return el("div.fp-run-title", {}, page.name, state, page.notes);
+  return el("div.fp-run-title", {}, page.name, state, page.warning, page.notes);
 }
 
 function actionsPart() {
@@ -268,6 +269,8 @@ function draw() {
   setText(page.name, summary.name || id);
   drawBadge(page.badge, summary.state);
   setText(page.sentence, sentenceWithoutState(summary));
+  setText(page.warning, run.warning || "");
+  page.warning.hidden = !run.warning;
   drawProgress(summary);
   drawTitle();
   drawActions();

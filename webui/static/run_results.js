@@ -41,12 +41,12 @@ export const downloadLinks = (base) =>
  * What is known so far; the final values replace the latest ones in place.
  * @returns {{ title: string, value?: any, note?: string, large?: boolean, time?: boolean }[]}
  */
-export function resultCards({ summary, result: found, estimate, monitor }, latest) {
+export function resultCards({ summary, result: found, validation, estimate, monitor }, latest) {
   const result = found || {};
   const now = (key) => (latest && latest[key] ? latest[key].value : undefined);
   return [
     ...generationCards(result),
-    ...lossCards(result, now),
+    ...lossCards(result, validation, now),
     ...speedCards(result, summary, estimate || {}, now),
     ...liveCards(monitor || {}),
     ...sizeCards(result, estimate || {}),
@@ -116,13 +116,13 @@ function generationCards(result) {
   });
 }
 
-function lossCards(result, now) {
+function lossCards(result, validation, now) {
   const cards = [];
   const add = (title, value, text = num, note = "") => {
     if (Number.isFinite(value)) cards.push({ title, value: text(value), note });
   };
   const latest = (key) => result[`eval_${key}`] ?? now(`eval_${key}`) ?? now(key);
-  add("Validation loss", result.eval_loss ?? now("eval_loss"));
+  add("Validation loss", result.eval_loss ?? now("eval_loss"), num, validation);
   add("Reward accuracy", latest("reward_accuracy"), percent, "of the preference pairs");
   add("Reward margin", latest("reward_margin"));
   add(Number.isFinite(result.train_loss) ? "Mean training loss" : "Training loss", result.train_loss ?? now("loss"));

@@ -1,0 +1,105 @@
+"""A run of an architecture whose weights transformers converts: it resumes with equal losses, and the model that it
+saves at the end is the best one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import build, save
+from fork_server import ForkServer
+from training_runs import losses, make_spec, read_metrics, result
+
+from backend.train.checkpoints import COMPLETE
+
+STEPS, BEST = 4, 2
+RUN = {
+    "method.kind": "full", "train.max_steps": STEPS, "train.learning_rate": 1e-2, "eval.strategy": "steps",
+    "eval.steps": 1, "data.validation_split": 0.2, "save.strategy": "steps", "save.steps": 1, "save.total_limit": 0,
+    "save.final_model": True, "save.load_best_model_at_end": True,
+}  # fmt: skip
+# One step with a learning rate of 0: its validation loss is that of the model before training.
+EVALUATION = {
+    **RUN,
+    "train.max_steps": 1,
+    "train.warmup_steps": 2,
+    "save.strategy": "no",
+    "save.load_best_model_at_end": False,
+}
+RANKS = {"single": 0, "hsdp": 4}
+# Text gives the vision tower no gradient.
+MODELS = {"gemma3": {"parallel.ddp_find_unused_parameters": True}}
+SPECS: Mapping[str, Mapping[str, Any]] = {
+    "single": {},
+    "fsdp2-sharded": {"parallel.strategy": "fsdp2", "parallel.state_dict_type": "sharded"},
+    "hsdp": {"parallel.strategy": "fsdp2", "parallel.replicate_size": 2},
+}
+KINDS = ("mixtral", "qwen3_moe", "deepseek_v3", "gemma3")
+ENGINES = ("zero0", "zero1", "zero2", "zero3", "fsdp2", "fsdp2-sharded", "hsdp")
+QUICK = (("mixtral", "single"), ("gemma3", "ddp"))
+CASES = [
+    *((kind, strategy) for strategy in ("single", "ddp") for kind in KINDS),
+    *((kind, strategy) for strategy in ENGINES for kind in ("qwen3_moe", "deepseek_v3")),
+]
+
+
+def options(strategy: str) -> dict[str, Any]:
+    ranks = RANKS.get(strategy, 2)
+    return {**SPECS.get(strategy, {"parallel.strategy": strategy}), "launch.nproc_per_node": ranks or 1}
+
+
+@pytest.fixture(scope="module")
+def models(root: Path, tiny: Path) -> Any:
+    def find(kind: str) -> dict[str, str]:
+        folder = root / f"model-{kind}"
+        if not folder.exists():
+            save(build(kind), tiny, folder)
+        return {"model.source": "path", "model.path": str(folder), **MODELS.get(kind, {})}
+
+    return find
+
+
+def eval_losses(folder: Path) -> dict[int, float]:
+    return {point["step"]: point["eval_loss"] for point in read_metrics(folder) if "eval_loss" in point}
+
+
+def evaluation(folder: Path, changes: Mapping[str, Any], ranks: int, fork_server: ForkServer) -> float:
+    """The validation loss of the model that a run has saved, from another run."""
+    shutil.rmtree(folder.with_suffix(".evaluated"), ignore_errors=True)
+    model = {"model.source": "path", "model.path": str(folder / "model")}
+    other = fork_server.train(
+        folder.with_suffix(".evaluated"), make_spec({**EVALUATION, **MODELS["gemma3"], **changes, **model}), ranks
+    )
+    return float(eval_losses(other)[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.soak) for case in CASES],
+)
+def test_resumes_and_saves_the_best_model(
+    kind: str, strategy: str, root: Path, models: Any, fork_server: ForkServer
+) -> None:
+    ranks = RANKS.get(strategy, 2)
+    spec = {**RUN, **models(kind), **options(strategy)}
+    folder = fork_server.train(root / f"{kind}-{strategy}", make_spec(spec), ranks)
+    whole, evaluated = losses(folder), eval_losses(folder)
+    assert evaluated[BEST] > evaluated[STEPS] + 0.1
+    make_best(folder / f"checkpoints/checkpoint-{BEST}")
+    fork_server.resume(folder, BEST, ranks)
+    assert losses(folder) == whole
+    assert eval_losses(folder) == evaluated
+    assert result(folder)["eval_loss"] == evaluated[BEST]
+    assert evaluation(folder, options(strategy), ranks, fork_server) == evaluated[BEST]
+
+
+def make_best(checkpoint: Path) -> None:
+    """No later evaluation is better than that of `checkpoint`, and its file is not taken for damage."""
+    state = checkpoint / "trainer_state.json"
+    best = {"best_metric": 0.0, "best_model_checkpoint": str(checkpoint), "best_global_step": BEST}
+    state.write_text(json.dumps({**json.loads(state.read_text()), **best}))
+    (checkpoint / COMPLETE).write_text("")
