@@ -143,6 +143,8 @@ def show(arguments: argparse.Namespace) -> int:
         if (value := about["result"].get(name)) is not None:
             of_model = f" ({about['validation']})" if name == "eval_loss" else ""
             print(f"{name.replace('_', ' ')}: {value:.4g}{of_model}")
+    if about["router_note"]:
+        print(about["router_note"])
     if about["failure"]:
         print(f"{about['failure']['sentence']} {about['failure']['help']}")
     _print_remedies(shown)
@@ -185,6 +187,7 @@ def _run_json(shown: Run) -> dict[str, Any]:
             "result": shown.result(),
             "warning": lost_weights.warning(shown),
             "validation": validation.model(shown.result()),
+            "router_note": validation.router_note(shown.result() or shown.progress()),
             "failure": shown.failure(),
             "alerts": events.alerts(shown.path),
             "missing_points": [{"after": low, "until": high} for low, high in gaps(shown.path / METRICS)],

@@ -35,6 +35,14 @@ def model(result: Mapping[str, Any]) -> str:
     return what if step == last else f"{what}, the best one: step {step:,}"
 
 
+def router_note(values: Mapping[str, Any]) -> str:
+    """What the losses of a mixture of experts include, from progress.json or result.json; '' for other models."""
+    coef = values.get("router_loss_coef")
+    if not coef:
+        return ""
+    return f"Training and validation loss include the router's auxiliary loss, times router_aux_loss_coef ({coef:g})."
+
+
 def losses(folder: Path) -> dict[int, float]:
     """Step -> validation loss of a run."""
     return {int(p["step"]): float(p["eval_loss"]) for p in points_with(folder / METRICS, "eval_loss")}

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from backend.config import RunSpec
+from backend.runs import validation
 from backend.runs.throughput import duration
 from backend.train import checkpoints, disk_space, resumed_options
 from backend.train.device import ProcessGroup
@@ -97,13 +98,18 @@ class ProgressCallback(TrainerCallback):
         self.tokens, self._logged_tokens, self._logged_busy = 0, 0, 0.0
         self._start_step, self._first_seconds, self._eval_batches = 0, 0.0, 0
         self.began = time.time()
+        self.router_loss_coef = 0.0  # weight of the auxiliary loss that is added to the loss of a mixture of experts
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the number of steps, and the step that this start resumes from."""
         self._start_step, self.began = state.global_step, time.time()
         self.monitor.begin(args.device)
         more = f", resuming after step {state.global_step}" if state.global_step else ""
-        self.run_log.start_phase("training", f"Training for {counted(state.max_steps, 'step')}{more}.", **_steps(state))
+        coef = {"router_loss_coef": self.router_loss_coef} if self.router_loss_coef else {}
+        if coef:
+            self.run_log.info(validation.router_note(coef))
+        text = f"Training for {counted(state.max_steps, 'step')}{more}."
+        self.run_log.start_phase("training", text, **_steps(state), **coef)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check how the losses of the whole training developed."""

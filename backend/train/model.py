@@ -7,6 +7,8 @@ run_log.
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -178,15 +180,31 @@ def save(
             lora.convert_to_plain_lora(model, temporary)
         else:
             cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
-            state = {k: cast.setdefault(v.data_ptr(), v.to(dtype)) for k, v in (gathered or model.state_dict()).items()}
-            model.config.dtype = dtype
+            weights = gathered or model.state_dict()
+            state = {k: cast.setdefault(v.data_ptr(), _as_stored(v, dtype)) for k, v in weights.items()}
             tensor_parallel_save.apply(model)
-            model.save_pretrained(temporary, state_dict=state)
+            model.save_pretrained(temporary, state_dict=dict(state))
+            _write_dtype(temporary / "config.json", {v.dtype for v in state.values() if v.is_floating_point()})
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
     except OSError as error:
         raise TrainError(f"The trained model could not be saved in {folder}: {error.strerror or error}.") from error
+
+
+def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight as it is saved: fp32 ones in `dtype`. Others are frozen weights in a 16-bit compute dtype, or merged or
+    gathered ones: in a wider dtype they would look as if they had not been rounded."""
+    return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
+
+
+def _write_dtype(config: Path, dtypes: set[torch.dtype]) -> None:
+    """Let config.json say the dtype that holds all values of the file. save_pretrained (transformers 5.23) writes that
+    of the first weight of the model in memory, and from_pretrained loads all weights in the dtype that it finds."""
+    values = json.loads(config.read_text(encoding="utf-8"))
+    widest = functools.reduce(torch.promote_types, dtypes)
+    values["dtype"] = str(widest).removeprefix("torch.")
+    config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _unloadable(what: str, source: ModelSource, error: Exception) -> str:

@@ -113,6 +113,11 @@ def _eval_save_logging(spec: RunSpec) -> dict[str, Any]:
     }
 
 
+def router_loss_coefficient(trainer: Any) -> float:
+    """The weight with which the trainer adds the router's auxiliary loss to training and validation loss; 0 if not."""
+    return float(trainer.router_aux_loss_coef) if getattr(trainer, "aux_loss_enabled", False) else 0.0
+
+
 def build_trainer(
     spec: RunSpec,
     config: Any,

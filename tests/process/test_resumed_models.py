@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from architectures import build, save
 from fork_server import ForkServer
-from training_runs import losses, make_spec, read_metrics, result
+from training_runs import log_text, losses, make_spec, read_metrics, result
 
 from backend.train.checkpoints import COMPLETE
 
@@ -39,6 +39,7 @@ SPECS: Mapping[str, Mapping[str, Any]] = {
     "hsdp": {"parallel.strategy": "fsdp2", "parallel.replicate_size": 2},
 }
 KINDS = ("mixtral", "qwen3_moe", "deepseek_v3", "gemma3")
+WITH_ROUTER_LOSS = ("mixtral", "qwen3_moe")  # the config of deepseek_v3 has no coefficient
 ENGINES = ("zero0", "zero1", "zero2", "zero3", "fsdp2", "fsdp2-sharded", "hsdp")
 QUICK = (("mixtral", "single"), ("gemma3", "ddp"))
 CASES = [
@@ -89,6 +90,8 @@ def test_resumes_and_saves_the_best_model(
     folder = fork_server.train(root / f"{kind}-{strategy}", make_spec(spec), ranks)
     whole, evaluated = losses(folder), eval_losses(folder)
     assert evaluated[BEST] > evaluated[STEPS] + 0.1
+    assert ("include the router's auxiliary loss" in log_text(folder)) is (kind in WITH_ROUTER_LOSS)
+    assert (result(folder).get("router_loss_coef", 0) > 0) is (kind in WITH_ROUTER_LOSS)
     make_best(folder / f"checkpoints/checkpoint-{BEST}")
     fork_server.resume(folder, BEST, ranks)
     assert losses(folder) == whole

@@ -50,6 +50,16 @@ def test_which_model_is_said(changes, text):
     assert validation.model(BEST | changes) == text
 
 
+def test_the_router_loss_of_a_mixture_is_said(run, capsys):
+    assert validation.router_note({}) == validation.router_note({"router_loss_coef": 0.0}) == ""
+    (run.path / RESULT).write_text(json.dumps(BEST | {"router_loss_coef": 0.001}))
+    said = "Training and validation loss include the router's auxiliary loss, times router_aux_loss_coef (0.001)."
+    with client(run.path.parent) as api:
+        assert api.get(f"/api/runs/{run.id}").json()["router_note"] == said
+    assert main(["show", run.id, "--runs", str(run.path.parent)]) == 0
+    assert f"\n{said}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("value", [None, True, "1", float("nan"), float("inf")])
 def test_values_that_are_no_loss(run, value):
     assert validation.loss(run.path, {"eval_loss": value}) == (2.0 if value is None else None)

@@ -184,6 +184,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "result": run.result(),
         "warning": lost_weights.warning(run),
         "validation": validation.model(run.result()),
+        "router_note": validation.router_note(run.result() or run.progress()),
         "estimate": run.estimate(),
         "failure": run.failure(),
         "retry_applies": retry.applies(run),

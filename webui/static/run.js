@@ -81,6 +81,7 @@ function buildPage(place) {
   page.failure = el("section.fp-failure", { hidden: true, "aria-label": "Error" });
   page.gain = el("p.fp-gain", { hidden: true });
   page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
+  page.routerNote = el("p.fp-router-note", { hidden: true });
   page.samples = el("section.fp-panel.fp-samples", { hidden: true, "aria-label": "Generations" });
   page.model = el("section.fp-panel.fp-model", { hidden: true, "aria-label": "Your model" });
   page.placement = el("section.fp-panel.fp-run-placement", { hidden: true, "aria-label": "Memory of each device" });
@@ -100,6 +101,7 @@ function buildPage(place) {
     page.alerts,
     page.gain,
     page.cards,
+    page.routerNote,
     page.model,
     page.samples,
     page.sweep.node,
@@ -271,6 +273,8 @@ function draw() {
   setText(page.sentence, sentenceWithoutState(summary));
   setText(page.warning, run.warning || "");
   page.warning.hidden = !run.warning;
+  setText(page.routerNote, run.router_note || "");
+  page.routerNote.hidden = !run.router_note;
   drawProgress(summary);
   drawTitle();
   drawActions();
