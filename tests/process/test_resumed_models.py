@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from architectures import build, save
 from fork_server import ForkServer
-from training_runs import log_text, losses, make_spec, read_metrics, result
+from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, read_metrics, result, same_losses
 
 from backend.train.checkpoints import COMPLETE
 
@@ -106,3 +106,38 @@ def make_best(checkpoint: Path) -> None:
     best = {"best_metric": 0.0, "best_model_checkpoint": str(checkpoint), "best_global_step": BEST}
     state.write_text(json.dumps({**json.loads(state.read_text()), **best}))
     (checkpoint / COMPLETE).write_text("")
+
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "lora": {"method.kind": "lora", "lora.modules_to_save": ("lm_head",)},
+    "freeze": {"method.kind": "freeze", "method.freeze_trainable_layers": 2},
+    "reward": {"train.stage": "reward", "data.builtin": "train-pairs"},
+    "reward-lora": {"train.stage": "reward", "data.builtin": "train-pairs", "method.kind": "lora"},
+    "dpo-lora": {"train.stage": "dpo", "data.builtin": "train-pairs", "method.kind": "lora"},
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "zero3", "fsdp2", "fsdp2-sharded"])
+def test_every_method_resumes(strategy: str, method: str, root: Path, models: Any, fork_server: ForkServer) -> None:
+    """Adapters with modules that are trained in full, frozen layers, the head of a reward model."""
+    ranks = RANKS.get(strategy, 2)
+    spec = {**RUN, **models("qwen3_moe"), **options(strategy), **METHODS[method]}
+    folder = fork_server.train(root / f"{method}-{strategy}", make_spec(spec), ranks)
+    whole = losses(folder)
+    fork_server.resume(folder, BEST, ranks)
+    assert losses(folder) == whole
+
+
+@pytest.mark.soak
+def test_tensor_parallel_loads_the_best_model(root: Path, fork_server: ForkServer) -> None:
+    """It cannot resume, but every rank loads its part of a whole file. The learning rate rises until training
+    diverges."""
+    rising = {"train.lr_scheduler_type": "constant_with_warmup", "train.warmup_steps": 8, "train.learning_rate": 1.0}
+    spec = {**RUN, **rising, **options("tensor"), "save.only_model": True}
+    folder = fork_server.train(root / "tensor", make_spec(spec), 2)
+    evaluated = eval_losses(folder)
+    best = min(evaluated, key=lambda step: evaluated[step])
+    assert best < STEPS and (result(folder)["eval_loss"], result(folder)["model_step"]) == (evaluated[best], best)
+    assert evaluation(folder, {}, 0, fork_server) == same_losses(evaluated[best], REORDERING_TOLERANCE)
