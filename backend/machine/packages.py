@@ -14,7 +14,7 @@ TABLES = (registry.REPORTERS, registry.OPTIMIZERS, registry.FP8_BACKENDS)
 # Distributions whose presence or version a rule needs.
 PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "gguf", "torch_npu",
-    "flash_attn", "flash_attn_3", "liger-kernel", "unsloth", "causal_conv1d",
+    "flash_attn", "flash_attn_3", "liger-kernel", "unsloth", "causal_conv1d", "mamba_ssm", "flash-linear-attention",
     *(name for row in registry.PREQUANTIZED.values() for name in row.packages),
     *(row.package for table in TABLES for row in table.values() if row.package),
 )  # fmt: skip

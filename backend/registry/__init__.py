@@ -27,7 +27,7 @@ from backend.registry.learning_rates import (
     usual_learning_rate,
 )
 from backend.registry.optimizers import OPTIMIZERS
-from backend.registry.packing import PACKING_ISOLATED, PACKING_NEEDS_CONV1D
+from backend.registry.packing import PACKING_ISOLATED, PACKING_NEEDS_CONV1D, PACKING_PACKAGES
 from backend.registry.peak_flops import peak_flops
 from backend.registry.quantization import FOUR_BIT, PREQUANTIZED, QUANTIZATIONS
 from backend.registry.sequence_parallel import SEQUENCE_PARALLEL_TYPES
@@ -82,6 +82,7 @@ __all__ = [
     "OPTIMIZERS",
     "PACKING_ISOLATED",
     "PACKING_NEEDS_CONV1D",
+    "PACKING_PACKAGES",
     "PREFERENCE_RATES",
     "PREFERENCE_STAGES",
     "PREQUANTIZED",

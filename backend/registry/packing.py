@@ -2,11 +2,13 @@
 
 Measured with transformers 5.23 on a small model of each causal type (tests/process/test_architectures.py): two
 sequences in one packed batch, as TRL's SFT trainer makes it. PACKING_ISOLATED: other tokens in the first sequence do
-not change a logit of the second one. PACKING_NEEDS_CONV1D: transformers refuses packed sequences without the package
-causal_conv1d. Of all other types the sequences influence each other, or the forward pass fails.
+not change a logit of the second one. PACKING_PACKAGES: transformers refuses packed sequences without these packages. Of
+all other types the sequences influence each other, or the forward pass fails.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 _ISOLATED = """
     apertus arcee aria_text axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm
@@ -20,8 +22,16 @@ _ISOLATED = """
     qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma whisper youtu
 """
 PACKING_ISOLATED = frozenset(_ISOLATED.split())
-_NEEDS_CONV1D = """
-    bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe mamba2 nemotron_h olmo_hybrid qwen3_5
-    qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text zamba zamba2
+CONV1D, MAMBA, FLA = "causal_conv1d", "mamba_ssm", "flash-linear-attention"
+# Their kernels keep packed sequences apart; transformers' own code does not, and raises an error.
+_MAMBA = "bamba falcon_h1 granitemoehybrid mamba2 nemotron_h zamba2"
+_FLA = """
+    bailing_hybrid kimi_linear olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp
+    qwen4_exp_text
 """
-PACKING_NEEDS_CONV1D = frozenset(_NEEDS_CONV1D.split())
+PACKING_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(["lfm2", "lfm2_moe", "zamba"], (CONV1D,)),
+    **dict.fromkeys(_MAMBA.split(), (CONV1D, MAMBA)),
+    **dict.fromkeys(_FLA.split(), (CONV1D, FLA)),
+}
+PACKING_NEEDS_CONV1D = frozenset(PACKING_PACKAGES)

@@ -16,6 +16,7 @@ from backend.inspect import InputFacts
 from backend.machine import Machine
 from backend.rules import (
     accelerate_launcher,
+    adam_mini,
     adapter,
     clusters,
     data,
@@ -82,7 +83,7 @@ FAMILIES = {
     "MEM": (memory, "Memory"),
     "MTH": (method, "Fine-tuning method"),
     "NOD": ((nodes, requirements), "Multi-node"),
-    "OPT": ((optimizer, requirements), "Optimizer"),
+    "OPT": ((optimizer, adam_mini, requirements), "Optimizer"),
     "OUT": (training, "Saved output"),
     "PRC": ((precision, requirements), "Precision"),
     "QNT": ((quantization, requirements), "Quantization"),

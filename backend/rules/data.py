@@ -12,7 +12,7 @@ from backend.config.options import by_name
 from backend.data.formats import UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
 from backend.inspect.facts import has_validation_split
-from backend.rules.base import Case, Example, Fix, Violation, rule
+from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import NO_PACKING, hub_id_violation
 from backend.rules.examples import DEMO, GPT2, H100, LOCAL_MODEL, USER_DATA, USER_DATA_FACTS, with_data_issue
 from backend.wording import counted
@@ -540,24 +540,27 @@ def packing_without_isolation(case: Case) -> str | None:
     "DAT021",
     "error",
     fields=("data.packing",),
-    title="Packing needs the package causal_conv1d for this architecture",
-    source="transformers 5.23: causal_conv1d_fn can't keep packed sequences apart without causal_conv1d",
+    title="Packing needs packages that are not installed for this architecture",
+    source="transformers 5.23 integrations/hub_kernels.py: a function can't keep packed sequences apart without "
+    "causal_conv1d, mamba_ssm or flash-linear-attention",
     fixes=(NO_PACKING,),
-    manual_fix="Install causal_conv1d, which needs a CUDA GPU.",
+    manual_fix="Install what is missing; these packages need a CUDA GPU.",
     fails_on=Example(PACKED, facts=replace(MAMBA, model_type="qwen3_next")),
     passes_on=Example(
         PACKED,
-        replace(H100, versions={**H100.versions, "causal_conv1d": "1.5"}),
+        replace(H100, versions={**H100.versions, "causal_conv1d": "1.5", "flash-linear-attention": "0.4"}),
         replace(MAMBA, model_type="qwen3_next"),
     ),
 )
-def packing_without_causal_conv1d(case: Case) -> str | None:
-    """The convolution layers of this architecture separate packed sequences only with the kernels of causal_conv1d."""
-    if not case.spec.data.packing or not case.model_types & registry.PACKING_NEEDS_CONV1D:
+def packing_without_its_packages(case: Case) -> str | None:
+    """The convolution, state-space and linear attention layers of this architecture separate packed sequences only with
+    the kernels of these packages: causal_conv1d, mamba_ssm, flash-linear-attention."""
+    kinds = case.model_types & registry.PACKING_PACKAGES.keys()
+    if not case.spec.data.packing or not kinds:
         return None
-    if case.machine.versions.get("causal_conv1d"):
-        return None
-    return "data.packing is on, and causal_conv1d is not installed."
+    needed = registry.PACKING_PACKAGES[kinds.pop()]
+    missing = [package for package in needed if not case.machine.versions.get(package)]
+    return f"data.packing is on, and this machine does not have {names(missing)}." if missing else None
 
 
 MAX_PACKED_TOKENS = 8192

@@ -127,7 +127,8 @@ def _is_lm_head(shape: ModelShape, name: str) -> bool:
 )
 def lora_on_output_layer(case: Case) -> Violation | None:
     """TRL's loss multiplies the hidden states by the weight of the output layer and never calls the module, so an
-    adapter on it would get no gradient."""
+    adapter on it would get no gradient. If the weight is tied to the input embeddings, merging the adapter would also
+    silently change the embeddings."""
     shape, targets = _lora_shape(case), case.spec.lora.target_modules
     if shape is None or case.spec.lora.targets != "custom":
         return None
@@ -182,16 +183,18 @@ def _missing_modules(case: Case, option: str, unknown: list[str]) -> str:
 
 @rule(
     "MTH005",
-    "warning",
+    "advice",
     fields=("lora.modules_to_save",),
-    title="Tied input and output embeddings would diverge",
-    source="peft 0.21 tuners_utils.py and issue 2777: only one of two tied weights is trained",
+    title="Tied input and output embeddings become two weights",
+    source="verified with peft 0.21: only the copy in modules_to_save is trained, and a merged and reloaded model has "
+    "both weights and computes the same logits",
     fails_on=Example({"lora.modules_to_save": ("embed_tokens",)}),
     passes_on=Example({"lora.modules_to_save": ("embed_tokens",)}, H100, replace(DEMO, shape=LLAMA_8B)),
 )
 def tied_embeddings_in_modules_to_save(case: Case) -> Violation | None:
-    """The input embeddings and the output layer of this model are one tied weight. PEFT trains a copy of only one of
-    the two, so they become different, and a merged model is loaded with only one of them."""
+    """The input embeddings and the output layer of this model are one tied weight. PEFT trains a copy for one of the
+    two, and the other one keeps the base weight. A merged model is right, but has both weights, with
+    tie_word_embeddings off: it is larger by one embedding matrix."""
     tied = _tied_modules(case)
     if not tied:
         return None

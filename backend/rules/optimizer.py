@@ -176,6 +176,38 @@ def optimizer_without_dtensor_support(case: Case) -> str | None:
 
 
 @rule(
+    "OPT028",
+    "error",
+    fields=("train.optim", "save.strategy", "save.only_model", "parallel.state_dict_type"),
+    title="FSDP2 cannot save the state of this optimizer",
+    source="verified with torch 2.13 distributed/checkpoint: it saves tensors and numbers only, and refuses the "
+    "projectors of galore-torch 1.0; grokadamw 0.1.2 keeps its state under the parameters themselves, which a sharded "
+    "checkpoint refuses",
+    fixes=(
+        Fix("Save weights only", {"save.only_model": True, "parallel.state_dict_type": "full"}, cost="no resume"),
+        ADAMW,
+    ),
+    fails_on=Example(_full("galore_adamw", parallel__strategy="fsdp2", save__strategy="steps"), EQUIPPED_TWO),
+    passes_on=Example(
+        _full("galore_adamw", parallel__strategy="fsdp2", save__strategy="steps", save__only_model=True), EQUIPPED_TWO
+    ),
+    proof="launch",
+)
+def optimizer_state_not_saved_by_fsdp2(case: Case) -> str | None:
+    """A checkpoint that can be resumed has the optimizer state. FSDP2 saves it through torch's distributed checkpoint,
+    which supports tensors and numbers under the names of parameters, and nothing else."""
+    row, save = _optimizer(case), case.spec.save
+    if case.run.fsdp_version != 2 or save.strategy == "no" or save.only_model:
+        return None
+    if row.steps_in_backward or row.needs_plain_tensors(case.run.fp32_master_weights):  # other rules refuse these
+        return None
+    sharded = case.run.checkpoint_format == "sharded"
+    if row.state_layout != "low_rank" and not (row.state_on_cpu and row.loses_state_on_save and sharded):
+        return None
+    return f"The first checkpoint would fail: FSDP2 cannot save the state of {row.label}."
+
+
+@rule(
     "OPT021",
     "error",
     fields=("train.optim", "parallel.strategy"),

@@ -84,7 +84,8 @@ def _code(folder: Path, config: dict[str, Any], is_adapter: bool) -> str:
     kind = f"Auto{'Peft' if is_adapter else ''}ModelFor{'SequenceClassification' if scores else 'CausalLM'}"
     others = f"from peft import {kind}\nfrom transformers import AutoTokenizer\n"
     imports = others if is_adapter else f"from transformers import {kind}, AutoTokenizer\n"
-    labels = ", num_labels=1" if scores else ""
+    # An adapter is loaded with the base model's config, which has no padding token if the model did not need one.
+    labels = ", num_labels=1, pad_token_id=tokenizer.pad_token_id" if scores else ""
     return CODE.format(
         imports=imports, folder=json.dumps(str(folder)), kind=kind, labels=labels,
         prompt=CHAT if _has_template(folder) else PLAIN, use=SCORE if scores else GENERATE,
@@ -100,8 +101,8 @@ def _has_template(folder: Path) -> bool:
 CODE = """\
 {imports}
 folder = {folder}
-model = {kind}.from_pretrained(folder, dtype="auto", device_map="auto"{labels})
 tokenizer = AutoTokenizer.from_pretrained(folder)
+model = {kind}.from_pretrained(folder, dtype="auto", device_map="auto"{labels})
 {prompt}inputs = inputs.to(model.device)
 {use}"""
 CHAT = """\

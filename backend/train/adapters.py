@@ -23,16 +23,29 @@ from backend.train.device import DTYPES
 from backend.train.run_log import TrainError
 
 
-def apply_method(spec: RunSpec, model: Any, precision: str) -> Any:
-    """Make trainable what the method trains. Raises TrainError that names the modules of the model."""
+def apply_method(spec: RunSpec, model: Any, precision: str, device: str = "") -> Any:
+    """Make trainable what the method trains, on a `device` of this type. Raises TrainError that names the modules of
+    the model."""
     if spec.method.kind == "lora":
         model = lora.add_adapter(spec, model, lora_config(spec, model))
     elif spec.method.kind == "freeze":
         trainable = {*_unfrozen_modules(spec, model), *_new_head(spec, model)}
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in trainable))
+            chosen = any(name == n or name.startswith(f"{n}.") for n in trainable)
+            parameter.requires_grad_(chosen and parameter.requires_grad)  # some are frozen by the model's class
     _cast(model, torch.float32 if spec.fp32_master_weights else DTYPES[precision], DTYPES[precision])
+    if device == "cpu" and spec.fp32_master_weights:
+        _keep_layer_norms(model)
     return model
+
+
+def _keep_layer_norms(model: Any) -> None:
+    """LayerNorm in fp32: torch 2.13 refuses bf16 weights on a CPU if the input is fp32, as after trained embeddings,
+    and autocast does not convert them there."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False) if isinstance(module, nn.LayerNorm) else ():
+            if not hasattr(parameter, "ds_id") and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.float()
 
 
 def _cast(model: Any, trainable: torch.dtype, frozen: torch.dtype) -> None:

@@ -49,6 +49,9 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
             adapted = get_peft_model(model, config)
         except RuntimeError as error:  # of linear algebra
             raise TrainError(f"lora.init: {str(error).splitlines()[0]}") from error
+    for parameter in adapted.parameters():
+        if parameter.dim() > 1 and parameter.stride(-1) != 1:  # with rank 1; DeepSpeed copies weights as bytes
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     state = {k: v for k, v in get_peft_model_state_dict(adapted).items() if "lora_A" in k or "lora_B" in k}
     _check_rank(spec.lora.r, state)
     adapted.initial_adapter = {k: v.detach().float().cpu().clone() for k, v in state.items()}

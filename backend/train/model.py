@@ -30,6 +30,7 @@ from backend.train.patches import (
     bitsandbytes_cpu_layout,
     llama4_base_model,
     tensor_parallel_save,
+    transformers_frozen_parameters,
     transformers_quantize_on_device,
 )
 from backend.train.run_log import TrainError
@@ -117,6 +118,7 @@ def load(
     unsloth.check_kernels(spec, model)
     bitsandbytes_cpu_layout.apply(model)
     llama4_base_model.apply(model)
+    transformers_frozen_parameters.apply(model)
     embeddings, known = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
     if known > embeddings:
         raise TrainError(

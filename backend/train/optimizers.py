@@ -16,6 +16,7 @@ from torch import nn
 
 from backend import registry
 from backend.config import RunSpec
+from backend.registry import adam_mini
 from backend.train import resumed_options
 from backend.train.decoder_layers import decoder_layers
 from backend.train.patches import (
@@ -241,7 +242,7 @@ def _adam_mini(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     optimizer = package.Adam_mini(
-        named_parameters=_trainable(model),
+        named_parameters=_adam_mini_names(model),
         **_adam_options(spec),
         weight_decay=spec.train.weight_decay,
         dim=config.hidden_size,
@@ -250,7 +251,22 @@ def _adam_mini(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
         verbose=False,
     )
     adam_mini_head_size.apply(optimizer, config)
+    for name, weight in _trainable(model):
+        if problem := adam_mini.problem(name, weight.dim(), weight.numel(), optimizer.head_numel):
+            raise TrainError(f"train.optim: Adam-mini cannot train {name}, which {problem}. Use another optimizer.")
     return optimizer
+
+
+def _adam_mini_names(model: Any) -> NamedParameters:
+    """Adam-mini decides by names what to divide into heads or rows, and fails where such a name belongs to a vector,
+    for example to the norm final_layer_norm. Vectors get names for which it keeps one second moment."""
+
+    def described(name: str, weight: nn.Parameter) -> str:
+        if weight.dim() > 1 or "bias" in name:
+            return name
+        return "norm" if "norm" in name or "ln" in name else "vector"
+
+    return [(described(name, weight), weight) for name, weight in _trainable(model)]
 
 
 def _badam(spec: RunSpec, model: Any, decaying: set[str]) -> Any:

@@ -171,7 +171,7 @@ def _trainer(
     whole = rank0_loading.load(context, config, source, tokens, sliced)
     context.engine.check_model(whole)
     context.engine.prepare_config(whole.config)
-    weights = adapters.apply_method(spec, whole, precision)
+    weights = adapters.apply_method(spec, whole, precision, context.run.device)
     context.loaded_bytes, context.saved_dtype = sharding.loaded_bytes(weights), model.saved_dtype(spec, source)
     accelerate_fsdp2_addresses.apply(weights)
     context.check_stop()
@@ -293,7 +293,8 @@ def _save(context: TrainContext, trainer: Any, tokens: Any) -> None:
     disk_space.on_rank_0(context.group, write)
     if registry.STAGES[context.spec.train.stage].is_reward_model and hasattr(weights, "peft_config"):
         context.run_log.info(
-            "Load the reward model with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)."
+            "Load the reward model with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, "
+            f"pad_token_id={tokens.pad_token_id})."
         )
 
 

@@ -98,7 +98,15 @@ class TrainerMixin(optimizers.OptimizerMixin, CheckpointWeightsMixin):
     def _save_checkpoint(self: Any, *args: Any) -> None:
         callbacks.show_checkpoint(self.context.run_log, self.state)
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        disk_space.save_checkpoint(self.context, folder, partial(super()._save_checkpoint, *args))
+        save = partial(super()._save_checkpoint, *args)
+
+        def save_into_folder() -> None:
+            # transformers 5.23 looks for the best checkpoint before sharded FSDP weights are written. Ranks that find
+            # no folder would not load the best model at the end, and the others would wait for them.
+            folder.mkdir(parents=True, exist_ok=True)
+            save()
+
+        disk_space.save_checkpoint(self.context, folder, save_into_folder)
 
     def evaluate(self: Any, *args: Any, **more: Any) -> Any:
         """Show the evaluation from its start: ProgressCallback is called after its first batch."""

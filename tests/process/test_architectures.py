@@ -47,7 +47,7 @@ from backend.modelspec.from_table import shape_from_table
 from backend.modelspec.modules import target_name
 from backend.paths import HOME
 from backend.preflight import preflight
-from backend.registry import NO_ZERO3, PACKING_ISOLATED, PACKING_NEEDS_CONV1D, UNTRAINABLE
+from backend.registry import NO_ZERO3, PACKING_ISOLATED, PACKING_NEEDS_CONV1D, PACKING_PACKAGES, UNTRAINABLE
 from backend.rules.distributed.ddp import WITHOUT_GRADIENT
 from backend.runs import RESULT
 from backend.train.describe_model import Refused, describe
@@ -294,6 +294,37 @@ def test_packing_is_allowed_where_sequences_are_isolated(kind: str) -> None:
     except Exception:
         isolated = False
     assert isolated is (kind in PACKING_ISOLATED)
+
+
+# What transformers asks for once causal_conv1d is there, in a process of its own: it looks when a model is imported.
+MORE_PACKAGES = """
+import json, re, sys, types
+from torch.nn.functional import conv1d
+def convolve(x, weight, bias=None, **more):
+    return conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[-1] - 1, groups=x.shape[1])[..., : x.shape[-1]]
+fake = types.ModuleType("causal_conv1d")
+fake.causal_conv1d_fn = fake.causal_conv1d_update = convolve
+sys.modules["causal_conv1d"] = fake
+from architectures import build, packing_leaks
+found = {}
+for kind in sys.argv[2:]:
+    try:
+        packing_leaks(build(kind))
+    except ValueError as error:
+        found[kind] = re.findall("Install `(.+?)` to train on packed sequences", str(error))
+open(sys.argv[1], "w").write(json.dumps(found))
+"""
+
+
+@pytest.mark.soak
+def test_packages_that_packing_needs(tmp_path: Path) -> None:
+    env = environment(tmp_path, tmp_path)
+    env["PYTHONPATH"] += f"{os.pathsep}{HOME / 'tests/process'}"
+    command = [sys.executable, "-c", MORE_PACKAGES, str(tmp_path / "found"), *PACKING_PACKAGES]
+    subprocess.run(command, env=env, check=True, timeout=300)
+    found = json.loads((tmp_path / "found").read_text())
+    needed = {kind: list(packages[1:]) for kind, packages in PACKING_PACKAGES.items() if packages[1:]}
+    assert found == needed
 
 
 @pytest.mark.parametrize("kind", soak_except(model_types(), (*SAMPLE, "bert", "cpmant", "xlnet")))

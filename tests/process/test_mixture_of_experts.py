@@ -8,9 +8,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import architectures
 import pytest
 import torch
 from fork_server import ForkServer
+from safetensors.torch import load_file
 from training_runs import losses, make_spec, result, soak_except
 from transformers import AutoConfig, AutoModelForCausalLM
 from untrained_models import memory_context, untrained_model
@@ -72,3 +74,17 @@ def test_quantized_bytes_match_the_estimate(mixtures: Mapping[str, dict[str, str
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     assert rows["Quantized parameters"] + rows["Frozen parameters"] == frozen
     assert rows["Trainable parameters"] == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("kind", soak_except(("afmoe", "ernie4_5_moe", "laguna"), ("laguna",)))
+def test_ddp_trains_a_mixture_whose_router_biases_get_no_gradient(
+    kind: str, tiny: Path, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """transformers loads them as trainable parameters, on which DDP's second step failed."""
+    folder = architectures.save(architectures.build(kind), tiny, tmp_path / "model")
+    options = {"model.source": "path", "model.path": str(folder), "method.kind": "full", "save.final_model": True}
+    spec = make_spec({**options, "parallel.strategy": "ddp", "launch.nproc_per_node": 2})
+    run = fork_server.train(tmp_path / "run", spec, 2)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, run / "model"))
+    biases = [name for name in before if name.endswith(("correction_bias", "expert_bias"))]
+    assert biases and all(torch.equal(before[name].float(), after[name].float()) for name in biases)

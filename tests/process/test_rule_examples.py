@@ -30,6 +30,7 @@ from backend.runs import processes
 
 SAVED = {"save.final_model": True}
 EPOCHS = {"save.strategy": "epoch", "eval.strategy": "epoch"}
+STEP_1 = {"save.strategy": "steps", "save.steps": 1}
 LOCAL_MODEL = {"model.source": "path", "model.path": "model"}
 
 
@@ -57,6 +58,7 @@ LIBRARY_ERRORS = {
     "OPT024": LibraryError("mat1 and mat2 shapes cannot be multiplied"),
     "OPT025": LibraryError("in-place operations that require placement changes are not supported"),
     "OPT026": LibraryError("Cannot unflatten unevenly sharded tensor"),
+    "OPT028": LibraryError("Unexpected value type <class 'galore_torch.galore_projector.GaLoreProjector'>", STEP_1),
     "PRC005": LibraryError("--tf32 requires Ampere or a newer GPU arch"),
     "QNT002": LibraryError("Please initialize PiSSA under float32, float16, or bfloat16"),
     "QNT003": LibraryError("'Parameter' object has no attribute 'CB'"),

@@ -16,6 +16,7 @@ import pytest
 import skip_checks
 import torch
 from architectures import build, is_causal, model_types, save, tokens
+from cited import cites
 from fork_server import ForkServer
 from training_runs import REORDERING_TOLERANCE, losses, make_spec, read_metrics, same_losses, soak_except
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -85,6 +86,7 @@ def is_triangle(mask: torch.Tensor) -> bool:
     return bool(torch.equal(allowed, torch.ones_like(allowed).tril()))
 
 
+@cites("STR047")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", soak_except(model_types(), SAMPLE))
 def test_types_that_ulysses_computes_as_one_process(kind: str, recorder: Recorder) -> None:
@@ -107,6 +109,7 @@ def test_losses_are_those_of_one_process(kind: str, tiny: Path, fork_server: For
     assert len(norms) == 3 and all(norms)
 
 
+@cites("STR056")
 @pytest.mark.parametrize("kind", soak_except(("mistral", "bart"), ("mistral",)))
 def test_refused_types_compute_other_losses(kind: str, tiny: Path, fork_server: ForkServer, tmp_path: Path) -> None:
     """Of a sliding window that is shorter than the sequences, and of positions that start again on each rank. Nothing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ KINDS = {
     "reward": {"method.kind": "full", "train.stage": "reward", "data.builtin": "train-pairs"},
     "merged": {"method.kind": "lora", "save.merge_adapter": True},
 }
-QUICK = ("adapter",)
+QUICK = ("adapter", "reward adapter")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ QUICK = ("adapter",)
 )
 def test_the_shown_code_uses_the_model(root: Path, cache: Path, kind: str) -> None:
     folder = make_run_folder(root, kind.replace(" ", "-"), {**SHORT, **KINDS[kind]})
-    train_in_one_process(cache, folder)
+    log = train_in_one_process(cache, folder)
     found = trained.find(Run(folder))
     assert found and found.step is None
     assert bool(found.base) == ("adapter" in kind)
@@ -51,9 +52,22 @@ def test_the_shown_code_uses_the_model(root: Path, cache: Path, kind: str) -> No
     )
     assert done.returncode == 0, done.stderr[-2000:]
     if "reward" in kind:
+        assert_scores_a_batch(log, folder / "model", found.code, {**env, "CUDA_VISIBLE_DEVICES": ""})
         assert float(done.stdout.strip().splitlines()[-1]) == pytest.approx(0, abs=100)
     else:
         assert done.stdout.strip(), "the tiny model generates some text"
+
+
+def assert_scores_a_batch(log: str, folder: Path, code: str, env: dict[str, str]) -> None:
+    """As the page and the log say: a batch needs a padding token, which the base model's config may not have."""
+    (call,) = re.findall(r"Load the reward model with (.*)\.$", log, re.MULTILINE)
+    logged = f"from transformers import AutoModelForSequenceClassification\nfolder = {str(folder)!r}\nmodel = {call}\n"
+    batch = "print(model(**tokenizer(['One.', 'A longer text.'], padding=True, return_tensors='pt')).logits.shape)\n"
+    for text in (code + batch, code + logged + batch):
+        done = subprocess.run(
+            [sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0 and "torch.Size([2, 1])" in done.stdout, done.stderr[-2000:]
 
 
 def test_a_model_of_the_hub_is_saved_in_the_dtype_of_its_revision(tmp_path: Path) -> None:

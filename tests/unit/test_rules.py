@@ -40,7 +40,7 @@ from backend.rules.examples import (
 )
 from backend.rules.memory import LLAMA_8B_FACTS, NO_REMEDY
 
-COUNT = 268
+COUNT = 273
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -254,7 +254,11 @@ NODES: dict[str, tuple[Any, ...]] = {
     ),
 }
 TWO_NODES = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"}
-BASES: tuple[dict[str, Any], ...] = ({}, {}, TWO_NODES, {**TWO_NODES, "launch.launcher": "deepspeed"})
+SHARDED: dict[str, Any] = {
+    "method.kind": "full", "train.optim": "galore_adamw", "parallel.strategy": "fsdp2", "save.strategy": "steps",
+    "launch.nproc_per_node": 2,
+}  # fmt: skip
+BASES: tuple[dict[str, Any], ...] = ({}, {}, TWO_NODES, {**TWO_NODES, "launch.launcher": "deepspeed"}, SHARDED)
 
 
 def random_value(option: Option, rng: random.Random) -> Any:

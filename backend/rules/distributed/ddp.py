@@ -14,11 +14,11 @@ assert DEMO.shape
 TOWER = ModuleSpec("model.vision_tower.layers.0.mlp.fc1", 1024, 32, 32)
 MULTIMODAL = replace(DEMO, shape=replace(DEMO.shape, non_layer_modules=(TOWER, *DEMO.shape.non_layer_modules)))
 # Names of modules that a text example gives no gradient: vision and audio towers, cross-attention, the selection of
-# tokens in sparse attention, Zamba 2's adapters of other layers and BLT's entropy model. Measured for each type of
+# tokens in sparse attention and Zamba 2's adapters of other layers. Measured for each type of
 # transformers 5.23 in tests/process/test_architectures.py.
 WITHOUT_GRADIENT = re.compile(
     r"(?:^|[._])(?:vision|visual|image|audio|multi_modal|cross_attn(?!_layers)|encoder_attn|indexer|compressor"
-    r"|adapter_list|patcher)"
+    r"|adapter_list)"
 )
 
 

@@ -32,6 +32,7 @@ def every_file() -> None:
     for path in HERE.glob("test_*.py"):
         import_module(f"cited.{path.stem}")
     import_module("test_unsloth")
+    import_module("test_sequence_parallel")
 
 
 def installed(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import transformers.trainer_optimizer as trainer_optimizer
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.ao import convert_model_to_fp8_ao, filter_linear_layers
+from adam_mini import Adam_mini
 from badam import BlockOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -31,6 +33,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import Adafactor
 
 from backend import registry
+from backend.registry import adam_mini
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -242,3 +245,26 @@ def test_quantized_state_is_sliced_at_blocks_only(optimizer: Any) -> None:
         fragment.set_optim_state_fragment(flat, {"exp_avg": state})
     odd = nn.Parameter(torch.ones(4096 + 8))
     assert type(optimizer([odd])._new_buffer(odd, signed=True)) is torch.Tensor, "not quantized"
+
+
+@cites("OPT029")
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("layers.0.mlp.experts.gate_up_proj", (2, 8, 4)),
+        ("layers.0.linear_attn.conv1d.weight", (8, 1, 4)),
+        ("layers.0.mixer.conv1d.weight", (8, 1, 4)),
+        ("layers.0.self_attn.q_proj.weight", (4, 4)),
+        ("layers.0.self_attn.q_proj.weight", (3, 4)),
+        ("h.0.self_attention.query_key_value.weight", (12, 4)),
+        ("layers.0.self_attn.query.bias", (3,)),
+        ("layers.0.mlp.up_proj.weight", (8, 4)),
+    ],
+)
+def test_which_weights_adam_mini_divides(name: str, shape: tuple[int, ...]) -> None:
+    weight = torch.nn.Parameter(torch.ones(shape))
+    optimizer = Adam_mini(named_parameters=[(name, weight)], dim=4, n_heads=2, verbose=False)
+    weight.grad = torch.ones(shape)
+    problem = adam_mini.problem(name, weight.dim(), weight.numel(), optimizer.head_numel)
+    with pytest.raises((RuntimeError, IndexError)) if problem else nullcontext():
+        optimizer.step()

@@ -329,15 +329,36 @@ def test_dora_with_dropout_computes_the_base_layer_twice(
 
 
 @cites("MTH005")
-def test_a_module_to_save_is_not_tied() -> None:
-    base = llama(tie_word_embeddings=True)
-    assert base.lm_head.weight is base.model.embed_tokens.weight
-    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
-    found = model.base_model.model
-    trained = found.model.embed_tokens.modules_to_save["default"].weight
-    assert trained.requires_grad
-    assert not found.lm_head.weight.requires_grad
-    assert found.lm_head.weight.data_ptr() != trained.data_ptr()
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_a_merged_model_has_both_of_the_weights_that_were_tied(module: str, tmp_path: Path) -> None:
+    adapted = _changed_adapter(LoraConfig(target_modules=["q_proj"], modules_to_save=[module]))
+    assert [name for name, p in adapted.named_parameters() if p.requires_grad and "modules_to_save" in name]
+    ids = torch.arange(8)[None]
+    trained = adapted(ids).logits
+    assert torch.allclose(_merged(adapted, tmp_path)(ids).logits, trained, atol=1e-5)
+
+
+def test_an_adapter_on_a_tied_weight_is_merged_into_both(tmp_path: Path) -> None:
+    for target in ("embed_tokens", "lm_head"):
+        adapted = _changed_adapter(LoraConfig(target_modules=[target]))
+        ids = torch.arange(8)[None]
+        trained = adapted(ids).logits
+        assert not torch.allclose(_merged(adapted, tmp_path / target)(ids).logits, trained, atol=1e-2)
+
+
+def _changed_adapter(config: LoraConfig) -> Any:
+    """A model with tied embeddings and an adapter that was trained."""
+    torch.manual_seed(0)
+    adapted = get_peft_model(llama(tie_word_embeddings=True), config).eval()
+    with torch.no_grad():
+        for parameter in (each for each in adapted.parameters() if each.requires_grad):
+            parameter.add_(torch.randn_like(parameter) / 10)
+    return adapted
+
+
+def _merged(adapted: Any, folder: Path) -> Any:
+    adapted.merge_and_unload().save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 @cites("DAT010")

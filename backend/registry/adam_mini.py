@@ -1,0 +1,28 @@
+"""How Adam-mini (adam-mini 1.1.1) divides the weights of a model into blocks, by their names. Imports nothing from
+Footplate."""
+
+from __future__ import annotations
+
+import re
+
+# Divided into attention heads, whose size must divide the weight.
+HEADS = re.compile(r"k_proj|q_proj|wq|wk|query|key", re.IGNORECASE)
+# Divided into rows: these must be matrices.
+ROWS = re.compile(
+    r"embed|embd|wte|lm_head|output|final_layer|v_proj|wv|value|feed_forward|linear|mlp|o_proj|wo|attn\.proj",
+    re.IGNORECASE,
+)
+BIAS = re.compile("bias", re.IGNORECASE)
+
+
+def problem(name: str, dimensions: int, elements: int, head_elements: int) -> str:
+    """Why Adam-mini's first step fails on a weight with these dimensions, as the end of a sentence; '' if it does not.
+    Vectors are no problem: the trainer gives them names of norms."""
+    if BIAS.search(name) or dimensions < 2:
+        return ""
+    if HEADS.search(name):
+        if elements % head_elements:
+            return f"has {elements:,} elements, which attention heads of {head_elements:,} elements do not divide"
+    elif ROWS.search(name) and dimensions > 2:
+        return f"has {dimensions} dimensions, and Adam-mini divides matrices only"
+    return ""

@@ -1,0 +1,40 @@
+"""Loaded models train parameters that their class has frozen.
+
+transformers core_model_loading.py makes new parameters, with a gradient: router biases (ERNIE 4.5, AFMoE, Laguna),
+sinusoidal positions (Marian, Pegasus, RoFormer) and BLT's patcher. Without the patch full fine-tuning trains them, and
+DDP fails in the second step on those that get no gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import torch
+
+LIBRARY, SEEN_IN = "transformers", "5.23.0"
+
+
+def apply(model: Any) -> None:
+    """Freeze the parameters of a loaded model that a new one of its class has frozen; a model with custom code is left
+    as it is."""
+    if not type(model).__module__.startswith("transformers."):
+        return
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):  # takes no memory, and no random numbers
+        new = type(model)(copy.deepcopy(model.config))
+    frozen = {name for name, parameter in new.named_parameters() if not parameter.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
+def obsolete() -> bool:
+    """Whether a loaded model has the frozen parameters of its class."""
+    from transformers import RoFormerConfig, RoFormerForCausalLM  # noqa: PLC0415  (takes a second)
+
+    sizes = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8}
+    with tempfile.TemporaryDirectory() as folder:
+        RoFormerForCausalLM(RoFormerConfig(vocab_size=8, **sizes, is_decoder=True)).save_pretrained(folder)
+        model = RoFormerForCausalLM.from_pretrained(folder)
+    return not model.roformer.encoder.embed_positions.weight.requires_grad
