@@ -1,6 +1,6 @@
 """Paths to Footplate's own files, and to the cache of models that it converts.
 
-Standard library only. In a checkout `presets/` and `assets/` are next to `backend/`.
+Standard library only. In a checkout `presets/`, `assets/` and `docs/` are next to `backend/`.
 A wheel has them in `footplate_data/` (pyproject.toml, tool.setuptools), so that site-packages gets no folder with a
 name as general as `assets`.
 """
@@ -16,6 +16,7 @@ INSTALLED_DATA = HOME / "footplate_data"
 DATA = INSTALLED_DATA if INSTALLED_DATA.is_dir() else HOME
 ASSETS = DATA / "assets"
 PRESETS = DATA / "presets"
+DOCS = DATA / "docs"
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

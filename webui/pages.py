@@ -1,7 +1,7 @@
 """The page: one Gradio Blocks with four views (Build, Run, Runs, Compare), of which `body[data-tab]` shows one.
 
-Imports: form, layout, search_index, gradio. Gradio renders the form; everything that updates (check report, log,
-charts, list of runs) is JavaScript in static/ on the API's routes. HTML here is constant: data reaches the page as
+Imports: form, layout, page_frame, search_index, gradio. Gradio renders the form; everything that updates (check report,
+log, charts, list of runs) is JavaScript in static/ on the API's routes. HTML here is constant: data reaches the page as
 JSON, and the DOM by `textContent` only.
 """
 
@@ -15,6 +15,7 @@ import gradio as gr
 from backend.config.options import by_name, controlling_options, text
 from webui.form import Form, field_kind, visibility_css
 from webui.layout import place_options
+from webui.page_frame import main_header
 from webui.search_index import search_index
 
 SCRIPT = "main.js"
@@ -38,24 +39,6 @@ START = """async () => {
   while (!window.footplate || !window.uPlot) await new Promise((done) => setTimeout(done, 10));
   await window.footplate.start(%s);
 }"""
-
-TOP = """
-<a class="fp-skip" id="fp-skip" href="#fp-build">Skip to content</a>
-<header class="fp-top">
-  <a class="fp-brand" href="?tab=build" data-tab="build">Footplate</a>
-  <h1 class="fp-sr" id="fp-title">Build a run</h1>
-  <nav aria-label="Views">
-    <a href="?tab=build" data-tab="build">Build</a>
-    <a href="?tab=run" data-tab="run" hidden>Run</a>
-    <a href="?tab=runs" data-tab="runs">Runs</a>
-    <a href="rules" target="_blank" rel="noopener">Rules</a>
-  </nav>
-  <label class="fp-machine">Machine <select id="fp-machine" aria-label="Target machine"></select></label>
-  <button type="button" class="fp-icon" id="fp-theme" aria-label="Switch between light and dark theme"
-    title="Switch between light and dark theme"></button>
-  <form method="post" action="logout" id="fp-logout" hidden><button class="fp-link">Log out</button></form>
-</header>
-"""
 
 PRESETS_AND_SEARCH = """
 <div class="fp-from">
@@ -137,7 +120,7 @@ def build() -> gr.Blocks:
     """The page, without the data of any run."""
     form = Form()
     with gr.Blocks(title="Footplate", analytics_enabled=False, fill_width=True) as page:
-        _static(TOP)
+        _static(main_header())
         with gr.Column(elem_id="fp-build", elem_classes=["fp-view"]), gr.Row(elem_classes=["fp-columns"]):
             with gr.Column(elem_classes=["fp-form"]):
                 _static(PRESETS_AND_SEARCH)

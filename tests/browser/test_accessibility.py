@@ -66,7 +66,7 @@ def test_build_view(page, server):
 
 
 def test_other_views(page, server):
-    """A finished run, a failed one, the list, a comparison, and the rules."""
+    """A finished run, a failed one, the list, a comparison, the rules, and the help."""
     done = plant(server, "done")
     preset = next(preset for preset in presets() if preset.name == "lora-80gb")
     failed = failed_run(server.runs, preset.spec, preset.machine, out_of_memory(), "out of memory")
@@ -76,6 +76,8 @@ def test_other_views(page, server):
         ("?tab=runs", ".fp-runs-link"),
         (f"?tab=compare&runs={done.id},{failed.id}", "#fp-compare-page table"),
         ("rules", "article"),
+        ("help/guide", "main h1"),
+        ("help/search?q=rehearsal", "main mark"),
     ):
         page.goto(f"{server.url}/{query}")
         page.locator(ready).first.wait_for()

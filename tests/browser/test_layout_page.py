@@ -105,3 +105,30 @@ def test_notifications_stay_in_their_view(page, server):
     expect(page.locator(".fp-toast")).to_be_visible()
     page.get_by_role("link", name="Runs", exact=True).click()
     expect(page.locator(".fp-toast")).to_have_count(0)
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_header_leads_from_each_page_to_the_others_in_this_tab(page, server, width):
+    """The form keeps its values, and the theme is the same on each page."""
+    opened(page, server, width)
+    page.locator("#logging-run_name input").fill("kept")
+    settled(page)
+    views = page.get_by_role("navigation", name="Views")
+    views.get_by_role("link", name="Rules").click()
+    page.locator("article").first.wait_for()
+    was_dark = page.evaluate("() => document.body.classList.contains('dark')")
+    page.locator("#fp-theme").click()
+    views.get_by_role("link", name="Help").click()
+    page.get_by_role("heading", name="Getting started", level=1).wait_for()
+    expect(views.get_by_role("link", name="Help")).to_have_attribute("aria-current", "page")
+    assert page.evaluate("() => document.body.classList.contains('dark')") is not was_dark
+    page.get_by_label("Search the help").fill("rehearsal")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="Rehearsal", exact=True).click()
+    page.wait_for_url("**/help/guide#rehearsal")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    assert len(page.context.pages) == 1
+    views.get_by_role("link", name="Build").click()
+    page.wait_for_selector("body[data-ready]")
+    expect(page.locator("#logging-run_name input")).to_have_value("kept")
+    page.locator("#fp-theme").click()

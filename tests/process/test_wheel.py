@@ -24,7 +24,7 @@ from backend.runs.folder import runs
 
 pytestmark = pytest.mark.alone
 
-CODE, DATA = ("backend", "webui"), ("assets", "presets")
+CODE, DATA = ("backend", "webui"), ("assets", "docs", "presets")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def test_every_file_is_in_the_wheel(installed: Installed) -> None:
     expected = {
         path.relative_to(HOME).as_posix() for name in CODE for path in (HOME / name).rglob("*") if is_source_file(path)
     }
-    for suffix, name in ((".jsonl", "assets"), (".yaml", "presets")):
+    for suffix, name in ((".jsonl", "assets"), (".png", "assets"), (".md", "docs"), (".yaml", "presets")):
         found = (HOME / name).rglob(f"*{suffix}")
         expected |= {f"footplate_data/{path.relative_to(HOME).as_posix()}" for path in found}
     assert names == expected
@@ -109,6 +109,8 @@ def test_page_serves_its_files(installed: Installed) -> None:
         assert b"gradio" in get(port, "/")
         for path in static:
             assert get(port, f"/footplate/{path.relative_to(HOME / 'webui/static')}") == path.read_bytes()
+        assert b"<h1" in get(port, "/help/guide")
+        assert get(port, "/help/pictures/build.png") == (HOME / "assets/build.png").read_bytes()
 
 
 @contextmanager

@@ -60,7 +60,8 @@ def test_gradio_sends_no_cors_headers(tmp_path):
 def test_every_route_requires_the_login(tmp_path):
     login = Login("correct horse", tmp_path)
     with client(tmp_path, login=login) as http:
-        for path in ("/", "/config", "/theme.css", "/footplate/icon.svg", "/rules", "/api/runs", "/gradio_api/info"):
+        pages = ("/", "/rules", "/help", "/help/guide", "/help/search?q=x", "/help/pictures/build.png")
+        for path in (*pages, "/config", "/theme.css", "/footplate/icon.svg", "/api/runs", "/gradio_api/info"):
             assert http.get(path, follow_redirects=False).status_code == 401, path
         http.cookies.set(login.cookie, login.sessions.create())
         assert http.get("/api/runs").status_code == 200

@@ -10,13 +10,28 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from webui.api import checking, compare_runs, drafts, model_zip, rehearsals, rules_page, runs, runs_list, sweeps
+from webui.api import (
+    checking,
+    compare_runs,
+    drafts,
+    help_pages,
+    model_zip,
+    rehearsals,
+    rules_page,
+    runs,
+    runs_list,
+    sweeps,
+)
 from webui.api.requests import ApiError, ApiRoute, json_endpoint
 
 Endpoint = Callable[..., Any]
 
 GET: Mapping[str, Endpoint] = {
     "/rules": rules_page.rules_page,
+    "/help": help_pages.first,
+    "/help/search": help_pages.search,
+    "/help/{name}": help_pages.show,
+    "/help/pictures/{name}": help_pages.picture,
     "/api/drafts": drafts.list_versions,
     "/api/drafts/{id}": drafts.load_draft,
     "/api/presets": checking.list_presets,

@@ -1,6 +1,6 @@
 """The Rules page: what each rule checks, why, an example, its fixes, its source and its proof.
 
-Imports: config, rules. All text is escaped; static/rules.js filters the cards.
+Imports: config, rules, page_frame. All text is escaped; static/rules.js filters the cards.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from starlette.responses import HTMLResponse, Response
 
 from backend.config.options import by_name
 from backend.rules import FAMILIES, OUTDATED, RULES, Fix, Outdated, Rule, example_findings
+from webui.page_frame import static_page
 
 LEVELS = {"error": "Error", "warning": "Warning", "advice": "Advice"}
 PROOFS = {
@@ -40,10 +41,10 @@ def _html() -> str:
         "{rules}": "".join(map(_rule_card, RULES)),
         "{outdated}": "".join(map(_outdated_card, OUTDATED)),
     }
-    page = PAGE
+    content = CONTENT
     for name, text in parts.items():
-        page = page.replace(name, text)
-    return page
+        content = content.replace(name, text)
+    return static_page("rules", "Rules", content, root="./", scripts=("rules.js",))
 
 
 def _rule_card(rule: Rule) -> str:
@@ -102,14 +103,8 @@ CARD = """
 <p>{reason}</p><dl>{details}</dl>
 </article>"""
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Rules - Footplate</title>
-<meta name="viewport" content="width=device-width"><link rel="icon" href="footplate/icon.svg" type="image/svg+xml">
-<link rel="stylesheet" href="footplate/page.css"><link rel="stylesheet" href="footplate/rules.css">
-</head><body class="fp-rules">
-<script src="footplate/rules_theme.js"></script>
-<main>
-<header><a href="./">Back to Footplate</a><h1>Rules</h1>
+CONTENT = """<main id="fp-content" tabindex="-1">
+<header><h1>Rules</h1>
 <p>What Footplate checks before a run starts. An error prevents the start; a warning means that the run works
 differently from what its options say; advice suggests a better choice. A safe fix does not change the training result.
 See also <a href="#outdated">outdated advice</a>: combinations that used to fail and work now.</p></header>
@@ -121,7 +116,4 @@ See also <a href="#outdated">outdated advice</a>: combinations that used to fail
 <p class="dim">Limits of earlier library versions that the rules no longer enforce.</p>
 {outdated}</section>
 <p class="dim" id="none" hidden>No rule matches the search.</p>
-</main>
-<script type="module" src="footplate/rules.js"></script>
-</body></html>
-"""
+</main>"""

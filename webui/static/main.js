@@ -1,11 +1,12 @@
 // @ts-check
 // The entry point: starts the views and switches between them. Gradio's event handlers call `window.footplate`.
-import { get, url } from "./api.js";
+import { get } from "./api.js";
 import { addBuildEvents, checkSoon, cloneRun, loadInitialValues, loadMachines, selectPredecessor } from "./build.js";
 import { mountCompareRuns } from "./compare_runs.js";
 import { $, address, closeDialogs, copy, dismissNotifications, emit, notify, notifyError, on, setText } from "./dom.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
 import { isDark, setDark, stopLoadingTimer } from "./gradio.js";
+import { showLogout } from "./logout.js";
 import { drawCheckFailed, script } from "./report.js";
 import { mountRun } from "./run.js";
 import { mountRuns } from "./runs.js";
@@ -73,12 +74,6 @@ function startTheme() {
     setDark(!isDark());
     localStorage.setItem("fp-theme", isDark() ? "dark" : "light");
   });
-}
-
-/** Without a login, there is nothing to log out of: the server answers 204 only to a session. */
-async function showLogout() {
-  const response = await fetch(url("login"), { method: "HEAD" }).catch(() => null);
-  $("#fp-logout").toggleAttribute("hidden", !response || response.status !== 204);
 }
 
 /** Called by Gradio when the page is rendered. @param {any} description of the form: pages.py */
