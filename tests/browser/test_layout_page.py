@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import re
+
 import pytest
 from playwright.sync_api import expect
 
@@ -76,6 +78,25 @@ def test_menu_closes_when_the_focus_leaves_it(page, server):
     lists.get_by_role("option").first.click()
     settled(page)
     expect(lists).to_have_count(0)
+
+
+def test_typing_into_a_menu_replaces_its_text(page, server):
+    """The text of the selected choice would be a part of what is searched for, so that nothing matches."""
+    opened(page, server)
+    menu = page.locator("#train-optim")
+    menu.locator("input").click()
+    page.keyboard.type("galore")
+    assert menu.locator("input").input_value() == "galore"
+    choices = menu.get_by_role("option")
+    expect(choices.first).to_contain_text("GaLore", ignore_case=True)
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(menu.locator("input")).to_have_value(re.compile("galore", re.IGNORECASE))
+    menu.locator("input").evaluate("input => input.blur()")
+    page.locator("#train-learning_rate input").focus()
+    menu.locator("input").focus()
+    page.keyboard.type("sgd")
+    assert menu.locator("input").input_value() == "sgd"
 
 
 def test_a_text_field_shows_the_focus(page, server):

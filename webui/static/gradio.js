@@ -84,6 +84,14 @@ export function closeLeftMenu(event) {
   target.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true }));
 }
 
+/** Select the text of a menu that gets the focus: Gradio would add what is typed to the text of the selected choice,
+ * and search its list for both. @param {FocusEvent} event */
+export function selectMenuText(event) {
+  const input = /** @type {HTMLInputElement} */ (event.target);
+  if (!isMenu(input) || input.readOnly || !input.select) return;
+  setTimeout(() => document.activeElement === input && input.select()); // a click places the caret after this event
+}
+
 /** @param {string} fieldId @param {string} text */
 export function setPlaceholder(fieldId, text) {
   const input = /** @type {any} */ (document.querySelector(`#${fieldId} :is(input, textarea)`));
