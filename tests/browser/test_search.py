@@ -127,6 +127,20 @@ def test_a_hidden_option_is_shown_by_one_click(page):
     assert results(page, "nvme_path")[0] == "parallel.nvme_path"
     expect(row).to_contain_text("Hidden. Shown when")
     expect(row.get_by_role("button")).to_have_count(0)  # two values would have to change
+    page.locator("#fp-search").press("Enter")
+    expect(page.locator("#fp-search-results")).to_be_hidden()
+    expect(page.locator("#fp-strategies :focus")).to_have_count(1)  # the first of them
+    expect(page.locator(".fp-toast").last).to_contain_text("is hidden. Shown when")
+
+
+@pytest.mark.parametrize("text", ["zero", "offload", "batch", "steps", "eval"])
+def test_visible_options_come_before_hidden_ones(page, text):
+    """An option with exactly this name comes first even if it is hidden."""
+    found = results(page, text)
+    rows = page.locator(".fp-search-row").all()
+    hidden = [row.get_attribute("data-hidden") == "yes" for row in rows]
+    inexact = [is_hidden for name, is_hidden in zip(found, hidden, strict=True) if name.rpartition(".")[2] != text]
+    assert inexact == sorted(inexact)
 
 
 def test_without_a_login_there_is_nothing_to_log_out_of(page):

@@ -186,6 +186,12 @@ export const isSpecific = ([name, allowed]) => 2 * allowed.length <= Object.keys
 
 export const choiceLabel = (name, value) => option(name).choices[value] || value;
 
+/** The visible option that has to change first before a hidden one is shown. @returns {string} */
+export function controllingOption(name) {
+  const [[controlling]] = unmet(option(name).when[0]);
+  return isVisible(controlling) ? controlling : controllingOption(controlling);
+}
+
 /** The changes of one value that show a hidden option: [{ name, value }]; at most one per value of one option. */
 export function waysToShow(name) {
   const ways = [];

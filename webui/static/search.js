@@ -1,10 +1,11 @@
 // @ts-check
 // The option search: label, key, help, choices, and the names that other libraries use.
-import { $, el, setText } from "./dom.js";
+import { $, el, notify, setText } from "./dom.js";
 import * as form from "./form.js";
 
 const MAX_RESULTS = 12;
 const MAX_CHOICES = 5;
+const EXACT = 300; // the score of a name that is the same as the query
 const MAX_WAYS = 4; // buttons that show a hidden option
 
 /**
@@ -13,7 +14,7 @@ const MAX_WAYS = 4; // buttons that show a hidden option
  * @typedef {{ value: string, text: string }} Text
  */
 let index = [];
-/** @type {{ name: string, choices: string[], alias: string, score: number }[]} */
+/** @type {{ name: string, choices: string[], alias: string, score: number, isVisible: boolean }[]} */
 let results = [];
 let active = -1;
 
@@ -65,13 +66,16 @@ export function search(text) {
   return index
     .map((entry) => score(entry, query))
     .filter((result) => result.score > 0)
-    .sort((a, b) => b.score - a.score)
+    .sort((a, b) => rank(b) - rank(a) || b.score - a.score)
     .slice(0, MAX_RESULTS);
 }
 
-/** Names count most, then choices, then help; a visible option before a hidden one. */
+/** What has exactly this name comes first, then what is visible. */
+const rank = ({ score, isVisible }) => (score >= EXACT ? 2 : 0) + (isVisible ? 1 : 0);
+
+/** Names count most, then choices, then help. */
 function score(entry, query) {
-  const result = { name: entry.name, choices: [], alias: "", score: 0 };
+  const result = { name: entry.name, choices: [], alias: "", score: 0, isVisible: form.isVisible(entry.name) };
   const offer = (points, alias = "") => {
     if (points > result.score) Object.assign(result, { alias, score: points });
   };
@@ -87,7 +91,6 @@ function score(entry, query) {
   if (entry.conditions.some((text) => matchLevel(query, text))) offer(50);
   if (query.length > 2 && entry.labels.some((label) => normalize(label).includes(query))) offer(50);
   if (matchLevel(query, entry.help)) offer(15);
-  if (result.score && form.isVisible(entry.name)) result.score += 30;
   return result;
 }
 
@@ -174,7 +177,8 @@ function markActive() {
   else input().removeAttribute("aria-activedescendant");
 }
 
-/** Go to the option of a result. A hidden one stays in the list: its buttons can show it. */
+/** Go to the option of a result. A hidden one stays in the list if its buttons can show it; otherwise, go to the first
+ * option that has to change. */
 function choose(i) {
   const result = results[i];
   if (!result) return;
@@ -183,10 +187,17 @@ function choose(i) {
     markActive();
     const button = $(`#fp-search-${i} button`);
     if (button) button.focus();
+    else showCondition(result.name);
     return;
   }
   close();
   form.goTo(result.name);
+}
+
+function showCondition(name) {
+  close();
+  form.goTo(form.controllingOption(name));
+  notify(`${form.label(name)} is hidden. ${form.visibilityText(name)}.`);
 }
 
 function close() {
