@@ -51,7 +51,9 @@ def test_three_runs_wait_and_the_order_is_changed(server, page):
     rows = page.locator(".fp-queue li")
     expect(rows).to_have_count(3)
     assert names(page) == ["b", "c", "d"]
-    expect(rows.nth(0)).to_contain_text(f"{first.id} uses the CPU.")
+    expect(rows.nth(0)).to_contain_text("a uses the CPU.")
+    groups = page.locator(".fp-chip:is([data-group=queued], [data-group=running])")
+    expect(groups).to_have_text(["Queued3", "Running1"])
     expect(rows.nth(2)).to_contain_text("2 runs are ahead of this run.")
     expect(rows.nth(0).get_by_role("button", name="Move up")).to_be_disabled()
     expect(rows.nth(2).get_by_role("button", name="Move down")).to_be_disabled()
@@ -74,7 +76,7 @@ def test_three_runs_wait_and_the_order_is_changed(server, page):
     expect(page.locator(f'tr:has(a[href*="{second.id}"]) .fp-badge')).to_have_text("Failed")
     expect(rows).to_have_count(1)  # c runs, since d is held
     rows.nth(0).get_by_role("button", name="Release").click()
-    expect(rows.nth(0)).to_contain_text(f"{third.id} uses the CPU.")
+    expect(rows.nth(0)).to_contain_text("c uses the CPU.")
     finish(third)
     expect(page.locator(".fp-queue")).to_be_hidden()
     finish(fourth)

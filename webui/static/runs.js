@@ -9,14 +9,14 @@ import { annotate, createRowMenu, createSelectionBar } from "./runs_actions.js";
 import { createColumnMenu, loadView, shownColumns, storeView } from "./runs_columns.js";
 import { SearchError, parseSearch, sortRuns } from "./runs_search.js";
 import { createTable } from "./runs_table.js";
-import { hasEnded } from "./run_state.js";
 
 /** @typedef {import("./runs_search.js").Column} Column */
 /** @typedef {import("./runs_search.js").Run} Run */
 
 const GROUPS = [
   ["", "All"],
-  ["alive", "Running"],
+  ["queued", "Queued"],
+  ["running", "Running"],
   ["done", "Done"],
   ["stopped", "Stopped"],
   ["failed", "Failed"],
@@ -42,8 +42,9 @@ let group = "";
 const selected = /** @type {Set<string>} */ (new Set());
 const page = /** @type {Record<string, any>} */ ({});
 
+const OTHER_GROUPS = { new: "queued", starting: "running", stopping: "running" };
 const groupOf = ({ state }) =>
-  ["lost", "damaged", "deleting"].includes(state) ? "failed" : hasEnded(state) ? state : "alive";
+  ["lost", "damaged", "deleting"].includes(state) ? "failed" : OTHER_GROUPS[state] || state;
 const isVisible = () => document.body.dataset.tab === "runs";
 
 export function mountRuns() {
@@ -138,8 +139,16 @@ function merge(response) {
     runs = [...byId.values()].sort((a, b) => (a.id < b.id ? 1 : -1));
     for (const id of selected) if (!byId.has(id)) selected.delete(id);
   } else runs = runs.map((run) => byId.get(run.id) || run);
-  page.queue.draw(response.queue);
+  page.queue.draw(response.queue.map((waiting) => ({ ...waiting, reason: namesFor(waiting.reason) })));
   search();
+}
+
+/** A text with the names of runs for their IDs; an ID stays if another run has the same name. @param {string} text */
+function namesFor(text) {
+  return text.replace(/\d{4}-\d\d-\d\d_\d{6}_[\w.-]*[\w-]/g, (id) => {
+    const name = byId.get(id)?.name;
+    return name && (runs || []).filter((run) => run.name === name).length === 1 ? name : id;
+  });
 }
 
 /** Read the search; while it cannot be read, the list stays as it is. */

@@ -55,13 +55,22 @@ export function createTable(selected, handlers) {
       const isSorted = column.key === sort;
       const direction = isSorted ? (descending ? "descending" : "ascending") : undefined;
       const kind = column.kind === "number" ? "number" : undefined;
-      const onclick = () => handlers.sort(column.key);
-      const button = el("button", { type: "button", title: `Sort by ${column.label.toLowerCase()}`, onclick });
+      const title = `Sort by ${column.label.toLowerCase()}`;
+      const button = el("button", { type: "button", title });
       button.append(
         column.label,
         el("span", { "aria-hidden": "true" }, isSorted ? (descending ? "\u2193" : "\u2191") : ""),
       );
-      return el("th", { scope: "col", "aria-sort": direction, "data-column": column.key, "data-kind": kind }, button);
+      // The whole cell can be clicked, but for the check box that selects all runs.
+      const onclick = ({ target }) => target !== all && handlers.sort(column.key);
+      const properties = {
+        scope: "col",
+        "aria-sort": direction,
+        "data-column": column.key,
+        "data-kind": kind,
+        onclick,
+      };
+      return el("th", properties, button);
     };
     const name = heading(NAME);
     name.append(el("div.fp-runs-name", {}, all, el("span.fp-runs-star"), name.firstChild));
