@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import re
+from itertools import combinations
 
 import pytest
 from playwright.sync_api import expect
