@@ -7,6 +7,7 @@ and memory estimate ask these facts instead of comparing names, so that a new en
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -191,6 +192,10 @@ class Engine:
     def can_resize_to(self, spec: RunSpec, nproc_per_node: int, nnodes: int) -> bool:
         """Whether a checkpoint can be resumed on this many nodes, each with this many processes."""
         return self.can_resume
+
+    def step_elements(self, spec: RunSpec) -> float:
+        """Elements of the flat parameters of a rank after which the optimizer steps; infinite if it steps once."""
+        return math.inf
 
     def loads_on_rank0(self, spec: RunSpec) -> bool:
         """Whether only rank 0 reads the weights, and sends the other ranks their shards."""

@@ -18,6 +18,7 @@ from backend.runs import DEEPSPEED
 
 MIB = 1024**2
 NONE, NVME = "none", "nvme"
+SUB_GROUP_SIZE = 10**9  # elements: DeepSpeed's default
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ class DeepSpeed(Engine):
     def max_live_parameters(self) -> int:
         """Stage 3: the default of stage3_max_live_parameters (deepspeed 0.19 runtime/zero/config.py)."""
         return 10**9 if self.zero_stage == 3 else 0
+
+    def step_elements(self, spec: RunSpec) -> float:
+        """Stage 3: zero_optimization.sub_group_size (deepspeed 0.19 runtime/zero/stage3.py, step)."""
+        extra = merge.parse(spec.parallel.extra_config).get("zero_optimization")
+        written = extra.get("sub_group_size", SUB_GROUP_SIZE) if isinstance(extra, Mapping) else SUB_GROUP_SIZE
+        is_size = isinstance(written, int | float) and self.zero_stage == 3
+        return written if is_size else super().step_elements(spec)
 
     @property
     def offloads_gradients(self) -> bool:
@@ -163,6 +171,10 @@ class DeepSpeed(Engine):
     def can_resize_to(self, spec: RunSpec, nproc_per_node: int, nnodes: int) -> bool:
         """Universal checkpoints load with any world size."""
         return not self.resize_obstacle(spec)
+
+    def loads_on_rank0(self, spec: RunSpec) -> bool:
+        """At stage 3, unless the model is quantized (transformers 5.23 modeling_utils.py, _load_pretrained_model)."""
+        return self.zero_stage == 3 and spec.method.quantization == "none"
 
     def saves_weights_twice(self, spec: RunSpec) -> bool:
         """Below stage 3, whose fp32 master weights are all that DeepSpeed saves of the weights."""

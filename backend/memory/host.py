@@ -41,7 +41,7 @@ def _loading_row(ctx: MemoryContext, offloaded: int) -> Row:
         model += quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_matrices)
     elif is_quantized and run.zero_stage != 3:  # each weight is moved to the device when it is read
         model = min(model, FILE_BYTES)
-    readers = 1 if run.loads_on_rank0 else run.nproc_per_node
+    readers = _readers(ctx)
     reference = sum(row.bytes for row in reference_rows(ctx))
     if ctx.engine.loads_reference_on_host and ctx.spec.needs_reference_model:  # TRL shards it after every rank read it
         reference = count * ctx.compute_bytes + ctx.quantized_bytes
@@ -51,6 +51,17 @@ def _loading_row(ctx: MemoryContext, offloaded: int) -> Row:
     formula += f" - {offloaded:,} bytes that are offloaded later" if offloaded else ""
     total = readers * model + run.nproc_per_node * reference - offloaded
     return Row("Model loading", total, formula, "host")
+
+
+def _readers(ctx: MemoryContext) -> int:
+    """Processes of the node of rank 0 that hold the values of the weights. Under ZeRO-3, only rank 0 copies them to the
+    shards; on the other ranks they are on the meta device (transformers 5.23). LLaMA-Factory 0.9 requires transformers
+    <=5.6: there the other ranks map the files without reading them, but every rank makes stacked copies of experts."""
+    run, is_zero3 = ctx.run, ctx.run.zero_stage == 3
+    stacks = ctx.spec.launch.trainer == "llamafactory" and bool(ctx.shape.experts)
+    if not run.loads_on_rank0 or (is_zero3 and (ctx.quantized_matrices or stacks)):
+        return run.nproc_per_node
+    return 1
 
 
 def _checkpoint_row(ctx: MemoryContext) -> Row:

@@ -1,15 +1,21 @@
-"""Logits and loss: temporary tensors of the loss, in training and in evaluation. Imports context.
+"""Logits and loss: temporary tensors of the loss, in training and in evaluation.
 
-TRL computes the loss in chunks of the logits (trl 1.16 kernels/chunked_logprob.py): with Triton in one fused kernel,
-without Triton in torch operations that make several fp32 copies of a chunk.
+Imports registry, context. TRL computes the loss in chunks of the logits (trl 1.16 kernels/chunked_logprob.py): with
+Triton in one fused kernel, without Triton in torch operations that make several fp32 copies of a chunk. LLaMA-Factory
+0.9 uses transformers' loss (loss/loss_utils.py, ForCausalLMLoss) or, for preferences, its own: both upcast all logits
+to fp32.
 """
 
 from __future__ import annotations
 
+from backend import registry
 from backend.memory.context import MemoryContext, Row, once
 
 CHUNK_TOKENS, CHUNK_VOCABULARY = 4096, 32_768
 UNFUSED_BYTES, UNFUSED_EVAL_BYTES = 29, 12  # per logit of a chunk without Triton, in training and in evaluation
+# Per logit, of all tokens. In the backward pass: log-probabilities and two gradients in fp32; the logits themselves
+# are freed. In evaluation, next to the logits: log-probabilities in fp32, and a copy in fp32 of logits in 16 bits.
+ALL_LOGITS_BYTES, ALL_LOGITS_EVAL_BYTES = 12, 4
 ORPO_BYTES = 8  # per logit: trl 1.16's ORPO needs all log-probabilities, and those of the chosen half, in fp32
 NAME = "Logits and loss"
 
@@ -20,6 +26,10 @@ def loss_row(ctx: MemoryContext) -> Row:
     shape, each = ctx.shape, ctx.compute_bytes
     if ctx.stage.is_reward_model:
         return Row(NAME, ctx.tokens * 4, f"{ctx.tokens:,} tokens x 4 bytes: one score per token")
+    if upcasts_all_logits(ctx):
+        formula = f"{ctx.tokens:,} tokens x {shape.vocabulary:,} vocabulary x {ALL_LOGITS_BYTES} bytes"
+        formula += ": LLaMA-Factory upcasts all logits to fp32"
+        return Row(NAME, ctx.tokens * shape.vocabulary * ALL_LOGITS_BYTES, formula)
     if ctx.spec.train.stage == "orpo":
         each = ORPO_BYTES + 2 * each
         formula = f"{ctx.tokens:,} tokens x {shape.vocabulary:,} vocabulary x {each} bytes: ORPO keeps all logits"
@@ -51,10 +61,21 @@ def evaluation_bytes(ctx: MemoryContext, tokens: int) -> int:
     """Temporary tensors of the loss in evaluation, for a batch of `tokens`."""
     if ctx.stage.is_reward_model:
         return 0
+    if upcasts_all_logits(ctx):
+        copies = ALL_LOGITS_EVAL_BYTES + (4 if ctx.compute_bytes == 2 else 0)
+        return tokens * ctx.shape.vocabulary * (ctx.compute_bytes + copies)
     if ctx.spec.train.stage == "orpo":
         return tokens * ctx.shape.vocabulary * (ctx.compute_bytes + ORPO_BYTES)
     each = ctx.compute_bytes + (0 if has_fused_loss(ctx) else UNFUSED_EVAL_BYTES)
     return min(tokens, CHUNK_TOKENS) * min(ctx.shape.vocabulary, CHUNK_VOCABULARY) * each
+
+
+def upcasts_all_logits(ctx: MemoryContext) -> bool:
+    """Whether the loss has all logits in fp32. Liger and Unsloth compute the loss of next tokens in chunks; for other
+    losses LLaMA-Factory leaves that out (llamafactory 0.9 model/model_utils/liger_kernel.py, require_logits)."""
+    train = ctx.spec.train
+    in_chunks = (train.use_liger_kernel or train.use_unsloth) and train.stage in registry.NEXT_TOKEN_STAGES
+    return ctx.spec.launch.trainer == "llamafactory" and not in_chunks
 
 
 def has_fused_loss(ctx: MemoryContext) -> bool:

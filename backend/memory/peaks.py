@@ -206,9 +206,14 @@ def optimizer_step(ctx: MemoryContext) -> list[Row]:
     largest = max((leaf.parameters for leaf in modules), default=0)
     row = ctx.optimizer.row
     temporaries = row.temporaries + (row.copies_decayed and ctx.spec.train.weight_decay > 0)
-    count = min(ctx.trainable_count, largest) * 2 if ctx.on_cpu else ctx.trainable_count * temporaries
-    count = 0 if ctx.optimizer_offload else count // ctx.run.optimizer_shards
+    stepped, shards = ctx.trainable_count, ctx.run.optimizer_shards
+    # DeepSpeed closes a group of tensors with the one that reaches the size.
+    group = ctx.engine.step_elements(ctx.spec) * shards + ctx.optimizer.largest_tensor
+    in_groups = group < stepped and not ctx.on_cpu
+    count = min(stepped, largest) * 2 if ctx.on_cpu else int(min(stepped, group)) * temporaries
+    count = 0 if ctx.optimizer_offload else count // shards
     formula = f"{count:,} elements x {ctx.trainable_bytes} bytes of temporary tensors"
+    formula += ", for one sub_group_size of parameters at a time" if in_groups else ""
     return [all_gradients(ctx), Row("Optimizer step", count * ctx.trainable_bytes, formula)]
 
 

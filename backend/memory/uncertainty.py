@@ -42,7 +42,8 @@ def _has_verified_settings(ctx: MemoryContext) -> bool:
     """Whether the settings are among those that were compared with the tracker or with measured peaks."""
     spec = ctx.spec
     return (
-        spec.train.stage in registry.NEXT_TOKEN_STAGES
+        spec.launch.trainer == "footplate"  # LLaMA-Factory's loss and libraries were not compared
+        and spec.train.stage in registry.NEXT_TOKEN_STAGES
         and spec.train.optim == "adamw_torch"
         and ctx.run.strategy in TRACKED_STRATEGIES
         and spec.model.attn_implementation in ("auto", "sdpa", *registry.FLASH_ATTENTIONS)

@@ -98,9 +98,9 @@ def possible_device_out_of_memory(case: Case) -> Violation | None:
     at_start=True,
 )
 def host_out_of_memory(case: Case) -> Violation | None:
-    """Each process loads the weights into host RAM before they are moved to its device, offloaded state stays there,
-    and FSDP copies checkpoints there before it writes them. When RAM runs out, the kernel kills processes without an
-    error message."""
+    """The weights are loaded into host RAM before they are moved to the devices, by every process or by rank 0 only.
+    Offloaded state stays there, and FSDP copies checkpoints there before it writes them. When RAM runs out, the kernel
+    kills processes without an error message."""
     if case.estimate.host_fit(case.machine.ram_free_bytes) != Fit.NO:
         return None
     return _exceeded_host_ram(case)

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import published_peaks
 import pytest
 import schedulefree
 import torch
@@ -322,6 +323,8 @@ activation checkpointing, the tracked peak, and the error of the estimate, which
 - The tensors are not on a GPU, so the attention kernel that torch 2.13 selects on an H100 and TRL's Triton kernels are
   replaced. Memory that a kernel allocates internally and memory that the allocator caches are not tracked.
 - "{overhead}" (CUDA context, NCCL, cuBLAS) has no tensors and is left out of the estimate here.
+- The estimate is what torch's allocator allocates at the peak, plus the device context. nvidia-smi also shows memory
+  that the allocator has reserved but does not use, so its number is typically higher.
 - Sequences of a batch are assumed to differ in length, so attention has a mask from batch size 2 on.
 - In each phase of a step (forward, loss, backward of the upper and lower half of the layers, optimizer), memory grows
   by the same number of bytes per layer. Each cell was therefore measured with two small numbers of layers and
@@ -361,4 +364,5 @@ def introduction(sections: Sections) -> str:
     head = HEAD.format(
         complete=len(COMPLETE_CELLS), share=GOAL_SHARE, near=GOAL_ERROR, under=MAX_UNDERESTIMATE, overhead=OVERHEAD
     )
-    return head + table(["", "cells", "within 10%", "within 5%", "lowest", "highest"], rows)
+    summary = table(["", "cells", "within 10%", "within 5%", "lowest", "highest"], rows)
+    return f"{head}{summary}\n\n{published_peaks.section()}"

@@ -54,6 +54,21 @@ TINY, MID, BIG = (
     shape(12, 768, 2048, 12, 4, 32_000),
     shape(16, 1024, 2816, 16, 8, 32_000, tied=True),
 )
+MIXTURE = from_config(
+    {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "moe_intermediate_size": 512,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 32_000,
+    }
+)
 GEMMA_2_9B = from_config(
     {
         "model_type": "gemma2",
@@ -446,18 +461,32 @@ def test_host_memory_while_loading_weights() -> None:
         ({"method__quantization": "nf4", "lora__use_dora": True}, 2),
         ({"method__quantization": "nf4", "parallel__strategy": "fsdp1"}, 2),
         ({"model__trust_remote_code": True, "model__source": "hub"}, 2),
-        ({"parallel__strategy": "zero3"}, 2),
+        ({"parallel__strategy": "zero2"}, 2),
+        ({"parallel__strategy": "zero3"}, 1),
+        ({"parallel__strategy": "zero3", "method__kind": "full"}, 1),
+        ({"parallel__strategy": "zero3", "lora__init": "pissa"}, 1),
+        ({"parallel__strategy": "zero3", "launch__trainer": "llamafactory"}, 1),
+        ({"parallel__strategy": "zero3", "method__quantization": "nf4"}, 2),
         ({"parallel__strategy": "fsdp1"}, 2),
         ({"parallel__strategy": "ddp"}, 2),
     ],
 )
-def test_fsdp2_loads_on_rank_0(more: dict[str, Any], readers: int) -> None:
-    """Every rank loads the weights with PiSSA, DoRA on quantized weights, or remote code."""
+def test_fsdp2_and_zero3_load_on_rank_0(more: dict[str, Any], readers: int) -> None:
+    """With FSDP2, every rank loads the weights with PiSSA, DoRA on quantized weights, or remote code; with ZeRO-3, if
+    they are quantized."""
     rows = estimate(spec(**{**FSDP2, "save__strategy": "no", **more}), TWO_H100, LLAMA_8B).rows
     row = next(row for row in rows if row.name == "Model loading")
     bytes_per_process = int(row.formula.split()[2].replace(",", ""))
     assert row.formula.startswith(f"{readers} x ")
     assert row.bytes == readers * bytes_per_process
+
+
+@pytest.mark.parametrize(("trainer", "readers"), [("footplate", 1), ("llamafactory", 2)])
+def test_older_transformers_stack_experts_on_every_rank(trainer: str, readers: int) -> None:
+    """LLaMA-Factory requires transformers <=5.6, which converts the experts of ZeRO-3 before rank 0 copies them."""
+    run_spec = spec(**{**FSDP2, "parallel__strategy": "zero3", "save__strategy": "no", "launch__trainer": trainer})
+    rows = estimate(run_spec, TWO_H100, MIXTURE).rows
+    assert next(row for row in rows if row.name == "Model loading").formula.startswith(f"{readers} x ")
 
 
 NODES = {"launch__nnodes": 4, "launch__rendezvous": "static"}

@@ -189,9 +189,12 @@ def test_the_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tries_are_not_spent_on_what_exceeds_the_host_ram() -> None:
+    """Rank 0 reads 30 GiB of weights in fp32 for full fine-tuning, and half of it for LoRA."""
     found = case("full-8b-zero3", "1x24gb", train__per_device_train_batch_size=8, train__activation_checkpointing=True)
-    good = labels(find_remedies(found, 1.0))
-    assert good[0] == "QLoRA + Batch size 4 with more gradient accumulation", "without a different optimizer"
+    assert labels(find_remedies(found, 1.0))[0].startswith("8-bit AdamW + Batch size")
+    small = Case(found.spec, replace(found.machine, ram_free_bytes=32 * GIB), found.facts)
+    good = labels(find_remedies(small, 1.0))
+    assert good[0] == "LoRA + Batch size 4 with more gradient accumulation", "without a different optimizer"
     assert len(good) >= 3
 
 
