@@ -6,6 +6,10 @@ import { applyFix, fixNote } from "./fixes.js";
 import { bytes } from "./format.js";
 import { phases, placementPicture, used } from "./placement.js";
 
+// What the numbers of a GPU mean.
+const ALLOCATED =
+  "This is what PyTorch's allocator allocates plus the device context; nvidia-smi also shows memory that the allocator " +
+  "reserves, and typically reports more.";
 const PLACES = { device: "Per device", host: "Host memory", disk: "Disk" };
 
 /** @param {any} memory the estimate @param {any} finding the finding of a memory rule, if there is one
@@ -47,9 +51,10 @@ export function drawMemory(memory, finding, isProvisional) {
 
 const levelOf = ({ fit }) => ({ no: "error", unlikely: "warning", uncertain: "warning" })[fit] || "ok";
 
-function range({ low_bytes: low, high_bytes: high }, isProvisional) {
-  const note = isProvisional ? ". It may change: the examples are still being read." : "";
-  return el("p.fp-dim.fp-range", {}, `Estimated range: ${bytes(low)} to ${bytes(high)}${note}`);
+function range({ low_bytes: low, high_bytes: high, placement }, isProvisional) {
+  const notes = [isProvisional ? " It may change: the examples are still being read." : ""];
+  if (placement.noun === "GPU") notes.push(` ${ALLOCATED}`);
+  return el("p.fp-dim.fp-range", {}, `Estimated range: ${bytes(low)} to ${bytes(high)}.${notes.join("")}`);
 }
 
 /** What the newest comparable run measured, and the peak if this estimate is off by the same factor. */
