@@ -169,11 +169,12 @@ range contains the memory of the GPU.
 
 What an item above the range means:
 
-- *reserved memory*: the figure was read from nvidia-smi.
+- *reserved memory*: the figure is from a screenshot of the GPU's memory use, which includes reserved memory. How much
+  of the difference comes from it was not measured.
 - *FSDP1*: the run used FSDP1, which Footplate does not offer with LoRA. The estimate is for FSDP2. How much of the
   difference comes from FSDP1 was not measured.
-- *all logits*: the trainer's loss keeps all logits in fp32, where Footplate computes it in chunks. With all logits, the
-  estimates are {zero3} with ZeRO-3 and {fsdp2} with FSDP2, so the figures are within the range.
+- *all logits*: with a loss that keeps all logits in fp32, where Footplate computes it in chunks, the estimates are
+  {zero3} with ZeRO-3 and {fsdp2} with FSDP2, and the figures are within the range.
 - *unexplained*: with all logits, the estimate is {ddp}. The same source reports 17.2 GiB for this
   run on one GPU.
 
