@@ -8,8 +8,8 @@ import { phases, placementPicture, used } from "./placement.js";
 
 // What the numbers of a GPU mean.
 const ALLOCATED =
-  "This is what PyTorch's allocator allocates plus the device context; nvidia-smi also shows memory that the allocator " +
-  "reserves, and typically reports more.";
+  "This is what PyTorch's allocator allocates plus the device context; nvidia-smi also shows memory that the " +
+  "allocator reserves, and typically reports more.";
 const PLACES = { device: "Per device", host: "Host memory", disk: "Disk" };
 
 /** @param {any} memory the estimate @param {any} finding the finding of a memory rule, if there is one
