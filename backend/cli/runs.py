@@ -32,7 +32,7 @@ from backend.cli.commands import (  # fmt: skip
 from backend.inspect import predecessor
 from backend.machine import probe
 from backend.rules.base import amount
-from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, files, lost_weights, queue, stacks, validation
+from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, files, marks, queue, stacks, validation
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
 from backend.runs.metrics import chunks, gaps, since, stream_points
 
@@ -185,7 +185,7 @@ def _run_json(shown: Run) -> dict[str, Any]:
             "summary": shown.summary(),
             "progress": shown.progress(),
             "result": shown.result(),
-            "warning": lost_weights.warning(shown),
+            "warning": marks.mark(shown).sentence,
             "validation": validation.model(shown.result()),
             "router_note": validation.router_note(shown.result() or shown.progress()),
             "failure": shown.failure(),

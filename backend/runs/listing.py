@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import LOCK, PLAN, STATE, lost_weights, notebook, ownership, processes, replace_text, validation
+from backend.runs import LOCK, PLAN, STATE, marks, notebook, ownership, processes, replace_text, validation
 from backend.runs.folder import UNREADABLE, Run, damage
 
 Row = dict[str, Any]
@@ -40,7 +40,7 @@ MEASURED = ("eval_loss", "tokens_per_second", "peak_memory", *SCORES, *REWARDS)
 def row(run: Run) -> Row:
     """A run in the list; None for what is not known. A run that cannot be read has the state damaged."""
     found = run.summary()
-    details: Row = {**dict.fromkeys((*ABOUT, *MEASURED)), "failure": "", "warning": ""}
+    details: Row = {**dict.fromkeys((*ABOUT, *MEASURED)), "failure": "", "mark": "", "warning": ""}
     try:
         details |= _details(run, found["state"])
     except UNREADABLE as error:
@@ -57,6 +57,7 @@ def _details(run: Run, state: str) -> Row:
     seconds, tokens = _number(result.get("seconds")), _number(result.get("tokens"))
     failure = run.failure() if state in ("failed", "stopped") else None
     peaks = result.get("peak_bytes")
+    found = marks.mark(run, state)
     return {
         "dataset": about.get("dataset"),
         "strategy": about.get("strategy") or run.resolved().get("strategy"),
@@ -65,7 +66,8 @@ def _details(run: Run, state: str) -> Row:
         "tokens_per_second": tokens / seconds if tokens and seconds else _number(next(speeds, None)),
         "peak_memory": max(filter(None, map(_number, peaks if isinstance(peaks, list) else ())), default=None),
         "failure": failure["sentence"] if failure else "",
-        "warning": lost_weights.warning(run),
+        "mark": found.name,
+        "warning": found.sentence,
         **{name: _number(result.get(f"{name}_after")) for name in SCORES},
         **{name: _number(result.get(f"eval_{name}")) for name in REWARDS},
     }

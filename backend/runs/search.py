@@ -2,7 +2,7 @@
 
 Imports nothing from Footplate. A search is a list of terms that a run must all match:
 
-    word            in the name, id, model, method, strategy, dataset, tags, notes or failure reason
+    word            in the name, id, model, method, strategy, dataset, tags, notes, failure reason or mark
     key:value       a text column that contains the value, the whole tag, the number, or yes and no
     key<number      a number column below the number; key>number above it
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Row = Mapping[str, Any]
-WORDS = ("name", "id", "model", "method", "strategy", "dataset", "notes", "failure")  # and the tags
+WORDS = ("name", "id", "model", "method", "strategy", "dataset", "notes", "failure", "mark")  # and the tags
 TOKEN = re.compile(r'(?:[^\s"]|"[^"]*"?)+')
 TERM = re.compile(r"([A-Za-z][A-Za-z0-9_]*)([:<>])(.*)", re.DOTALL)
 NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
@@ -68,6 +68,7 @@ COLUMNS = (
     Column("tags", "Tags", "tags", names=("tag",)),
     Column("notes", "Notes", "text"),
     Column("failure", "Failure reason", "text"),
+    Column("mark", "Mark", "text"),
     Column("starred", "Starred", "yes_no", names=("star",)),
     Column("archived", "Archived", "yes_no"),
 )

@@ -17,7 +17,7 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
-from backend.runs import LOG, events, files, health
+from backend.runs import LOG, events, files, health, marks
 from backend.runs.folder import Run
 
 WEBHOOK = "FOOTPLATE_WEBHOOK"  # environment variable
@@ -63,10 +63,13 @@ def notify(folder: Path, alert: str = "") -> None:
     url = os.environ.get(WEBHOOK, "")
     if not url:
         return
-    summary = Run(folder).summary()
-    text = f"Footplate: {summary['name']}. {alert or summary['sentence']}"
+    run = Run(folder)
+    summary = run.summary()
+    found = marks.mark(run, summary["state"])
+    text = f"Footplate: {summary['name']}. {alert or ' '.join(filter(None, (summary['sentence'], found.sentence)))}"
     # Slack and Mattermost show `text`, Discord shows `content`.
     content = {"text": text, "content": text, **{key: summary[key] for key in ("id", "name", "state", "step", "loss")}}
+    content["mark"] = found.name
     if not (reason := problem()):
         headers = {"Content-Type": "application/json", "User-Agent": "footplate"}
         try:

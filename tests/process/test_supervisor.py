@@ -30,8 +30,10 @@ from backend.runs import (
     SCRIPT,
     STATE,
     STOP,
+    listing,
     processes,
     replace_text,
+    search,
     stop_requests,
     webhook,
 )
@@ -511,6 +513,25 @@ def test_webhook_is_told_how_a_run_ended(
     assert content["text"] == content["content"] == f"Footplate: {run.name}. {run.summary()['sentence']}"
     wait_for(lambda: not processes.run_processes(run.path))
     assert not [p for p in run.path.rglob("*") if p.is_file() and "secret" in p.read_text(errors="replace")]
+
+
+RISE = {"kind": "loss rise", "step": 9, "text": "The loss rose from 3 to 90. Lower the learning rate.", "time": 0}
+
+
+def test_a_run_that_ended_with_a_high_loss_is_marked(
+    make_run: MakeRun, receiver: http.server.HTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays done; list, search, page and webhook say what happened."""
+    monkeypatch.setenv(webhook.WEBHOOK, f"http://127.0.0.1:{receiver.server_port}/")
+    run = make_run(f"open('events.jsonl', 'a').write({json.dumps(json.dumps(RISE))} + chr(10))")
+    run.start()
+    wait_for(lambda: [c for _, c in receiver.posted if c["state"] == "done"])  # type: ignore[attr-defined]
+    content = [c for _, c in receiver.posted if c["state"] == "done"][-1]  # type: ignore[attr-defined]
+    assert content["mark"] == "Loss rose" and "The loss rose from 3 to 90." in content["text"]
+    found = listing.row(run)
+    assert (found["state"], found["mark"]) == ("done", "Loss rose")
+    assert search.parse("mark:rose").matches(found, 0) and not search.parse("mark:lost").matches(found, 0)
+    wait_for(lambda: not processes.run_processes(run.path))
 
 
 ALERTS = """

@@ -8,7 +8,7 @@
  * @typedef {{ id: string, state: string } & Record<string, any>} Run
  */
 
-const WORDS = ["name", "id", "model", "method", "strategy", "dataset", "notes", "failure"]; // and the tags
+const WORDS = ["name", "id", "model", "method", "strategy", "dataset", "notes", "failure", "mark"]; // and the tags
 const TOKEN = /(?:[^\s"]|"[^"]*"?)+/g;
 const TERM = /^([A-Za-z][A-Za-z0-9_]*)([:<>])(.*)$/s;
 const NUMBER = /^[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?$/;

@@ -143,7 +143,7 @@ function createRow(id, columns, selected, handlers) {
   const star = el("button.fp-runs-star", { type: "button", onclick: () => handlers.star(shown) });
   const menu = el("button.fp-icon", { type: "button", "aria-haspopup": "menu" }, "\u22ef");
   menu.addEventListener("click", () => handlers.menu(shown, menu));
-  const warning = el("span.fp-runs-warning", { hidden: true }, "Weights lost?");
+  const warning = el("span.fp-runs-warning", { hidden: true });
   let tags = tagList([]);
   const name = el("td", { "data-column": "name" }, el("div.fp-runs-name", {}, box, star, link, warning, tags));
   const cells = columns.map((column) => createCell(column));
@@ -167,7 +167,8 @@ function createRow(id, columns, selected, handlers) {
     shown = run;
     setText(link, run.name || id);
     link.title = run.sentence || "";
-    warning.hidden = !run.warning;
+    warning.hidden = !run.mark;
+    setText(warning, run.mark || "");
     warning.title = run.warning || "";
     box.setAttribute("aria-label", `Select ${run.name || id}`);
     menu.setAttribute("aria-label", `Actions for ${run.name || id}`);
