@@ -64,6 +64,10 @@ LAUNCHER_DIFFERENCES = {
     "program": "Footplate's trainer, which reads its options from spec.yaml",
 }
 LOG_FLAGS = {"log_dir": "the output of each rank is saved", "tee": "and copied to the run's log"}
+IN_FILE = (
+    "the processes of one node meet in a file that only this user can read, not in a TCP store that is open to all"
+)
+FILE_RENDEZVOUS = dict.fromkeys(("rdzv_backend", "rdzv_conf"), IN_FILE)
 DEEPSPEED_FLAGS = {
     "no_local_rank": "the trainer reads it from the environment",
     "log_level": "fewer log lines from the launcher",
@@ -73,7 +77,13 @@ COMMANDS = {
     "torchrun on one node": GuideCase(
         DDP,
         {"launcher": "torchrun", "standalone": "", "nnodes": "1", "nproc_per_node": "8", "program": "src/train.py"},
-        {**LAUNCHER_DIFFERENCES, **LOG_FLAGS, "nnodes": "--standalone means one node"},
+        {
+            **LAUNCHER_DIFFERENCES,
+            **LOG_FLAGS,
+            **FILE_RENDEZVOUS,
+            **dict.fromkeys(("standalone", "rdzv_id", "rdzv_endpoint", "local_addr"), IN_FILE),
+            "nnodes": "one node is the default",
+        },
     ),
     **{
         f"torchrun, node {rank} of two": GuideCase(
@@ -95,7 +105,7 @@ COMMANDS = {
     "accelerate on one node": GuideCase(
         {**DDP, "launch.launcher": "accelerate"},
         {"launcher": "accelerate launch", "config_file": "accelerate_singleNode_config.yaml", "program": "train.py"},
-        {**ACCELERATE_DIFFERENCES, "config_file": "the file next to the plan"},
+        {**ACCELERATE_DIFFERENCES, **FILE_RENDEZVOUS, "config_file": "the file next to the plan"},
     ),
     "accelerate, node 1 of two": GuideCase(
         {**TWO_NODES, "launch.launcher": "accelerate"},
@@ -118,7 +128,6 @@ COMMANDS = {
         {
             **LAUNCHER_DIFFERENCES,
             **DEEPSPEED_FLAGS,
-            "master_port": "deepspeed's default, written out: launch.master_port changes it",
             "hostfile": "/dev/null: deepspeed would read an existing /job/hostfile",
         },
     ),
@@ -236,7 +245,12 @@ ACCELERATE_CASES = {
     "one node": GuideCase(
         {**DDP, **FP16_ACCELERATE},
         ACCELERATE_FILE,
-        {**NO_TPU, **DEBUG_OFF, "main_process_port": "0 picks a free port, so that two runs do not collide"},
+        {
+            **NO_TPU,
+            **DEBUG_OFF,
+            "rdzv_backend": IN_FILE,
+            "main_process_port": "0 picks a free port, so that two runs do not collide",
+        },
     ),
     "two nodes": GuideCase(
         {**TWO_NODES, **FP16_ACCELERATE},

@@ -18,7 +18,7 @@ from backend.measured import MeasuredPeaks, measure
 from backend.preflight import build_case, preflight
 from backend.rules import examine
 from backend.rules.examples import LAPTOP, TWO_H100
-from backend.runs import SPEC, device_memory
+from backend.runs import SPEC, device_memory, files
 from webui.api.checking import form_values
 
 ONE_GPU = machines()["1x80gb"]
@@ -113,7 +113,12 @@ def test_host_memory_of_a_cpu_run(tmp_path):
         ),
         ({}, "OSError: [Errno 28] No space left on device: 'x'", {"save.total_limit": 1}),
         (
-            {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_port": 29555},
+            {
+                "parallel.strategy": "ddp",
+                "launch.rendezvous": "static",
+                "launch.master_port": 29555,
+                "launch.master_addr": "10.0.0.1",
+            },
             "torch.distributed.DistNetworkError: port: 29555 EADDRINUSE",
             {"launch.master_port": 0},
         ),
@@ -241,8 +246,8 @@ def test_few_files_are_read_in_a_folder_with_many_runs(tmp_path, monkeypatch):
         (tmp_path / f"2026-01-01_{number:06}_x").mkdir()
     report, peaks = preflight(TINY, LAPTOP, Path.cwd()), MeasuredPeaks(tmp_path)
     reads = []
-    original = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path, **options: reads.append(path) or original(path, **options))
+    original = files.read_text
+    monkeypatch.setattr(files, "read_text", lambda path, **options: reads.append(path) or original(path, **options))
     assert peaks.latest(report) is None and len(reads) == 400
     assert peaks.latest(report) is None and len(reads) == 400
 
