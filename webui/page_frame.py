@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from html import escape
 
-MACHINE = '<label class="fp-machine">Machine <select id="fp-machine" aria-label="Target machine"></select></label>'
+MACHINE = """<label class="fp-machine" title="The hardware that the options are checked for. A run can start only on \
+this machine or, with Run on, on a cluster; for other hardware it is planned and exported.">Machine
+    <select id="fp-machine" aria-label="Target machine"></select></label>"""
 HEADER = """
 <a class="fp-skip" id="fp-skip" href="{skip}">Skip to content</a>
 <header class="fp-top">

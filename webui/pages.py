@@ -57,6 +57,11 @@ PRESETS_AND_SEARCH = """
   </span>
   <input type="file" id="fp-import-file" accept=".yaml,.yml,.json" hidden>
 </div>
+<div class="fp-welcome" id="fp-welcome" role="note" hidden>
+  <p>Footplate fine-tunes language models: set the options here, read in the check report whether the run can start and
+    how much memory it needs, then start it. New here? Read <a href="help/getting-started">Getting started</a>.</p>
+  <button type="button" class="fp-icon" aria-label="Close this note" title="Close this note">&times;</button>
+</div>
 <div id="fp-preset-offer" role="status" hidden></div>
 <div class="fp-search" role="search">
   <input type="search" id="fp-search" placeholder="Search options, for example lora_alpha or ZeRO" autocomplete="off"
@@ -79,7 +84,8 @@ REPORT = """
     <p class="fp-status-examples" aria-live="off"></p>
     <button type="button" class="fp-button" id="fp-fix-all" hidden>Apply all fixes</button>
     <button type="button" class="fp-button" id="fp-try" hidden
-      title="Rehearse it: two steps on the longest examples, a crash, a resume, and the saved model">Try it</button>
+      title="A rehearsal, not the run: two steps on the longest examples, a crash, a resume and the saved model. \
+Start begins the training.">Try it</button>
     <button type="button" class="fp-start" id="fp-start" disabled>Start</button>
     <button type="button" class="fp-start" id="fp-export-plan" hidden disabled>Export</button>
   </section>

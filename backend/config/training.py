@@ -47,7 +47,8 @@ class Train(Section):
     ] = "cosine"
     """How the learning rate changes after warmup; cosine or linear is usual."""
     warmup_steps: Annotated[float, Field(ge=0), Ui("Warmup steps", when=read_by("warmup_steps"))] = 0.03
-    """Steps in which the learning rate rises to its peak; a value below 1 is a fraction of all steps. 0.03 is usual."""
+    """Steps in which the learning rate rises to its peak; a value below 1 is a fraction of all steps. 0.03, which is
+    usual, stands for 3% of all steps."""
     optim: Annotated[str, *one_of(registry.OPTIMIZERS), Ui("Optimizer")] = "adamw_torch"
     """Optimizer; its state takes much of the memory in full fine-tuning, and 8-bit or low-rank state is smaller. AdamW
     is usual."""

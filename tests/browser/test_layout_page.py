@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from playwright.sync_api import expect
@@ -152,3 +152,40 @@ def test_the_header_leads_from_each_page_to_the_others_in_this_tab(page, server,
     page.wait_for_selector("body[data-ready]")
     expect(page.locator("#logging-run_name input")).to_have_value("kept")
     page.locator("#fp-theme").click()
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_first_visit_says_what_footplate_is(page, server, width):
+    """A reload of the same tab keeps the note; it can be closed, and a later visit does not show it."""
+    opened(page, server, width)
+    note = page.get_by_role("note")
+    expect(note).to_contain_text("Footplate fine-tunes language models")
+    expect(note.get_by_role("link", name="Getting started")).to_have_attribute("href", "help/getting-started")
+    opened(page, server, width)
+    expect(note).to_be_visible()
+    later = page.context.new_page()
+    opened(later, server, width)
+    expect(later.locator("#fp-welcome")).to_be_hidden()
+    later.close()
+    note.get_by_role("button", name="Close this note").click()
+    expect(note).to_be_hidden()
+    opened(page, server, width)
+    expect(page.locator("#fp-welcome")).to_be_hidden()
+
+
+def test_figures_and_buttons_say_what_they_mean(page, server):
+    opened(page, server)
+    expect(page.locator("#fp-try")).to_have_attribute("title", re.compile("A rehearsal, not the run"))
+    expect(page.locator(".fp-machine")).to_have_attribute("title", re.compile("hardware that the options are checked"))
+    for text, meaning in (("Memory per", "Estimated peak of one"), ("Sent per step", "sends to other devices")):
+        heading = page.locator(".fp-strategy-head span", has_text=text)
+        expect(heading).to_have_attribute("title", re.compile(meaning))
+    columns = page.locator(".fp-column text")
+    expect(columns).to_have_text(["Process 0"])
+    page.goto(f"{server.url}?machine=2x8x80gb")
+    page.wait_for_selector("body[data-ready]")
+    page.locator("#fp-presets").select_option("two-nodes")
+    expect(columns).to_have_text([f"GPU {i}" for i in range(8)] * 2)
+    widths = "(all) => all.map((one) => [one.getBoundingClientRect().left, one.getBoundingClientRect().right])"
+    spans = columns.evaluate_all(widths)[:8]  # of one node
+    assert all(one[1] + 2 < other[0] for one, other in pairwise(spans)), spans

@@ -11,6 +11,7 @@ import { drawCheckFailed, script } from "./report.js";
 import { mountRun } from "./run.js";
 import { mountRuns } from "./runs.js";
 import { startSearch } from "./search.js";
+import { startWelcome } from "./welcome.js";
 
 const VIEWS = { build: "Build a run", run: "Run", runs: "Runs", compare: "Compare runs" };
 
@@ -81,6 +82,7 @@ async function start(description) {
   startForm(description);
   startSearch(description.search);
   startTheme();
+  startWelcome();
   void showLogout();
   on("edited", checkSoon);
   on("clone", (wanted) => cloneRun(wanted, showView).catch(notifyError));

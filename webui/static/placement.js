@@ -7,6 +7,7 @@ import { bytes, capitalized, countedMore } from "./format.js";
 const WIDTH = 440;
 const NODE_WIDTH = 52; // the label before the columns
 const GAP = 6;
+const CHARACTER = 7; // the width of one, with room between two names
 const MAX_COLUMN = 64;
 const MAX_NODES = 4;
 const MAX_DEVICES = 16; // of a node
@@ -98,6 +99,8 @@ function drawColumn(frame, rank, id, { x, y, width, height }) {
   const size = (amount) => (height * amount) / scale;
   const isOver = memory.capacity_bytes && memory.device_bytes > memory.capacity_bytes;
   const first = columns.length === 0;
+  const longName = `${capitalized(placement.noun)} ${id}`;
+  const name = longName.length * CHARACTER <= width + GAP ? longName : String(id);
   const label = `${deviceName(placement, rank)}: ${used(memory)}`;
   const node = svg("g", { class: "fp-column", tabindex: first ? 0 : -1, role: "img", "aria-label": label });
   node.append(svg("rect", { class: "fp-column-box", x, y, width, height, rx: 3 }));
@@ -109,7 +112,7 @@ function drawColumn(frame, rank, id, { x, y, width, height }) {
   if (isOver) node.append(line("fp-column-limit", x, y + height - size(memory.capacity_bytes), width));
   if (measured[rank]) node.append(line("fp-column-measured", x, y + height - size(measured[rank]), width));
   node.append(svg("rect", { class: "fp-column-frame", x, y, width, height, rx: 3 }));
-  node.append(svg("text", { x: x + width / 2, y: y + height + 14, "text-anchor": "middle" }, String(id)));
+  node.append(svg("text", { x: x + width / 2, y: y + height + 14, "text-anchor": "middle" }, name));
   columns.push({ node, rank });
   return node;
 }

@@ -8,6 +8,10 @@ import { bytes, num } from "./format.js";
 
 /** @type {Map<string, any>} lines by name; they stay in the page, so that the focus stays too */
 const lines = new Map();
+const HELP = {
+  host: "Estimated peak in the RAM of a node, of all its processes together",
+  sent: "Data that each device sends to other devices and exchanges with host RAM in an optimizer step",
+};
 let showsOthers = false;
 let latest = null;
 
@@ -28,7 +32,9 @@ export function drawStrategies(strategies, device) {
   const [[few, unit], [, unitOfMost]] = [bytes(least).split(" "), bytes(most).split(" ")];
   const from = unit === unitOfMost ? Math.round(Number(few)) : bytes(least);
   const range = least && least < most ? `${from} to ${bytes(most)}` : bytes(most);
-  setText($(".fp-strategy-memory", box), most ? `Memory per ${device}, of ${range}` : `Memory per ${device}`);
+  const memory = $(".fp-strategy-memory", box);
+  memory.title = memoryHelp(device, most && range, least < most);
+  setText(memory, most ? `Memory per ${device}, of ${range}` : `Memory per ${device}`);
   if (nodes.length !== list.children.length || nodes.some((node, i) => list.children[i] !== node)) {
     const focused = /** @type {HTMLElement} */ (document.activeElement);
     list.replaceChildren(...nodes);
@@ -44,6 +50,12 @@ export function drawStrategies(strategies, device) {
   others.setAttribute("aria-expanded", String(showsOthers));
 }
 
+/** @param {string} device @param {string | 0} range of the memory that is available @param {boolean} isShared */
+function memoryHelp(device, range, isShared) {
+  const why = isShared ? ", because a strategy that starts more processes on this machine leaves less for each" : "";
+  return `Estimated peak of one ${device}${range ? `. Available to each are ${range}${why}.` : "."}`;
+}
+
 function firstDraw(box) {
   const toggle = () => {
     showsOthers = !showsOthers;
@@ -56,8 +68,8 @@ function firstDraw(box) {
       { "aria-hidden": "true" },
       el("span", {}, "Strategy"),
       el("span.fp-strategy-memory"),
-      el("span.fp-n", {}, "Host RAM"),
-      el("span.fp-n", {}, "Sent per step"),
+      el("span.fp-n", { title: HELP.host }, "Host RAM"),
+      el("span.fp-n", { title: HELP.sent }, "Sent per step"),
     ),
     list,
     el("p.fp-strategy-best"),
