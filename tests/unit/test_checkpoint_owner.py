@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,11 @@ FILES = [(kind, name) for kind, names in KINDS.items() for name in names]
 
 @pytest.fixture(autouse=True)
 def others_can_reach_it(tmp_path: Path) -> None:
-    """pytest's folders have mode 0700, in which modes do not matter."""
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+    """pytest's folders have mode 0700, in which modes do not matter; with xdist there is one more."""
+    temporary = Path(tempfile.gettempdir())
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder == temporary:
+            return
         folder.chmod(0o755)
 
 
