@@ -78,7 +78,8 @@ def store_file() -> Path:
 
 
 def _run_folder() -> Path:
-    return Path(os.environ.get(FOLDER) or os.getcwd())
+    folder = Path(os.environ.get(FOLDER) or os.getcwd())
+    return folder if folder.is_dir() else Path.cwd()  # a node of a Ray job is marked by a file of the run's folder
 
 
 def _shared_key(store: Any, rank: int, world: int) -> bytes:

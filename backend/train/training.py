@@ -37,6 +37,7 @@ from backend.train import (
     universal_checkpoint,
     verify,
 )
+from backend.train.best_checkpoint import best_checkpoint_in
 from backend.train.callbacks import CheckpointCallback, EarlyStopping, ProgressCallback, preference_metrics
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
@@ -102,8 +103,7 @@ def train_in_phases(context: TrainContext) -> None:
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers
     if context.engine.preparation:
         run_log.start_phase("preparing engine", context.engine.preparation)
-    start = universal_checkpoint.convert_if_resized(context, trainer, _still_own(context, start))
-    trainer.train(resume_from_checkpoint=str(start) if start else None)
+    _train_from(context, trainer, start)
     device.synchronize(context.run.device)
     if checkpoint.stopped:
         run_log.info(f"Stopped after step {trainer.state.global_step}.")
@@ -212,6 +212,13 @@ def _start(context: TrainContext) -> Path | None:
 
     chosen: Path | None = context.group.share(context.first(choose))
     return chosen
+
+
+def _train_from(context: TrainContext, trainer: Any, start: Path | None) -> None:
+    """Train, after the checkpoint `start` if there is one."""
+    with best_checkpoint_in(start):
+        usable = universal_checkpoint.convert_if_resized(context, trainer, _still_own(context, start))
+        trainer.train(resume_from_checkpoint=str(usable) if usable else None)
 
 
 def _still_own(context: TrainContext, start: Path | None) -> Path | None:
