@@ -15,7 +15,6 @@ from backend.config.options import effective
 from backend.engines import engine_of
 from backend.memory import Fit, MemoryContext
 from backend.memory.communication import host_bytes, network_bytes
-from backend.memory.fit import worst
 from backend.rules import RULES, Case
 from backend.rules.base import Rule, amount
 from backend.rules.memory_remedies import (
@@ -92,7 +91,7 @@ class Variant:
     @property
     def fit(self) -> Fit:
         """Whether the run fits into the memory of its devices and into host RAM."""
-        return worst(self.case.estimate.fit, self.host_fit)
+        return self.case.estimate.fit_on_node(self.case.machine.ram_free_bytes)
 
     @property
     def fits(self) -> bool | None:

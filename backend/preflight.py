@@ -18,7 +18,6 @@ from backend.launch import clusters
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.memory import OVERHEAD, Estimate, Fit, MemoryContext
-from backend.memory.fit import worst
 from backend.memory.placement import placement
 from backend.modelspec import all_parameters, flops_per_token, trainable_parameters
 from backend.resolve import ResolvedRun, selected_gpus
@@ -56,7 +55,7 @@ class Report:
     @property
     def fit(self) -> Fit:
         """Whether the run fits into the memory of its devices and into host RAM."""
-        return worst(self.estimate.fit, self.estimate.host_fit(self.machine.ram_free_bytes))
+        return self.estimate.fit_on_node(self.machine.ram_free_bytes)
 
     @property
     def is_unchecked(self) -> bool:

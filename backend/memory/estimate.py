@@ -12,7 +12,7 @@ from backend.memory.activations import layer_activations
 from backend.memory.backends import UNKNOWN, backend_rows
 from backend.memory.context import MemoryContext, Row
 from backend.memory.disk import disk_rows
-from backend.memory.fit import Fit, fit_of
+from backend.memory.fit import Fit, fit_of, worst
 from backend.memory.host import LIBRARY_BYTES, host_rows
 from backend.memory.peaks import Peak, evaluation, generation, optimizer_step, step_moments
 from backend.memory.sharding import bucket_rows, parameter_rows, persistent_gathered_rows, reference_rows
@@ -108,6 +108,10 @@ class Estimate:
         if not self.capacity_bytes:
             return Fit.UNKNOWN
         return fit_of(self.host_bytes, self.host_bytes, ram_free_bytes)
+
+    def fit_on_node(self, ram_free_bytes: int) -> Fit:
+        """Whether the run fits into the memory of its devices and into `ram_free_bytes`, the free RAM of a node."""
+        return worst(self.fit, self.host_fit(ram_free_bytes))
 
     @property
     def fits(self) -> bool | None:
