@@ -110,7 +110,7 @@ def test_checkpoints_that_are_away_are_not_no_checkpoint(
 def test_skipped_optimizer_steps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any) -> None:
     """They are counted in metrics and result; a run that skipped all of them fails."""
     monkeypatch.chdir(tmp_path)
-    arguments, control = SimpleNamespace(device="cpu"), SimpleNamespace()
+    arguments, control = SimpleNamespace(device="cpu", load_best_model_at_end=False), SimpleNamespace()
     state = SimpleNamespace(global_step=0, max_steps=2, log_history=[], compute_steps=lambda *_: None)
     report = llamafactory_run.Report()
     report.on_train_begin(arguments, state, control)

@@ -9,10 +9,10 @@ import pwd
 from pathlib import Path
 
 import pytest
+from failed_runs import NOW
 
 from backend.runs import Plan, ownership
 from backend.runs.folder import Run, RunError
-from tests.conftest import NOW
 from webui import __main__ as entry
 from webui.login import SESSIONS, Login, Sessions, load_or_create_key
 
