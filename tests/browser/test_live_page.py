@@ -65,7 +65,7 @@ def test_only_the_state_is_read_out(server, page):
     """The sentence next to it changes every second."""
     page.goto(f"{server.url}/?tab=run&run={make(server).id}")
     expect(page.locator(".fp-run-title").get_by_role("status")).to_have_text("Stopped")
-    expect(page.locator(".fp-run-sentence")).to_contain_text("Resume")
+    expect(page.locator(".fp-run-sentence")).to_contain_text("Stopped at step")
 
 
 def test_alerts_marks_and_ranks(server, page):
@@ -152,7 +152,7 @@ def test_a_long_run_is_drawn_in_parts(server, page):
     found = []
     page.on("response", lambda response: "/series" in response.url and response.ok and found.append(response))
     page.goto(f"{server.url}/?tab=run&run={run.id}")
-    expect(page.locator(".fp-chart-text").first).to_contain_text("Latest 2 at step 100,000")
+    expect(page.locator(".fp-chart .fp-chart-text").first).to_contain_text("Latest 2 at step 100,000")
     expect(page.locator("#fp-run-page .fp-charts-bar")).to_contain_text("Drag across a chart to zoom")
     shares = [response.json()["read"] for response in found if response.status == 200]
     assert len(shares) > 1 and shares == sorted(shares) and shares[0] < 1 and shares[-1] == 1
