@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -52,18 +53,23 @@ class Stacks:
             if requested <= self._answered:
                 return
             temporary, target = self.path.with_suffix(".json.new"), self.path.with_suffix(".json")
-            temporary.write_text(json.dumps({"time": time.time(), "last": _last_collectives()}), encoding="utf-8")
+            last: dict[str, tuple[int, str, float]] = {}
+            try:
+                last = _last_collectives()
+            except Exception as error:  # torch's private interface must not end the heartbeat, which is what calls this
+                print(f"torch's record of collectives could not be read: {error!r}", file=sys.stderr, flush=True)
+            temporary.write_text(json.dumps({"time": time.time(), "last": last}), encoding="utf-8")
             temporary.replace(target)
             self._answered = requested
 
 
 def _last_collectives() -> dict[str, tuple[int, str, float]]:
     """Process group -> number, name and time (Unix seconds) of the collective that this rank entered last, from what
-    torch's Flight Recorder has of NCCL and of gloo."""
+    torch's Flight Recorder has of NCCL and of gloo. Before the first collective it has no "entries"."""
     found: dict[str, tuple[int, str, float]] = {}
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
-        for entry in json.loads(dump(includeCollectives=True, onlyActive=False))["entries"] if dump else ():
+        for entry in json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", ()) if dump else ():
             group, number = " ".join(entry["process_group"]), int(entry["collective_seq_id"])
             if number >= found.get(group, (0,))[0]:
                 collective = str(entry["profiling_name"]).rpartition(":")[2]

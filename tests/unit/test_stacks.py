@@ -17,6 +17,7 @@ import pytest
 
 from backend.runs import RUN_MARKER, STACKS, processes, stacks
 from backend.runs.stacks import Collective, RankStack
+from backend.train import stacks as train_stacks
 
 C10D = "/venv/lib/python3.13/site-packages/torch/distributed/distributed_c10d.py"
 WAITS = ((C10D, 3000, "all_reduce"), ("/venv/site-packages/torch/distributed/c10d_logger.py", 80, "wrapper"))
@@ -141,3 +142,13 @@ def test_stacks_of_processes(tmp_path: Path) -> None:
 def test_a_run_without_files() -> None:
     assert stacks.collect(Path("/nonexistent")) == []
     assert "have not loaded their libraries yet" in stacks.explain([])
+
+
+@pytest.mark.parametrize("recorded", ["{}", '{"entries": []}', "no JSON", '{"entries": [{}]}'])
+def test_collectives_are_written_whatever_torch_has_recorded(tmp_path, monkeypatch, recorded):
+    """Before the first collective there are no entries. An error would end the heartbeat."""
+    monkeypatch.setattr(train_stacks._distributed_c10d, "_dump_fr_trace_json", lambda **_: recorded)
+    mine = train_stacks.Stacks(tmp_path, 0)
+    mine.path.parent.mkdir()
+    mine.write_collectives()
+    assert json.loads(mine.path.with_suffix(".json").read_text())["last"] == {}
