@@ -8,5 +8,8 @@ Imported by nobody. `__main__` reads the plan and runs the rules (`verify`), `tr
 
 import logging
 
-# On every CPU bitsandbytes advertises an optional package as soon as peft imports it.
+# Every run would begin with what these libraries write when they are imported, and no user can change it: bitsandbytes
+# advertises an optional package, torchao has kernels for other devices, and calls a deprecated function of torch.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+logging.getLogger("torchao").addFilter(lambda record: not str(record.msg).startswith("Failed to load "))
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in str(record.msg))
