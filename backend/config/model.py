@@ -28,8 +28,8 @@ class Model(Section):
     path: Annotated[str, Ui("Model folder", when={"model.source": ("path",)})] = ""
     """Folder with config.json, weights and tokenizer, as written by save_pretrained."""
     hub_id: Annotated[str, Ui("Hub model ID", when={"model.source": ("hub",)})] = ""
-    """Model on the Hugging Face Hub, such as Qwen/Qwen3-8B. Gated models need hf auth login, or HF_TOKEN in
-    the environment of the server."""
+    """Model on the Hugging Face Hub, such as Qwen/Qwen3-8B. Gated models need a token: Hugging Face
+    token on the page, hf auth login, or HF_TOKEN in the environment of the server."""
     revision: Annotated[str, Ui("Revision", when={"model.source": ("hub",)})] = "main"
     """Branch, tag or commit of the Hub repository; set a commit to make the run reproducible."""
     trust_remote_code: Annotated[bool, Ui("Trust remote code", when={"model.source": ("path", "hub")})] = False

@@ -20,7 +20,8 @@ from backend.inspect.data_files import inspect_data_files
 from backend.inspect.disk import inspect_nvme_folder
 from backend.inspect.examples import inspect_examples, merge_facts, wait_for_examples
 from backend.inspect.facts import DataIssue, InputFacts
-from backend.inspect.hub_download import download_config
+from backend.inspect.hub_download import download_config, is_refused
+from backend.inspect.hub_token import TokenAnswer, check_token, store_token, token_state
 from backend.inspect.model_folder import inspect_model, wait_for_architecture
 from backend.inspect.other_trainer import inspect_trainer
 from backend.inspect.ports import inspect_port
@@ -30,11 +31,16 @@ __all__ = [
     "DataIssue",
     "InputFacts",
     "Show",
+    "TokenAnswer",
+    "check_token",
     "download_config",
     "inspect_inputs",
+    "is_refused",
     "no_show",
     "predecessor",
     "resolve_paths",
+    "store_token",
+    "token_state",
     "wait_for_worker",
 ]
 

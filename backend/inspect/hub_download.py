@@ -15,14 +15,18 @@ import sys
 from huggingface_hub import hf_hub_download
 hf_hub_download(sys.argv[1], "config.json", revision=sys.argv[2])
 """
-# Exceptions of huggingface_hub.errors -> reason. The first one that the traceback names counts.
+# Exceptions and messages of huggingface_hub.errors -> reason. The first one that the traceback names counts.
 REASONS = {
-    "GatedRepoError": "the model is gated: request access on its page, then run hf auth login",
-    "RepositoryNotFoundError": "the Hub has no model with this ID, or it is private: run hf auth login",
+    "GatedRepoError": "the model is gated: request access on its page, then set a Hugging Face token of that account",
+    "RepositoryNotFoundError": "the Hub has no model with this ID, or it is private: set a Hugging Face token of an "
+    "account that can read it",
+    "401 Unauthorized": "the Hub does not accept the Hugging Face token: it has expired or was revoked",
+    "403 Forbidden": "the Hugging Face token has no permission to read this model",
     "RevisionNotFoundError": "the model has no such revision (branch, tag or commit)",
     "EntryNotFoundError": "the repository has no config.json, so it is not a transformers model",
     "HFValidationError": "the ID is not valid: it must be organization/name or name",
 }
+REFUSALS = ("GatedRepoError", "RepositoryNotFoundError", "401 Unauthorized", "403 Forbidden")
 
 
 def download_config(hub_id: str, revision: str) -> str:
@@ -40,3 +44,8 @@ def download_config(hub_id: str, revision: str) -> str:
         (reason for name, reason in REASONS.items() if re.search(rf"\b{name}\b", done.stderr)),
         "the Hub cannot be reached",
     )
+
+
+def is_refused(reason: str) -> bool:
+    """Whether another Hugging Face token could help."""
+    return reason in {REASONS[name] for name in REFUSALS}

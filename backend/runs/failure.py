@@ -149,10 +149,11 @@ KNOWN_FAILURES = (
         anywhere=True,
     ),
     KnownFailure(
-        r"(?i)GatedRepoError|401 Client Error|403 Client Error",
+        r"(?i)GatedRepoError|40[13] Client Error|Client error '40[13] ",
         "The Hugging Face Hub denied access to this model or dataset.",
-        "Accept its terms on the Hub and run hf auth login, or start Footplate with HF_TOKEN in its environment; or "
-        "choose another model or dataset.",
+        "Accept its terms on the Hub, and store a Hugging Face token of that account: below model.hub_id on the page, "
+        "or with hf auth login. HF_TOKEN in the environment of Footplate takes precedence. Or choose another model or "
+        "dataset.",
         ("model.hub_id", "data.hub_id"),
     ),
     KnownFailure(

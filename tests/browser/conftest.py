@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from fake_hub import fake_hub
 from playwright.sync_api import expect, sync_playwright
 from served import CHROMIUM, FLAGS, TIMEOUT, new_context, serving
 
@@ -19,8 +20,15 @@ def server(tmp_path):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """One server for all tests of a file, which neither stop it nor count its runs: a start takes seconds."""
-    with serving(tmp_path_factory.mktemp("shared") / "runs") as started:
+    """One server for all tests of a file, which neither stop it nor count its runs: a start takes seconds. It has a
+    home of huggingface_hub and a Hub of its own."""
+    folder = tmp_path_factory.mktemp("shared")
+    with (
+        fake_hub() as address,
+        serving(
+            folder / "runs", HF_HOME=str(folder / "hf"), HF_ENDPOINT=address, HF_TOKEN="", HF_HUB_OFFLINE="0"
+        ) as started,
+    ):
         yield started
 
 

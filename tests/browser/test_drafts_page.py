@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from fake_hub import BAD, GOOD
 from playwright.sync_api import expect
 from served import new_context
 
@@ -139,6 +140,45 @@ def test_secrets_are_not_kept_in_the_browser(context, shared):
     page.evaluate("() => footplate.edited('logging.run_name', 'mine')")
     kept = page.evaluate("() => JSON.stringify({ ...localStorage })")
     assert "mine" in kept and "hf_secret" not in kept
+
+
+def test_a_hugging_face_token_is_tested_and_stored(context, shared):
+    """A refused download opens the field. What is typed is in one request, and nowhere in the page after that."""
+    page = opened(context, shared.url)
+    token = page.locator("#fp-hub-token")
+    expect(token).to_be_hidden()
+    page.locator("#model-source").get_by_text("Hugging Face Hub", exact=True).click()
+    fill(page, "model.hub_id", "big/gated")
+    expect(token).to_be_visible()
+    expect(token.get_by_label("Hugging Face token")).to_be_hidden()
+    page.get_by_role("button", name="Download the model's config.json").click()
+    expect(token).to_contain_text("need a token; none is stored")
+    field, answer = token.get_by_label("Hugging Face token"), token.get_by_role("status")
+    expect(field).to_be_focused()
+    for typed, model, text in (
+        (BAD, "big/gated", "is not accepted by the Hub"),
+        (GOOD, "big/gated", "has no access to big/gated. Request access on the model's page"),
+        (GOOD, "ada/open", "belongs to the account ada, which has access to ada/open"),
+    ):
+        fill(page, "model.hub_id", model)
+        field.fill(typed)
+        token.get_by_role("button", name="Test").click()
+        expect(answer).to_contain_text(text)
+    field.press("Enter")
+    expect(answer).to_contain_text("Stored. This token is valid")
+    expect(field).to_have_value("")
+    stored = shared.runs.parent / "hf" / "token"
+    assert stored.read_text() == GOOD and stored.stat().st_mode & 0o777 == 0o600
+    expect(token).to_contain_text(f"Runs use the token that is stored in {stored}")
+    token.get_by_role("button", name="Test").click()
+    expect(answer).to_contain_text("The stored token is valid")
+    everything = page.evaluate(
+        "() => document.documentElement.outerHTML + JSON.stringify([{ ...localStorage }, { ...sessionStorage },"
+        " footplate.values()]) + [...document.querySelectorAll('input')].map((input) => input.value).join()"
+    )
+    assert GOOD not in everything and BAD not in everything
+    page.locator("#fp-versions").click()
+    assert "hf_" not in page.locator("dialog.fp-versions").inner_text()
 
 
 def test_the_name_follows_the_model_until_it_is_typed(context, shared):

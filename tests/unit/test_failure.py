@@ -178,6 +178,7 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
         ("KeyError: 'messages'", "key 'messages' was not found", "data.format"),
         ("PermissionError: [Errno 13] Permission denied: '/data/x.jsonl'", "no permission to access /data/x.jsonl", ""),
         ("huggingface_hub.errors.GatedRepoError: 401 Client Error", "denied access", "model.hub_id"),
+        ("HfHubHTTPError: Client error '401 Unauthorized' for url 'https://...'", "denied access", "model.hub_id"),
         ("OSError: We couldn't connect to 'https://huggingface.co' to load", "could not be reached", "model.source"),
         ("RuntimeError: No CUDA GPUs are available", "is not available", "launch.device"),
         ("backend.train.data.DataError: Row 7 has no text.", "Row 7 has no text.", ""),

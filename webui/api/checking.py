@@ -13,7 +13,7 @@ from typing import Any
 from backend.config import RunSpec, consent, importers, presets, variables
 from backend.config.foreign import Imported
 from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
-from backend.inspect import download_config
+from backend.inspect import download_config, is_refused
 from backend.launch.plan import ABOUT
 from backend.machine import Machine, describe
 from backend.preflight import Report, build_case, estimate_json, preflight
@@ -159,7 +159,7 @@ def export_yaml(body: ValuesRequest) -> dict[str, Any]:
 def download_model_config(body: ModelRequest) -> dict[str, str]:
     """Download the config.json of a model on the Hub, which the memory estimate needs."""
     if error := download_config(body.id, body.revision):
-        raise ApiError(502, f"{body.id}: {error}.", field="model.hub_id")
+        raise ApiError(502, f"{body.id}: {error}.", field="model.hub_id", refused=is_refused(error))
     return {"id": body.id}
 
 

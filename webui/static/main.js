@@ -6,6 +6,7 @@ import { mountCompareRuns } from "./compare_runs.js";
 import { $, address, closeDialogs, copy, dismissNotifications, emit, notify, notifyError, on, setText } from "./dom.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
 import { isDark, setDark, stopLoadingTimer } from "./gradio.js";
+import { mountHubToken } from "./hub_token.js";
 import { showLogout } from "./logout.js";
 import { drawCheckFailed, script } from "./report.js";
 import { mountRun } from "./run.js";
@@ -91,6 +92,7 @@ async function start(description) {
     showView("build");
   });
   addBuildEvents(showView);
+  mountHubToken();
   $("#fp-skip").addEventListener("click", skipToContent);
   $("#fp-copy-script").addEventListener("click", () => copy(script(), "Script"));
   document.addEventListener("click", linkClicked);

@@ -96,7 +96,10 @@ function downloadButton(model) {
   async function start() {
     button.disabled = true;
     button.textContent = "Downloading config.json";
-    await post("api/config", model).catch(notifyError);
+    await post("api/config", model).catch((error) => {
+      notifyError(error);
+      if (error.data?.refused) emit("hub-refused");
+    });
     emit("edited");
   }
   return button;
