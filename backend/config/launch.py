@@ -38,8 +38,9 @@ class Launch(Section):
     """Place, launcher, devices, nodes and environment."""
 
     place: Annotated[Literal["local", "slurm", "ray", "kubernetes"], Ui("Run on", choices=PLACES)] = "local"
-    """Where the processes run: on this machine, and on others that you start by hand, or as a job of a Slurm, Ray
-    or Kubernetes cluster. Machine, in the header of the page, is the hardware that the options are checked for."""
+    """Where the processes run: on this machine (with several nodes, you run the command on each), or as a job of a
+    Slurm, Ray or Kubernetes cluster. Machine, in the header of the page, is the hardware that the options are checked
+    for."""
     trainer: Annotated[Literal["footplate", "llamafactory"], Ui("Trainer", choices=TRAINERS)] = "footplate"
     """Program that trains: Footplate's own, on transformers and TRL, or LLaMA-Factory in an environment of yours."""
     launcher: Annotated[Literal["torchrun", "accelerate", "deepspeed", "python"], Ui("Launcher", when=LOCAL)] = (

@@ -139,8 +139,8 @@ class Train(Section):
     use_liger_kernel: Annotated[bool, Ui("Liger kernels")] = False
     """Fused Triton kernels for norms, rotary embeddings and MLPs: less memory and faster on GPUs."""
     use_unsloth: Annotated[bool, Ui("Unsloth", when={**NEXT_TOKEN, "method.kind": ("lora", "full")})] = False
-    """Loads and patches the model with Unsloth: less memory and faster, with a single process, DDP or ZeRO-0 to
-    2."""
+    """Loads and patches the model with Unsloth, which is faster and uses less memory; it works with a single process,
+    DDP or ZeRO-0 to 2."""
     torch_compile: Annotated[bool, Ui("torch.compile", when={"parallel.strategy": ("single", "ddp")})] = False
     """Compiles the model: faster steps on GPUs after a first step that takes minutes."""
     dataloader_num_workers: Annotated[int, Field(ge=0, le=256), Ui("DataLoader workers")] = 0

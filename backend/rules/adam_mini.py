@@ -29,7 +29,7 @@ STACKED = replace(TINY, layer=(*TINY.layer, EXPERTS))
 def adam_mini_indivisible_weights(case: Case) -> str | None:
     """Adam-mini keeps one second moment for each attention head of query and key weights, and for each row of other
     matrices. It cannot divide the stacked experts of a mixture, convolutions, and query or key weights whose size is
-    not a multiple of an attention head; the first step fails."""
+    not a multiple of the attention head dimension; the first step fails."""
     row, shape = registry.OPTIMIZERS[case.spec.train.optim], case.shape
     if row.state_layout != "per_head" or shape is None or case.spec.method.kind == "lora":
         return None

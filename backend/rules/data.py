@@ -540,11 +540,11 @@ def packing_without_isolation(case: Case) -> str | None:
     "DAT021",
     "error",
     fields=("data.packing",),
-    title="Packing needs packages that are not installed for this architecture",
+    title="Packing with this architecture needs packages that are not installed",
     source="transformers 5.23 integrations/hub_kernels.py: a function can't keep packed sequences apart without "
     "causal_conv1d, mamba_ssm or flash-linear-attention",
     fixes=(NO_PACKING,),
-    manual_fix="Install what is missing; these packages need a CUDA GPU.",
+    manual_fix="Install the missing packages; they need a CUDA GPU.",
     fails_on=Example(PACKED, facts=replace(MAMBA, model_type="qwen3_next")),
     passes_on=Example(
         PACKED,

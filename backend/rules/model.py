@@ -11,7 +11,7 @@ from backend.rules.examples import DEMO, LOCAL_MODEL, SMOL
 
 CHECKPOINTING = {"train.activation_checkpointing": True}
 JETMOE = replace(SMOL, architecture="JetMoeForCausalLM", supports_activation_checkpointing=False)
-BUILTIN_MODEL = Fix("Use the built-in model", {"model.source": "builtin"}, safe=False, cost="another, small model")
+BUILTIN_MODEL = Fix("Use the built-in model", {"model.source": "builtin"}, safe=False, cost="a different, small model")
 
 
 @rule(
@@ -360,12 +360,12 @@ def remote_code(case: Case) -> str | None:
     passes_on=Example(LOCAL_MODEL),
 )
 def model_code_without_consent(case: Case) -> str | None:
-    """transformers builds a model whose architecture it does not have from the Python files of the model repository,
+    """If transformers does not include an architecture, it builds the model from Python files of the model repository,
     and only with trust_remote_code. Without it, the run ends when it loads the model."""
     model, kind = case.spec.model, case.facts.model_type
     if model.source == "builtin" or model.trust_remote_code or not case.facts.needs_remote_code:
         return None
     return (
-        f"transformers has no architecture {kind}: config.json names Python code of the model for it (auto_map), and "
-        "model.trust_remote_code is off."
+        f"transformers does not include {f'the architecture {kind}' if kind else 'the architecture of this model'}. "
+        "config.json refers to Python code of the model repository (auto_map), and model.trust_remote_code is off."
     )

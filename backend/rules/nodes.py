@@ -138,7 +138,7 @@ def master_port_in_use(case: Case) -> Violation | None:
     "NOD016",
     "warning",
     fields=("launch.rendezvous",),
-    title="Whoever reaches the elastic rendezvous can run programs as you",
+    title="The elastic rendezvous lets whoever reaches its port run code",
     source="torch 2.13 elastic/rendezvous/dynamic_rendezvous.py: unpickles what is in the TCPStore, which has no "
     "authentication and listens on all interfaces",
     fixes=(STATIC,),
@@ -169,7 +169,7 @@ def elastic_rendezvous_open(case: Case) -> str | None:
 )
 def store_open(case: Case) -> str | None:
     """The ranks of several nodes find each other through torch's TCPStore on node 0. Objects that ranks send to each
-    other are signed, so no program can be smuggled in, but addresses and tensors are not protected."""
+    other are signed, so nobody else can run code through them, but addresses and tensors are not protected."""
     if case.run.nnodes == 1 or case.spec.launch.rendezvous == "elastic":
         return None
     return (

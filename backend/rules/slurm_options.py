@@ -70,7 +70,7 @@ def _open_mode(case: Case, value: str) -> str:
 
 def _export(case: Case, value: str) -> str:
     if value.split(",")[0].upper() == "ALL":
-        return "Slurm keeps the whole environment of the submission, secrets among it; use launch.env"
+        return "Slurm would store the whole environment of Footplate with the job, secrets included; use launch.env"
     return "the job loses HOME, PATH and the variables that the run sets; use launch.env"
 
 
@@ -147,13 +147,13 @@ def _option_patch(option: SbatchOption) -> dict[str, object]:
 
 
 def _fixes(case: Case, options: list[SbatchOption]) -> tuple[Fix, ...]:
-    """Use the options of Footplate where there are, and remove what has none."""
+    """Move the values to Footplate's options where there are, and remove what has none."""
     removed = _removed(case, options)
     patch = dict(removed)
     for option in options:
         patch |= _option_patch(option)
-    moved = (Fix("Use the options of Footplate", patch, safe=False),) if patch != removed else ()
-    return (*moved, Fix("Remove these sbatch options", removed, safe=False, cost="without what they request"))
+    moved = (Fix("Move these values to Footplate's own options", patch, safe=False),) if patch != removed else ()
+    return (*moved, Fix("Remove these sbatch options", removed, safe=False, cost="the job no longer has what they set"))
 
 
 @rule(
@@ -203,7 +203,7 @@ def _replaced(case: Case) -> list[tuple[SbatchOption, str]]:
     "CLU007",
     "warning",
     fields=(EXTRA,),
-    title="Extra sbatch options replace options",
+    title="slurm.extra replaces other Slurm options",
     source="sbatch(1): a later #SBATCH line replaces an earlier one",
     fails_on=Example({**SLURM_SPEC, EXTRA: ("--time=1:00:00",)}),
     passes_on=Example({**SLURM_SPEC, "slurm.time_limit": "1:00:00", EXTRA: ("--time=1:00:00",)}),

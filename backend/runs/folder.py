@@ -459,7 +459,7 @@ class Run:
 
     def _sentence_of_deletion(self) -> str:
         if problem := deletion.problem(self.path):
-            return f"Not completely deleted: {problem} Make that possible, then delete the run again."
+            return f"The run is only partly deleted: {problem} Remove what prevents it, then delete the run again."
         if processes.is_locked(self.path):
             return "Being deleted."
         return "Deleting was interrupted. Delete the run again; the page also does so when its server starts."

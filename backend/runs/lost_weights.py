@@ -86,7 +86,7 @@ def _loaded_best_model(run: Run) -> tuple[str, str] | None:
         return None
     return (
         "loaded its best model at the end",
-        f"Use checkpoint-{lowest[1]} in its place if it still exists, or train again.",
+        f"Use checkpoint-{lowest[1]} instead of the saved model if that checkpoint still exists, or train again.",
     )
 
 

@@ -87,7 +87,7 @@ def folder() -> Path:
         message = f"The queue folder belongs to another user; set {FOLDER} to a folder that you own"
         raise PermissionError(1, message, str(found))
     if why := ownership.exposure(found, (os.getuid(), ownership.own_uid(found))):
-        message = f"The queue folder {why}; run chmod go-w, or set {FOLDER} to another folder"
+        message = f"The queue folder {why}; run chmod go-w on it, or set {FOLDER} to a folder of your own"
         raise PermissionError(1, message, str(found))
     return found
 
@@ -271,8 +271,8 @@ def _holder(lease: int) -> str:
     pid, uid = _locked_by(status)
     if uid is not None and uid != os.getuid():
         return (
-            f"The process {pid} of {ownership.user_name(uid)} (to ignore the leases of other users, set {FOLDER} to "
-            "a folder of your own)"
+            f"The process {pid} of {ownership.user_name(uid)} (to start without waiting for runs of other users, set "
+            f"{FOLDER} to a folder of your own)"
         )
     text = os.pread(lease, 400, 0).decode(errors="replace").strip() if status.st_uid == os.getuid() else ""
     return printable(text) or "A run of another user"

@@ -63,7 +63,7 @@ def _meet(
     store.set_timeout(timeout)
     _sign_objects(_shared_key(store, rank, world))
     yield store, rank, world
-    raise RuntimeError("The ranks cannot meet a second time.")
+    raise RuntimeError("env:// was used for a second process group; the ranks of one start can rendezvous only once.")
 
 
 def store_file() -> Path:

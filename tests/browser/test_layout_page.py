@@ -177,7 +177,7 @@ def test_figures_and_buttons_say_what_they_mean(page, server):
     opened(page, server)
     expect(page.locator("#fp-try")).to_have_attribute("title", re.compile("A rehearsal, not the run"))
     expect(page.locator(".fp-machine")).to_have_attribute("title", re.compile("hardware that the options are checked"))
-    for text, meaning in (("Memory per", "Estimated peak of one"), ("Sent per step", "sends to other devices")):
+    for text, meaning in (("Memory per", "Estimated peak memory of one"), ("Sent per step", "sends to other devices")):
         heading = page.locator(".fp-strategy-head span", has_text=text)
         expect(heading).to_have_attribute("title", re.compile(meaning))
     columns = page.locator(".fp-column text")

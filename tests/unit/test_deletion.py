@@ -94,7 +94,7 @@ def test_what_cannot_be_deleted_is_named_and_tried_again(run: Run, tmp_path: Pat
         assert not (run.path / "model").exists(), "everything else is deleted"
         assert run.state == "deleting"
         sentence = run.summary()["sentence"]
-        assert "Not completely deleted: checkpoints/checkpoint-3/weights cannot be deleted (Permission den" in sentence
+        assert "only partly deleted: checkpoints/checkpoint-3/weights cannot be deleted (Permission den" in sentence
         finish_deletions(run.path.parent)
         assert [found.id for found in runs(run.path.parent)] == [run.id]
     finally:

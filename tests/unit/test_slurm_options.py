@@ -75,7 +75,7 @@ def test_removing_options_keeps_the_others() -> None:
         ("--open-mode=truncate", "deletes the log"),
         ("--chdir=/tmp", "in the folder that it is submitted from"),
         ("-D /tmp", "in the folder that it is submitted from"),
-        ("--export=ALL", "secrets among it"),
+        ("--export=ALL", "secrets included"),
         ("--export=NONE", "loses HOME, PATH"),
         ("--export-file=env", "replaced by those of a file"),
         ("--signal=USR1@60", "no SIGTERM before the time limit"),

@@ -318,7 +318,7 @@ async function importFile(event) {
 
 /** Applies the values of an imported file that can run code. @param {string} file @param {any} consent */
 function consentButton(file, consent) {
-  const apply = () => form.setValues(consent, { undo: `What can run code was applied from ${file}.` });
+  const apply = () => form.setValues(consent, { undo: `Settings of ${file} that can run code applied.` });
   return el("button.fp-link", { type: "button", onclick: apply }, "Apply what can run code");
 }
 

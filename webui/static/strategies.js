@@ -53,7 +53,7 @@ export function drawStrategies(strategies, device) {
 /** @param {string} device @param {string | 0} range of the memory that is available @param {boolean} isShared */
 function memoryHelp(device, range, isShared) {
   const why = isShared ? ", because a strategy that starts more processes on this machine leaves less for each" : "";
-  return `Estimated peak of one ${device}${range ? `. Available to each are ${range}${why}.` : "."}`;
+  return `Estimated peak memory of one ${device}.${range ? ` Each has ${range} available${why}.` : ""}`;
 }
 
 function firstDraw(box) {

@@ -50,7 +50,7 @@ async function showVersions() {
   const close = () => dialog.close();
   const use = ({ edited, values }) => {
     close();
-    form.setValues(values, { undo: `The form has its earlier values (${dateTime(edited)}).` });
+    form.setValues(values, { undo: `Values of ${dateTime(edited)} restored.` });
   };
   const item = (version) =>
     el(

@@ -30,8 +30,8 @@ def _problems(case: Case) -> tuple[dict[str, str], dict[str, str]]:
 )
 def invalid_deepspeed_keys(case: Case) -> Violation | None:
     """DeepSpeed's own classes validate its configuration at the start of the run, after the model is loaded: an unknown
-    key or a value out of range ends the run with a ValidationError. Elsewhere it uses values unchecked, for example the
-    text "false" as true."""
+    key or a value out of range ends the run with a ValidationError. It does not check other keys: the text "false"
+    counts as true there."""
     refused, _ = _problems(case)
     if not refused:
         return None

@@ -164,15 +164,15 @@ def sequence_parallel_attention(case: Case) -> str | None:
 )
 def sequence_parallel_architecture(case: Case) -> str | None:
     """DeepSpeed-Ulysses divides each sequence among the ranks and exchanges tokens only around transformers' attention
-    function. State-space layers, linear attention, convolutions, position embeddings without position IDs and other
-    attention masks would see a rank's own tokens only, so the model would silently compute another loss, or the run
-    fails."""
+    function. State-space layers, linear attention and convolutions would process a rank's own tokens only; position
+    embeddings without position IDs and custom attention masks would be wrong. The loss would silently be incorrect, or
+    the run would fail."""
     kinds = case.model_types
     if case.run.sequence_parallel_size == 1 or not kinds or kinds & registry.SEQUENCE_PARALLEL_TYPES:
         return None
     return (
-        f"{case.spec.model.name} has the model type {names(sorted(kinds))}. With sequence parallelism, its layers "
-        "would not see the tokens of the other ranks, or the run would fail."
+        f"{case.spec.model.name} has the model type {names(sorted(kinds))}. With sequence parallelism, some of its "
+        "layers would process only the tokens of their own rank: an incorrect loss, or an error."
     )
 
 
@@ -188,7 +188,7 @@ def sequence_parallel_architecture(case: Case) -> str | None:
 )
 def sequence_parallel_sliding_window(case: Case) -> Violation | None:
     """SDPA gets a sliding window as an attention mask, and DeepSpeed-Ulysses drops masks. The sliding-window layers
-    would attend to all earlier tokens: the model would silently train with another attention than it was made for."""
+    would attend to all earlier tokens: the model would silently train with full attention."""
     shape, length, attention = case.shape, case.spec.data.max_length, case.spec.model.attn_implementation
     if case.run.sequence_parallel_size == 1 or shape is None or not shape.has_sliding_window:
         return None
@@ -199,8 +199,8 @@ def sequence_parallel_sliding_window(case: Case) -> Violation | None:
     if shape.sliding_window:
         label = f"Set max_length to {shape.sliding_window:,}"
         fixes.append(Fix(label, {"data.max_length": shape.sliding_window}, safe=False, cost="shorter examples"))
-    message = f"The sliding window has {window}, and data.max_length is {length:,} tokens."
-    return Violation(f"{message} FlashAttention applies the window itself.", tuple(fixes))
+    message = f"The model's sliding window has {window}, and data.max_length is {length:,} tokens."
+    return Violation(f"{message} Only FlashAttention, which needs a GPU, would keep to the window.", tuple(fixes))
 
 
 @rule(
