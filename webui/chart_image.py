@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from backend.runs.events import RESUMED, SAVED
-from webui.run_image import DIM, EVAL, INK, TRAIN, encode, mark_best, style_axes
+from webui.run_image import DIM, EVAL, INK, TRAIN, drawable, encode, mark_best, style_axes
 
 INCHES, DPI = (8.0, 4.0), 150
 PALE = "#abc1f2"
@@ -70,14 +70,16 @@ def draw(
 ) -> bytes:
     """The chart `key` of the run `name`. `found`: what Curves.series returns for the range; `events`: what all_events
     returns; `kind`: png or svg."""
-    chart, steps = CHARTS[key], step_range(found, events, view)
+    chart, steps = CHARTS[key], drawable(step_range(found, events, view))
+    found = {**found, "series": _drawable(found["series"]), "means": _drawable(found["means"])}
+    events = [{**event, "step": drawable([event["step"]])[0]} for event in events]
     figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white", layout="constrained")
     axes = figure.subplots()
     # parse_math off: dollar signs in a name are not TeX.
     figure.suptitle(f"{chart.title}: {name}", color=INK, weight="bold", fontsize=11, parse_math=False)
     _curves(axes, key, found, view.weight)
     if (point := best_of(chart, found)) and steps[0] <= point[0] <= steps[1]:
-        mark_best(axes, *point)
+        mark_best(axes, *drawable(point))
     if chart.log and view.log:
         axes.set_yscale("log", nonpositive="mask")
     if not axes.has_data():
@@ -89,6 +91,10 @@ def draw(
     axes.set_xlabel("step", color=DIM)
     style_axes(axes)
     return encode(figure, kind)
+
+
+def _drawable(lines: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: {"x": drawable(line["x"]), "y": drawable(line["y"])} for key, line in lines.items()}
 
 
 def step_range(found: Mapping[str, Any], events: Sequence[Mapping[str, Any]], view: View) -> tuple[float, float]:

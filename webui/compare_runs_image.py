@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from webui.run_image import DIM, INK, MIN_POINTS_TO_SMOOTH, smoothed, style_axes
+from webui.run_image import DIM, INK, MIN_POINTS_TO_SMOOTH, drawable, smoothed, style_axes
 
 INCHES, DPI = (10.0, 7.5), 150
 # As --fp-run-1 to 20 in compare_runs.css.
@@ -45,7 +45,7 @@ def draw(runs: Sequence[tuple[str, Series]], axis: str) -> bytes:
             for key, style in ((metric, "-"), (validation, "--")):
                 if key not in series:
                     continue
-                x, y = [scale * value for value in series[key]["x"]], list(series[key]["y"])
+                x, y = [scale * value for value in drawable(series[key]["x"])], drawable(series[key]["y"])
                 many = key == metric != "learning_rate" and len(y) >= MIN_POINTS_TO_SMOOTH
                 line = axes.plot(x, smoothed(y) if many else y, style, color=color, linewidth=1.3, markersize=3)[0]
                 handles.setdefault(f"{number} {name}", line)

@@ -29,6 +29,7 @@ MAX_MEANS = 400
 BLOCK = 2**20  # bytes that are read at once
 END_BYTES = 64  # of what was read, kept to notice a replaced file
 MAX = sys.float_info.max
+LIMIT = 1e300  # what is larger counts as this, so that sums and differences are finite
 NUMBERS = {int, float}
 
 
@@ -246,7 +247,7 @@ class Curves:
         together: list[Point] = []
         for point in points:
             step: Any = point.get("step")
-            if type(step) not in NUMBERS or not -MAX <= step <= MAX:
+            if type(step) not in NUMBERS or not -LIMIT <= step <= LIMIT:
                 continue
             if steps and ("event" in point or step < steps[-1]):
                 self._add_together(np.array(steps, float), together)
@@ -294,7 +295,7 @@ def numbers(key: str, steps: np.ndarray, points: Sequence[Point]) -> tuple[np.nd
     if not (set(map(type, values)) <= NUMBERS and min(values) >= -MAX and max(values) <= MAX):
         kept = [i for i, v in enumerate(values) if type(v) in NUMBERS and -MAX <= v <= MAX]
         steps, values = steps[kept], [values[i] for i in kept]
-    return steps, np.array(values, float)
+    return steps, np.array(values, float).clip(-LIMIT, LIMIT)
 
 
 def _seconds(point: Point) -> float:

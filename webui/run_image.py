@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -29,6 +29,7 @@ PREFERENCE = (("reward_margin", "reward margin"), ("reward_accuracy", "reward ac
 MAX_POINTS = 5000
 MAX_LINE_LENGTH = 130
 MIN_POINTS_TO_SMOOTH = 20
+LIMIT = 1e300  # what is larger is drawn here: the width of an axis and sums of values must be finite too
 
 
 def draw(
@@ -94,7 +95,12 @@ def column(points: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], 
     pairs = [(point["step"], point[key]) for point in points if isinstance(point.get(key), int | float)]
     every = -(-len(pairs) // MAX_POINTS) or 1
     kept = pairs[::every] + ([pairs[-1]] if pairs and (len(pairs) - 1) % every else [])
-    return [step for step, _ in kept], [value for _, value in kept]
+    return drawable(step for step, _ in kept), drawable(value for _, value in kept)
+
+
+def drawable(values: Iterable[float]) -> list[float]:
+    """Steps or values, from -LIMIT to LIMIT, as floats: numpy cannot compute with integers of more than 64 bits."""
+    return [float(max(-LIMIT, min(LIMIT, value))) for value in values]
 
 
 def smoothed(values: Sequence[float]) -> list[float]:

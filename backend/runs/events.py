@@ -1,17 +1,16 @@
 """events.jsonl: what happened to a run while it trained, one JSON object per line, appended by rank 0.
 
-Imports runs, health. An event has `kind`, `step`, `time` (Unix seconds) and `text`. Kinds are SAVED, RESUMED and those
-of health.py.
+Imports runs, health, json_values. An event has `kind`, `step`, `time` (Unix seconds) and `text`. Kinds are SAVED,
+RESUMED and those of health.py.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from backend.runs import EVENTS, files, health
+from backend.runs import EVENTS, files, health, json_values
 
 SAVED, RESUMED = "saved", "resumed"
 MAX_BYTES = 1_000_000  # of the end of the file that is read
@@ -60,9 +59,9 @@ def since(folder: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
 
 def _event(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        found = json_values.parse(line.decode("utf-8", "replace"))
         return {"kind": str(found["kind"]), "step": int(found["step"]), "text": str(found.get("text", ""))} | {
             "time": float(found.get("time", 0))
         }
-    except (ValueError, KeyError, TypeError):  # cut off by a crash, or written by someone else
+    except (ValueError, KeyError, TypeError, OverflowError):  # cut off by a crash, or written by someone else
         return None

@@ -6,14 +6,13 @@ the log, in which `--tee=3` puts `[defaultN]:` before the lines of a rank.
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backend.runs import ERROR, LOG, RANK, RANK_LOGS, SEPARATOR, device_memory, files
+from backend.runs import ERROR, LOG, RANK, RANK_LOGS, SEPARATOR, device_memory, files, json_values
 
 LOG_BYTES = 512 * 1024  # the end of the log that is searched
 MAX_MESSAGE = 400  # characters
@@ -332,7 +331,7 @@ def _error(path: Path) -> tuple[int, str]:
     """The modification time and the traceback of an error file; (0, '') if it cannot be read."""
     try:
         when = path.stat().st_mtime_ns
-        message = json.loads(files.read_text(path, errors="replace"))["message"]
+        message = json_values.read(path, errors="replace")["message"]
         text = str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message)
         return when, _clip_lines(text[-LOG_BYTES:])
     except (OSError, ValueError, KeyError, TypeError):

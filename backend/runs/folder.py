@@ -51,6 +51,7 @@ from backend.runs import (  # fmt: skip
     deletion,
     files,
     follower,
+    json_values,
     ownership,
     processes,
     replace_text,
@@ -569,7 +570,7 @@ class Run:
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            value = json.loads(self._text(name) or "{}")
+            value = json_values.parse(self._text(name) or "{}")
         except ValueError:
             return {}
         return value if isinstance(value, dict) else {}
@@ -621,6 +622,13 @@ def _is_run(path: Path) -> bool:
         return True  # shown as damaged
 
 
+def _has_plan(path: Path) -> bool:
+    try:
+        return (path / PLAN).is_file()
+    except PermissionError:
+        return True  # `ownership.problem` says so
+
+
 def damage(error: Exception) -> str:
     """What is wrong with a run whose files cannot be read, as a sentence."""
     if isinstance(error, OSError):
@@ -633,7 +641,7 @@ def damage(error: Exception) -> str:
 def find(root: Path, name: str) -> Run:
     """The run with this id. Raises RunError, also for a name that leads out of `root`, and for a run that is not this
     user's."""
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) and (root / name / PLAN).is_file():
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) and _has_plan(root / name):
         if why := ownership.problem(root / name):
             raise RunError(why)
         return Run(root / name)

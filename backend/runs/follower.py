@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import JOB, LOCK, STATE, STOP, SUPERVISOR, files, replace_text
+from backend.runs import JOB, LOCK, STATE, STOP, SUPERVISOR, files, json_values, replace_text
 
 POLL = "FOOTPLATE_CLUSTER_SECONDS"  # environment variable: between two requests to the cluster
 POLL_SECONDS = float(os.environ.get(POLL, "5"))
@@ -86,7 +86,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(files.read_text(path))
+        found = json_values.read(path)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -94,8 +94,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def stop_request(folder: Path) -> str | None:
     """The text of the stop file; None without one."""
+    return _request(folder / STOP)
+
+
+def _request(path: Path) -> str | None:
     try:
-        return files.read_text(folder / STOP, errors="replace")
+        return files.read_text(path, errors="replace")
     except OSError:
         return None
 
@@ -112,7 +116,7 @@ def withdraw_interruption(folder: Path, interruption: str) -> None:
         (folder / STOP).rename(aside)
     except FileNotFoundError:
         return
-    if not is_interruption(aside.read_text(encoding="utf-8", errors="replace"), interruption):
+    if not is_interruption(_request(aside), interruption):
         with contextlib.suppress(FileExistsError):  # a newer request
             (folder / STOP).hardlink_to(aside)
     aside.unlink()

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from backend.runs import KUBERNETES_JOB, KUBERNETES_NODES, PLAN
+from backend.runs import KUBERNETES_JOB, KUBERNETES_NODES, PLAN, files
 from backend.runs.follower import (
     DONE,
     FAILED,
@@ -74,7 +74,7 @@ class Api:
         try:
             if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
                 config.load_incluster_config(client_configuration=configuration)
-                self.namespace = OWN_NAMESPACE.read_text(encoding="utf-8").strip()
+                self.namespace = files.read_text(OWN_NAMESPACE.resolve()).strip()  # a link to the current version
             else:
                 config.load_kube_config(kubeconfig(), client_configuration=configuration)
                 current = config.list_kube_config_contexts(kubeconfig())[1]
@@ -242,8 +242,8 @@ class Kubernetes(Cluster):
 
     def submit(self, arguments: Sequence[str]) -> str:
         """Create the objects of kubernetes.yaml. The Service belongs to the Job, and is deleted with it."""
-        text = (self.folder / KUBERNETES_JOB).read_text(encoding="utf-8")
-        name = job_name(json.loads((self.folder / PLAN).read_text(encoding="utf-8"))["name"])
+        text = files.read_text(self.folder / KUBERNETES_JOB)
+        name = job_name(json.loads(files.read_text(self.folder / PLAN))["name"])
         place = self.folder.resolve()
         job, *others = filled(text, name, str(place), arguments)
         if not any(place.is_relative_to(path) for path in _mounts(job)):

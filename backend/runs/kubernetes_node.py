@@ -1,9 +1,9 @@
 """The processes of a run in one pod of a Kubernetes job: the pod's first process.
 
-Imports backend.runs, runs.processes, runs.follower, runs.kubernetes, runs.log_writer. Kubernetes replaces pods one by
-one, but a training starts and fails as a whole: so the pods agree on attempts through files in the run's folder, which
-all of them share. The first pod that knows that an attempt has ended creates a file, and the others then end theirs.
-The replaced pods meet in the next attempt, on another port.
+Imports backend.runs, runs.files, runs.processes, runs.follower, runs.kubernetes, runs.log_writer. Kubernetes replaces
+pods one by one, but a training starts and fails as a whole: so the pods agree on attempts through files in the run's
+folder, which all of them share. The first pod that knows that an attempt has ended creates a file, and the others then
+end theirs. The replaced pods meet in the next attempt, on another port.
 
 SIGTERM, from an eviction or a drained node, becomes a stop request: all ranks save a checkpoint and end, and all pods
 come back. On a shared file system, lines that several machines append can overwrite each other, so only the first node
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from backend.runs import ERROR, ERROR_FILE, KUBERNETES_NODES, LOG, RUN_MARKER, SPEC, STOP, processes
+from backend.runs import ERROR, ERROR_FILE, KUBERNETES_NODES, LOG, RUN_MARKER, SPEC, STOP, files, processes
 from backend.runs.follower import withdraw_interruption
 from backend.runs.kubernetes import ATTEMPTS, INTERRUPTED, JOB, is_interrupted
 from backend.runs.log_writer import Log
@@ -47,7 +47,7 @@ class Node:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.marker = self.folder / f"node-{rank}"
         self.evicted = False
-        self.log = Log(os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
+        self.log = Log(files.open_regular(LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
         self.copied: dict[Path, int] = {}  # bytes of the other nodes' output that are in the log
         signal.signal(signal.SIGTERM, self._request_stop)
 
@@ -63,7 +63,7 @@ class Node:
         ended = [int(file.name.rpartition("-")[2]) for file in self.folder.glob("ended-*")]
         attempt = max([-1, *ended]) + 1
         if self.marker.exists():  # this node's earlier pod
-            before = int(self.marker.read_text(encoding="utf-8"))
+            before = int(files.read_text(self.marker))
             if before >= attempt:  # which was killed before it recorded the end
                 self.end_attempt(before, BROKEN)
             attempt = max(attempt, before + 1)
@@ -77,19 +77,19 @@ class Node:
             with file.open("x", encoding="utf-8") as new:
                 new.write(how)
         except FileExistsError:
-            return file.read_text(encoding="utf-8") or how
+            return files.read_text(file) or how
         return how
 
     def has_ended(self, attempt: int) -> str:
         """How another pod has seen the attempt end; '' before."""
         try:
-            return (self.folder / f"ended-{attempt}").read_text(encoding="utf-8")
+            return files.read_text(self.folder / f"ended-{attempt}")
         except OSError:
             return ""
 
     def failures(self) -> int:
         """Attempts that have failed."""
-        return sum(file.read_text(encoding="utf-8") == BROKEN for file in self.folder.glob("ended-*"))
+        return sum(files.read_text(file) == BROKEN for file in self.folder.glob("ended-*"))
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Node:
 
     def _write_output(self, output: IO[bytes], attempt: int) -> None:
         """To kubectl logs, and to the log or this node's file."""
-        with self._output_file(attempt).open("ab") if self.rank else contextlib.nullcontext() as file:
+        with files.open_to_append(self._output_file(attempt)) if self.rank else contextlib.nullcontext() as file:
             log = Log(file.fileno()) if file else self.log
             for line in output:
                 log.add(line)
@@ -167,7 +167,7 @@ class Node:
         """Append the full lines that the other nodes have written since the last time to the log."""
         for file in sorted(self.folder.glob(f"output-*-{attempt}")):
             at = self.copied.get(file, 0)
-            with file.open("rb") as source:
+            with files.open_to_read(file) as source:
                 source.seek(at)
                 new = source.read()
             new = new[: new.rfind(b"\n") + 1]
@@ -177,8 +177,8 @@ class Node:
     def _copy_last_output(self, attempt: int) -> None:
         """Also what the other nodes write while they end."""
         until = time.monotonic() + LOG_SECONDS
-        files = [self._output_file(attempt, rank) for rank in range(1, int(os.environ["PET_NNODES"]))]
-        while any(file.exists() and not file.with_suffix(".end").exists() for file in files):
+        others = [self._output_file(attempt, rank) for rank in range(1, int(os.environ["PET_NNODES"]))]
+        while any(file.exists() and not file.with_suffix(".end").exists() for file in others):
             if time.monotonic() > until:
                 break
             time.sleep(POLL_SECONDS)

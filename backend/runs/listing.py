@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import LOCK, PLAN, STATE, marks, notebook, ownership, processes, replace_text, validation
+from backend.runs import LOCK, PLAN, STATE, files, marks, notebook, ownership, processes, replace_text, validation
 from backend.runs.folder import UNREADABLE, Run, damage
 
 Row = dict[str, Any]
@@ -241,7 +241,7 @@ def _stamp(path: str) -> int | None:
 
 def _load_index(root: Path) -> dict[str, tuple[int, Row]]:
     """Name -> stamp and row, as `_save_index` wrote them; empty if another user or another version wrote the file."""
-    with contextlib.suppress(*UNREADABLE), open(os.open(root / INDEX, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+    with contextlib.suppress(*UNREADABLE), files.open_to_read(root / INDEX) as file:
         if os.fstat(file.fileno()).st_uid == ownership.own_uid(root):
             kept = json.load(file)
             if kept["code"] == _code():
@@ -263,6 +263,6 @@ def _save_index(root: Path, entries: Mapping[str, Entry]) -> None:
 
 def _code() -> str:
     """Changes with the code that computes rows."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    statuses = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    modules = sorted(Path(__file__).parent.glob("*.py"))
+    statuses = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in modules]
     return hashlib.blake2s(repr(statuses).encode(), digest_size=8).hexdigest()

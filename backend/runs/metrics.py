@@ -1,7 +1,7 @@
 """Incremental reading of the log and the metrics of a run while they grow.
 
-Imports runs.files. Offsets are in bytes, so that each reader gets every line once. Both files are only
-appended to; an incomplete last line is not returned until it is complete.
+Imports runs.files, runs.json_values. Offsets are in bytes, so that each reader gets every line once. Both files are
+only appended to; an incomplete last line is not returned until it is complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import accumulate, chain, takewhile
 from pathlib import Path
 from typing import Any
 
-from backend.runs import files
+from backend.runs import files, json_values
 
 TAIL_BYTES = 64 * 1024
 SINCE_BYTES = 256 * 1024
@@ -315,11 +315,12 @@ def to_csv(points: Sequence[Point]) -> str:
 def parse(lines: Iterable[bytes]) -> list[Point]:
     """The JSON objects among the lines; NaN and infinity become None."""
     texts = [line.decode("utf-8", "replace") for line in lines]
+    together = f"[{','.join(texts)}]"
     try:
-        found = DECODER.decode(f"[{','.join(texts)}]")  # decoding all lines at once is three times as fast
+        found = DECODER.decode(together)  # decoding all lines at once is three times as fast
     except ValueError:
         found = [point for text in texts if (point := _point(text)) is not None]
-    return [point for point in found if isinstance(point, dict)]
+    return [point for point in json_values.replace_surrogates(found, together) if isinstance(point, dict)]
 
 
 def _point(text: str) -> Any:

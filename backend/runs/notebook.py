@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import ANNOTATIONS, files, replace_text
+from backend.runs import ANNOTATIONS, json_values, replace_text
 
 TAG = re.compile(r"[\w+./][\w+./-]*")  # no spaces, quotes or colons, so that `tag:NAME` finds it
 MAX_TAG, MAX_TAGS, MAX_NOTES = 40, 20, 4000
@@ -41,7 +41,7 @@ class Annotations:
 def read(folder: Path) -> Annotations:
     """The annotations of a run; none if the file is missing or damaged, since no run must be lost because of them."""
     try:
-        found = json.loads(files.read_text(folder / ANNOTATIONS))
+        found = json_values.read(folder / ANNOTATIONS)
         tags = tuple(sorted({tag for tag in found.get("tags", ()) if isinstance(tag, str) and _is_tag(tag)}))
         notes, starred, archived = (found.get(name) for name in ("notes", "starred", "archived"))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):

@@ -37,8 +37,13 @@ def problem(folder: Path) -> str:
                 if entry.is_symlink() and entry.name not in MAY_BE_LINKS:
                     return f"{entry.name} in the run folder {folder.name} is a symbolic link: remove it."
     except OSError as error:
-        return f"The run {folder.name} cannot be read: {error.strerror}."
+        return f"The run {folder.name} cannot be read: {error.strerror}.{access_help(folder, error)}"
     return ""
+
+
+def access_help(folder: Path, error: OSError) -> str:
+    """How to get access to a folder without permissions, as a sentence after a space; '' for other errors."""
+    return f" Run `chmod u+rwx {folder}` to get access." if isinstance(error, PermissionError) else ""
 
 
 def folder_problem(folder: Path) -> str:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from backend.runs import ownership, processes, replace_text
+from backend.runs import files, json_values, ownership, processes, replace_text
 from backend.runs.folder import ALIVE, Run, RunError
 
 FOLDER = "FOOTPLATE_QUEUE"  # environment variable
@@ -414,8 +414,8 @@ def _holder_sentence(mutex: int) -> str:
 def _read() -> list[Entry]:
     """The order as written; empty if there is none or it is damaged. Entries that are no runs are left out."""
     try:
-        found = json.loads((folder() / ORDER).read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
+        found = json_values.read(folder() / ORDER)
+    except (FileNotFoundError, files.IrregularFile, ValueError, RecursionError):
         return []
     return [entry for each in (found if isinstance(found, list) else ()) if (entry := _entry(each))]
 

@@ -22,7 +22,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from backend.runs import RAY_DRIVER, RAY_JOB, RAY_NODES, RAY_STATUS
+from backend.runs import RAY_DRIVER, RAY_JOB, RAY_NODES, RAY_STATUS, files
 from backend.runs.follower import DONE, FAILED, STOPPED, Cluster, ClusterError, Job, follow
 
 ADDRESS = "RAY_API_SERVER_ADDRESS"
@@ -48,7 +48,7 @@ def token(environment: Mapping[str, str] = os.environ) -> str:
         return found.strip()
     path = Path(environment.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return files.read_text(path.resolve()).strip()  # a Kubernetes secret is a link
     except (OSError, ValueError):
         return ""
 
@@ -101,7 +101,7 @@ class Ray(Cluster):
     def submit(self, arguments: Sequence[str]) -> str:
         """Submit the run's driver. The id is chosen here, so that a job is found although the response was lost."""
         job = f"footplate-{secrets.token_hex(4)}"
-        settings = json.loads((self.folder / RAY_JOB).read_text(encoding="utf-8"))
+        settings = json.loads(files.read_text(self.folder / RAY_JOB))
         place = self.folder.resolve()
         words = (settings["ray_python"], str(place / RAY_DRIVER), str(place), job, *arguments)
         variables = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
@@ -144,7 +144,7 @@ class Ray(Cluster):
         until = time.monotonic() + NODE_SECONDS
         while left := sorted(self.folder.joinpath(RAY_NODES).glob("*")):
             if time.monotonic() > until:
-                hosts = ", ".join(file.read_text(errors="replace").strip() for file in left)
+                hosts = ", ".join(_host(file) for file in left)
                 return f"Ray's nodes {hosts} have not reported that the processes of the run ended."
             time.sleep(0.2)
         return ""
@@ -152,10 +152,18 @@ class Ray(Cluster):
     def _driver(self, job: str) -> dict[str, Any]:
         """What the driver of this job has written; empty before it has started."""
         try:
-            found = json.loads((self.folder / RAY_STATUS).read_text(encoding="utf-8"))
+            found = json.loads(files.read_text(self.folder / RAY_STATUS))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) and found.get("job") == job else {}
+
+
+def _host(marker: Path) -> str:
+    """The host name in the file of a node; the name of the file if that cannot be read, or was just deleted."""
+    try:
+        return files.read_text(marker, errors="replace").strip()
+    except OSError:
+        return marker.name
 
 
 def _message(about: Mapping[str, Any]) -> str:

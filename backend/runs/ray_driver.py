@@ -234,7 +234,7 @@ class Driver:
 def main() -> int:
     """Arguments: the run's folder, the id of the job, further arguments of the trainer."""
     os.chdir(sys.argv[1])
-    log = os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    log = os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o600)  # as files.SAFE
     for stream in (1, 2):
         os.dup2(log, stream)
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")

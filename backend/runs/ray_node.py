@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from backend.runs import ERROR, ERROR_FILE, RAY_JOB, RAY_NODES, RUN_MARKER, processes, start_env
+from backend.runs import ERROR, ERROR_FILE, RAY_JOB, RAY_NODES, RUN_MARKER, files, processes, start_env
 from backend.runs.folder import Run
 
 POLL_SECONDS = 0.2
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     plan = Run(folder).plan()
     env = start_env(os.environ, plan.defaults, plan.env)
     env |= {RUN_MARKER: str(marker), ERROR_FILE: str(folder / ERROR)}
-    command = [*json.loads((folder / RAY_JOB).read_text(encoding="utf-8"))["command"], *arguments[1:]]
+    command = [*json.loads(files.read_text(folder / RAY_JOB))["command"], *arguments[1:]]
     launcher = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
     while (status := launcher.poll()) is None:
         if select.select([sys.stdin], [], [], POLL_SECONDS)[0]:  # closed: nothing is written to it

@@ -31,6 +31,7 @@ from backend.runs import (
     STOP,
     Plan,
     files,
+    json_values,
     processes,
     replace_text,
     start_env,
@@ -119,7 +120,7 @@ class Rehearsal:
         `text`, the failure, and the peak memory next to its estimate, in bytes."""
         alive = processes.is_locked(self.path)
         with contextlib.suppress(OSError, ValueError):
-            found = dict(json.loads(files.read_text(self.path / OUTCOME)))
+            found = dict(json_values.read(self.path / OUTCOME))
             return found if alive or found["state"] != "running" else {**found, "state": "lost"}
         return self._status("running" if alive else "lost")
 
@@ -132,7 +133,7 @@ class Rehearsal:
 
     def _about(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads(files.read_text(self.path / ABOUT)))
+            return dict(json_values.read(self.path / ABOUT))
         return {}
 
     def _status(self, state: str) -> dict[str, Any]:
@@ -200,7 +201,7 @@ def recorded(run: Run) -> list[dict[str, Any]]:
     lines = []
     with contextlib.suppress(OSError, ValueError):
         for line in files.read_text(run.path / REHEARSED).splitlines():
-            lines.append(json.loads(line))
+            lines.append(json_values.parse(line))
     return lines
 
 
@@ -288,7 +289,7 @@ class Driver:
         plan = json.loads(files.read_text(run.path / PLAN))
         environment = {**start_env(os.environ, plan["defaults"], plan["env"]), RUN_MARKER: str(self.rehearsal.path)}
         command = [plan["argv"][0], "-m", "backend.train.warm_server", str(self.rehearsal.path), str(os.getpid())]
-        with contextlib.suppress(OSError), (self.rehearsal.path / LOG).open("ab") as log:
+        with contextlib.suppress(OSError), files.open_to_append(self.rehearsal.path / LOG) as log:
             self.warm_server = subprocess.Popen(
                 command, cwd=PACKAGES, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
@@ -297,9 +298,10 @@ class Driver:
         return (self.rehearsal.path / STOP).exists()
 
     def _keep_log(self) -> None:
-        with contextlib.suppress(OSError), (self.rehearsal.path / LOG).open("ab") as log:
-            for path in (run.path / LOG for run in self.rehearsal.runs().values()):
-                log.write(files.read_bytes(path) if path.exists() else b"")
+        with contextlib.suppress(OSError), files.open_to_append(self.rehearsal.path / LOG) as log:
+            for run in self.rehearsal.runs().values():
+                with contextlib.suppress(OSError):
+                    log.write(files.read_bytes(run.path / LOG))
 
 
 def _failure(rehearsal: Rehearsal, part: str, run: Run) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from backend.paths import cache_folder
-from backend.runs import JOB_SCRIPT
+from backend.runs import JOB_SCRIPT, files
 from backend.runs.follower import DONE, FAILED, POLL_SECONDS, STOPPED, Cluster, ClusterError, Job, follow
 
 COMMAND_SECONDS = 30  # Slurm's commands retry for 10 to 20 seconds if the controller does not respond
@@ -93,7 +93,7 @@ def jobs(max_age: float = POLL_SECONDS) -> dict[str, Job]:
     """All jobs of this user that Slurm knows, by id; at most `max_age` seconds old. Raises ClusterError."""
     place = cache_folder(os.environ) / SNAPSHOT
     place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("a+", encoding="utf-8") as file:
+    with open(files.open_regular(place, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         with contextlib.suppress(ValueError, TypeError):

@@ -8,7 +8,6 @@ heartbeat thread writes the recorded collectives.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backend.runs import STACKS, files, processes
+from backend.runs import STACKS, files, json_values, processes
 
 SECONDS = 8.0  # to wait for the ranks' files; a heartbeat thread looks for requests at least every five seconds
 REQUEST = "request"  # in STACKS: its modification time is that of the last request
@@ -135,7 +134,7 @@ def _read(rank: int, path: Path, condition: str) -> RankStack:
 def _collectives(path: Path) -> tuple[float, dict[str, Collective]]:
     """When the rank wrote them, and process group -> the collective that it entered last."""
     try:
-        kept = json.loads(_text(path))
+        kept = json_values.parse(_text(path))
         return float(kept["time"]), {group: Collective(*values) for group, values in kept["last"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return 0.0, {}

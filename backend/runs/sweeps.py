@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import SWEEP, files, request_stop, validation
+from backend.runs import SWEEP, json_values, request_stop, validation
 from backend.runs.folder import Run, RunError
 
 
@@ -44,7 +44,7 @@ class Member:
 def member(folder: Path) -> Member | None:
     """The part of this run in a sweep; None if it belongs to none."""
     try:
-        return Member(**json.loads(files.read_text(folder / SWEEP)))
+        return Member(**json_values.read(folder / SWEEP))
     except (OSError, ValueError, TypeError):
         return None
 

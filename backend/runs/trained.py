@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from backend.runs import CHECKPOINTS, MODEL
+from backend.runs import CHECKPOINTS, MODEL, json_values
 from backend.runs.folder import Run
 
 ADAPTER, CONFIG, TOKENIZER = "adapter_config.json", "config.json", "tokenizer_config.json"
@@ -65,7 +65,7 @@ def _described(folder: Path, step: int | None, changed: int) -> TrainedModel | N
         names = {path.name for path in folder.iterdir()}
         if not names.intersection(WEIGHTS) or TOKENIZER not in names:
             return None
-        config = json.loads((folder / (ADAPTER if ADAPTER in names else CONFIG)).read_text(encoding="utf-8"))
+        config = json_values.read(folder / (ADAPTER if ADAPTER in names else CONFIG))
         size = sum(path.stat().st_size for path in _files(folder))
         base = str(config.get("base_model_name_or_path") or "") if ADAPTER in names else ""
         code = _code(folder, config, ADAPTER in names)
@@ -95,7 +95,7 @@ def _code(folder: Path, config: dict[str, Any], is_adapter: bool) -> str:
 def _has_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").exists():
         return True
-    return bool(json.loads((folder / TOKENIZER).read_text(encoding="utf-8")).get("chat_template"))
+    return bool(json_values.read(folder / TOKENIZER).get("chat_template"))
 
 
 CODE = """\

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from backend.config import RunSpec
 from backend.resolve import ResolvedRun
-from backend.runs import LOCK, REHEARSAL, REHEARSED
+from backend.runs import LOCK, REHEARSAL, REHEARSED, files
 from backend.train import device
 from backend.train.context import TrainContext
 
@@ -70,8 +70,8 @@ class RehearsalCallback(TrainerCallback):
         device.synchronize(self.context.run.device)
         now, peak = time.time(), device.peak_bytes(self.context.run.device)
         line = {"phase": phase, "seconds": round(now - self.since, 3), "time": now, "peak_bytes": peak}
-        with (self.context.folder / REHEARSED).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with files.open_to_append(self.context.folder / REHEARSED) as file:
+            file.write(json.dumps(line).encode() + b"\n")
         self.since = time.time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -17,22 +17,34 @@ from backend.__main__ import main
 from backend.machine import Machine
 from backend.runs import (
     DELETING,
+    KUBERNETES_JOB,
     LOCK,
     LOG,
     METRICS,
     PLAN,
     PROGRESS,
+    RAY_JOB,
+    RAY_NODES,
+    RAY_STATUS,
     RESULT,
     SPEC,
     STATE,
+    STOP,
     SUPERVISOR,
     Plan,
+    follower,
+    queue,
+    ray,
+    rehearsals,
     resume_point,
+    slurm,
     stacks,
+    trained,
 )
 from backend.runs import folder as folder_module
 from backend.runs.folder import Run, RunError, runs
-from backend.runs.listing import RunList
+from backend.runs.kubernetes import Kubernetes
+from backend.runs.listing import INDEX, RunList
 
 
 def content(name: str, text: str | bytes) -> Callable[[Path], object]:
@@ -129,6 +141,36 @@ def test_a_folder_without_permissions_is_listed(tmp_path: Path) -> None:
         os.seteuid(0)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_folder_without_permissions_is_named_by_every_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, each request for such a run was an internal error."""
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    root = tmp_path / "runs"
+    closed = make(root, "closed")
+    monkeypatch.setenv(queue.FOLDER, str(tmp_path / "queue"))
+    (tmp_path / "queue").mkdir(mode=0o700)
+    for path in (root, tmp_path / "queue", closed.path, *closed.path.iterdir()):
+        os.chown(path, 65534, 65534)
+    closed.path.chmod(0)
+    os.seteuid(65534)
+    try:
+        with client(root, detect_machine=lambda _: Machine()) as api:
+            assert [row["state"] for row in api.get("/api/runs").json()["runs"]] == ["damaged"]
+            answers = [api.get(f"/api/runs/{closed.id}{path}") for path in ENDPOINTS]
+            answers += [api.post(f"/api/runs/{closed.id}/{act}", json={}) for act in ("stop", "resume", "cleanup")]
+            answers.append(api.delete(f"/api/runs/{closed.id}"))
+        for command in ("show", "logs", "metrics", "stop", "resume"):
+            assert main([command, closed.id, "--runs", str(root)]) == 2
+    finally:
+        os.seteuid(0)
+    sentence = f"The run {closed.id} cannot be read: Permission denied. Run `chmod u+rwx {closed.path}` to get access."
+    assert {(found.status_code, found.json()["error"]) for found in answers} == {(404, sentence)}
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize("end", ["paused", 5, ["done"], None])
 def test_an_end_that_the_supervisor_never_writes_is_none(tmp_path: Path, end: object) -> None:
     run = make(tmp_path, "one")
@@ -199,3 +241,74 @@ def test_a_pipe_as_log_does_not_block_a_start(tmp_path: Path) -> None:
     os.mkfifo(broken.path / LOG)
     with pytest.raises(RunError, match=r"The run folder cannot be used: .*Not a regular file"):
         broken.start()
+
+
+def test_a_metrics_file_that_is_a_folder_fails_no_request(tmp_path: Path) -> None:
+    broken = make(tmp_path / "runs", "broken")
+    BREAKAGES["metrics is a folder"](broken.path)
+    with client(tmp_path / "runs", detect_machine=lambda _: Machine()) as api:
+        for path in (*ENDPOINTS, "/charts/loss.png"):
+            assert api.get(f"/api/runs/{broken.id}{path}").status_code in (200, 204, 404, 409), path
+
+
+def test_pipes_among_the_files_of_clusters_hang_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that nobody writes into: reading one would wait forever."""
+    for name in (RAY_JOB, RAY_STATUS, KUBERNETES_JOB, STOP, "token", "cache/" + slurm.SNAPSHOT):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    (tmp_path / RAY_NODES).mkdir()
+    os.mkfifo(tmp_path / RAY_NODES / "0")
+    monkeypatch.setattr(ray, "NODE_SECONDS", 0.0)
+    monkeypatch.setattr(slurm, "cache_folder", lambda _: tmp_path / "cache")
+    assert ray.token({ray.TOKEN_PATH: str(tmp_path / "token")}) == ""
+    cluster = ray.Ray(tmp_path)
+    assert cluster._driver("footplate-1") == {}
+    assert "Ray's nodes 0 have not reported" in cluster.wait_for_processes()
+    for work in (lambda: cluster.submit(()), lambda: Kubernetes(tmp_path).submit(()), slurm.jobs):
+        with pytest.raises(OSError, match="Not a regular file"):
+            work()
+    follower.withdraw_interruption(tmp_path, "interrupted")
+    assert (tmp_path / STOP).is_fifo()  # not a cluster's request
+
+
+def test_a_token_that_is_a_link_is_read(tmp_path: Path) -> None:
+    """As in a pod, where the files of a secret are links."""
+    (tmp_path / "..data").write_text("secret\n")
+    (tmp_path / "token").symlink_to("..data")
+    assert ray.token({ray.TOKEN_PATH: str(tmp_path / "token")}) == "secret"
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "tokenizer_config.json"])
+def test_a_pipe_in_a_trained_model_hangs_nothing(tmp_path: Path, name: str) -> None:
+    run = make(tmp_path, "one")
+    (run.path / RESULT).write_text(json.dumps({"model": "model"}))
+    (run.path / "model").mkdir()
+    for file in ("model.safetensors", "config.json", "tokenizer_config.json"):
+        (run.path / "model" / file).write_text("{}")
+    assert trained.find(run)
+    (run.path / "model" / name).unlink(missing_ok=True)
+    os.mkfifo(run.path / "model" / name)
+    assert trained.find(run) is None
+
+
+def test_a_pipe_as_log_of_a_rehearsal_hangs_nothing(tmp_path: Path) -> None:
+    """Neither as the rehearsal's own log nor as that of one of its runs, whose other logs are kept."""
+    plans = {name: Plan(("true",), files={SPEC: ""}) for name in ("shrink", "train", "load")}
+    made = rehearsals.Rehearsal.create(tmp_path / "rehearsals" / "1", "one", plans, {})
+    driver, logs = rehearsals.Driver(made), [run.path / LOG for run in made.runs().values()]
+    os.mkfifo(logs[0])
+    logs[1].write_text("training\n")
+    os.mkfifo(made.path / LOG)
+    driver._keep_log()
+    (made.path / LOG).unlink()
+    driver._keep_log()
+    assert (made.path / LOG).read_text() == "training\n"
+
+
+def test_a_pipe_as_index_or_queue_hangs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path / "runs", "one")
+    os.mkfifo(tmp_path / "runs" / INDEX)
+    assert [row["id"] for row in RunList(tmp_path / "runs").all()] == [run.id]
+    monkeypatch.setenv(queue.FOLDER, str(tmp_path / "queue"))
+    os.mkfifo(queue.folder() / queue.ORDER)
+    assert queue.entries() == []

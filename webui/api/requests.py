@@ -28,6 +28,7 @@ from starlette.responses import Response
 from backend.config.options import SpecError
 from backend.runs.files import IrregularFile
 from backend.runs.folder import RunError, damage
+from backend.runs.json_values import as_unicode
 from webui.api.app_state import AppState
 from webui.drafts import DraftError
 
@@ -69,8 +70,8 @@ def json(value: Any, status: int = 200) -> Response:
     """`value` as JSON. NaN and infinity become null."""
     try:
         text = orjson.dumps(value)
-    except TypeError:  # an integer of more than 64 bits, such as the bytes of an absurd model
-        text = orjson.dumps(_in_64_bits(value))
+    except TypeError:  # an integer of more than 64 bits, such as the bytes of an absurd model; a lone surrogate
+        text = orjson.dumps(as_unicode(_in_64_bits(value)))
     return Response(text, status, media_type="application/json", headers={"cache-control": "no-store"})
 
 

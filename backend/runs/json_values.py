@@ -1,0 +1,40 @@
+"""JSON in the files of a run, with text that can be shown.
+
+Imports runs.files. JSON can have half of a UTF-16 pair as an escape ("\\ud800"), which Python accepts, and which no
+UTF-8 text, no terminal, no font and no strict JSON writer does: one in a run's name would hide the whole list of runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from backend.runs import files
+
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read(path: Path, errors: str = "strict") -> Any:
+    """The value in a regular file. Raises OSError, ValueError."""
+    return parse(files.read_text(path, errors))
+
+
+def parse(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError."""
+    return replace_surrogates(json.loads(text), text)
+
+
+def replace_surrogates(value: Any, text: str) -> Any:
+    """The `value` of the JSON `text` with U+FFFD for lone surrogates."""
+    return as_unicode(value) if SURROGATE.search(text) else value
+
+
+def as_unicode(value: Any) -> Any:
+    """A value with U+FFFD for lone surrogates in its strings and keys."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {as_unicode(name): as_unicode(part) for name, part in value.items()}
+    return [as_unicode(part) for part in value] if isinstance(value, list | tuple) else value
