@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -126,33 +127,37 @@ def test_a_run_without_its_spec_is_shown(tmp_path: Path) -> None:
     assert found.json()["summary"]["loss"] == 2.5
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can read. Those above tmp_path are closed again by each pytest that starts."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_a_folder_without_permissions_is_listed(tmp_path: Path) -> None:
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(0o755)
-    closed = make(tmp_path / "runs", "closed")
-    (tmp_path / "runs").chmod(0o755)
+def test_a_folder_without_permissions_is_listed(open_folder: Path) -> None:
+    closed = make(open_folder / "runs", "closed")
+    (open_folder / "runs").chmod(0o755)
     os.chown(closed.path, 65534, 65534)
     closed.path.chmod(0)
     os.seteuid(65534)
     try:
-        assert [run.summary()["state"] for run in runs(tmp_path / "runs")] == ["damaged"]
+        assert [run.summary()["state"] for run in runs(open_folder / "runs")] == ["damaged"]
     finally:
         os.seteuid(0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_a_folder_without_permissions_is_named_by_every_request(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    open_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, each request for such a run was an internal error."""
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(0o755)
-    root = tmp_path / "runs"
+    root = open_folder / "runs"
     closed = make(root, "closed")
-    monkeypatch.setenv(queue.FOLDER, str(tmp_path / "queue"))
-    (tmp_path / "queue").mkdir(mode=0o700)
-    for path in (root, tmp_path / "queue", closed.path, *closed.path.iterdir()):
+    monkeypatch.setenv(queue.FOLDER, str(open_folder / "queue"))
+    (open_folder / "queue").mkdir(mode=0o700)
+    for path in (root, open_folder / "queue", closed.path, *closed.path.iterdir()):
         os.chown(path, 65534, 65534)
     closed.path.chmod(0)
     os.seteuid(65534)
