@@ -64,6 +64,7 @@ COMMANDS: Mapping[str, Command] = {
     "import": commands.import_file,
     "export": export.start,
     "env": environments.start,
+    "machine": commands.describe_machine,
     "presets": commands.presets,
     "rules": commands.rules,
     "docs": commands.docs,
@@ -103,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
     env.add_argument(
         "name", nargs="?", default="llamafactory", choices=tuple(ENVIRONMENTS), help="(default: %(default)s)"
     )
+    command("machine", help="print a description of this machine, for --machine and the form of the page")
     command("presets", help="list the presets")
     command("rules", help="list the rules that `check` applies")
     command("docs", help="write docs/options.md and docs/rules.md (needs a checkout)")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from html import escape
 
-MACHINE = """<label class="fp-machine" title="The hardware that the options are checked for. A run can start only on \
-this machine or, with Run on, on a cluster; for other hardware it is planned and exported.">Machine
-    <select id="fp-machine" aria-label="Target machine"></select></label>"""
+MACHINE = """<div class="fp-machine" title="The hardware that the options are checked for. A run can start only on \
+this machine or, with Run on, on a cluster; for other hardware it is planned and exported."><label>Machine
+    <select id="fp-machine" aria-label="Target machine"></select></label>
+    <button type="button" class="fp-link" id="fp-machine-edit" aria-label="Edit this machine" hidden>Edit</button>
+    <button type="button" class="fp-link" id="fp-machine-add" aria-label="Add a machine">Add</button></div>"""
 HEADER = """
 <a class="fp-skip" id="fp-skip" href="{skip}">Skip to content</a>
 <header class="fp-top">

@@ -1,4 +1,4 @@
-"""Commands that need no run: check, plan, estimate, presets, rules, docs, ui.
+"""Commands that need no run: check, plan, estimate, machine, presets, rules, docs, ui.
 
 Imports everything below the command line. `backend/__main__.py` declares the arguments, `runs.py` has the commands on
 runs.
@@ -10,20 +10,23 @@ import argparse
 import json
 import os
 import shlex
+import socket
 import sys
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from backend.cli import docs as documents
 from backend.cli.status_line import StatusLine
 from backend.config import Launch, RunSpec, consent, importers
 from backend.config import presets as files
 from backend.config.options import Problem, SpecError, edit, word
-from backend.machine import Machine, describe, probe, read
+from backend.machine import Machine, describe, description, probe, read
 from backend.measured import MeasuredPeaks
 from backend.preflight import Report, estimate_json, preflight
 from backend.rules import Finding, Fix
@@ -192,6 +195,16 @@ def estimate(arguments: argparse.Namespace) -> int:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:10.2f} GiB"
+
+
+def describe_machine(arguments: argparse.Namespace) -> int:
+    """Print a description of this machine: a file for --machine, and the text that the page's form takes."""
+    found = description(replace(probe(Path.cwd()), name=socket.gethostname()))
+    if arguments.json:
+        print_json(found)
+    else:
+        print(yaml.safe_dump(found, sort_keys=False, allow_unicode=True), end="")
+    return 0
 
 
 def presets(arguments: argparse.Namespace) -> int:

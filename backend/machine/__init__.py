@@ -1,9 +1,18 @@
 """The machine that a run is for: devices, memory, cores, disk, packages; detected, or described in YAML.
 
-Imports registry, config.options, paths.
+Imports registry, config, paths.
 """
 
-from backend.machine.descriptions import known_gpu, machine_from_mapping, machines, parse, read
+from backend.machine.descriptions import (
+    description,
+    known_gpu,
+    load,
+    machine_from_mapping,
+    machines,
+    normalize,
+    parse,
+    read,
+)
 from backend.machine.detection import probe
 from backend.machine.types import GIB, Gpu, Machine, describe
 
@@ -12,9 +21,12 @@ __all__ = [
     "Gpu",
     "Machine",
     "describe",
+    "description",
     "known_gpu",
+    "load",
     "machine_from_mapping",
     "machines",
+    "normalize",
     "parse",
     "probe",
     "read",

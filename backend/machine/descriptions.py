@@ -1,25 +1,26 @@
 """Machines described in YAML, so that a laptop can check a run for a cluster.
 
-Imports registry, config.options (SpecError), paths. The ones in presets/machines can be referred to by name.
+Imports config (SpecError, bounded YAML), machine.keys, paths. The ones in presets/machines can be referred to by name.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from backend import registry
 from backend.config.options import Problem, SpecError
+from backend.config.yaml_text import load_yaml, syntax_problem
+from backend.machine.keys import GPU_KEYS, KEYS, MAX_GPU_GIB, MAX_GPUS, MIN_GIB, Key, from_field, read_keys, to_field
 from backend.machine.types import GIB, Gpu, Machine
 from backend.paths import PRESETS
 
 MACHINES = PRESETS / "machines"
+HOW_TO_DESCRIBE = "Run footplate machine on that machine, and use all of its output"
 
 # Product name -> (GiB, compute capability), so that a machine file may contain only "H100".
 GPUS: Mapping[str, tuple[int, tuple[int, int]]] = {
@@ -37,9 +38,6 @@ GPUS: Mapping[str, tuple[int, tuple[int, int]]] = {
     "B200": (180, (10, 0)),
     "RTX 5090": (32, (12, 0)),
 }
-
-KEYS = ("name", "device", "nodes", "gpus", "ram_gib", "cores", "disk_gib", "python", "versions", "cpu_bf16", "nvlink")
-GPU_KEYS = ("name", "count", "memory_gib", "free_gib", "capability")
 
 
 def known_gpu(name: str) -> tuple[str, int, tuple[int, int]] | None:
@@ -68,8 +66,7 @@ def _size(machine: Machine) -> tuple[int, int]:
 def read(source: str | Path) -> Machine:
     """A machine from a YAML file, or by its name in presets/machines. Raises SpecError with the file and the problem.
 
-    `gpus` is a list of {name, count, memory_gib, capability}; the last two are optional for names in GPUS. `nvlink`:
-    whether NVLink connects all GPUs.
+    `gpus` is a list of mappings with GPU_KEYS; memory and capability are optional for names in GPUS.
     """
     path = Path(source)
     if not path.is_file() and (MACHINES / f"{source}.yaml").is_file():
@@ -86,102 +83,120 @@ def read(source: str | Path) -> Machine:
 
 
 def parse(text: str) -> Machine:
-    """A machine from YAML text. Raises SpecError."""
+    """A machine from YAML or JSON text. Raises SpecError."""
+    return machine_from_mapping(load(text))
+
+
+def load(text: str) -> Any:
+    """The value of a description's text, which has not been checked yet. Raises SpecError."""
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
-        raise _error("", f"invalid YAML: {' '.join(str(error).split())}") from None
-    return machine_from_mapping(value)
+        problem = syntax_problem(error)
+    else:
+        if isinstance(value, dict):
+            return value
+        problem = "it has no keys" if text.strip() else "it is empty"
+    if "NVIDIA-SMI" in text:
+        problem = "it is the table of nvidia-smi, which has neither host RAM nor CPU cores"
+    raise SpecError([Problem("", f"The text is not a machine description: {problem}. {HOW_TO_DESCRIBE}")])
 
 
 def machine_from_mapping(value: Any) -> Machine:
-    """A machine from a mapping with KEYS. Raises SpecError."""
-    if not isinstance(value, dict):
-        raise _error("", f"expected keys of a machine ({', '.join(KEYS)}), but found {value!r:.80}")
-    for key in value:
-        if key not in KEYS:
-            raise _error(str(key), f"unknown key; {_hint(str(key))}")
-    gpus = _gpus(value.get("gpus") or [])
-    device = str(value.get("device") or ("cuda" if gpus else "cpu"))
-    if device not in registry.DEVICES:
-        raise _error("device", f"must be one of {', '.join(registry.DEVICES)}, but is {device!r}")
-    if device != "cpu" and not gpus:
-        raise _error("gpus", f"must not be empty with device {device}: list the GPUs, or set device: cpu")
-    if device == "cpu" and gpus:
-        raise _error("device", "is cpu, but gpus are listed: remove one of the two")
-    ram = _bytes(value, "ram_gib", 64)
-    versions = value.get("versions") or {}
-    if not isinstance(versions, dict):
-        raise _error("versions", "must be a mapping of package names to versions")
-    return Machine(
-        device=device,
-        gpus=_with_nvlink(gpus, value.get("nvlink")),
-        nodes=_count(value, "nodes", 1),
-        ram_bytes=ram,
-        ram_free_bytes=ram,
-        cores=_count(value, "cores", 16),
-        disk_free_bytes=_bytes(value, "disk_gib", 1024),
-        python=str(value.get("python") or "python"),
-        versions={str(k): str(v) for k, v in versions.items()},
-        name=str(value.get("name") or "described machine"),
-        cpu_bf16=value.get("cpu_bf16") is True,
-    )
+    """A machine from a mapping with the keys of KEYS. Raises SpecError with every problem."""
+    found, problems = read_keys(value, KEYS)
+    gpus, gpu_problems = _gpus(found.get("gpus") or ())
+    problems += gpu_problems
+    device = found.get("device") or ("cuda" if gpus else "cpu")
+    if not problems and device != "cpu" and not gpus:
+        problems = [Problem("gpus", f"must not be empty with device {device}: list the GPUs, or set device: cpu")]
+    if not problems and device == "cpu" and gpus:
+        problems = [Problem("device", "is cpu, but gpus are listed: remove one of the two")]
+    if problems:
+        raise SpecError(problems)
+    fields = {key.field: to_field(key, found[key.name]) for key in KEYS if key.field}
+    fields |= {"device": device, "gpus": _with_nvlink(gpus, found["nvlink"]), "ram_free_bytes": fields["ram_bytes"]}
+    return Machine(**fields)
 
 
-def _hint(key: str) -> str:
-    """The known key that is most like `key`, or all of them."""
-    close = difflib.get_close_matches(key, KEYS, n=1)
-    return f"did you mean {close[0]}?" if close else f"known keys are {', '.join(KEYS)}"
+def normalize(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A valid description, as a form may send it, with values of the right types and without what is absent."""
+    found = read_keys(value, KEYS)[0]
+    entries = [read_keys(entry, GPU_KEYS)[0] for entry in found["gpus"]]
+    found["gpus"] = [_without_defaults(entry, GPU_KEYS) for entry in entries]
+    return _without_defaults(found, KEYS)
 
 
-def _error(name: str, message: str) -> SpecError:
-    return SpecError([Problem(name, message)])
+def _without_defaults(values: Mapping[str, Any], keys: Sequence[Key]) -> dict[str, Any]:
+    return {key.name: values[key.name] for key in keys if values[key.name] not in (None, key.default, [])}
 
 
-def _count(table: Mapping[str, Any], key: str, default: int) -> int:
-    value = table.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _error(key, f"must be an integer of at least 1, but is {value!r}")
-    return value
+def description(machine: Machine) -> dict[str, Any]:
+    """The mapping that describes `machine`, without keys that have their default. GPUs of one model are one entry, with
+    the memory that is free on each of them."""
+    groups: dict[tuple[str, int, tuple[int, int]], list[Gpu]] = {}
+    for gpu in machine.gpus:
+        groups.setdefault((gpu.name, gpu.total_bytes, gpu.capability), []).append(gpu)
+    entries = [_gpu_entry(gpus) for gpus in groups.values()]
+    ids = {gpu.id for gpu in machine.gpus}
+    peers = [gpu.nvlink_peers for gpu in machine.gpus]
+    derived: dict[str, Any] = {"gpus": entries}
+    if len(ids) > 1 and None not in peers:
+        derived["nvlink"] = all(ids == {gpu.id, *(gpu.nvlink_peers or ())} for gpu in machine.gpus)
+    values = {key.name: derived[key.name] if key.name in derived else _value(key, machine) for key in KEYS}
+    return _without_defaults(values, KEYS)
 
 
-def _bytes(table: Mapping[str, Any], key: str, default: float) -> int:
-    value = table.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise _error(key, f"must be a number of GiB greater than 0, but is {value!r}")
-    return int(value * GIB)
+def _value(key: Key, of: Machine | Gpu) -> Any:
+    return from_field(key, getattr(of, key.field)) if key.field else None
 
 
-def _gpus(entries: Any) -> tuple[Gpu, ...]:
-    if not isinstance(entries, list):
-        raise _error("gpus", "must be a list with one entry per GPU model: - {name: H100, count: 8}")
+def _gpu_entry(gpus: list[Gpu]) -> dict[str, Any]:
+    first = replace(gpus[0], free_bytes=min(gpu.usable_bytes for gpu in gpus))
+    values = {key.name: _value(key, first) for key in GPU_KEYS} | {"count": len(gpus)}
+    if first.free_bytes == first.total_bytes:
+        values["free_gib"] = None
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _gpus(entries: Any) -> tuple[tuple[Gpu, ...], list[Problem]]:
+    """The GPUs of a node, and the problems of their entries."""
+    if not isinstance(entries, list | tuple):
+        return (), [Problem("gpus", "must be a list with one entry per GPU model: - {name: H100, count: 8}")]
     found: list[Gpu] = []
-    for entry in entries:
-        if not isinstance(entry, dict) or not set(entry) <= set(GPU_KEYS):
-            raise _error("gpus", f"each entry is a mapping with the keys {', '.join(GPU_KEYS)}, but one is {entry!r}")
-        name = str(entry.get("name") or "GPU")
-        known = next((GPUS[k] for k in sorted(GPUS, key=len, reverse=True) if k in name), None)
-        if known is None and "memory_gib" not in entry:
-            raise _error("gpus", f"memory_gib is missing for {name!r}; it is optional only for {', '.join(GPUS)}")
-        size, capability = known or (0, (0, 0))
-        total = _bytes(entry, "memory_gib", size)
-        free = _bytes(entry, "free_gib", total / GIB)
-        capability = _capability(entry["capability"]) if "capability" in entry else capability
-        found += [Gpu(len(found) + i, name, total, free, capability) for i in range(_count(entry, "count", 1))]
-    return tuple(found)
+    problems: list[Problem] = []
+    for number, entry in enumerate(entries[: MAX_GPUS + 1]):
+        gpu, count, wrong = _gpu(entry, f"gpus.{number}.")
+        problems += wrong
+        if gpu:
+            found += [replace(gpu, id=len(found) + i) for i in range(count)]
+    if len(found) > MAX_GPUS or len(entries) > MAX_GPUS:
+        problems.append(Problem("gpus", f"a node can have at most {MAX_GPUS} GPUs; more belong to further nodes"))
+    return tuple(found), problems
 
 
-def _with_nvlink(gpus: tuple[Gpu, ...], nvlink: Any) -> tuple[Gpu, ...]:
+def _gpu(entry: Any, place: str) -> tuple[Gpu | None, int, list[Problem]]:
+    """A GPU of an entry of `gpus`, how many there are, and the entry's problems."""
+    values, problems = read_keys(entry, GPU_KEYS, place)
+    if problems:
+        return None, 0, problems
+    known = known_gpu(values["name"])
+    if values["memory_gib"] is None and (known is None or not MIN_GIB <= known[1] <= MAX_GPU_GIB):
+        message = f"is missing: set it for {values['name']!r}, because it is known only for {', '.join(GPUS)}"
+        return None, 0, [Problem(f"{place}memory_gib", message)]
+    _, size, capability = known or ("", 0, (0, 0))
+    fields = {key.field: to_field(key, values[key.name]) for key in GPU_KEYS if key.field}
+    total = fields["total_bytes"] or size * GIB
+    free = total if fields["free_bytes"] is None else fields["free_bytes"]
+    if free > total:
+        message = f"must be at most the memory of the GPU, {total / GIB:g} GiB, but is {values['free_gib']:g}"
+        return None, 0, [Problem(f"{place}free_gib", message)]
+    fields |= {"total_bytes": total, "free_bytes": free, "capability": fields["capability"] or capability}
+    return Gpu(id=0, **fields), values["count"], []
+
+
+def _with_nvlink(gpus: tuple[Gpu, ...], nvlink: bool | None) -> tuple[Gpu, ...]:
     """With NVLink to all other GPUs, or to none; unknown if it is not set."""
     if nvlink is None:
         return gpus
-    if not isinstance(nvlink, bool):
-        raise _error("nvlink", f"must be true or false, but is {nvlink!r}")
     return tuple(replace(g, nvlink_peers=tuple(o.id for o in gpus if o.id != g.id) if nvlink else ()) for g in gpus)
-
-
-def _capability(value: Any) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)\.(\d)", str(value))
-    if not match:
-        raise _error("gpus", f"capability must be a version such as 9.0 or 8.6, but is {value!r}")
-    return int(match[1]), int(match[2])

@@ -189,3 +189,57 @@ def test_figures_and_buttons_say_what_they_mean(page, server):
     widths = "(all) => all.map((one) => [one.getBoundingClientRect().left, one.getBoundingClientRect().right])"
     spans = columns.evaluate_all(widths)[:8]  # of one node
     assert all(one[1] + 2 < other[0] for one, other in pairwise(spans)), spans
+
+
+def paste_lab(page):
+    """Add a machine by pasting its description, after texts that cannot be used. Returns the dialog."""
+    page.get_by_role("button", name="Add a machine", exact=True).click()
+    dialog = page.get_by_role("dialog", name="Add a machine to plan for")
+    pasted = dialog.get_by_label("Paste the output of footplate machine")
+    dialog.get_by_label("Name", exact=True).fill("Node 7")
+    pasted.fill("| NVIDIA-SMI 550.54   Driver Version: 550.54 |")
+    note = dialog.get_by_role("status")
+    expect(note).to_contain_text("Run footplate machine on that machine")
+    expect(dialog.get_by_label("Name", exact=True)).to_have_value("Node 7")
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("correct it, or delete it")
+    pasted.fill("name: Lab\ngpus: [{name: X9, count: 2, capability: 9.0}]\nhas_libaio: false")
+    expect(note).to_contain_text("Memory per GPU: is missing")
+    pasted.fill("name: Lab\ngpus: [{name: X9, count: 2, memory_gib: 80, capability: 9.0}]\nhas_libaio: false")
+    expect(note).to_have_text("The fields below have the pasted values.")
+    return dialog
+
+
+def test_a_custom_machine_is_added_used_and_removed(page, server):
+    opened(page, server)
+    dialog = paste_lab(page)
+    memory = dialog.get_by_label("Memory per GPU (GiB)", exact=True)
+    memory.fill("-141")
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("Memory per GPU: must be a number of GiB greater than 0")
+    expect(memory).to_be_focused()
+    expect(memory).to_have_attribute("aria-invalid", "true")
+    memory.fill("141")
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog).to_have_count(0)
+    menu, figure = page.locator("#fp-machine"), page.locator("#fp-memory .fp-figure")
+    expect(menu).to_have_value("lab")
+    expect(figure).to_contain_text("of 141 GiB")
+    expect(page.locator("#fp-export-plan")).to_be_visible()
+    page.reload()
+    expect(menu.locator("option:checked")).to_have_text("Lab: 2 x X9 141GB")
+    expect(figure).to_contain_text("of 141 GiB")
+
+    page.get_by_role("button", name="Edit this machine").click()
+    dialog = page.get_by_role("dialog", name="Edit Lab")
+    expect(dialog.get_by_label("libaio is installed")).to_have_value("false")
+    dialog.get_by_label("Memory per GPU (GiB)", exact=True).fill("192")
+    dialog.get_by_role("button", name="Save").click()
+    expect(figure).to_contain_text("of 192 GiB")
+    page.get_by_role("button", name="Edit this machine").click()
+    page.get_by_role("dialog", name="Edit Lab").get_by_role("button", name="Remove", exact=True).click()
+    page.get_by_role("dialog").last.get_by_role("button", name="Remove", exact=True).click()
+    expect(menu).to_have_value("")
+    expect(menu.locator("option[value=lab]")).to_have_count(0)
+    expect(figure).not_to_contain_text("of 192 GiB")
+    expect(page.get_by_role("button", name="Edit this machine")).to_be_hidden()

@@ -2,12 +2,14 @@
 
 import json
 import shlex
+import socket
 from datetime import datetime
 
 import pytest
 
 from backend.__main__ import main
 from backend.cli.runs import find_run
+from backend.machine import parse
 from backend.rules import RULES
 from backend.runs import Plan
 from backend.runs.folder import Run, RunError
@@ -56,6 +58,14 @@ def test_rules_json_describes_every_rule(capsys):
 
 def test_plan_shows_another_launcher(capsys):
     assert "accelerate.commands.launch" in printed(capsys, "plan", "first-run", "--launcher", "accelerate")
+
+
+def test_the_printed_machine_can_be_checked_for(capsys, tmp_path):
+    out, as_json = printed(capsys, "machine"), json.loads(printed(capsys, "machine", "--json"))
+    assert parse(out).name == as_json["name"] == socket.gethostname()
+    (tmp_path / "here.yaml").write_text(out)
+    report = json.loads(printed(capsys, "check", "first-run", "--machine", str(tmp_path / "here.yaml"), "--json"))
+    assert report["machine"].startswith(socket.gethostname())
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from backend.config.options import SpecError
-from backend.machine import GIB, Gpu, Machine, describe, detection, machines, parse, probe, read
+from backend.machine import (
+    GIB,
+    Gpu,
+    Machine,
+    describe,
+    description,
+    detection,
+    machine_from_mapping,
+    machines,
+    parse,
+    probe,
+    read,
+)
+from backend.machine.keys import GPU_KEYS, KEYS
+
+TWO = parse("gpus: [{name: H100, count: 2}]\nnvlink: true")
+MIXED = parse(
+    "name: mixed\nnodes: 2\nnvlink: false\ngpus: [{name: H100, count: 2}, {name: X9, memory_gib: 12.5, free_gib: 10}]\n"
+    "shm_gib: 0.0625\nhas_libaio: false\ndriver_version: '550.54'\nversions: {torch: 2.13.0}\ncpu_bf16: true\ncores: 3"
+)
 
 
 def test_probe_finds_this_machine(tmp_path: Path) -> None:
@@ -95,11 +116,24 @@ def test_file_describes_a_cluster() -> None:
         ("device: cuda", "gpus"),
         ("device: cpu\ngpus: [{name: H100}]", "device"),
         ("device: tpu", "device"),
-        ("gpus: [{name: Mystery}]", "gpus"),
+        ("gpus: [{name: Mystery}]", "gpus.0.memory_gib"),
+        ("gpus: [{name: X9 0GB}]", "gpus.0.memory_gib"),
         ("gpus: 8", "gpus"),
-        ("gpus: [{name: H100, size: 3}]", "gpus"),
-        ("gpus: [{name: H100, count: 0}]", "count"),
-        ("gpus: [{name: H100, capability: nine}]", "gpus"),
+        ("gpus: [8]", "gpus.0"),
+        ("gpus: [{name: H100, size: 3}]", "gpus.0.size"),
+        ("gpus: [{name: H100, count: 0}]", "gpus.0.count"),
+        ("gpus: [{name: H100, count: 1000000000}]", "gpus.0.count"),
+        ("gpus: [{name: H100, count: 64}, {name: H200}]", "gpus"),
+        ("gpus: [{name: H100}, {name: H100, capability: nine}]", "gpus.1.capability"),
+        ("gpus: [{name: H100, memory_gib: -80}]", "gpus.0.memory_gib"),
+        ("gpus: [{name: H100, memory_gib: .nan}]", "gpus.0.memory_gib"),
+        ("gpus: [{name: H100, memory_gib: 143771}]", "gpus.0.memory_gib"),  # MiB
+        ("gpus: [{name: H100, free_gib: 81}]", "gpus.0.free_gib"),
+        ("nodes: 1000000000", "nodes"),
+        ("driver_version: latest", "driver_version"),
+        ("versions: {torch: latest}", "versions"),
+        ("cpu_bf16: perhaps", "cpu_bf16"),
+        ('name: "two\\nlines"', "name"),
         ("cores: 0", "cores"),
         ("cores: true", "cores"),
         ("ram_gib: -3", "ram_gib"),
@@ -114,6 +148,81 @@ def test_invalid_machine_files_name_the_key(text: str, field: str) -> None:
     with pytest.raises(SpecError) as error:
         parse(text)
     assert error.value.problems[0].field == field
+
+
+def test_every_problem_of_a_description_is_reported() -> None:
+    with pytest.raises(SpecError) as error:
+        parse("gpus: [{name: H100, count: 0}, {name: X9}]\ncores: 0\ncolour: red")
+    assert {p.field for p in error.value.problems} == {"gpus.0.count", "gpus.1.memory_gib", "cores", "colour"}
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "it is empty"),
+        (" \n", "it is empty"),
+        ('{"name": "lab", "gpus": [{"name": "H1', "invalid JSON: line 1"),
+        ("name: lab\ngpus: [{name: H100", "invalid YAML: line 2"),
+        ("footplate: command not found", "footplate: unknown key"),
+        ("bash: footplate", "bash: unknown key"),
+        ("NVIDIA H200, 143771 MiB", "it has no keys"),
+        ("+----+\n| NVIDIA-SMI 550.54  Driver Version: 550.54 |\n|  0  NVIDIA H200   Off |", "table of nvidia-smi"),
+        ("name: lab\nsockets: 2", "sockets: unknown key; .*newer version of Footplate"),
+    ],
+)
+def test_a_text_that_is_no_description_is_explained(text: str, part: str) -> None:
+    with pytest.raises(SpecError, match=part):
+        parse(text)
+
+
+def test_a_size_in_the_name_of_a_gpu_comes_before_the_usual_one() -> None:
+    assert [g.total_bytes // GIB for g in parse("gpus: [{name: A100 40GB}, {name: A100}]").gpus] == [40, 80]
+
+
+def test_every_field_of_a_machine_can_be_described() -> None:
+    derived = {"ram_free_bytes"}  # all of the RAM
+    assert {f.name for f in fields(Machine)} - derived == {key.field for key in KEYS if key.field}
+    of_gpu = {"id", "nvlink_peers", "processes", "uuid"}  # from the entry's place, `nvlink`, and none
+    assert {f.name for f in fields(Gpu)} - of_gpu == {key.field for key in GPU_KEYS if key.field}
+
+
+@pytest.mark.parametrize("machine", [*machines().values(), MIXED], ids=lambda machine: machine.name)
+def test_a_printed_description_is_that_machine(machine: Machine) -> None:
+    assert parse(yaml.safe_dump(description(machine))) == machine
+
+
+def test_the_probed_machine_can_be_described(tmp_path: Path) -> None:
+    here = replace(probe(tmp_path), name="here")
+    found = parse(yaml.safe_dump(description(here)))
+    rounded = ("ram_bytes", "disk_free_bytes", "shm_free_bytes")
+    for name in {f.name for f in fields(Machine)} - {*rounded, "ram_free_bytes", "gpus"}:
+        assert getattr(found, name) == getattr(here, name), name
+    assert all(0 <= (getattr(here, n) or 0) - (getattr(found, n) or 0) < GIB / 9_999 for n in rounded)
+
+
+def test_gpus_of_one_model_are_one_entry_with_the_least_free_memory() -> None:
+    busy = replace(TWO, gpus=(replace(TWO.gpus[0], free_bytes=70 * GIB), replace(TWO.gpus[1], nvlink_peers=())))
+    entry = {"name": "H100", "count": 2, "memory_gib": 80, "free_gib": 70, "capability": "9.0"}
+    assert (description(busy)["gpus"], description(busy)["nvlink"]) == ([entry], False)
+
+
+def test_a_form_has_text_for_every_kind() -> None:
+    gpu = {"name": "X9", "count": "2", "memory_gib": "12.5", "free_gib": "", "capability": "8.6"}
+    form = {
+        "name": "lab",
+        "nvlink": "true",
+        "cores": "",
+        "gpus": [gpu],
+        "versions": "torch==2.13.0\n",
+        "ram_gib": "1e2",
+    }
+    yaml_text = "name: lab\nnvlink: true\nram_gib: 100\nversions: {torch: 2.13.0}\n"
+    assert machine_from_mapping(form) == parse(
+        f"{yaml_text}gpus: [{{name: X9, count: 2, memory_gib: 12.5, capability: 8.6}}]"
+    )
+    for wrong in ("NaN", "inf", "-5", "141,5", "1e999", "0"):
+        with pytest.raises(SpecError, match=r"gpus\.0\.memory_gib: must be a number of GiB"):
+            machine_from_mapping({"gpus": [{**gpu, "memory_gib": wrong}]})
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from webui.api import (
     drafts,
     help_pages,
     hub_token,
+    machines,
     model_zip,
     rehearsals,
     rules_page,
@@ -37,8 +38,9 @@ GET: Mapping[str, Endpoint] = {
     "/api/drafts/{id}": drafts.load_draft,
     "/api/presets": checking.list_presets,
     "/api/presets/{name}": checking.load_preset,
-    "/api/machines": checking.list_machines,
     "/api/hub-token": hub_token.state,
+    "/api/machines": machines.list_machines,
+    "/api/machines/form": machines.show_form,
     "/api/runs": runs_list.list_runs,
     "/api/runs/{id}": runs.show,
     "/api/sweeps/{id}": sweeps.show,
@@ -68,6 +70,8 @@ POST: Mapping[str, Endpoint] = {
     "/api/fix": checking.apply_safe_fixes,
     "/api/hub-token": hub_token.store,
     "/api/hub-token/test": hub_token.test,
+    "/api/machines": machines.save,
+    "/api/machines/read": machines.read_text,
     "/api/runs": runs.start,
     "/api/runs/annotations": runs_list.annotate,
     "/api/runs/delete": runs_list.delete_runs,
@@ -81,7 +85,7 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs/{id}/cleanup": runs.clean_up,
     "/api/runs/{id}/stacks": runs.explain_stacks,
 }
-DELETE: Mapping[str, Endpoint] = {"/api/runs/{id}": runs.delete}
+DELETE: Mapping[str, Endpoint] = {"/api/runs/{id}": runs.delete, "/api/machines/{name}": machines.remove}
 
 
 def router() -> APIRouter:

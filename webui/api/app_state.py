@@ -1,7 +1,7 @@
 """What the endpoints share: the runs folder, drafts, idempotency keys, the cached machine, the list of runs.
 
-Imports: machine, runs, curves, drafts. Everything here is a cache or is stored below the runs folder, so a restart of
-the server loses nothing.
+Imports: machine, runs, curves, custom_machines, drafts. Everything here is a cache or is stored below the runs folder,
+so a restart of the server loses nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from backend.measured import MeasuredPeaks
 from backend.runs import replace_text
 from backend.runs.listing import RunList
 from webui.curves import Curves
+from webui.custom_machines import CustomMachines
 from webui.drafts import Drafts
 
 MACHINE_SECONDS = 5.0
@@ -112,6 +113,7 @@ class AppState:
         self.peaks = MeasuredPeaks(root)
         self.machine = CachedMachine(lambda: detect_machine(root))
         self.machines = machines()
+        self.custom_machines = CustomMachines(root / ".machines", self.machines)
         self.presets = cache(presets)
         self.checks = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._readers: OrderedDict[Path, Curves] = OrderedDict()

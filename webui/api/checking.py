@@ -1,4 +1,4 @@
-"""Endpoints of the Build view: check, fix, presets, import, export, machines.
+"""Endpoints of the Build view: check, fix, presets, import, export.
 
 Imports: preflight, config, inspect, machine, rules. The form's values go through the same preflight check that
 starts a run.
@@ -15,7 +15,7 @@ from backend.config.foreign import Imported
 from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.inspect import download_config, is_refused
 from backend.launch.plan import ABOUT
-from backend.machine import Machine, describe
+from backend.machine import Machine
 from backend.preflight import Report, build_case, estimate_json, preflight
 from backend.recommended import recommended_values
 from backend.registry import DEVICES
@@ -25,6 +25,7 @@ from backend.rules.autofix import autofix
 from webui.api.app_state import AppState
 from webui.api.drafts import without_secrets
 from webui.api.fixes import fix_json
+from webui.api.machines import find_machine
 from webui.api.requests import ApiError, FormRequest, RequestBody, State
 from webui.api.strategies import devices_json, strategies_json
 
@@ -163,12 +164,6 @@ def download_model_config(body: ModelRequest) -> dict[str, str]:
     return {"id": body.id}
 
 
-def list_machines(state: State) -> list[dict[str, str]]:
-    """This machine, with an empty name, and the machines that a run can be planned for."""
-    here = {"name": "", "label": describe(state.machine.get())}
-    return [here, *({"name": name, "label": describe(machine)} for name, machine in state.machines.items())]
-
-
 # -- shared with runs.py -----------------------------------------------------------------------------------------
 
 
@@ -202,14 +197,6 @@ def parse_valid_form(values: Mapping[str, Any]) -> RunSpec:
 def run_preflight(state: AppState, spec: RunSpec, machine: str = "", wait_seconds: float = 0) -> Report:
     """The preflight report of `spec` on the named machine; '' is this one. Raises ApiError."""
     return preflight(spec, find_machine(state, machine), Path.cwd(), wait_seconds)
-
-
-def find_machine(state: AppState, name: str) -> Machine:
-    """The machine of that name; '' is this one. Raises ApiError."""
-    if name and name not in state.machines:
-        known = ", ".join(state.machines)
-        raise ApiError(404, f"There is no machine {name!r}; the known machines are {known}.", field="machine")
-    return state.machines[name] if name else state.machine.get()
 
 
 def form_values(spec: RunSpec) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import * as form from "./form.js";
 import { diffList } from "./fixes.js";
 import { setPlaceholder } from "./gradio.js";
 import { forgetChanges } from "./history.js";
+import { editMachine } from "./machine_form.js";
 import { compareRehearsal, resumeRehearsal, startRehearsal } from "./rehearsal.js";
 import { drawCheckFailed, drawReport, drawStart, keepFocus } from "./report.js";
 import { checkSweep, prepareSweep } from "./sweep_form.js";
@@ -113,19 +114,34 @@ async function loadDraftOrPreset() {
 /** The machine to check for: '' is this one. A run can be started on this one only, and planned for the others. */
 const machine = () => address.get("machine") || "";
 
+let machines = [];
+
 export async function loadMachines() {
   const menu = $("#fp-machine");
-  const found = await get("api/machines");
-  const text = (m) => (m.name ? m.label : `This machine: ${m.label}`);
-  menu.replaceChildren(...found.map((m) => el("option", { value: m.name }, text(m))));
-  if (!found.some((m) => m.name === machine())) address.set({ machine: "" }, { replace: true });
   menu.addEventListener("change", () => selectMachine(menu.value));
-  selectMachine(machine());
+  $("#fp-machine-add").addEventListener("click", () => editMachine(null, drawMachines).catch(notifyError));
+  $("#fp-machine-edit").addEventListener("click", () =>
+    editMachine(selectedMachine(), drawMachines).catch(notifyError),
+  );
+  await drawMachines(machine());
+}
+
+const selectedMachine = () => machines.find((m) => m.name === machine());
+
+/** Draw the menu of machines, and select one. @param {string} name */
+async function drawMachines(name) {
+  machines = await get("api/machines");
+  const text = (m) => (m.name ? m.label : `This machine: ${m.label}`);
+  $("#fp-machine").replaceChildren(...machines.map((m) => el("option", { value: m.name }, text(m))));
+  const exists = machines.some((m) => m.name === name);
+  if (!exists) notify(`The machine ${name} does not exist anymore. The options are checked for this machine.`);
+  selectMachine(exists ? name : "");
 }
 
 function selectMachine(name) {
   address.set({ machine: name }, { replace: true });
   $("#fp-machine").value = name;
+  $("#fp-machine-edit").hidden = !selectedMachine()?.values;
   $("#fp-start").hidden = Boolean(name);
   $("#fp-export-plan").hidden = !name;
   document.body.classList.toggle("fp-planned", Boolean(name));

@@ -176,9 +176,11 @@ export const closeDialogs = () =>
 
 /**
  * A dialog with fields. `save` runs when it is confirmed; if it fails, the dialog stays open and shows the error.
+ * `actions` are further buttons. Returns what closes the dialog.
  * @param {string} title @param {any[]} fields @param {() => Promise<void>} save
+ * @param {{ actions?: any[], wide?: boolean }} options
  */
-export function formDialog(title, fields, save) {
+export function formDialog(title, fields, save, { actions = [], wide = false } = {}) {
   const problem = el("p.fp-dialog-problem", { hidden: true, role: "alert" });
   const close = () => {
     dialog.close();
@@ -195,12 +197,18 @@ export function formDialog(title, fields, save) {
     }
   };
   const buttons = [
+    ...actions,
     el("button.fp-button", { type: "button", onclick: close }, "Cancel"),
     el("button.fp-button.fp-primary", { type: "submit" }, "Save"),
   ];
-  const form = el("form", { onsubmit: submit }, fields, problem, el("div.fp-dialog-row", {}, buttons));
+  const form = el(
+    "form",
+    { onsubmit: submit },
+    fields,
+    el("div.fp-dialog-end", {}, problem, el("div.fp-dialog-row", {}, buttons)),
+  );
   const dialog = el(
-    "dialog.fp-dialog.fp-dialog-form",
+    `dialog.fp-dialog.fp-dialog-form${wide ? ".fp-dialog-wide" : ""}`,
     { oncancel: close, "aria-label": title },
     el("p", {}, title),
     form,
@@ -208,6 +216,7 @@ export function formDialog(title, fields, save) {
   document.body.append(dialog);
   dialog.showModal();
   $("input, textarea", form).focus();
+  return close;
 }
 
 /** A button that opens a panel with `content`. @param {string} label */

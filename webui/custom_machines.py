@@ -1,0 +1,78 @@
+"""Machines that users describe on the page: a YAML file each, which `--machine` reads, too.
+
+Imports: machine, config.options, runs. A file is named after the machine, so that no two have the same name.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from backend.config.options import Problem, SpecError
+from backend.machine import Machine, load, machine_from_mapping, normalize, read
+from backend.runs import replace_text
+
+MAX_NAME = 60  # a character has up to four bytes, and a file name 255
+
+
+class CustomMachines:
+    """The machines in a folder, which is created with the first one. `reserved` are names that other machines have."""
+
+    def __init__(self, folder: Path, reserved: Collection[str]) -> None:
+        self.folder = folder
+        self.reserved = reserved
+        self._lock = threading.Lock()  # requests run in several threads
+
+    def ids(self) -> list[str]:
+        """The machines, in the order of their names."""
+        return sorted(path.stem for path in self.folder.glob("*.yaml"))
+
+    def read(self, id: str) -> Machine:
+        """A machine. Raises SpecError with the file and the problem."""
+        return read(self._path(id))
+
+    def values(self, id: str) -> dict[str, Any]:
+        """A machine's description. Raises SpecError if its file was damaged."""
+        self.read(id)
+        return normalize(load(self._path(id).read_text(encoding="utf-8")))
+
+    def save(self, values: Any, replaced: str = "") -> str:
+        """Store a description in place of the machine `replaced`, '' for a new one, and return its id. Raises SpecError
+        with every problem."""
+        problems = []
+        try:
+            machine_from_mapping(values)
+        except SpecError as error:
+            problems = error.problems
+        name = str(values.get("name") or "").strip()
+        id = re.sub(r"\W+", "-", name.casefold()).strip("-_")
+        with self._lock:
+            if not id or len(id) > MAX_NAME:
+                message = f"must have a letter or digit, and at most {MAX_NAME} characters, but is {name!r:.80}"
+                problems = [
+                    Problem("name", message if name else "is missing: the list of machines shows it"),
+                    *problems,
+                ]
+            elif id != replaced and (id in self.reserved or self._path(id).exists()):
+                problems = [Problem("name", f"{name!r} is the name of another machine: choose another one"), *problems]
+            if problems:
+                raise SpecError(problems)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            text = yaml.safe_dump(normalize(values), sort_keys=False, allow_unicode=True)
+            replace_text(self._path(id), text, mode=0o600)
+            if replaced and id != replaced:
+                self.remove(replaced)
+        return id
+
+    def remove(self, id: str) -> None:
+        """Delete a machine. One that does not exist is deleted already."""
+        if id in self.ids():
+            self._path(id).unlink(missing_ok=True)
+
+    def _path(self, id: str) -> Path:
+        return self.folder / f"{id}.yaml"
