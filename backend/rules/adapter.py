@@ -258,7 +258,8 @@ def lora_on_every_expert(case: Case) -> str | None:
     fields=("lora.targets", "lora.target_modules"),
     title="Some linear layers of this architecture cannot have a LoRA adapter",
     source="peft 0.21 tuners_utils.py, _check_lora_target_modules_mamba: out_proj and conv1d of Mamba layers; "
-    "tuners/lora/layer.py, Linear.forward: the output of the layer must be a tensor",
+    "tuners/lora/layer.py, Linear.forward: the output of the layer must be a tensor; "
+    "utils/transformers_weight_conversion.py: renames layers when an adapter is loaded",
     fails_on=Example(facts=replace(DEMO, lora_refused=("out_proj",))),
     passes_on=Example(
         {"lora.targets": "custom", "lora.target_modules": ("q_proj",)}, facts=replace(DEMO, lora_refused=("out_proj",))
@@ -267,7 +268,8 @@ def lora_on_every_expert(case: Case) -> str | None:
 def lora_on_unsupported_layers(case: Case) -> Violation | None:
     """An adapter adds its output to the output of a linear layer. Mamba layers read the weights of out_proj and dt_proj
     without calling these layers, and routers that are linear layers return several tensors. PEFT raises an error, or
-    the adapter has no effect. lora.targets: all-linear includes these layers."""
+    the adapter has no effect. Other layers get a name that the model does not have when PEFT loads the trained adapter,
+    so PEFT ignores their adapters. lora.targets: all-linear includes these layers."""
     lora, refused = case.spec.lora, case.facts.lora_refused
     if not _uses_lora(case) or not refused or lora.targets == "attention":
         return None
@@ -279,4 +281,5 @@ def lora_on_unsupported_layers(case: Case) -> Violation | None:
     kept = tuple(name for name in wanted if name not in refused)
     patch = {"lora.targets": "custom", "lora.target_modules": kept}
     fixes = (Fix("Adapt all other linear layers", patch, False, "fewer adapted layers"),) if kept else ()
-    return Violation(f"Adapters on {names(targeted)} fail or have no effect in this architecture.", fixes)
+    message = f"Adapters on {names(targeted)} fail, have no effect or cannot be loaded in this architecture."
+    return Violation(message, fixes)

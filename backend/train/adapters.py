@@ -1,7 +1,7 @@
 """The training method: which parameters of a model are trainable, and the dtype of each.
 
-Imports registry, config, decoder_layers, device, lora, quantized, run_log. Trainable parameters are fp32, except in
-pure bf16; frozen ones have the compute dtype.
+Imports registry, config, adapter_names, decoder_layers, device, lora, quantized, run_log. Trainable parameters are
+fp32, except in pure bf16; frozen ones have the compute dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import lora, quantized
+from backend.train import adapter_names, lora, quantized
 from backend.train.decoder_layers import decoder_layers
 from backend.train.device import DTYPES
 from backend.train.run_log import TrainError
@@ -28,6 +28,7 @@ def apply_method(spec: RunSpec, model: Any, precision: str, device: str = "") ->
     the model."""
     if spec.method.kind == "lora":
         model = lora.add_adapter(spec, model, lora_config(spec, model))
+        adapter_names.check(model)
     elif spec.method.kind == "freeze":
         trainable = {*_unfrozen_modules(spec, model), *_new_head(spec, model)}
         for name, parameter in model.named_parameters():

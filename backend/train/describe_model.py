@@ -25,7 +25,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_checkpoint_conversion_mapping
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
@@ -186,7 +186,9 @@ def _described(model: Any) -> dict[str, Any]:
         "tensor_parallel_plan": _tensor_parallel_plan(model, names.get(id(head), "")),
         "activation_checkpointing": bool(model.supports_gradient_checkpointing),
         **(peft := _peft(own, linear, modules)),
-        "lora_refused": sorted({*peft["lora_refused"], *_unusual_linear(model), *registry.NOT_CALLED.get(own, ())}),
+        "lora_refused": sorted(
+            {*peft["lora_refused"], *_unusual_linear(model), *registry.NOT_CALLED.get(own, ()), *_unloadable(model)}
+        ),
     }
 
 
@@ -220,6 +222,16 @@ def _unusual_linear(model: Any) -> set[str]:
             if not isinstance(output, torch.Tensor) or output.shape != (1, 1, module.out_features):
                 found.add(name.rpartition(".")[2])
     return found
+
+
+def _unloadable(model: Any) -> set[str]:
+    """Names of linear layers whose adapter peft ignores when it loads a trained adapter."""
+    if get_checkpoint_conversion_mapping(getattr(model.config, "model_type", "")) is None:
+        return set()
+    from backend.train import adapter_names  # noqa: PLC0415  (peft takes 1.5 s)
+
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    return {layer.rpartition(".")[2] for layer in adapter_names.ignored_layers(model, layers)}
 
 
 def _input_embeddings(model: Any) -> Any:

@@ -1,7 +1,7 @@
 """The model and its tokenizer: located, loaded, and saved.
 
-Imports registry, config, builtin_models, device, kernels, lora, patches, quantized, templates, trl_trainers, unsloth,
-run_log.
+Imports registry, config, adapter_names, builtin_models, device, kernels, lora, patches, quantized, templates,
+trl_trainers, unsloth, run_log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import builtin_models, kernels, lora, quantized, templates, trl_trainers, unsloth
+from backend.train import adapter_names, builtin_models, kernels, lora, quantized, templates, trl_trainers, unsloth
 from backend.train.device import DTYPES
 from backend.train.patches import (
     bitsandbytes_cpu_layout,
@@ -180,6 +180,7 @@ def save(
             adapters = ["default"]  # TRL may have added a copy of the initial adapter as the reference model
             model.save_pretrained(temporary, state_dict=gathered, selected_adapters=adapters)
             lora.convert_to_plain_lora(model, temporary)
+            adapter_names.rename(model, temporary)
         else:
             cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
             weights = gathered or model.state_dict()

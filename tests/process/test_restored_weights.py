@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, model_types
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from training_runs import soak_except
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from backend.registry import CONVERTED_WEIGHTS
-from backend.train import checkpoint_weights
+from backend.train import adapter_names, checkpoint_weights
+from backend.train.describe_model import describe
+from backend.train.model import save
 from backend.train.run_log import TrainError
 from backend.train.trl_trainers import TrainerMixin
 
@@ -146,6 +148,38 @@ def test_adapters_are_restored(kind: str, tmp_path: Path) -> None:
         assert [n for n, p in model.named_parameters() if p.requires_grad] == [
             n for n, p in trained.named_parameters() if p.requires_grad
         ]
+
+
+@pytest.mark.parametrize("kind", soak_except(model_types(), ("laguna", "llama", "mixtral")))
+def test_peft_and_transformers_load_every_tensor_of_a_saved_adapter(kind: str, tmp_path: Path) -> None:
+    """Layers whose adapter they would ignore have none (rule ADP010)."""
+    load_base = base_model(kind, tmp_path / "base")
+    base = load_base()
+    refused = describe(base.config.to_dict())["lora_refused"]
+    options = {"target_modules": "all-linear", "exclude_modules": refused or None, **LAYERS.get(kind, {})}
+    try:
+        trained = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options))
+    except (ValueError, TypeError) as error:
+        pytest.skip(f"peft refuses it: {error}")
+    adapter_names.check(trained)
+    perturb([parameter for name, parameter in trained.named_parameters() if ".lora_" in name])
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    save(trained, tokenizer, tmp_path / "model", torch.float32)
+    for loaded in (
+        PeftModel.from_pretrained(load_base(), tmp_path / "model"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
+    ):
+        found = {name.removeprefix("base_model.model."): value for name, value in loaded.named_parameters()}
+        expected = {n.removeprefix("base_model.model."): p for n, p in trained.named_parameters() if ".lora_" in n}
+        assert not [name for name, value in expected.items() if not torch.equal(value, found[name])]
+
+
+def test_adapters_that_peft_would_ignore_are_refused() -> None:
+    base = build("inkling2_text")
+    assert "weight_proj" in describe(base.config.to_dict())["lora_refused"]
+    trained = get_peft_model(base, LoraConfig(target_modules="all-linear"))
+    with pytest.raises(TrainError, match="would ignore the adapters of weight_proj when it loads"):
+        adapter_names.check(trained)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
