@@ -1,8 +1,8 @@
 """Detects a rank that no longer runs: stopped, swapped out, or on a host that hangs.
 
-Imports runs, run_log, stacks. Each rank has a thread that writes a counter into torch's store and reads those of the
-others. So parallel.ddp_timeout also holds where ranks wait for work that may take hours (rank 0 prepares data, or
-saves), and the error names the rank, which the error of a collective does not.
+Imports runs, run_log, stacks. Each rank has a thread that writes a counter into torch's store, or into a file if the
+store is one, and reads those of the others. So parallel.ddp_timeout also holds where ranks wait for work that may take
+hours (rank 0 prepares data, or saves), and the error names the rank, which the error of a collective does not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch import distributed as dist
@@ -31,6 +32,54 @@ TIMED_OUT = re.compile(r"(?i)timed out waiting \d+ ?ms|timeout caused pair closu
 VOTE_SECONDS = 3.0  # between the time-outs of ranks that wait in the same collective
 
 
+class Files:
+    """As torch's store, for ranks that meet in a FileStore in `folder`: a small file for each key. It is overwritten in
+    place, for which a full disk has room. FileStore appends: after a record that a full disk cut off, every later call
+    waits forever for the rest of it. The files stay open, so that the folder can be renamed."""
+
+    SIZE = 256  # bytes; longer than every value
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._open = folder, dict[str, int]()
+
+    def set(self, key: str, value: str) -> None:
+        """Raises OSError if the disk fails."""
+        os.pwrite(self._file(key, os.O_CREAT), value.encode().ljust(self.SIZE), 0)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values; b"" for a key that has none yet."""
+        return [self._read(key) for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all have a value."""
+        return all(map(self._read, keys))
+
+    def _read(self, key: str) -> bytes:
+        try:
+            return os.pread(self._file(key), self.SIZE, 0).rstrip()
+        except FileNotFoundError:
+            return b""
+
+    def _file(self, key: str, flags: int = 0) -> int:
+        if key not in self._open:
+            self._open[key] = os.open(self._folder / key.replace("/", "-"), os.O_RDWR | flags, 0o600)
+        return self._open[key]
+
+
+def _store(timeout: float) -> Any:
+    """Where the heartbeats are. A connection of its own to torch's store, because a rank that waits for a key blocks
+    the other threads on the connection."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    inner = store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, dist.FileStore):
+        return Files(Path(inner.path).parent)
+    own = store.clone()
+    own.set_timeout(timedelta(seconds=timeout))
+    return own
+
+
 class Heartbeat:
     """The heartbeats of all ranks; `timeout` is parallel.ddp_timeout in seconds. torch's process group must exist.
     The thread also writes the collectives into `stacks` when someone asks what the ranks do."""
@@ -39,9 +88,7 @@ class Heartbeat:
         self.stacks = stacks
         self.rank, self.others, self.timeout = rank, [r for r in range(world) if r != rank], timeout
         self.interval = min(5.0, max(0.1, timeout / 10))
-        # A connection of its own, because a rank that waits for a key blocks the other threads on the connection.
-        self.store: Any = dist.distributed_c10d._get_default_store().clone()
-        self.store.set_timeout(timedelta(seconds=timeout))
+        self.store = _store(timeout)
         self._count, self._last = 0, time.monotonic()
         self._seen: dict[int, str] = dict.fromkeys(self.others, "")
         self._silent: dict[int, float] = dict.fromkeys(self.others, 0.0)  # seconds without a change
@@ -58,7 +105,7 @@ class Heartbeat:
         if not self._ended.is_set():
             self._ended.set()
             self._thread.join(self.timeout)
-            with suppress(RuntimeError):  # the process that has the store has ended
+            with suppress(RuntimeError, OSError):  # the process that has the store has ended, or the disk fails
                 self.store.set(self._key(self.rank), LEFT)
 
     def check_timeout(self, error: RuntimeError) -> None:
@@ -70,7 +117,7 @@ class Heartbeat:
             raise TrainError(self._describe(silent)) from error
         try:
             waiting = {self.rank, *self._vote()}
-        except RuntimeError:  # the process that has the store has ended
+        except (RuntimeError, OSError):  # the process that has the store has ended, or the disk fails
             return
         missing = [r for r in self.others if r not in waiting]
         if missing:
@@ -98,6 +145,9 @@ class Heartbeat:
             try:
                 self._beat()
                 self._listen()
+            except OSError:  # the disk fails, for the others too: this is not their silence
+                self._last = time.monotonic()
+                continue
             except RuntimeError:
                 if time.monotonic() - began < 0.9 * self.timeout or os.environ.get(AGENT_HAS_STORE) == "True":
                     return  # the process that has the store has ended, or torchrun was stopped: training can continue

@@ -26,7 +26,7 @@ from backend.machine import Machine
 from backend.paths import HOME
 from backend.runs import METRICS, PROGRESS, STOP, processes, sweeps
 from backend.runs.folder import Run
-from backend.train import disk_space
+from backend.train import disk_space, heartbeat
 from backend.train.run_log import RunLog, Stopped, TrainError
 
 STEPS = 12
@@ -236,6 +236,22 @@ def test_an_error_of_the_disk_ends_several_ranks_with_its_cause(
         run.resume()
         finish(run)
         assert sorted(losses(run.path)) == list(range(1, STEPS + 1))
+
+
+def test_heartbeats_need_no_room_and_follow_a_renamed_folder(small_disk: Path) -> None:
+    """torch's FileStore would wait forever after a record that the disk cut off."""
+    folder = small_disk / "store"
+    folder.mkdir()
+    one, two = heartbeat.Files(folder), heartbeat.Files(folder)
+    assert two.multi_get(["heartbeat/0", "heartbeat/1"]) == [b"", b""] and not two.check(["heartbeat/0"])
+    one.set("heartbeat/0", "0 12 host")
+    fill(small_disk)
+    for count in range(2000):
+        one.set("heartbeat/0", f"{count} 12 host")
+        assert two.multi_get(["heartbeat/0"]) == [f"{count} 12 host".encode()]
+    folder = folder.rename(small_disk / "renamed")
+    one.set("heartbeat/0", heartbeat.LEFT)
+    assert two.multi_get(["heartbeat/0"]) == [b"left"] and two.check(["heartbeat/0"])
 
 
 def test_metrics_wait_for_room(small_disk: Path) -> None:
