@@ -78,6 +78,8 @@ CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"  # in a checkpoint: written last, by rank 0
 MODEL = "model"
 
+WRITTEN = (PROGRESS, METRICS, MONITOR, RESULT, ERROR)  # by the trainer; a start records which were there before it
+
 SUPERVISOR, SHELL = "supervisor", "shell"  # the first line of LOCK: who started the run
 SEPARATOR = "---- started "  # begins the log line that separates one start from the next
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable: where torch writes the root cause's traceback
@@ -147,7 +149,7 @@ class Plan:
         """
         return RUN_SCRIPT.format(
             LOCK=LOCK, SHELL=SHELL, STOP=STOP, LOG=LOG, RUN_MARKER=RUN_MARKER, SEPARATOR=SEPARATOR, ERROR=ERROR,
-            ERROR_FILE=ERROR_FILE, command=self._executed(),
+            ERROR_FILE=ERROR_FILE, RANK_LOGS=RANK_LOGS, FILES=" ".join(WRITTEN), command=self._executed(),
         )  # fmt: skip
 
     def node_script(self, node: str) -> str:
@@ -183,7 +185,8 @@ cd "$(dirname "$(readlink -f "$0")")"
 earlier=$(stat -c '%i %y' {STOP} 2>/dev/null || true)
 exec 9>>{LOCK}
 flock --timeout 1 9 || {{ echo "This run is already running." >&2; exit 75; }}
-printf '%s\n' {SHELL} "$(date +%s%N)-$$" "$PWD" > {LOCK}
+before=$(stat -c '%s %.9Y %n' {FILES} {RANK_LOGS}/* 2>/dev/null || true)
+printf '%s\n' {SHELL} "$(date +%s%N)-$$" "$PWD" "Files before this start:" "$before" > {LOCK}
 if [ "$(stat -c '%i %y' {STOP} 2>/dev/null)" = "$earlier" ]; then rm -f {STOP}; fi
 export {RUN_MARKER}="$PWD" {ERROR_FILE}="$PWD/{ERROR}"
 exec > >(exec tee -ai {LOG} 9>&-) 2>&1

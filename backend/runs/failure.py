@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from backend.runs import ERROR, LOG, RANK, RANK_LOGS, SEPARATOR, device_memory, files, json_values
+from backend.runs.freshness import BEFORE, is_fresh
 
 LOG_BYTES = 512 * 1024  # the end of the log that is searched
 MAX_MESSAGE = 400  # characters
@@ -210,7 +212,7 @@ KNOWN_FAILURES = (
 
 
 def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
-    """Why the last start, at `since_ns` (time of the folder's file system), failed. `state` is state.json."""
+    """Why the last start failed. `state`: as of `start_state`; `since_ns`: when it began, if that has no versions."""
     if "cause" in state and state.get("exit_code") is None:  # of a launcher that ran: why the run stopped itself
         return Failure(
             str(state["cause"]),
@@ -221,7 +223,7 @@ def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
     log = _log(folder / LOG)
     run_log = log.partition(ELASTIC)[0]
     code = int(state.get("exit_code") or 0)
-    rank, traceback = _recorded(folder, since_ns)
+    rank, traceback = _recorded(folder, since_ns, state)
     killed = _crash(log)
     if killed and (not traceback or PEER_GONE.search(traceback)):
         return _ended_by(killed[1], killed[0], run_log, state)
@@ -305,18 +307,22 @@ def _clip_lines(text: str) -> str:
     return re.sub(rf"([^\n]{{{MAX_LINE}}})[^\n]+", r"\1", text)
 
 
-def _recorded(folder: Path, since_ns: int) -> tuple[int | None, str]:
+def _recorded(folder: Path, since_ns: int, state: Mapping[str, Any]) -> tuple[int | None, str]:
     """Rank and traceback of the first error file of this start; rank None for a single process."""
+
+    def is_of_start(name: str, when: int) -> bool:
+        return is_fresh(folder, name, state) if BEFORE in state else when >= since_ns
+
     found = []
     for path in (folder / RANK_LOGS).glob(f"*/attempt_*/*/{ERROR}"):
         when, traceback = _error(path)
-        if traceback and when >= since_ns and path.parent.name.isdigit():
+        if traceback and path.parent.name.isdigit() and is_of_start(f"{RANK_LOGS}/{path.parts[-4]}", when):
             attempt = int(path.parent.parent.name.rpartition("_")[2])
             found.append((-attempt, when, _rank(path.parent), traceback))  # after restarts, the last attempt counts
     if found:
         return min(found)[2:]
     when, traceback = _error(folder / ERROR)
-    return None, traceback if when >= since_ns else ""
+    return None, traceback if is_of_start(ERROR, when) else ""
 
 
 def _rank(folder: Path) -> int:

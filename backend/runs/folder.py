@@ -1,8 +1,7 @@
 """Run: a run folder, and its state, which is computed from the files.
 
 Imports backend.runs. Nothing is kept in memory, so any number of pages and shells see the same state. A run is alive
-while its lock is held. The supervisor records which versions of the files were there before the last start; for run.sh,
-files older than the lock belong to an earlier start.
+while its lock is held. Which files belong to the last start is in `freshness.py`.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ from backend.runs import (  # fmt: skip
     files,
     follower,
     json_values,
+    lock_file,
     ownership,
     processes,
     replace_text,
@@ -61,6 +61,7 @@ from backend.runs import (  # fmt: skip
 )
 from backend.runs.failure import Failure, diagnose
 from backend.runs.follower import ClusterError
+from backend.runs.freshness import is_fresh, start_state
 from backend.runs.metrics import last_points
 from backend.wording import counted
 
@@ -353,11 +354,15 @@ class Run:
 
         The log of the run has all of it in order; `rank` of `metrics.since` selects the lines of one rank.
         """
-        attempts = [(path.stat().st_mtime_ns, path) for path in (self.path / RANK_LOGS).glob("*/attempt_*")]
+        # Of a start, attempts have numbers; of earlier starts, only times tell which one was the last.
+        attempts = [
+            (self._fresh(f"{RANK_LOGS}/{path.parent.name}"), path.parent.stat().st_mtime_ns, _attempt(path), path)
+            for path in (self.path / RANK_LOGS).glob("*/attempt_*")
+        ]
         if not attempts:
             return {}
-        ranks = sorted(int(path.name) for path in max(attempts)[1].iterdir() if path.name.isdigit())
-        newest = max(attempts)[1]
+        newest = max(attempts)[3]
+        ranks = sorted(int(path.name) for path in newest.iterdir() if path.name.isdigit())
         return {rank: tuple(sorted((newest / str(rank)).glob("std*.log"), reverse=True)) for rank in ranks}
 
     def failure(self) -> dict[str, Any] | None:
@@ -541,17 +546,20 @@ class Run:
     def _failure(self) -> Failure:
         with contextlib.suppress(OSError):
             log, since = (self.path / LOG).stat(), (self.path / LOCK).stat().st_mtime_ns
-            kept = {} if self._starter() == SHELL else self._json(STATE)
-            return _diagnosed(self.path, since, log.st_size, log.st_mtime_ns, json.dumps(kept))
+            return _diagnosed(self.path, since, log.st_size, log.st_mtime_ns, json.dumps(self._start_state()))
         return diagnose(self.path, 0, self._json(STATE))
 
     def _fresh(self, name: str) -> bool:
-        shell = self._starter() == SHELL
-        return is_fresh(self.path, name, {} if shell else self._json(STATE))
+        return is_fresh(self.path, name, self._start_state())
+
+    def _start_state(self) -> dict[str, Any]:
+        return start_state(self._json(STATE), self._lock())
 
     def _starter(self) -> str:
-        """SUPERVISOR or SHELL; '' for a run that was never started, or without its lock file."""
-        return self._text(LOCK).partition("\n")[0].strip()
+        return self._lock().starter
+
+    def _lock(self) -> lock_file.LockFile:
+        return lock_file.parse(self._text(LOCK))
 
     def _stamp(self, name: str) -> float | None:
         with contextlib.suppress(OSError):
@@ -576,27 +584,6 @@ class Run:
         return value if isinstance(value, dict) else {}
 
 
-def file_versions(folder: Path) -> dict[str, list[int]]:
-    """Which version of each file that the trainer writes is in `folder`. A supervisor records this before the start."""
-    found = {}
-    for name in (PROGRESS, METRICS, MONITOR, RESULT):
-        with contextlib.suppress(OSError):
-            file = (folder / name).stat()
-            found[name] = [file.st_ino, file.st_size, file.st_mtime_ns]
-    return found
-
-
-def is_fresh(folder: Path, name: str, state: Mapping[str, Any]) -> bool:
-    """Whether the file was written in this start: it is not the version that was there before. Its time would not tell
-    after the clock was set back; it is used for a start that recorded no versions (run.sh)."""
-    with contextlib.suppress(OSError):
-        if "files_before" in state:
-            now = file_versions(folder).get(name)
-            return now is not None and now != state["files_before"].get(name)
-        return (folder / name).stat().st_mtime_ns >= (folder / LOCK).stat().st_mtime_ns
-    return False
-
-
 def runs(root: Path, prefix: str = "") -> list[Run]:
     """All runs under `root` whose ids start with `prefix`, newest first; folders that are half created or half deleted
     are not among them."""
@@ -605,6 +592,12 @@ def runs(root: Path, prefix: str = "") -> list[Run]:
     except OSError:
         return []
     return [Run(root / name) for name in names if _is_run(root / name)]
+
+
+def _attempt(path: Path) -> int:
+    """The number of torchrun's folder attempt_N."""
+    number = path.name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 def finish_deletions(root: Path) -> None:

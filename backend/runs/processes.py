@@ -1,9 +1,9 @@
 """The lock that marks a run as alive, and the processes of a run: finding and terminating them.
 
-Imports backend.runs. A process is identified by its pid AND its start time, because pids are reused. torchrun starts
-every rank in its own session, so a process group does not contain all of a run. The run marker in the environment does,
-also after the run's folder was renamed, and the process tree below the supervisor covers programs that overwrite their
-environment (setproctitle).
+Imports backend.runs, runs.lock_file. A process is identified by its pid AND its start time, because pids are reused.
+torchrun starts every rank in its own session, so a process group does not contain all of a run. The run marker in the
+environment does, also after the run's folder was renamed, and the process tree below the supervisor covers programs
+that overwrite their environment (setproctitle).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from backend.runs import LOCK, RUN_MARKER, files
+from backend.runs import LOCK, RUN_MARKER, files, lock_file
 
 PROC = Path("/proc")
 POLL_SECONDS = 0.05
@@ -62,7 +62,10 @@ def is_locked(folder: Path) -> bool:
 
 def run_processes(folder: Path, tree: int = 0, spare: int = 0) -> set[Process]:
     """Living processes with the run marker, or below the process `tree`, without the calling process and `spare`."""
-    marker, earlier = f"{RUN_MARKER}={folder.resolve()}".encode(), f"{RUN_MARKER}={_place_at_start(folder)}".encode()
+    marker, earlier = (
+        f"{RUN_MARKER}={folder.resolve()}".encode(),
+        f"{RUN_MARKER}={lock_file.read(folder).place}".encode(),
+    )
     table, found = {}, set()
     for entry in PROC.iterdir() if PROC.is_dir() else ():
         if not entry.name.isdigit() or (status := _status(int(entry.name))) is None:
@@ -115,15 +118,6 @@ def works_in(pid: int, folder: Path) -> bool:
         return os.path.samefile(PROC / str(pid) / "cwd", folder)
     except OSError:
         return False
-
-
-def _place_at_start(folder: Path) -> str:
-    """Where the run's folder was when it was started: the marker of its processes, if it was renamed since then."""
-    try:
-        lines = files.read_text(folder / LOCK, errors="replace").splitlines()
-    except OSError:
-        return ""
-    return lines[2] if len(lines) > 2 else ""
 
 
 def send(process: Process, number: signal.Signals) -> None:

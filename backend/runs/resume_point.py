@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backend.runs import CHECKPOINTS, COMPLETE, LOCK, events, files
+from backend.runs import CHECKPOINTS, COMPLETE, events, files
 
 # Where the engines save the optimizer state: Trainer, DeepSpeed (one file per rank), FSDP (one file, or one folder).
 OPTIMIZER_STATES = ("optimizer.pt", "global_step*", "optimizer.bin", "optimizer_0")
@@ -138,15 +138,6 @@ def is_of_start(folder: Path, start: str) -> bool:
         return bool(start) and read_mark(folder).get("start") == start
     except (OSError, ValueError):
         return False
-
-
-def current_start(run: Path) -> str:
-    """The id of the run's last start, which the process that holds the lock has written into it; '' if it has none."""
-    try:
-        lines = files.read_text(run / LOCK, errors="replace").splitlines()
-    except OSError:
-        return ""
-    return lines[1] if len(lines) > 1 else ""
 
 
 def damage(folder: Path, check_content: bool = True) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import signal
 import socket
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backend.runs import STACKS, files, json_values, processes
+from backend.runs import STACKS, files, json_values, processes, replace_text
 
 SECONDS = 8.0  # to wait for the ranks' files; a heartbeat thread looks for requests at least every five seconds
 REQUEST = "request"  # in STACKS: its modification time is that of the last request
@@ -61,11 +62,12 @@ def collect(folder: Path, seconds: float = SECONDS) -> list[RankStack]:
         return []
     alive = processes.run_processes(folder)
     asked = {rank: _ask(path, alive) for rank, path in sorted(headers.items())}
-    requested = time.time()
-    (place / REQUEST).touch()
+    request = secrets.token_hex(8)  # answers name it: times would not tell after the clock was set back
+    with contextlib.suppress(OSError):  # a full disk: the stacks have no answer to wait for, but are written
+        replace_text(place / REQUEST, request)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not all(
-        condition != "running" or _answered(path, requested)
+        condition != "running" or _answered(path, request)
         for path, condition in ((headers[rank], condition) for rank, condition in asked.items())
     ):
         time.sleep(POLL_SECONDS)
@@ -106,13 +108,12 @@ def _ask(path: Path, alive: set[processes.Process]) -> str:
     return "running"
 
 
-def _answered(path: Path, requested: float) -> bool:
-    """Whether the stacks are complete and, if the rank has a heartbeat, the collectives were written since."""
+def _answered(path: Path, request: str) -> bool:
+    """Whether the stacks are complete and, if the rank has a heartbeat, the collectives were written for `request`."""
     if "most recent call first" not in (text := _text(path)) or not text.endswith("\n"):
         return False
-    with contextlib.suppress(OSError):
-        return path.with_suffix(".json").stat().st_mtime >= requested - 0.01
-    return True
+    answer = path.with_suffix(".json")
+    return not answer.exists() or f'"request": "{request}"' in _text(answer)
 
 
 def _read(rank: int, path: Path, condition: str) -> RankStack:

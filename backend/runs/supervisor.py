@@ -58,7 +58,8 @@ from backend.runs import (
     stop_requests,
     webhook,
 )
-from backend.runs.folder import RunError, StopTimeouts, file_versions, is_fresh
+from backend.runs.folder import RunError, StopTimeouts
+from backend.runs.freshness import file_versions, is_fresh
 from backend.runs.output import Output
 from backend.runs.queue import Entry, Turn
 
@@ -115,7 +116,7 @@ class Supervisor:
             self._record_start()
 
     def _record_start(self) -> None:
-        """Begin a new part of the log and of the state. Files older than the lock belong to an earlier start."""
+        """Begin a new part of the log and of the state. The files that are there belong to an earlier start."""
         if "queued" in self.state:
             os.utime(self.folder / LOCK)
         self.state |= {"started": time.time(), "files_before": file_versions(self.folder)}

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from backend.runs import CHECKPOINTS, COMPLETE, checkpoint_files, resume_point
+from backend.runs import CHECKPOINTS, COMPLETE, checkpoint_files, lock_file, resume_point
 from backend.runs.resume_point import OPTIMIZER_STATES, complete, damage, has_optimizer_state, step_of
 from backend.train.run_log import RunLog, TrainError, write_json
 
@@ -30,7 +30,7 @@ MORE_INODES = 8
 def check(run: Path, from_scratch: bool) -> None:
     """Raise TrainError at once if the run cannot be resumed: loading a model takes long, and the Trainer creates the
     folder of the checkpoints."""
-    start = resume_point.current_start(run) if from_scratch else None
+    start = lock_file.read(run).start if from_scratch else None
     if problem := resume_point.find(run, start=start).problem:
         raise TrainError(problem)
 
@@ -39,7 +39,7 @@ def latest(run: Path, run_log: RunLog, from_scratch: bool = False) -> Path | Non
     """The latest complete checkpoint that training can resume from. `from_scratch`: only one of this start; ranks that
     torchrun restarts belong to the same start, so they resume from what it has saved. Raises TrainError if checkpoints
     that the run has saved are missing, damaged or cannot be read, and there is no earlier one."""
-    start = resume_point.current_start(run) if from_scratch else None
+    start = lock_file.read(run).start if from_scratch else None
     found = resume_point.find(run, check_content=True, start=start)
     if found.problem:
         raise TrainError(found.problem)
@@ -63,7 +63,7 @@ def check_owner(run: Path, folder: Path) -> None:
 def delete_incomplete(run: Path, from_scratch: bool = False) -> None:
     """Delete incomplete checkpoints and, with `from_scratch`, those of earlier starts. Raises TrainError if one of
     these cannot be deleted, since it would be mixed with a checkpoint of the same step."""
-    start = resume_point.current_start(run) if from_scratch else None
+    start = lock_file.read(run).start if from_scratch else None
     kept = [folder for folder in complete(run) if start is None or resume_point.is_of_start(folder, start)]
     place = run / CHECKPOINTS
     for name in os.listdir(place) if place.is_dir() else ():
@@ -128,7 +128,7 @@ def mark_complete(folder: Path, options: Mapping[str, Any] | None = None) -> Non
     """Mark the checkpoint as complete: all ranks have written their part. `options`: those that it was trained with."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / COMPLETE)
     files = {path.relative_to(folder).as_posix(): resume_point.fingerprint(path) for path in paths}
-    start = resume_point.current_start(folder.parent.parent)
+    start = lock_file.read(folder.parent.parent).start
     write_json(folder / COMPLETE, {"files": files, "start": start, **({"options": options} if options else {})})
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch._C import _distributed_c10d
 
-from backend.runs import STACKS, processes
+from backend.runs import STACKS, files, processes
 from backend.runs.stacks import REQUEST
 
 BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE"  # entries of torch's Flight Recorder, which records collectives; 0: off
@@ -28,7 +28,7 @@ class Stacks:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.request, self.path = folder / STACKS / REQUEST, folder / STACKS / f"{rank}.txt"
-        self._answered = -1
+        self._answered: str | None = None
 
     def write_on_request(self) -> None:
         """From now on SIGUSR2 writes the stacks of all threads. To be called before the process group exists,
@@ -49,8 +49,8 @@ class Stacks:
         """Write which collectives this rank entered last, if they were requested since the last call. The first call
         always writes, which tells readers to wait for answers."""
         with contextlib.suppress(OSError):
-            requested = self.request.stat().st_mtime_ns if self.request.exists() else 0
-            if requested <= self._answered:
+            request = files.read_text(self.request) if self.request.exists() else ""
+            if request == self._answered:
                 return
             temporary, target = self.path.with_suffix(".json.new"), self.path.with_suffix(".json")
             last: dict[str, tuple[int, str, float]] = {}
@@ -58,9 +58,10 @@ class Stacks:
                 last = _last_collectives()
             except Exception as error:  # torch's private interface must not end the heartbeat, which is what calls this
                 print(f"torch's record of collectives could not be read: {error!r}", file=sys.stderr, flush=True)
-            temporary.write_text(json.dumps({"time": time.time(), "last": last}), encoding="utf-8")
+            answer = {"request": request, "time": time.time(), "last": last}
+            temporary.write_text(json.dumps(answer), encoding="utf-8")
             temporary.replace(target)
-            self._answered = requested
+            self._answered = request
 
 
 def _last_collectives() -> dict[str, tuple[int, str, float]]:

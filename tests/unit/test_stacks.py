@@ -152,3 +152,21 @@ def test_collectives_are_written_whatever_torch_has_recorded(tmp_path, monkeypat
     mine.path.parent.mkdir()
     mine.write_collectives()
     assert json.loads(mine.path.with_suffix(".json").read_text())["last"] == {}
+
+
+def test_a_request_after_the_clock_was_set_back_is_answered(tmp_path, monkeypatch):
+    """Before, times were compared: a rank that had answered a request of the future answered no other one."""
+    monkeypatch.setattr(train_stacks._distributed_c10d, "_dump_fr_trace_json", lambda **_: "{}")
+    mine, request = train_stacks.Stacks(tmp_path, 0), tmp_path / STACKS / stacks.REQUEST
+    answer = tmp_path / STACKS / "0.json"
+    request.parent.mkdir()
+    mine.path.write_text("Thread (most recent call first):\n")
+    for name, when in (("first", 4_000_000_000), ("second", 1_000_000_000)):
+        request.write_text(name)
+        os.utime(request, (when, when))
+        assert not stacks._answered(mine.path, name) or not answer.exists()
+        mine.write_collectives()
+        assert json.loads(answer.read_text())["request"] == name
+        assert stacks._answered(mine.path, name)
+    os.utime(answer, (4_000_000_000, 4_000_000_000))
+    assert not stacks._answered(mine.path, "third")
