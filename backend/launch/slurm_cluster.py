@@ -1,11 +1,13 @@
 """What a Slurm cluster says before a job is submitted: the nodes of its partition, and why it would refuse the job.
 
-Imports config, machine, resolve, runs.slurm, launch.slurm, launch.answers.
+Imports config, machine, resolve, wording, runs.slurm, launch.slurm, launch.answers.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backend.config import RunSpec
@@ -15,6 +17,9 @@ from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs.follower import ClusterError
 from backend.runs.slurm import call
+from backend.wording import counted
+
+MAX_IN_WORDS = 6  # kinds of nodes that a message lists
 
 
 @dataclass(frozen=True)
@@ -41,18 +46,21 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         return here, str(error)
     name = spec.slurm.partition
     matching = [part for part in found if (part.name == name if name else part.is_default)]
+    if not found:
+        return here, "The command sinfo lists no partition that this user can use."
     if not matching:
         known = ", ".join(sorted({part.name for part in found}))
         if name:
-            return here, f"Slurm has no partition {name}. It has {known}."
-        return here, f"Slurm has no default partition: set slurm.partition to one of {known}."
+            return here, f"Slurm has no partition {name}. It has {known}. {in_words(found)}"
+        return here, f"Slurm has no default partition: set slurm.partition to one of {known}. {in_words(found)}"
     largest = max(matching, key=lambda part: (part.gpus, part.cores))
     devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
     count = sum(part.nodes for part in matching)
     described = as_machine(here, f"Slurm partition {largest.name}", devices, count, largest.cores, largest.ram_bytes)
     longest, asked = max(slurm.minutes(part.time_limit) for part in matching), spec.slurm.time_limit
     if asked and slurm.minutes(asked) > longest:
-        return described, f"The partition {largest.name} allows {largest.time_limit}, and the job requests {asked}."
+        allowed = f"The partition {largest.name} allows {largest.time_limit}, and the job requests {asked}."
+        return described, f"{allowed} {in_words(matching)}"
     return described, ""
 
 
@@ -63,8 +71,46 @@ def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
         kept(script, lambda: call("sbatch", "--test-only", text=script))
     except ClusterError as error:
         text = str(error).removeprefix("sbatch: ").removeprefix("allocation failure: ")
-        return text if text.endswith(".") else f"Slurm refuses the job: {text}."
+        text = text if text.endswith(".") else f"Slurm refuses the job: {text}."
+        return f"{text} {_known_partitions(spec.slurm.partition)}".rstrip()
     return ""
+
+
+def _known_partitions(name: str) -> str:
+    """The partition of a job in words; all of them if it names none that exists, and '' if Slurm does not say."""
+    try:
+        found = partitions()
+    except ClusterError:
+        return ""  # `machine` reports it
+    return in_words([part for part in found if (part.name == name if name else part.is_default)] or found)
+
+
+def in_words(found: Sequence[Partition]) -> str:
+    """What partitions have and allow, as a sentence; '' without any."""
+    kinds = [
+        f"{part.name}: {counted(part.nodes, 'node')} with {counted(part.cores, 'CPU core')}, "
+        f"{_ram_and_gpus(part)}, and {_limit(part.time_limit)}"
+        for part in found[:MAX_IN_WORDS]
+    ]
+    more = f"; {len(found) - MAX_IN_WORDS} more are not shown" if len(found) > MAX_IN_WORDS else ""
+    return f"sinfo reports {'; '.join(kinds)}{more}." if kinds else ""
+
+
+def _ram_and_gpus(part: Partition) -> str:
+    """Of each node."""
+    ram = f"{part.ram_bytes / 2**30:.0f} GiB of RAM" if part.ram_bytes else "an unknown amount of RAM"
+    return f"{ram}, {counted(part.gpus, f'{part.gpu_type} GPU'.strip()) if part.gpus else 'no GPUs'}"
+
+
+def _limit(text: str) -> str:
+    """A time limit of sinfo: 1-12:00:00 is 1 day 12 hours."""
+    total = slurm.minutes(text)
+    if total == math.inf:
+        return "no time limit"
+    days, rest = divmod(int(total), 24 * 60)
+    numbers = ((days, "day"), (rest // 60, "hour"), (rest % 60, "minute"))
+    words = " ".join(counted(number, unit) for number, unit in numbers if number)
+    return f"a time limit of {words or 'less than a minute'}"
 
 
 def partitions() -> tuple[Partition, ...]:

@@ -174,7 +174,14 @@ def test_problems_are_sentences(commands):
     assert slurm_cluster.machine(spec, Machine())[1] == "The command sinfo is not installed on this machine."
     answers.forget()
     commands.prints("sinfo", SINFO.replace("*", ""))
-    assert slurm_cluster.machine(spec, Machine())[1] == "Slurm has no partition none. It has cpu, gpu, mig, old."
+    assert slurm_cluster.machine(spec, Machine())[1] == (
+        "Slurm has no partition none. It has cpu, gpu, mig, old. "
+        "sinfo reports cpu: 12 nodes with 64 CPU cores, 251 GiB of RAM, no GPUs, and no time limit; "
+        "gpu: 4 nodes with 128 CPU cores, 1007 GiB of RAM, 8 h100 GPUs, and a time limit of 1 day; "
+        "gpu: 2 nodes with 64 CPU cores, 503 GiB of RAM, 4 a100 GPUs, and a time limit of 1 day; "
+        "old: 1 node with 32 CPU cores, an unknown amount of RAM, 2 GPUs, and a time limit of 30 minutes; "
+        "mig: 1 node with 64 CPU cores, 488 GiB of RAM, 3 nvidia_a100_3g.20gb GPUs, and a time limit of 1 day."
+    )
     default = edit(RunSpec(), ON_SLURM)
     assert slurm_cluster.machine(default, Machine())[1].startswith(
         "Slurm has no default partition: set slurm.partition"
@@ -183,8 +190,35 @@ def test_problems_are_sentences(commands):
     assert made.files[JOB_SCRIPT]
     commands.prints("sbatch", "sbatch: error: Batch job submission failed: Invalid account or account/partition", 1)
     assert slurm_cluster.refusal(default, resolve(default, Machine()), Machine()) == (
-        "Slurm refuses the job: Batch job submission failed: Invalid account or account/partition."
+        "Slurm refuses the job: Batch job submission failed: Invalid account or account/partition. "
+        f"{slurm_cluster.in_words(slurm_cluster.parse(SINFO))}"
     )
+
+
+def test_a_finding_says_what_the_partition_has_and_allows(commands):
+    commands.prints("sinfo", SINFO.replace("old|", "night|"))
+    spec = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "night", "slurm.time_limit": "1:00:00"})
+    words = (
+        "sinfo reports night: 1 node with 32 CPU cores, an unknown amount of RAM, 2 GPUs, and a time limit of "
+        "30 minutes."
+    )
+    assert slurm_cluster.machine(spec, Machine())[1] == (
+        f"The partition night allows 30:00, and the job requests 1:00:00. {words}"
+    )
+    commands.prints("sbatch", "allocation failure: Requested node configuration is not available", 1)
+    assert slurm_cluster.refusal(spec, resolve(spec, Machine()), Machine()) == (
+        f"Slurm refuses the job: Requested node configuration is not available. {words}"
+    )
+
+
+def test_a_cluster_with_many_partitions_or_none(commands):
+    many = slurm_cluster.parse("".join(f"p{i}|1|2000|(null)|1|1-12:30:00\n" for i in range(50)))
+    text = slurm_cluster.in_words(many)
+    assert "p5: 1 node with 1 CPU core, 2 GiB of RAM, no GPUs, and a time limit of 1 day 12 hours 30 minutes" in text
+    assert text.endswith("; 44 more are not shown.") and "p6" not in text
+    commands.prints("sinfo", "")
+    problem = slurm_cluster.machine(edit(RunSpec(), ON_SLURM), Machine())[1]
+    assert problem == "The command sinfo lists no partition that this user can use."
 
 
 def test_all_followers_share_one_call(commands):
