@@ -93,6 +93,11 @@ class Engine:
         return True
 
     @property
+    def merges_adapters(self) -> bool:
+        """Whether a LoRA adapter can be merged at the end of the run."""
+        return not self.strategy.shards_weights
+
+    @property
     def step_slowdown(self) -> int:
         """How much longer a step takes than with DDP, in percent; a rough figure, used for sorting only."""
         return 0

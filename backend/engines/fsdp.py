@@ -76,6 +76,11 @@ class FSDP(Engine):
         return self.fsdp_version == 2
 
     @property
+    def merges_adapters(self) -> bool:
+        """To FSDP2's DTensors peft adds the product of the sharded adapters. FSDP1 is not verified."""
+        return self.fsdp_version == 2
+
+    @property
     def step_slowdown(self) -> int:
         """The parameters of every layer are gathered twice in each step."""
         return 25

@@ -129,6 +129,17 @@ def test_saved_adapter_is_for_the_original_base_weights(trained: Any, cache: Pat
     assert adapter.peft_config["default"].r == 32, "rank 16 of the initial adapter is subtracted by another 16"
 
 
+def test_fsdp2_merges_the_adapter(trained: Any, cache: Path) -> None:
+    """The rank is odd, so that no shard of an adapter is whole; rule STR004 refuses other sharded weights, and DoRA."""
+    changes = {"parallel.strategy": "fsdp2", "lora.r": 3, "train.learning_rate": 1e-2}
+    merged, adapter = (
+        AutoModelForCausalLM.from_pretrained(trained({**changes, "save.merge_adapter": merge}, 2) / "model")
+        for merge in (True, False)
+    )
+    assert torch.allclose(logits(merged), logits(adapter), atol=1e-5)
+    assert not torch.allclose(logits(merged), logits(load_base(cache)), atol=0.1)
+
+
 def test_zero3_saves_the_same_adapter(trained: Any, cache: Path) -> None:
     """Each rank has a shard of the base weights from which the initialization is subtracted."""
     single = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 2})

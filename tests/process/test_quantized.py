@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer, write_run
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, result, same_losses
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, MixtralForCausalLM
@@ -21,6 +21,7 @@ from backend.machine import Machine
 from backend.memory.estimate import device_peak
 from backend.modelspec import from_config
 from backend.preflight import preflight
+from backend.train.patches import bitsandbytes_cpu_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 TINY = from_config(registry.BUILTIN_MODELS["tiny-llama"].config)
@@ -325,3 +326,28 @@ def test_prequantized_model_rejects_these_options(
     assert any(f.level == "error" and field in f.fields for f in preflight(make_spec(more), Machine(), root).findings)
     assert fork_server.run(folder) == 1
     assert log_text(folder).strip().splitlines()[-1].startswith(field)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_olora_changes_a_quantized_model_before_training(tiny: Path, kind: str) -> None:
+    """By as much as the quantization itself: rule QNT002 refuses it."""
+    as_int8, as_4bit = (
+        BitsAndBytesConfig(load_in_8bit=True),
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=torch.float32),
+    )
+
+    def load(**options: Any) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, **options)
+        bitsandbytes_cpu_layout.apply(model)
+        return model
+
+    def logits(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model.eval()(torch.arange(3, 60)[None]).logits.float()
+        return found
+
+    quantization = {"quantization_config": as_int8 if kind == "int8" else as_4bit}
+    quantized = logits(load(**quantization))
+    config = LoraConfig(r=8, init_lora_weights="olora", target_modules="all-linear")
+    started = logits(get_peft_model(load(**quantization), config))
+    assert (started - quantized).norm() > 0.5 * (quantized - logits(load())).norm()

@@ -95,24 +95,30 @@ def best_model_without_optimizer_state(case: Case) -> str | None:
 @rule(
     "STR004",
     "error",
-    fields=("save.merge_adapter", "parallel.strategy"),
-    title="Adapters cannot be merged into sharded weights",
-    source="peft 0.21 lora/layer.py: merging adds to the base weights, of which each rank holds a shard; verified by a "
-    "launch without Footplate's check: ZeRO-3 saves the base weights unchanged",
+    fields=("save.merge_adapter", "parallel.strategy", "lora.use_dora"),
+    title="This adapter cannot be merged into sharded weights",
+    source="peft 0.21 lora/layer.py and lora/variants.py; verified by launches without Footplate's check: ZeRO-3 saves "
+    "the base weights unchanged, and so does FSDP2 with DoRA; FSDP1, which runs on GPUs only, is not verified",
     fixes=(
         Fix("Save only the adapter", {"save.merge_adapter": False}, cost="merge it after training"),
         ZERO2,
     ),
     fails_on=Example({"parallel.strategy": "zero3", "save.merge_adapter": True}, TWO_H100),
-    passes_on=Example({"parallel.strategy": "zero3"}, TWO_H100),
+    passes_on=Example({"parallel.strategy": "fsdp2", "save.merge_adapter": True}, TWO_H100),
 )
 def adapter_merge_with_sharded_weights(case: Case) -> str | None:
-    """Merging adds the adapter to the base weights, but each rank holds only a shard of them. Merge the adapter after
-    training with peft's merge_and_unload."""
-    merges = case.spec.save.merge_adapter and case.spec.save.final_model and case.spec.method.kind == "lora"
-    if not (case.strategy.shards_weights and merges):
+    """Merging adds the adapter to the base weights, but each rank holds only a shard of them: with ZeRO-3, and with
+    FSDP2 and DoRA, the run would save the base model without its training. FSDP2 merges other LoRA adapters. Merge the
+    adapter after training with peft's merge_and_unload."""
+    save, lora = case.spec.save, case.spec.lora
+    if not (save.merge_adapter and save.final_model and case.spec.method.kind == "lora"):
         return None
-    return f"{case.strategy.label} shards the base weights, so the adapter cannot be merged at the end of the run."
+    if not case.strategy.shards_weights or (case.run.engine.merges_adapters and not lora.use_dora):
+        return None
+    dora = " and lora.use_dora is on" if case.run.engine.merges_adapters else ""
+    return (
+        f"{case.strategy.label} shards the base weights{dora}, so the adapter cannot be merged at the end of the run."
+    )
 
 
 @rule(

@@ -36,6 +36,15 @@ def test_merging_sharded_weights_loses_the_training(tmp_path: Path, tiny: Path, 
     assert all(run_result[name].equal(weight) for name, weight in base.items())
 
 
+@cites("STR004")
+def test_fsdp2_merges_dora_into_nothing(tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
+    options = {"lora.use_dora": True, "train.learning_rate": 1e-2}
+    changes = {"parallel.strategy": "fsdp2", "save.final_model": True, "save.merge_adapter": True, **options}
+    saved = load_file(run_without_checks(tmp_path / "run", changes, fork_server) / "model/model.safetensors")
+    base = load_file(tiny / "model.safetensors")
+    assert all(saved[name].equal(weight) for name, weight in base.items())
+
+
 @cites("STR005")
 def test_generations_differ_with_sequence_parallelism(tmp_path: Path, fork_server: ForkServer) -> None:
     options = {"eval.num_generations": 4, "eval.max_new_tokens": 16, "train.max_steps": 1}

@@ -102,14 +102,21 @@ def test_inductor_needs_a_cpp_compiler(tmp_path: Path) -> None:
 
 @cites("QNT005")
 @pytest.mark.parametrize("size", [1e-4, 1e-3])
-def test_merging_into_4_bit_weights_loses_part_of_the_update(size: float) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_merging_into_quantized_weights_loses_part_of_the_update(kind: str, size: float) -> None:
     """Of an update that is small next to the weights (0.02), as in fine-tuning, half or more is lost."""
     generator = torch.Generator().manual_seed(0)
-    linear = bitsandbytes.nn.Linear4bit(256, 256, bias=False, quant_type="nf4")
     weight = 0.02 * torch.randn(256, 256, generator=generator)
-    linear.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to("cpu")
+    is_8bit = kind == "int8"
+    if is_8bit:
+        linear = bitsandbytes.nn.Linear8bitLt(256, 256, bias=False, has_fp16_weights=False)
+        linear.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to("cpu")
+    else:
+        linear = bitsandbytes.nn.Linear4bit(256, 256, bias=False, quant_type=kind)
+        linear.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type=kind).to("cpu")
     base = nn.Sequential(linear)
-    base.is_loaded_in_4bit = True  # as from_pretrained marks a quantized model
+    # As from_pretrained marks a quantized model.
+    base.is_loaded_in_8bit, base.is_loaded_in_4bit = is_8bit, not is_8bit
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=4, target_modules=["0"]))
     layer = model.base_model.model[0]
     layer.lora_B["default"].weight.data = size * torch.randn(256, 4, generator=generator)
@@ -117,6 +124,9 @@ def test_merging_into_4_bit_weights_loses_part_of_the_update(size: float) -> Non
 
     def dequantized() -> torch.Tensor:
         held = layer.base_layer.weight
+        if is_8bit:
+            scales = layer.base_layer.state.SCB if held.SCB is None else held.SCB
+            return held.data.float() * scales.float()[:, None] / 127
         return bitsandbytes.functional.dequantize_4bit(held.data, held.quant_state)
 
     before = dequantized()
