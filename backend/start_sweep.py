@@ -36,7 +36,7 @@ class SweepPlan:
 
     def labels(self) -> list[str]:
         """What each run changes, as a short name."""
-        return [sweep.label(patch) for patch in self.patches]
+        return [sweeps.label(patch) for patch in self.patches]
 
 
 def plan(
@@ -70,5 +70,5 @@ def start(root: Path, planned: SweepPlan, reports: Sequence[Report], base: Path)
 
 def _create(root: Path, report: Report, part: sweeps.Member) -> Run:
     files = {**report.plan.files, SWEEP: part.to_json()}
-    title = f"{report.title} {sweep.label(part.varied)}".strip()
+    title = f"{report.title} {sweeps.label(part.varied)}".strip()
     return Run.create(root, title, replace(report.plan, files=files), datetime.now(), report.about, report.expected)

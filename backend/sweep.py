@@ -108,20 +108,5 @@ def patches(
     return [patch for number, patch in enumerate(found) if patch not in found[:number]]
 
 
-def label(patch: dict[str, Any]) -> str:
-    """The changes as a short name: `learning_rate=0.0001 r=8`."""
-    return " ".join(f"{name.rpartition('.')[2]}={_short(value)}" for name, value in patch.items())
-
-
-def _short(value: Any) -> str:
-    return (
-        "+".join(map(str, value))
-        if isinstance(value, tuple)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
-
-
 def _problem(name: str, message: str) -> SpecError:
     return SpecError([Problem(name, message)])

@@ -12,6 +12,7 @@ from typing import Any
 from backend import start_sweep, sweep
 from backend.cli.commands import print_findings, print_json, read_spec, wait_for_preflight
 from backend.machine import probe
+from backend.runs import sweeps
 
 
 def start(arguments: argparse.Namespace) -> int:
@@ -37,10 +38,10 @@ def start(arguments: argparse.Namespace) -> int:
 
 def print_rows(found: list[dict[str, Any]]) -> None:
     """One line per run, the best one first."""
-    width = max(len(sweep.label(row["varied"])) for row in found)
+    width = max(len(sweeps.label(row["varied"])) for row in found)
     print(f"{'options':{width}}  {'state':8}  {'step':>6}  {'loss':>9}  {'best validation loss':>20}  run")
     for row in found:
         numbers = ["-" if row[key] is None else f"{row[key]:.4g}" for key in ("step", "loss", "eval_loss")]
         step, loss, best = numbers
-        label = sweep.label(row["varied"])
+        label = sweeps.label(row["varied"])
         print(f"{label:{width}}  {row['state']:8}  {step:>6}  {loss:>9}  {best:>20}  {row['id']}")

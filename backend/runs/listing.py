@@ -21,7 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import LOCK, PLAN, STATE, files, marks, notebook, ownership, processes, replace_text, validation
+from backend.runs import (
+    LOCK,
+    PLAN,
+    STATE,
+    files,
+    marks,
+    notebook,
+    ownership,
+    processes,
+    replace_text,
+    sweeps,
+    validation,
+)
 from backend.runs.folder import UNREADABLE, Run, damage
 
 Row = dict[str, Any]
@@ -32,6 +44,7 @@ SHORT_SECONDS = 0.02  # of CPU time: a shorter scan needs no pause. On a busy ma
 MAX_REMOVED = 10_000  # deleted runs that are remembered for clients
 SETTLED = ("new", "done", "stopped", "failed", "lost")  # change only with the run's files
 SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
+TEXTS = ("failure", "mark", "warning", "sweep", "varied")
 REWARDS = ("reward_accuracy", "reward_margin")
 ABOUT = ("dataset", "strategy", "learning_rate")
 MEASURED = ("eval_loss", "tokens_per_second", "peak_memory", *SCORES, *REWARDS)
@@ -40,7 +53,7 @@ MEASURED = ("eval_loss", "tokens_per_second", "peak_memory", *SCORES, *REWARDS)
 def row(run: Run) -> Row:
     """A run in the list; None for what is not known. A run that cannot be read has the state damaged."""
     found = run.summary()
-    details: Row = {**dict.fromkeys((*ABOUT, *MEASURED)), "failure": "", "mark": "", "warning": ""}
+    details: Row = {**dict.fromkeys((*ABOUT, *MEASURED)), **dict.fromkeys(TEXTS, "")}
     try:
         details |= _details(run, found["state"])
     except UNREADABLE as error:
@@ -58,6 +71,7 @@ def _details(run: Run, state: str) -> Row:
     failure = run.failure() if state in ("failed", "stopped") else None
     peaks = result.get("peak_bytes")
     found = marks.mark(run, state)
+    part = sweeps.member(run.path)
     return {
         "dataset": about.get("dataset"),
         "strategy": about.get("strategy") or run.resolved().get("strategy"),
@@ -68,6 +82,8 @@ def _details(run: Run, state: str) -> Row:
         "failure": failure["sentence"] if failure else "",
         "mark": found.name,
         "warning": found.sentence,
+        "sweep": part.sweep if part else "",
+        "varied": sweeps.label(part.varied) if part else "",
         **{name: _number(result.get(f"{name}_after")) for name in SCORES},
         **{name: _number(result.get(f"eval_{name}")) for name in REWARDS},
     }

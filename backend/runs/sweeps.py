@@ -44,9 +44,25 @@ class Member:
 def member(folder: Path) -> Member | None:
     """The part of this run in a sweep; None if it belongs to none."""
     try:
-        return Member(**json_values.read(folder / SWEEP))
+        found = Member(**json_values.read(folder / SWEEP))
     except (OSError, ValueError, TypeError):
         return None
+    return found if isinstance(found.sweep, str) and isinstance(found.varied, dict) else None
+
+
+def label(patch: dict[str, Any]) -> str:
+    """The changes as a short name: `learning_rate=0.0001 r=8`."""
+    return " ".join(f"{name.rpartition('.')[2]}={_short(value)}" for name, value in patch.items())
+
+
+def _short(value: Any) -> str:
+    return (
+        "+".join(map(str, value))
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def members(root: Path, sweep: str) -> Iterator[tuple[Run, Member]]:

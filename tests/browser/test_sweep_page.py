@@ -127,3 +127,33 @@ def test_a_sweep_from_the_page(server, page, tmp_path):
     losses = [float(text.split("\t")[-1]) for text in rows.all_inner_texts()]
     assert losses == sorted(losses) and losses[0] < losses[-1]
     assert {run.state for run in all_runs(server.runs)} == {"done"}
+
+
+@pytest.mark.parametrize("width", [390, 1024])
+def test_the_list_groups_the_runs_of_a_sweep(server, page, width):
+    """And shows what differs first, also where the end of a name is cut. A run without a sweep stays by itself."""
+    page.set_viewport_size({"width": width, "height": 900})
+    base = "smollm2-135m-instruct LoRA on a long name of a data set"
+    for rate in (1e-4, 1e-3):
+        part = sweeps.Member("2026-11-23_090000", {RATE: rate, OPTIMIZER: "adamw_torch"})
+        plan = Plan(("true",), files={SPEC: "", SWEEP: part.to_json()})
+        Run.create(server.runs, f"{base} {sweeps.label(part.varied)}", plan, datetime.now())
+    Run.create(server.runs, "alone", Plan(("true",), files={SPEC: ""}), datetime.now())
+    page.goto(f"{server.url}/?tab=runs")
+    links = page.locator(".fp-runs-link")
+    expect(links).to_have_count(3)
+    visible = [text.split("=")[1][:5].strip() for text in links.all_inner_texts() if "=" in text]
+    assert len(set(visible)) == 2 and not any(base in text for text in links.all_inner_texts())
+    heading = page.locator(".fp-runs-fold")
+    expect(heading).to_contain_text(base)
+    expect(heading).to_contain_text("Sweep: 2 runs, 2 new")
+    heading.click()
+    expect(links).to_have_text(["alone"])
+    page.reload()
+    expect(links).to_have_text(["alone"])  # this browser remembers it
+    page.locator(".fp-runs-fold").click()
+    expect(links).to_have_count(3)
+    if width > 640:
+        page.get_by_role("button", name="Name", exact=True).click()
+        expect(heading).to_have_count(0)
+        assert base in links.nth(1).inner_text() and links.nth(1).inner_text().startswith("learning_rate=")

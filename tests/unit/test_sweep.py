@@ -88,7 +88,7 @@ def test_mistakes_are_named(text: str, message: str) -> None:
 
 
 def test_labels_are_short() -> None:
-    assert sweep.label({RATE: 1e-4, "lora.target_modules": ("q_proj", "v_proj")}) == (
+    assert sweeps.label({RATE: 1e-4, "lora.target_modules": ("q_proj", "v_proj")}) == (
         "learning_rate=0.0001 target_modules=q_proj+v_proj"
     )
 

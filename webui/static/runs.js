@@ -8,6 +8,7 @@ import { createQueue } from "./queue.js";
 import { annotate, createRowMenu, createSelectionBar } from "./runs_actions.js";
 import { createColumnMenu, loadView, shownColumns, storeView } from "./runs_columns.js";
 import { SearchError, parseSearch, sortRuns } from "./runs_search.js";
+import { rowsOf } from "./runs_sweeps.js";
 import { createTable } from "./runs_table.js";
 
 /** @typedef {import("./runs_search.js").Column} Column */
@@ -21,6 +22,7 @@ const GROUPS = [
   ["stopped", "Stopped"],
   ["failed", "Failed"],
 ];
+const MAX_FOLDED = 200; // sweeps that this browser remembers
 const EXAMPLES = [
   ["qwen paper", "runs with both words, in the name, model, dataset, tags, notes or failure reason"],
   ["state:failed", "a column that contains a text"],
@@ -82,6 +84,7 @@ export function mountRuns() {
     sort: sortBy,
     select,
     selectAll,
+    fold,
     menu: (run, at) => page.menu.open(run, at),
   });
   page.scroller = el("div.fp-runs-scroll", { hidden: true }, page.table.node);
@@ -183,6 +186,12 @@ function selectColumns(keys) {
   changeView(isSorted ? { columns: keys } : { columns: keys, sort: "", descending: false });
 }
 
+/** Hide or show the runs of a sweep. @param {string} sweep */
+function fold(sweep) {
+  const others = view.folded.filter((id) => id !== sweep);
+  changeView({ folded: others.length < view.folded.length ? others : [sweep, ...others].slice(0, MAX_FOLDED) });
+}
+
 /** Numbers and times start with the direction that is usual for them; a third click ends the sorting. */
 function sortBy(key) {
   const column = columns.find((column) => column.key === key);
@@ -202,7 +211,9 @@ function draw() {
   found = isKnown ? sortRuns(inGroup, view.sort, view.descending) : inGroup;
   page.head.hidden = !runs.length;
   page.scroller.hidden = !found.length;
-  page.table.draw(found, shownColumns(columns, view), view);
+  // A column's order is that of all runs, so that only the list without one has groups.
+  const rows = isKnown ? found : rowsOf(found, new Set(view.folded));
+  page.table.draw(found, rows, shownColumns(columns, view), view);
   page.columns.draw(columns, view);
   page.bar.draw();
   drawEmpty();

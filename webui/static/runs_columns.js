@@ -5,7 +5,7 @@ import { bytes, dateTime, duration, num, percent } from "./format.js";
 import { valueOf } from "./runs_search.js";
 
 /** @typedef {import("./runs_search.js").Column} Column */
-/** @typedef {{ columns: string[] | null, sort: string, descending: boolean }} View what the browser remembers */
+/** @typedef {{ columns: string[] | null, sort: string, descending: boolean, folded: string[] }} View what the browser remembers */
 
 const STORED = "fp-runs";
 const NONE = "\u2013";
@@ -54,14 +54,15 @@ const selectable = (columns) => columns.filter(({ key, kind }) => key !== "name"
 /** @returns {View} */
 export function loadView() {
   try {
-    const { columns, sort, descending } = JSON.parse(localStorage.getItem(STORED) || "{}");
+    const { columns, sort, descending, folded } = JSON.parse(localStorage.getItem(STORED) || "{}");
     return {
       columns: Array.isArray(columns) ? columns : null,
       sort: String(sort || ""),
       descending: Boolean(descending),
+      folded: Array.isArray(folded) ? folded.map(String) : [],
     };
   } catch {
-    return { columns: null, sort: "", descending: false };
+    return { columns: null, sort: "", descending: false, folded: [] };
   }
 }
 

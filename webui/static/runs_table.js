@@ -4,9 +4,11 @@ import { el, setText } from "./dom.js";
 import { isDim, textOf, widthsOf } from "./runs_columns.js";
 import { tagList } from "./runs_actions.js";
 import { drawBadge, hasEnded, progressOf } from "./run_state.js";
+import { baseName, createHeading, isHeading } from "./runs_sweeps.js";
 
 /** @typedef {import("./runs_search.js").Column} Column */
 /** @typedef {import("./runs_search.js").Run} Run */
+/** @typedef {import("./runs_sweeps.js").Heading} Heading */
 
 const AROUND = 15; // rows that are drawn above and below those in sight
 const [STAR, STARRED] = ["\u2606", "\u2605"];
@@ -14,7 +16,7 @@ const NAME = /** @type {Column} */ ({ key: "name", label: "Name", kind: "text" }
 
 /**
  * `selected` has the ids of the selected runs. The handlers get a run: `star`, `menu` (and the button), `select`
- * (and whether); `selectAll` gets whether, `sort` the key of a column.
+ * (and whether); `selectAll` gets whether, `sort` the key of a column, `fold` the id of a sweep.
  * @param {Set<string>} selected
  * @param {Record<string, (...values: any[]) => void>} handlers
  */
@@ -25,16 +27,23 @@ export function createTable(selected, handlers) {
   const all = el("input.fp-runs-select", { type: "checkbox", "aria-label": "Select all runs" });
   all.addEventListener("change", () => handlers.selectAll(all.checked));
   const rows = new Map(); // id -> row in the document; it stays the same node, so that it keeps the focus
-  let runs = /** @type {Run[]} */ ([]);
+  let runs = /** @type {Run[]} */ ([]); // that can be selected; those of a folded sweep have no row
+  let items = /** @type {(Run | Heading)[]} */ ([]);
+  let grouped = /** @type {Set<string>} */ (new Set()); // ids of the runs that have a heading
   let columns = /** @type {Column[]} */ ([]);
   let drawnHead = "";
   let rowHeight = 45; // px; all rows have the same height
   let outdated = false; // the rows have other columns
   let frame = 0;
 
-  /** @param {Run[]} found @param {Column[]} shown @param {{ sort: string, descending: boolean }} order */
-  function draw(found, shown, order) {
+  /**
+   * @param {Run[]} found @param {(Run | Heading)[]} rowsShown @param {Column[]} shown
+   * @param {{ sort: string, descending: boolean }} order
+   */
+  function draw(found, rowsShown, shown, order) {
     runs = found;
+    items = rowsShown;
+    grouped = new Set(items.flatMap((item) => (isHeading(item) ? item.runs.map(({ id }) => id) : [])));
     const head = JSON.stringify([shown.map(({ key }) => key), order.sort, order.descending, widthsOf(shown)]);
     if (head !== drawnHead) {
       drawnHead = head;
@@ -42,7 +51,7 @@ export function createTable(selected, handlers) {
       drawHead(order);
       outdated = true;
     }
-    node.setAttribute("aria-rowcount", String(runs.length + 1));
+    node.setAttribute("aria-rowcount", String(items.length + 1));
     drawRows();
     drawSelection();
   }
@@ -82,8 +91,8 @@ export function createTable(selected, handlers) {
     cancelAnimationFrame(frame);
     const top = body.getBoundingClientRect().top;
     const first = Math.max(0, Math.floor(-top / rowHeight) - AROUND);
-    const end = Math.min(runs.length, Math.ceil((innerHeight - top) / rowHeight) + AROUND);
-    const inSight = runs.slice(Math.min(first, end), end);
+    const end = Math.min(items.length, Math.ceil((innerHeight - top) / rowHeight) + AROUND);
+    const inSight = items.slice(Math.min(first, end), end);
     const ids = new Set(inSight.map(({ id }) => id));
     // Nothing may ask for a size until all is in place: the document would be shorter meanwhile, and scroll.
     for (const [id, row] of rows) {
@@ -94,22 +103,29 @@ export function createTable(selected, handlers) {
     outdated = false;
     let previous = above;
     if (above.parentNode !== body) body.append(above, below);
-    inSight.forEach((run, index) => {
-      if (!rows.has(run.id)) rows.set(run.id, createRow(run.id, columns, selected, handlers));
-      const row = rows.get(run.id);
-      row.draw(run);
+    inSight.forEach((item, index) => {
+      if (!rows.has(item.id)) rows.set(item.id, create(item));
+      const row = rows.get(item.id);
+      row.draw(item, rowHeight);
+      row.node.toggleAttribute("data-grouped", grouped.has(item.id));
       row.node.setAttribute("aria-rowindex", String(first + index + 2));
       if (row.node.previousSibling !== previous) previous.after(row.node);
       previous = row.node;
     });
     setHeight(above, Math.min(first, end) * rowHeight);
-    setHeight(below, (runs.length - end) * rowHeight);
-    const height = inSight.length && rows.get(inSight[0].id).node.offsetHeight;
+    setHeight(below, (items.length - end) * rowHeight);
+    const measured = inSight.find((item) => !isHeading(item));
+    const height = measured && rows.get(measured.id).node.offsetHeight;
     if (height && height !== rowHeight) {
       rowHeight = height;
       drawSoon(); // the first guess was wrong, or the window is narrow now
     }
   }
+
+  const create = (item) =>
+    isHeading(item)
+      ? createHeading(columns.length + 2, handlers.fold)
+      : createRow(item.id, columns, selected, handlers);
 
   function drawSelection() {
     const count = runs.filter(({ id }) => selected.has(id)).length;
@@ -138,7 +154,8 @@ function setHeight(space, height) {
 /** @param {Column[]} columns @param {Set<string>} selected */
 function createRow(id, columns, selected, handlers) {
   let shown = /** @type {Run} */ ({ id, state: "" });
-  const link = el("a.fp-runs-link", { href: `?tab=run&run=${encodeURIComponent(id)}` });
+  const [varied, base] = [el("span"), el("span.fp-runs-base")];
+  const link = el("a.fp-runs-link", { href: `?tab=run&run=${encodeURIComponent(id)}` }, varied, base);
   const box = el("input.fp-runs-select", { type: "checkbox", onchange: () => handlers.select(shown, box.checked) });
   const star = el("button.fp-runs-star", { type: "button", onclick: () => handlers.star(shown) });
   const menu = el("button.fp-icon", { type: "button", "aria-haspopup": "menu" }, "\u22ef");
@@ -165,8 +182,10 @@ function createRow(id, columns, selected, handlers) {
   function draw(run) {
     if (run === shown && hasEnded(run.state)) return;
     shown = run;
-    setText(link, run.name || id);
-    link.title = run.sentence || "";
+    // What differs comes first: names of a sweep begin with the same words, and are cut at their end.
+    setText(varied, run.varied || run.name || id);
+    setText(base, run.varied ? ` \u00b7 ${baseName(run)}` : "");
+    link.title = [run.varied ? run.name : "", run.sentence].filter(Boolean).join("\n");
     warning.hidden = !run.mark;
     setText(warning, run.mark || "");
     warning.title = run.warning || "";
