@@ -14,6 +14,12 @@ def figure(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 99.95 else f"{value:.0f}"
 
 
+def learning_rate(value: float) -> str:
+    """A learning rate, always as the page writes it: 1e-4, 2.5e-3."""
+    digits, _, exponent = f"{value:.3e}".partition("e")
+    return f"{float(digits):g}e{int(exponent)}" if value else "0"
+
+
 def counted(number: int, thing: str) -> str:
     """A number with a noun in the singular or plural: '1 step', '60,000 steps', '2 processes'."""
     return f"{number:,} {thing if number == 1 else plural(thing)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from backend import registry
+from backend import registry, wording
 from backend.modelspec import lora_modules, trainable_parameters
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import ATTENTION_ONLY
@@ -116,7 +116,7 @@ def loraplus_rate_too_high(case: Case) -> Violation | None:
     if rate * 16 <= MAX_LORA_B_RATE:
         fix = Fix("Set loraplus_lr_ratio to 16", {"lora.loraplus_lr_ratio": 16.0}, False)
     else:
-        fix = Fix(f"Set the learning rate to {lower:g}", {"train.learning_rate": lower}, False)
+        fix = Fix(f"Set the learning rate to {wording.learning_rate(lower)}", {"train.learning_rate": lower}, False)
     message = (
         f"A learning rate of {rate:g} times a loraplus_lr_ratio of {ratio:g} gives {rate * ratio:.2g} for the B "
         f"matrices; values above {MAX_LORA_B_RATE:g} usually diverge."

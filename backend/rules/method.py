@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from backend import registry
+from backend import registry, wording
 from backend.modelspec import (
     ModelShape,
     adaptable_names,
@@ -359,4 +359,5 @@ def unusual_learning_rate(case: Case) -> Violation | None:
         return None
     comparison = "high" if rate > high else "low"
     message = f"A learning rate of {rate:g} is {comparison} for {METHOD_NAMES[kind]}; {low:g} to {high:g} is usual."
-    return Violation(message, (Fix(f"Set the learning rate to {usual:g}", {"train.learning_rate": usual}, False),))
+    label = f"Set the learning rate to {wording.learning_rate(usual)}"
+    return Violation(message, (Fix(label, {"train.learning_rate": usual}, False),))

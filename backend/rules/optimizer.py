@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from backend import registry
+from backend import registry, wording
 from backend.memory.optimizer_state import OptimizerState
 from backend.modelspec import lora_modules
 from backend.rules.base import Case, Example, Fix, Violation, rule
@@ -611,7 +611,7 @@ def lion_learning_rate_too_high(case: Case) -> Violation | None:
     rate, half = case.spec.train.learning_rate, maximum / 2
     if "lion" not in case.spec.train.optim or rate <= maximum:
         return None
-    fix = Fix(f"Set the learning rate to {half:g}", {"train.learning_rate": half}, safe=False)
+    fix = Fix(f"Set the learning rate to {wording.learning_rate(half)}", {"train.learning_rate": half}, safe=False)
     label = registry.METHODS[case.spec.method.kind].label
     return Violation(f"The learning rate is {rate:g}; for Lion with {label}, at most {maximum:g} is usual.", (fix,))
 
@@ -632,7 +632,8 @@ def sgd_learning_rate_too_low(case: Case) -> Violation | None:
     adaptive = row.factored or "adam_beta1" in row.reads or not row.reads
     if adaptive or not ("sgd" in row.trainer_optim or row.trainer_optim == "lomo") or rate >= SGD_MIN_RATE:
         return None
-    fix = Fix(f"Set the learning rate to {SGD_RATE}", {"train.learning_rate": SGD_RATE}, safe=False)
+    label = f"Set the learning rate to {wording.learning_rate(SGD_RATE)}"
+    fix = Fix(label, {"train.learning_rate": SGD_RATE}, safe=False)
     return Violation(f"The learning rate is {rate:g}; for {row.label}, at least {SGD_MIN_RATE:g} is usual.", (fix,))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import registry
+from backend import registry, wording
 from backend.rules.base import Case, Example, Fix, Violation, amount, rule
 from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100, USER_DATA, USER_DATA_FACTS
 
@@ -297,4 +297,5 @@ def unusual_preference_learning_rate(case: Case) -> Violation | None:
         f"A learning rate of {train.learning_rate:g} is {comparison} for {_stage(case).label}; {low:g} to {high:g} is "
         "usual."
     )
-    return Violation(message, (Fix(f"Set the learning rate to {usual:g}", {"train.learning_rate": usual}, False),))
+    label = f"Set the learning rate to {wording.learning_rate(usual)}"
+    return Violation(message, (Fix(label, {"train.learning_rate": usual}, False),))

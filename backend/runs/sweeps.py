@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from backend import wording
 from backend.runs import SWEEP, json_values, request_stop, validation
 from backend.runs.folder import Run, RunError
 
@@ -51,18 +52,15 @@ def member(folder: Path) -> Member | None:
 
 
 def label(patch: dict[str, Any]) -> str:
-    """The changes as a short name: `learning_rate=0.0001 r=8`."""
-    return " ".join(f"{name.rpartition('.')[2]}={_short(value)}" for name, value in patch.items())
+    """The changes as a short name: `learning_rate=1e-4 r=8`."""
+    short = ((name.rpartition(".")[2], value) for name, value in patch.items())
+    return " ".join(f"{name}={_short(name, value)}" for name, value in short)
 
 
-def _short(value: Any) -> str:
-    return (
-        "+".join(map(str, value))
-        if isinstance(value, tuple)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+def _short(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        return wording.learning_rate(value) if name == "learning_rate" else f"{value:g}"
+    return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def members(root: Path, sweep: str) -> Iterator[tuple[Run, Member]]:

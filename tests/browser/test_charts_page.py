@@ -192,10 +192,38 @@ def test_one_cursor_in_all_charts(server, page):
         # The values of all charts are those of the step, or of the nearest one with a value.
         expect(loss.locator(".fp-legend b").first).to_have_text(f"{5 - step / 25:g}")
         expect(norm.locator(".fp-legend b").first).to_have_text(f"{step / 4:g}")
-        expect(rate.locator(".fp-legend b").first).to_have_text(f"{round(step, -1) / 1000:g}")
+        expect(rate.locator(".fp-legend b").first).to_have_text(f"{round(step, -1) // 10}e-2")
     page.mouse.move(5, 5)
     for found in (loss, norm, rate):
         expect(found.locator(".fp-legend-step")).to_have_text("")
+
+
+def test_numbers_at_an_axis(server, page):
+    """Two of them have different texts, a rate of 0 has no axis up to 100, and learning rates have one format."""
+    open_run(server, page, plant(server))
+    found = page.evaluate(
+        """async () => {
+          const { yAxis, yScale } = await import("./footplate/charts.js");
+          const { valueText } = await import("./footplate/format.js");
+          const ticks = (key, all) => yAxis(key, false).values(null, all, 1, 34, all[1] - all[0]);
+          const range = yScale(false).range;
+          return {
+            close: ticks("loss", [10.81, 10.8125, 10.815, 10.8175]),
+            large: ticks("tokens_per_second", [1234500, 1234600]),
+            usual: ticks("loss", [0, 0.5, 1]),
+            zeros: range(null, 0, 0),
+            same: range(null, 2, 2),
+            rates: [0, 1e-5, 0.0001, 0.001, 0.00025, 0.05].map((rate) => valueText("train.learning_rate", rate)),
+            others: [0.001, 0.00025].map((value) => valueText("train.weight_decay", value)),
+          };
+        }"""
+    )
+    assert found["close"] == ["10.81", "10.8125", "10.815", "10.8175"]
+    assert found["large"] == ["1.2345M", "1.2346M"]
+    assert found["usual"] == ["0", "0.5", "1"]
+    assert found["zeros"] == [0, 1] and found["same"][0] < 2 < found["same"][1]
+    assert found["rates"] == ["0", "1e-5", "1e-4", "1e-3", "2.5e-4", "5e-2"]
+    assert found["others"] == ["0.001", "2.5e-4"]
 
 
 def test_a_chart_is_downloaded_as_it_is_shown(server, page):

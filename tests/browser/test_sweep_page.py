@@ -71,7 +71,7 @@ def test_the_card_says_what_would_start(server, page):
     page.goto(server.url)
     card = enter(page, "1e-4, 1e-3", "2")
     expect(card.get_by_role("button", name="Start 4 runs")).to_be_enabled()
-    expect(card.get_by_role("status")).to_contain_text("learning_rate=0.0001 seed=42, learning_rate=0.0001 seed=43")
+    expect(card.get_by_role("status")).to_contain_text("learning_rate=1e-4 seed=42, learning_rate=1e-4 seed=43")
     card.get_by_label("Values of Learning rate").fill("1e-4..1e-3")
     expect(card.get_by_role("status")).to_contain_text("add the number of grid points")
     expect(card.get_by_role("button", name="Start runs")).to_be_disabled()

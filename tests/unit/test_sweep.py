@@ -89,7 +89,7 @@ def test_mistakes_are_named(text: str, message: str) -> None:
 
 def test_labels_are_short() -> None:
     assert sweeps.label({RATE: 1e-4, "lora.target_modules": ("q_proj", "v_proj")}) == (
-        "learning_rate=0.0001 target_modules=q_proj+v_proj"
+        "learning_rate=1e-4 target_modules=q_proj+v_proj"
     )
 
 
@@ -221,7 +221,7 @@ def test_the_page_shows_what_would_run_and_starts_it_once(tmp_path: Path, starte
     api = client(tmp_path)
     body = sweep_request(seeds=2, key="a-key-of-this-click")
     rows = api.post("/api/sweeps/check", json=body).json()["runs"]
-    assert [row["label"] for row in rows][:2] == ["learning_rate=1e-05 seed=42", "learning_rate=1e-05 seed=43"]
+    assert [row["label"] for row in rows][:2] == ["learning_rate=1e-5 seed=42", "learning_rate=1e-5 seed=43"]
     assert len(rows) == 4 and not any(row["errors"] for row in rows) and not started
     first, again = (api.post("/api/sweeps", json=body) for _ in range(2))
     assert first.status_code == again.status_code == 201 and len(started) == 4

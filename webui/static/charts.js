@@ -3,7 +3,7 @@
 import { get, url } from "./api.js";
 import { bestOf, createBestMark, createTooltip, drawMarks, markKey, marksAt, marksOf, textsOf } from "./chart_marks.js";
 import { el } from "./dom.js";
-import { integer, num } from "./format.js";
+import { integer, num, valueText } from "./format.js";
 import { onThemeChange } from "./gradio.js";
 import { createPoller } from "./poll.js";
 
@@ -58,11 +58,28 @@ export function smoothed({ x, y }, weight) {
   return { x, y: means };
 }
 
-export function tickText(value) {
+/** A number at an axis. `distance` is that of two numbers, 0 if it varies: both must have different texts. */
+export function tickText(value, distance = 0) {
   const size = Math.abs(value);
-  if (size >= 1e6) return `${num(value / 1e6, 3)}M`;
-  if (size >= 1e4) return `${num(value / 1e3, 4)}K`;
-  return num(value, 4);
+  const needed = distance && size ? Math.min(12, Math.ceil(Math.log10(size / distance)) + 3) : 0;
+  if (size >= 1e6) return `${num(value / 1e6, Math.max(3, needed))}M`;
+  if (size >= 1e4) return `${num(value / 1e3, Math.max(4, needed))}K`;
+  return num(value, Math.max(4, needed));
+}
+
+/** The y axis and scale of all charts. @param {string} key of the series */
+export function yAxis(key, logScale) {
+  const text = (value, distance) => (key === "learning_rate" ? valueText(key, value) : tickText(value, distance));
+  const values = (_, all, axis, space, distance) =>
+    all.map((v) => (v === null ? "" : text(v, logScale ? 0 : distance)));
+  return { size: 54, space: 34, values };
+}
+export const yScale = (logScale) => (logScale ? { distr: 3 } : { distr: 1, range: yRange });
+
+/** As uPlot's own range, but that of zeros ends at 1 instead of 100. */
+function yRange(_, from, to) {
+  if (from === null) return [null, null];
+  return from === 0 && to === 0 ? [0, 1] : window.uPlot.rangeNum(from, to, 0.1, true);
 }
 
 /**
@@ -102,7 +119,8 @@ function describe(chart, response, newest) {
   const last = newest[chart.key];
   if (!last) return "";
   const extreme = chart.best === "lowest" ? response.min[chart.key] : response.max[chart.key];
-  const parts = [`Latest ${num(last.value)} at step ${integer(last.step)}, ${chart.best} ${num(extreme)}`];
+  const text = (value) => valueText(chart.key, value);
+  const parts = [`Latest ${text(last.value)} at step ${integer(last.step)}, ${chart.best} ${text(extreme)}`];
   const second = chart.second && newest[chart.second];
   if (second) {
     const point = bestOf(chart, response);
@@ -304,7 +322,7 @@ function createCard(chart, state) {
     if (plot) plot.destroy();
     drawLegend(legend, curves);
     const onDraw = (u) => best.place(u, bestOf(chart, state.response));
-    const options = plotOptions(place, usesLog(), curves, state, { pointed, onDraw });
+    const options = plotOptions(place, usesLog(), curves, state, { key: chart.key, pointed, onDraw });
     place.replaceChildren();
     plot = new window.uPlot(options, data, place);
     plot.over.append(best.node);
@@ -325,7 +343,7 @@ function createCard(chart, state) {
     const i = outside ? 0 : plot.valToIdx(step);
     legend.firstChild.textContent = outside ? "" : `step ${integer(step)}`;
     curves.forEach((_, n) => {
-      legend.children[n + 1].lastChild.textContent = outside ? "" : num(nearest(plot.data[n + 1], i));
+      legend.children[n + 1].lastChild.textContent = outside ? "" : valueText(chart.key, nearest(plot.data[n + 1], i));
     });
     tooltip.show(plot, own && !outside ? textsOf(marksAt(plot, state.marks), chart, state.response) : []);
   }
@@ -420,7 +438,7 @@ function drawLegend(legend, curves) {
   legend.replaceChildren(el("span.fp-legend-step"), ...curves.map(entry));
 }
 
-function plotOptions(place, logScale, curves, state, { pointed, onDraw }) {
+function plotOptions(place, logScale, curves, state, { key, pointed, onDraw }) {
   const grid = { stroke: color("--fp-grid"), width: 1 };
   const font = "11px system-ui, sans-serif";
   const axis = { stroke: color("--fp-dim"), font, grid, ticks: { show: false }, gap: 6 };
@@ -437,7 +455,7 @@ function plotOptions(place, logScale, curves, state, { pointed, onDraw }) {
     legend: { show: false },
     scales: {
       x: { time: false, range: (u, from, to) => stepRange(state, from, to) },
-      y: { distr: logScale ? 3 : 1 },
+      y: yScale(logScale),
     },
     axes: [
       {
@@ -448,7 +466,7 @@ function plotOptions(place, logScale, curves, state, { pointed, onDraw }) {
         incrs: steps,
         values: (u, all) => all.map(integer),
       },
-      { ...axis, size: 54, space: 34, values: (u, all) => all.map((v) => (v === null ? "" : tickText(v))) },
+      { ...axis, ...yAxis(key, logScale) },
     ],
     series: [{}, ...curves.map(series)],
     cursor: {

@@ -4,7 +4,7 @@
 import { get, url } from "./api.js";
 import { AXES, createCompareCharts, runColor } from "./compare_runs_charts.js";
 import { $, address, el, on, redraw, setText } from "./dom.js";
-import { bytes, duration, integer, num } from "./format.js";
+import { bytes, duration, integer, num, valueText } from "./format.js";
 import { onThemeChange } from "./gradio.js";
 import { createPoller } from "./poll.js";
 import { isSame } from "./run_results.js";
@@ -250,19 +250,19 @@ function summaryParts(runs) {
   return [panelHead("Results"), table(head, runs.map(line))];
 }
 
-function optionText(value) {
+function optionText(key, value) {
   if (value === null || value === undefined || value === "") return NONE;
   if (Array.isArray(value)) return value.join(", ") || NONE;
   if (typeof value === "boolean") return value ? "yes" : "no";
   if (typeof value === "object") return JSON.stringify(value);
-  return typeof value === "number" ? num(value) : String(value);
+  return typeof value === "number" ? valueText(key, value) : String(value);
 }
 
 function optionParts(runs, options) {
   if (!options.length) return [panelHead("Options"), el("p.fp-compare-none", {}, "All options are the same.")];
   const line = ({ key, label, values }) => {
     const name = el("span", {}, label, el("code", {}, key));
-    return row([name, ...runs.map(({ id }) => optionText(values[id]))]);
+    return row([name, ...runs.map(({ id }) => optionText(key, values[id]))]);
   };
   const head = ["Option", ...runs.map(runName)];
   const note = el("span.fp-dim", {}, `${NONE} means that the option is empty, or has no effect in this run`);

@@ -1,9 +1,9 @@
 // @ts-check
 // The curves of several runs in one chart per metric, over steps, epochs, tokens or wall time.
 import { get, runPath } from "./api.js";
-import { CHARTS, HEIGHT, nearest, smoothed, tickText } from "./charts.js";
+import { CHARTS, HEIGHT, nearest, smoothed, tickText, yAxis, yScale } from "./charts.js";
 import { el } from "./dom.js";
-import { integer, num } from "./format.js";
+import { integer, num, valueText } from "./format.js";
 import { onThemeChange } from "./gradio.js";
 
 const MOST_POINTS = 12000; // of all runs together, per curve
@@ -19,7 +19,7 @@ function clock(seconds) {
 export const AXES = {
   step: { name: "Step", text: integer },
   epoch: { name: "Epoch", text: (value) => num(value, 3) },
-  tokens: { name: "Tokens", text: tickText },
+  tokens: { name: "Tokens", text: (value) => tickText(value) },
   seconds: { name: "Wall time", text: clock },
 };
 
@@ -140,7 +140,11 @@ function createCard(chart, state) {
     else {
       if (plot) plot.destroy();
       place.replaceChildren();
-      plot = new window.uPlot(plotOptions(place.clientWidth, usesLog(), curves, state, pointed), data, place);
+      plot = new window.uPlot(
+        plotOptions(place.clientWidth, chart.key, usesLog(), curves, state, pointed),
+        data,
+        place,
+      );
       highlight();
     }
     applyZoom();
@@ -156,7 +160,7 @@ function createCard(chart, state) {
     const key = el("i");
     if (found) key.style.background = found.curve.stroke;
     const name = found && found.curve.name;
-    legend.lastChild.replaceChildren(...(found ? [key, name, el("b", {}, num(found.value))] : []));
+    legend.lastChild.replaceChildren(...(found ? [key, name, el("b", {}, valueText(chart.key, found.value))] : []));
   }
 
   function highlight() {
@@ -215,7 +219,7 @@ function curvesOf(chart, { runs, found, weight }) {
   return curves;
 }
 
-function plotOptions(width, logScale, curves, state, pointed) {
+function plotOptions(width, key, logScale, curves, state, pointed) {
   const font = "11px system-ui, sans-serif";
   const grid = { stroke: css("--fp-grid"), width: 1 };
   const axis = { stroke: css("--fp-dim"), font, grid, ticks: { show: false }, gap: 6 };
@@ -235,11 +239,11 @@ function plotOptions(width, logScale, curves, state, pointed) {
     legend: { show: false },
     scales: {
       x: { time: false, range: (_, from, to) => state.zoom || (from === to ? [from - 1, to + 1] : [from, to]) },
-      y: { distr: logScale ? 3 : 1 },
+      y: yScale(logScale),
     },
     axes: [
       { ...axis, size: 26, space: 70, ...(incrs ? { incrs } : {}), values: (_, all) => all.map(text) },
-      { ...axis, size: 54, space: 34, values: (_, all) => all.map((v) => (v === null ? "" : tickText(v))) },
+      { ...axis, ...yAxis(key, logScale) },
     ],
     series: [{}, ...curves.map(series)],
     cursor: {

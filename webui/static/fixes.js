@@ -1,7 +1,7 @@
 // @ts-check
 // Fixes of findings: their note, their diff, and applying one.
 import { el } from "./dom.js";
-import { num } from "./format.js";
+import { valueText } from "./format.js";
 import { setValues } from "./form.js";
 
 export const applyFix = (fix) => setValues(fix.patch, { undo: `Applied: ${fix.label}.` });
@@ -13,13 +13,13 @@ export function fixNote({ cost, safe }) {
 
 /** The values that a fix changes: "Launcher: python -> torchrun". */
 export function diffList(diff) {
-  const item = ({ label, from, to }) =>
-    el("span.fp-diff", {}, `${label}: `, el("s", {}, display(from)), " \u2192 ", el("b", {}, display(to)));
+  const item = ({ name, label, from, to }) =>
+    el("span.fp-diff", {}, `${label}: `, el("s", {}, display(name, from)), " \u2192 ", el("b", {}, display(name, to)));
   return el("span.fp-diffs", {}, ...diff.map(item));
 }
 
-function display(value) {
+function display(name, value) {
   if (value === "" || value === null) return "empty";
   if (typeof value === "boolean") return value ? "on" : "off";
-  return typeof value === "number" ? num(value) : String(value);
+  return typeof value === "number" ? valueText(name, value) : String(value);
 }

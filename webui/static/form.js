@@ -1,6 +1,7 @@
 // @ts-check
 // The form's values: read from Gradio, written back, with undo; sections, visibility, outlines of wrong fields.
 import { $, el, emit, notify, setAttribute, setText } from "./dom.js";
+import { valueText } from "./format.js";
 import { closeLeftMenu, describeField, editedField, focusField, selectMenuText, writeFormValues } from "./gradio.js";
 import { remember } from "./history.js";
 
@@ -80,7 +81,7 @@ function summarize(section) {
     if (!name || !isVisible(name) || parts.length >= MAX_SUMMARY_PARTS) continue;
     const value = values[name];
     if (parts.length && equal(value, option(name).default)) continue;
-    const part = summaryPart(option(name), value);
+    const part = summaryPart(name, value);
     if (part) parts.push(part);
   }
   setText($(".fp-head-summary", section), parts.join(" \u00b7 "));
@@ -93,12 +94,14 @@ export const singular = (unit) =>
     .replace(/(s|x|z|ch|sh)es$/, "$1")
     .replace(/^(\w{2,}[^s])s$/, "$1");
 
-function summaryPart(option, value) {
-  if (option.kind === "bool") return value ? option.label : "";
-  if (value === "" || value === null || / n /.test(option.choices[value])) return ""; // "Every n steps": n follows
-  if (option.choices[value]) return option.choices[value];
-  const unit = Number(value) === 1 ? singular(option.unit || "") : option.unit;
-  return `${option.label} ${String(value).split("\n")[0].slice(0, 40)}${unit ? ` ${unit}` : ""}`;
+function summaryPart(name, value) {
+  const { kind, label, unit: units, choices } = option(name);
+  if (kind === "bool") return value ? label : "";
+  if (value === "" || value === null || / n /.test(choices[value])) return ""; // "Every n steps": n follows
+  if (choices[value]) return choices[value];
+  const unit = Number(value) === 1 ? singular(units || "") : units;
+  const text = kind === "float" ? valueText(name, Number(value)) : String(value).split("\n")[0].slice(0, 40);
+  return `${label} ${text}${unit ? ` ${unit}` : ""}`;
 }
 
 // -- edits ------------------------------------------------------------------------------------------------------------

@@ -7,15 +7,21 @@ const NONE = "\u2013";
 export function num(value, digits = 4) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
   const size = Math.abs(value);
-  if (value !== 0 && (size < 1e-3 || size >= 1e9)) {
-    return value
-      .toExponential(2)
-      .replace("e+", "e")
-      .replace(/\.?0+e/, "e");
-  }
+  if (value !== 0 && (size < 1e-3 || size >= 1e9)) return exponential(value, Math.max(2, digits - 2));
   const needed = size >= 1000 ? Math.max(digits, Math.ceil(Math.log10(size + 1))) : digits;
   return value.toLocaleString("en", { maximumSignificantDigits: needed });
 }
+
+const exponential = (value, decimals) =>
+  value
+    .toExponential(decimals)
+    .replace("e+", "e")
+    .replace(/\.?0+e/, "e");
+
+/** The value of an option or a series by its key: learning rates always as 1e-4 or 2.5e-3, because 0.001 and 1e-4 in
+ * one table are hard to compare. */
+export const valueText = (key, value) =>
+  value && Number.isFinite(value) && /(^|\.)learning_rate$/.test(key) ? exponential(value, 3) : num(value);
 
 export const capitalized = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
 

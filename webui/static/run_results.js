@@ -2,7 +2,7 @@
 // Parts of the Run view that show what is known of a run: result cards, generated samples, failure, details.
 import { url } from "./api.js";
 import { copy, el } from "./dom.js";
-import { bytes, capitalized, count, duration, integer, num, percent, toSeconds } from "./format.js";
+import { bytes, capitalized, count, duration, integer, num, percent, toSeconds, valueText } from "./format.js";
 import { placementPicture } from "./placement.js";
 import { liveCards } from "./live.js";
 import { hasEnded } from "./run_state.js";
@@ -311,7 +311,7 @@ export function placementParts({ estimate, measured }) {
 /** @returns {Node[]} */
 export function detailParts({ spec, command, joining, yaml, script, result, estimate }) {
   const options = Object.entries(spec || {});
-  const row = ([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, display(value)));
+  const row = ([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, display(name, value)));
   const table = el("table.fp-pairs", {}, el("tbody", {}, options.map(row)));
   return [
     fold("Configuration", options.length ? table : el("p.fp-dim", {}, "All options have their default values.")),
@@ -325,12 +325,12 @@ export function detailParts({ spec, command, joining, yaml, script, result, esti
   ].filter(Boolean);
 }
 
-function display(value) {
+function display(name, value) {
   if (Array.isArray(value)) return value.join(", ");
   if (value === null || value === "") return "\u2013";
   if (typeof value === "boolean") return value ? "yes" : "no";
   if (typeof value === "object") return JSON.stringify(value);
-  return typeof value === "number" && !Number.isInteger(value) ? num(value) : String(value);
+  return typeof value === "number" && !Number.isInteger(value) ? valueText(name, value) : String(value);
 }
 
 /** The measured peak of each rank next to the estimate. torch does not see the memory that the driver reserves. */

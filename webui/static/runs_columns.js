@@ -1,7 +1,7 @@
 // @ts-check
 // The columns of the list of runs: their widths and texts, which ones are shown, and the menu that selects them.
 import { dropdown, el } from "./dom.js";
-import { bytes, dateTime, duration, num, percent } from "./format.js";
+import { bytes, dateTime, duration, num, percent, valueText } from "./format.js";
 import { valueOf } from "./runs_search.js";
 
 /** @typedef {import("./runs_search.js").Column} Column */
@@ -43,7 +43,7 @@ export function textOf(run, /** @type {Column} */ { key, kind }) {
   const value = valueOf(run, key);
   if (key === "step") return TEXTS.step(value, run);
   if (value === undefined || value === null || value === "") return NONE;
-  return TEXTS[key] ? TEXTS[key](value, run) : kind === "number" ? num(value) : String(value);
+  return TEXTS[key] ? TEXTS[key](value, run) : kind === "number" ? valueText(key, value) : String(value);
 }
 
 export const isDim = ({ key, kind }) => kind === "time" || (kind === "text" && key !== "failure") || key === "duration";

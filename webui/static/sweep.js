@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { compareLink } from "./compare_runs.js";
 import { el, setText, svg } from "./dom.js";
-import { num } from "./format.js";
+import { num, valueText } from "./format.js";
 import { createPoller } from "./poll.js";
 import { drawBadge, hasEnded } from "./run_state.js";
 
@@ -16,12 +16,12 @@ const [WIDTH, HEIGHT, TOP, BOTTOM, SIDE] = [900, 220, 26, 22, 70];
 const LOSS = "Best validation loss";
 const LOG_FROM = 20; // an axis is logarithmic if the largest value is this many times the smallest
 
-const text = (value) =>
-  Array.isArray(value) ? value.join(", ") : typeof value === "number" ? num(value) : String(value);
+const text = (key, value) =>
+  Array.isArray(value) ? value.join(", ") : typeof value === "number" ? valueText(key, value) : String(value);
 const link = (id) => `?tab=run&run=${encodeURIComponent(id)}`;
 
-/** Position (0 to 1, from the bottom) and labels of an axis. @param {any[]} values */
-function axis(values) {
+/** Position (0 to 1, from the bottom) and labels of an axis. @param {string} key @param {any[]} values */
+function axis(key, values) {
   const known = values.filter((value) => value !== null && value !== undefined);
   if (known.every((value) => typeof value === "number")) {
     const [low, high] = [Math.min(...known), Math.max(...known)];
@@ -32,15 +32,15 @@ function axis(values) {
       place,
       ends:
         low === high
-          ? [[0.5, num(low)]]
+          ? [[0.5, text(key, low)]]
           : [
-              [0, num(low)],
-              [1, num(high)],
+              [0, text(key, low)],
+              [1, text(key, high)],
             ],
     };
   }
-  const names = [...new Set(known.map(text))].sort();
-  const place = (value) => (names.length > 1 ? names.indexOf(text(value)) / (names.length - 1) : 0.5);
+  const names = [...new Set(known.map((value) => text(key, value)))].sort();
+  const place = (value) => (names.length > 1 ? names.indexOf(text(key, value)) / (names.length - 1) : 0.5);
   return { place, ends: names.map((name) => [place(name), name]) };
 }
 
@@ -48,7 +48,12 @@ function axis(values) {
 function parallelAxes(/** @type {Member[]} */ runs, columns, labels, current) {
   const names = [...columns, LOSS];
   const valueOf = (run, name) => (name === LOSS ? run.eval_loss : run.varied[name]);
-  const axes = names.map((name) => axis(runs.map((run) => valueOf(run, name))));
+  const axes = names.map((name) =>
+    axis(
+      name,
+      runs.map((run) => valueOf(run, name)),
+    ),
+  );
   const x = (index) => SIDE + (index * (WIDTH - 2 * SIDE)) / (names.length - 1);
   const y = (share) => HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM);
   const chart = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "fp-axes", role: "img" });
@@ -59,7 +64,7 @@ function parallelAxes(/** @type {Member[]} */ runs, columns, labels, current) {
     const line = svg("polyline", { points: points.join(" "), class: "fp-axes-run" });
     line.style.opacity = String(1 - (0.75 * rank) / Math.max(1, ranked.length - 1));
     if (run.id === current) line.classList.add("fp-axes-current");
-    const name = columns.map((key) => `${labels[key] || key} ${text(run.varied[key])}`).join(", ");
+    const name = columns.map((key) => `${labels[key] || key} ${text(key, run.varied[key])}`).join(", ");
     const title = svg("title", {}, `${name}: ${num(run.eval_loss)}`);
     chart.prepend(svg("a", { href: link(run.id) }, title, line));
   });
@@ -87,7 +92,7 @@ function table(/** @type {Member[]} */ runs, columns, labels, current) {
   const rows = runs.map((run) => {
     const badge = el("span.fp-badge");
     drawBadge(badge, run.state);
-    const [first, ...others] = columns.map((key) => text(run.varied[key]));
+    const [first, ...others] = columns.map((key) => text(key, run.varied[key]));
     const name = el("a", { href: link(run.id), title: run.sentence }, first);
     const cells = [name, ...others, badge, num(run.step), num(run.loss), num(run.eval_loss)];
     const attributes = run.id === current ? { "aria-current": "true" } : {};
