@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from backend import registry, wording
 from backend.modelspec import lora_modules, trainable_parameters
-from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, names, rule, set_to
 from backend.rules.common_fixes import ATTENTION_ONLY
 from backend.rules.examples import DEMO, GPT2, H100, MOE
 
@@ -142,7 +142,7 @@ def rslora_scale_too_large(case: Case) -> Violation | None:
         return None
     usual = float(round(2 * math.sqrt(rank)))
     message = f"The scaling factor is {alpha:g} / sqrt({rank}) = {scale:.3g}; about 2 is usual."
-    return Violation(message, (Fix(f"Set lora.alpha to {usual:g}", {"lora.alpha": usual}, False),))
+    return Violation(message, (Fix(set_to("lora.alpha", f"{usual:g}"), {"lora.alpha": usual}, False),))
 
 
 @rule(

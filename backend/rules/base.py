@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from backend import registry
 from backend.config import RunSpec
-from backend.config.options import SpecError, edit, effective, get
+from backend.config.options import SpecError, by_name, edit, effective, get
 from backend.inspect import InputFacts
 from backend.machine import Gpu, Machine
 from backend.memory import Estimate, estimate
@@ -37,6 +37,17 @@ class Fix:
     safe: bool = True
     cost: str = ""
     peak: int = 0
+
+
+def label_of(option: str) -> str:
+    """The label of an option inside a sentence: "max steps", "LoRA rank"."""
+    label = by_name()[option].label
+    return label[0].lower() + label[1:] if label.split()[0][1:].islower() else label
+
+
+def set_to(option: str, value: object) -> str:
+    """The label of a fix that sets an option: "Set evaluation interval to 7"."""
+    return f"Set {label_of(option)} to {value}"
 
 
 @dataclass(frozen=True)

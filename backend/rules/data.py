@@ -12,7 +12,7 @@ from backend.config.options import by_name
 from backend.data.formats import UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
 from backend.inspect.facts import has_validation_split
-from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, label_of, names, rule, set_to
 from backend.rules.common_fixes import NO_PACKING, hub_id_violation
 from backend.rules.examples import DEMO, GPT2, H100, LOCAL_MODEL, USER_DATA, USER_DATA_FACTS, with_data_issue
 from backend.wording import counted
@@ -247,7 +247,7 @@ def more_generations_than_examples(case: Case) -> Violation | None:
         return None
     if count <= available or any(not issue.is_example for issue in case.facts.data_issues):
         return None  # a file without examples is an error of its own
-    label = f"Set num_generations to {available}" if available else "Generate nothing"
+    label = f"Evaluate {counted(available, 'generation')}" if available else "Generate nothing"
     message = (
         f"eval.num_generations is {count}, and the validation set has {counted(available, 'example')}; only "
         f"{available} would be generated."
@@ -285,7 +285,7 @@ def many_truncated_examples(case: Case) -> Violation | None:
 
 
 def _max_length_fix(tokens: int) -> Fix:
-    return Fix(f"Set max_length to {tokens}", {"data.max_length": tokens}, False)
+    return Fix(set_to("data.max_length", tokens), {"data.max_length": tokens}, False)
 
 
 @rule(
@@ -643,7 +643,7 @@ def more_workers_than_cores(case: Case) -> Violation | None:
     if not patch:
         return None
     message = f"The run would start {' and '.join(used)} on {counted(cores, 'CPU core')}."
-    settings = " and ".join(f"{name.partition('.')[2]} to {count}" for name, count in patch.items())
+    settings = " and ".join(f"{label_of(name)} to {count}" for name, count in patch.items())
     return Violation(message, (Fix(f"Set {settings}", patch),), tuple(patch))
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from backend.config.processes import DEFAULT_PORT
 from backend.launch.hostfile import HostfileError, Slots, include_argument, included_slots, parse_hostfile
-from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, names, rule, set_to
 from backend.rules.common_fixes import DDP
 from backend.rules.examples import DEMO, LAPTOP, TWO_H100
 from backend.rules.launch import VISIBLE_DEVICES_VARIABLES, without_variables
@@ -130,7 +130,7 @@ def master_port_in_use(case: Case) -> Violation | None:
     port, free = case.facts.port_in_use, case.facts.free_port
     if not port or port != case.run.master_port or case.machine.name:
         return None
-    fixes: tuple[Fix, ...] = (Fix(f"Set master_port to {free}", {"launch.master_port": free}),) if free else ()
+    fixes: tuple[Fix, ...] = (Fix(set_to("launch.master_port", free), {"launch.master_port": free}),) if free else ()
     return Violation(f"The run would listen on port {port}, which another process on this machine uses.", fixes)
 
 

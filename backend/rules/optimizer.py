@@ -13,7 +13,7 @@ from functools import lru_cache
 from backend import registry, wording
 from backend.memory.optimizer_state import OptimizerState
 from backend.modelspec import lora_modules
-from backend.rules.base import Case, Example, Fix, Violation, rule
+from backend.rules.base import Case, Example, Fix, Violation, rule, set_to
 from backend.rules.common_fixes import ADAMW, BF16, DDP, SINGLE_PROCESS
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
 from backend.wording import counted
@@ -587,7 +587,7 @@ def reverse_std_rank_too_high(case: Case) -> Violation | None:
     fixes = [Fix("Use projection type std", {"train.galore_proj_type": "std"}, safe=False, cost="another projection")]
     if rows > 1:  # the head of a reward model has one row, and no rank is below that
         low = max(1, rows // 4)
-        fixes.append(Fix(f"Set projection_rank to {low:,}", {"train.projection_rank": low}, safe=False))
+        fixes.append(Fix(set_to("train.projection_rank", f"{low:,}"), {"train.projection_rank": low}, safe=False))
     rank = f"projection_rank is {train.projection_rank:,}"
     return Violation(f"{rank}, and a projected matrix has only {counted(rows, 'row')}.", tuple(fixes))
 

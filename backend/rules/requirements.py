@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 from backend import registry
 from backend.machine import Gpu, Machine
 from backend.modelspec import ModelShape
-from backend.rules.base import Case, Check, Example, Fix, Violation, names, rule
+from backend.rules.base import Case, Check, Example, Fix, Violation, names, rule, set_to
 from backend.rules.common_fixes import ADAMW
 from backend.rules.examples import (
     DEMO,
@@ -613,7 +613,7 @@ exceeds_model(
     limit=lambda shape: shape.hidden - 1,
     message="train.projection_rank is {value}; the model's hidden size makes {limit} the highest useful rank.",
     fix=lambda shape: Fix(
-        f"Set projection_rank to {max(1, shape.hidden // 4):,}",
+        set_to("train.projection_rank", f"{max(1, shape.hidden // 4):,}"),
         {"train.projection_rank": max(1, shape.hidden // 4)},
         safe=False,
         cost="a quarter of the hidden size",

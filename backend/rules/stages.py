@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry, wording
-from backend.rules.base import Case, Example, Fix, Violation, amount, rule
+from backend.rules.base import Case, Example, Fix, Violation, amount, rule, set_to
 from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100, USER_DATA, USER_DATA_FACTS
 
 DPO = {"train.stage": "dpo", "data.builtin": "train-pairs"}
@@ -268,7 +268,7 @@ def unbalanced_kto_labels(case: Case) -> Violation | None:
         f"The data has {good:,} desirable completions with weight {good_weight:g} and {bad:,} undesirable ones with "
         f"weight {bad_weight:g}. Count x weight of the desirable ones should be 1 to 1.33 times that of the others."
     )
-    return Violation(message, (Fix(f"Set {name}_weight to {weight:.2g}", patch, False),))
+    return Violation(message, (Fix(set_to(f"preference.{name}_weight", f"{weight:.2g}"), patch, False),))
 
 
 SMALL_MODEL = 500_000_000  # parameters; smaller models need higher rates than the range below

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.rules.base import Case, Example, Fix, Violation, amount, rule
+from backend.rules.base import Case, Example, Fix, Violation, amount, rule, set_to
 from backend.rules.examples import DEMO, FULL_DISK
 from backend.wording import counted
 
@@ -88,7 +88,7 @@ def _interval_exceeds_run(case: Case, option: str, interval: int, consequence: s
         return None
     shorter = max(1, steps // 4)
     message = f"{option} is {interval:,}, and the run has {counted(steps, 'step')}, so {consequence}."
-    return Violation(message, (Fix(f"Set {option} to {shorter}", {option: shorter}),))
+    return Violation(message, (Fix(set_to(option, shorter), {option: shorter}),))
 
 
 @rule(
@@ -213,7 +213,7 @@ def too_many_epochs(case: Case) -> Violation | None:
         f"{counted(steps, 'step')} with a global batch size of {batch:,} are {epochs:,.0f} epochs over "
         f"{counted(examples, 'training example')}."
     )
-    return Violation(message, (Fix(f"Set max_steps to {enough}", {"train.max_steps": enough}, False),))
+    return Violation(message, (Fix(set_to("train.max_steps", enough), {"train.max_steps": enough}, False),))
 
 
 @rule(

@@ -526,4 +526,4 @@ def test_unknown_columns_have_a_title_of_their_own() -> None:
 def test_workers_and_tokenization_processes_are_fixed_together() -> None:
     found = Setup({PROCESSES: 17, WORKERS: 17}).finding("DAT015")
     assert found and found.fields == (PROCESSES, WORKERS)
-    assert [fix.label for fix in found.fixes] == ["Set dataset_num_proc to 8 and dataloader_num_workers to 8"]
+    assert [fix.label for fix in found.fixes] == ["Set tokenization processes to 8 and DataLoader workers to 8"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, names, rule, set_to
 from backend.rules.common_fixes import NO_PACKING
 from backend.rules.distributed.examples import LLAMA_8B_FACTS
 from backend.rules.examples import LLAMA_8B, TWO_H100
@@ -83,7 +83,9 @@ def sequence_parallel_group_size(case: Case) -> Violation | None:
     one_group = case.run.device == "cpu"
     if size == 1 or (world_size == size if one_group else world_size % size == 0):
         return None
-    set_size = Fix(f"Set sequence_parallel_size to {world_size}", {"parallel.sequence_parallel_size": world_size})
+    set_size = Fix(
+        set_to("parallel.sequence_parallel_size", world_size), {"parallel.sequence_parallel_size": world_size}
+    )
     needed = f"exactly {size}" if one_group else f"a multiple of {size}"
     message = f"parallel.sequence_parallel_size {size} needs {needed} processes; the run starts {world_size}."
     return Violation(message, (*((set_size,) if world_size > 1 else ()), NO_SEQUENCE_PARALLEL))
@@ -197,7 +199,7 @@ def sequence_parallel_sliding_window(case: Case) -> Violation | None:
     window = counted(shape.sliding_window, "token") if shape.sliding_window else "an unknown number of tokens"
     fixes = [NO_SEQUENCE_PARALLEL]
     if shape.sliding_window:
-        label = f"Set max_length to {shape.sliding_window:,}"
+        label = set_to("data.max_length", f"{shape.sliding_window:,}")
         fixes.append(Fix(label, {"data.max_length": shape.sliding_window}, safe=False, cost="shorter examples"))
     message = f"The model's sliding window has {window}, and data.max_length is {length:,} tokens."
     return Violation(f"{message} Only FlashAttention, which needs a GPU, would keep to the window.", tuple(fixes))
