@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from backend import retry
+from backend import retry, wording
 from backend.config import RunSpec, presets
 from backend.config.options import SpecError, edit
 from backend.config.processes import DEFAULT_PORT
@@ -269,11 +269,12 @@ def _stable_training(failed: Failed) -> Iterator[Fix]:
         patch = retry.changes(failed.run, failed.spec)
         start, lower = Path(patch["save.resume_path"]).name, patch["train.learning_rate"]
         if not is_unusual:
-            yield Fix(f"Continue from {start} with learning rate {lower:g}", patch, safe=False)
+            yield Fix(f"Continue from {start} with learning rate {wording.learning_rate(lower)}", patch, safe=False)
     rate = retry.lower_rate(failed.spec, 1 / 5)
     if failed.case.run.compute_dtype == "fp16":
         yield replace(BF16, cost="fp16 overflows above 65,504")
-    yield Fix(f"Learning rate {rate:g}", {"train.learning_rate": rate}, safe=False, cost="slower convergence")
+    label = f"Learning rate {wording.learning_rate(rate)}"
+    yield Fix(label, {"train.learning_rate": rate}, safe=False, cost="slower convergence")
     if train.warmup_steps < 0.1:
         yield Fix("Warm up for 10% of the steps", {"train.warmup_steps": 0.1}, safe=False)
     if not 0 < train.max_grad_norm <= 1:

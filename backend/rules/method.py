@@ -358,6 +358,7 @@ def unusual_learning_rate(case: Case) -> Violation | None:
     if case.spec.train.optim == "sgd" or case.spec.train.stage not in ("sft", "reward") or low <= rate <= high:
         return None
     comparison = "high" if rate > high else "low"
-    message = f"A learning rate of {rate:g} is {comparison} for {METHOD_NAMES[kind]}; {low:g} to {high:g} is usual."
+    shown, least, most = map(wording.learning_rate, (rate, low, high))
+    message = f"A learning rate of {shown} is {comparison} for {METHOD_NAMES[kind]}; {least} to {most} is usual."
     label = f"Set the learning rate to {wording.learning_rate(usual)}"
     return Violation(message, (Fix(label, {"train.learning_rate": usual}, False),))

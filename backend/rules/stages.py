@@ -293,9 +293,7 @@ def unusual_preference_learning_rate(case: Case) -> Violation | None:
     if train.stage not in registry.LOW_RATE_STAGES or small or low <= train.learning_rate <= high:
         return None
     comparison = "high" if train.learning_rate > high else "low"
-    message = (
-        f"A learning rate of {train.learning_rate:g} is {comparison} for {_stage(case).label}; {low:g} to {high:g} is "
-        "usual."
-    )
+    shown, least, most = map(wording.learning_rate, (train.learning_rate, low, high))
+    message = f"A learning rate of {shown} is {comparison} for {_stage(case).label}; {least} to {most} is usual."
     label = f"Set the learning rate to {wording.learning_rate(usual)}"
     return Violation(message, (Fix(label, {"train.learning_rate": usual}, False),))

@@ -70,9 +70,9 @@ def test_a_run_whose_loss_rose_offers_a_lower_learning_rate(server, page):
     page.goto(f"{server.url}/?tab=run&run={run.id}")
     alerts = page.locator(".fp-alerts")
     expect(alerts).to_contain_text(text)
-    change = alerts.locator(".fp-remedies li", has_text="Learning rate 0.0002")
+    change = alerts.locator(".fp-remedies li", has_text="Learning rate 2e-4")
     change.get_by_role("button", name="Copy into form with this change").click()
-    expect(page.locator("#fp-toasts")).to_contain_text("with one change: Learning rate 0.0002.")
+    expect(page.locator("#fp-toasts")).to_contain_text("with one change: Learning rate 2e-4.")
     assert float(page.evaluate("footplate.values()")["train.learning_rate"]) == 2e-4
 
 

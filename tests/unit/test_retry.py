@@ -99,7 +99,7 @@ def test_the_last_automatic_retry_ends_the_chain(tmp_path):
 
 def test_it_is_the_first_remedy_of_a_diverged_run(tmp_path):
     first = remedies.find(diverged(tmp_path), probe(Path.cwd()), Path.cwd()).fixes[0]
-    assert first.label == "Continue from checkpoint-20 with learning rate 0.00015"
+    assert first.label == "Continue from checkpoint-20 with learning rate 1.5e-4"
 
 
 @pytest.mark.parametrize(("method", "rate", "usual"), [("lora", 10, 2e-4), ("full", 0.5, 2e-5), ("lora", 0.2, 2e-4)])
@@ -115,8 +115,8 @@ def test_a_run_that_stopped_after_a_spike_has_remedies_and_one_that_the_user_sto
     machine = probe(Path.cwd())
     found = remedies.find(stopped(tmp_path / "spike"), machine, Path.cwd()).fixes
     assert [fix.label for fix in found[:2]] == [
-        "Continue from checkpoint-30 with learning rate 0.00015",
-        "Learning rate 6e-05",
+        "Continue from checkpoint-30 with learning rate 1.5e-4",
+        "Learning rate 6e-5",
     ]
     assert main(["show", str(next((tmp_path / "spike").iterdir()))]) == 0
     assert "Suggested changes for a new run.\n  Continue from checkpoint-30" in capsys.readouterr().out
