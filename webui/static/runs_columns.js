@@ -5,7 +5,10 @@ import { bytes, dateTime, duration, num, percent, valueText } from "./format.js"
 import { valueOf } from "./runs_search.js";
 
 /** @typedef {import("./runs_search.js").Column} Column */
-/** @typedef {{ columns: string[] | null, sort: string, descending: boolean, folded: string[] }} View what the browser remembers */
+/**
+ * What the browser remembers; `folded` has the ids of sweeps.
+ * @typedef {{ columns: string[] | null, sort: string, descending: boolean, folded: string[] }} View
+ */
 
 const STORED = "fp-runs";
 const NONE = "\u2013";
