@@ -169,7 +169,7 @@ def elastic_rendezvous_open(case: Case) -> str | None:
 )
 def store_open(case: Case) -> str | None:
     """The ranks of several nodes find each other through torch's TCPStore on node 0. Objects that ranks send to each
-    other are signed, so nobody else can run code through them, but addresses and tensors are not protected."""
+    other are signed, so no other user can run code through them, but addresses and tensors are not protected."""
     if case.run.nnodes == 1 or case.spec.launch.rendezvous == "elastic":
         return None
     return (
