@@ -59,3 +59,8 @@ def test_the_first_preset_is_for_any_machine():
     """The page opens with it."""
     assert presets.presets()[0].name == "first-run"
     assert presets.presets()[-1].machine.nodes == 2
+
+
+def test_titles_differ_where_a_narrow_menu_cuts_them():
+    titles = [preset.title[:20] for preset in presets.presets()]
+    assert len(set(titles)) == len(titles), titles
