@@ -63,6 +63,15 @@ def row(run: Run) -> Row:
     return {**found, **details, **notebook.read(run.path).as_json()}
 
 
+def unreadable_row(name: str, why: str) -> Row:
+    """The row of a folder in which nothing can be read; it has the same keys as the others."""
+    numbers = ("started", "ended", "step", "max_steps", "loss", "fraction", "eta_seconds", "created")
+    texts: Row = dict.fromkeys(("method", "model", *TEXTS), "")
+    found: Row = {"id": name, "name": name, "state": "damaged", "stalled": False, "sentence": why, "failure": why}
+    known = {**dict.fromkeys((*numbers, *ABOUT, *MEASURED)), **texts, **found}
+    return {**known, **notebook.Annotations().as_json()}
+
+
 def _details(run: Run, state: str) -> Row:
     """The values of the columns that the summary does not have. Peak memory is the largest of all ranks."""
     about, result, points = run.about(), run.result(), run.last_points()
@@ -229,8 +238,7 @@ class RunList:
                 return self._read(Snapshot(self.root / name))
             except UNREADABLE as error:  # one broken run must not hide the others
                 why = damage(error)
-        unknown = dict.fromkeys(("started", "ended", "step", "max_steps", "loss", "fraction", "eta_seconds", "created"))
-        return {"id": name, "name": name, "state": "damaged", **unknown, "sentence": why, "failure": why}
+        return unreadable_row(name, why)
 
 
 def _stamp(path: str) -> int | None:

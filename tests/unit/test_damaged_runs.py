@@ -154,19 +154,24 @@ def test_a_folder_without_permissions_is_named_by_every_request(
 ) -> None:
     """Before, each request for such a run was an internal error."""
     root = open_folder / "runs"
-    closed = make(root, "closed")
+    closed, healthy = make(root, "closed"), make(root, "healthy")
     monkeypatch.setenv(queue.FOLDER, str(open_folder / "queue"))
     (open_folder / "queue").mkdir(mode=0o700)
     for path in (root, open_folder / "queue", closed.path, *closed.path.iterdir()):
         os.chown(path, 65534, 65534)
+    for path in (healthy.path, *healthy.path.iterdir()):  # of the user whom the process belongs to
+        path.chmod(0o755)
     closed.path.chmod(0)
     os.seteuid(65534)
     try:
         with client(root, detect_machine=lambda _: Machine()) as api:
-            assert [row["state"] for row in api.get("/api/runs").json()["runs"]] == ["damaged"]
+            assert {row["state"] for row in api.get("/api/runs").json()["runs"]} == {"damaged", "failed"}
             answers = [api.get(f"/api/runs/{closed.id}{path}") for path in ENDPOINTS]
             answers += [api.post(f"/api/runs/{closed.id}/{act}", json={}) for act in ("stop", "resume", "cleanup")]
             answers.append(api.delete(f"/api/runs/{closed.id}"))
+        rows = {row["id"]: row for row in RunList(root).all()}
+        assert rows[closed.id].keys() == rows[healthy.id].keys()
+        assert main(["list", "--runs", str(root)]) == 0
         for command in ("show", "logs", "metrics", "stop", "resume"):
             assert main([command, closed.id, "--runs", str(root)]) == 2
     finally:
