@@ -339,7 +339,7 @@ def test_masking_takes_linear_time(text):
 def test_no_advice_puts_a_token_into_the_options():
     texts = [f"{known.sentence} {known.help} {known.fields}" for known in KNOWN_FAILURES]
     assert not [text for text in texts if "TOKEN" in text and "launch.env" in text]
-    assert any("HF_TOKEN in its environment" in text for text in texts)
+    assert any("HF_TOKEN in the environment of Footplate" in text for text in texts)
 
 
 def test_script_cannot_be_left_by_its_files():
