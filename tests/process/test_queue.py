@@ -392,7 +392,7 @@ def test_a_lease_that_another_user_holds(make: MakeRun, shared: Path, tmp_path: 
     entry, lock = entry_of(make)
     turn = queue.join(entry)
     assert turn.leases is None and "\x1b" not in turn.reason
-    assert turn.reason.startswith(f"The process {holder.pid} of the user nobody (UID 65534) (to ignore")
+    assert turn.reason.startswith(f"The process {holder.pid} of the user nobody (UID 65534) (to start without")
     assert turn.reason.endswith(" uses the CPU.")
     holder.communicate("\n", timeout=20)
     turn = queue.turn(entry)
