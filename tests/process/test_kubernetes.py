@@ -81,7 +81,7 @@ def test_two_nodes_stop_with_a_checkpoint_and_resume(root, cache, start, cluster
     """The losses of all steps, before and after the stop, are those of one process."""
     alone = make_run_folder(root, "alone", {**FULL, "train.per_device_train_batch_size": 4, "save.strategy": "no"})
     train_in_one_process(cache, alone)
-    started = start(FULL)
+    started = start({**FULL, "launch.env": {"TORCH_CPP_LOG_LEVEL": "INFO"}})  # both ranks log, not only rank 0
     started.wait_for_step(2)
     run = started.run
     assert len(started.ranks()) == 2
