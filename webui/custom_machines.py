@@ -15,7 +15,7 @@ import yaml
 
 from backend.config.options import Problem, SpecError
 from backend.machine import Machine, load, machine_from_mapping, normalize, read
-from backend.runs import replace_text
+from backend.runs import files, replace_text
 
 MAX_NAME = 60  # a character has up to four bytes, and a file name 255
 
@@ -36,10 +36,10 @@ class CustomMachines:
         """A machine. Raises SpecError with the file and the problem."""
         return read(self._path(id))
 
-    def values(self, id: str) -> dict[str, Any]:
-        """A machine's description. Raises SpecError if its file was damaged."""
-        self.read(id)
-        return normalize(load(self._path(id).read_text(encoding="utf-8")))
+    def described(self, id: str) -> tuple[Machine, dict[str, Any]]:
+        """A machine and its description. Raises SpecError if the file is damaged, OSError if it cannot be read."""
+        values = load(files.read_text(self._path(id), errors="replace"))
+        return machine_from_mapping(values), values
 
     def save(self, values: Any, replaced: str = "") -> str:
         """Store a description in place of the machine `replaced`, '' for a new one, and return its id. Raises SpecError

@@ -62,10 +62,8 @@ def is_locked(folder: Path) -> bool:
 
 def run_processes(folder: Path, tree: int = 0, spare: int = 0) -> set[Process]:
     """Living processes with the run marker, or below the process `tree`, without the calling process and `spare`."""
-    marker, earlier = (
-        f"{RUN_MARKER}={folder.resolve()}".encode(),
-        f"{RUN_MARKER}={lock_file.read(folder).place}".encode(),
-    )
+    places = (str(folder.resolve()), lock_file.read(folder).place)
+    marker, earlier = (f"{RUN_MARKER}={place}".encode() for place in places)
     table, found = {}, set()
     for entry in PROC.iterdir() if PROC.is_dir() else ():
         if not entry.name.isdigit() or (status := _status(int(entry.name))) is None:

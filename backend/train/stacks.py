@@ -49,7 +49,7 @@ class Stacks:
         """Write which collectives this rank entered last, if they were requested since the last call. The first call
         always writes, which tells readers to wait for answers."""
         with contextlib.suppress(OSError):
-            request = files.read_text(self.request) if self.request.exists() else ""
+            request = files.read_text(self.request, errors="replace") if self.request.exists() else ""
             if request == self._answered:
                 return
             temporary, target = self.path.with_suffix(".json.new"), self.path.with_suffix(".json")

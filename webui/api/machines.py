@@ -81,10 +81,10 @@ def find_machine(state: AppState, name: str) -> Machine:
 def _custom(state: AppState, id: str) -> dict[str, Any]:
     """A custom machine; of a damaged file, the form is empty, so that it can be filled in again or removed."""
     try:
-        values = state.custom_machines.values(id)
-    except SpecError:
+        machine, values = state.custom_machines.described(id)
+    except (SpecError, OSError):
         return {"name": id, "label": f"{id} (its file is damaged)", "values": {"name": id}}
-    return {"name": id, "label": describe(state.custom_machines.read(id)), "values": _texts(values)}
+    return {"name": id, "label": describe(machine), "values": _texts(values)}
 
 
 def _fields(keys: Sequence[Key]) -> list[dict[str, Any]]:
