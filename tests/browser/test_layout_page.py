@@ -136,6 +136,14 @@ def test_notifications_stay_in_their_view(page, server):
     expect(page.locator(".fp-toast")).to_have_count(0)
 
 
+def test_the_theme_of_a_page_without_gradio_can_be_switched_before_its_modules_are_loaded(page, server):
+    page.route("**/static_page.js", lambda route: route.abort())
+    page.goto(f"{server.url}/rules")
+    was_dark = page.evaluate("() => document.body.classList.contains('dark')")
+    page.locator("#fp-theme").click()
+    assert page.evaluate("() => document.body.classList.contains('dark')") is not was_dark
+
+
 @pytest.mark.parametrize("width", [1440, 390])
 def test_the_header_leads_from_each_page_to_the_others_in_this_tab(page, server, width):
     """The form keeps its values, and the theme is the same on each page."""
