@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from backend import registry
-from backend.config.foreign import TENSOR_WITH_FSDP, Import, Table, entries, local_files, words
+from backend.config.foreign import TENSOR_WITH_FSDP, Import, Table, entries, local_files, with_current_names, words
 
 # Same meaning under another or the same name.
 SAME: Mapping[str, str] = {
@@ -44,16 +44,18 @@ DEFAULTS: Table = {
 # No effect on the training: a run has its own folder, log and plots, and the launcher its own arguments.
 IGNORED = {
     "output_dir", "model_type", "tokenizer_type", "dataset_prepared_path", "pad_to_sequence_len", "strict", "debug",
-    "eval_sample_packing", "save_safetensors", "wandb_entity", "wandb_watch", "wandb_log_model", "wandb_project",
-    "low_cpu_mem_usage", "gradient_checkpointing_kwargs", "dataset_keep_in_memory", "is_llama_derived_model",
+    "eval_sample_packing", "save_safetensors", "low_cpu_mem_usage", "gradient_checkpointing_kwargs",
+    "dataset_keep_in_memory", "is_llama_derived_model",
     "is_mistral_derived_model", "is_falcon_derived_model", "is_qwen_derived_model", "tokenizer_use_fast", "xformers",
     "dataloader_pin_memory", "dataloader_prefetch_factor", "auto_resume_from_checkpoints", "tf32", "bf16", "fp16",
     "load_in_4bit", "load_in_8bit", "liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_swiglu",
     "liger_layer_norm", "liger_fused_linear_cross_entropy", "eval_max_new_tokens", "eval_table_size", "group_by_length",
     "fsdp", "fsdp_config", "fsdp_version", "lora_target_linear", "test_datasets", "use_wandb", "use_mlflow",
-    "use_tensorboard", "eval_strategy", "eval_steps", "evals_per_epoch", "wandb_run_id", "wandb_mode", "warmup_ratio",
-    "merge_lora", "include_tokens_per_second", "include_tkps", "dp_shard_size",
+    "use_tensorboard", "eval_strategy", "eval_steps", "evals_per_epoch", "warmup_ratio", "merge_lora",
+    "include_tokens_per_second", "include_tkps",
 }  # fmt: skip
+# Of earlier versions; transformers before 4.46 has the first name too.
+FORMER = {"evaluation_strategy": "eval_strategy"}
 STAGES = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo"}
 ATTENTION_FLAGS = {
     "flash_attention": "flash_attention_2", "flex_attention": "flex_attention", "sdp_attention": "sdpa",
@@ -68,6 +70,13 @@ COLUMNS = {
     "field_messages": "data.messages_column", "field_chosen": "data.chosen_column",
     "field_rejected": "data.rejected_column", "field": "data.text_column", "text_column": "data.text_column",
 }  # fmt: skip
+# Of a type with a format of its own: UserDefinedPrompterType, UserDefinedDPOType and UserDefinedKTOType.
+TYPE_COLUMNS = {
+    "field_prompt": "data.prompt_column", "field_instruction": "data.prompt_column",
+    "field_completion": "data.completion_column", "field_output": "data.completion_column",
+    "field_chosen": "data.chosen_column", "field_rejected": "data.rejected_column", "field_label": "data.label_column",
+}  # fmt: skip
+TYPE_FORMATS = {"dpo": "pairs", "orpo": "pairs", "reward": "pairs", "kto": "labels"}
 # What Footplate does anyway: it wraps each layer, and saves the final model unsharded.
 FSDP_DEFAULTS = {
     "auto_wrap_policy", "sync_module_states", "use_orig_params", "limit_all_gathers", "final_state_dict_type",
@@ -86,7 +95,7 @@ def is_axolotl(found: Table) -> bool:
 def read(table: Table, base: Path) -> Import:
     """The options that the file sets. Relative paths in it are relative to `base`. Raises SpecError for a training that
     has no counterpart at all."""
-    found = Import(table, base, "axolotl", DEFAULTS)
+    found = Import(with_current_names(table, FORMER), base, "axolotl", DEFAULTS)
     found.take_over(SAME)
     for work in PARTS:
         work(found)
@@ -189,17 +198,36 @@ def _data(found: Import) -> None:
 
 def _format(found: Import, datasets: Sequence[Table]) -> None:
     """The format of the first dataset. Columns are detected unless they are named."""
-    kind = datasets[0].get("type")
-    name = str(kind).split(".")[0] if isinstance(kind, str) else ""
-    if name in FORMATS:
+    first, is_pair = datasets[0], found.patch["train.stage"] in TYPE_FORMATS
+    kind = first.get("type")
+    name = str(kind).split(".")[0]
+    if isinstance(kind, Mapping):
+        _columns_of_type(found, kind)
+    elif name in FORMATS and not is_pair:
         found.patch["data.format"] = FORMATS[name]
-    elif kind and found.patch["train.stage"] not in ("dpo", "kto", "orpo", "reward"):
+    elif kind and (name != "chat_template" or not is_pair):
         found.different.append(f"datasets: type {kind}: the format is detected, and the model's chat template is used")
-    for entry in datasets[:1]:
-        found.patch |= {option: str(entry[key]) for key, option in COLUMNS.items() if entry.get(key)}
+    found.patch |= {option: str(first[key]) for key, option in COLUMNS.items() if first.get(key)}
+    found.different += [
+        f"datasets: type {entry.get('type')} of {entry['path']}: all files are read in the format of the first"
+        for entry in datasets[1:]
+        if entry.get("type") != kind and found.patch["data.source"] == "files"
+    ]
     known = {"path", "type", "data_files", "name", "split", "ds_type", "trust_remote_code", *COLUMNS}
     for entry in datasets:
         found.missing += [f"datasets: {key} of {entry['path']}" for key in entry if key not in known]
+
+
+def _columns_of_type(found: Import, kind: Table) -> None:
+    """The columns that a type of the file's own names; its texts around them have no counterpart."""
+    stage = found.patch["train.stage"]
+    patch = {option: str(kind[key]) for key, option in TYPE_COLUMNS.items() if kind.get(key)}
+    patch |= {"data.text_column": str(kind["field"])} if kind.get("field") and not patch else {}
+    if patch:
+        usual = "text" if "data.text_column" in patch else "prompt_completion"
+        found.patch |= {"data.format": TYPE_FORMATS.get(stage, usual), **patch}
+    used = {key for key in (*TYPE_COLUMNS, "field") if kind.get(key)}
+    found.missing += [f"datasets: type.{key}: {kind[key]}" for key in kind if key not in used and kind[key]]
 
 
 def _template(found: Import) -> None:
@@ -231,7 +259,7 @@ def _schedule(found: Import) -> None:
     found.patch["train.activation_checkpointing"] = bool(checkpointing)
     if isinstance(checkpointing, str):
         found.missing.append(f"gradient_checkpointing: {checkpointing} (activations are recomputed, not offloaded)")
-    found.set("torch_compile", "train.torch_compile", found.get("torch_compile") is True)
+    found.set("torch_compile", "train.torch_compile", found.get("torch_compile") in (True, "auto"))
     name = str(found.get("optimizer"))
     if (name := OPTIMIZER_NAMES.get(name, name)) in registry.OPTIMIZERS:
         found.patch["train.optim"] = name
@@ -241,7 +269,10 @@ def _schedule(found: Import) -> None:
 
 def _precision(found: Import) -> None:
     """axolotl loads the weights in the dtype of compute, and DeepSpeed keeps a copy in fp32."""
-    is_bf16, is_fp16 = found.table.get("bf16"), found.table.get("fp16")
+    is_fp16 = found.table.get("fp16")
+    is_bf16 = found.table.get("bf16", "auto")  # null turns it off
+    if is_fp16 and is_bf16 == "auto":
+        is_bf16 = False
     if found.get("fp8"):
         chosen = "fp8"
     elif found.get("bfloat16") or (is_bf16 and found.patch["method.kind"] == "full" and not found.get("deepspeed")):
@@ -273,6 +304,9 @@ def _saving(found: Import) -> None:
         ("wandb", found.table.get("use_wandb") or found.table.get("wandb_project")),
         *((name, found.table.get(f"use_{name}")) for name in ("mlflow", "tensorboard")),
     )
+    keys = [key for key in found.table if str(key).startswith("wandb_") and key not in SAME and found.get(key)]
+    if keys:  # axolotl makes environment variables of them
+        found.patch["launch.env"] = {key.upper(): str(found.table[key]) for key in keys}
     trackers = [name for name, is_used in uses if is_used]
     found.patch["logging.report_to"] = trackers[0] if trackers else "none"
     found.missing += [f"use_{name} (one tracker at a time)" for name in trackers[1:]]
@@ -281,6 +315,8 @@ def _saving(found: Import) -> None:
 def _devices(found: Import) -> None:
     found.deepspeed("deepspeed")
     found.fsdp(default_version=1, ignored=FSDP_DEFAULTS)
+    if (size := found.number("dp_shard_size", 1)) > 1:
+        found.different.append(f"dp_shard_size: {size}: follows from the number of processes here")
     if (size := found.number("tensor_parallel_size", 1)) > 1:
         found.different += [TENSOR_WITH_FSDP] if found.table.get("fsdp_config") else []
         found.patch |= {"parallel.strategy": "tensor", "parallel.tensor_parallel_size": size}

@@ -20,6 +20,8 @@ Table = Mapping[str, Any]
 FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".arrow")
 BUILDERS = ("json", "parquet", "csv", "text")  # of the datasets library, named in place of a dataset
 NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
+# Switches of these tools that are on unless a file turns them off.
+ON_BY_DEFAULT = {"average_tokens_across_devices", "shuffle_merged_datasets", "enable_thinking"}
 
 TENSOR_WITH_FSDP = (
     "fsdp_config: with tensor parallelism, FSDP2 shards over the groups with its usual settings here "
@@ -93,8 +95,12 @@ class Import:
     def name_missing(self, ignored: Collection[str]) -> dict[str, Any]:
         """Note the keys that nobody has looked at, and return them; `ignored` are those without an effect on the
         training."""
-        table = self.table.items()
-        left = {k: v for k, v in table if k not in self.read and k not in ignored and v not in NO_EFFECT}
+        unread = {key: value for key, value in self.table.items() if key not in self.read and key not in ignored}
+        left = {
+            key: value
+            for key, value in unread.items()
+            if (value is False if key in ON_BY_DEFAULT else value not in NO_EFFECT)
+        }
         self.missing += [f"{key}: {value}" for key, value in left.items()]
         return left
 
@@ -177,14 +183,19 @@ class Import:
             self.missing.append(f"fsdp_config: {config} (its keys can be written in place of the name of the file)")
         if not parts and not (isinstance(config, Mapping) and config):
             return
+        if self.get("deepspeed"):
+            message = "deepspeed and fsdp are both set, and only one of them can shard the model: remove one"
+            raise SpecError([Problem("", message)])
         settings = fsdp_keys.normalize(config) if isinstance(config, Mapping) else {}
         if (version := self.get("fsdp_version")) is not None:
             settings["version"] = version
         for word in chosen:
             if word == "offload":
                 settings.setdefault("offload_params", True)
-            elif word.upper() in fsdp_keys.SHARDING_STRATEGIES:
-                settings.setdefault("sharding_strategy", word.upper())
+            elif (name := word.upper()) in fsdp_keys.SHARDING_STRATEGIES:
+                if (chosen_name := settings.setdefault("sharding_strategy", name)) != name:
+                    text = f"fsdp: {word}: fsdp_config.fsdp_sharding_strategy is {chosen_name}, which is imported"
+                    self.different.append(text)
             else:
                 self.missing.append(f"fsdp: {word}")
         patch, different = fsdp_keys.options_of(settings, default_version)
@@ -194,6 +205,12 @@ class Import:
         if patch["parallel.strategy"] == "fsdp2" and rest.pop("cpu_ram_efficient_loading", None) is False:
             self.patch["parallel.extra_config"] = json.dumps({"cpu_ram_efficient_loading": False})
         self.missing += [f"fsdp_config.{key}: {value}" for key, value in rest.items() if value not in NO_EFFECT]
+
+
+def with_current_names(table: Table, former: Mapping[str, str]) -> dict[str, Any]:
+    """`table` with the current names of keys that the tool has renamed: former name -> current one."""
+    current = {former.get(key, key): value for key, value in table.items() if key in former}
+    return {**current, **{key: value for key, value in table.items() if key not in former}}
 
 
 def entries(value: Any) -> list[Table]:

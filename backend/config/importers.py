@@ -14,7 +14,7 @@ import yaml
 
 from backend.config import RunSpec, accelerate_file, axolotl, deepspeed_file, llamafactory, not_training, trl
 from backend.config.foreign import Import, Imported, Table
-from backend.config.options import edit
+from backend.config.options import Problem, SpecError, edit
 from backend.config.yaml_text import load_yaml, syntax_problem
 
 # A training configuration of a tool: what it is recognized by, and its reader.
@@ -64,9 +64,18 @@ def import_file(text: str, spec: RunSpec, base: Path) -> Imported:
     if tool == NO_TRAINING:
         raise not_training.refuse(table)
     found = TOOLS[tool][1](table, base)
-    result = edit(RunSpec(), found.patch)
+    try:
+        result = edit(RunSpec(), found.patch)
+    except SpecError as error:
+        raise SpecError([_problem_of_file(found, problem) for problem in error.problems]) from None
     found.name_without_effect(result)
     return Imported(result, different=found.different, missing=found.missing)
+
+
+def _problem_of_file(found: Import, problem: Problem) -> Problem:
+    """A problem of an option, with the key of the file that set it."""
+    key = found.keys.get(problem.field)
+    return Problem("", f"{key} ({problem.field}): {problem.message}") if key else problem
 
 
 def parse_numbers(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from backend import registry
-from backend.config.foreign import Import, Table, words
+from backend.config.foreign import Import, Table, with_current_names, words
 from backend.config.other_trainer import TEMPLATE
 
 MAX_BYTES = 8 * 2**20  # of dataset_info.json
@@ -42,6 +42,7 @@ SAME: Mapping[str, str] = {
     "save_total_limit": "save.total_limit", "save_only_model": "save.only_model",
     "load_best_model_at_end": "save.load_best_model_at_end",
     "run_name": "logging.run_name", "logging_steps": "logging.steps",
+    "ddp_find_unused_parameters": "parallel.ddp_find_unused_parameters",
 }  # fmt: skip
 # LLaMA-Factory's and the Trainer's defaults that differ from ours, or may.
 DEFAULTS: Table = {
@@ -56,12 +57,19 @@ DEFAULTS: Table = {
 IGNORED = {
     "do_train", "do_eval", "output_dir", "overwrite_output_dir", "plot_loss", "overwrite_cache", "use_fast_tokenizer",
     "preprocessing_batch_size", "low_cpu_mem_usage", "print_param_status", "include_num_input_tokens_seen",
-    "include_effective_tokens_per_second", "ddp_find_unused_parameters", "media_dir", "badam_verbose",
+    "include_effective_tokens_per_second", "media_dir", "badam_verbose",
     "use_reentrant_gc", "freeze_vision_tower", "freeze_multi_modal_projector", "image_max_pixels", "video_max_pixels",
-    "video_fps", "video_maxlen", "log_level", "data_shared_file_system", "enable_thinking", "pissa_convert",
+    "video_fps", "video_maxlen", "log_level", "data_shared_file_system", "pissa_convert",
     "gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "pissa_iter", "quantization_method",
     "quantization_type", "eval_strategy",
 }  # fmt: skip
+# Of earlier versions: transformers before 4.46, LLaMA-Factory before 0.8.
+FORMER = {
+    "evaluation_strategy": "eval_strategy",
+    "dpo_beta": "pref_beta",
+    "dpo_ftx": "pref_ftx",
+    "dpo_loss": "pref_loss",
+}
 STAGES = {"pt": "pretraining", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
 ATTENTION = {
     "auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3",
@@ -77,7 +85,7 @@ def is_llamafactory(found: Table) -> bool:
 def read(table: Table, base: Path) -> Import:
     """The options that the file sets. Relative paths in it are relative to `base`. Raises SpecError for a training that
     has no counterpart at all."""
-    found = Import(table, base, "LLaMA-Factory", DEFAULTS)
+    found = Import(with_current_names(table, FORMER), base, "LLaMA-Factory", DEFAULTS)
     found.take_over(SAME)
     for work in PARTS:
         work(found)
@@ -271,8 +279,14 @@ def _devices(found: Import) -> None:
 
 def _backend(found: Import) -> None:
     """Megatron-Core and KTransformers, which only LLaMA-Factory has."""
-    sizes = {option: found.get(key) for key, option in MEGATRON.items()}
-    if chosen := {option: size for option, size in sizes.items() if size}:
+    given = {key: size for key in MEGATRON if (size := found.get(key))}
+    is_sharded = found.get("deepspeed") or found.get("fsdp")  # by other means than Megatron-Core
+    if is_sharded:
+        found.missing += [
+            f"{key}: {size} (Megatron-Core has it, DeepSpeed and FSDP do not)" for key, size in given.items()
+        ]
+    if given and not is_sharded:
+        chosen = {MEGATRON[key]: size for key, size in given.items()}
         found.patch |= {"llamafactory.backend": "megatron", "parallel.strategy": "ddp", **chosen}
         found.patch["train.activation_checkpointing"] = found.get("recompute_granularity") == "full"
         for key in ("use_distributed_optimizer", "moe_token_dispatcher_type"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.config.foreign import Import, Table, entries, words
+from backend.config.foreign import Import, Table, entries, with_current_names, words
 
 # Same meaning under another or the same name.
 SAME: Mapping[str, str] = {
@@ -48,15 +48,21 @@ DEFAULTS: Table = {
     "save_strategy": "steps", "save_steps": 500, "save_total_limit": 0, "eval_strategy": "no", "logging_steps": 10,
     "dataset_train_split": "train", "dataset_test_split": "test",
 }  # fmt: skip
+# Of earlier versions: transformers before 4.46, TRL before 0.20; the last one is of the alignment handbook.
+FORMER = {
+    "evaluation_strategy": "eval_strategy", "max_seq_length": "max_length",
+    "preprocessing_num_workers": "dataset_num_proc",
+}  # fmt: skip
 LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "orpo": 1e-6, "reward": 1e-4}
 # No effect on the training: a run has its own folder, log and plots.
 IGNORED = {
-    "output_dir", "overwrite_output_dir", "push_to_hub", "hub_model_id", "logging_strategy", "logging_dir",
+    "output_dir", "overwrite_output_dir", "hub_model_id", "logging_strategy", "logging_dir",
     "gradient_checkpointing_kwargs", "lora_task_type", "log_level", "remove_unused_columns", "logging_first_step",
     "hub_strategy", "do_train", "do_eval", "bf16", "fp16", "dtype", "torch_dtype", "bnb_4bit_quant_type",
-    "dataset_test_split", "dataset_name", "warmup_ratio", "pad_to_multiple_of", "save_safetensors", "env",
+    "dataset_test_split", "dataset_name", "warmup_ratio", "pad_to_multiple_of", "save_safetensors",
     "completion_only_loss", "save_strategy",
 }  # fmt: skip
+DATASETS = {"dataset_name", "datasets", "dataset_mixture", "dataset_mixer"}  # the last two: alignment handbook
 STRATEGIES = {
     "single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp1", "fsdp2": "fsdp2", "zero1": "zero1", "zero2": "zero2",
     "zero3": "zero3",
@@ -66,13 +72,13 @@ BEST = ("no", "steps", "epoch")
 
 def is_trl(found: Table) -> bool:
     """Whether a YAML table is a configuration for TRL's command line."""
-    return "model_name_or_path" in found and bool({"dataset_name", "datasets", "dataset_mixture"} & found.keys())
+    return "model_name_or_path" in found and bool(DATASETS & found.keys())
 
 
 def read(table: Table, base: Path) -> Import:
     """The options that the file sets. Relative paths in it are relative to `base`. Raises SpecError for a training that
     has no counterpart at all."""
-    found = Import(table, base, "TRL", DEFAULTS)
+    found = Import(with_current_names(table, FORMER), base, "TRL", DEFAULTS)
     found.take_over(SAME)
     for work in PARTS:
         work(found)
@@ -127,6 +133,7 @@ def _data(found: Import) -> None:
     mixture = found.get("dataset_mixture", {})  # of the alignment handbook
     mixture = mixture if isinstance(mixture, Mapping) else {}
     datasets = entries(found.get("datasets")) or entries([_of_mixture(part) for part in mixture.get("datasets") or []])
+    datasets = datasets or _of_mixer(found)
     if not datasets and (name := found.get("dataset_name")):
         split = found.get("dataset_train_split")
         datasets = [{"path": name, "name": found.get("dataset_config"), "split": split}]
@@ -158,6 +165,21 @@ def _data(found: Import) -> None:
             )
 
 
+def _of_mixer(found: Import) -> list[Table]:
+    """The datasets of the handbook before 2025: names with their shares, and names of splits."""
+    mixer, splits = found.get("dataset_mixer"), words(found.get("dataset_splits"))
+    train = next((name for name in splits if "train" in name), "train")
+    shares = mixer if isinstance(mixer, Mapping) else {}
+    found.different += [
+        f"dataset_mixer: {share} of {name}: all of it here" for name, share in shares.items() if share != 1
+    ]
+    configs = words(found.get("dataset_configs"))
+    return [
+        {"path": name, "name": configs[number] if number < len(configs) else None, "split": train}
+        for number, name in enumerate(shares)
+    ]
+
+
 def _of_mixture(part: Any) -> Any:
     """A dataset of a mixture with TRL's names of its keys."""
     names = {"id": "path", "config": "name"}
@@ -180,6 +202,11 @@ def _training(found: Import) -> None:
     if path := found.get("resume_from_checkpoint"):
         found.patch |= {"save.resume_from": "path", "save.resume_path": str(path)}
     found.reporter("report_to")
+    env = found.get("env")
+    if isinstance(env, Mapping):
+        found.patch["launch.env"] = {str(name): str(value) for name, value in env.items()}
+    elif env:
+        found.missing.append(f"env: {env} (names and values are known)")
 
 
 def _devices(found: Import) -> None:
@@ -190,6 +217,10 @@ def _devices(found: Import) -> None:
             found.missing.append(f"accelerate_config: {name} (import that file too)")
     found.deepspeed("deepspeed")
     found.fsdp(default_version=2, ignored={"auto_wrap_policy"})
+    if (processes := found.number("num_processes")) > 0:
+        found.set("num_processes", "launch.nproc_per_node", processes)
+    if processes > 1:
+        found.patch.setdefault("parallel.strategy", "ddp")
 
 
 PARTS: tuple[Callable[[Import], None], ...] = (_stage, _model, _data, _training, _devices)

@@ -90,7 +90,22 @@ def test_defaults_are_those_of_axolotl(tmp_path):
         ({"bf16": True}, "precision.compute", "bf16"),
         ({"bf16": False, "fp16": True}, "precision.compute", "fp16"),
         ({"bf16": False, "tf32": True}, "precision.compute", "tf32"),
-        ({"bf16": "-"}, "precision.compute", "fp32"),
+        ({"bf16": None}, "precision.compute", "fp32"),
+        ({"bf16": "-"}, "precision.compute", "auto"),
+        ({"bf16": "-", "adapter": None, "load_in_8bit": False}, "precision.compute", "pure_bf16"),
+        ({"bf16": "-", "fp16": True}, "precision.compute", "fp16"),
+        ({"torch_compile": "auto"}, "train.torch_compile", True),
+        ({"evaluation_strategy": "no", "evals_per_epoch": "-"}, "eval.strategy", "no"),
+        (
+            {"wandb_project": "mine", "wandb_mode": "offline"},
+            "launch.env",
+            {"WANDB_PROJECT": "mine", "WANDB_MODE": "offline"},
+        ),
+        ({"rl": "dpo", "datasets": [{"path": "a/b", "type": {"field_prompt": "q"}}]}, "data.prompt_column", "q"),
+        ({"rl": "dpo", "datasets": [{"path": "a/b", "type": {"field_chosen": "y"}}]}, "data.chosen_column", "y"),
+        ({"rl": "kto", "datasets": [{"path": "a/b", "type": {"field_label": "ok"}}]}, "data.format", "labels"),
+        ({"datasets": [{"path": "a/b", "type": {"field_instruction": "q"}}]}, "data.format", "prompt_completion"),
+        ({"datasets": [{"path": "a/b", "type": {"field_output": "y"}}]}, "data.completion_column", "y"),
         ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "train.use_liger_kernel", True),
         ({"flash_attention": False, "attn_implementation": "sdpa"}, "model.attn_implementation", "sdpa"),
         ({"saves_per_epoch": "-", "save_steps": 50}, "save.steps", 50),
@@ -118,7 +133,8 @@ def test_options(tmp_path, given, option, value):
         ({"datasets": [{"type": "alpaca"}]}, "datasets"),
         ({"learning_rate": "high"}, "train.learning_rate"),
         ({"max_steps": "many"}, "max_steps"),
-        ({"sequence_len": [1]}, "data.max_length"),
+        ({"sequence_len": [1]}, r"sequence_len \(data.max_length\): "),
+        ({"deepspeed": "zero2.json", "fsdp": ["full_shard"]}, "deepspeed and fsdp are both set"),
     ],
 )
 def test_refused(tmp_path, given, named):
@@ -141,12 +157,31 @@ def test_refused(tmp_path, given, named):
         ({"torch_compile": True, "deepspeed": "zero2.json"}, "torch_compile: True (train.torch_compile has no effect"),
         ({"gradient_checkpointing": "offload"}, "gradient_checkpointing: offload"),
         ({"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters"),
+        (
+            {"datasets": [{"path": "a/b", "type": {"field_output": "y", "format": "{instruction}"}}]},
+            "datasets: type.format: {instruction}",
+        ),
+        ({"shuffle_merged_datasets": False}, "shuffle_merged_datasets: False"),
         ({"wandb_project": "x", "use_mlflow": True}, "use_mlflow"),
         ({"something_new": 5}, "something_new: 5"),
     ],
 )
 def test_what_is_not_taken_over_is_named(tmp_path, given, named):
     assert any(text.startswith(named) for text in read(tmp_path, **given).missing), read(tmp_path, **given).missing
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"rl": "kto", "datasets": [{"path": "a/b", "type": "llama3.ultra"}]}, "datasets: type llama3.ultra"),
+        ({"datasets": [{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl", "type": "completion"}]},
+         "datasets: type completion of b.jsonl"),
+        ({"dp_shard_size": 4}, "dp_shard_size: 4"),
+        ({"fsdp": ["hybrid_shard"], "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "fsdp: hybrid_shard"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_named(tmp_path, given, named):
+    assert any(text.startswith(named) for text in read(tmp_path, **given).different), read(tmp_path, **given).different
 
 
 def test_a_folder_of_files(tmp_path):

@@ -90,6 +90,12 @@ def test_defaults_are_those_of_llamafactory(tmp_path):
         ({"resume_from_checkpoint": "saves/checkpoint-9"}, "save.resume_path", "saves/checkpoint-9"),
         ({"report_to": ["wandb"]}, "logging.report_to", "wandb"),
         ({"ddp_timeout": 600}, "parallel.ddp_timeout", 600),
+        ({"ddp_find_unused_parameters": True}, "parallel.ddp_find_unused_parameters", True),
+        ({"val_size": 0.1, "evaluation_strategy": "epoch"}, "eval.strategy", "epoch"),
+        ({"stage": "dpo", "dpo_beta": 0.3}, "preference.beta", 0.3),
+        ({"enable_thinking": False}, "llamafactory.extra_args", '{"enable_thinking": false}'),
+        ({"context_parallel_size": 4, "deepspeed": "ds_z3_config.json"}, "parallel.strategy", "zero3"),
+        ({"context_parallel_size": 4, "deepspeed": "ds_z3_config.json"}, "llamafactory.backend", "transformers"),
         ({"model_name_or_path": "./model"}, "model.path", "./model"),
     ],
 )
@@ -111,6 +117,7 @@ def test_options(tmp_path, given, option, value):
         ({"learning_rate": "high"}, "train.learning_rate"),
         ({"max_steps": "many"}, "max_steps"),
         ({"val_size": "some"}, "val_size"),
+        ({"cutoff_len": "2k"}, r"cutoff_len \(data.max_length\): must be an integer"),
     ],
 )
 def test_refused(tmp_path, given, named):
@@ -122,6 +129,8 @@ def test_refused(tmp_path, given, named):
     ("given", "texts"),
     [
         ({"use_hyper_parallel": True}, ["use_hyper_parallel: True"]),
+        ({"enable_thinking": False}, ["enable_thinking: False"]),
+        ({"context_parallel_size": 4, "fsdp": "full_shard"}, ["context_parallel_size: 4 (Megatron-Core"]),
         ({"packing": True}, ["packing: packed examples do not attend"]),
         ({"val_size": 200}, ["val_size: 200"]),
         ({"lr_scheduler_type": "polynomial"}, ["lr_scheduler_type: polynomial"]),

@@ -41,7 +41,7 @@ def test_lora(tmp_path):
         "none",
         "no",
     )
-    assert "trl sft is assumed" in found.different[0] and found.missing == []
+    assert "trl sft is assumed" in found.different[0] and found.missing == ["push_to_hub: True"]
 
 
 def test_defaults_are_those_of_trl(tmp_path):
@@ -81,6 +81,16 @@ def test_defaults_are_those_of_trl(tmp_path):
         ({"attn_implementation": "flash_attention_2"}, "model.attn_implementation", "flash_attention_2"),
         ({"report_to": ["wandb"]}, "logging.report_to", "wandb"),
         ({"gradient_checkpointing": False}, "train.activation_checkpointing", False),
+        ({"max_seq_length": 4096}, "data.max_length", 4096),
+        ({"max_seq_length": 4096, "max_length": 512}, "data.max_length", 512),
+        ({"test_split_size": 0.1, "evaluation_strategy": "epoch"}, "eval.strategy", "epoch"),
+        (
+            {"env": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": 2}},
+            "launch.env",
+            {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"},
+        ),
+        ({"num_processes": 8, "accelerate_config": "zero3"}, "launch.nproc_per_node", 8),
+        ({"num_processes": 8}, "parallel.strategy", "ddp"),
     ],
 )
 def test_options(tmp_path, given, option, value):
@@ -96,6 +106,8 @@ def test_options(tmp_path, given, option, value):
         ({"learning_rate": "high"}, "train.learning_rate"),
         ({"dataset_name": None, "datasets": []}, "datasets"),
         ({"test_split_size": "some"}, "test_split_size"),
+        ({"max_length": "4k"}, r"max_length \(data.max_length\): "),
+        ({"deepspeed": "zero2.json", "fsdp": "full_shard"}, "deepspeed and fsdp are both set"),
     ],
 )
 def test_refused(tmp_path, given, named):
@@ -109,14 +121,17 @@ def test_keys_whose_option_is_hidden_are_named(tmp_path):
     assert sorted(found.missing) == [
         f"label_smoothing: 0.1 (preference.label_smoothing {reason})",
         f"packing: True (data.packing {reason})",
+        "push_to_hub: True",
     ]
     assert changes(found.spec).keys().isdisjoint({"preference.label_smoothing", "data.packing"})
 
 
 def test_what_is_not_taken_over_is_named(tmp_path):
     given = {"eos_token": "<|im_end|>", "attn_implementation": "kernels-community/flash-attn", "eval_strategy": "steps"}
+    given |= {"average_tokens_across_devices": False}
     missing = read(tmp_path, **given, accelerate_config="my.yaml", datasets=[{"path": "a/b", "columns": ["x"]}]).missing
-    for named in ("eos_token", "attn_implementation", "eval_strategy", "accelerate_config", "datasets: columns of a/b"):
+    keys = ("eos_token", "attn_implementation", "eval_strategy", "accelerate_config", "average_tokens_across_devices")
+    for named in (*keys, "push_to_hub", "datasets: columns of a/b"):
         assert any(text.startswith(named) for text in missing), (named, missing)
 
 
@@ -148,3 +163,19 @@ def test_the_mixture_of_the_alignment_handbook(tmp_path):
         "datasets: weight of a/chat",
         "datasets: columns of a/chat",
     }
+
+
+def test_the_mixer_of_the_earlier_alignment_handbook(tmp_path):
+    table = {
+        "model_name_or_path": "c/d", "dataset_mixer": {"a/chat": 1.0, "b/chat": 0.5}, "beta": 0.01,
+        "dataset_splits": ["train_prefs", "test_prefs"], "evaluation_strategy": "steps", "torch_dtype": "float16",
+    }  # fmt: skip
+    assert detect_format(yaml.safe_dump(table)) == "trl"
+    found = import_file(yaml.safe_dump(table), RunSpec(), tmp_path)
+    assert (found.spec.data.hub_id, found.spec.data.hub_split, found.spec.train.stage) == (
+        "a/chat",
+        "train_prefs",
+        "dpo",
+    )
+    assert any(text.startswith("dataset_mixer: 0.5 of b/chat") for text in found.different)
+    assert any(text.startswith("datasets: b/chat (one dataset") for text in found.missing)
