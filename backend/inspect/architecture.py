@@ -76,16 +76,18 @@ def read_architecture(config: Config, environment: Mapping[str, str], trusted: b
         "has_sequence_classification": shape.model_type not in NO_SEQUENCE_CLASSIFICATION,
     }
     table = _tables(cache_folder(environment)).get(config, start=_composite(config) and may_start(environment))
+    if isinstance(table, Mapping) and _composite(config):
+        try:
+            shape = _shape(table, config)
+        except NotCausalLM as error:  # also of a model that the worker has not built: image-text models of llama
+            if not (has_custom_code and trusted):
+                return {**facts, "shape_unknown_reason": str(error), "architecture_problem": _not_supported(error)}
+        except UnknownArchitecture:
+            pass  # the formulas still describe its language model
     if not isinstance(table, Mapping) or not _built(table):
         return {**facts, "shape": shape, "module_classes": _classes(model_type)}
     if _composite(config):
         facts["has_sequence_classification"] = bool(table["sequence_classification"])
-        try:
-            shape = _shape(table, config)
-        except NotCausalLM as error:
-            return {**facts, "shape_unknown_reason": str(error), "architecture_problem": _not_supported(error)}
-        except UnknownArchitecture:
-            pass  # the formulas still describe its language model
     return {**facts, "shape": shape, "module_classes": tuple(table["class_names"])}
 
 

@@ -513,6 +513,27 @@ def test_vision_tower_is_counted_with_the_table(tmp_path: Path, monkeypatch: pyt
     assert with_tower.parameters == table["parameters"] and with_tower.layers_path == "model.language_model.layers"
 
 
+@pytest.mark.parametrize("kind", ["llava", "llava_next_video", "an_unknown_wrapper"])
+def test_models_around_a_language_model_that_transformers_does_not_load_are_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The closed formulas describe their language model, but AutoModelForCausalLM does not load the whole model."""
+    small = {name: value for name, value in SMALL.items() if "expert" not in name}
+    config = {"model_type": kind, "text_config": {"model_type": "llama", **small}}
+    spec, table = folder(tmp_path / "model", config), describe(config)
+
+    class Tables:
+        def get(self, config: dict[str, Any], start: bool = True) -> Any:
+            return table
+
+    monkeypatch.setattr(reading, "_tables", lambda folder: Tables())
+    facts = inspect_inputs(spec, tmp_path)
+    assert facts.shape is None and kind in facts.architecture_problem
+    custom = {**config, "auto_map": {"AutoModelForCausalLM": "own.Model"}}
+    trusted = edit(folder(tmp_path / "custom", custom), {"model.trust_remote_code": True})
+    assert not inspect_inputs(trusted, tmp_path).architecture_problem, "its own code loads it"
+
+
 def test_without_worker_or_cache(tmp_path: Path) -> None:
     assert os.environ[SETTING] == "off"  # tests/conftest.py
     result = inspect_inputs(folder(tmp_path / "model", RECORDED_TABLES["starcoder2"]["config"]), tmp_path, os.environ)
