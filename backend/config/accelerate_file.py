@@ -24,7 +24,7 @@ from backend.resolve import resolve
 OPTIONS = {
     "distributed_type", "mixed_precision", "gpu_ids", "use_cpu", "num_processes", "num_machines",
     "fsdp_config.fsdp_activation_checkpointing", "fsdp_config.fsdp_sharding_strategy",
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "fsdp_config.fsdp_state_dict_type",
     *(f"deepspeed_config.{key}" for key in (
         "zero_stage", "gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file",
         "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device", "offload_param_nvme_path",
@@ -38,6 +38,8 @@ SIZES = {
     "dp_replicate_size": "parallel.replicate_size", "tp_size": "parallel.tensor_parallel_size",
     "cp_size": "parallel.context_parallel_size", "sp_size": "parallel.sequence_parallel_size",
 }  # fmt: skip
+# Keys in each file that `accelerate config` writes, with the values that change nothing.
+WITHOUT_EFFECT = {"tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False}
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
@@ -57,15 +59,19 @@ class _Reading:
 def read(given: Table, spec: RunSpec) -> Imported:
     """`spec` with the values of an accelerate configuration. Raises SpecError."""
     imported, reading = _normalize(given), _Reading()
+    reading.different += fsdp_keys.contradictions(table_at(given, "fsdp_config"))
     kept: list[str] = []
     if own := _own_deepspeed_keys(imported, reading):
         found = deepspeed_file.read(own, spec)
         spec, kept = found.spec, [f"deepspeed_config.{path}" for path in found.kept]
+        reading.different += found.different
         table = imported["deepspeed_config"]
         imported["deepspeed_config"] = {k: v for k, v in table.items() if not _is_deepspeeds_own(k)}
     _launch(imported, reading, has_own_keys=bool(own))
     result = edit(spec, reading.patch)
     imported.pop("parallelism_config", None)
+    if "launch.nnodes" not in reading.patch and imported.get("rdzv_backend") == "static":
+        imported.pop("rdzv_backend")  # the processes of one node find each other without it
     if reading.patch.get("parallel.strategy") == "tensor":
         imported.pop("fsdp_config", None)
     extra = merge.additions(imported, accelerate_config.configuration(result, resolve(result, Machine())))
@@ -96,7 +102,8 @@ def without(table: Table, removed: set[str], prefix: str = "") -> dict[str, Any]
 def _normalize(given: Table) -> dict[str, Any]:
     """The configuration with one name of each key, names for numbers, and true and false for text. YAML reads an
     unquoted NO, yes or on as a boolean, accelerate reads all of them."""
-    found = {key: value for key, value in accelerate_config.normalize(given).items() if value is not None}
+    table = accelerate_config.normalize(given).items()
+    found = {key: value for key, value in table if value is not None and WITHOUT_EFFECT.get(key) != value}
     for key, word in (("distributed_type", "NO"), ("mixed_precision", "no"), ("downcast_bf16", "no")):
         if found.get(key) is False:
             found[key] = word
@@ -155,7 +162,10 @@ def _launch(imported: Table, reading: _Reading, has_own_keys: bool) -> None:
     kind = str(imported.get("distributed_type", "NO"))
     reading.patch["launch.launcher"] = "accelerate"
     if kind == "DEEPSPEED":
-        reading.patch |= {} if has_own_keys else _deepspeed(table_at(imported, "deepspeed_config"))
+        table = table_at(imported, "deepspeed_config")
+        reading.patch |= {} if has_own_keys else _deepspeed(table)
+        if table.get("zero_stage") == 3 and as_boolean(table.get("zero3_save_16bit_model")) is False:
+            reading.different.append("zero3_save_16bit_model: false: the weights are gathered here to save the model")
     elif kind == "FSDP":
         _fsdp(table_at(imported, "fsdp_config"), reading)
     elif kind in DISTRIBUTED_TYPES:

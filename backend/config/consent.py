@@ -60,7 +60,7 @@ HARMLESS_WORDS = re.compile(
     r"(?i)auto|none|no|yes|true|false|cpu|cuda|nvme|off|on|fp32|fp16|fp8|bf16|no_shard|full_shard|hybrid_shard"
     r"|shard_grad_op|backward_pre|backward_post|no_prefetch|nccl|gloo|local_machine|multi_gpu|multi_cpu|fsdp|deepspeed"
     r"|(full|sharded|local)_state_dict|transformer_based_wrap|size_based_wrap|no_wrap|adamw?|lion|lamb|sgd"
-    r"|adagrad|warmup(decay|cosine)?lr|onecyclelr|lrrangetest|linear|log|"
+    r"|adagrad|warmup(decay|cosine)?lr|onecyclelr|lrrangetest|linear|log|static|c10d|inductor|o[0-3]|"
 )
 
 
@@ -86,7 +86,11 @@ def without_consent(spec: RunSpec, base: RunSpec) -> Imported:
     off and not in the patch: the next check would already execute files of a model folder."""
     patch: dict[str, Any] = {name: get(spec, name) for name in _options(spec, base)}
     kept: dict[str, Any] = {name: get(base, name) for name in patch}
-    listed = [f"{name}: {_shown(value)}" for name, value in patch.items()]
+    asked_for = dict(patch)
+    for name in EXTRA_CONFIG:
+        if name in patch and (parts := _parts(patch[name])):
+            kept[name], asked_for[name] = parts[0] or kept[name], parts[1]
+    listed = [f"{name}: {_shown(value)}" for name, value in asked_for.items()]
     env, known = spec.launch.env, base.launch.env
     if asked := [name for name in unlisted_variables(env) if known.get(name) != env[name]]:
         patch[ENV] = env
@@ -108,6 +112,16 @@ def _options(spec: RunSpec, base: RunSpec) -> Iterator[str]:
     for name in EXTRA_CONFIG:
         if get(spec, name) != get(base, name) and not _only_settings(get(spec, name)):
             yield name
+
+
+def _parts(text: str) -> tuple[str, str] | None:
+    """(the keys at the top with nothing but settings, the others) of a JSON text; None if it is no JSON object."""
+    with suppress(ValueError, RecursionError):
+        table = json.loads(text)
+        settings = {key: value for key, value in table.items() if _only_settings(json.dumps(value))}
+        others = {key: value for key, value in table.items() if key not in settings}
+        return json.dumps(settings, indent=2) if settings else "", json.dumps(others, indent=2)
+    return None
 
 
 def _only_settings(text: str) -> bool:

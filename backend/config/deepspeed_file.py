@@ -35,7 +35,8 @@ def is_deepspeed(found: Table) -> bool:
 
 def read(given: Table, spec: RunSpec) -> Imported:
     """`spec` with the values of a DeepSpeed configuration. Raises SpecError."""
-    imported: Table = deepspeed_keys.normalize(_without_null_blocks(given))
+    given, different = _with_stage(_without_null_blocks(given), spec)
+    imported: Table = deepspeed_keys.normalize(given)
     result = edit(spec, options_of(imported))
     result = edit(result, _batch_size(imported, result))
     imported = _without_pin_memory_switch(imported)
@@ -43,7 +44,19 @@ def read(given: Table, spec: RunSpec) -> Imported:
     extra = {key: value for key, value in extra.items() if key not in _imported_blocks(imported)}
     if is_number(global_size := imported.get("train_batch_size")) and global_size != _global_batch_size(result):
         extra["train_batch_size"] = global_size
-    return Imported(edit(result, {"parallel.extra_config": as_json(extra)}), merge.paths(extra))
+    return Imported(edit(result, {"parallel.extra_config": as_json(extra)}), merge.paths(extra), different)
+
+
+def _with_stage(given: Table, spec: RunSpec) -> tuple[Table, list[str]]:
+    """The configuration with a number for the stage "auto", and what was chosen."""
+    zero, strategy = given.get("zero_optimization"), spec.parallel.strategy
+    if not isinstance(zero, Mapping) or zero.get("stage") != deepspeed_keys.AUTO:
+        return given, []
+    is_set = strategy.startswith("zero")
+    stage = int(strategy.removeprefix("zero")) if is_set else 2
+    reason = "the strategy of this spec stays" if is_set else "accelerate fills in 2 unless its own file has zero_stage"
+    text = f"zero_optimization.stage: auto: ZeRO-{stage} is imported; {reason}"
+    return {**given, "zero_optimization": {**zero, "stage": stage}}, [text]
 
 
 def as_json(extra: Table) -> str:
@@ -99,6 +112,9 @@ def options_of(imported: Table) -> Patch:
 def _precision(imported: Table) -> Patch:
     """The compute dtype, unless the file leaves it to the Trainer."""
     bf16, fp16 = (table_at(imported, name).get("enabled") for name in ("bf16", "fp16"))
+    if deepspeed_keys.as_boolean(bf16) and deepspeed_keys.as_boolean(fp16):
+        message = "bf16.enabled and fp16.enabled are both true, which DeepSpeed refuses: set one of them to false"
+        raise SpecError([Problem("", message)])
     for name, value in (("bf16", bf16), ("fp16", fp16)):
         if deepspeed_keys.as_boolean(value):
             return {"precision.compute": name}

@@ -187,6 +187,7 @@ class Import:
             message = "deepspeed and fsdp are both set, and only one of them can shard the model: remove one"
             raise SpecError([Problem("", message)])
         settings = fsdp_keys.normalize(config) if isinstance(config, Mapping) else {}
+        self.different += fsdp_keys.contradictions(config) if isinstance(config, Mapping) else []
         if (version := self.get("fsdp_version")) is not None:
             settings["version"] = version
         for word in chosen:

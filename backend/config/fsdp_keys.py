@@ -40,11 +40,21 @@ def unprefixed(settings: Table) -> dict[str, Any]:
     return {**bare, **{key.removeprefix("fsdp_"): value for key, value in settings.items() if key not in bare}}
 
 
+def contradictions(settings: Table) -> list[str]:
+    """Sentences about the keys that are there with accelerate's prefix and without it, with different values."""
+    pairs = ((key, f"fsdp_{key}", value) for key, value in settings.items())
+    return [
+        f"fsdp_config has {key}: {value} and {prefixed}: {settings[prefixed]}; {prefixed} is imported"
+        for key, prefixed, value in pairs
+        if prefixed in settings and settings[prefixed] != value
+    ]
+
+
 def as_switch(value: Any) -> bool | None:
-    """True or false from a boolean or its text; None for anything else."""
+    """True or false from a boolean, 0 or 1, or text; None for anything else."""
     if isinstance(value, bool):
         return value
-    text = value.strip().lower() if isinstance(value, str) else ""
+    text = str(value).strip().lower() if isinstance(value, str | int) else ""
     return True if text in TRUE else False if text in FALSE else None
 
 
@@ -56,6 +66,8 @@ def normalize(settings: Table) -> dict[str, Any]:
             found.setdefault(key, found.pop(former))
     for key in SWITCHES:
         found |= {key: switch} if (switch := as_switch(found.get(key))) is not None else {}
+    if isinstance(policy := found.get("auto_wrap_policy"), str):
+        found["auto_wrap_policy"] = policy.upper()
     for key, choices in NUMBERED.items():
         if found.get(key) is not None:
             found[key] = _choice(f"fsdp_config.fsdp_{key}", found[key], choices)
@@ -96,7 +108,7 @@ def options_of(config: Table, default_version: int = 1) -> tuple[Patch, list[str
 def _fsdp1(config: Table) -> tuple[Patch, list[str]]:
     """The sharding strategy, which newer files call reshard_after_forward."""
     reshard = config.get("reshard_after_forward")
-    switch = as_switch(reshard) if not isinstance(reshard, str) or not reshard.isdigit() else None
+    switch = None if str(reshard).isdigit() else as_switch(reshard)  # 1 is FULL_SHARD, not true
     given = "SHARD_GRAD_OP" if switch is False else SHARDING_STRATEGIES[0] if switch or reshard is None else reshard
     name = _choice("fsdp_config.fsdp_sharding_strategy", config.get("sharding_strategy") or given, SHARDING_STRATEGIES)
     if name.lower() in registry.SHARDINGS:

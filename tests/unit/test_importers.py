@@ -182,7 +182,7 @@ def test_accelerate_config_becomes_options() -> None:
     assert options_set["parallel.cpu_offload"] and options_set["train.activation_checkpointing"]
     assert not spec.parallel.reshard_after_forward
     assert (spec.parallel.state_dict_type, spec.precision.compute) == ("sharded", "bf16")
-    assert set(remaining) == {"debug", "tpu_env"}
+    assert set(remaining) == {"debug"}  # an empty tpu_env changes nothing
     assert yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["debug"] is True
 
 
@@ -520,3 +520,65 @@ def test_keys_of_zero_next_to_those_of_accelerate() -> None:
     assert merge.parse(found.spec.parallel.extra_config) == {"zero_optimization": {"allgather_bucket_size": 5}}
     assert "(allgather_bucket_size, cpu_offload, overlap_comm)" in found.different[0]
     assert merge.parse(found.spec.launch.extra_accelerate_config) == {"deepspeed_config": {"zero_stages": 2}}
+
+
+def test_switches_can_be_numbers() -> None:
+    table = {"fsdp_version": 2, "fsdp_activation_checkpointing": 1, "fsdp_offload_params": "1"}
+    spec = accelerate_file(distributed_type="FSDP", fsdp_config=table).spec
+    assert (spec.train.activation_checkpointing, spec.parallel.cpu_offload) == (True, True)
+    spec = accelerate_file(distributed_type="FSDP", fsdp_config={"fsdp_reshard_after_forward": 2}).spec
+    assert spec.parallel.sharding_strategy == "shard_grad_op"
+
+
+def test_two_values_of_one_fsdp_key_are_named() -> None:
+    table = {"sharding_strategy": "FULL_SHARD", "fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True}
+    found = accelerate_file(distributed_type="FSDP", fsdp_config=table)
+    assert found.spec.parallel.sharding_strategy == "shard_grad_op"
+    expected = "fsdp_config has sharding_strategy: FULL_SHARD and fsdp_sharding_strategy: SHARD_GRAD_OP"
+    assert [text.split(";")[0] for text in found.different] == [expected]
+
+
+def test_the_files_of_accelerate_config_need_no_extra_config() -> None:
+    """Keys that `accelerate config` writes into each file, and FSDP settings in any case."""
+    usual = {
+        "distributed_type": "MULTI_GPU",
+        "rdzv_backend": "static",
+        "tpu_env": [],
+        "tpu_use_cluster": False,
+        "tpu_use_sudo": False,
+    }
+    assert accelerate_file(**usual).spec.launch.extra_accelerate_config == ""
+    assert accelerate_file(distributed_type="MULTI_GPU", tpu_use_cluster=True).spec.launch.extra_accelerate_config != ""
+    settings = {"fsdp_auto_wrap_policy": "transformer_based_wrap", "fsdp_state_dict_type": 2}
+    found = accelerate_file(distributed_type="FSDP", fsdp_config=settings)
+    assert (found.spec.launch.extra_accelerate_config, found.spec.parallel.state_dict_type) == ("", "sharded")
+    assert "fsdp_state_dict_type: LOCAL_STATE_DICT: checkpoints are sharded here" in found.different
+
+
+def test_sharded_final_weights_are_named() -> None:
+    table = {"zero_stage": 3, "zero3_save_16bit_model": False}
+    assert any(
+        "gathered here" in text
+        for text in accelerate_file(distributed_type="DEEPSPEED", deepspeed_config=table).different
+    )
+    table = {"zero_stage": 2, "zero3_save_16bit_model": False}
+    assert not any(
+        "gathered here" in text
+        for text in accelerate_file(distributed_type="DEEPSPEED", deepspeed_config=table).different
+    )
+
+
+@pytest.mark.parametrize(("strategy", "imported"), [("single", "zero2"), ("zero3", "zero3")])
+def test_the_stage_auto(strategy: str, imported: str) -> None:
+    """accelerate 1.15's DeepSpeedPlugin fills in 2; DeepSpeed itself would not shard."""
+    spec = edit(RunSpec(), {"parallel.strategy": strategy})
+    found = importers.import_file('{"zero_optimization": {"stage": "auto"}}', spec, Path())
+    assert found.spec.parallel.strategy == imported
+    assert [text.split(":")[0] for text in found.different] == ["zero_optimization.stage"]
+
+
+def test_two_precisions_at_once_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"bf16\.enabled and fp16\.enabled are both true"):
+        import_config(
+            '{"bf16": {"enabled": true}, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}', RunSpec()
+        )

@@ -222,6 +222,15 @@ def test_options_that_can_run_code_need_consent(name, value):
     assert len(found.listed) == 1 and found.listed[0].startswith(f"{name}: ")
 
 
+def test_settings_stay_next_to_what_needs_consent():
+    extra = {"zero_optimization": {"round_robin_gradients": True}, "optimizer": {"type": "evil.Optimizer"}}
+    given = edit(RunSpec(), {"parallel.extra_config": json.dumps(extra)})
+    found = consent.without_consent(given, RunSpec())
+    assert json.loads(found.spec.parallel.extra_config) == {"zero_optimization": extra["zero_optimization"]}
+    assert found.patch == {"parallel.extra_config": given.parallel.extra_config}
+    assert "evil.Optimizer" in found.listed[0] and "round_robin" not in found.listed[0]
+
+
 def test_an_accelerate_file_of_somebody_else_keeps_what_the_form_has(api):
     """It is merged into the form: only what it brings needs consent."""
     known = {"launch.env": "HF_HOME=/data", "slurm.setup": "module load cuda"}
