@@ -167,6 +167,12 @@ range contains the memory of the GPU.
 
 {table}
 
+Of the second run, the estimate says that it may run out of memory, not that it does. 55.7 GiB of it are exact
+arithmetic, below which the range does not begin: 32,768 tokens x 152,064 words x 12 bytes, for log-probabilities and
+two gradients in fp32. The forward pass needs 10 bytes per logit. torch's allocator may keep the 9.3 GiB of the bf16
+logits that are freed in between, so up to 75.2 GiB could be reserved; a GPU with 80 GB has about 79 GiB. This was not
+measured on a GPU, and what else that run held is not known.
+
 What an item above the range means:
 
 - *reserved memory*: the figure is from a screenshot of the GPU's memory use, which includes reserved memory. How much

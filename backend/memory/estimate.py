@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from backend.config import RunSpec
 from backend.inspect.facts import InputFacts
 from backend.machine import GIB, Machine
-from backend.memory import quantized
+from backend.memory import loss, quantized
 from backend.memory.activations import layer_activations
 from backend.memory.backends import UNKNOWN, backend_rows
 from backend.memory.context import MemoryContext, Row
@@ -46,6 +46,7 @@ class Estimate:
     lower_bound: bool = False
     ratios: tuple[float, float] = (1.0, 1.0)  # lowest and highest ratio of the real peak on a device to the estimate
     moments: tuple[Moment, ...] = ()
+    certain_bytes: int = 0  # of the peak on a device: exact arithmetic, so the real peak is not below it
 
     def is_limited_by(self, phase: str) -> bool:
         """Whether a moment of this phase is the peak, or its upper bound exceeds the free memory."""
@@ -78,7 +79,7 @@ class Estimate:
     @property
     def low_bytes(self) -> int:
         """The lower end of the estimated range of the peak on each device."""
-        return round(self.ratios[0] * self.device_bytes)
+        return self.certain_bytes + round(self.ratios[0] * (self.device_bytes - self.certain_bytes))
 
     @property
     def high_bytes(self) -> int:
@@ -131,7 +132,8 @@ def estimate(spec: RunSpec, run: ResolvedRun, machine: Machine, facts: InputFact
     if reason := facts.shape.activations_unknown:
         return Estimate((*known_device_rows(ctx), *elsewhere), capacity, reason, lower_bound=True)
     rows, moments = device_peak(ctx)
-    return Estimate((*rows, *elsewhere), capacity, ratios=peak_ratios(ctx), moments=moments)
+    certain = loss.certain_bytes(ctx, rows)
+    return Estimate((*rows, *elsewhere), capacity, ratios=peak_ratios(ctx), moments=moments, certain_bytes=certain)
 
 
 def free_bytes(run: ResolvedRun, machine: Machine) -> int:

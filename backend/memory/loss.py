@@ -8,6 +8,8 @@ to fp32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from backend import registry
 from backend.memory.context import MemoryContext, Row, once
 
@@ -55,6 +57,14 @@ def _fused_loss_row(ctx: MemoryContext, tokens: int) -> Row:
         f"{tokens:,} tokens x {CHUNK_VOCABULARY:,} vocabulary x {each} bytes, one chunk, and {hidden:,} bytes for the"
     )
     return Row(NAME, tokens * CHUNK_VOCABULARY * each + weights + hidden, f"{formula} gradient of the hidden states")
+
+
+def certain_bytes(ctx: MemoryContext, peak: Sequence[Row]) -> int:
+    """The bytes of the loss at the peak that are exact arithmetic: three fp32 tensors of all logits, which
+    cross_entropy holds at the same time in its backward pass. LLaMA-Factory's losses of preferences were not measured,
+    and TRL's chunks are temporary."""
+    is_measured = upcasts_all_logits(ctx) and ctx.spec.train.stage in registry.NEXT_TOKEN_STAGES
+    return sum(row.bytes for row in peak if row.name == NAME) if is_measured else 0
 
 
 def evaluation_bytes(ctx: MemoryContext, tokens: int) -> int:

@@ -75,6 +75,16 @@ def test_llamafactory_upcasts_all_logits() -> None:
     assert LONG_7B.estimate(launch__trainer="llamafactory", train__use_liger_kernel=True).fit == Fit.YES
 
 
+def test_the_range_is_not_below_exact_arithmetic() -> None:
+    """cross_entropy's log-probabilities and two gradients, in fp32, for 32,768 tokens and 152,064 words."""
+    result = LONG_7B.estimate(launch__trainer="llamafactory")
+    assert result.certain_bytes == 59_793_997_824
+    assert result.low_bytes == 59_793_997_824 + round((result.device_bytes - 59_793_997_824) / 1.5)
+    assert result.low_bytes < result.device_bytes < result.high_bytes
+    assert LONG_7B.estimate().certain_bytes == 0
+    assert LONG_7B.estimate(launch__trainer="llamafactory", train__use_liger_kernel=True).certain_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("stage", "liger", "precision", "upcasts_all", "in_evaluation"),
     [
