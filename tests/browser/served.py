@@ -50,6 +50,8 @@ for line in sys.stdin:
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
     os.environ.clear(), os.environ.update(request["variables"])
+    if seconds := os.environ.get("FOOTPLATE_TEST_START_SECONDS"):
+        sys.modules["webui.api.runs"].INSPECTION_SECONDS = int(seconds)
     sys.exit(page.main(request["arguments"]))
 """
 TIMEOUT = 60_000  # ms; other tests use the same cores, so that a page may take half a minute to open

@@ -10,6 +10,7 @@ import select
 import socket
 import ssl
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -192,6 +193,16 @@ def test_certificate_serves_https(tmp_path):
         port, _, path = url.removeprefix("https://127.0.0.1:").partition("/")
         with socket.create_connection(("127.0.0.1", int(port)), 20) as silent:  # never begins its handshake
             assert silent.recv(10) == b""
+        context = ssl.create_default_context(cafile=file)
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # so that the client offers old versions too
+        for version, expected in (
+            (ssl.TLSVersion.TLSv1_2, contextlib.nullcontext()),
+            (ssl.TLSVersion.TLSv1_1, pytest.raises(ssl.SSLError, match=r"PROTOCOL_VERSION|UNEXPECTED_EOF")),
+        ):
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+                context.minimum_version = context.maximum_version = version
+            with socket.create_connection(("127.0.0.1", int(port)), 20) as client, expected:
+                context.wrap_socket(client, server_hostname="127.0.0.1").close()
         context = ssl.create_default_context(cafile=file)
         connection = http.client.HTTPSConnection("127.0.0.1", int(port), timeout=20, context=context)
         connection.request("GET", f"/{path}")

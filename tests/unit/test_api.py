@@ -193,6 +193,30 @@ def test_presets_import_export(api):
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        {"data.source": "files", "data.files": "{file}"},
+        {"data.source": "files", "data.validation": "files", "data.validation_files": "{file}"},
+        {"data.chat_template": "file", "data.chat_template_file": "{file}"},
+        {"model.source": "path", "model.path": "{file}"},
+        {"model.source": "path", "model.path": "{folder}"},
+        {"save.resume_from": "path", "save.resume_path": "{file}"},
+        {"save.resume_from": "path", "save.resume_path": "{folder}"},
+    ],
+)
+def test_no_content_of_an_unrelated_file_is_shown(api, tmp_path, values):
+    """A path such as /etc/shadow in the wrong field, or a link to it in a folder."""
+    file = tmp_path / "shadow"
+    file.write_text("root:$6$the-secret:20000:0:99999:7:::\n")
+    for name in ("config.json", "tokenizer_config.json", "adapter_config.json", "trainer_state.json"):
+        (tmp_path / name).symlink_to(file)
+    values = {name: value.format(file=file, folder=tmp_path) for name, value in values.items()}
+    response = api.post("/api/check", json={"values": values, "draft": "", "seq": 1})
+    assert response.json()["status"]["level"] == "error" and str(tmp_path) in response.text
+    assert "the-secret" not in response.text
+
+
+@pytest.mark.parametrize(
     ("yaml", "part"),
     [
         ("a: [", "line 1"),
