@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from backend.rules.base import Case, Example, Fix, Violation, amount, rule, set_to
@@ -49,18 +50,37 @@ def global_batch_exceeds_dataset(case: Case) -> Violation | None:
     "TRN002",
     "warning",
     fields=("train.warmup_steps",),
-    title="Warmup is longer than the run",
-    source="transformers 5.23 optimization.py: the learning rate rises linearly for num_warmup_steps",
-    fixes=(Fix("Set warmup to 3% of the steps", {"train.warmup_steps": DEFAULT_WARMUP}, safe=False),),
+    title="Warmup lasts for the whole run",
+    source="transformers 5.23 optimization.py: the learning rate rises linearly from 0 for num_warmup_steps; "
+    "training_args.py, get_warmup_steps: a fraction is rounded up",
     fails_on=Example({**STEPS, "train.max_steps": 50, "train.warmup_steps": 100.0}),
     passes_on=Example({**STEPS, "train.max_steps": 500, "train.warmup_steps": 100.0}),
 )
-def warmup_exceeds_run(case: Case) -> str | None:
-    """The learning rate rises during warmup. If warmup is longer than the run, it never reaches train.learning_rate."""
-    warmup, steps = case.spec.train.warmup_steps, case.run.total_steps
-    if steps is None or warmup < steps or case.spec.train.lr_scheduler_type == "constant":  # a ratio is below 1
+def warmup_exceeds_run(case: Case) -> Violation | None:
+    """The learning rate rises from 0 during warmup, and a fraction of the steps is rounded up to whole steps. If warmup
+    is as long as the run or longer, the learning rate never reaches train.learning_rate; in a run of one step it is 0,
+    so that nothing is trained."""
+    train, steps = case.spec.train, case.run.total_steps
+    if steps is None or train.lr_scheduler_type == "constant":
         return None
-    return f"train.warmup_steps is {warmup:g}, and the run has {counted(steps, 'step')}."
+    warmup, longest = _warmup_steps(train.warmup_steps, steps), steps - 1
+    if train.optim.startswith("schedule_free"):  # their warmup starts above 0, and its last step has the full rate
+        longest = steps
+    if warmup <= longest:
+        return None
+    rounded = f", which is {counted(warmup, 'step')}" if train.warmup_steps < 1 else ""
+    message = f"train.warmup_steps is {train.warmup_steps:g}{rounded}, and the run has {counted(steps, 'step')}"
+    trained = "" if steps > 1 or longest else "; the learning rate of this step is 0, so the model would not change"
+    if _warmup_steps(DEFAULT_WARMUP, steps) <= longest:
+        fix = Fix("Set warmup to 3% of the steps", {"train.warmup_steps": DEFAULT_WARMUP}, safe=False)
+    else:
+        fix = Fix("Disable warmup", {"train.warmup_steps": 0.0}, safe=False)
+    return Violation(f"{message}{trained}.", (fix,))
+
+
+def _warmup_steps(option: float, steps: int) -> int:
+    """The number of steps that train.warmup_steps stands for, as in transformers' TrainingArguments."""
+    return int(option) if option >= 1 else math.ceil(steps * option)
 
 
 @rule(

@@ -75,6 +75,8 @@ def rates(name: str, warmup: int, steps: int) -> list[float]:
 def test_a_long_warmup_never_reaches_the_peak(name: str) -> None:
     assert max(rates(name, 100, 50)) < 0.5
     assert max(rates(name, 10, 50)) == 1
+    assert max(rates(name, 50, 50)) < 1
+    assert rates(name, TrainingArguments(warmup_steps=0.03).get_warmup_steps(1), 1) == [0]
 
 
 @cites("TRN003")
