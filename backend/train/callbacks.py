@@ -130,11 +130,15 @@ class ProgressCallback(TrainerCallback):
         else:
             more |= {"step_seconds": round(self._step_seconds(state), 4)}
         show_step(self.run_log, state, **more)
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # also where logging.steps does not divide the number of steps
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Write metrics and a log line."""
         logs = logs or {}
         point = {key: logs[key] for key in LOGGED if key in logs} | preference_metrics(logs)
+        if "eval_loss" in logs:  # early stopping may end the training before the next point with a loss
+            self.tokens = int(logs.get("eval_num_tokens", self.tokens))
         if "loss" in logs:
             self.tokens = int(logs.get("num_tokens", 0))
             spent = self.clock.busy - self._logged_busy

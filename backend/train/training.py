@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,11 +240,11 @@ def _check_checkpoint(context: TrainContext, trainer: Any, start: Path | None) -
 def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) -> dict[str, Any]:
     """The figures of the training, and of the last evaluation of the model as it is now, which is saved."""
     step, evaluated = _last_evaluation(trainer)
-    losses = [point["loss"] for point in trainer.state.log_history if "loss" in point]
+    loss = _mean_loss(trainer.state.log_history)
     figures = {key: _finite(value) for key, value in preference_metrics(evaluated).items()}
     return {
         **figures,
-        "train_loss": _finite(sum(losses) / len(losses)) if losses else None,
+        "train_loss": None if loss is None else _finite(loss),
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),
         "tokens": tokens,
@@ -253,6 +254,15 @@ def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) 
         "trainable_parameters": counts[0],
         "parameters": counts[1],
     }
+
+
+def _mean_loss(history: Sequence[Mapping[str, Any]]) -> float | None:
+    """The mean loss of all steps. Each logged loss is the mean of the steps since the one before."""
+    total, done = 0.0, 0
+    for point in history:
+        if "loss" in point:
+            total, done = total + point["loss"] * (point["step"] - done), point["step"]
+    return total / done if done else None
 
 
 def _last_evaluation(trainer: Any) -> tuple[int, dict[str, Any]]:

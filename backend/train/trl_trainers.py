@@ -153,9 +153,9 @@ class TokenCountMixin(TrainerMixin):
         return super().compute_loss(model, inputs, *more, **named)  # type: ignore[misc]
 
     def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """Log the count."""
-        if "loss" in logs:
-            logs["num_tokens"] = self.num_tokens
+        """Log the count, as TRL's other trainers do."""
+        if "loss" in logs or "eval_loss" in logs:
+            logs["num_tokens" if "loss" in logs else "eval_num_tokens"] = self.num_tokens
         super().log(logs, *more, **named)
 
 

@@ -1,0 +1,52 @@
+"""Tokens and mean loss of a result cover every step, whatever the logging interval is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fork_server import ForkServer
+from training_runs import make_spec, read_metrics, result, same_losses
+
+STEPS, INTERVAL = 5, 3
+COMMON = {
+    "train.duration": "steps", "train.max_steps": STEPS, "train.learning_rate": 1e-2, "train.warmup_steps": 0,
+    "eval.strategy": "no", "save.strategy": "no", "save.final_model": False,
+}  # fmt: skip
+# Stops after the second evaluation: the loss never falls by the threshold.
+STOPPED = {
+    "eval.strategy": "steps", "eval.steps": 2, "eval.early_stopping_patience": 1, "eval.early_stopping_threshold": 100,
+}  # fmt: skip
+
+
+def run(fork_server: ForkServer, folder: Path, **changes: Any) -> tuple[dict[int, float], dict[str, Any]]:
+    """(step -> logged loss, the result) of a run."""
+    done = fork_server.train(folder, make_spec({**COMMON, **changes}))
+    return {point["step"]: point["loss"] for point in read_metrics(done) if "loss" in point}, result(done)
+
+
+def test_last_step(fork_server: ForkServer, tmp_path: Path) -> None:
+    each, expected = run(fork_server, tmp_path / "each", **{"logging.steps": 1})
+    some, found = run(fork_server, tmp_path / "some", **{"logging.steps": INTERVAL})
+    assert list(each) == [1, 2, 3, 4, 5] and list(some) == [1, 3, 5]
+    means = {1: each[1], 3: (each[2] + each[3]) / 2, 5: (each[4] + each[5]) / 2}
+    assert some == same_losses(means)
+    assert found["train_loss"] == same_losses(sum(each.values()) / STEPS) == expected["train_loss"]
+    assert found["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "orpo",
+        *(pytest.param(stage, marks=pytest.mark.soak) for stage in ("sft", "pretraining", "dpo", "kto", "reward")),
+    ],
+)
+def test_early_stopping(fork_server: ForkServer, tmp_path: Path, stage: str) -> None:
+    pairs = {"data.builtin": "train-pairs"} if stage not in ("sft", "pretraining") else {}
+    stopped = {**STOPPED, **pairs, "train.stage": stage, "data.max_length": 256}
+    each, expected = run(fork_server, tmp_path / "each", **stopped, **{"logging.steps": 1})
+    some, found = run(fork_server, tmp_path / "some", **stopped, **{"logging.steps": INTERVAL})
+    assert list(each) == [1, 2, 3, 4] and list(some) == [1, 3]
+    assert found["tokens"] == expected["tokens"] > 0
