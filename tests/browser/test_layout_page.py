@@ -79,6 +79,16 @@ def test_menu_closes_when_the_focus_leaves_it(page, server):
     expect(lists).to_have_count(0)
 
 
+def test_a_click_opens_a_menu_that_was_closed_with_escape(page, server):
+    opened(page, server)
+    menu = page.locator("#train-stage input")
+    for _ in range(2):
+        menu.click()
+        expect(menu).to_have_attribute("aria-expanded", "true")
+        page.keyboard.press("Escape")
+        expect(menu).to_have_attribute("aria-expanded", "false")
+
+
 # The text is selected right after the event that sets the focus; a person types later than that.
 ALL_SELECTED = """() => {
   const { selectionStart, selectionEnd, value } = document.activeElement;
@@ -225,6 +235,26 @@ def paste_lab(page):
     pasted.fill("name: Lab\ngpus: [{name: X9, count: 2, memory_gib: 80, capability: 9.0}]\nhas_libaio: false")
     expect(note).to_have_text("The fields below have the pasted values.")
     return dialog
+
+
+def test_escape_asks_before_it_discards_what_was_entered(page, server):
+    opened(page, server)
+    add = page.get_by_role("button", name="Add a machine", exact=True)
+    dialog = page.get_by_role("dialog", name="Add a machine to plan for")
+    add.click()
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)
+    add.click()
+    name = dialog.get_by_label("Name", exact=True)
+    name.click()
+    page.keyboard.type("Lab")
+    page.keyboard.press("Escape")
+    expect(dialog.get_by_role("alert")).to_contain_text("Press Escape again to discard it")
+    page.keyboard.type("2")
+    page.keyboard.press("Escape")
+    expect(name).to_have_value("Lab2")
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)
 
 
 def test_a_custom_machine_is_added_used_and_removed(page, server):

@@ -174,8 +174,13 @@ export function confirmDialog(text, label = "OK", destructive = false) {
 export const closeDialogs = () =>
   document.querySelectorAll("dialog.fp-dialog").forEach((dialog) => dialog.dispatchEvent(new Event("cancel")));
 
+const enteredValues = (form) =>
+  [...form.querySelectorAll("input, textarea, select")].map(({ value, checked }) => [value, checked]).join("\n");
+
 /**
  * A dialog with fields. `save` runs when it is confirmed; if it fails, the dialog stays open and shows the error.
+ * Escape closes it if nothing was entered; else it says that what was entered would be lost, and the next Escape closes
+ * it.
  * `actions` are further buttons. Returns what closes the dialog.
  * @param {string} title @param {any[]} fields @param {() => Promise<void>} save
  * @param {{ actions?: any[], wide?: boolean }} options
@@ -185,6 +190,15 @@ export function formDialog(title, fields, save, { actions = [], wide = false } =
   const close = () => {
     dialog.close();
     dialog.remove();
+  };
+  let unsaved = ""; // the values that Escape was pressed with
+  const escape = (event) => {
+    const values = enteredValues(form);
+    if (!event.cancelable || [initial, unsaved].includes(values)) return close();
+    event.preventDefault();
+    unsaved = values;
+    problem.hidden = false;
+    setText(problem, "What you entered is not saved. Press Escape again to discard it.");
   };
   const submit = async (event) => {
     event.preventDefault();
@@ -209,12 +223,14 @@ export function formDialog(title, fields, save, { actions = [], wide = false } =
   );
   const dialog = el(
     `dialog.fp-dialog.fp-dialog-form${wide ? ".fp-dialog-wide" : ""}`,
-    { oncancel: close, "aria-label": title },
+    // The browser closes the dialog without asking if Escape is pressed twice and nothing else happens in between.
+    { oncancel: escape, onclose: () => dialog.remove(), "aria-label": title },
     el("p", {}, title),
     form,
   );
   document.body.append(dialog);
   dialog.showModal();
+  const initial = enteredValues(form);
   $("input, textarea", form).focus();
   return close;
 }

@@ -2,7 +2,15 @@
 // The form's values: read from Gradio, written back, with undo; sections, visibility, outlines of wrong fields.
 import { $, el, emit, notify, setAttribute, setText } from "./dom.js";
 import { valueText } from "./format.js";
-import { closeLeftMenu, describeField, editedField, focusField, selectMenuText, writeFormValues } from "./gradio.js";
+import {
+  closeLeftMenu,
+  describeField,
+  editedField,
+  focusField,
+  reopenMenu,
+  selectMenuText,
+  writeFormValues,
+} from "./gradio.js";
 import { remember } from "./history.js";
 
 const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
@@ -39,6 +47,7 @@ export function startForm(described) {
   document.addEventListener("input", fieldEdited, true);
   document.addEventListener("focusout", closeLeftMenu);
   document.addEventListener("focusin", selectMenuText);
+  document.addEventListener("click", reopenMenu);
   document.querySelectorAll(".fp-field").forEach(describeField);
 }
 

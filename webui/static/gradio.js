@@ -92,6 +92,15 @@ export function selectMenuText(event) {
   setTimeout(() => document.activeElement === input && input.select()); // a click places the caret after this event
 }
 
+/** Gradio opens a menu's list when the menu gets the focus: a click into a menu that has the focus, but was closed with
+ * Escape, would do nothing. @param {MouseEvent} event */
+export function reopenMenu(event) {
+  const input = /** @type {HTMLElement} */ (event.target);
+  if (!isMenu(input) || input !== document.activeElement || input.getAttribute("aria-expanded") !== "false") return;
+  input.blur();
+  setTimeout(() => input.focus()); // in the same event, Gradio would close it again
+}
+
 /** @param {string} fieldId @param {string} text */
 export function setPlaceholder(fieldId, text) {
   const input = /** @type {any} */ (document.querySelector(`#${fieldId} :is(input, textarea)`));
