@@ -66,6 +66,8 @@ class _FileFacts:
     min_prompt_tokens: int
     label_counts: tuple[int, int]
     issues: tuple[tuple[str, str, bool], ...]  # location, message, is_example
+    text_columns: tuple[str, ...] = ()
+    detected_format: str = ""
 
 
 COLUMN_OPTIONS = tuple(name for name in Data.model_fields if name.endswith("_column"))
@@ -94,6 +96,8 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
         "data_issues": (*train[1], *validation[1]),
         "format": format,
         "columns": first.columns if first else (),
+        "text_columns": first.text_columns if first else (),
+        "detected_format": first.detected_format if first else "",
         "num_examples": _count(train[0], per_example),
         "completions_per_example": per_example,
         "num_validation_examples": _count(validation[0], per_example),
@@ -191,6 +195,8 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
         inspection.min_prompt_tokens,
         (inspection.desirable, inspection.undesirable),
         tuple(inspection.issues),
+        inspection.text_columns,
+        inspection.detected_format,
     )
 
 
@@ -203,6 +209,8 @@ class _Inspection:
     formats: tuple[str, ...]
     format: str
     columns: tuple[str, ...] = ()
+    text_columns: tuple[str, ...] = ()
+    detected_format: str = ""
     count: int = 0
     characters: int = 0
     desirable: int = 0
@@ -214,7 +222,10 @@ class _Inspection:
     def add(self, line: int, example: Mapping[str, Any]) -> bool:
         """Inspect one example; False if the rest of the file need not be read."""
         self.count += 1
-        self.columns = self.columns or tuple(printable(str(name)) for name in example)
+        if not self.columns:
+            self.columns = tuple(printable(str(name)) for name in example)
+            self.text_columns = tuple(printable(name) for name, value in example.items() if isinstance(value, str))
+            self.detected_format = detect_format(example, self.formats) or ""
         self.format = self.format or detect_format(example, self.formats) or ""
         if not self.format:
             problem = detection_problem(example, self.formats)

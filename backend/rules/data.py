@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.config.options import by_name
-from backend.data.formats import UNKNOWN_COLUMNS
+from backend.data.formats import DEFAULTS, UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
 from backend.inspect.facts import has_validation_split
 from backend.rules.base import Case, Example, Fix, Violation, label_of, names, rule, set_to
@@ -59,7 +59,7 @@ def unreadable_data_file(case: Case) -> Violation | None:
     broken = {issue.location.partition(", line ")[0] for issue in issues}
     kept = tuple(name for name in data.files if name not in broken)
     guesses = case.facts.columns and not case.facts.format and case.spec.train.stage in registry.NEXT_TOKEN_STAGES
-    fixes = [_guessed_format(case)] if guesses else []
+    fixes = _guessed_formats(case) if guesses else []
     if kept and len(kept) < len(data.files):
         fixes.append(Fix("Skip the files with errors", {"data.files": kept}, False, "fewer examples"))
     fields = ("data.files", "data.format") if fixes and "data.format" in fixes[0].patch else ("data.files",)
@@ -75,29 +75,54 @@ def _issues(case: Case, option: str) -> list[DataIssue]:
 
 
 def _summary(issues: list[DataIssue]) -> str:
-    """The first three issues, and how many more there are."""
-    more = f" And {counted(len(issues) - 3, 'more error')} in other examples or files." if len(issues) > 3 else ""
-    return " ".join(f"{issue}." for issue in issues[:3]) + more
+    """The first three issues, and how many more there are. The same error of other examples of a file is counted."""
+    groups: dict[tuple[str, ...], list[DataIssue]] = {}
+    for issue in issues:
+        location = issue.location.partition(", line ")[0] if issue.is_example else issue.location
+        groups.setdefault((location, issue.message), []).append(issue)
+    sentences = []
+    for first, *others in list(groups.values())[:3]:
+        sentences.append(f"{first}.")
+        if others:
+            verb = "has" if len(others) == 1 else "have"
+            sentences.append(f"{counted(len(others), 'other example')} {verb} the same error.")
+    hidden = sum(map(len, list(groups.values())[3:]))
+    if hidden:
+        sentences.append(f"And {counted(hidden, 'more error')} in other examples or files.")
+    return " ".join(sentences)
 
 
 PROMPT_NAMES = ("question", "query", "input", "prompt", "instruction", "source", "problem", "text")
 COMPLETION_NAMES = ("answer", "response", "output", "completion", "target", "solution", "summary", "label")
+ID_NAMES = ("id", "idx", "index", "uuid", "key", "number")
+COLUMN_OPTIONS: dict[str, tuple[str, ...]] = {
+    **{format: tuple(usual) for format, usual in DEFAULTS.items()},
+    "pairs": ("prompt_column", "chosen_column", "rejected_column"),
+    "labels": ("prompt_column", "completion_column", "label_column"),
+}
 
 
-def _guessed_format(case: Case) -> Fix:
-    """A format for columns that no supported format has: a prompt with a completion, or the first column as text."""
-    columns = {name.lower(): name for name in case.facts.columns}
+def _guessed_formats(case: Case) -> list[Fix]:
+    """Formats for columns that no supported format has: a prompt with a completion, and one column as text. Columns
+    with unknown names are taken in their order."""
+    found = case.facts.text_columns or case.facts.columns
+    columns = {name.lower(): name for name in found}
     prompt = next((columns[name] for name in PROMPT_NAMES if name in columns), "")
     completion = next((columns[name] for name in COMPLETION_NAMES if name in columns), "")
+    is_known = bool(prompt and completion)
+    others = [name for name in found if name not in (prompt, completion) and name.lower() not in ID_NAMES]
+    text = prompt or (others or found)[0]
+    prompt = prompt or (others.pop(0) if others else "")
+    completion = completion or (others.pop(0) if others else "")
+    fixes = []
     if prompt and completion:
-        patch = {
-            "data.format": "prompt_completion",
-            "data.prompt_column": prompt,
-            "data.completion_column": completion,
-        }
-        return Fix(f"Use column {prompt} as the prompt and {completion} as the completion", patch, False)
-    text = prompt or case.facts.columns[0]
-    return Fix(f"Use column {text} as plain text", {"data.format": "text", "data.text_column": text}, False)
+        patch = {"data.prompt_column": prompt, "data.completion_column": completion}
+        label = f"Use column {prompt} as the prompt and {completion} as the completion"
+        fixes.append(Fix(label, {"data.format": "prompt_completion", **patch}, False))
+    if not is_known:
+        patch = {"data.format": "text", "data.text_column": text}
+        fixes.append(Fix(f"Use column {text} as plain text", patch, False))
+    return fixes
 
 
 @rule(
@@ -106,7 +131,7 @@ def _guessed_format(case: Case) -> Fix:
     fields=("data.files", "data.format"),
     title="Some examples do not match the data format",
     source="the file itself",
-    manual_fix="Correct or delete these examples.",
+    manual_fix="Correct or delete these examples, or choose the format and the columns that they have.",
     fails_on=Example(USER_DATA, facts=with_data_issue("data.files", "column messages holds a number", 3)),
     passes_on=Example(USER_DATA, facts=USER_DATA_FACTS),
     proof="launch",
@@ -116,8 +141,18 @@ def malformed_examples(case: Case) -> Violation | None:
     issues = [issue for issue in _issues(case, "data.files") if issue.is_example]
     if not issues:
         return None
-    detect = (Fix("Detect the format automatically", {"data.format": "auto"}, False),)
-    return Violation(_summary(issues), detect if case.spec.data.format != "auto" else ())
+    format, detected = case.spec.data.format, case.facts.detected_format
+    fixes = []
+    if format != "auto" and detected and detected != format:
+        fixes.append(Fix("Detect the format automatically", {"data.format": "auto"}, False))
+    if format == "auto" or not all(issue.message.startswith("has no column ") for issue in issues):
+        return Violation(_summary(issues), tuple(fixes))
+    options = tuple(f"data.{name}" for name in COLUMN_OPTIONS[format])
+    if not fixes and case.facts.columns and case.spec.train.stage in registry.NEXT_TOKEN_STAGES:
+        fixes = _guessed_formats(case)
+    advice = f"Set {names(options)} to the names of columns in the file."
+    title = "The data files do not have the columns of the data format"
+    return Violation(f"{_summary(issues)} {advice}", tuple(fixes), ("data.files", "data.format", *options), title)
 
 
 @rule(

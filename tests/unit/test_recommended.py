@@ -15,6 +15,7 @@ from backend.machine import machines
 from backend.preflight import preflight
 from backend.recommended import recommended_values
 from backend.resolve import resolve
+from backend.rules.base import Finding
 
 PRESETS = {preset.name: preset.spec for preset in presets()}
 DEMO = PRESETS["first-run"]
@@ -91,6 +92,49 @@ def test_a_file_without_a_known_format_has_one_finding(tmp_path: Path) -> None:
         report = preflight(spec, machines()[machine], tmp_path)
         assert [finding.code for finding in report.findings] == ["DAT002"], name
         assert not any(fix.safe for fix in report.findings[0].fixes)
+
+
+def with_file(file: Path, **options: str) -> RunSpec:
+    options = {f"data.{name}": value for name, value in options.items()}
+    return edit(DEMO, {"data.source": "files", "data.files": (str(file),), **options})
+
+
+def data_findings(spec: RunSpec, folder: Path) -> list[Finding]:
+    report = preflight(spec, machines()["laptop"], folder, 60)
+    return [finding for finding in report.findings if finding.code in ("DAT002", "DAT003")]
+
+
+def test_columns_with_unknown_names_can_be_used_with_one_fix(tmp_path: Path) -> None:
+    """Whether the format is detected or was chosen without its columns: the fixes lead to a run, not to one another."""
+    file = tmp_path / "mine.csv"
+    file.write_text("id,Frage,Antwort\n" + "".join(f"{i},Wann {i}?,Um {i}.\n" for i in range(100)))
+    for options in ({}, {"format": "prompt_completion"}, {"format": "alpaca"}, {"format": "text"}):
+        spec = with_file(file, **options)
+        (finding,) = data_findings(spec, tmp_path)
+        assert finding.fixes[0].label == "Use column Frage as the prompt and Antwort as the completion"
+        assert finding.fixes[1].label == "Use column Frage as plain text"
+        assert "Detect the format automatically" not in [fix.label for fix in finding.fixes]
+        assert not data_findings(edit(spec, finding.fixes[0].patch), tmp_path), options
+
+
+def test_a_missing_column_is_reported_once_with_the_options_to_set(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text("Frage,Antwort\n" + "".join(f"Wann {i}?,Um {i}.\n" for i in range(100)))
+    spec = with_file(file, format="prompt_completion", prompt_column="Frage", completion_column="Reply")
+    (finding,) = data_findings(spec, tmp_path)
+    assert finding.title == "The data files do not have the columns of the data format"
+    assert finding.message.count("has no column Reply") == 1
+    assert "other examples have the same error." in finding.message
+    assert "Set data.prompt_column and data.completion_column to the names of columns in the file." in finding.message
+    assert "data.completion_column" in finding.fields
+
+
+def test_another_format_is_detected_only_if_the_columns_have_one(tmp_path: Path) -> None:
+    file = tmp_path / "talk.jsonl"
+    turns = [{"from": "human", "value": "When?"}, {"from": "gpt", "value": "At 7."}]
+    file.write_text((json.dumps({"conversations": turns}) + "\n") * 40)
+    (finding,) = data_findings(with_file(file, format="messages"), tmp_path)
+    assert [fix.label for fix in finding.fixes] == ["Detect the format automatically"]
 
 
 @pytest.mark.parametrize("text", ["", "\n"])
