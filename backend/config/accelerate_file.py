@@ -25,6 +25,7 @@ OPTIONS = {
     "distributed_type", "mixed_precision", "gpu_ids", "use_cpu", "num_processes", "num_machines",
     "fsdp_config.fsdp_activation_checkpointing", "fsdp_config.fsdp_sharding_strategy",
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "fsdp_config.fsdp_state_dict_type",
+    "fsdp_config.fsdp_reshard_after_forward",
     *(f"deepspeed_config.{key}" for key in (
         "zero_stage", "gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file",
         "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device", "offload_param_nvme_path",

@@ -121,7 +121,10 @@ def _fsdp2(config: Table) -> tuple[Patch, list[str]]:
     """Whether FSDP2 reshards after the forward pass, also from FSDP1's sharding strategy."""
     given, sharding = config.get("reshard_after_forward"), config.get("sharding_strategy")
     if (reshard := as_switch(given)) is not None:
-        return {"parallel.reshard_after_forward": reshard}, []
+        implied = "SHARD_GRAD_OP" if not reshard else "FULL_SHARD"
+        text = f"fsdp_sharding_strategy: {sharding}: FSDP2 ignores it; parallel.replicate_size sets the replicas"
+        is_ignored = sharding is not None and sharding != implied
+        return {"parallel.reshard_after_forward": reshard}, [text] if is_ignored else []
     if given is not None:
         message = f"fsdp_reshard_after_forward must be true or false with FSDP2, not {given!r}"
         raise SpecError([Problem("", message)])

@@ -279,13 +279,8 @@ def _devices(found: Import) -> None:
 
 def _backend(found: Import) -> None:
     """Megatron-Core and KTransformers, which only LLaMA-Factory has."""
-    given = {key: size for key in MEGATRON if (size := found.get(key))}
-    is_sharded = found.get("deepspeed") or found.get("fsdp")  # by other means than Megatron-Core
-    if is_sharded:
-        found.missing += [
-            f"{key}: {size} (Megatron-Core has it, DeepSpeed and FSDP do not)" for key, size in given.items()
-        ]
-    if given and not is_sharded:
+    is_sharded = found.get("deepspeed") or found.get("fsdp")  # the keys may mean something else then
+    if given := {} if is_sharded else {key: size for key in MEGATRON if (size := found.get(key))}:
         chosen = {MEGATRON[key]: size for key, size in given.items()}
         found.patch |= {"llamafactory.backend": "megatron", "parallel.strategy": "ddp", **chosen}
         found.patch["train.activation_checkpointing"] = found.get("recompute_granularity") == "full"

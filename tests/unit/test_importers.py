@@ -582,3 +582,11 @@ def test_two_precisions_at_once_are_refused() -> None:
         import_config(
             '{"bf16": {"enabled": true}, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}', RunSpec()
         )
+
+
+@pytest.mark.parametrize(("sharding", "is_named"), [("HYBRID_SHARD", True), ("SHARD_GRAD_OP", False)])
+def test_a_sharding_strategy_that_fsdp2_ignores_is_named(sharding: str, is_named: bool) -> None:
+    settings = {"fsdp_version": 2, "fsdp_reshard_after_forward": "false", "fsdp_sharding_strategy": sharding}
+    found = accelerate_file(distributed_type="FSDP", fsdp_config=settings)
+    assert [text.split(":")[0] for text in found.different] == ["fsdp_sharding_strategy"] * is_named
+    assert "reshard" not in found.spec.launch.extra_accelerate_config and not found.spec.parallel.reshard_after_forward

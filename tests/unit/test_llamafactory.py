@@ -96,6 +96,7 @@ def test_defaults_are_those_of_llamafactory(tmp_path):
         ({"enable_thinking": False}, "llamafactory.extra_args", '{"enable_thinking": false}'),
         ({"context_parallel_size": 4, "deepspeed": "ds_z3_config.json"}, "parallel.strategy", "zero3"),
         ({"context_parallel_size": 4, "deepspeed": "ds_z3_config.json"}, "llamafactory.backend", "transformers"),
+        ({"context_parallel_size": 4, "fsdp": "full_shard"}, "llamafactory.extra_args", '{"context_parallel_size": 4}'),
         ({"model_name_or_path": "./model"}, "model.path", "./model"),
     ],
 )
@@ -130,7 +131,7 @@ def test_refused(tmp_path, given, named):
     [
         ({"use_hyper_parallel": True}, ["use_hyper_parallel: True"]),
         ({"enable_thinking": False}, ["enable_thinking: False"]),
-        ({"context_parallel_size": 4, "fsdp": "full_shard"}, ["context_parallel_size: 4 (Megatron-Core"]),
+        ({"context_parallel_size": 4, "fsdp": "full_shard"}, ["context_parallel_size: 4"]),
         ({"packing": True}, ["packing: packed examples do not attend"]),
         ({"val_size": 200}, ["val_size: 200"]),
         ({"lr_scheduler_type": "polynomial"}, ["lr_scheduler_type: polynomial"]),
