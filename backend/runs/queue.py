@@ -213,7 +213,7 @@ def _leases() -> Iterator[list[int]]:
 def _lease(entry: Entry, taken: list[int]) -> Turn:
     """Lease all devices of the run, or none."""
     for name, label in entry.devices.items():
-        is_free, holder = _lock_one(_slots(name), entry.id, taken)
+        is_free, holder = _lock_one(_slots(name), entry.run, taken)
         if not is_free:
             _release(taken)
             return Turn(reason=f"{holder} uses {label}.")
@@ -249,10 +249,10 @@ def _lock(path: Path, holder: str, taken: list[int]) -> str:
     try:
         fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _holder(lease)
+        return _holder(lease, Path(holder).parent)
     if is_ours:
         os.ftruncate(lease, 0)
-        os.pwrite(lease, f"{holder}\n".encode(), 0)
+        os.pwrite(lease, os.fsencode(f"{holder}\n"), 0)
     return ""
 
 
@@ -264,9 +264,9 @@ def _lock_shared(name: str, holder: str, taken: list[int]) -> str:
     return _lock(SHARED_LEASES / name, holder, taken)
 
 
-def _holder(lease: int) -> str:
-    """Who holds a lease: the run that this user's file names, or the process of another user. What others have written
-    is not shown."""
+def _holder(lease: int, runs: Path) -> str:
+    """Who holds a lease: the run that this user's file names, with its runs folder unless that is `runs`, or the
+    process of another user. What others have written is not shown."""
     status = os.fstat(lease)
     pid, uid = _locked_by(status)
     if uid is not None and uid != os.getuid():
@@ -274,8 +274,10 @@ def _holder(lease: int) -> str:
             f"The process {pid} of {ownership.user_name(uid)} (to start without waiting for runs of other users, set "
             f"{FOLDER} to a folder of your own)"
         )
-    text = os.pread(lease, 400, 0).decode(errors="replace").strip() if status.st_uid == os.getuid() else ""
-    return printable(text) or "A run of another user"
+    text = os.pread(lease, 5000, 0).decode(errors="replace").strip() if status.st_uid == os.getuid() else ""
+    run = Path(printable(text))
+    elsewhere = f" in the runs folder {run.parent}" if run.is_absolute() and run.parent != runs else ""
+    return f"{run.name}{elsewhere}" if text else "A run of another user"
 
 
 def _locked_by(status: os.stat_result) -> tuple[int, int | None]:

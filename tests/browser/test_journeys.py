@@ -418,6 +418,8 @@ def test_a_run_can_be_planned_for_a_cluster(page, server):
     with page.expect_download() as download:
         page.locator("#fp-export-plan").click()
     assert "strategy: fsdp2" in download.value.path().read_text()
+    name = download.value.suggested_filename
+    expect(page.locator(".fp-toast")).to_contain_text(f"use footplate run {name} on the target machine")
     page.reload()
     page.wait_for_selector("body[data-ready]")
     expect(page.locator("#fp-machine")).to_have_value("8x80gb")

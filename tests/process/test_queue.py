@@ -401,6 +401,19 @@ def test_a_lease_that_another_user_holds(make: MakeRun, shared: Path, tmp_path: 
         os.close(descriptor)
 
 
+def test_a_run_of_another_runs_folder_is_named_with_its_folder(make: MakeRun, tmp_path: Path) -> None:
+    """Its id alone would name a run that is not in the list of this page."""
+    entry, lock = entry_of(make)
+    started = queue.join(entry)
+    assert started.leases is not None
+    neighbor = replace(entry, run=str(Path(entry.run).with_name("two")))
+    assert queue.join(neighbor).reason == f"{entry.id} uses the CPU."
+    elsewhere = replace(entry, run=str(tmp_path / "others" / "two"))
+    assert queue.join(elsewhere).reason == f"{entry.id} in the runs folder {Path(entry.run).parent} uses the CPU."
+    for descriptor in (lock, *started.leases):
+        os.close(descriptor)
+
+
 def test_the_order_is_in_a_folder_of_the_user(shared: Path, tmp_path: Path) -> None:
     own = queue.folder()
     assert own.is_relative_to(tmp_path / "cache/footplate") and own.stat().st_mode & 0o777 == 0o700

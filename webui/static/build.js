@@ -356,7 +356,10 @@ function listed(title, texts) {
 
 async function exportFile() {
   const { yaml } = await post("api/export", { values: form.currentValues() });
-  download(`${(lastReport && lastReport.title) || "run"}.yaml`.replace(/[^\w.-]+/g, "-"), yaml);
+  const name = `${(lastReport && lastReport.title) || "run"}.yaml`.replace(/[^\w.-]+/g, "-");
+  download(name, yaml);
+  const place = machine() ? "on the target machine" : "in a shell";
+  notify(`${name} is downloaded. To start the run, use footplate run ${name} ${place}, or Import on a page.`);
 }
 
 /** @param {(tab: string, run?: string) => void} showView */
