@@ -370,10 +370,11 @@ def _mostly_identical(case: Case) -> bool:
 
 def _none_usable(case: Case) -> Violation:
     facts, limit = case.facts, case.spec.data.max_length
-    message = (
-        f"None of the {facts.num_checked:,} examples has a trained token within data.max_length ({limit:,} "
-        f"tokens); the longest example has {counted(facts.longest_example, 'token')}."
-    )
+    which, longest = f"None of the {facts.num_checked:,} examples has a", "the longest example"
+    if facts.num_checked == 1:
+        which, longest = "The only example has no", "it"
+    length = counted(facts.longest_example, "token")
+    message = f"{which} trained token within data.max_length ({limit:,} tokens); {longest} has {length}."
     longer = _longer(case)
     return Violation(message if longer else f"{message} The first token of an example has no loss.", longer)
 

@@ -366,10 +366,8 @@ def _summary(example: str, number: int, counts: Counter[str], spec: RunSpec) -> 
 def _no_example_left(number: int, counts: Counter[str], spec: RunSpec) -> str:
     if counts["identical"] > counts["dropped"] + counts["long"]:
         return "In every pair, the chosen and the rejected completion are the same. Correct the columns of the dataset."
-    return (
-        f"None of the {number:,} training examples has a trained token within the first {spec.data.max_length} tokens. "
-        "Raise data.max_length."
-    )
+    which = f"None of the {number:,} training examples has a" if number > 1 else "The only training example has no"
+    return f"{which} trained token within the first {spec.data.max_length} tokens. Raise data.max_length."
 
 
 def _notes(counts: Counter[str], spec: RunSpec) -> str:

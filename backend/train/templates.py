@@ -8,6 +8,7 @@ assistant message makes to the rendered text, for templates that only append.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,12 @@ class UnsupportedConversation(ValueError):
 
 class UnmarkedCompletions(UnsupportedConversation):
     """Completions that cannot be told from their prompts in the rendered text. All tokens could be trained on."""
+
+
+def _reason(error: Exception) -> str:
+    """Why a template failed; transformers passes only the special tokens that the tokenizer has."""
+    token = re.fullmatch(r"'(\w+)_token' is undefined", str(error))
+    return f"it uses {token[1]}_token, and the tokenizer has no {token[1].upper()} token" if token else str(error)
 
 
 def chatml(tokenizer: Any) -> str:
@@ -124,7 +131,7 @@ class ChatTokenizer:
                 return_assistant_tokens_mask=not self.all_tokens,
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise UnsupportedConversation(f"the chat template cannot render it: {error}") from error
+            raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
         ids = list(encoded["input_ids"])
         if self.all_tokens:
             return ids, list(ids)
@@ -176,7 +183,7 @@ class ChatTokenizer:
         try:
             return str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))
         except (TemplateError, TypeError, ValueError) as error:
-            raise UnsupportedConversation(f"the chat template cannot render it: {error}") from error
+            raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
 
     def _with_calls_as_text(self, messages: Messages) -> list[dict[str, Any]]:
         """Tool calls become text where the template does not support them."""

@@ -42,6 +42,7 @@ REWRITING = """\
 {%- else -%}{{ message['content'] }}{%- endif -%}[/]{%- endfor -%}
 {%- if add_generation_prompt -%}[assistant]{%- endif -%}"""
 SYNTAX_ERROR = "{%- for message in messages -%}{{ message['content'] }"
+WITH_EOS = ALTERNATING.replace("[/]", "{{ '[/]' + eos_token }}")
 UNKNOWN_FILTER = "{%- for message in messages -%}{{ message['content'] | shout }}{%- endfor -%}"
 
 
@@ -69,6 +70,11 @@ class Invalid:
     template: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     change_model: Callable[[Path], None] = lambda folder: None
+
+
+def remove_eos_token(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
 
 
 def enlarge_tokenizer(folder: Path) -> None:
@@ -113,11 +119,19 @@ INVALID = {
         "DAT018", "line 1: .*cannot be told from prompts",
         [{"messages": [user(), assistant(), user(), assistant()]}] * 2, REWRITING,
     ),
+    "template with a token that the tokenizer lacks": Invalid(
+        "DAT018", "line 1: .* uses eos_token, and the tokenizer has no EOS token", template=WITH_EOS,
+        change_model=remove_eos_token,
+    ),
     "pairs with identical completions, DPO": Invalid("DAT019", "4 of 4 pairs", [IDENTICAL] * 4, options=DPO),
     "pairs with identical completions, ORPO": Invalid("DAT019", "4 of 4 pairs", [IDENTICAL] * 4, options=ORPO),
     "max_length shorter than every prompt": Invalid(
         "DAT017", "None of the 4 examples", [{"messages": [user("When? " * 30), assistant()]}] * 4,
         options={"data.max_length": 16},
+    ),
+    "max_length shorter than the only prompt": Invalid(
+        "DAT017", r"The only example has no trained token within data.max_length \(16 tokens\); it has",
+        [{"messages": [user("When? " * 30), assistant()]}], options={"data.max_length": 16},
     ),
     "tokenizer larger than the embedding": Invalid("MDL006", "4,7", change_model=enlarge_tokenizer),
     "tokenizer file cut off": Invalid("MDL005", "tokenizer", change_model=truncate_tokenizer),
