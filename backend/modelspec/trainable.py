@@ -21,9 +21,14 @@ def lora_modules(lora: Lora, shape: ModelShape, each_layer: bool = False) -> lis
     if lora.targets == "all-linear":
         return found
     if lora.targets == "attention":
-        return [leaf for leaf in found if "attn" in leaf.path or "attention" in leaf.path]
+        return [leaf for leaf in found if is_attention(leaf.path)]
     names = set(custom)
     return [leaf for leaf in found if any(name in names for name in leaf.lora_names())]
+
+
+def is_attention(path: str) -> bool:
+    """Whether lora.targets: attention selects the linear layer with this path."""
+    return "attn" in path or "attention" in path
 
 
 @lru_cache(maxsize=64)

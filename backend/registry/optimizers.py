@@ -355,6 +355,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         states=2,
         reads=ADAM - {"lr_scheduler_type", "warmup_steps"},
         temporaries=1,
+        waits_for_variance=True,
     ),
     "schedule_free_sgd": Optimizer(
         "Schedule-free SGD",

@@ -80,6 +80,7 @@ class Optimizer(Choice):
     rounding: str = ""  # how it keeps small updates of bf16 parameters
     compiled: bool = False  # torch.compile compiles its kernels at the first step
     allocates_state_at_init: bool = False  # in its constructor, before an engine replaces the parameters
+    waits_for_variance: bool = False  # its first steps do not change the weights (RAdam)
     kahan: bool = False  # one more state element for each bf16 parameter: the rounding error (Kahan summation)
 
     @property

@@ -6,10 +6,11 @@ Imports registry, modelspec and rules.base.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from backend import registry, wording
-from backend.modelspec import lora_modules, trainable_parameters
+from backend.modelspec import ModuleSpec, is_attention, lora_modules, trainable_parameters
 from backend.rules.base import Case, Example, Fix, Violation, names, rule, set_to
 from backend.rules.common_fixes import ATTENTION_ONLY
 from backend.rules.examples import DEMO, GPT2, H100, MOE
@@ -167,6 +168,7 @@ def dora_with_dropout(case: Case) -> str | None:
 
 CUSTOM_TARGETS = {"lora.targets": "custom"}
 EXPERT_LAYERS = registry.STACKED_EXPERTS["qwen3_moe"]
+MLP_ONLY = (ModuleSpec("mixer.in_proj", 64 * 64, 64, 64),)
 KNOWN_MOE = replace(DEMO, shape=MOE, stacked_modules=EXPERT_LAYERS)
 UNKNOWN_MOE = replace(
     DEMO, shape=None, stacked_modules=EXPERT_LAYERS, shape_unknown_reason="it is a mixture of experts"
@@ -218,11 +220,11 @@ def lora_on_half_of_fused_experts(case: Case) -> Violation | None:
     as a whole, so both projections must be targets, or neither."""
     fused = case.facts.stacked_modules[:2]
     targets = case.spec.lora.target_modules if _uses_lora(case) and case.spec.lora.targets == "custom" else ()
-    named = [name for name in fused if name in targets]
+    named = [name for name in fused if any(target.rpartition(".")[2] == name for target in targets)]
     if len(named) != 1:
         return None
     (missing,) = set(fused) - set(named)
-    kept = tuple(name for name in targets if name not in fused)
+    kept = tuple(target for target in targets if target.rpartition(".")[2] not in fused)
     field = "lora.target_modules"
     both = Fix(f"Add {missing}", {field: (*targets, missing)}, safe=False, cost="a larger adapter")
     neither = Fix(f"Remove {named[0]}", {field: kept}, safe=False, cost="a smaller adapter")
@@ -259,7 +261,8 @@ def lora_on_every_expert(case: Case) -> str | None:
     title="Some linear layers of this architecture cannot have a LoRA adapter",
     source="peft 0.21 tuners_utils.py, _check_lora_target_modules_mamba: out_proj and conv1d of Mamba layers; "
     "tuners/lora/layer.py, Linear.forward: the output of the layer must be a tensor; "
-    "utils/transformers_weight_conversion.py: renames layers when an adapter is loaded",
+    "utils/transformers_weight_conversion.py: renames layers when an adapter is loaded, and takes every target that is "
+    "named like an expert projection for the experts",
     fails_on=Example(facts=replace(DEMO, lora_refused=("out_proj",))),
     passes_on=Example(
         {"lora.targets": "custom", "lora.target_modules": ("q_proj",)}, facts=replace(DEMO, lora_refused=("out_proj",))
@@ -269,17 +272,54 @@ def lora_on_unsupported_layers(case: Case) -> Violation | None:
     """An adapter adds its output to the output of a linear layer. Mamba layers read the weights of out_proj and dt_proj
     without calling these layers, and routers that are linear layers return several tensors. PEFT raises an error, or
     the adapter has no effect. Other layers get a name that the model does not have when PEFT loads the trained adapter,
-    so PEFT ignores their adapters. lora.targets: all-linear includes these layers."""
-    lora, refused = case.spec.lora, case.facts.lora_refused
-    if not _uses_lora(case) or not refused or lora.targets == "attention":
+    so PEFT ignores their adapters. PEFT takes an attention layer with the name of an expert projection, such as
+    gate_proj, for the experts. lora.targets: all-linear and attention include these layers."""
+    lora = case.spec.lora
+    if not _uses_lora(case):
         return None
-    targeted = refused if lora.targets == "all-linear" else tuple(n for n in lora.target_modules if n in refused)
+    refused = case.facts.lora_refused
+    if lora.targets == "attention":
+        refused = targeted = _ends(leaf for leaf in _attention(case) if not leaf.accepts_lora)
+        wanted = _ends(_attention(case))
+    elif lora.targets == "all-linear":
+        targeted, wanted = refused, case.shape.lora_target_names if case.shape else ()
+    else:
+        targeted, wanted = tuple(n for n in lora.target_modules if n in refused), lora.target_modules
     if not targeted:
         return None
-    all_linear = case.shape.lora_target_names if case.shape else ()
-    wanted = all_linear if lora.targets == "all-linear" else lora.target_modules
     kept = tuple(name for name in wanted if name not in refused)
     patch = {"lora.targets": "custom", "lora.target_modules": kept}
-    fixes = (Fix("Adapt all other linear layers", patch, False, "fewer adapted layers"),) if kept else ()
+    others = "attention" if lora.targets == "attention" else "linear"
+    fixes = (Fix(f"Adapt all other {others} layers", patch, False, "fewer adapted layers"),) if kept else ()
     message = f"Adapters on {names(targeted)} fail, have no effect or cannot be loaded in this architecture."
     return Violation(message, fixes)
+
+
+def _attention(case: Case) -> list[ModuleSpec]:
+    """The linear layers that lora.targets: attention selects; empty if the architecture is not known."""
+    leaves = case.shape.modules() if case.shape else ()
+    return [leaf for leaf in leaves if leaf.is_linear and is_attention(leaf.path)]
+
+
+def _ends(leaves: Iterable[ModuleSpec]) -> tuple[str, ...]:
+    """The last names of these modules, each once."""
+    return tuple(dict.fromkeys(leaf.path.rpartition(".")[2] for leaf in leaves))
+
+
+@rule(
+    "ADP011",
+    "error",
+    fields=("lora.targets",),
+    title="The model has no layers that are named attention",
+    source="backend/train/adapters.py: lora.targets: attention selects the linear layers with attn or attention in "
+    "their name; transformers 5.23 models/mamba, nemotron_h and recurrent_gemma have none",
+    fixes=(Fix("Adapt all linear layers", {"lora.targets": "all-linear"}, safe=False, cost="a larger adapter"),),
+    fails_on=Example({"lora.targets": "attention"}, facts=replace(DEMO, shape=replace(MOE, layer=MLP_ONLY))),
+    passes_on=Example({"lora.targets": "attention"}),
+)
+def lora_on_missing_attention(case: Case) -> str | None:
+    """lora.targets: attention adapts the linear layers that have attn or attention in their name. State-space models
+    such as Mamba have no such layers, and some hybrid models give their attention layers other names."""
+    if not _uses_lora(case) or case.spec.lora.targets != "attention" or case.shape is None or _attention(case):
+        return None
+    return f"lora.targets is attention, but no linear layer of {case.shape.architecture} has attention in its name."

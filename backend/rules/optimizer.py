@@ -248,26 +248,6 @@ def schedule_free_on_deepspeed(case: Case) -> str | None:
 
 
 @rule(
-    "OPT027",
-    "error",
-    fields=("train.adam_beta1", "train.optim"),
-    title="Schedule-free optimizers need a beta1 above 0",
-    source="schedulefree 1.4 adamw_schedulefree.py and radam_schedulefree.py, eval(): divides by beta1",
-    fixes=(Fix("Set adam_beta1 to 0.9", {"train.adam_beta1": 0.9}, safe=False), ADAMW),
-    fails_on=Example(_full("schedule_free_adamw", train__adam_beta1=0.0), EQUIPPED),
-    passes_on=Example(_full("schedule_free_adamw", train__adam_beta1=0.5), EQUIPPED),
-    proof="launch",
-)
-def schedule_free_without_beta1(case: Case) -> str | None:
-    """Beta1 interpolates between the weights that are trained and their average. At 0, the average cannot be computed
-    from the trained weights, and the run fails when it evaluates or saves."""
-    row = _optimizer(case)
-    if not row.swaps_weights_for_eval or "adam_beta1" not in row.reads or case.spec.train.adam_beta1 > 0:
-        return None
-    return f"train.adam_beta1 is 0, and {row.label} divides by it."
-
-
-@rule(
     "OPT015",
     "warning",
     fields=("train.optim", "parallel.strategy"),

@@ -194,6 +194,28 @@ def test_expert_target_names_do_not_match_linear_layers() -> None:
     assert leaves["model.layers.1.self_attn.q_b_proj"].accepts_lora
 
 
+@pytest.mark.parametrize("kind", ["afmoe", "beam", "deepseek_v4"])
+def test_attention_layers_that_peft_cannot_adapt_are_refused(kind: str) -> None:
+    """gate_proj of gated attention: peft takes it for the experts' gate_proj and fails without up_proj."""
+    config = {"model_type": kind, "num_hidden_layers": 3}
+    shape = shape_from_table(describe(config), config)
+    (odd,) = {leaf.path.rpartition(".")[2] for leaf in shape.modules() if "attn" in leaf.path and leaf.is_linear} - {
+        name for leaf in shape.modules() if leaf.accepts_lora and "attn" in leaf.path for name in leaf.lora_names()
+    }
+    facts = replace(DEMO, shape=shape)
+    finding = rule_finding("ADP010", {"lora.targets": "attention"}, TWO_H100, facts)
+    assert odd == {"deepseek_v4": "o_a_proj"}.get(kind, "gate_proj") and finding and odd in finding.message
+    assert rule_finding("ADP010", dict(finding.fixes[0].patch), TWO_H100, facts) is None
+
+
+@pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma"])
+def test_attention_targets_need_layers_that_are_named_attention(kind: str) -> None:
+    config = {"model_type": kind, "num_hidden_layers": 3}
+    facts = replace(DEMO, shape=shape_from_table(describe(config), config))
+    finding = rule_finding("ADP011", {"lora.targets": "attention"}, TWO_H100, facts)
+    assert finding and rule_finding("ADP011", dict(finding.fixes[0].patch), TWO_H100, facts) is None
+
+
 def test_experts_unknown_to_peft_have_no_adapter() -> None:
     shape = recorded("gpt_oss")
     experts = [leaf for leaf in shape.layer if leaf.stacked]

@@ -17,7 +17,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from backend.config import RunSpec
+from backend.config.options import edit
 from backend.modelspec import ARCHITECTURES, NO_SEQUENCE_CLASSIFICATION
+from backend.train.adapters import lora_config
+from backend.train.run_log import TrainError
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -52,6 +56,24 @@ def test_an_encoder_sees_the_token_that_it_should_predict() -> None:
     assert "t5" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     with pytest.raises(ValueError, match="Unrecognized configuration class"):
         AutoModelForCausalLM.from_config(AutoConfig.for_model("t5"))
+
+
+@cites("ADP011")
+def test_architectures_without_layers_that_are_named_attention() -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 99, "state_size": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **small))
+    spec = edit(RunSpec(), {"lora.targets": "attention"})
+    with pytest.raises(TrainError, match="has no linear layers with attn or attention in their name"):
+        lora_config(spec, model)
+
+
+def test_peft_takes_gated_attention_for_the_experts() -> None:
+    """Therefore ADP010 refuses attention targets for these architectures."""
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 99, "num_dense_layers": 0, "num_experts": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("afmoe", **small))
+    config = lora_config(edit(RunSpec(), {"lora.targets": "attention"}), model)
+    with pytest.raises(ValueError, match="gate_proj without also targeting up_proj"):
+        get_peft_model(model, config)
 
 
 @cites("STG009")

@@ -25,7 +25,7 @@ from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from galore_torch.galore_projector import GaLoreProjector
 from grokadamw import GrokAdamW
 from lomo_optim import AdaLomo, Lomo
-from schedulefree import AdamWScheduleFree
+from schedulefree import AdamWScheduleFree, RAdamScheduleFree
 from torch import nn
 from torchao.float8 import Float8LinearConfig
 from torchao.optim import AdamW4bit, AdamW8bit
@@ -34,6 +34,7 @@ from transformers.optimization import Adafactor
 
 from backend import registry
 from backend.registry import adam_mini
+from backend.rules.schedule_free import RECTIFIED_LENGTH, _rectified_length
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -268,3 +269,20 @@ def test_which_weights_adam_mini_divides(name: str, shape: tuple[int, ...]) -> N
     problem = adam_mini.problem(name, weight.dim(), weight.numel(), optimizer.head_numel)
     with pytest.raises((RuntimeError, IndexError)) if problem else nullcontext():
         optimizer.step()
+
+
+@pytest.mark.parametrize(("beta2", "first_update"), [(0.999, 5), (0.7, 6), (0.6, None)])
+@cites("OPT030")
+def test_schedule_free_radam_makes_no_update_until_its_moving_average_is_long(
+    beta2: float, first_update: int | None
+) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = RAdamScheduleFree([weight], lr=0.1, betas=(0.9, beta2))
+    optimizer.train()
+    changed = None
+    for step in range(1, 13):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        assert (_rectified_length(step, beta2) > RECTIFIED_LENGTH) == bool((weight != 1).any())
+        changed = changed or (step if bool((weight != 1).any()) else None)
+    assert changed == first_update
