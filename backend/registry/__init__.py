@@ -27,7 +27,12 @@ from backend.registry.learning_rates import (
     usual_learning_rate,
 )
 from backend.registry.optimizers import OPTIMIZERS
-from backend.registry.packing import PACKING_ISOLATED, PACKING_NEEDS_CONV1D, PACKING_PACKAGES
+from backend.registry.packing import (
+    PACKING_ISOLATED,
+    PACKING_NEEDS_CONV1D,
+    PACKING_PACKAGES,
+    PACKING_WITHIN_POSITIONS,
+)
 from backend.registry.peak_flops import peak_flops
 from backend.registry.quantization import FOUR_BIT, PREQUANTIZED, QUANTIZATIONS
 from backend.registry.sequence_parallel import SEQUENCE_PARALLEL_TYPES
@@ -83,6 +88,7 @@ __all__ = [
     "PACKING_ISOLATED",
     "PACKING_NEEDS_CONV1D",
     "PACKING_PACKAGES",
+    "PACKING_WITHIN_POSITIONS",
     "PREFERENCE_RATES",
     "PREFERENCE_STAGES",
     "PREQUANTIZED",

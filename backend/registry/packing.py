@@ -22,6 +22,8 @@ _ISOLATED = """
     qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma whisper youtu
 """
 PACKING_ISOLATED = frozenset(_ISOLATED.split())
+# Their attention has a mask of max_position_embeddings tokens, which all packed sequences of a batch share.
+PACKING_WITHIN_POSITIONS = frozenset({"gpt_neo"})
 CONV1D, MAMBA, FLA = "causal_conv1d", "mamba_ssm", "flash-linear-attention"
 # Their kernels keep packed sequences apart; transformers' own code does not, and raises an error.
 _MAMBA = "bamba falcon_h1 granitemoehybrid mamba2 nemotron_h zamba2"

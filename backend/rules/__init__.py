@@ -29,6 +29,7 @@ from backend.rules import (
     model,
     nodes,
     optimizer,
+    packing,
     precision,
     quantization,
     requirements,
@@ -75,7 +76,7 @@ RULES: tuple[Rule, ...] = tuple(sorted(_REGISTERED, key=lambda rule: rule.code))
 FAMILIES = {
     "ADP": (adapter, "Adapters"),
     "CLU": ((clusters, slurm_options), "Clusters"),
-    "DAT": (data, "Data"),
+    "DAT": ((data, packing), "Data"),
     "HW": ((machine, requirements), "Hardware and packages"),
     "KRN": ((kernels, requirements), "Attention and kernels"),
     "LCH": ((launch, accelerate_launcher), "Launch"),

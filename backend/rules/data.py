@@ -13,8 +13,8 @@ from backend.data.formats import DEFAULTS, UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
 from backend.inspect.facts import has_validation_split
 from backend.rules.base import Case, Example, Fix, Violation, label_of, names, rule, set_to
-from backend.rules.common_fixes import NO_PACKING, hub_id_violation
-from backend.rules.examples import DEMO, GPT2, H100, LOCAL_MODEL, USER_DATA, USER_DATA_FACTS, with_data_issue
+from backend.rules.common_fixes import hub_id_violation
+from backend.rules.examples import DEMO, GPT2, H100, USER_DATA, USER_DATA_FACTS, with_data_issue
 from backend.wording import counted
 
 BUILTIN_DATA = Fix("Use the demo dataset", {"data.source": "builtin"}, safe=False, cost="trains on other data")
@@ -546,87 +546,6 @@ def group_by_length_with_packing(case: Case) -> str | None:
     if not case.spec.data.packing or case.spec.train.train_sampling_strategy != "group_by_length":
         return None
     return "data.packing is on and train.train_sampling_strategy is group_by_length."
-
-
-MAMBA = replace(DEMO, shape=None, model_type="mamba")
-PACKED = {**LOCAL_MODEL, "data.packing": True}
-
-
-@rule(
-    "DAT020",
-    "error",
-    fields=("data.packing",),
-    title="This architecture does not isolate packed sequences",
-    source="verified with transformers 5.23, trl 1.16: tokens of a packed sequence change the logits of the next one",
-    fixes=(NO_PACKING,),
-    fails_on=Example(PACKED, facts=MAMBA),
-    passes_on=Example({**PACKED, "data.packing": False}, facts=MAMBA),
-)
-def packing_without_isolation(case: Case) -> str | None:
-    """Packing concatenates several examples. The position ids tell attention where each example starts, and some
-    architectures ignore them: state-space and convolution layers, ALiBi, or attention with a mask of its own. Each
-    example would then be trained with the examples before it as its context."""
-    types = case.model_types
-    if not case.spec.data.packing or not types or types & (registry.PACKING_ISOLATED | registry.PACKING_NEEDS_CONV1D):
-        return None
-    return f"data.packing is on, and packed sequences of {case.facts.model_type or types.pop()} are not isolated."
-
-
-@rule(
-    "DAT021",
-    "error",
-    fields=("data.packing",),
-    title="Packing with this architecture needs packages that are not installed",
-    source="transformers 5.23 integrations/hub_kernels.py: a function can't keep packed sequences apart without "
-    "causal_conv1d, mamba_ssm or flash-linear-attention",
-    fixes=(NO_PACKING,),
-    manual_fix="Install the missing packages; they need a CUDA GPU.",
-    fails_on=Example(PACKED, facts=replace(MAMBA, model_type="qwen3_next")),
-    passes_on=Example(
-        PACKED,
-        replace(H100, versions={**H100.versions, "causal_conv1d": "1.5", "flash-linear-attention": "0.4"}),
-        replace(MAMBA, model_type="qwen3_next"),
-    ),
-)
-def packing_without_its_packages(case: Case) -> str | None:
-    """The convolution, state-space and linear attention layers of this architecture separate packed sequences only with
-    the kernels of these packages: causal_conv1d, mamba_ssm, flash-linear-attention."""
-    kinds = case.model_types & registry.PACKING_PACKAGES.keys()
-    if not case.spec.data.packing or not kinds:
-        return None
-    needed = registry.PACKING_PACKAGES[kinds.pop()]
-    missing = [package for package in needed if not case.machine.versions.get(package)]
-    return f"data.packing is on, and this machine does not have {names(missing)}." if missing else None
-
-
-MAX_PACKED_TOKENS = 8192
-
-
-@rule(
-    "DAT013",
-    "warning",
-    fields=("data.packing", "train.per_device_train_batch_size", "data.max_length"),
-    title="Packing with a large batch makes attention slow",
-    source="transformers 5.23 masking_utils.py: without flash attention a mask of tokens x tokens is built",
-    fails_on=Example({"data.packing": True, "train.per_device_train_batch_size": 8, "data.max_length": 2048}, H100),
-    passes_on=Example({"data.packing": True, "train.per_device_train_batch_size": 1, "data.max_length": 2048}, H100),
-)
-def packed_batch_too_long(case: Case) -> Violation | None:
-    """The packed sequences of a batch are concatenated into one, and without FlashAttention, attention is computed for
-    every pair of its tokens, including masked pairs. Doubling the batch size then quadruples the time and memory of
-    attention; doubling gradient accumulation only doubles the time."""
-    train, data = case.spec.train, case.spec.data
-    batch, tokens = train.per_device_train_batch_size, train.per_device_train_batch_size * data.max_length
-    if not data.packing or batch == 1 or tokens <= MAX_PACKED_TOKENS:
-        return None
-    if case.spec.model.attn_implementation in registry.FLASH_ATTENTIONS:
-        return None
-    patch = {
-        "train.per_device_train_batch_size": 1,
-        "train.gradient_accumulation_steps": train.gradient_accumulation_steps * batch,
-    }
-    message = f"{batch} packed sequences of {data.max_length:,} tokens become one sequence of {tokens:,} tokens."
-    return Violation(message, (Fix("Use gradient accumulation instead", patch),))
 
 
 PLAIN_TEXT = replace(USER_DATA_FACTS, format="text", columns=("text",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,17 @@ def test_some_architectures_do_not_isolate_packed_sequences() -> None:
         assert packing_leaks(build(kind)) > 1e-3
     with pytest.raises(ValueError, match="without `causal_conv1d`"):
         packing_leaks(build("qwen3_next"))
+
+
+@cites("DAT022")
+def test_a_packed_batch_must_fit_into_the_attention_mask_of_gpt_neo() -> None:
+    small = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
+    config = AutoConfig.for_model("gpt_neo", **small, vocab_size=99, max_position_embeddings=16)
+    model = AutoModelForCausalLM.from_config(config)
+    for length in (8, 12):
+        ids, positions = torch.ones(1, 2 * length, dtype=torch.long), torch.arange(length).repeat(2)[None]
+        with nullcontext() if length == 8 else pytest.raises(RuntimeError, match="must match the size"):
+            model(input_ids=ids, position_ids=positions, use_cache=False)
 
 
 @cites("MDL012", "MDL015")
