@@ -65,6 +65,20 @@ def test_segments_show_their_whole_text(page, server, width):
     assert texts.evaluate_all(hidden) == [0, 0, 0]
 
 
+def test_a_report_of_earlier_values_says_so_while_the_check_takes_long(page, server):
+    opened(page, server)
+    note, held = page.locator(".fp-status-slow"), []
+    expect(note).to_be_hidden()
+    page.route("**/api/check", lambda route: held.append(route))
+    page.locator("#train-learning_rate input").fill("0.0007")
+    expect(note).to_have_text("This report is of earlier values. The last edit is being checked.")
+    expect(note).to_be_visible()
+    for route in held:
+        route.continue_()
+    settled(page)
+    expect(note).to_be_hidden()
+
+
 def test_menu_closes_when_the_focus_leaves_it(page, server):
     opened(page, server)
     lists = page.locator(".fp-field [role=listbox]")

@@ -14,6 +14,7 @@ import { checkSweep, prepareSweep } from "./sweep_form.js";
 import { drawUndo, startHistory } from "./versions.js";
 
 const RETRY = 2000; // ms, also while examples are being checked
+const SLOW = 1000; // ms after an edit, when the report of earlier values says that it is one
 const START_RETRY = 400; // ms, while Start waits for the examples
 const DEFAULTS = " "; // the value of the menu's entry for the defaults; no preset has this name
 
@@ -21,6 +22,7 @@ let seq = 0; // of the newest check
 let drawnSeq = 0;
 let isAsked = false; // a check follows as soon as the script that runs now is done
 let timer = 0;
+let slow = 0;
 const startKeys = createKeys();
 let lastReport = null;
 let starting = false;
@@ -32,7 +34,17 @@ const loaded = new Promise((resolve) => (setLoaded = () => resolve(undefined)));
 // -- check ------------------------------------------------------------------------------------------------------------
 
 /** Whether the report on the page belongs to the form's current values; tests wait for it. */
-const setFresh = (fresh) => ($("#fp-status").dataset.fresh = fresh ? "yes" : "no");
+function setFresh(fresh) {
+  $("#fp-status").dataset.fresh = fresh ? "yes" : "no";
+  if (fresh) setCurrent();
+  else if (lastReport) slow ||= setTimeout(() => ($("#fp-status .fp-status-slow").hidden = false), SLOW);
+}
+
+function setCurrent() {
+  clearTimeout(slow);
+  slow = 0;
+  $("#fp-status .fp-status-slow").hidden = true;
+}
 
 /** The form is about to change: a report on its way belongs to the values before that. */
 function outdateReport() {
@@ -77,6 +89,7 @@ async function check() {
     const next = error.offline
       ? " Your edits are kept in this tab; the check is retried until the server responds."
       : "";
+    setCurrent();
     drawCheckFailed(error.offline ? "No connection" : "Check failed", `${error.message}${next}`);
   }
 }
