@@ -186,6 +186,7 @@ def issues(count: int) -> InputFacts:
     )
 
 
+DETECTED_ISSUE = replace(issues(1), detected_format="prompt_completion")
 LENGTH, PROCESSES, WORKERS = "data.max_length", "data.dataset_num_proc", "train.dataloader_num_workers"
 BATCH, ACCUMULATION = "train.per_device_train_batch_size", "train.gradient_accumulation_steps"
 PACKING = {"data.packing": True}
@@ -228,7 +229,10 @@ FILES = (
     Boundary("DAT002", GOOD_FILE, columns("id", "question"), (text_column("question"), BUILTIN)),
     Boundary("DAT002", GOOD_FILE, columns("id", "answer"), (text_column("id"), BUILTIN)),
     Boundary("DAT002", GOOD_FILE, replace(columns("prompt", "completion"), patch=USER_KTO), (BUILTIN,)),
-    facts_boundary("DAT003", {**USER_DATA, "data.format": "messages"}, issues(0), issues(1), {"data.format": "auto"}),
+    facts_boundary(
+        "DAT003", {**USER_DATA, "data.format": "messages"}, issues(0), DETECTED_ISSUE, {"data.format": "auto"}
+    ),
+    facts_boundary("DAT003", {**USER_DATA, "data.format": "messages"}, issues(0), issues(1), NO_FIX),
     facts_boundary("DAT003", USER_DATA, issues(0), issues(1), NO_FIX),
 )
 UNBATCHED = {BATCH: 1, ACCUMULATION: 6}
