@@ -169,6 +169,9 @@ def dora_with_dropout(case: Case) -> str | None:
 CUSTOM_TARGETS = {"lora.targets": "custom"}
 EXPERT_LAYERS = registry.STACKED_EXPERTS["qwen3_moe"]
 MLP_ONLY = (ModuleSpec("mixer.in_proj", 64 * 64, 64, 64),)
+ROUTER = 1  # ModuleSpec.stacked
+ATTENTION = ModuleSpec("self_attn.q_proj", 64 * 64, 64, 64)
+GATED = ModuleSpec("mlp.shared_expert.gate_proj", 64 * 64, 64, 64, supports_lora=False)
 KNOWN_MOE = replace(DEMO, shape=MOE, stacked_modules=EXPERT_LAYERS)
 UNKNOWN_MOE = replace(
     DEMO, shape=None, stacked_modules=EXPERT_LAYERS, shape_unknown_reason="it is a mixture of experts"
@@ -323,3 +326,31 @@ def lora_on_missing_attention(case: Case) -> str | None:
     if not _uses_lora(case) or case.spec.lora.targets != "attention" or case.shape is None or _attention(case):
         return None
     return f"lora.targets is attention, but no linear layer of {case.shape.architecture} has attention in its name."
+
+
+@rule(
+    "ADP012",
+    "advice",
+    fields=("lora.targets",),
+    title="LoRA on all linear layers leaves out some of them",
+    source="peft 0.21 utils/transformers_weight_conversion.py, _convert_peft_config_moe: targets that are named like "
+    "an expert projection select the stacked experts only",
+    manual_fix="To train these layers too, train all parameters.",
+    fails_on=Example(facts=replace(DEMO, shape=replace(MOE, layer=(ATTENTION, GATED)))),
+    passes_on=Example(facts=replace(DEMO, shape=replace(MOE, layer=(ATTENTION,)))),
+)
+def lora_leaves_out_linear_layers(case: Case) -> str | None:
+    """In a mixture of experts, PEFT takes names such as gate_proj for the stacked experts. Dense MLPs, shared experts
+    and gates with these names get no adapter and stay as in the base model, and so do stacked experts of which PEFT
+    does not know the names."""
+    if not _uses_lora(case) or case.spec.lora.targets != "all-linear" or case.shape is None:
+        return None
+    without = [
+        ".".join(leaf.path.rsplit(".", 2)[-2:])
+        for leaf in case.shape.modules()
+        if leaf.in_features and leaf.stacked != ROUTER and leaf.path != case.shape.head and not leaf.accepts_lora
+    ]
+    left_out = [path for path in dict.fromkeys(without) if path.rpartition(".")[2] not in case.facts.lora_refused]
+    if not left_out:
+        return None
+    return f"lora.targets is all-linear, but PEFT puts no adapter on {names(left_out)} of {case.shape.architecture}."

@@ -216,8 +216,16 @@ def test_attention_targets_need_layers_that_are_named_attention(kind: str) -> No
     assert finding and rule_finding("ADP011", dict(finding.fixes[0].patch), TWO_H100, facts) is None
 
 
+def test_layers_without_an_adapter_are_named() -> None:
+    finding = rule_finding("ADP012", {}, TWO_H100, replace(DEMO, shape=recorded("deepseek_v3")))
+    assert finding and "mlp.gate_proj, " in finding.message and "shared_experts.down_proj" in finding.message
+    assert rule_finding("ADP012", {}, TWO_H100, replace(DEMO, shape=recorded("starcoder2"))) is None
+
+
 def test_experts_unknown_to_peft_have_no_adapter() -> None:
     shape = recorded("gpt_oss")
+    finding = rule_finding("ADP012", {}, TWO_H100, replace(DEMO, shape=shape))
+    assert finding and "mlp.experts of" in finding.message and "router" not in finding.message
     experts = [leaf for leaf in shape.layer if leaf.stacked]
     assert len(experts) == 2 and not any(leaf.accepts_lora or leaf.target_names for leaf in experts)
     assert set(shape.lora_target_names) == {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -77,6 +77,21 @@ def test_peft_takes_gated_attention_for_the_experts() -> None:
         get_peft_model(model, config)
 
 
+@cites("ADP012")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_peft_takes_dense_and_shared_layers_for_the_experts() -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 99, "n_routed_experts": 4, "n_group": 2}
+    small |= {"intermediate_size": 48, "moe_intermediate_size": 16, "num_attention_heads": 2, "q_lora_rank": 16}
+    small |= {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    small |= {"first_k_dense_replace": 1, "num_experts_per_tok": 2, "topk_group": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **small))
+    adapted = get_peft_model(model, lora_config(edit(RunSpec(), {}), model))
+    names = {name.partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A" in name}
+    assert any(name.endswith("layers.0.self_attn.o_proj") for name in names)
+    assert any(".layers.1.mlp.experts" in name for name in names)
+    assert not [name for name in names if ".layers.0.mlp." in name or "shared_experts" in name]
+
+
 @cites("STG009")
 def test_architectures_without_a_sequence_classification_model() -> None:
     lacking = {kind for kind in ARCHITECTURES if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
