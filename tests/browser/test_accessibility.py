@@ -136,15 +136,23 @@ def test_help_is_the_description_of_each_field(page, server):
 
 HELP_OUTSIDE = """async () => {
   const outside = [], pause = () => new Promise((done) => setTimeout(done, 0));
+  const isCut = (node, { top, bottom }) => {
+    for (let parent = node.parentElement; parent !== document.body; parent = parent.parentElement) {
+      const { display, overflowY } = getComputedStyle(parent), box = parent.getBoundingClientRect();
+      if (display !== 'contents' && overflowY !== 'visible' && (top < box.top || bottom > box.bottom)) return true;
+    }
+    return false;
+  };
   for (const field of document.querySelectorAll('.fp-field')) {
     const input = field.querySelector('input:not([type=radio]), textarea, input:checked');
     if (!input || !field.checkVisibility()) continue;
     input.focus();
     await pause();
     const help = field.querySelector('.info-text');
-    const { left, right } = help.getBoundingClientRect();
+    const { left, right } = help.getBoundingClientRect(), cut = isCut(help, help.getBoundingClientRect());
     const shown = getComputedStyle(help).opacity === '1' && right - left > 100;
-    if (!shown || left < 0 || right > document.documentElement.clientWidth) outside.push([field.id, left, right]);
+    const fits = left >= 0 && right <= document.documentElement.clientWidth;
+    if (!shown || !fits || cut) outside.push([field.id, left, right, cut]);
   }
   return outside;
 }"""
