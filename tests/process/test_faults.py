@@ -1,7 +1,7 @@
 """Random faults during training: no point is lost or counted twice, the state is right, and no process is left.
 
 FOOTPLATE_FAULTS (default 60) is the number of faults, FOOTPLATE_FAULT_SEED the seed, FOOTPLATE_FAULT_REPORT a file for
-the counts. docs/reliability.md has the results.
+the counts, FOOTPLATE_FAULT_KINDS the functions of the faults below to choose from. docs/reliability.md has the results.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,18 +24,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failing_writes import FailingWrites, failing_writes
 from fork_server import ForkServer
+from small import client
+from small_disk import fill, mounted, use_inodes
 from training_runs import REORDERING_TOLERANCE, environment, log_text, losses, make_spec, same_losses
 
 from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.runs import LOCK, METRICS, PROGRESS, RESULT, STATE, processes
-from backend.runs.folder import Run
+from backend.runs import EVENTS, LOCK, LOG, METRICS, MONITOR, PROGRESS, RESULT, STATE, processes
+from backend.runs.folder import Run, RunError
+from backend.runs.listing import RunList
 
 STRATEGIES = ("single", "ddp", "zero2", "zero3", "fsdp2")
 STEPS, SAVED_EVERY = 40, 5
 COUNT = int(os.environ.get("FOOTPLATE_FAULTS", "60"))
 SEED = int(os.environ.get("FOOTPLATE_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+ONLY = os.environ.get("FOOTPLATE_FAULT_KINDS", "").split()
 KILLED = {"lost", "done"}  # done: the fault came after the result
 
 
@@ -44,6 +51,8 @@ class Trial:
     run: Run
     strategy: str
     choice: random.Random
+    disk: Path
+    shim: FailingWrites
 
     @property
     def state(self) -> dict[str, Any]:
@@ -170,9 +179,147 @@ def kill_page(trial: Trial) -> set[str]:
     return {"running", "done"}
 
 
+def settle(trial: Trial) -> set[str]:
+    """The disk works again. Training goes on, or the checkpoint that could not be saved ends it: two points tell."""
+    lines = len(read_bytes(trial).splitlines())
+    ended = ("done", "failed", "stopped", "lost")
+    trial.wait_for(lambda: len(read_bytes(trial).splitlines()) > lines + 1 or trial.run.state in ended, "more points")
+    return {"running", "done", "failed" if trial.strategy != "single" else "running"}
+
+
+def disk_errors(trial: Trial) -> set[str]:
+    """EIO for everything that is written into checkpoints."""
+    trial.shim.fail("/checkpoints/")
+    time.sleep(trial.choice.random() * 5)
+    trial.shim.work()
+    return settle(trial)
+
+
+def disk_full(trial: Trial) -> set[str]:
+    filler = fill(trial.disk)
+    time.sleep(trial.choice.random() * 5)
+    filler.unlink()
+    return settle(trial)
+
+
+def no_inodes(trial: Trial) -> set[str]:
+    files = use_inodes(trial.disk, leave=trial.choice.choice((0, 3)))
+    time.sleep(trial.choice.random() * 5)
+    shutil.rmtree(files)
+    return settle(trial)
+
+
+def folder_renamed(trial: Trial) -> set[str]:
+    """For a while; the run must go on, and nothing may appear under the earlier name."""
+    other = trial.run.path.with_name("renamed")
+    trial.run.path.rename(other)
+    time.sleep(1 + trial.choice.random() * 3)
+    assert not trial.run.path.exists(), "the folder was made again"
+    other.rename(trial.run.path)
+    return settle(trial) | {"running", "done"}
+
+
+def checkpoints_moved(trial: Trial) -> set[str]:
+    """They are not there when the run is resumed, which must not start at step 0."""
+    kill_all(trial)
+    if not trial.run.checkpoints() or trial.run.state == "done":
+        return KILLED
+    away = trial.run.path.with_name("moved-checkpoints")
+    (trial.run.path / "checkpoints").rename(away)
+    points = read_bytes(trial)
+    with suppress(RunError):
+        trial.run.resume()
+        trial.ended()
+    assert read_bytes(trial) == points, "the run was resumed without its checkpoints"
+    shutil.rmtree(trial.run.path / "checkpoints", ignore_errors=True)
+    away.rename(trial.run.path / "checkpoints")
+    return {"lost", "failed"}
+
+
+def folder_unreadable(trial: Trial) -> set[str]:
+    """Without permissions, for a client whose user root's rights do not apply to: the run stays in the list, it is not
+    started, and it goes on if it is alive."""
+    if trial.choice.random() < 0.5:
+        kill_all(trial)
+    alive, points = processes.is_locked(trial.run.path), read_bytes(trial)
+    trial.run.path.chmod(0)
+    try:
+        listed = restricted("list", trial)
+        assert listed.returncode == 0 and trial.run.id in listed.stdout and "damaged" in listed.stdout, listed
+        assert restricted("resume", trial, trial.run.id).returncode != 0
+    finally:
+        trial.run.path.chmod(0o700)
+    if alive:
+        return settle(trial)
+    assert read_bytes(trial) == points and not processes.is_locked(trial.run.path), "the run was started"
+    return KILLED
+
+
+def restricted(command: str, trial: Trial, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command without root's right to read everything."""
+    argv = [sys.executable, "-m", "backend", command, *words, "--runs", str(trial.run.path.parent)]
+    drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-dac_override,-dac_read_search"]
+    return subprocess.run([*drop, *argv], capture_output=True, text=True, check=False)
+
+
+def named_pipe(trial: Trial) -> set[str]:
+    """In the place of a file: neither the list nor a request waits for it, and the run is shown as damaged."""
+    kill_all(trial)
+    state = trial.run.state
+    names = [
+        name for name in (PROGRESS, METRICS, MONITOR, EVENTS, LOG, STATE, LOCK) if (trial.run.path / name).exists()
+    ]
+    path = trial.run.path / trial.choice.choice(names)
+    path.rename(path.with_name("aside"))
+    os.mkfifo(path)
+    try:
+        assert [row["state"] for row in RunList(trial.run.path.parent).all()] == ["damaged"], path.name
+        with client(trial.run.path.parent, detect_machine=lambda _: Machine()) as api:
+            for part in ("", "/log", "/series", "/metrics", "/report.png"):
+                assert api.get(f"/api/runs/{trial.run.id}{part}").status_code in (200, 204, 404, 409), (path.name, part)
+    finally:
+        path.unlink()
+        path.with_name("aside").rename(path)
+    assert trial.run.state == state
+    return KILLED
+
+
+def two_servers(trial: Trial) -> set[str]:
+    """Two servers of one runs folder resume the run at the same time: it is started once, and both show the same."""
+    kill_all(trial)
+    if trial.run.state == "done":
+        return KILLED
+    root, path = trial.run.path.parent, f"/api/runs/{trial.run.id}/resume"
+    with (
+        client(root, detect_machine=lambda _: Machine()) as one,
+        client(root, detect_machine=lambda _: Machine()) as two,
+    ):
+        for server in (one, two):  # a route's first request sets warning filters, which threads share
+            assert server.post("/api/runs/unknown/resume", json={}).status_code == 404
+        with ThreadPoolExecutor(2) as threads:
+            answers = list(threads.map(lambda server: server.post(path, json={}), (one, two)))
+        assert sorted(answer.status_code for answer in answers) == [200, 409], [answer.text for answer in answers]
+        for server in (one, two):
+            row = server.get("/api/runs").json()["runs"][0]
+            assert row["id"] == trial.run.id and row["state"] in ("starting", "running", "done"), row
+    return {"starting", "running", "done"}
+
+
+def two_clients(trial: Trial) -> set[str]:
+    """Both resume the run at the same time: it is started once."""
+    kill_all(trial)
+    if trial.run.state == "done":
+        return KILLED
+    words = [sys.executable, "-m", "backend", "resume", trial.run.id, "--runs", str(trial.run.path.parent)]
+    clients = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert sorted(client.wait(240) != 0 for client in clients) == [False, True], "one is refused"
+    return {"starting", "running", "done"}
+
+
 FAULTS = (
     kill_rank, kill_launcher, kill_supervisor, kill_all, pause_all, pause_rank, stop_and_save, clock_back,
-    garbage_files, damaged_checkpoint, kill_page,
+    garbage_files, damaged_checkpoint, kill_page, disk_errors, disk_full, no_inodes, folder_renamed, checkpoints_moved,
+    folder_unreadable, named_pipe, two_servers, two_clients,
 )  # fmt: skip
 
 
@@ -215,18 +362,23 @@ def new_trial(root: Path, cache: Path, strategy: str, number: int, choice: rando
     changes |= {"parallel.strategy": strategy, "parallel.ddp_timeout": 60}
     changes |= {} if strategy == "single" else {"launch.nproc_per_node": 2}
     plan_ = plan(make_spec(changes), Machine(cores=2, python=sys.executable))
-    run = Run.create(root / "runs", f"{strategy} {number}", plan_, datetime.now())
-    with pytest.MonkeyPatch.context() as patch:
+    place = root / f"trial-{number}"
+    with (
+        mounted(place, "size=300m,nr_inodes=2000") as disk,
+        pytest.MonkeyPatch.context() as patch,
+        failing_writes(root, patch) as shim,
+    ):
+        run = Run.create(disk / "runs", f"{strategy} {number}", plan_, datetime.now())
         for name, value in environment(run.path, cache).items():
             patch.setenv(name, value)
         patch.delenv("FOOTPLATE_RUN")
         try:
-            yield Trial(run, strategy, choice)
+            yield Trial(run, strategy, choice, disk, shim)
         finally:
             with suppress(OSError, ValueError, KeyError):
                 send([int(json.loads((run.path / STATE).read_text())["pid"])], signal.SIGKILL)
             processes.terminate(run.path, sigterm_seconds=0)
-    assert not processes.run_processes(run.path)
+        assert not processes.run_processes(run.path)
 
 
 def inject(trial: Trial, fault: Callable[[Trial], set[str]]) -> None:
@@ -256,7 +408,8 @@ def read_bytes(trial: Trial) -> bytes:
 def test_random_faults(fork_server: ForkServer, root: Path, cache: Path) -> None:
     print(f"FOOTPLATE_FAULT_SEED={SEED}")
     choice, counts, references = random.Random(SEED), Counter[tuple[str, str]](), {}
-    order = [fault for _ in range(COUNT // len(FAULTS) + 1) for fault in choice.sample(FAULTS, len(FAULTS))][:COUNT]
+    kinds = [fault for fault in FAULTS if not ONLY or fault.__name__ in ONLY]
+    order = [fault for _ in range(COUNT // len(kinds) + 1) for fault in choice.sample(kinds, len(kinds))][:COUNT]
     number = 0
     while order:
         strategy = STRATEGIES[number % len(STRATEGIES)]
@@ -286,7 +439,8 @@ def finish(trial: Trial, expected: dict[int, float]) -> None:
     assert trial.run.state == "done", log_text(trial.run.path)[-3000:]
     check_points(trial, expected)
     assert sorted(readable_losses(trial)) == list(range(1, STEPS + 1))
-    assert not processes.run_processes(trial.run.path)
+    # After a killed supervisor, the run is done when its result is there, and its launcher ends a moment later.
+    trial.wait_for(lambda: not processes.run_processes(trial.run.path), "the end of all processes", 30)
 
 
 def reference(fork_server: ForkServer, root: Path, strategy: str) -> dict[int, float]:
