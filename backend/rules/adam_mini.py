@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import registry
 from backend.modelspec import ModuleSpec, trained_modules
 from backend.registry import adam_mini
 from backend.rules.base import Case, Example, rule
@@ -30,7 +29,7 @@ def adam_mini_indivisible_weights(case: Case) -> str | None:
     """Adam-mini keeps one second moment for each attention head of query and key weights, and for each row of other
     matrices. It cannot divide the stacked experts of a mixture, convolutions, and query or key weights whose size is
     not a multiple of the attention head dimension; the first step fails."""
-    row, shape = registry.OPTIMIZERS[case.spec.train.optim], case.shape
+    row, shape = case.optimizer, case.shape
     if row.state_layout != "per_head" or shape is None or case.spec.method.kind == "lora":
         return None
     head = shape.hidden * shape.head_dim

@@ -83,6 +83,11 @@ class Case:
         """The registry row of the strategy."""
         return registry.STRATEGIES[self.spec.parallel.strategy]
 
+    @property
+    def optimizer(self) -> registry.Optimizer:
+        """The registry row of the optimizer."""
+        return registry.OPTIMIZERS[self.spec.train.optim]
+
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
         """The GPUs of the machine that the run uses."""

@@ -98,3 +98,9 @@ def with_data_issue(field: str, sentence: str, line: int = 0, name: str = "data.
     """USER_DATA_FACTS with an issue in a file; of one example, where `line` is given."""
     where = f"{name}, line {line}" if line else name
     return replace(USER_DATA_FACTS, data_issues=(DataIssue(field, where, sentence, bool(line)),))
+
+
+def full_spec(optimizer: str, **more: object) -> dict[str, object]:
+    """The options of full fine-tuning with an optimizer; section__key=value for others."""
+    spec = {"method.kind": "full", "train.learning_rate": 2e-5, "train.optim": optimizer}
+    return {**spec, **{key.replace("__", "."): value for key, value in more.items()}}

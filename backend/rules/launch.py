@@ -74,7 +74,7 @@ def _single_process(case: Case, more: Mapping[str, object] = {}) -> Fix:
     patch = {"parallel.strategy": "single", **more}
     accumulation = case.spec.train.gradient_accumulation_steps * case.run.data_parallel_size
     same_batch = {**patch, "train.gradient_accumulation_steps": accumulation}
-    safe = case.takes(same_batch) and not registry.OPTIMIZERS[case.spec.train.optim].steps_in_backward
+    safe = case.takes(same_batch) and not case.optimizer.steps_in_backward
     return Fix("Run a single process", same_batch if safe else patch, safe, "one device does all the work")
 
 

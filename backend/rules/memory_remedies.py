@@ -462,7 +462,7 @@ GRADUAL_KINDS = ("eval batch", "batch", "length")  # only the smallest sufficien
 def smaller_batches(case: Case) -> Iterator[dict[str, Any]]:
     """Half the batch size with twice the gradient accumulation, repeatedly: the global batch size stays the same."""
     size, accumulation = case.spec.train.per_device_train_batch_size, case.spec.train.gradient_accumulation_steps
-    if registry.OPTIMIZERS[case.spec.train.optim].steps_in_backward:
+    if case.optimizer.steps_in_backward:
         return  # these optimizers step in every backward pass, so they cannot accumulate gradients
     least = least_batch_size(case.spec)
     while size > least and size % 2 == 0:

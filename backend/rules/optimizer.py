@@ -15,10 +15,9 @@ from backend.memory.optimizer_state import OptimizerState
 from backend.modelspec import lora_modules
 from backend.rules.base import Case, Example, Fix, Violation, rule, set_to
 from backend.rules.common_fixes import ADAMW, BF16, DDP, SINGLE_PROCESS
-from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
+from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, full_spec
 from backend.wording import counted
 
-FULL_SPEC = {"method.kind": "full", "train.learning_rate": 2e-5}
 FSDP2_OVER_4 = {"parallel.strategy": "fsdp2", "launch.nproc_per_node": 4}
 FULL_TRAINING = Fix("Use full fine-tuning", {"method.kind": "full"}, safe=False, cost="much more memory")
 ALL_LINEAR = Fix("Project all linear layers", {"train.optim_targets": "all-linear"}, safe=False)
@@ -35,15 +34,6 @@ MAX_REPEATS = 3  # of a regular expression: each multiplies the time by the leng
 MAX_COMPARISONS = 300_000  # of targets with module names
 
 
-def _optimizer(case: Case) -> registry.Optimizer:
-    return registry.OPTIMIZERS[case.spec.train.optim]
-
-
-def _full(optimizer: str, **more: object) -> dict[str, object]:
-    """The options of full fine-tuning with an optimizer; section__key=value for others."""
-    return {**FULL_SPEC, "train.optim": optimizer, **{key.replace("__", "."): value for key, value in more.items()}}
-
-
 # --- Strategies and processes ---
 
 
@@ -55,14 +45,14 @@ def _full(optimizer: str, **more: object) -> dict[str, object]:
     source="verified with deepspeed 0.19, galore-torch 1.0 and apollo-torch 1.0: IndexError in the projector at the "
     "first step; torch 2.13 _muon.py refuses vectors, and fsdp/_flat_param.py flattens",
     fixes=(DDP, ADAMW),
-    fails_on=Example(_full("galore_adamw", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
-    passes_on=Example(_full("galore_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
+    fails_on=Example(full_spec("galore_adamw", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
+    passes_on=Example(full_spec("galore_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
     proof="launch",
 )
 def optimizer_needs_matrices(case: Case) -> str | None:
     """DeepSpeed and FSDP1 concatenate parameters into flat 1-D tensors. Optimizers that use the rows and columns, heads
     or layers of a weight matrix cannot work on those."""
-    row = _optimizer(case)
+    row = case.optimizer
     if not case.run.engine.flattens_parameters or not row.state_layout or row.state_layout == "one_block":
         return None
     return f"{row.label} needs 2-D weight matrices; {case.strategy.label} gives the optimizer flat 1-D tensors."
@@ -76,15 +66,15 @@ def optimizer_needs_matrices(case: Case) -> str | None:
     source="transformers 5.23 trainer_optimizer.py: layer-wise does not support DDP; accelerate 1.15: DeepSpeed's "
     "backward() does not take LOMO's learning rate; badam 1.4 switches requires_grad, which DDP does not follow",
     fixes=(SINGLE_PROCESS, ADAMW),
-    fails_on=Example(_full("lomo", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
-    passes_on=Example(_full("galore_adamw_layerwise"), EQUIPPED_TWO),
+    fails_on=Example(full_spec("lomo", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
+    passes_on=Example(full_spec("galore_adamw_layerwise"), EQUIPPED_TWO),
     proof="launch",
 )
 def optimizer_needs_single_process(case: Case) -> str | None:
     """Layer-wise optimizers and LOMO update each weight in the backward pass, before gradients are averaged over the
     processes, so the replicas would diverge. BAdam changes which layers are trainable, which DDP, FSDP and DeepSpeed
     determine once at the start."""
-    row, engine = _optimizer(case), case.strategy.engine
+    row, engine = case.optimizer, case.strategy.engine
     if not engine or not (row.steps_in_backward or row.state_layout == "one_block"):
         return None
     if engine == "ddp" and case.run.nproc_per_node == 1:
@@ -112,7 +102,7 @@ def matrix_rows_fewer_than_shards(case: Case) -> str | None:
     """FSDP2 shards matrices by rows. A device without a row of a matrix cannot take part in the collective operations
     of Muon's and the projecting optimizers' steps. A LoRA A matrix has as many rows as its rank, and the head of a
     reward model has one row."""
-    if _optimizer(case).state_layout not in ("matrix_momentum", "low_rank") or case.run.fsdp_version != 2:
+    if case.optimizer.state_layout not in ("matrix_momentum", "low_rank") or case.run.fsdp_version != 2:
         return None
     if case.shape is None:
         return None
@@ -120,7 +110,7 @@ def matrix_rows_fewer_than_shards(case: Case) -> str | None:
     rows = min((leaf.out_features for leaf in state.tensors if state.updates_as_matrix(leaf)), default=shards)
     if rows >= shards:
         return None
-    label = _optimizer(case).label
+    label = case.optimizer.label
     return f"{label} updates a matrix with {counted(rows, 'row')}, which FSDP2 would shard over {shards:,} devices."
 
 
@@ -136,14 +126,14 @@ def _fsdp2_shards(case: Case) -> int:
     title="Adam-mini cannot divide the attention heads over the FSDP2 shards",
     source="verified with adam-mini 1.1 and torch 2.13 under FSDP2: Cannot unflatten unevenly sharded tensor",
     fixes=(DDP, ADAMW),
-    fails_on=Example({**_full("adam_mini"), **FSDP2_OVER_4}, EQUIPPED),
-    passes_on=Example({**_full("adam_mini"), **FSDP2_OVER_4, "launch.nproc_per_node": 3}, EQUIPPED),
+    fails_on=Example({**full_spec("adam_mini"), **FSDP2_OVER_4}, EQUIPPED),
+    passes_on=Example({**full_spec("adam_mini"), **FSDP2_OVER_4, "launch.nproc_per_node": 3}, EQUIPPED),
     proof="launch",
 )
 def adam_mini_heads_not_divisible(case: Case) -> str | None:
     """Adam-mini splits the query and key weights by attention head, and FSDP2 has already sharded them by rows. Every
     device must hold the same number of whole heads."""
-    if _optimizer(case).state_layout != "per_head" or case.run.fsdp_version != 2 or case.shape is None:
+    if case.optimizer.state_layout != "per_head" or case.run.fsdp_version != 2 or case.shape is None:
         return None
     shards, heads, kv_heads = _fsdp2_shards(case), case.shape.heads, case.shape.kv_heads
     if heads % shards == 0 and kv_heads % shards == 0:
@@ -160,14 +150,14 @@ def adam_mini_heads_not_divisible(case: Case) -> str | None:
     "Adafactor mixes DTensors and plain tensors, apollo-torch 1.0 loses its random seeds, torchao 0.18 loses its "
     "shapes with 4-bit state or in pure bf16; AdamW, torchao's 8-bit AdamW, GaLore, Muon and others work",
     fixes=(DDP, ADAMW),
-    fails_on=Example(_full("adamw_bnb_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
-    passes_on=Example(_full("adamw_torch_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+    fails_on=Example(full_spec("adamw_bnb_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+    passes_on=Example(full_spec("adamw_torch_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
     proof="launch",
 )
 def optimizer_without_dtensor_support(case: Case) -> str | None:
     """FSDP2 turns every parameter into a DTensor, and tensor parallelism those of the sharded layers. Some optimizers
     combine DTensors with plain tensors in their step, which torch refuses."""
-    row = _optimizer(case)
+    row = case.optimizer
     if not case.run.engine.uses_dtensor or not row.needs_plain_tensors(case.run.fp32_master_weights):
         return None
     precision = registry.PRECISIONS[case.spec.precision.compute].label
@@ -187,16 +177,17 @@ def optimizer_without_dtensor_support(case: Case) -> str | None:
         Fix("Save weights only", {"save.only_model": True, "parallel.state_dict_type": "full"}, cost="no resume"),
         ADAMW,
     ),
-    fails_on=Example(_full("galore_adamw", parallel__strategy="fsdp2", save__strategy="steps"), EQUIPPED_TWO),
+    fails_on=Example(full_spec("galore_adamw", parallel__strategy="fsdp2", save__strategy="steps"), EQUIPPED_TWO),
     passes_on=Example(
-        _full("galore_adamw", parallel__strategy="fsdp2", save__strategy="steps", save__only_model=True), EQUIPPED_TWO
+        full_spec("galore_adamw", parallel__strategy="fsdp2", save__strategy="steps", save__only_model=True),
+        EQUIPPED_TWO,
     ),
     proof="launch",
 )
 def optimizer_state_not_saved_by_fsdp2(case: Case) -> str | None:
     """A checkpoint that can be resumed has the optimizer state. FSDP2 saves it through torch's distributed checkpoint,
     which supports tensors and numbers under the names of parameters, and nothing else."""
-    row, save = _optimizer(case), case.spec.save
+    row, save = case.optimizer, case.spec.save
     if case.run.fsdp_version != 2 or save.strategy == "no" or save.only_model:
         return None
     if row.steps_in_backward or row.needs_plain_tensors(case.run.fp32_master_weights):  # other rules refuse these
@@ -214,14 +205,14 @@ def optimizer_state_not_saved_by_fsdp2(case: Case) -> str | None:
     title="DeepSpeed supports Adagrad with a single parameter group only",
     source="deepspeed 0.19 stage_1_and_2.py and stage3.py, initialize_optimizer_states: torch.optim.Adagrad(all parts)",
     fixes=(DDP, ADAMW),
-    fails_on=Example(_full("adagrad", parallel__strategy="zero2"), EQUIPPED_TWO),
+    fails_on=Example(full_spec("adagrad", parallel__strategy="zero2"), EQUIPPED_TWO),
     passes_on=Example({"train.optim": "adagrad", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
     proof="launch",
 )
 def adagrad_param_groups_on_deepspeed(case: Case) -> str | None:
     """DeepSpeed creates Adagrad again over all parameters and drops its parameter groups; the first step fails if there
     was more than one. Norms and biases are a group without weight decay, and LoRA+ adds more groups."""
-    row = _optimizer(case)
+    row = case.optimizer
     if not row.allocates_state_at_init or case.run.zero_stage == 0 or not case.spec.has_param_groups:
         return None
     return f"{case.strategy.label} recreates {row.label} with one parameter group, and this run needs several."
@@ -235,13 +226,13 @@ def adagrad_param_groups_on_deepspeed(case: Case) -> str | None:
     source="deepspeed 0.19 runtime/zero: its optimizers have no train() or eval(), so schedulefree 1.4 is not called: "
     "evaluation uses the training weights, or a step fails because the optimizer is not in train mode",
     fixes=(DDP, ADAMW),
-    fails_on=Example(_full("schedule_free_adamw", parallel__strategy="zero2"), EQUIPPED_TWO),
-    passes_on=Example(_full("schedule_free_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
+    fails_on=Example(full_spec("schedule_free_adamw", parallel__strategy="zero2"), EQUIPPED_TWO),
+    passes_on=Example(full_spec("schedule_free_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
 )
 def schedule_free_on_deepspeed(case: Case) -> str | None:
     """A schedule-free optimizer trains one set of weights and evaluates their average; optimizer.train() and eval()
     switch between them. DeepSpeed wraps the optimizer and does not forward these calls."""
-    row = _optimizer(case)
+    row = case.optimizer
     if not row.swaps_weights_for_eval or case.strategy.engine != "deepspeed":
         return None
     return f"{case.strategy.label} does not forward optimizer.train() and optimizer.eval(), which {row.label} needs."
@@ -254,13 +245,13 @@ def schedule_free_on_deepspeed(case: Case) -> str | None:
     title="DeepSpeed removes Adafactor's memory savings",
     source="transformers 5.23 optimization.py: factors matrices only; deepspeed 0.19 gives it flat tensors",
     fixes=(DDP, ADAMW),
-    fails_on=Example(_full("adafactor", parallel__strategy="zero2"), EQUIPPED_TWO),
-    passes_on=Example(_full("adafactor", parallel__strategy="ddp"), EQUIPPED_TWO),
+    fails_on=Example(full_spec("adafactor", parallel__strategy="zero2"), EQUIPPED_TWO),
+    passes_on=Example(full_spec("adafactor", parallel__strategy="ddp"), EQUIPPED_TWO),
 )
 def adafactor_unfactored_on_deepspeed(case: Case) -> str | None:
     """Adafactor stores one value per row and per column of a matrix instead of a full second moment. DeepSpeed gives
     the optimizer flat 1-D tensors, for which Adafactor keeps a full second moment."""
-    row = _optimizer(case)
+    row = case.optimizer
     if not row.factored or row.state_layout or case.strategy.engine != "deepspeed":
         return None
     return f"Under {case.strategy.label}, {row.label} keeps 4 bytes of state for every trainable parameter."
@@ -276,13 +267,13 @@ def adafactor_unfactored_on_deepspeed(case: Case) -> str | None:
     title="This optimizer does not support gradient accumulation",
     source="transformers 5.23 trainer_optimizer.py: layer-wise optimizers do not support gradient accumulation; "
     "lomo-optim 0.1.1 lomo.py: every backward pass changes the weights",
-    fails_on=Example(_full("galore_adamw_layerwise", train__gradient_accumulation_steps=4), EQUIPPED),
-    passes_on=Example(_full("galore_adamw_layerwise", train__per_device_train_batch_size=16), EQUIPPED),
+    fails_on=Example(full_spec("galore_adamw_layerwise", train__gradient_accumulation_steps=4), EQUIPPED),
+    passes_on=Example(full_spec("galore_adamw_layerwise", train__per_device_train_batch_size=16), EQUIPPED),
 )
 def gradient_accumulation_with_step_in_backward(case: Case) -> Violation | None:
     """The optimizer updates the weights during every backward pass and frees the gradients at once. Several
     micro-batches would become several small optimizer steps instead of one."""
-    train, row = case.spec.train, _optimizer(case)
+    train, row = case.spec.train, case.optimizer
     if not row.steps_in_backward or train.gradient_accumulation_steps == 1:
         return None
     size = train.per_device_train_batch_size * train.gradient_accumulation_steps
@@ -313,13 +304,13 @@ def gradient_accumulation_with_step_in_backward(case: Case) -> Violation | None:
     source="accelerate 1.15 accelerator.py: gradients are unscaled after the backward pass; torch 2.13 "
     "amp/grad_scaler.py: the initial scale is 2**16",
     fixes=(BF16, ADAMW),
-    fails_on=Example(_full("lomo", precision__compute="fp16"), EQUIPPED_H100),
-    passes_on=Example(_full("lomo", precision__compute="bf16"), EQUIPPED_H100),
+    fails_on=Example(full_spec("lomo", precision__compute="fp16"), EQUIPPED_H100),
+    passes_on=Example(full_spec("lomo", precision__compute="bf16"), EQUIPPED_H100),
 )
 def fp16_with_step_in_backward(case: Case) -> str | None:
     """In fp16, the loss is multiplied by a scale (65,536 at first), and the gradients are divided by it after the
     backward pass. This optimizer has already stepped by then, with gradients that are too large by that factor."""
-    row = _optimizer(case)
+    row = case.optimizer
     if not row.steps_in_backward or case.run.compute_dtype != "fp16":
         return None
     return f"{row.label} steps during the backward pass, before fp16 gradients are unscaled."
@@ -337,7 +328,7 @@ def fp16_with_step_in_backward(case: Case) -> str | None:
 def paged_optimizer_without_cuda(case: Case) -> Violation | None:
     """Paging moves optimizer state between GPU memory and CPU memory. On other devices the state is in ordinary memory,
     and the paged variant has no effect."""
-    row = _optimizer(case)
+    row = case.optimizer
     if not row.paged or case.run.device == "cuda" or row.devices:
         return None
     name = UNPAGED[case.spec.train.optim]
@@ -361,7 +352,7 @@ def paged_optimizer_without_cuda(case: Case) -> Violation | None:
 def optimizer_state_not_resumable(case: Case) -> str | None:
     """The optimizer's moments are missing in the checkpoint or cannot be assigned to the parameters of the resumed run.
     The resumed run starts with empty moments and takes steps that differ from those of an uninterrupted run."""
-    row = _optimizer(case)
+    row = case.optimizer
     return f"{row.label} cannot restore its moments from a checkpoint." if row.loses_state_on_save else None
 
 
@@ -372,13 +363,13 @@ def optimizer_state_not_resumable(case: Case) -> str | None:
     title="BAdam does not need fp32 master weights",
     source="badam 1.4 block_optim.py: the active block is copied to fp32; it warns of weights in fp32",
     fixes=(Fix("Use pure bf16", {"precision.compute": "pure_bf16"}, safe=False, cost="weights are rounded to bf16"),),
-    fails_on=Example(_full("badam"), EQUIPPED_H100),
-    passes_on=Example(_full("badam", precision__compute="pure_bf16"), EQUIPPED_H100),
+    fails_on=Example(full_spec("badam"), EQUIPPED_H100),
+    passes_on=Example(full_spec("badam", precision__compute="pure_bf16"), EQUIPPED_H100),
 )
 def badam_with_fp32_master_weights(case: Case) -> str | None:
     """BAdam keeps an fp32 copy of the block that it trains, so the model can be in bf16 without losing small updates.
     That halves the memory of the weights."""
-    row = _optimizer(case)
+    row = case.optimizer
     if row.state_layout != "one_block" or not case.run.fp32_master_weights or case.run.compute_dtype != "bf16":
         return None
     return f"{row.label} keeps its own fp32 copy of the active block, and this run holds all weights in fp32 as well."
@@ -398,7 +389,7 @@ def badam_with_fp32_master_weights(case: Case) -> str | None:
 def optimizer_without_cpp_compiler(case: Case) -> str | None:
     """The optimizers of torchao are compiled with torch.compile at the first step. For tensors in CPU memory that
     generates C++, which needs a compiler and Python's headers."""
-    row = _optimizer(case)
+    row = case.optimizer
     on_cpu = case.run.device == "cpu" or (case.strategy.engine == "fsdp" and case.spec.parallel.cpu_offload)
     if not row.compiled or not on_cpu or case.machine.has_cpp_compiler:
         return None
@@ -416,13 +407,13 @@ def optimizer_without_cpp_compiler(case: Case) -> str | None:
     source="verified with adam-mini 1.1.1 and peft 0.21: the two matrices of an adapter do not divide into heads",
     fixes=(ADAMW, FULL_TRAINING),
     fails_on=Example({"train.optim": "adam_mini"}, EQUIPPED),
-    passes_on=Example(_full("adam_mini"), EQUIPPED),
+    passes_on=Example(full_spec("adam_mini"), EQUIPPED),
     proof="launch",
 )
 def adam_mini_with_lora(case: Case) -> str | None:
     """Adam-mini keeps one second moment per attention head, and splits the query and key weights by the head dimension.
     The low-rank matrices of an adapter cannot be split that way."""
-    row = _optimizer(case)
+    row = case.optimizer
     if case.spec.method.kind != "lora" or row.state_layout != "per_head":
         return None
     return f"{row.label} splits query and key weights by attention head, which fails on LoRA's low-rank matrices."
@@ -436,12 +427,12 @@ def adam_mini_with_lora(case: Case) -> str | None:
     source="GaLore (arXiv 2403.03507), APOLLO (2412.05270), Muon (2502.16982), BAdam (2404.02827): for full training",
     fixes=(ADAMW, FULL_TRAINING),
     fails_on=Example({"train.optim": "galore_adamw"}, EQUIPPED),
-    passes_on=Example(_full("galore_adamw"), EQUIPPED),
+    passes_on=Example(full_spec("galore_adamw"), EQUIPPED),
 )
 def full_training_optimizer_with_lora(case: Case) -> str | None:
     """Adapters are already low-rank and their optimizer state is small. Projecting adapters or training them block by
     block saves almost nothing and trains worse; Muon orthogonalizes the two factors instead of their product."""
-    row = _optimizer(case)
+    row = case.optimizer
     if case.spec.method.kind != "lora" or row.state_layout not in ("low_rank", "matrix_momentum", "one_block"):
         return None
     return f"{row.label} is designed for full weight matrices, and this run trains LoRA adapters."
@@ -457,15 +448,15 @@ def full_training_optimizer_with_lora(case: Case) -> str | None:
     title="No modules are listed for the projection",
     source="transformers 5.23 trainer_optimizer.py: no target modules found",
     fixes=(ALL_LINEAR,),
-    fails_on=Example(_full("galore_adamw", train__optim_targets="custom"), EQUIPPED),
+    fails_on=Example(full_spec("galore_adamw", train__optim_targets="custom"), EQUIPPED),
     passes_on=Example(
-        _full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED
+        full_spec("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED
     ),
     proof="launch",
 )
 def projection_targets_missing(case: Case) -> str | None:
     """GaLore and APOLLO project the gradients of the listed modules, and raise an error if the list is empty."""
-    train, row = case.spec.train, _optimizer(case)
+    train, row = case.spec.train, case.optimizer
     if row.state_layout != "low_rank" or train.optim_targets != "custom" or train.optim_target_modules:
         return None
     return f"{row.label} is set to custom target modules, and train.optim_target_modules is empty."
@@ -479,17 +470,17 @@ def projection_targets_missing(case: Case) -> str | None:
     source="transformers 5.23 trainer_optimizer.py: No target modules found; only nn.Linear layers are projected",
     fixes=(ADAMW,),
     fails_on=Example(
-        _full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("foo",)), EQUIPPED
+        full_spec("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("foo",)), EQUIPPED
     ),
     passes_on=Example(
-        _full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED
+        full_spec("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED
     ),
     proof="launch",
 )
 def projection_targets_not_found(case: Case) -> Violation | None:
     """GaLore and APOLLO project nn.Linear layers whose names contain a target or match it as a regular expression.
     The blocks of GPT-2 have no nn.Linear layers: they use Conv1D."""
-    train, shape, row = case.spec.train, case.shape, _optimizer(case)
+    train, shape, row = case.spec.train, case.shape, case.optimizer
     unlisted = train.optim_targets == "custom" and not train.optim_target_modules  # projection_targets_missing
     if row.state_layout != "low_rank" or shape is None or unlisted:
         return None
@@ -546,10 +537,10 @@ def _can_take_long(pattern: str) -> bool:
     source="galore-torch 1.0 galore_projector.py project_back: it infers the projected side from the shape of the "
     "projected gradient, and takes a wide matrix for a tall one",
     fails_on=Example(
-        _full("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=1024), EQUIPPED
+        full_spec("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=1024), EQUIPPED
     ),
     passes_on=Example(
-        _full("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=128), EQUIPPED
+        full_spec("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=128), EQUIPPED
     ),
     proof="launch",
 )
@@ -557,7 +548,7 @@ def reverse_std_rank_too_high(case: Case) -> Violation | None:
     """The projection type reverse_std projects the longer side of a matrix. If the rank reaches the number of rows of a
     wide matrix, GaLore mistakes its projected gradient for that of a tall matrix, and the first step fails."""
     train, shape = case.spec.train, case.shape
-    if "galore_proj_type" not in _optimizer(case).reads or train.galore_proj_type != "reverse_std" or shape is None:
+    if "galore_proj_type" not in case.optimizer.reads or train.galore_proj_type != "reverse_std" or shape is None:
         return None
     state = OptimizerState(case.spec, shape)
     wide = [leaf for leaf in state.tensors if leaf.out_features < leaf.in_features and state.is_projected(leaf)]
@@ -608,7 +599,7 @@ def lion_learning_rate_too_high(case: Case) -> Violation | None:
 def sgd_learning_rate_too_low(case: Case) -> Violation | None:
     """Adam divides each gradient by a running average of its size, and SGD does not. At Adam's learning rates, SGD
     hardly changes the weights."""
-    rate, row = case.spec.train.learning_rate, _optimizer(case)
+    rate, row = case.spec.train.learning_rate, case.optimizer
     adaptive = row.factored or "adam_beta1" in row.reads or not row.reads
     if adaptive or not ("sgd" in row.trainer_optim or row.trainer_optim == "lomo") or rate >= SGD_MIN_RATE:
         return None
@@ -630,7 +621,7 @@ def sgd_learning_rate_too_low(case: Case) -> Violation | None:
 def adafactor_with_gradient_clipping(case: Case) -> str | None:
     """Adafactor limits the RMS of each update to 1. Clipping the gradients beforehand distorts the second-moment
     estimates that it computes from them."""
-    norm, row = case.spec.train.max_grad_norm, _optimizer(case)
+    norm, row = case.spec.train.max_grad_norm, case.optimizer
     if not row.factored or "max_grad_norm" not in row.reads or not norm:
         return None
     return f"max_grad_norm is {norm:g}, so gradients are clipped before {row.label} scales its own updates."
@@ -642,14 +633,14 @@ def adafactor_with_gradient_clipping(case: Case) -> str | None:
     fields=("train.badam_switch_block_every",),
     title="The run ends before BAdam has trained every layer",
     source="arithmetic: layers x steps per layer against the steps of the run",
-    fails_on=Example(_full("badam", train__duration="steps", train__max_steps=100), EQUIPPED),
-    passes_on=Example(_full("badam", train__duration="steps", train__max_steps=3000), EQUIPPED),
+    fails_on=Example(full_spec("badam", train__duration="steps", train__max_steps=100), EQUIPPED),
+    passes_on=Example(full_spec("badam", train__duration="steps", train__max_steps=3000), EQUIPPED),
 )
 def badam_skips_layers(case: Case) -> Violation | None:
     """BAdam trains one layer at a time. A run that ends before BAdam has reached every layer leaves the remaining
     layers unchanged."""
     steps, shape, each = case.run.total_steps, case.shape, case.spec.train.badam_switch_block_every
-    if _optimizer(case).state_layout != "one_block" or steps is None or shape is None or steps >= shape.layers * each:
+    if case.optimizer.state_layout != "one_block" or steps is None or shape is None or steps >= shape.layers * each:
         return None
     fewer = steps // shape.layers
     fixes: tuple[Fix, ...] = ()

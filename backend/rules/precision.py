@@ -141,7 +141,7 @@ def pure_bf16_loses_updates(case: Case) -> str | None:
     """A bf16 number has 8 significant bits, so an update smaller than about 1/256 of its weight is rounded away.
     Optimizers with Kahan summation, stochastic rounding or their own fp32 copies keep such updates; others train less
     or need a higher learning rate."""
-    row = registry.OPTIMIZERS[case.spec.train.optim]
+    row = case.optimizer
     if case.spec.precision.compute != "pure_bf16" or row.rounding:
         return None
     return f"{row.label} adds its updates directly to bf16 weights, without Kahan summation or stochastic rounding."

@@ -81,7 +81,7 @@ def tracker(case: Case) -> registry.Choice:
 
 def optimizer(case: Case) -> registry.Choice:
     """The row of the optimizer."""
-    return registry.OPTIMIZERS[case.spec.train.optim]
+    return case.optimizer
 
 
 def quantization(case: Case) -> registry.Choice:
@@ -142,7 +142,7 @@ def deepspeed_launcher(case: Case) -> registry.Choice | None:
 
 def projection_rank(case: Case) -> int:
     """The rank of GaLore's and APOLLO's projection; 0 for other optimizers."""
-    low_rank = registry.OPTIMIZERS[case.spec.train.optim].state_layout == "low_rank"
+    low_rank = case.optimizer.state_layout == "low_rank"
     return case.spec.train.projection_rank if low_rank else 0
 
 

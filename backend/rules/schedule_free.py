@@ -1,27 +1,17 @@
 """Rules about schedule-free optimizers, which train one set of weights and evaluate their average.
 
-Imports registry and rules.base.
+Imports rules.base.
 """
 
 from __future__ import annotations
 
-from backend import registry
 from backend.rules.base import Case, Example, Fix, rule
 from backend.rules.common_fixes import ADAMW
-from backend.rules.examples import EQUIPPED
+from backend.rules.examples import EQUIPPED, full_spec
 from backend.wording import counted
 
-FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
-SHORT = {**FULL, "train.optim": "schedule_free_radam", "train.duration": "steps"}
+SHORT = full_spec("schedule_free_radam", train__duration="steps")
 RECTIFIED_LENGTH = 4.0  # RAdam's updates begin where the length of its moving average of squared gradients exceeds it
-
-
-def _optimizer(case: Case) -> registry.Optimizer:
-    return registry.OPTIMIZERS[case.spec.train.optim]
-
-
-def _full(optimizer: str, **more: object) -> dict[str, object]:
-    return {**FULL, "train.optim": optimizer, **{key.replace("__", "."): value for key, value in more.items()}}
 
 
 @rule(
@@ -31,14 +21,14 @@ def _full(optimizer: str, **more: object) -> dict[str, object]:
     title="Schedule-free optimizers need a beta1 above 0",
     source="schedulefree 1.4 adamw_schedulefree.py and radam_schedulefree.py, eval(): divides by beta1",
     fixes=(Fix("Set adam_beta1 to 0.9", {"train.adam_beta1": 0.9}, safe=False), ADAMW),
-    fails_on=Example(_full("schedule_free_adamw", train__adam_beta1=0.0), EQUIPPED),
-    passes_on=Example(_full("schedule_free_adamw", train__adam_beta1=0.5), EQUIPPED),
+    fails_on=Example(full_spec("schedule_free_adamw", train__adam_beta1=0.0), EQUIPPED),
+    passes_on=Example(full_spec("schedule_free_adamw", train__adam_beta1=0.5), EQUIPPED),
     proof="launch",
 )
 def schedule_free_without_beta1(case: Case) -> str | None:
     """Beta1 interpolates between the weights that are trained and their average. At 0, the average cannot be computed
     from the trained weights, and the run fails when it evaluates or saves."""
-    row = _optimizer(case)
+    row = case.optimizer
     if not row.swaps_weights_for_eval or "adam_beta1" not in row.reads or case.spec.train.adam_beta1 > 0:
         return None
     return f"train.adam_beta1 is 0, and {row.label} divides by it."
@@ -60,7 +50,7 @@ def schedule_free_radam_without_update(case: Case) -> str | None:
     """RAdam makes no update until its moving average of squared gradients is long enough: in the first 4 steps with an
     adam_beta2 of 0.999, and never with one of 0.6 or less. The run succeeds, but the saved weights are those it began
     with."""
-    row, steps, beta2 = _optimizer(case), case.run.total_steps, case.spec.train.adam_beta2
+    row, steps, beta2 = case.optimizer, case.run.total_steps, case.spec.train.adam_beta2
     if not row.waits_for_variance or steps is None or _rectified_length(steps, beta2) > RECTIFIED_LENGTH:
         return None
     return (

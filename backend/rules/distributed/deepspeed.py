@@ -96,7 +96,7 @@ def deepspeed_without_compiler(case: Case) -> str | None:
 )
 def offloaded_optimizer_replaced_by_cpu_adam(case: Case) -> str | None:
     """With offload_optimizer, DeepSpeed steps with DeepSpeedCPUAdam, whatever optimizer is set."""
-    optimizer = registry.OPTIMIZERS[case.spec.train.optim]
+    optimizer = case.optimizer
     if not case.run.zero_stage or case.run.optimizer_offload == "none":
         return None
     if optimizer.trainer_optim in ("adamw_torch", "adamw_torch_fused"):
@@ -249,7 +249,7 @@ def blockwise_state_in_fragments(case: Case) -> str | None:
     """torchao's 8-bit and 4-bit AdamW quantize their state in blocks. With ZeRO-0 to 2, DeepSpeed flattens many
     parameters into one buffer, with one state tensor. The first step fails if the state of a parameter does not begin
     at a block boundary. If the buffer is not a multiple of the block size, its state silently stays in fp32."""
-    row, shape = registry.OPTIMIZERS[case.spec.train.optim], case.shape
+    row, shape = case.optimizer, case.shape
     blockwise = row.compiled and row.bits < 32
     if not blockwise or shape is None or case.strategy.engine != "deepspeed" or case.run.zero_stage == 3:
         return None
