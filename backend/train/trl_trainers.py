@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from backend import registry
 from backend.config import RunSpec
 from backend.train import callbacks, device, disk_space, lora, optimizers, universal_checkpoint
@@ -109,9 +111,14 @@ class TrainerMixin(optimizers.OptimizerMixin, CheckpointWeightsMixin):
         disk_space.save_checkpoint(self.context, folder, save_into_folder)
 
     def evaluate(self: Any, *args: Any, **more: Any) -> Any:
-        """Show the evaluation from its start: ProgressCallback is called after its first batch."""
+        """Show the evaluation from its start: ProgressCallback is called after its first batch.
+
+        torch's DataLoader draws a random number for each evaluation. Training goes on as if it had not: at the end of
+        an epoch the Trainer evaluates after it has saved the checkpoint, and a run resumed there would differ.
+        """
         callbacks.show_evaluation(self.context.run_log, self.state)
-        return super().evaluate(*args, **more)  # type: ignore[misc]
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*args, **more)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         with universal_checkpoint.best_model(self.context, self):

@@ -96,6 +96,8 @@ def one_process(root: Path, cache: Path) -> dict[str, Path]:
     specs["merged"] = {"save.final_model": True, "save.merge_adapter": True, "train.learning_rate": 1e-2}
     specs["adapter"] = {"save.final_model": True, "train.learning_rate": 1e-2}
     specs["saved"] = {"method.kind": "full", "save.final_model": True, "train.learning_rate": 1e-2}
+    specs["dropout"] = {"lora.dropout": 0.5}
+    specs["dropout_evaluated"] = {"lora.dropout": 0.5, "eval.strategy": "steps", "eval.steps": 1}
     specs["packed"] = {"data.packing": True, "eval.strategy": "steps", "eval.steps": 3}
     specs["memory_saving"] = {**EQUAL_BATCH, **ONE_PROCESS, **METHODS["full"], **MEMORY_SAVING}
     specs["many"] = {**MANY_OPTIONS, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 1}
@@ -259,6 +261,11 @@ def test_saved_models_load(one_process: dict[str, Path], cache: Path) -> None:
     for name in loaded:
         chat_template = AutoTokenizer.from_pretrained(one_process[name] / "model").chat_template
         assert chat_template == AutoTokenizer.from_pretrained(cache / "models/tiny-llama").chat_template
+
+
+def test_evaluation_does_not_change_training(one_process: dict[str, Path]) -> None:
+    assert result(one_process["dropout_evaluated"])["eval_loss"] is not None
+    assert losses(one_process["dropout_evaluated"]) == losses(one_process["dropout"])
 
 
 def test_packing_takes_fewer_steps_and_learns(one_process: dict[str, Path]) -> None:
