@@ -43,8 +43,8 @@ test: setup tools  ## all tests except soak and gpu; CPU and THREADS as above
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & mypy=$$!; tests/js/check.sh && wait $$mypy
 	@trap 'exit 130' INT; failed=0; set -x; \
-	$(BIN)/pytest $(PARALLEL) -m "not alone and not soak and not gpu" || failed=1; \
-	$(BIN)/pytest -m "alone and not soak and not gpu" || failed=1; \
+	$(BIN)/pytest $(PARALLEL) --durations=40 -m "not alone and not soak and not gpu" || failed=1; \
+	$(BIN)/pytest --durations=10 -m "alone and not soak and not gpu" || failed=1; \
 	exit $$failed
 
 soak: setup tools  ## long tests; writes docs/strategies.md, checks.md, memory.md, architectures.md
