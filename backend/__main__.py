@@ -1,9 +1,8 @@
 """Command line: `footplate COMMAND`; COMMANDS lists them.
 
-Imports everything in backend except backend.train. The page and the command line call the same functions. With --json
-stdout is one JSON document and nothing else. Exit codes: `check` 0 without error findings, 1 with; `run --follow` and
-`resume --follow` 0 done, 1 failed, 3 stopped, as `rehearse`; `test-devices` 1 if one is slow; 2 for a spec, file or run
-that cannot be read or found.
+The page and the command line call the same functions. With --json stdout is one JSON document and nothing else. Exit
+codes: `check` 0 without error findings, 1 with; `run --follow` and `resume --follow` 0 done, 1 failed, 3 stopped, as
+`rehearse`; `test-devices` 1 if one is slow; 2 for a spec, file or run that cannot be read or found.
 """
 
 from __future__ import annotations

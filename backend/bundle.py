@@ -1,7 +1,7 @@
 """A zip file for a bug report about a run: what was asked for, what ran and how it ended, without secrets.
 
-Imports machine, config, runs. It has no data, checkpoints, model or generated texts; but log and traceback may quote
-examples, and all texts name paths and hosts.
+It has no data, checkpoints, model or generated texts; but log and traceback may quote examples, and all texts name
+paths and hosts.
 """
 
 from __future__ import annotations

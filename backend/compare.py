@@ -1,6 +1,6 @@
 """Comparison of all parallel strategies for one spec and machine: memory, communication, errors, and a recommendation.
 
-Imports config, memory and rules. Nothing is launched: every strategy is checked and estimated as a spec of its own.
+Nothing is launched: every strategy is checked and estimated as a spec of its own.
 """
 
 from __future__ import annotations

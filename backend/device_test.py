@@ -1,7 +1,7 @@
 """Device test: seconds of matmul, point-to-point messages and all-reduce on every rank of a spec.
 
-Imports preflight, runs. It is a run in a scratch folder whose command starts backend.train.device_test instead of the
-trainer, on the same nodes with the same launcher and environment.
+It is a run in a scratch folder whose command starts backend.train.device_test instead of the trainer, on the same nodes
+with the same launcher and environment.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Python environments for trainers that need other versions of the libraries than Footplate.
 
-Imports paths. `footplate env create` makes one from pinned versions, with pip and its configured package index.
+`footplate env create` makes one from pinned versions, with pip and its configured package index.
 """
 
 from __future__ import annotations

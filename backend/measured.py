@@ -1,7 +1,7 @@
 """Measured peaks of earlier runs next to their estimates, which say how far the next estimate may be off.
 
-Imports preflight, runs. A run that ended has the peak of each rank in result.json; of one that ran out of memory,
-torch's error says how much it needed at least. Only the newest runs of a folder are read, and each of them once.
+A run that ended has the peak of each rank in result.json; of one that ran out of memory, torch's error says how much it
+needed at least. Only the newest runs of a folder are read, and each of them once.
 """
 
 from __future__ import annotations

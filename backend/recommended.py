@@ -1,7 +1,6 @@
 """Values that a demo preset chose for its own model and data, and the usual ones for another model or other data.
 
-Imports registry, config. A demo preset trains on built-in data: a small model for a few steps, with a high learning
-rate.
+A demo preset trains on built-in data: a small model for a few steps, with a high learning rate.
 """
 
 from __future__ import annotations

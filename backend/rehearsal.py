@@ -1,8 +1,8 @@
 """Rehearsal: a spec with two steps and everything that a run does, to find in a minute what would fail in hours.
 
-Imports config, resolve, rules, preflight, runs. A rehearsal is nothing but runs in a scratch folder: of
-`rehearsal_spec`, with a crash after the checkpoint of the first step, and of a command that loads the saved model
-(backend/runs/rehearsals.py). A run that is planned for another machine is rehearsed on CPU, with a small model.
+A rehearsal is nothing but runs in a scratch folder: of `rehearsal_spec`, with a crash after the checkpoint of the first
+step, and of a command that loads the saved model (backend/runs/rehearsals.py). A run that is planned for another
+machine is rehearsed on CPU, with a small model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Remedies of a failed run: changes of its options, each a fix that passes the checks, with the peak that it leads to.
 A run whose loss rose until its end, or that stopped after a spike, has those of one that diverged.
 
-Imports preflight, measured, rules, runs. Out of memory has the remedies of the memory rules, with peaks that are
-corrected by what this run needed. For other failures, those errors that the checks find now and that are about the same
-options have fixes.
+Out of memory has the remedies of the memory rules, with peaks that are corrected by what this run needed. For other
+failures, those errors that the checks find now and that are about the same options have fixes.
 """
 
 from __future__ import annotations

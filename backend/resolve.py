@@ -1,8 +1,7 @@
 """ResolvedRun: everything that follows from a spec, a machine and the inspected inputs, derived once.
 
-Imports registry, config, machine, engines, inspect. Pure and torch-free. Rules, memory estimate, plan, page and trainer
-read it and derive nothing themselves. It is written into the run's folder (resolved.json), where the trainer compares
-it with what it finds on each rank.
+Pure and torch-free. Rules, memory estimate, plan, page and trainer read it and derive nothing themselves. It is written
+into the run's folder (resolved.json), where the trainer compares it with what it finds on each rank.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It starts from before the problem, with half the learning rate, or with a usual one if half is still too high.
 
-Imports config, preflight, runs. The user starts it, or the supervisor does so `train.half_lr_retries` times.
+The user starts it, or the supervisor does so `train.half_lr_retries` times.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Start a sweep: the runs of its combinations of values. All of them are checked before the first one is queued.
-
-Imports config, inspect, preflight, runs, sweep.
-"""
+"""Start a sweep: the runs of its combinations of values. All of them are checked before the first one is queued."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The options of each run of a sweep: a grid or random samples of values, times seeds.
 
-Imports config. Values are written as on the command line: `1e-5,1e-4` is a list, `0.1..0.3` a range, `log:1e-5..1e-3` a
-range on a logarithmic scale. A grid needs the number of points of a range: `log:1e-5..1e-3/3`.
+Values are written as on the command line: `1e-5,1e-4` is a list, `0.1..0.3` a range, `log:1e-5..1e-3` a range on a
+logarithmic scale. A grid needs the number of points of a range: `log:1e-5..1e-3/3`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Numbers with nouns, as every message of Footplate writes them.
-
-Imports nothing from Footplate.
-"""
+"""Numbers with nouns, as every message of Footplate writes them."""
 
 from __future__ import annotations
 

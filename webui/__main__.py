@@ -1,8 +1,6 @@
 """Serves the page: `python -m webui [--host 127.0.0.1] [--port 7860] [--runs runs]`, or HOST, PORT, RUNS.
 
 Who opens the page has to log in, also on this machine: with the token of the printed URL, or with FOOTPLATE_PASSWORD.
-Imports: runs, auth, login and connections at once; server and gradio only after address and folder are validated, so
-that an error shows at once.
 Exit codes: 0 stopped by the user, 2 not started.
 """
 

@@ -1,9 +1,9 @@
 """Access control: one ASGI middleware around every route and WebSocket, with the login page.
 
-Imports login and connections. Without it, any web page that the user visits could start processes here: through a host
-name that resolves to this machine (DNS rebinding: Host is checked), or through a form or script of another site
-(cross-site requests: Origin and fetch metadata are checked). So could every other user of this machine (login).
-docs/security.md lists the attacks and their tests.
+Without it, any web page that the user visits could start processes here: through a host name that resolves to this
+machine (DNS rebinding: Host is checked), or through a form or script of another site (cross-site requests: Origin and
+fetch metadata are checked). So could every other user of this machine (login). docs/security.md lists the attacks and
+their tests.
 """
 
 from __future__ import annotations

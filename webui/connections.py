@@ -1,10 +1,10 @@
 """Limits of connections that uvicorn does not have: their number, a deadline for headers and TLS handshakes, and the
 number of lines that they can cause in the log.
 
-Imports uvicorn, login. Without the limits, connections that never send a complete request would be kept, and the server
-would run out of file descriptors. When all are taken, a new connection replaces the oldest one without a login,
-of the address that has most of these. So who holds connections without a login, even from the same address, as every
-user of this machine, keeps nobody out.
+Without the limits, connections that never send a complete request would be kept, and the server would run out of file
+descriptors. When all are taken, a new connection replaces the oldest one without a login, of the address that has most
+of these. So who holds connections without a login, even from the same address, as every user of this machine, keeps
+nobody out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The curves of a run: values of each metric by step, downsampled for a chart, over steps, epochs, tokens or seconds.
 
-Imports runs.metrics. A run may have a million points, so each point is read once, and NumPy works on blocks of them.
+A run may have a million points, so each point is read once, and NumPy works on blocks of them.
 """
 
 from __future__ import annotations

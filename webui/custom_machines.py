@@ -1,6 +1,6 @@
 """Machines that users describe on the page: a YAML file each, which `--machine` reads, too.
 
-Imports: machine, config.options, runs. A file is named after the machine, so that no two have the same name.
+A file is named after the machine, so that no two have the same name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The documents of docs/ as HTML for the page's help, and a search over their sections.
 
-Imports: paths, markdown_it. HTML in a document is shown as text; links to other documents and pictures lead to the
-page's own routes, relative to `help/`.
+HTML in a document is shown as text; links to other documents and pictures lead to the page's own routes, relative to
+`help/`.
 """
 
 from __future__ import annotations

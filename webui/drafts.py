@@ -1,7 +1,7 @@
 """Unsaved form values, one file per draft, so that they survive a reload, a second tab and a restart of the server.
 
-Imports: runs. Values are stored as the form sent them, also if they do not form a valid RunSpec yet. Next to each draft
-are its earlier versions of the last hour, at most one per minute, so that a user can go back to them.
+Values are stored as the form sent them, also if they do not form a valid RunSpec yet. Next to each draft are its
+earlier versions of the last hour, at most one per minute, so that a user can go back to them.
 """
 
 from __future__ import annotations

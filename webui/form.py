@@ -1,7 +1,7 @@
 """Option -> Gradio component: creates each field once, and the CSS that hides options without effect.
 
-Imports: config.options, gradio. `layout.py` decides where each option goes; `place` rejects an unknown name and a name
-placed twice, and `missing()` must be empty at the end.
+`layout.py` decides where each option goes; `place` rejects an unknown name and a name placed twice, and `missing()`
+must be empty at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Everything in Python that depends on how Gradio works inside, next to static/gradio.js and static/gradio.css.
 
-Imports: gradio, starlette. Nothing else in `webui` reads a private attribute or patches a function of Gradio. When
-Gradio is upgraded: read the three files, run tests/browser, then change TESTED_VERSION.
+Nothing else in `webui` reads a private attribute or patches a function of Gradio. When Gradio is upgraded: read the
+three files, run tests/browser, then change TESTED_VERSION.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The order and sections of the form: where each option is placed.
-
-Imports: form, gradio.
-"""
+"""The order and sections of the form: where each option is placed."""
 
 from __future__ import annotations
 

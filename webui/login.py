@@ -1,8 +1,7 @@
 """Login: one password, or the token of the printed URL, exchanged for a session that the server can end.
 
-Imports backend.runs. A session is an empty file in the runs folder, so it survives a restart of the server; its
-modification time is its last use. The file's name is a keyed hash of the cookie: with the folder alone, nobody can log
-in.
+A session is an empty file in the runs folder, so it survives a restart of the server; its modification time is its last
+use. The file's name is a keyed hash of the cookie: with the folder alone, nobody can log in.
 """
 
 from __future__ import annotations

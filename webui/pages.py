@@ -1,8 +1,7 @@
 """The page: one Gradio Blocks with four views (Build, Run, Runs, Compare), of which `body[data-tab]` shows one.
 
-Imports: form, layout, page_frame, search_index, gradio. Gradio renders the form; everything that updates (check report,
-log, charts, list of runs) is JavaScript in static/ on the API's routes. HTML here is constant: data reaches the page as
-JSON, and the DOM by `textContent` only.
+Gradio renders the form; everything that updates (check report, log, charts, list of runs) is JavaScript in static/ on
+the API's routes. HTML here is constant: data reaches the page as JSON, and the DOM by `textContent` only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The page as one ASGI app: API routes, static files, the mounted Gradio page, and access control around all of it.
 
-Imports: machine, api, auth, login, gradio_internals, pages, gradio. Never imports torch; matplotlib only for run
-images.
+Never imports torch; matplotlib only for run images.
 """
 
 from __future__ import annotations

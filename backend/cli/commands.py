@@ -1,7 +1,6 @@
 """Commands that need no run: check, plan, estimate, machine, presets, rules, docs, ui.
 
-Imports everything below the command line. `backend/__main__.py` declares the arguments, `runs.py` has the commands on
-runs.
+`backend/__main__.py` declares the arguments, `runs.py` has the commands on runs.
 """
 
 from __future__ import annotations

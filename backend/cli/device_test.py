@@ -1,7 +1,4 @@
-"""The command test-devices: what each device and link of a spec reaches, as a table, and which of them is slow.
-
-Imports everything below the command line.
-"""
+"""The command test-devices: what each device and link of a spec reaches, as a table, and which of them is slow."""
 
 from __future__ import annotations
 

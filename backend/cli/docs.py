@@ -1,6 +1,6 @@
 """Writes the documents generated from the code: docs/options.md and docs/rules.md.
 
-Imports config, paths and rules. `tests/test_docs.py` fails if they are out of date.
+`tests/test_docs.py` fails if they are out of date.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`footplate env`: Python environments for other trainers.
-
-Imports environments, paths, cli.commands.
-"""
+"""`footplate env`: Python environments for other trainers."""
 
 from __future__ import annotations
 

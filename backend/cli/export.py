@@ -1,7 +1,4 @@
-"""`footplate export`: a spec as files that LLaMA-Factory, Kubernetes or SkyPilot reads.
-
-Imports config, launch, preflight, runs.kubernetes, cli.commands.
-"""
+"""`footplate export`: a spec as files that LLaMA-Factory, Kubernetes or SkyPilot reads."""
 
 from __future__ import annotations
 

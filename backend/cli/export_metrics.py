@@ -1,6 +1,6 @@
 """`footplate export-metrics`: the metrics of runs for TensorBoard or trackio, after or during a run.
 
-Imports config, runs. tensorboard and trackio are optional packages. Exporting a run again replaces its earlier export.
+tensorboard and trackio are optional packages. Exporting a run again replaces its earlier export.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The command rehearse: two steps of a spec with everything that a run does, as a table of its phases.
-
-Imports everything below the command line.
-"""
+"""The command rehearse: two steps of a spec with everything that a run does, as a table of its phases."""
 
 from __future__ import annotations
 

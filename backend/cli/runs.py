@@ -1,6 +1,6 @@
 """Commands on runs: run, queue, show, stop, resume, logs, metrics, stacks.
 
-Imports everything below the command line. A run is a folder: each command reads or writes that folder and ends.
+A run is a folder: each command reads or writes that folder and ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The commands list (search, columns and order of the runs) and annotate (their tags, notes, star and archive).
-
-Imports everything below the command line.
-"""
+"""The commands list (search, columns and order of the runs) and annotate (their tags, notes, star and archive)."""
 
 from __future__ import annotations
 

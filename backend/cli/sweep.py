@@ -1,7 +1,4 @@
-"""The command sweep: start runs that differ in a few options, and show how they compare.
-
-Imports everything below the command line.
-"""
+"""The command sweep: start runs that differ in a few options, and show how they compare."""
 
 from __future__ import annotations
 

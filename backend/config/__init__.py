@@ -1,9 +1,9 @@
 """RunSpec: the options of a run, each declared once.
 
-Imports registry. An option is one field (type, limits, label, visibility condition, default), and its help is the
-docstring below it. Pydantic checks each value alone; constraints between options, or on the machine, are rules
-(`backend/rules`). Values that follow from others are in `backend/resolve.py`. Hidden options have no effect and are
-not written to a spec (`options.effective`).
+An option is one field (type, limits, label, visibility condition, default), and its help is the docstring below it.
+Pydantic checks each value alone; constraints between options, or on the machine, are rules (`backend/rules`). Values
+that follow from others are in `backend/resolve.py`. Hidden options have no effect and are not written to a spec
+(`options.effective`).
 """
 
 from __future__ import annotations

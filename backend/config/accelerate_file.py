@@ -1,7 +1,6 @@
 """accelerate's configuration file as options: values with an option set it, the rest becomes extra config.
 
-Imports registry, config, engines, resolve and launch.accelerate_config. DeepSpeed's own keys inside of
-deepspeed_config, which accelerate ignores, are imported as DeepSpeed's configuration.
+DeepSpeed's own keys inside of deepspeed_config, which accelerate ignores, are imported as DeepSpeed's configuration.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Names that other libraries use for Footplate's options: library name -> option key.
 
-Imports nothing. Used by the option search of the page, and for "did you mean" on unknown keys. A name is listed only if
-it differs from the second half of the option key, which is found anyway. Read from transformers 5.23
-(TrainingArguments, BitsAndBytesConfig), trl 1.16 (SFTConfig, DPOConfig, KTOConfig, RewardConfig), peft 0.21
-(LoraConfig), DeepSpeed 0.19, accelerate 1.15, torchrun (torch 2.13) and LLaMA-Factory 0.9.
+Used by the option search of the page, and for "did you mean" on unknown keys. A name is listed only if it differs from
+the second half of the option key, which is found anyway. Read from transformers 5.23 (TrainingArguments,
+BitsAndBytesConfig), trl 1.16 (SFTConfig, DPOConfig, KTOConfig, RewardConfig), peft 0.21 (LoraConfig), DeepSpeed 0.19,
+accelerate 1.15, torchrun (torch 2.13) and LLaMA-Factory 0.9.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """axolotl's YAML as a spec (axolotl 0.19: utils/schemas/*.py, utils/config, core/builders/base.py).
 
-Imports registry, foreign. What a file leaves out has axolotl's default, not ours, so that the same training starts.
+What a file leaves out has axolotl's default, not ours, so that the same training starts.
 """
 
 from __future__ import annotations

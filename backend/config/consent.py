@@ -1,8 +1,8 @@
 """What in a spec from somebody else needs consent: options and environment variables that can run code, or decide where
 data is sent.
 
-Imports config and variables. An import lists these with their values and leaves them out until the user agrees.
-Everything in launch.env needs consent, except HARMLESS_VARIABLES: no list of the others would be complete.
+An import lists these with their values and leaves them out until the user agrees. Everything in launch.env needs
+consent, except HARMLESS_VARIABLES: no list of the others would be complete.
 """
 
 from __future__ import annotations

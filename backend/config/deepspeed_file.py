@@ -1,7 +1,7 @@
 """DeepSpeed's configuration file as options: values with an option set it, the rest becomes extra config.
 
-Imports registry, config, engines. The file that Footplate would generate is compared with the imported one, in which
-each key has one spelling; keys that differ become extra config.
+The file that Footplate would generate is compared with the imported one, in which each key has one spelling; keys that
+differ become extra config.
 """
 
 from __future__ import annotations

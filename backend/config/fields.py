@@ -1,7 +1,4 @@
-"""Declaration of options: label and visibility (Ui), value types, and the visibility conditions.
-
-Imports registry, config.merge.
-"""
+"""Declaration of options: label and visibility (Ui), value types, and the visibility conditions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the importers of other tools' configuration files share.
-
-Imports registry, config.
-"""
+"""What the importers of other tools' configuration files share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """FSDP's settings as accelerate, the Trainer and axolotl write them, as options.
 
-Imports registry and config. Keys may have accelerate's prefix fsdp_, and choices may be numbers.
+Keys may have accelerate's prefix fsdp_, and choices may be numbers.
 """
 
 from __future__ import annotations

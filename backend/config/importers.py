@@ -1,7 +1,6 @@
 """Importers: a DeepSpeed JSON, an accelerate YAML, or a training YAML of LLaMA-Factory, axolotl or TRL as a spec.
 
-Imports config and what its importers of one tool import. Values that have an option set it. Keys of a DeepSpeed or
-accelerate config that have none become extra config.
+Values that have an option set it. Keys of a DeepSpeed or accelerate config that have none become extra config.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """LLaMA-Factory's training YAML as a spec (llamafactory 0.9: hparams/*.py).
 
-Imports registry, foreign. What a file leaves out has LLaMA-Factory's default, not ours, so that the same training
-starts.
+What a file leaves out has LLaMA-Factory's default, not ours, so that the same training starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Merging and comparing nested tables, such as configuration files.
-
-Imports config.json_text.
-"""
+"""Merging and comparing nested tables, such as configuration files."""
 
 from __future__ import annotations
 

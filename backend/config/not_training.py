@@ -1,7 +1,4 @@
-"""Configuration files of LLaMA-Factory, axolotl and TRL that do not describe a training: what they are for.
-
-Imports config.
-"""
+"""Configuration files of LLaMA-Factory, axolotl and TRL that do not describe a training: what they are for."""
 
 from __future__ import annotations
 

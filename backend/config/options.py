@@ -1,7 +1,7 @@
 """Option table of RunSpec: reading, editing, flattening and validating specs by option key, and their visibility.
 
-Imports registry, config. An option has one key everywhere: `train.learning_rate` is the YAML key, the command-line
-option, the column of a table and, with a dash, the element ID on the page.
+An option has one key everywhere: `train.learning_rate` is the YAML key, the command-line option, the column of a table
+and, with a dash, the element ID on the page.
 """
 
 from __future__ import annotations

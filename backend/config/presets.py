@@ -1,7 +1,7 @@
 """RunSpec <-> YAML: the presets, a run's spec.yaml, and the files that users import and export.
 
-Imports machine, options, config, paths. A YAML file has sections with only the options that differ from their defaults.
-It may start with `title`, `about` and `machine` (a name in presets/machines: the machine that the preset is for).
+A YAML file has sections with only the options that differ from their defaults. It may start with `title`, `about` and
+`machine` (a name in presets/machines: the machine that the preset is for).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Process counts and the rendezvous port of a RunSpec, which follow from the spec alone.
 
-Imports registry, config. Everything that depends on the machine too is in `backend/resolve.py`.
+Everything that depends on the machine too is in `backend/resolve.py`.
 """
 
 from __future__ import annotations

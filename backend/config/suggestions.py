@@ -1,7 +1,7 @@
 """Suggestions for unknown names: the option, section or value that most likely was meant.
 
-Imports config.aliases. Names of TrainingArguments, peft, trl, DeepSpeed, accelerate, torchrun and LLaMA-Factory, and
-former keys of Footplate, are looked up first; then the closest spelling is searched with difflib.
+Names of TrainingArguments, peft, trl, DeepSpeed, accelerate, torchrun and LLaMA-Factory, and former keys of Footplate,
+are looked up first; then the closest spelling is searched with difflib.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The YAML of TRL's command line as a spec (`trl sft --config FILE`; TRL 1.x: trl/scripts, the Config classes).
 
-Imports registry, foreign. What a file leaves out has TRL's default, not ours, so that the same training starts. A file
-does not say which command reads it; some keys belong to one command only.
+What a file leaves out has TRL's default, not ours, so that the same training starts. A file does not say which command
+reads it; some keys belong to one command only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Secrets in environment variables, other options and texts: recognized by name and by value, masked and left out.
 
-Imports nothing. Options are stored in the run folder, drafts and exported files, so a secret does not belong there: a
-run inherits the environment of the server or shell that starts it. Patterns are linear in the length of the text: log
-lines have any length.
+Options are stored in the run folder, drafts and exported files, so a secret does not belong there: a run inherits the
+environment of the server or shell that starts it. Patterns are linear in the length of the text: log lines have any
+length.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """YAML and JSON text with bounds, so that a small file cannot keep the server busy for minutes.
 
-Imports config.json_text. Aliases can multiply a few hundred bytes to gigabytes, and nested lists end the recursion of
-every reader. JSON is not read as YAML, in which no tab may indent a line, unless it is no valid JSON.
+Aliases can multiply a few hundred bytes to gigabytes, and nested lists end the recursion of every reader. JSON is not
+read as YAML, in which no tab may indent a line, unless it is no valid JSON.
 """
 
 from __future__ import annotations

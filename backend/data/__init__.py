@@ -1,8 +1,8 @@
 """Data formats: reading files, detecting the format of an example, validating it, converting it.
 
-Imports config, paths. Training and inspection use the same code, so both report the same problems. reading: files;
-chat: conversations; formats: one completion per example; preferences: chosen and rejected, or labeled completions;
-selection: the validation split and data.max_samples.
+Training and inspection use the same code, so both report the same problems. reading: files; chat: conversations;
+formats: one completion per example; preferences: chosen and rejected, or labeled completions; selection: the validation
+split and data.max_samples.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Conversations and texts of an example, validated: a problem is an InvalidExample with a plain message.
-
-Imports nothing from Footplate.
-"""
+"""Conversations and texts of an example, validated: a problem is an InvalidExample with a plain message."""
 
 from __future__ import annotations
 

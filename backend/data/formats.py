@@ -1,7 +1,7 @@
 """Data formats with one completion: all except plain text are converted to {"messages": [{"role", "content"}, ...]},
 or to {"prompt", "completion"} where both are lists of turns.
 
-Imports config. DEFAULTS: format -> column option -> the column's usual name.
+DEFAULTS: format -> column option -> the column's usual name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a glob pattern matches, by reading a bounded number of folder entries.
 
-Imports nothing of Footplate. Python's glob reads for minutes where a pattern such as /usr/** is typed into a field.
+Python's glob reads for minutes where a pattern such as /usr/** is typed into a field.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Preference formats: a chosen and a rejected completion of one prompt, or one completion with a label; and a prompt
 with a completion as lists of turns.
 
-Imports config. Prompt and completions may each be a text, a turn or a list of turns, {role, content} or {from, value}.
-Without a prompt column, two whole conversations share the turns that both begin with (TRL's implicit prompt).
+Prompt and completions may each be a text, a turn or a list of turns, {role, content} or {from, value}. Without a prompt
+column, two whole conversations share the turns that both begin with (TRL's implicit prompt).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Data files: which ones a run reads, and reading of .jsonl, .json, .csv and .parquet files, example by example.
-
-Imports config, paths.
-"""
+"""Data files: which ones a run reads, and reading of .jsonl, .json, .csv and .parquet files, example by example."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which examples a run trains on, and which it evaluates on: the validation split and data.max_samples.
 
-Imports nothing from Footplate. The run selects examples with these functions, and the inspection selects their
-positions, so that the checks know which examples are left.
+The run selects examples with these functions, and the inspection selects their positions, so that the checks know which
+examples are left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Engine: what a strategy's implementation shards, offloads, loads, saves and supports.
 
-Imports registry and config. No torch, no machine: `backend/train/engines` has the part that runs. Rules, launch plan
-and memory estimate ask these facts instead of comparing names, so that a new engine needs no change there.
+No torch, no machine: `backend/train/engines` has the part that runs. Rules, launch plan and memory estimate ask these
+facts instead of comparing names, so that a new engine needs no change there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeepSpeed: ZeRO stages 0 to 3 with CPU and NVMe offload, and its configuration file deepspeed.json.
 
-Imports registry, config, runs. The Trainer fills in "auto" from its own arguments, so that batch size, gradient
-clipping and precision are set in one place only.
+The Trainer fills in "auto" from its own arguments, so that batch size, gradient clipping and precision are set in one
+place only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A DeepSpeed configuration as DeepSpeed reads it: one spelling of each key, and what it would refuse or ignore.
 
-Imports registry. The keys are in registry.deepspeed_keys, a table that is made from DeepSpeed's own classes.
+The keys are in registry.deepspeed_keys, a table that is made from DeepSpeed's own classes.
 """
 
 from __future__ import annotations

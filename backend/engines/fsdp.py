@@ -1,7 +1,7 @@
 """FSDP2 and FSDP1: fully sharded data parallel, and its configuration file fsdp.json.
 
-Imports registry, config, runs. The Trainer reads the file as its `fsdp_config`; precision and mesh are the
-Trainer's own arguments (`backend/train/engines`).
+The Trainer reads the file as its `fsdp_config`; precision and mesh are the Trainer's own arguments
+(`backend/train/engines`).
 """
 
 from __future__ import annotations

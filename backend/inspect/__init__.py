@@ -1,6 +1,6 @@
 """Inspection of a run's input files before the run: model folder, data files, checkpoint, NVMe folder, port.
 
-Imports config, engines, data, modelspec, paths. Rules read the InputFacts found here and open no file themselves.
+Rules read the InputFacts found here and open no file themselves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The architecture that a config.json describes: closed formulas where Footplate has them, else a module table.
 
-Imports registry, modelspec, paths. The closed formulas answer at once. The module table of any other architecture is
-built by a worker process with transformers; it is started here and not waited for, so that a check stays fast.
+The closed formulas answer at once. The module table of any other architecture is built by a worker process with
+transformers; it is started here and not waited for, so that a check stays fast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model that another run will save: `model.path` is the folder `model` of a run that has not ended.
 
-Imports config, runs. Such a run is checked with the model that the other run trains, which has the same architecture
-and tokenizer, and starts only after the other run has succeeded.
+Such a run is checked with the model that the other run trains, which has the same architecture and tokenizer, and
+starts only after the other run has succeeded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoint inspection: whether a run can resume from the checkpoint folder in save.resume_path.
 
-Imports registry, config, engines, runs. Reads file names and adapter_config.json, never weights.
+Reads file names and adapter_config.json, never weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Inspection of data files: format, columns, number of examples, token lengths, invalid examples.
 
-Imports registry, config, data, paths. An inspection reads at most 64 MiB and 0.2 s of examples, since the form waits
-for it; the rest is counted or estimated, and read by the worker process (`examples.py`). Results are cached until a
-file's size or modification time changes.
+An inspection reads at most 64 MiB and 0.2 s of examples, since the form waits for it; the rest is counted or estimated,
+and read by the worker process (`examples.py`). Results are cached until a file's size or modification time changes.
 """
 
 from __future__ import annotations

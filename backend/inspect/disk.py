@@ -1,4 +1,4 @@
-"""Inspection of the folder for NVMe offload. Imports config."""
+"""Inspection of the folder for NVMe offload."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Inspection of all examples in the worker process, with the model's tokenizer and chat template where it has them.
 
-Imports config, data, paths, data_files, facts, model_folder, worker. A check requests it and shows what is known so
-far; the command line and Start wait for it. The result is kept until a file changes.
+A check requests it and shows what is known so far; the command line and Start wait for it. The result is kept until a
+file changes.
 """
 
 from __future__ import annotations

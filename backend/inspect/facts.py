@@ -1,4 +1,4 @@
-"""InputFacts: what is known about a run's input files before the run. Imports config, data, modelspec."""
+"""InputFacts: what is known about a run's input files before the run."""
 
 from __future__ import annotations
 

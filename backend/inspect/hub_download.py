@@ -1,6 +1,6 @@
 """Download of a model's config.json from the Hugging Face Hub into its cache, on the user's request.
 
-Imports nothing from Footplate. It runs huggingface_hub in a child process, which is stopped after a minute.
+It runs huggingface_hub in a child process, which is stopped after a minute.
 """
 
 from __future__ import annotations

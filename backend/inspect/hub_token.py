@@ -1,6 +1,6 @@
 """The Hugging Face token of this user: which one is used, a test of it, and storing it as `hf auth login` does.
 
-Imports nothing from Footplate. A token is passed on to a child process, and is in no result and no message.
+A token is passed on to a child process, and is in no result and no message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The child process of hub_token.py: stores a token or asks the Hub about one, with huggingface_hub's own functions.
 
-Imports nothing from Footplate. The token comes through stdin, because other users can read command lines. A child,
-because huggingface_hub has no time limit for a whole request, and reads its settings when it is imported.
+The token comes through stdin, because other users can read command lines. A child, because huggingface_hub has no time
+limit for a whole request, and reads its settings when it is imported.
 """
 
 from __future__ import annotations

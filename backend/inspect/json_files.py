@@ -1,4 +1,4 @@
-"""JSON files of a model folder, read with a bound on their size. Imports nothing of Footplate."""
+"""JSON files of a model folder, read with a bound on their size."""
 
 from __future__ import annotations
 

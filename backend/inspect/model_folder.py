@@ -1,4 +1,4 @@
-"""Inspection of a model: its config.json, weight files and chat template. Imports registry, config, paths."""
+"""Inspection of a model: its config.json, weight files and chat template."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Whether LLaMA-Factory can be started: its environment, and a model that exists.
 
-Imports config, paths. The environment is inspected by its file names: starting its Python would take seconds.
+The environment is inspected by its file names: starting its Python would take seconds.
 """
 
 from __future__ import annotations

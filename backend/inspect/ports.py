@@ -1,4 +1,4 @@
-"""Inspection of the master port, on which the ranks of a run rendezvous. Imports nothing from Footplate."""
+"""Inspection of the master port, on which the ranks of a run rendezvous."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Inspection of a model's weight files without reading a tensor: Git LFS pointers, truncated files, missing shards.
 
-Imports modelspec. A .safetensors file begins with the length of its header (8 bytes, little-endian), then
-the header, a JSON object that gives dtype, shape and position of each tensor
-(https://github.com/huggingface/safetensors#format).
+A .safetensors file begins with the length of its header (8 bytes, little-endian), then the header, a JSON object that
+gives dtype, shape and position of each tensor (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """accelerate's configuration: the file accelerate.yaml of a plan.
 
-Imports config and resolve. The environment that the launcher sets must agree with the Trainer's arguments: the same
-precision, the same DeepSpeed file, the same FSDP settings.
+The environment that the launcher sets must agree with the Trainer's arguments: the same precision, the same DeepSpeed
+file, the same FSDP settings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Answers of a cluster, kept for a minute: a check on the page must not ask the cluster at each key press.
-
-Imports machine, runs.follower.
-"""
+"""Answers of a cluster, kept for a minute: a check on the page must not ask the cluster at each key press."""
 
 from __future__ import annotations
 

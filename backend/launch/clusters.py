@@ -1,8 +1,4 @@
-"""What the cluster of a run says before a job is submitted: its nodes, and why it would not run the job.
-
-Imports config, machine, resolve, inspect, launch.slurm_cluster, launch.ray_cluster,
-launch.kubernetes_cluster.
-"""
+"""What the cluster of a run says before a job is submitted: its nodes, and why it would not run the job."""
 
 from __future__ import annotations
 

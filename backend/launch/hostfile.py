@@ -1,6 +1,6 @@
 """DeepSpeed's hostfile and its --include argument: the hosts and slots of a run.
 
-Imports config. Sources: deepspeed 0.19 launcher/runner.py, _parse_hostfile and parse_resource_filter.
+Sources: deepspeed 0.19 launcher/runner.py, _parse_hostfile and parse_resource_filter.
 """
 
 from __future__ import annotations

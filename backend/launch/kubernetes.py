@@ -1,9 +1,9 @@
 """Kubernetes: the manifest of a run's job.
 
-Imports config, resolve, machine, runs. An Indexed Job has one pod per node, and a headless Service gives them names.
-With a Kubeflow runtime the manifest is a TrainJob instead. torchrun reads nodes, node rank and master address from
-PET_* variables, so that one command serves all nodes. Each pod runs `kubernetes_node.py`. {JOB_NAME} and {RUN_FOLDER}
-are filled in when the run is submitted or exported.
+An Indexed Job has one pod per node, and a headless Service gives them names. With a Kubeflow runtime the manifest is a
+TrainJob instead. torchrun reads nodes, node rank and master address from PET_* variables, so that one command serves
+all nodes. Each pod runs `kubernetes_node.py`. {JOB_NAME} and {RUN_FOLDER} are filled in when the run is submitted or
+exported.
 """
 
 from __future__ import annotations

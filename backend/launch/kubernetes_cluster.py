@@ -1,7 +1,4 @@
-"""What a Kubernetes cluster says before a job is submitted: its nodes, and why it would refuse the job.
-
-Imports config, machine, resolve, runs.kubernetes, launch.kubernetes, launch.answers.
-"""
+"""What a Kubernetes cluster says before a job is submitted: its nodes, and why it would refuse the job."""
 
 from __future__ import annotations
 

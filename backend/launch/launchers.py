@@ -1,6 +1,6 @@
 """Launchers: the command that starts the processes of one node.
 
-Imports registry, config, resolve, machine, runs. Each function returns the arguments between Python and the trainer.
+Each function returns the arguments between Python and the trainer.
 """
 
 from __future__ import annotations

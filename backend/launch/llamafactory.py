@@ -1,7 +1,7 @@
 """A spec as files of LLaMA-Factory 0.9: train.yaml, dataset_info.json, and the DeepSpeed configuration.
 
-Imports registry, config, data, paths, resolve, runs. The counterpart of config/llamafactory.py. Every option that is
-visible is written, or is in the list of what LLaMA-Factory does not have, so nothing is lost silently.
+The counterpart of config/llamafactory.py. Every option that is visible is written, or is in the list of what
+LLaMA-Factory does not have, so nothing is lost silently.
 """
 
 from __future__ import annotations

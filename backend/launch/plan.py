@@ -1,7 +1,7 @@
 """Plan: the exact command, environment and files of a run.
 
-Imports registry, config, engines, resolve, machine, runs. It reads no clock, no environment and no ports, so that equal
-input gives equal text. Preview and launch use the same Plan.
+It reads no clock, no environment and no ports, so that equal input gives equal text. Preview and launch use the same
+Plan.
 """
 
 from __future__ import annotations

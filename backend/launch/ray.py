@@ -1,7 +1,7 @@
 """Ray: what a run's job reserves and starts.
 
-Imports config, resolve, machine, runs. torchrun reads nodes, node rank and master address from PET_* variables, which
-the job's driver sets, so that one command serves all nodes.
+torchrun reads nodes, node rank and master address from PET_* variables, which the job's driver sets, so that one
+command serves all nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a Ray cluster says before a job is submitted: its nodes.
-
-Imports config, machine, resolve, runs.ray, launch.answers.
-"""
+"""What a Ray cluster says before a job is submitted: its nodes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the jobs of several kinds of clusters have in common: a share of each node, and another Python.
-
-Imports config, machine, resolve.
-"""
+"""What the jobs of several kinds of clusters have in common: a share of each node, and another Python."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """SkyPilot: a spec as a task that SkyPilot runs on machines of a cloud.
 
-Imports config, machine, resolve, runs, paths, launch.plan. Export only: SkyPilot rents the machines, copies the folder
-to them and starts the task. torchrun reads nodes, node rank and master address from PET_* variables, which the task
-sets. With a volume, the task copies the folder there: SkyPilot copies it to a disk of each node.
+Export only: SkyPilot rents the machines, copies the folder to them and starts the task. torchrun reads nodes, node rank
+and master address from PET_* variables, which the task sets. With a volume, the task copies the folder there: SkyPilot
+copies it to a disk of each node.
 """
 
 from __future__ import annotations

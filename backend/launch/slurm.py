@@ -1,9 +1,9 @@
 """Slurm: the batch script of a run's job, and the script that Slurm starts on each of its nodes.
 
-Imports config, resolve, machine, runs. torchrun reads nodes, node rank and master address from PET_* variables, so that
-one command serves all nodes. A job is asked to end by SIGTERM: before the time limit, Slurm sends it to the batch
-script, and at a preemption to all processes of the nodes. Both become a stop request, after which the ranks save a
-checkpoint and end, and the batch script puts the job back into the queue.
+torchrun reads nodes, node rank and master address from PET_* variables, so that one command serves all nodes. A job is
+asked to end by SIGTERM: before the time limit, Slurm sends it to the batch script, and at a preemption to all processes
+of the nodes. Both become a stop request, after which the ranks save a checkpoint and end, and the batch script puts the
+job back into the queue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a Slurm cluster says before a job is submitted: the nodes of its partition, and why it would refuse the job.
-
-Imports config, machine, resolve, wording, runs.slurm, launch.slurm, launch.answers.
-"""
+"""What a Slurm cluster says before a job is submitted: the nodes of its partition, and why it would refuse the job."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """sbatch's options as a user writes them: long, abbreviated and short names, with `=`, a space or neither.
 
-Imports nothing of Footplate. Source: sbatch(1) of Slurm 24.11.
+Source: sbatch(1) of Slurm 24.11.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The machine that a run is for: devices, memory, cores, disk, packages; detected, or described in YAML.
-
-Imports registry, config, paths.
-"""
+"""The machine that a run is for: devices, memory, cores, disk, packages; detected, or described in YAML."""
 
 from backend.machine.descriptions import (
     description,

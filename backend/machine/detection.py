@@ -1,6 +1,6 @@
 """Detection of this machine: NVIDIA GPUs through NVML, AMD through /sys, others through their vendors' tools.
 
-Imports registry. Never imports torch.
+Never imports torch.
 """
 
 from __future__ import annotations

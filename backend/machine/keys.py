@@ -1,7 +1,7 @@
 """The keys of a machine description: what each sets in Machine or Gpu, its label, unit and limits.
 
-Imports registry, config.options (Problem), machine.types. The reader of descriptions, `footplate machine` and the form
-of the page all follow these tables: a key that is added here needs nothing else.
+The reader of descriptions, `footplate machine` and the form of the page all follow these tables: a key that is added
+here needs nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Versions of installed packages, and their unmet requirements. Imports registry."""
+"""Versions of installed packages, and their unmet requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machine and Gpu. Imports nothing from Footplate."""
+"""Machine and Gpu."""
 
 from __future__ import annotations
 

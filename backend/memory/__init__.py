@@ -1,7 +1,6 @@
 """Memory estimate: bytes on each device, in host RAM and on disk, each row with its formula.
 
-Imports registry, config, machine, modelspec, inspect, engines, resolve. Closed formulas, no torch. On a CPU run
-"device" is the RAM of one process.
+Closed formulas, no torch. On a CPU run "device" is the RAM of one process.
 
 - context: the inputs and basic quantities; quantized, optimizer_state: those two parts in detail
 - sharding, gradients, activations, loss: the tensors on a device

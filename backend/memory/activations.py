@@ -1,7 +1,6 @@
 """Activations: what the forward pass saves for the backward pass, and what a layer's backward pass allocates.
 
-Imports registry, modelspec, resolve, context. Tested against the tensors that torch saves, architecture by architecture
-(tests/unit/test_memory.py).
+Tested against the tensors that torch saves, architecture by architecture (tests/unit/test_memory.py).
 """
 
 from __future__ import annotations

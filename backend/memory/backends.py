@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer state where LLaMA-Factory trains with Megatron-Core or KTransformers.
 
-Imports context. Activations are not estimated, so that the sum is a lower bound. Source: megatron-core 0.15
+Activations are not estimated, so that the sum is a lower bound. Source: megatron-core 0.15
 distributed/param_and_grad_buffer.py and optimizer/distrib_optimizer.py; KTransformers, doc/en/SFT.
 """
 

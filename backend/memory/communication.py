@@ -1,9 +1,9 @@
 """Bytes that a device sends over the network, and exchanges with host RAM, in each optimizer step.
 
-Imports context. Ring collectives: an all-gather or reduce-scatter of B bytes over n devices sends B (n - 1) / n from
-each device, an all-reduce twice that. DDP therefore sends twice the gradients, and fully sharded training three times
-the parameters in each batch (arXiv 1910.02054, section 7.2). ZeRO-1 and ZeRO-2 all-reduce the gradients too, and gather
-the updated parameters after the step (deepspeed 0.19 runtime/zero/stage_1_and_2.py: use_multi_rank_bucket_allreduce,
+Ring collectives: an all-gather or reduce-scatter of B bytes over n devices sends B (n - 1) / n from each device, an
+all-reduce twice that. DDP therefore sends twice the gradients, and fully sharded training three times the parameters in
+each batch (arXiv 1910.02054, section 7.2). ZeRO-1 and ZeRO-2 all-reduce the gradients too, and gather the updated
+parameters after the step (deepspeed 0.19 runtime/zero/stage_1_and_2.py: use_multi_rank_bucket_allreduce,
 all_gather_dp_groups).
 """
 

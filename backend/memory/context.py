@@ -1,7 +1,6 @@
 """MemoryContext: the inputs of an estimate, and the basic quantities that follow from them, each computed once.
 
-Imports registry, config, machine, modelspec, resolve. How many processes share a tensor, where it is offloaded to and
-the compute dtype come from ResolvedRun.
+How many processes share a tensor, where it is offloaded to and the compute dtype come from ResolvedRun.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Disk space of checkpoints and the final model. Imports context."""
+"""Disk space of checkpoints and the final model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""estimate(): the rows of a device's largest peak, of host RAM and of disk. Imports the other modules of memory."""
+"""estimate(): the rows of a device's largest peak, of host RAM and of disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whether a run fits: the one verdict about an estimate, which rules, headline, memory card and strategies share.
-
-Imports nothing else of Footplate.
-"""
+"""Whether a run fits: the one verdict about an estimate, which rules, headline, memory card and strategies share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients on a device at different moments of a step. Imports context, sharding."""
+"""Gradients on a device at different moments of a step."""
 
 from __future__ import annotations
 

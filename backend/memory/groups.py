@@ -1,4 +1,4 @@
-"""Process groups: which ranks share what with each other. Imports config, resolve.
+"""Process groups: which ranks share what with each other.
 
 The order of ranks is that of the libraries: tensor parallel groups are innermost, replicas outermost (accelerate 1.15
 parallelism_config.py; tests/unit/test_groups.py compares them with torch's device mesh). Ranks count node by node.

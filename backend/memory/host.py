@@ -1,6 +1,6 @@
 """Host RAM next to the devices: libraries, offloaded tensors, and parameters or state while they are loaded or saved.
 
-Imports context, quantized, sharding. On a CPU run the processes themselves are the devices: nothing is counted here.
+On a CPU run the processes themselves are the devices: nothing is counted here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kinds of memory that pictures color: which kind each row of a device belongs to. Imports context."""
+"""The kinds of memory that pictures color: which kind each row of a device belongs to."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Logits and loss: temporary tensors of the loss, in training and in evaluation.
 
-Imports registry, context. TRL computes the loss in chunks of the logits (trl 1.16 kernels/chunked_logprob.py): with
-Triton in one fused kernel, without Triton in torch operations that make several fp32 copies of a chunk. LLaMA-Factory
-0.9 uses transformers' loss (loss/loss_utils.py, ForCausalLMLoss) or, for preferences, its own: both upcast all logits
-to fp32.
+TRL computes the loss in chunks of the logits (trl 1.16 kernels/chunked_logprob.py): with Triton in one fused kernel,
+without Triton in torch operations that make several fp32 copies of a chunk. LLaMA-Factory 0.9 uses transformers' loss
+(loss/loss_utils.py, ForCausalLMLoss) or, for preferences, its own: both upcast all logits to fp32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OptimizerState: the optimizer's state, trainable tensor by trainable tensor. Imports registry, config, modelspec.
+"""OptimizerState: the optimizer's state, trainable tensor by trainable tensor.
 
 Tested against the state of the real optimizers (tests/process/test_optimizers.py).
 """

@@ -1,4 +1,4 @@
-"""The moments of a step at which device memory may peak. Imports the other modules of memory.
+"""The moments of a step at which device memory may peak.
 
 Between these moments memory changes monotonically, layer by layer, so one of them is the peak of forward and backward
 pass. Tested with torch's memory tracker (tests/process/test_memory_estimate.py). On a CPU, the resident memory of the

@@ -1,7 +1,4 @@
-"""What each device of a run holds, and what it does with which others: the data of the placement picture.
-
-Imports context, communication, groups, kinds, estimate, registry.
-"""
+"""What each device of a run holds, and what it does with which others: the data of the placement picture."""
 
 from __future__ import annotations
 

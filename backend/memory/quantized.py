@@ -1,4 +1,4 @@
-"""Quantized base weights: the modules, their bits and their scales. Imports registry, config, modelspec.
+"""Quantized base weights: the modules, their bits and their scales.
 
 Source: bitsandbytes 0.50 functional.py (QuantState) and nn/modules.py; Dettmers et al. 2023, QLoRA, section 3.
 """

@@ -1,4 +1,4 @@
-"""Parameters on a device: sharded, gathered for use, and in communication buckets. Imports context, quantized."""
+"""Parameters on a device: sharded, gathered for use, and in communication buckets."""
 
 from __future__ import annotations
 

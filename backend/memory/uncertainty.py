@@ -1,4 +1,4 @@
-"""How far the real peak may be from the estimate. Imports registry, context.
+"""How far the real peak may be from the estimate.
 
 The estimate is compared with torch's memory tracker (docs/memory.md): it is at most 5 % too low and 10 % too high.
 torch tests that tracker to 10 % of a GPU's peak (test_fsdp2_mem_tracker.py), and both errors may add up. Architectures

@@ -1,8 +1,8 @@
 """ModelShape: layers, widths and parameters of a model, counted from its config.json without building it.
 
-Imports registry and config. `architectures` has closed formulas for common model types, `from_table` reads the module
-table that `worker` gets from transformers for any other; `modules` has the types, `trainable` counts what a method
-trains. Tested against the counts of transformers and peft.
+`architectures` has closed formulas for common model types, `from_table` reads the module table that `worker` gets from
+transformers for any other; `modules` has the types, `trainable` counts what a method trains. Tested against the counts
+of transformers and peft.
 """
 
 from __future__ import annotations

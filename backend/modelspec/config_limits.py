@@ -1,6 +1,6 @@
 """Limits of the values of a config.json: what is beyond them takes minutes and gigabytes to count, or is no number.
 
-Imports nothing of Footplate. The limits are far above every known model.
+The limits are far above every known model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Registry: the values of each choice option, with label, help, requirements and properties.
 
-Imports nothing from Footplate. The form, the rules and the memory estimate read it; a new optimizer is one entry.
+The form, the rules and the memory estimate read it; a new optimizer is one entry.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""How Adam-mini (adam-mini 1.1.1) divides the weights of a model into blocks, by their names. Imports nothing from
-Footplate."""
+"""How Adam-mini (adam-mini 1.1.1) divides the weights of a model into blocks, by their names."""
 
 from __future__ import annotations
 

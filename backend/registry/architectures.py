@@ -1,4 +1,4 @@
-"""Model types of transformers 5.23 that cannot be trained, or not with every method. Imports nothing from Footplate.
+"""Model types of transformers 5.23 that cannot be trained, or not with every method.
 
 Measured on a small model of each causal type (tests/process/test_architectures.py).
 """

@@ -1,6 +1,6 @@
 """The config.json of popular models on the Hugging Face Hub, so that memory is estimated before a download.
 
-Imports nothing from Footplate. The files of a downloaded model are used instead.
+The files of a downloaded model are used instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Model types whose packed sequences are isolated from each other. Imports nothing from Footplate.
+"""Model types whose packed sequences are isolated from each other.
 
 Measured with transformers 5.23 on a small model of each causal type (tests/process/test_architectures.py): two
 sequences in one packed batch, as TRL's SFT trainer makes it. PACKING_ISOLATED: other tokens in the first sequence do

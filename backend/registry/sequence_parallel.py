@@ -1,4 +1,4 @@
-"""Model types that DeepSpeed-Ulysses trains as one process does. Imports nothing from Footplate.
+"""Model types that DeepSpeed-Ulysses trains as one process does.
 
 Measured with transformers 5.23 on a small model of each causal type (tests/process/test_sequence_parallel.py): for the
 second half of a sequence, transformers' attention function is given what it is given for the whole sequence, with no

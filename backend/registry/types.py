@@ -1,4 +1,4 @@
-"""The row types of the registry's tables. Imports nothing from Footplate."""
+"""The row types of the registry's tables."""
 
 from __future__ import annotations
 

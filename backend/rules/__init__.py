@@ -1,8 +1,8 @@
 """The catalog of rules, and `check`, which applies them to a spec.
 
-Imports everything below rules. A rule is a function in the module of its family, with a reason, a source, fixes and
-examples. Levels: error (the run cannot work, so Start is refused), warning (it works, but not as requested), advice.
-Rules never change a spec: a fix is a patch that the user applies.
+A rule is a function in the module of its family, with a reason, a source, fixes and examples. Levels: error (the run
+cannot work, so Start is refused), warning (it works, but not as requested), advice. Rules never change a spec: a fix is
+a patch that the user applies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rules about LoRA and its variants: initialization, scaling, DoRA, LoRA+, and adapters on experts.
-
-Imports registry, modelspec and rules.base.
-"""
+"""Rules about LoRA and its variants: initialization, scaling, DoRA, LoRA+, and adapters on experts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Autofix: applies safe fixes, which do not change the training result, until a spec has no errors left.
 
-Imports config and rules. These are the fixes that the user could click one after the other.
+These are the fixes that the user could click one after the other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rule: a function with a code, a reason, a source, fixes, and an example that fails and one that passes.
 
-Imports everything below rules. `@rule(...)` adds a function of a Case to RULES. The function's docstring is the reason,
-its name with dashes is the rule's slug. It returns None if the rule does not apply, otherwise the message (sentences
-with the values of this case) or a Violation, which also has fixes computed for this case.
+`@rule(...)` adds a function of a Case to RULES. The function's docstring is the reason, its name with dashes is the
+rule's slug. It returns None if the rule does not apply, otherwise the message (sentences with the values of this case)
+or a Violation, which also has fixes computed for this case.
 """
 
 from __future__ import annotations

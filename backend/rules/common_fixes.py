@@ -1,4 +1,4 @@
-"""Fixes that several rules offer, each with its cost. Imports registry, rules.base."""
+"""Fixes that several rules offer, each with its cost."""
 
 from __future__ import annotations
 

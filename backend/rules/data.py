@@ -1,7 +1,4 @@
-"""Rules about the dataset: files, formats, sequence lengths, packing, validation set.
-
-Imports registry, inspect and rules.base.
-"""
+"""Rules about the dataset: files, formats, sequence lengths, packing, validation set."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Machines and inspection results that the examples of the rules use.
-
-Imports registry, inspect, machine and modelspec.
-"""
+"""Machines and inspection results that the examples of the rules use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rules of memory: runs that do not fit, or may not, on the devices and in host RAM, with changes that make them fit.
-
-Imports everything below rules.
-"""
+"""Rules of memory: runs that do not fit, or may not, into device memory or host RAM, with changes that help."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Remedies: changes of a spec that make it fit into memory, each a fix with the peak that it leads to.
 
-Imports everything below rules. The memory rules and the page show the same list. Single changes are tried first, then
-combinations of two and three. Changes that do not affect the training result come before those that do; among equals,
-the fastest comes first. A smaller model comes last.
+The memory rules and the page show the same list. Single changes are tried first, then combinations of two and three.
+Changes that do not affect the training result come before those that do; among equals, the fastest comes first. A
+smaller model comes last.
 """
 
 from __future__ import annotations

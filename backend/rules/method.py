@@ -1,7 +1,4 @@
-"""Rules about which parameters are trained: LoRA targets, modules_to_save, frozen layers, learning rate.
-
-Imports modelspec and rules.base.
-"""
+"""Rules about which parameters are trained: LoRA targets, modules_to_save, frozen layers, learning rate."""
 
 from __future__ import annotations
 

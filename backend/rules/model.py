@@ -1,4 +1,4 @@
-"""Rules about the model's files, architecture and chat template. Imports registry, rules.base."""
+"""Rules about the model's files, architecture and chat template."""
 
 from __future__ import annotations
 

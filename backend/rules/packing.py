@@ -1,7 +1,4 @@
-"""Rules about packing: which architectures keep packed sequences apart, and how long a packed batch may be.
-
-Imports registry and rules.base.
-"""
+"""Rules about packing: which architectures keep packed sequences apart, and how long a packed batch may be."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rules about schedule-free optimizers, which train one set of weights and evaluate their average.
-
-Imports rules.base.
-"""
+"""Rules about schedule-free optimizers, which train one set of weights and evaluate their average."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rules about training stages: data formats, preference losses, the reference model.
-
-Imports registry and rules.base.
-"""
+"""Rules about training stages: data formats, preference losses, the reference model."""
 
 from __future__ import annotations
 

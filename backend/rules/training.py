@@ -1,4 +1,4 @@
-"""Rules about training length, warmup, evaluation, checkpoints and disk space. Imports rules.base."""
+"""Rules about training length, warmup, evaluation, checkpoints and disk space."""
 
 from __future__ import annotations
 

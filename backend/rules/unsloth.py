@@ -1,7 +1,4 @@
-"""Rules about Unsloth: what it supports of strategies, devices, quantization and kernels.
-
-Imports registry and rules.base.
-"""
+"""Rules about Unsloth: what it supports of strategies, devices, quantization and kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which checkpoints are safe to load: those that only this user can have written.
 
-Imports ownership. A checkpoint can run code when it is loaded: DeepSpeed 0.19 reads its files with
-torch.load(weights_only=False), and torch 2.13 unpickles `.metadata` of a sharded checkpoint
-(distributed/checkpoint/filesystem.py, read_metadata). So every file of every kind of checkpoint is checked.
+A checkpoint can run code when it is loaded: DeepSpeed 0.19 reads its files with torch.load(weights_only=False), and
+torch 2.13 unpickles `.metadata` of a sharded checkpoint (distributed/checkpoint/filesystem.py, read_metadata). So every
+file of every kind of checkpoint is checked.
 """
 
 from __future__ import annotations

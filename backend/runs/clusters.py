@@ -1,7 +1,4 @@
-"""The cluster that a run's job was submitted to.
-
-Imports runs.follower, runs.slurm, runs.ray, runs.kubernetes.
-"""
+"""The cluster that a run's job was submitted to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Deleting the folder of a run in steps, so that a deletion that failed or was killed is seen and can be continued.
 
-Imports backend.runs. The folder keeps its name, its plan and a mark until everything else is gone, so the run stays in
-every list.
+The folder keeps its name, its plan and a mark until everything else is gone, so the run stays in every list.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What torch's out-of-memory error says: how much was requested, allocated, free, and used by other processes.
 
-Imports nothing. The text is that of torch 2.13's caching allocators (c10/cuda/CUDACachingAllocator.cpp, and the one for
-XPU) and of torch_npu, which still has the earlier wording.
+The text is that of torch 2.13's caching allocators (c10/cuda/CUDACachingAllocator.cpp, and the one for XPU) and of
+torch_npu, which still has the earlier wording.
 """
 
 from __future__ import annotations

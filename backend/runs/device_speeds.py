@@ -1,7 +1,4 @@
-"""What a device test measured on each rank, in words: which device or link is slow.
-
-Imports nothing from Footplate.
-"""
+"""What a device test measured on each rank, in words: which device or link is slow."""
 
 from __future__ import annotations
 

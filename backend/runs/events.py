@@ -1,7 +1,6 @@
 """events.jsonl: what happened to a run while it trained, one JSON object per line, appended by rank 0.
 
-Imports runs, health, json_values. An event has `kind`, `step`, `time` (Unix seconds) and `text`. Kinds are SAVED,
-RESUMED and those of health.py.
+An event has `kind`, `step`, `time` (Unix seconds) and `text`. Kinds are SAVED, RESUMED and those of health.py.
 """
 
 from __future__ import annotations

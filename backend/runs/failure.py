@@ -1,7 +1,7 @@
 """Why a run failed: the traceback of the rank that failed first, and for known failures a message with a fix.
 
-Imports backend.runs. Reads what torchrun leaves behind: `error.json` of ranks whose main function has `@record`, and
-the log, in which `--tee=3` puts `[defaultN]:` before the lines of a rank.
+Reads what torchrun leaves behind: `error.json` of ranks whose main function has `@record`, and the log, in which
+`--tee=3` puts `[defaultN]:` before the lines of a rank.
 """
 
 from __future__ import annotations

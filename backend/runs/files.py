@@ -1,7 +1,7 @@
 """Opening the files of a run: regular files only.
 
-Imports nothing from Footplate. Opening a named pipe waits until another process opens it too, a device can do anything,
-and a symbolic link may lead to the file of another user: none of these is read or written.
+Opening a named pipe waits until another process opens it too, a device can do anything, and a symbolic link may lead to
+the file of another user: none of these is read or written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run: a run folder, and its state, which is computed from the files.
 
-Imports backend.runs. Nothing is kept in memory, so any number of pages and shells see the same state. A run is alive
-while its lock is held. Which files belong to the last start is in `freshness.py`.
+Nothing is kept in memory, so any number of pages and shells see the same state. A run is alive while its lock is held.
+Which files belong to the last start is in `freshness.py`.
 """
 
 from __future__ import annotations

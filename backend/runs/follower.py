@@ -1,10 +1,10 @@
 """The job that a run is in a cluster, and the process that follows it: the launcher process of such a run.
 
-Imports backend.runs. The follower submits the job, waits for its end, and writes job.json, from which the page knows
-what the job waits for. If this process is killed, the job continues; the next start of the run finds it in job.json and
-waits for it instead of submitting another one. Only what is on disk cancels the job: a user's stop request, if the job
-waits, or if the supervisor has recorded that the ranks did not end in time. SIGTERM does not, because a machine that
-shuts down sends it too. `slurm.py`, `ray.py` and `kubernetes.py` have the clusters.
+The follower submits the job, waits for its end, and writes job.json, from which the page knows what the job waits for.
+If this process is killed, the job continues; the next start of the run finds it in job.json and waits for it instead of
+submitting another one. Only what is on disk cancels the job: a user's stop request, if the job waits, or if the
+supervisor has recorded that the ranks did not end in time. SIGTERM does not, because a machine that shuts down sends it
+too. `slurm.py`, `ray.py` and `kubernetes.py` have the clusters.
 """
 
 from __future__ import annotations

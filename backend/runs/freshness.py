@@ -1,9 +1,9 @@
 """Which files of a run the last start has written, and not an earlier one.
 
-Imports backend.runs, runs.lock_file. Each start records which versions of the files are there before it: a supervisor
-in state.json, run.sh in the lock file. Their times would not tell after the clock was set back. A version is size and
-time, so that it is the same in a copy that keeps times (cp -p, rsync -a). Of the folder of a launch below ranks, the
-name tells: torchrun creates a new one for each launch.
+Each start records which versions of the files are there before it: a supervisor in state.json, run.sh in the lock file.
+Their times would not tell after the clock was set back. A version is size and time, so that it is the same in a copy
+that keeps times (cp -p, rsync -a). Of the folder of a launch below ranks, the name tells: torchrun creates a new one
+for each launch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a run's own figures tell about its health: spikes, drops, a slow rank, a disk that is nearly full.
 
-Imports nothing from Footplate. Figures are compared with the last ones of the same run, on a logarithmic scale: losses,
-gradient norms and throughput differ by orders of magnitude between runs, and vary by factors within one.
+Figures are compared with the last ones of the same run, on a logarithmic scale: losses, gradient norms and throughput
+differ by orders of magnitude between runs, and vary by factors within one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """JSON in the files of a run, with text that can be shown.
 
-Imports runs.files. JSON can have half of a UTF-16 pair as an escape ("\\ud800"), which Python accepts, and which no
-UTF-8 text, no terminal, no font and no strict JSON writer does: one in a run's name would hide the whole list of runs.
+JSON can have half of a UTF-16 pair as an escape ("\\ud800"), which Python accepts, and which no UTF-8 text, no
+terminal, no font and no strict JSON writer does: one in a run's name would hide the whole list of runs.
 """
 
 from __future__ import annotations

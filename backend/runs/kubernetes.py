@@ -1,8 +1,8 @@
 """Kubernetes: submit, find and delete jobs through the API of the cluster.
 
-Imports backend.runs, runs.follower. Which cluster, and with which rights, is read where kubectl reads it (KUBECONFIG,
-~/.kube/config, or the pod in which the page runs), not from the options of a run. The package kubernetes is imported on
-first use, because other runs do not need it.
+Which cluster, and with which rights, is read where kubectl reads it (KUBECONFIG, ~/.kube/config, or the pod in which
+the page runs), not from the options of a run. The package kubernetes is imported on first use, because other runs do
+not need it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The processes of a run in one pod of a Kubernetes job: the pod's first process.
 
-Imports backend.runs, runs.files, runs.processes, runs.follower, runs.kubernetes, runs.log_writer. Kubernetes replaces
-pods one by one, but a training starts and fails as a whole: so the pods agree on attempts through files in the run's
-folder, which all of them share. The first pod that knows that an attempt has ended creates a file, and the others then
-end theirs. The replaced pods meet in the next attempt, on another port.
+Kubernetes replaces pods one by one, but a training starts and fails as a whole: so the pods agree on attempts through
+files in the run's folder, which all of them share. The first pod that knows that an attempt has ended creates a file,
+and the others then end theirs. The replaced pods meet in the next attempt, on another port.
 
 SIGTERM, from an eviction or a drained node, becomes a stop request: all ranks save a checkpoint and end, and all pods
 come back. On a shared file system, lines that several machines append can overwrite each other, so only the first node

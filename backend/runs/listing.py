@@ -1,9 +1,9 @@
 """RunList: one list of all runs for every reader, which reads a run again only after its files have changed.
 
-Imports backend.runs. A row is the summary of a run, its values for the columns in search.py, and its annotations. Many
-clients poll the list: those that wait at the same time share one scan of the folder, and each is sent only the rows
-that changed since its last request. The rows of runs that are not alive are kept in a file of the runs folder, so that
-a new process need not read thousands of folders.
+A row is the summary of a run, its values for the columns in search.py, and its annotations. Many clients poll the list:
+those that wait at the same time share one scan of the folder, and each is sent only the rows that changed since its
+last request. The rows of runs that are not alive are kept in a file of the runs folder, so that a new process need not
+read thousands of folders.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The text of a run's lock file: who holds it, the id of the start, and where the run was then.
 
-Imports backend.runs, runs.files. A supervisor writes three lines, run.sh also the versions of the files before it.
+A supervisor writes three lines, run.sh also the versions of the files before it.
 """
 
 from __future__ import annotations

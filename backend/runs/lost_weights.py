@@ -1,10 +1,10 @@
 """Runs of earlier versions whose weights may be partly those of the base model.
 
-Imports registry, runs, files, folder, metrics, validation. transformers holds the weights of some architectures in
-another layout than their checkpoints (registry.CONVERTED_WEIGHTS). Earlier versions loaded a checkpoint of full or
-freeze fine-tuning with one process or DDP by the names of the model, as the Trainer of transformers 5.23 does: what is
-converted, such as the experts of a mixture, kept the values of the base model. Runs of this version record that all
-weights were loaded: ALL_WEIGHTS in the points of metrics.jsonl that mark a resume, and `model_step` in result.json.
+transformers holds the weights of some architectures in another layout than their checkpoints
+(registry.CONVERTED_WEIGHTS). Earlier versions loaded a checkpoint of full or freeze fine-tuning with one process or DDP
+by the names of the model, as the Trainer of transformers 5.23 does: what is converted, such as the experts of a
+mixture, kept the values of the base model. Runs of this version record that all weights were loaded: ALL_WEIGHTS in the
+points of metrics.jsonl that mark a resume, and `model_step` in result.json.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Incremental reading of the log and the metrics of a run while they grow.
 
-Imports runs.files, runs.json_values. Offsets are in bytes, so that each reader gets every line once. Both files are
-only appended to; an incomplete last line is not returned until it is complete.
+Offsets are in bytes, so that each reader gets every line once. Both files are only appended to; an incomplete last line
+is not returned until it is complete.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a user notes about a run: tags, notes, star, archive.
 
-Imports backend.runs. They are one small file in the run's folder, written by page and command line under a lock.
+They are one small file in the run's folder, written by page and command line under a lock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The pipe between a run's launcher and its log, and the process that copies what arrives there (`log_writer.py`).
-
-Imports backend.runs, runs.processes.
-"""
+"""The pipe between a run's launcher and its log, and the process that copies what arrives there (`log_writer.py`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which runs folders and run folders are safe to use: those that only this user can change, without symbolic links in
 place of the files that are read.
 
-Imports backend.runs. On Resume, the commands of plan.json run as the user who presses the button, and the page accepts
-the sessions that are recorded in the runs folder. What another user can write there could be a trap.
+On Resume, the commands of plan.json run as the user who presses the button, and the page accepts the sessions that are
+recorded in the runs folder. What another user can write there could be a trap.
 """
 
 from __future__ import annotations

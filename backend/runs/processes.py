@@ -1,9 +1,9 @@
 """The lock that marks a run as alive, and the processes of a run: finding and terminating them.
 
-Imports backend.runs, runs.lock_file. A process is identified by its pid AND its start time, because pids are reused.
-torchrun starts every rank in its own session, so a process group does not contain all of a run. The run marker in the
-environment does, also after the run's folder was renamed, and the process tree below the supervisor covers programs
-that overwrite their environment (setproctitle).
+A process is identified by its pid AND its start time, because pids are reused. torchrun starts every rank in its own
+session, so a process group does not contain all of a run. The run marker in the environment does, also after the run's
+folder was renamed, and the process tree below the supervisor covers programs that overwrite their environment
+(setproctitle).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The queue: runs wait until their devices are free.
 
-Imports backend.runs. There is no scheduler process: the supervisor of a waiting run holds the run's lock as always, and
-decides from `queue.json`, which all of them read, whether its run is next. A lease is a kernel lock (flock) on a file
-per device. The supervisor and the launcher hold it, so the devices of a process that died are free at once.
+There is no scheduler process: the supervisor of a waiting run holds the run's lock as always, and decides from
+`queue.json`, which all of them read, whether its run is next. A lease is a kernel lock (flock) on a file per device.
+The supervisor and the launcher hold it, so the devices of a process that died are free at once.
 
 The order belongs to one user on one machine, and each device has a lease in the user's own folder. A second lease, in a
 folder of all users of the machine, makes runs wait for those of other users. What others put there is not trusted: only

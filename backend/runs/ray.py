@@ -1,9 +1,8 @@
 """Ray: submit, find and stop jobs through the REST API of a cluster's head node.
 
-Imports backend.runs, runs.follower. Nothing of ray is imported here. The job runs ray-driver.py of the run's folder
-(`ray_driver.py`), which reserves nodes and starts `ray_node.py` on each. Where the head is and the token come from the
-same variables as for Ray's own commands, not from the options of a run: a file from somebody else must not decide where
-the token is sent.
+Nothing of ray is imported here. The job runs ray-driver.py of the run's folder (`ray_driver.py`), which reserves nodes
+and starts `ray_node.py` on each. Where the head is and the token come from the same variables as for Ray's own
+commands, not from the options of a run: a file from somebody else must not decide where the token is sent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The processes of a run on one node of a Ray cluster: started with the plan's environment, ended with their job.
 
-Imports backend.runs, runs.folder, runs.processes. An actor of `ray_driver.py` starts this program in the run's folder.
-Ray kills the actor with the job, and with it its child processes, but not what these have started. So this process
-leaves its parent, and ends all processes of the node when the pipe to the actor closes.
+An actor of `ray_driver.py` starts this program in the run's folder. Ray kills the actor with the job, and with it its
+child processes, but not what these have started. So this process leaves its parent, and ends all processes of the node
+when the pipe to the actor closes.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 model that it saved; before them one that measures several GPUs, or, for a run that is planned for another machine, one
 that builds a small model.
 
-Imports backend.runs. A rehearsal is a folder in `.rehearsals` of the runs folder; its state is computed from the files
-of its runs. `python -m backend.runs.rehearsals FOLDER` is the detached process that starts one run after the other; it
-holds the lock of the folder, writes the outcome and deletes the runs. What it leaves behind when it is killed is
-deleted before the next rehearsal.
+A rehearsal is a folder in `.rehearsals` of the runs folder; its state is computed from the files of its runs. `python
+-m backend.runs.rehearsals FOLDER` is the detached process that starts one run after the other; it holds the lock of the
+folder, writes the outcome and deletes the runs. What it leaves behind when it is killed is deleted before the next
+rehearsal.
 """
 
 from __future__ import annotations

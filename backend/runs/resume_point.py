@@ -1,7 +1,7 @@
 """The checkpoint that a run resumes from: one answer for the page, the command line and the trainer.
 
-Imports runs, runs.events. A checkpoint that cannot be read, or that is missing although events.jsonl has it as saved,
-is not the same as no checkpoint: a run that started at step 0 instead would hide the points that were logged before.
+A checkpoint that cannot be read, or that is missing although events.jsonl has it as saved, is not the same as no
+checkpoint: a run that started at step 0 instead would hide the points that were logged before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The columns of the list of runs, and the search in them.
 
-Imports nothing from Footplate. A search is a list of terms that a run must all match:
+A search is a list of terms that a run must all match:
 
     word            in the name, id, model, method, strategy, dataset, tags, notes, failure reason or mark
     key:value       a text column that contains the value, the whole tag, the number, or yes and no

@@ -1,7 +1,6 @@
 """Slurm: submit, find and cancel jobs.
 
-Imports backend.runs, runs.follower, backend.paths. All followers of a user share the output of one squeue call, since
-each call costs the cluster's controller time.
+All followers of a user share the output of one squeue call, since each call costs the cluster's controller time.
 """
 
 from __future__ import annotations

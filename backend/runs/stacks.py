@@ -1,8 +1,8 @@
 """What each rank of a run is doing: its Python stack, and the collectives that torch's Flight Recorder has recorded.
 
-Imports runs, processes. The trainer (`train/stacks.py`) lets faulthandler write the stacks of all threads when SIGUSR2
-arrives, which also works while the main thread waits in native code, and needs no permission to trace processes. Its
-heartbeat thread writes the recorded collectives.
+The trainer (`train/stacks.py`) lets faulthandler write the stacks of all threads when SIGUSR2 arrives, which also works
+while the main thread waits in native code, and needs no permission to trace processes. Its heartbeat thread writes the
+recorded collectives.
 """
 
 from __future__ import annotations

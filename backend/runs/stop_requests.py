@@ -1,7 +1,7 @@
 """Stop requests: withdrawing the one of an earlier start, and never one that nobody has read.
 
-Imports backend.runs. The request is one file, which page, command line, cluster and trainer replace at any time, so it
-is looked at after it was moved aside.
+The request is one file, which page, command line, cluster and trainer replace at any time, so it is looked at after it
+was moved aside.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The supervisor of a run: a detached process that waits in the queue, starts the launcher, and stops it.
 
-Imports backend.runs. `python -m backend.runs.supervisor FOLDER [--from-scratch]` returns as soon as it holds the run's
-lock (exit code 0), or prints why it does not (1, or 75 if the run is running already); the process that remains has no
-terminal. It alone writes state.json.
+`python -m backend.runs.supervisor FOLDER [--from-scratch]` returns as soon as it holds the run's lock (exit code 0), or
+prints why it does not (1, or 75 if the run is running already); the process that remains has no terminal. It alone
+writes state.json.
 
 Stopping escalates: stop file, on which the trainer ends its step on all ranks, saves and exits -> SIGTERM to the
 launcher -> after more than torchrun's own 30 s, SIGKILL. After any end, leftover processes of the run are terminated.

@@ -1,9 +1,9 @@
 """Sweeps: runs that differ in a few options, and early stopping of the worse ones.
 
-Imports backend.runs. A sweep is nothing but queued runs whose folders have a sweep.json with the same id. Successive
-halving needs no coordinator: at certain steps (rungs) each run compares its own validation loss with those that the
-other runs had at the same step, and asks itself to stop if it is not among the best. That is the stopping variant of
-ASHA (Li et al. 2020, arXiv:1810.05934).
+A sweep is nothing but queued runs whose folders have a sweep.json with the same id. Successive halving needs no
+coordinator: at certain steps (rungs) each run compares its own validation loss with those that the other runs had at
+the same step, and asks itself to stop if it is not among the best. That is the stopping variant of ASHA (Li et al.
+2020, arXiv:1810.05934).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Throughput of a run and its remaining time, as numbers and as text.
 
-Imports wording. `progress` is the content of progress.json; times are Unix seconds.
+`progress` is the content of progress.json; times are Unix seconds.
 """
 
 from __future__ import annotations

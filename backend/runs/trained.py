@@ -1,7 +1,4 @@
-"""The model that a run has trained: where it is, what it is, and the Python code that uses it.
-
-Imports backend.runs, runs.folder.
-"""
+"""The model that a run has trained: where it is, what it is, and the Python code that uses it."""
 
 from __future__ import annotations
 

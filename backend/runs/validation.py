@@ -1,8 +1,8 @@
 """The validation loss of a run: which of its evaluations is shown for the whole run.
 
-Imports runs, metrics. What a run reports is the loss of the model that it saved, which need not be the last one
-(save.load_best_model_at_end): `eval_loss` of result.json belongs to the weights after `model_step`. A run without a
-result has the loss of its latest evaluation. Comparisons of curves show the lowest loss of each, and say so.
+What a run reports is the loss of the model that it saved, which need not be the last one (save.load_best_model_at_end):
+`eval_loss` of result.json belongs to the weights after `model_step`. A run without a result has the loss of its latest
+evaluation. Comparisons of curves show the lowest loss of each, and say so.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tells a chat or another service how a run is doing: a POST of JSON to the URL in FOOTPLATE_WEBHOOK when it has ended,
 for each of its alerts, and when it makes no progress.
 
-Imports runs, events, health, folder. The URL often contains a secret, so it comes from the environment of the server or
-shell that starts a run, and neither the run's folder nor its processes get it.
+The URL often contains a secret, so it comes from the environment of the server or shell that starts a run, and neither
+the run's folder nor its processes get it.
 """
 
 from __future__ import annotations

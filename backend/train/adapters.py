@@ -1,7 +1,6 @@
 """The training method: which parameters of a model are trainable, and the dtype of each.
 
-Imports registry, config, adapter_names, decoder_layers, device, lora, quantized, run_log. Trainable parameters are
-fp32, except in pure bf16; frozen ones have the compute dtype.
+Trainable parameters are fp32, except in pure bf16; frozen ones have the compute dtype.
 """
 
 from __future__ import annotations

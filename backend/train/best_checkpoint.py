@@ -1,7 +1,6 @@
 """The best checkpoint of another run, from which this run resumes.
 
-Imports transformers. trainer_state.json names it relative to the process (/proc/self/cwd), so that a run can be
-renamed.
+trainer_state.json names it relative to the process (/proc/self/cwd), so that a run can be renamed.
 """
 
 from __future__ import annotations

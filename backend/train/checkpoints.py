@@ -1,9 +1,9 @@
 """Checkpoints of a run: saving, verifying and deleting them.
 
-Imports runs, runs.resume_point, run_log. `checkpoints/checkpoint-N` is complete once it contains the file `complete`,
-which is written last: a checkpoint that was cut off does not have it. `complete` lists the size and a hash of every
-file, so that a checkpoint that was damaged later is found before a run resumes from it. It also has the start that
-saved it and the options that it was trained with.
+`checkpoints/checkpoint-N` is complete once it contains the file `complete`, which is written last: a checkpoint that
+was cut off does not have it. `complete` lists the size and a hash of every file, so that a checkpoint that was damaged
+later is found before a run resumes from it. It also has the start that saved it and the options that it was trained
+with.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Examples -> token ids with labels: read, split, rendered with the chat template, tokenized, truncated, and counted.
-
-Imports registry, data, config, preference_data, templates, run_log.
-"""
+"""Examples -> token ids with labels: read, split, rendered with the template, tokenized, truncated, and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the decoder layers of a model are. Imports nothing from Footplate."""
+"""Where the decoder layers of a model are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """DeepSpeed's operators that are compiled on first use: built before the process group starts.
 
-Imports resolve, runs, patches, run_log. Otherwise DeepSpeed builds them in the middle of its own start, where the ranks
-of other nodes wait in a collective that has a timeout.
+Otherwise DeepSpeed builds them in the middle of its own start, where the ranks of other nodes wait in a collective that
+has a timeout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`torchrun -m backend.train.device_test .` in a run's folder: what each device and link reaches, without training.
 
-Imports registry, runs, device, verify, run_log. A rank that is slow slows all others down, and the curves of a run do
-not show which one it is.
+A rank that is slow slows all others down, and the curves of a run do not show which one it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writing to a disk that is full, read-only or reports errors: a run waits until it can write, or says why it cannot.
 
-Imports checkpoints, context, device, run_log. Metrics and progress wait in RunLog; here is what training must not
-continue without: checkpoints, the trained model and the result.
+Metrics and progress wait in RunLog; here is what training must not continue without: checkpoints, the trained model and
+the result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ends a run whose loss stays NaN or infinite, and keeps weights that are not finite out of the checkpoints.
 
-Imports config, runs, checkpoints, device, run_log. Steps are counted on the device and read only when the Trainer logs,
-evaluates or saves, where it waits for the device anyway.
+Steps are counted on the device and read only when the Trainer logs, evaluates or saves, where it waits for the device
+anyway.
 """
 
 from __future__ import annotations

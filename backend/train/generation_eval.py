@@ -1,7 +1,4 @@
-"""Outputs that the model generates for eval examples before and after training, compared with the references.
-
-Imports config, data, device, run_log, templates, text_metrics, unsharded, context.
-"""
+"""Outputs that the model generates for eval examples before and after training, compared with the references."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Detects a rank that no longer runs: stopped, swapped out, or on a host that hangs.
 
-Imports runs, run_log, stacks. Each rank has a thread that writes a counter into torch's store, or into a file if the
-store is one, and reads those of the others. So parallel.ddp_timeout also holds where ranks wait for work that may take
-hours (rank 0 prepares data, or saves), and the error names the rank, which the error of a collective does not.
+Each rank has a thread that writes a counter into torch's store, or into a file if the store is one, and reads those of
+the others. So parallel.ddp_timeout also holds where ranks wait for work that may take hours (rank 0 prepares data, or
+saves), and the error names the rank, which the error of a collective does not.
 """
 
 from __future__ import annotations

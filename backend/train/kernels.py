@@ -1,7 +1,4 @@
-"""Attention implementation, Liger kernels and torch.compile: what was requested is used, or the run ends.
-
-Imports config, registry, run_log.
-"""
+"""Attention implementation, Liger kernels and torch.compile: what was requested is used, or the run ends."""
 
 from __future__ import annotations
 

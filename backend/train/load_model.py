@@ -1,7 +1,4 @@
-"""`python -m backend.train.load_model FOLDER`: loads the model that a run has saved in its FOLDER, and uses it once.
-
-Imports registry, config, runs, device, model, quantized, templates, verify, run_log.
-"""
+"""`python -m backend.train.load_model FOLDER`: loads the model that a run has saved in its FOLDER, and uses it once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The libraries' log levels and progress bars, and filters for warnings that do not concern the user.
-
-Imports patches.
-"""
+"""The libraries' log levels and progress bars, and filters for warnings that do not concern the user."""
 
 from __future__ import annotations
 

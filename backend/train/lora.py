@@ -1,7 +1,4 @@
-"""LoRA variants: initializations that are taken out of the base weights and saved as ordinary adapters, and LoRA+.
-
-Imports registry, config, patches, unsloth, run_log.
-"""
+"""LoRA variants: initializations that are taken out of the base weights and saved as ordinary adapters, and LoRA+."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The model and its tokenizer: located, loaded, and saved.
-
-Imports registry, config, adapter_names, builtin_models, device, kernels, lora, patches, quantized, templates,
-trl_trainers, unsloth, run_log.
-"""
+"""The model and its tokenizer: located, loaded, and saved."""
 
 from __future__ import annotations
 

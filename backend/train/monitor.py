@@ -1,7 +1,6 @@
 """Watches a training: measures every rank now and then, and reports spikes, drops, slow ranks and a full disk.
 
-Imports runs, context, device. A measurement takes milliseconds. What the figures mean is decided by
-backend/runs/health.py.
+A measurement takes milliseconds. What the figures mean is decided by backend/runs/health.py.
 """
 
 from __future__ import annotations

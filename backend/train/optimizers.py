@@ -1,7 +1,4 @@
-"""The optimizer: its TrainingArguments, the optimizers that the Trainer does not have, and the state on this rank.
-
-Imports registry, config, decoder_layers, patches, resumed_options, run_log.
-"""
+"""The optimizer: its TrainingArguments, the optimizers that the Trainer does not have, and the state on this rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Preference examples -> the columns of token ids that TRL's trainers read.
 
-Imports config, templates, run_log. The trainers' own preparation is replaced by this, so that chat template, maximum
-length and messages are the same for every stage.
+The trainers' own preparation is replaced by this, so that chat template, maximum length and messages are the same for
+every stage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Quantized base weights: quantized by bitsandbytes while loading, or stored that way.
-
-Imports registry, config, engines, run_log.
-"""
+"""Quantized base weights: quantized by bitsandbytes while loading, or stored that way."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """FSDP2 loading on rank 0: one rank reads the weights, and the others get their shards from it.
 
-Imports config, context, engines, model, patches, quantized. accelerate 1.15 broadcasts the weights from rank 0 once the
-optimizer exists (utils/fsdp_utils.py, fsdp2_load_full_state_dict), but transformers 5.23 reads the file on every rank
-all the same. So until then the other ranks have the model on the meta device.
+accelerate 1.15 broadcasts the weights from rank 0 once the optimizer exists (utils/fsdp_utils.py,
+fsdp2_load_full_state_dict), but transformers 5.23 reads the file on every rank all the same. So until then the other
+ranks have the model on the meta device.
 """
 
 from __future__ import annotations

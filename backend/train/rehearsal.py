@@ -1,8 +1,8 @@
 """What a training does differently while it rehearses: two steps on the longest examples, a crash, and a record of its
 phases.
 
-Imports config, resolve, runs, context, device. FOOTPLATE_REHEARSAL in the environment switches it on: it is no option
-of a spec, because the rest of a rehearsal is an ordinary run of a spec with two steps (backend/rehearsal.py).
+FOOTPLATE_REHEARSAL in the environment switches it on: it is no option of a spec, because the rest of a rehearsal is an
+ordinary run of a spec with two steps (backend/rehearsal.py).
 """
 
 from __future__ import annotations

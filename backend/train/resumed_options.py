@@ -1,8 +1,8 @@
 """A run that resumes uses its own options of the optimizer, not those that its checkpoint was trained with.
 
-Imports config, runs.resume_point. A checkpoint of an optimizer and of a learning rate schedule contains them, and
-loading it restores them (torch 2.13 Optimizer.load_state_dict, LambdaLR.load_state_dict). For a run that resumes its
-own checkpoint they are the same, unless its spec was edited meanwhile: then the log names the difference.
+A checkpoint of an optimizer and of a learning rate schedule contains them, and loading it restores them (torch 2.13
+Optimizer.load_state_dict, LambdaLR.load_state_dict). For a run that resumes its own checkpoint they are the same,
+unless its spec was edited meanwhile: then the log names the difference.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a run reports: log lines, metrics.jsonl, progress.json, and the errors that end it.
 
-Imports runs. Only rank 0 writes; any rank may raise an error.
+Only rank 0 writes; any rank may raise an error.
 """
 
 from __future__ import annotations

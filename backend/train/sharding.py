@@ -1,7 +1,4 @@
-"""What this rank really has of parameters and optimizer state: the proof of sharding in result.json.
-
-Imports optimizers.
-"""
+"""What this rank really has of parameters and optimizer state: the proof of sharding in result.json."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`python -m backend.train.shrink_model FOLDER`: writes a small model with random weights to FOLDER, with the
 architecture and the tokenizer of the model in spec.yaml of the working directory.
 
-Imports config, runs, builtin_models, decoder_layers, device, exit, model, run_log. Of the layers, a prefix is kept in
-which every kind of layer occurs; widths, heads and experts are divided until at most --parameters are left. Sizes of
-heads and the vocabulary stay. The small model has modules of the same classes as the large one, or there is none.
+Of the layers, a prefix is kept in which every kind of layer occurs; widths, heads and experts are divided until at most
+--parameters are left. Sizes of heads and the vocabulary stay. The small model has modules of the same classes as the
+large one, or there is none.
 """
 
 from __future__ import annotations

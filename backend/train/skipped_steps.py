@@ -1,7 +1,7 @@
 """Counts the optimizer steps that are skipped because a gradient is NaN or infinite, and ends a run that has no other.
 
-Imports context, rehearsal, run_log. torch's GradScaler (fp16) and DeepSpeed (any precision) skip such a step without an
-error: weights and learning rate stay as they are.
+torch's GradScaler (fp16) and DeepSpeed (any precision) skip such a step without an error: weights and learning rate
+stay as they are.
 """
 
 from __future__ import annotations

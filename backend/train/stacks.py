@@ -1,7 +1,4 @@
-"""Tells what this rank is doing when someone asks (`runs/stacks.py`, `footplate stacks`).
-
-Imports runs, runs.processes.
-"""
+"""Tells what this rank is doing when someone asks (`runs/stacks.py`, `footplate stacks`)."""
 
 from __future__ import annotations
 

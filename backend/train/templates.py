@@ -1,8 +1,8 @@
 """The chat template of a run, and which tokens of a conversation are trained on.
 
-Imports config, run_log. There are three ways to find the completions, and the first one that works is used: the
-template's own {% generation %} markers; TRL's training version of a known template; and the difference that each
-assistant message makes to the rendered text, for templates that only append.
+There are three ways to find the completions, and the first one that works is used: the template's own {% generation %}
+markers; TRL's training version of a known template; and the difference that each assistant message makes to the
+rendered text, for templates that only append.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Inspection of all examples: they are read and converted, and rendered and tokenized with the model's tokenizer and
 chat template, by the functions that the run uses.
 
-Imports registry, config, data, inspect, model, train.data, run_log, templates. Called by `backend.train.worker`; what
-it finds is shown before the run starts. It never downloads anything.
+Called by `backend.train.worker`; what it finds is shown before the run starts. It never downloads anything.
 """
 
 from __future__ import annotations

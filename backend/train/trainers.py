@@ -1,7 +1,6 @@
 """RunSpec -> TrainingArguments and trainer.
 
-Imports registry, config, runs, data, engines, kernels, optimizers, patches, trl_trainers, unsloth. TRL's trainers get
-tokenized examples, so that labels are decided in one place (data, preference_data, templates).
+TRL's trainers get tokenized examples, so that labels are decided in one place (data, preference_data, templates).
 """
 
 from __future__ import annotations

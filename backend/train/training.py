@@ -1,7 +1,4 @@
-"""The whole training, phase by phase.
-
-Imports everything else in backend.train.
-"""
+"""The whole training, phase by phase."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """TRL's trainer and config class for each stage, and what all trainers have in common.
 
-Imports registry, config, callbacks, checkpoint_weights, context, device, disk_space, divergence, lora, monitor,
-optimizers, patches, skipped_steps, universal_checkpoint. Every trainer gets tokenized examples (data, preference_data),
-so its own preparation is skipped.
+Every trainer gets tokenized examples (data, preference_data), so its own preparation is skipped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Resuming a DeepSpeed checkpoint with a different number of processes: converted, loaded by all ranks, and deleted.
 
-Imports registry, checkpoints, context, optimizers, patches, run_log. DeepSpeed saves one file per rank, and loads only
-checkpoints of the same number of ranks. Its universal checkpoints have each weight in full, with its moments.
+DeepSpeed saves one file per rank, and loads only checkpoints of the same number of ranks. Its universal checkpoints
+have each weight in full, with its moments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sharded weights, temporarily gathered in full on every rank.
 
-Imports registry, config, patches. Layers that are gathered one by one must be used by all ranks equally often, but
-generated outputs have different lengths: ranks would wait for one another forever.
+Layers that are gathered one by one must be used by all ranks equally often, but generated outputs have different
+lengths: ranks would wait for one another forever.
 """
 
 from __future__ import annotations

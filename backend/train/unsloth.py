@@ -1,7 +1,7 @@
 """Unsloth: loads and adapts the model, and replaces its kernels.
 
-Imports config, run_log. Importing Unsloth changes transformers, TRL and PEFT, so it is imported before them
-(`import_unsloth`). It replaces options that it does not support and continues; here that ends the run.
+Importing Unsloth changes transformers, TRL and PEFT, so it is imported before them (`import_unsloth`). It replaces
+options that it does not support and continues; here that ends the run.
 """
 
 from __future__ import annotations

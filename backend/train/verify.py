@@ -1,7 +1,7 @@
 """What a run was planned for, compared with where it really runs.
 
 The trainer runs the same rules as the page, on the machine that it is on, and compares resolved.json with what it finds
-on each rank. Imports rules, inspect, machine, resolve, train.device.
+on each rank.
 """
 
 from __future__ import annotations

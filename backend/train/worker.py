@@ -1,11 +1,10 @@
 """`python -m backend.train.worker`: answers the inspection's requests that need torch, transformers or a tokenizer.
 
-Imports inspect.worker (its client), describe_model, tokenize_examples. Requests come on stdin and responses go to
-stdout, one JSON object per line: {"id": ..., "architecture": {...config.json}} or {"id": ..., "examples": {...}}, and
-{"id": ..., "result": {...}} or {"id": ..., "error": "reason"}; before the result of examples, any number of
-{"id": ..., "progress": {...the result so far}}. A request that arrives during another one ends the other one. The
-process ends when stdin closes, when its parent process ends, when it takes too much memory, or after --idle seconds
-without a request.
+Requests come on stdin and responses go to stdout, one JSON object per line: {"id": ..., "architecture":
+{...config.json}} or {"id": ..., "examples": {...}}, and {"id": ..., "result": {...}} or {"id": ..., "error": "reason"};
+before the result of examples, any number of {"id": ..., "progress": {...the result so far}}. A request that arrives
+during another one ends the other one. The process ends when stdin closes, when its parent process ends, when it takes
+too much memory, or after --idle seconds without a request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The page's own routes: one table per method, one endpoint per route.
 
-Imports: its modules. `requests.py` parses requests and turns errors into JSON responses.
+`requests.py` parses requests and turns errors into JSON responses.
 """
 
 from __future__ import annotations

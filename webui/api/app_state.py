@@ -1,7 +1,6 @@
 """What the endpoints share: the runs folder, drafts, idempotency keys, the cached machine, the list of runs.
 
-Imports: machine, runs, curves, custom_machines, drafts. Everything here is a cache or is stored below the runs folder,
-so a restart of the server loses nothing.
+Everything here is a cache or is stored below the runs folder, so a restart of the server loses nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Endpoints of the Build view: check, fix, presets, import, export.
 
-Imports: preflight, config, inspect, machine, rules. The form's values go through the same preflight check that
-starts a run.
+The form's values go through the same preflight check that starts a run.
 """
 
 from __future__ import annotations

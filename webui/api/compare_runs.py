@@ -1,6 +1,6 @@
 """Endpoints that compare 2 to 20 runs: summary values, options that differ, generations, and the curves as CSV and PNG.
 
-Imports: config, runs, api.runs. The curves on the page come from the series endpoint of each run.
+The curves on the page come from the series endpoint of each run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Endpoints of drafts: the form's values as they were typed, saved, loaded, and listed with their earlier versions.
 
-Imports: config, requests, app_state. A check of the form saves its draft, too (checking.py).
+A check of the form saves its draft, too (checking.py).
 """
 
 from __future__ import annotations

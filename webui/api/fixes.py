@@ -1,4 +1,4 @@
-"""Fixes and values as the page shows them. Imports config, rules."""
+"""Fixes and values as the page shows them."""
 
 from __future__ import annotations
 

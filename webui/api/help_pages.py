@@ -1,6 +1,6 @@
 """The help: the documents of docs/ as pages with a list of all documents and a search.
 
-Imports: paths, documents, page_frame. All text is escaped.
+All text is escaped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Endpoints of the Hugging Face token: which one runs use, a test, and storing one.
 
-Imports: inspect. The token is a password: no response and no message repeats it.
+The token is a password: no response and no message repeats it.
 """
 
 from __future__ import annotations

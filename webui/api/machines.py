@@ -1,7 +1,4 @@
-"""Endpoints of the machines that a run can be planned for: the list, and the form for a custom one.
-
-Imports: machine, app_state, requests.
-"""
+"""Endpoints of the machines that a run can be planned for: the list, and the form for a custom one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Endpoints of rehearsals: start, status, stop.
 
-Imports: runs.rehearsals, rehearsal, checking. A rehearsal is its folder, so its state survives a restart of the server.
+A rehearsal is its folder, so its state survives a restart of the server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Requests and responses of the API: validated by pydantic models, answered as JSON, one sentence for every error.
 
-Imports: config.options (SpecError), runs.folder (RunError), app_state, drafts. Endpoints are plain functions, because
-they read files: FastAPI calls them in its thread pool.
+Endpoints are plain functions, because they read files: FastAPI calls them in its thread pool.
 """
 
 from __future__ import annotations

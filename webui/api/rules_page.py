@@ -1,6 +1,6 @@
 """The Rules page: what each rule checks, why, an example, its fixes, its source and its proof.
 
-Imports: config, rules, page_frame. All text is escaped; static/rules.js filters the cards.
+All text is escaped; static/rules.js filters the cards.
 """
 
 from __future__ import annotations

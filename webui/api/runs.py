@@ -1,6 +1,6 @@
 """Endpoints of runs: start, show, log, metrics, downloads, stop, resume, clean up and delete.
 
-Imports: config, runs, checking. A run is its folder: each endpoint reads or writes there.
+A run is its folder: each endpoint reads or writes there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The data of the section "Devices and strategy": devices to choose from, and a line for each strategy.
 
-Imports compare, checking's fixes. Both are parts of the check report.
+Both are parts of the check report.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Endpoints of sweeps: the runs that a sweep would start, start, and the runs of one.
-
-Imports: start_sweep, sweep, checking, runs.
-"""
+"""Endpoints of sweeps: the runs that a sweep would start, start, and the runs of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options and machines that the examples of several distributed rules share. Imports rules.examples."""
+"""Options and machines that the examples of several distributed rules share."""
 
 from __future__ import annotations
 

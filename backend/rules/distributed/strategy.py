@@ -1,6 +1,6 @@
 """Rules of all strategies: what the engine is missing on this machine, and options that the engine does not support.
 
-Imports the modules below rules. Rules of a single engine are in the module named after it.
+Rules of a single engine are in the module named after it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TrainEngine: what the Trainer is told about a strategy, how its engine starts, and how weights are gathered.
 
-The base class is one process. Imports config, resolve, train.device, run_log.
+The base class is one process.
 """
 
 from __future__ import annotations

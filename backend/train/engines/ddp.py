@@ -1,4 +1,4 @@
-"""DistributedDataParallel. Imports train.engines.base."""
+"""DistributedDataParallel."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""DeepSpeed: ZeRO, offload, Ulysses sequence parallelism. Imports train.engines.base, deepspeed_ops, kernels,
-run_log."""
+"""DeepSpeed: ZeRO, offload, Ulysses sequence parallelism."""
 
 from __future__ import annotations
 

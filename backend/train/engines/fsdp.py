@@ -1,4 +1,4 @@
-"""FSDP2 and FSDP1 through accelerate. Imports train.engines.base, run_log, model."""
+"""FSDP2 and FSDP1 through accelerate."""
 
 from __future__ import annotations
 

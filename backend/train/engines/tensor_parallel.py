@@ -1,4 +1,4 @@
-"""Tensor parallelism by transformers. Imports train.engines.base."""
+"""Tensor parallelism by transformers."""
 
 from __future__ import annotations
 
