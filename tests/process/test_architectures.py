@@ -35,6 +35,7 @@ from fork_server import ForkServer, rank_count
 from peft import LoraConfig, get_peft_model
 from report_files import table
 from training_runs import environment, log_text, losses, make_spec, soak_except, write_plan
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 from trl.trainer.utils import add_fused_lm_head
 
@@ -51,7 +52,7 @@ from backend.registry import NO_ZERO3, PACKING_ISOLATED, PACKING_NEEDS_CONV1D, P
 from backend.rules.distributed.ddp import WITHOUT_GRADIENT
 from backend.runs import RESULT
 from backend.train.describe_model import Refused, describe
-from backend.train.patches import llama4_base_model, trl_loss_positions
+from backend.train.patches import llama4_base_model, transformers_frozen_parameters, trl_loss_positions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -434,6 +435,16 @@ def test_types_that_zero3_cannot_load(tmp_path: Path) -> None:
     env = environment(tmp_path, tmp_path)
     subprocess.run([sys.executable, script, result, *built], capture_output=True, check=True, timeout=900, env=env)
     assert json.loads(result.read_text()).keys() == NO_ZERO3 & set(built)
+
+
+def test_frozen_parameters_under_zero3_need_no_second_model_with_weights() -> None:
+    """Gemma 3 calls from_config for its vision tower, which would shard weights that the meta device does not have."""
+    model = build("gemma3")
+    active = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    transformers_frozen_parameters.apply(model)
+    assert is_deepspeed_zero3_enabled(), "the rest of the run needs it"
+    del active
+    assert not is_deepspeed_zero3_enabled()
 
 
 # --- Weight files ---

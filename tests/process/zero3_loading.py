@@ -1,6 +1,6 @@
-"""`python zero3_loading.py RESULT TYPE ...`: loads a small model of each type as ZeRO-3 does, and writes the errors to
-the file RESULT as JSON: model type -> first line of the error, or the parameters whose values differ from the saved
-ones."""
+"""`python zero3_loading.py RESULT TYPE ...`: loads a small model of each type as a run with ZeRO-3 does, and writes the
+errors to the file RESULT as JSON: model type -> first line of the error, or the parameters whose values differ from the
+saved ones."""
 
 import json
 import os
@@ -14,6 +14,8 @@ from architectures import build
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
+from backend.train.patches import transformers_frozen_parameters
+
 CONFIG = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
 
 
@@ -26,6 +28,7 @@ def problem(kind: str) -> str:
         active = HfDeepSpeedConfig(CONFIG)  # from_pretrained shards the parameters as long as it exists
         try:
             loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            transformers_frozen_parameters.apply(loaded)
         except Exception as error:
             return (str(error).strip().splitlines() or [type(error).__name__])[0]
         finally:

@@ -7,8 +7,10 @@ DDP fails in the second step on those that get no gradient.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,12 +23,26 @@ def apply(model: Any) -> None:
     as it is."""
     if not type(model).__module__.startswith("transformers."):
         return
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):  # takes no memory, and no random numbers
+    with _without_zero3(), torch.device("meta"), torch.random.fork_rng(devices=[]):  # no memory, no random numbers
         new = type(model)(copy.deepcopy(model.config))
     frozen = {name for name, parameter in new.named_parameters() if not parameter.requires_grad}
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _without_zero3() -> Iterator[None]:
+    """With ZeRO-3, `from_config`, which Gemma 3 calls for its vision tower, shards and initializes the weights, which
+    the meta device cannot do."""
+    from transformers.integrations import deepspeed  # noqa: PLC0415  (takes a second)
+
+    active = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = active
 
 
 def obsolete() -> bool:
