@@ -13,12 +13,10 @@ from dataclasses import asdict, dataclass, fields
 
 from backend import registry
 from backend.config import RunSpec
-from backend.config.processes import DEFAULT_PORT, nnodes, nproc_per_node, rendezvous_port, world_size
+from backend.config.processes import nnodes, nproc_per_node, rendezvous_port, world_size
 from backend.engines import Engine, engine_of
 from backend.inspect.facts import InputFacts
 from backend.machine import Gpu, Machine
-
-__all__ = ["DEFAULT_PORT", "ResolvedRun", "resolve", "selected_gpus"]
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ from backend.config.ray import Ray
 from backend.config.slurm import Slurm
 from backend.config.training import Precision, Train
 
-__all__ = ["Condition", "Data", "Launch", "Lora", "Method", "Model", "OneOf", "RunSpec", "Slurm", "Ui"]
-
 
 class RunSpec(Section):
     """The options of a run."""

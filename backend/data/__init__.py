@@ -20,27 +20,3 @@ from backend.data.formats import (
 from backend.data.preferences import PREFERENCES, label_problem, unpair
 from backend.data.reading import SUFFIXES, DataFileError, expand, file_patterns, read_examples
 from backend.data.selection import sample, split, validation_size
-
-__all__ = [
-    "DEFAULTS",
-    "PREFERENCES",
-    "SUFFIXES",
-    "DataFileError",
-    "Example",
-    "InvalidExample",
-    "convert",
-    "detect_format",
-    "detection_problem",
-    "example_problem",
-    "expand",
-    "file_patterns",
-    "label_problem",
-    "printable",
-    "read_examples",
-    "required_columns",
-    "sample",
-    "split",
-    "to_text",
-    "unpair",
-    "validation_size",
-]  # fmt: skip

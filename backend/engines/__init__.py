@@ -14,8 +14,6 @@ from backend.engines.base import DDP, Engine, TensorParallel
 from backend.engines.deepspeed import DeepSpeed
 from backend.engines.fsdp import FSDP
 
-__all__ = ["ENGINES", "Engine", "engine_of"]
-
 ENGINES: Mapping[str, type[Engine]] = {
     "": Engine,
     "ddp": DDP,

@@ -27,24 +27,6 @@ from backend.inspect.other_trainer import inspect_trainer
 from backend.inspect.ports import inspect_port
 from backend.inspect.worker import Show, no_show
 
-__all__ = [
-    "DataIssue",
-    "InputFacts",
-    "Show",
-    "TokenAnswer",
-    "check_token",
-    "download_config",
-    "inspect_inputs",
-    "is_refused",
-    "no_show",
-    "predecessor",
-    "resolve_paths",
-    "store_token",
-    "token_state",
-    "wait_for_worker",
-]
-
-
 ARCHITECTURE_SECONDS = 30.0  # to wait for the architecture of a model
 
 

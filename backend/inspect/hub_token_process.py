@@ -46,7 +46,7 @@ def _outcome(action: str, given: str, model: str) -> dict[str, str]:
         return found | _refusal(error, bool(found.get("account")))
     except OfflineModeIsEnabled:
         return found | {"outcome": "offline"}
-    except errors.HTTPError as error:  # type: ignore[attr-defined]  # of the HTTP library that huggingface_hub uses
+    except errors.HTTPError as error:  # of the HTTP library that huggingface_hub uses
         return found | {"outcome": "no_network", "reason": str(error) or type(error).__name__}
     except HFValidationError:
         return found | {"outcome": "invalid_id"}
@@ -64,7 +64,7 @@ def _ask(action: str, token: str, model: str, found: dict[str, str]) -> None:
         found["stored"] = "yes"
     found["account"] = whoami(token)["name"]
     if model:
-        utils.validate_repo_id(model)  # type: ignore[attr-defined]  # auth_check of 2.4 does not check it
+        utils.validate_repo_id(model)  # auth_check of 2.4 does not check it
         auth_check(model, token=token)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from backend.config import RunSpec, merge
-from backend.resolve import DEFAULT_PORT, ResolvedRun
+from backend.config.processes import DEFAULT_PORT
+from backend.resolve import ResolvedRun
 
 PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "fp8_config": "fp8_"}
 # accelerate 1.15 commands/launch.py: the arguments that deepspeed_config sets. Others belong to DeepSpeed's own file.

@@ -16,9 +16,10 @@ from typing import Any
 import yaml
 
 from backend.config import RunSpec
+from backend.config.processes import DEFAULT_PORT
 from backend.launch.share import cpus_of_gpus, with_python
 from backend.machine import Machine
-from backend.resolve import DEFAULT_PORT, ResolvedRun
+from backend.resolve import ResolvedRun
 from backend.runs import KUBERNETES_JOB, Plan
 from backend.runs.kubernetes import ATTEMPTS, FOLDER, JOB, NAME
 from backend.runs.kubernetes_node import COMES_BACK

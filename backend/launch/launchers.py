@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 
 from backend import registry
 from backend.config import RunSpec
+from backend.config.processes import DEFAULT_PORT
 from backend.launch import hostfile
 from backend.machine import Machine
-from backend.resolve import DEFAULT_PORT, ResolvedRun
+from backend.resolve import ResolvedRun
 from backend.runs import ACCELERATE, HOSTFILE, JOIN, LLAMAFACTORY_RUN, RANK_LOGS
 
 TRAINER = ("backend.train", ".")

@@ -12,19 +12,3 @@ from backend.machine.descriptions import (
 )
 from backend.machine.detection import probe
 from backend.machine.types import GIB, Gpu, Machine, describe
-
-__all__ = [
-    "GIB",
-    "Gpu",
-    "Machine",
-    "describe",
-    "description",
-    "known_gpu",
-    "load",
-    "machine_from_mapping",
-    "machines",
-    "normalize",
-    "parse",
-    "probe",
-    "read",
-]

@@ -15,5 +15,3 @@ from __future__ import annotations
 from backend.memory.context import MemoryContext, Row
 from backend.memory.estimate import OVERHEAD, Estimate, estimate, free_bytes
 from backend.memory.fit import Fit
-
-__all__ = ["OVERHEAD", "Estimate", "Fit", "MemoryContext", "Row", "estimate", "free_bytes"]

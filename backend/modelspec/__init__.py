@@ -28,28 +28,3 @@ from backend.modelspec.trainable import (
     trained_modules,
     unfrozen_modules,
 )
-
-__all__ = [
-    "ARCHITECTURES",
-    "NO_SEQUENCE_CLASSIFICATION",
-    "SCORE",
-    "ModelShape",
-    "ModuleSpec",
-    "NotCausalLM",
-    "UnknownArchitecture",
-    "adaptable_names",
-    "all_parameters",
-    "count_equal_tensors",
-    "existing_names",
-    "flops_per_token",
-    "from_config",
-    "is_attention",
-    "lora_modules",
-    "matches",
-    "matches_any",
-    "names_of",
-    "trainable_parameters",
-    "trainable_tensors",
-    "trained_modules",
-    "unfrozen_modules",
-]  # fmt: skip

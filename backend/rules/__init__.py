@@ -56,21 +56,6 @@ from backend.rules.distributed import (
 from backend.rules.examples import DEMO, LAPTOP
 from backend.rules.outdated import OUTDATED, Outdated
 
-__all__ = [
-    "FAMILIES",
-    "OUTDATED",
-    "RULES",
-    "Case",
-    "Example",
-    "Finding",
-    "Fix",
-    "Outdated",
-    "Rule",
-    "Violation",
-    "check",
-    "example_findings",
-]  # fmt: skip
-
 LEVELS = {"error": 0, "warning": 1, "advice": 2}
 RULES: tuple[Rule, ...] = tuple(sorted(_REGISTERED, key=lambda rule: rule.code))
 FAMILIES = {

@@ -15,8 +15,6 @@ from backend.train.engines.deepspeed import TrainDeepSpeed
 from backend.train.engines.fsdp import TrainFSDP
 from backend.train.engines.tensor_parallel import TrainTensorParallel
 
-__all__ = ["TRAIN_ENGINES", "TrainEngine", "train_engine"]
-
 TRAIN_ENGINES: Mapping[str, type[TrainEngine]] = {
     "": TrainEngine,
     "ddp": TrainDDP,

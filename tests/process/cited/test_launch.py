@@ -34,8 +34,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from backend.config.processes import DEFAULT_PORT
 from backend.launch.hostfile import included_slots, parse_hostfile
-from backend.resolve import DEFAULT_PORT
 from backend.rules.launch import ENGINE_VARIABLE_PREFIXES
 from cited import cites
 
