@@ -27,6 +27,7 @@ from backend.train.patches import (
     llama4_base_model,
     tensor_parallel_save,
     transformers_frozen_parameters,
+    transformers_grouped_mm,
     transformers_quantize_on_device,
 )
 from backend.train.run_log import TrainError
@@ -115,6 +116,7 @@ def load(
     bitsandbytes_cpu_layout.apply(model)
     llama4_base_model.apply(model)
     transformers_frozen_parameters.apply(model)
+    transformers_grouped_mm.apply()
     embeddings, known = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
     if known > embeddings:
         raise TrainError(

@@ -1,0 +1,35 @@
+"""transformers multiplies the weights of experts whose rows torch does not accept.
+
+transformers integrations/moe.py, `_can_use_grouped_mm`: it does not ask for the sizes, but torch's grouped_mm needs
+rows of a multiple of 16 bytes, which tensor parallelism may divide. Without the patch such models fail in the first
+step with "strides should be multiple of 16 bytes"; with it they take transformers' own loop over the experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.integrations import moe
+
+LIBRARY, SEEN_IN = "transformers", "5.23.0"
+ALIGNMENT = 16  # bytes
+_supported = moe._can_use_grouped_mm
+
+
+def apply() -> None:
+    """Let transformers use grouped_mm only for weights that it accepts."""
+    moe._can_use_grouped_mm = can_use_grouped_mm
+
+
+def can_use_grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+    """Whether torch's grouped_mm and its gradient can multiply the rows and the weight (experts, input, output)."""
+    is_aligned = all(size * weight.element_size() % ALIGNMENT == 0 for size in weight.shape[-2:])
+    return is_aligned and bool(_supported(rows, weight, offs))
+
+
+def obsolete() -> bool:
+    """Whether transformers takes its loop for rows of 24 bytes."""
+    rows, weight = (torch.ones(size, dtype=torch.bfloat16) for size in ((2, 12), (1, 12, 16)))
+    offs: Any = torch.tensor([2], dtype=torch.int32)
+    return not _supported(rows, weight, offs)
