@@ -7,8 +7,6 @@ transformer layer class.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from typing import Any
 
 LIBRARY, SEEN_IN = "accelerate", "1.15.0"
@@ -19,9 +17,3 @@ def apply(model: Any) -> None:
     if names := getattr(model, "_no_split_modules", None):
         present = {type(module).__name__ for module in model.modules()}
         model._no_split_modules = [name for name in names if name in present]
-
-
-def obsolete() -> bool:
-    """Whether accelerate skips classes that are absent."""
-    source = inspect.getsource(importlib.import_module("accelerate.utils.fsdp_utils").fsdp2_prepare_auto_wrap_policy)
-    return "Could not find the transformer layer class" not in source

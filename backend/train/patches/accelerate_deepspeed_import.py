@@ -7,8 +7,6 @@ DeepSpeed's import writes lines into the log.
 
 from __future__ import annotations
 
-import inspect
-
 import accelerate.utils.other
 
 LIBRARY, SEEN_IN = "accelerate", "1.15.0"
@@ -17,10 +15,3 @@ LIBRARY, SEEN_IN = "accelerate", "1.15.0"
 def apply() -> None:
     """Let accelerate see no DeepSpeed there. Only for runs that do not use it."""
     accelerate.utils.other.is_deepspeed_available = lambda: False
-
-
-def obsolete() -> bool:
-    """Whether saving no longer imports DeepSpeed."""
-    return "from deepspeed import DeepSpeedEngine" not in inspect.getsource(
-        accelerate.utils.other.extract_model_from_parallel
-    )

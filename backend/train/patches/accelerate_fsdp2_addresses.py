@@ -7,10 +7,7 @@ become the same one; fused optimizers refuse meta tensors altogether.
 
 from __future__ import annotations
 
-import inspect
-
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 LIBRARY, SEEN_IN = "accelerate", "1.15.0"
@@ -26,8 +23,3 @@ def apply(model: nn.Module) -> None:
                 if parameter not in replaced:  # tied parameters stay tied
                     replaced[parameter] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
                 setattr(module, name, replaced[parameter])
-
-
-def obsolete() -> bool:
-    """Whether accelerate no longer maps parameters by address."""
-    return "data_ptr" not in inspect.getsource(Accelerator._prepare_fsdp2)

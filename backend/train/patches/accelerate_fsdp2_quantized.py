@@ -7,7 +7,6 @@ the meta device fails in the first step.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -69,10 +68,3 @@ def _broadcast(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     made: nn.Parameter = type(parameter)(tensor, **vars(parameter))  # bitsandbytes' Params4bit
     vars(made)["quant_state"].to(device)
     return made
-
-
-def obsolete() -> bool:
-    """Whether accelerate sends 4-bit weights from rank 0."""
-    return "cpu_ram_efficient_loading and not model_has_params4bit" not in inspect.getsource(
-        fsdp_utils.fsdp2_prepare_model
-    )

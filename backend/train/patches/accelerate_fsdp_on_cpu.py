@@ -6,9 +6,7 @@ trains as DDP, with the whole model on every rank.
 
 from __future__ import annotations
 
-import inspect
-
-from accelerate import PartialState, state
+from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 LIBRARY, SEEN_IN = "accelerate", "1.15.0"
@@ -17,10 +15,3 @@ LIBRARY, SEEN_IN = "accelerate", "1.15.0"
 def apply() -> None:
     """Let accelerate take a CPU for an accelerator. Only for CPU runs."""
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-
-
-def obsolete() -> bool:
-    """Whether a CPU is among the devices on which accelerate turns on FSDP."""
-    lines = inspect.getsource(state.AcceleratorState.__init__)
-    devices = lines[: lines.index("DistributedType.FSDP")]
-    return "DistributedType.MULTI_CPU" in devices

@@ -7,10 +7,7 @@ the division leaves a rest.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
-
-import torch
 
 LIBRARY, SEEN_IN = "adam-mini", "1.1.1"
 
@@ -19,14 +16,3 @@ def apply(optimizer: Any, config: Any) -> None:
     """Let the optimizer divide weights by the head_dim of the model's text `config`."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     optimizer.head_numel = config.hidden_size * head_dim
-
-
-def obsolete() -> bool:
-    """Whether the size of a head can be given."""
-    package: Any = importlib.import_module("adam_mini")
-    weights = [("layers.0.self_attn.q_proj.weight", torch.nn.Parameter(torch.zeros(8, 4)))]
-    try:
-        made = package.Adam_mini(named_parameters=weights, dim=4, n_heads=2, head_dim=4, verbose=False)
-    except TypeError:
-        return False
-    return bool(made.head_numel == 16)

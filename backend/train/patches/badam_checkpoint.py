@@ -8,7 +8,6 @@ moments that belong to another one.
 from __future__ import annotations
 
 import importlib
-import inspect
 from typing import Any
 
 LIBRARY, SEEN_IN = "badam", "1.4"
@@ -54,9 +53,3 @@ def block_optimizer(*arguments: Any, **options: Any) -> Any:
     optimizer = ResumableBlockOptimizer(*arguments, **options)
     optimizer.state_dict = optimizer.complete_state_dict  # BlockOptimizer's constructor has set the base optimizer's
     return optimizer
-
-
-def obsolete() -> bool:
-    """Whether BAdam saves more than the state of its base optimizer."""
-    package: Any = importlib.import_module("badam")
-    return "self.state_dict = base_optimizer.state_dict" not in inspect.getsource(package.BlockOptimizer.__init__)

@@ -7,8 +7,6 @@ train on other base weights than the steps before it, and layers of other widths
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from typing import Any
 
 LIBRARY, SEEN_IN = "bitsandbytes", "0.50.2"
@@ -19,10 +17,3 @@ def apply(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-
-
-def obsolete() -> bool:
-    """Whether evaluation leaves the weights as they are."""
-    linear: Any = importlib.import_module("bitsandbytes.nn").Linear4bit
-
-    return "_convert_weight_packed_for_cpu(" not in inspect.getsource(linear.forward)

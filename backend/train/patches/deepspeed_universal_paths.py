@@ -6,8 +6,6 @@ Without the patch the conversion fails in folders whose names have a plus, a bra
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
@@ -21,9 +19,3 @@ def relative_source(folder: Path, source: Path) -> Iterator[str]:
     (folder / "source").symlink_to(source.resolve())
     with chdir(folder):
         yield "source"
-
-
-def obsolete() -> bool:
-    """Whether paths are escaped."""
-    tool = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
-    return "escape" in inspect.getsource(tool._merge_zero_shards)

@@ -7,8 +7,6 @@ one. Without the patch a rank that generates fewer tokens than the others makes 
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,9 +22,3 @@ def apply(coordinator: Any) -> Iterator[None]:
         yield
     finally:
         del coordinator.reset_step
-
-
-def obsolete() -> bool:
-    """Whether a forward pass no longer waits for the other ranks."""
-    module = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
-    return "same_as_other_ranks" not in inspect.getsource(module.PartitionedParameterCoordinator.reset_step)

@@ -7,8 +7,6 @@ biases decay after a resume with a different number of processes, and each shard
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,3 @@ def apply(optimizer: Any, folder: Path) -> None:
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].clone()
-
-
-def obsolete() -> bool:
-    """Whether groups and step counts are no longer taken from the first ones."""
-    stage3 = importlib.import_module("deepspeed.runtime.zero.stage3").DeepSpeedZeroOptimizer_Stage3
-    source = inspect.getsource(stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3)
-    return '["param_groups"][0]' not in source and "['state'][0]['step']" not in source

@@ -7,7 +7,6 @@ no effect. Without the patch the bar writes a hundred lines into the run's log.
 from __future__ import annotations
 
 import functools
-import inspect
 
 LIBRARY, SEEN_IN = "transformers", "5.23.0"
 
@@ -17,10 +16,3 @@ def apply() -> None:
     from transformers import modeling_gguf_pytorch_utils as reader  # noqa: PLC0415  (seconds; only the first use pays)
 
     reader.tqdm = functools.partial(reader.tqdm, disable=True)
-
-
-def obsolete() -> bool:
-    """Whether the reader uses a bar that can be switched off."""
-    from transformers import modeling_gguf_pytorch_utils as reader  # noqa: PLC0415
-
-    return "from tqdm.auto import tqdm" not in inspect.getsource(reader)

@@ -7,7 +7,6 @@ checkpoint fails, because transformers looks for a GGUF file.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 LIBRARY, SEEN_IN = "transformers", "5.23.0"
@@ -17,10 +16,3 @@ def apply(model: Any) -> None:
     """Remove the marks of the GGUF file before `model` is saved."""
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
-
-
-def obsolete() -> bool:
-    """Whether reading a GGUF file no longer sets a quantization config."""
-    from transformers.quantizers import auto  # noqa: PLC0415  (seconds; only the first use pays)
-
-    return "GgufConfig(gguf_file=gguf_file)" not in inspect.getsource(auto.get_hf_quantizer)

@@ -16,10 +16,3 @@ def apply(model: Any) -> None:
     """Let `model.base_model` be the decoder. The class is not changed: loading uses its prefix."""
     if model.base_model is model and hasattr(model, "model"):
         model.base_model_prefix = "model"
-
-
-def obsolete() -> bool:
-    """Whether the class names its base model."""
-    from transformers import Llama4ForCausalLM  # noqa: PLC0415 - imported by the test of the patches only
-
-    return bool(Llama4ForCausalLM.base_model_prefix == "model")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -66,11 +66,3 @@ def step_in_backward(optimizer: Any) -> None:
         for parameter in group["params"]:
             parameter.register_post_accumulate_grad_hook(use_gradient)
     optimizer.step = MethodType(lambda self, closure=None: None, optimizer)
-
-
-def obsolete() -> bool:
-    """Whether the Trainer's own groups have a weight decay."""
-    setup = importlib.import_module("transformers.trainer_optimizer")._setup_low_rank_optimizer
-    asked = SimpleNamespace(optim_target_modules="all-linear", parallel_mode=None)
-    _, made = setup(asked, nn.Sequential(nn.Linear(2, 2)), "galore", {"galore": torch.optim.AdamW}, {"rank": 1}, {})
-    return any("weight_decay" in group for group in made["params"])

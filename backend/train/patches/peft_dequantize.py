@@ -7,7 +7,6 @@ on a CPU after its first use.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from peft.tuners.lora import dora, variants
@@ -28,8 +27,3 @@ def dequantized_weight(module: Any) -> Any:
     if module.weight is not weight:
         module.weight = weight
     return dequantized
-
-
-def obsolete() -> bool:
-    """Whether peft leaves the layer's weight where it is."""
-    return "module.weight = " not in inspect.getsource(integrations.dequantize_module_weight)

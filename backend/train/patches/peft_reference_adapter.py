@@ -7,7 +7,6 @@ Without the patch the first checkpoint ends with KeyError: 'modules_to_save.ref.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from peft.utils.other import ModulesToSaveWrapper
@@ -29,8 +28,3 @@ def gathered_state_dict(wrapper: Any, adapter_name: str, state_dict: dict[str, A
 def apply() -> None:
     """Replace the method."""
     ModulesToSaveWrapper.adapter_state_dict = gathered_state_dict
-
-
-def obsolete() -> bool:
-    """Whether peft looks for a key before it reads it."""
-    return " in state_dict" in inspect.getsource(original) or ".get(" in inspect.getsource(original)

@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from typing import Any
 
 LIBRARY, SEEN_IN = "transformers", "5.23.0"
@@ -26,12 +24,3 @@ def use_average(optimizer: Any) -> None:
     """Put the average into the weights."""
     if hasattr(optimizer, "eval"):
         optimizer.eval()
-
-
-def obsolete() -> bool:
-    """Whether the ratio is converted and the average is saved."""
-    made = importlib.import_module("transformers.trainer_optimizer")._get_schedule_free_optimizer
-    from transformers import Trainer  # noqa: PLC0415  (takes seconds)
-
-    converts = "= ctx.args.warmup_steps" not in inspect.getsource(made)
-    return converts and "optimizer.eval" in inspect.getsource(Trainer._save_checkpoint)

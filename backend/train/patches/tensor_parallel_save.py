@@ -6,7 +6,6 @@ waits for all ranks. Only rank 0 saves here, with weights that are gathered alre
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 LIBRARY, SEEN_IN = "transformers", "5.23.0"
@@ -15,10 +14,3 @@ LIBRARY, SEEN_IN = "transformers", "5.23.0"
 def apply(model: Any) -> None:
     """Remove the mark of a distributed model from its config, on the rank that saves."""
     vars(model.config).pop("distributed_config", None)
-
-
-def obsolete() -> bool:
-    """Whether save_pretrained no longer looks at distributed_config."""
-    from transformers import PreTrainedModel  # noqa: PLC0415  (takes seconds)
-
-    return "distributed_config" not in inspect.getsource(PreTrainedModel.save_pretrained)

@@ -7,13 +7,12 @@ the patch every later run on this machine waits for that file forever, silently.
 from __future__ import annotations
 
 import fcntl
-import inspect
 import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from torch.utils import cpp_extension, file_baton
+from torch.utils import cpp_extension
 
 LIBRARY, SEEN_IN = "torch", "2.13.0"
 POLL_SECONDS = 0.1
@@ -94,9 +93,3 @@ def _open_elsewhere(path: Path) -> bool:
 def apply() -> None:
     """Use the lock for every extension that this process builds."""
     cpp_extension.FileBaton = BuildLock
-
-
-def obsolete() -> bool:
-    """Whether torch's lock notices that its owner has ended."""
-    source = inspect.getsource(file_baton.FileBaton.wait)
-    return "while os.path.exists(self.lock_file_path)" not in source or "flock" in source

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,14 +42,3 @@ def _without_zero3() -> Iterator[None]:
         yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = active
-
-
-def obsolete() -> bool:
-    """Whether a loaded model has the frozen parameters of its class."""
-    from transformers import RoFormerConfig, RoFormerForCausalLM  # noqa: PLC0415  (takes a second)
-
-    sizes = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8}
-    with tempfile.TemporaryDirectory() as folder:
-        RoFormerForCausalLM(RoFormerConfig(vocab_size=8, **sizes, is_decoder=True)).save_pretrained(folder)
-        model = RoFormerForCausalLM.from_pretrained(folder)
-    return not model.roformer.encoder.embed_positions.weight.requires_grad

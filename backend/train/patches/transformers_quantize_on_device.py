@@ -8,7 +8,6 @@ each GPU holds the whole quantized base model before FSDP shards it.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,8 +33,3 @@ def apply(device: torch.device) -> Iterator[None]:
         yield
     finally:
         owner.convert = convert
-
-
-def obsolete() -> bool:
-    """Whether transformers chooses the device that quantizes."""
-    return ".to(value.device)" not in inspect.getsource(Bnb4bitQuantize.convert)

@@ -6,8 +6,6 @@ where small optimizer updates are lost. Without the patch precision.compute does
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,9 +21,3 @@ def kept(model: Any) -> Iterator[None]:
     yield
     for parameter, before in data:
         parameter.data = before
-
-
-def obsolete() -> bool:
-    """Whether the constructor leaves adapters as they are."""
-    trainer = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
-    return "param.data.to(torch.bfloat16)" not in inspect.getsource(trainer.__init__)

@@ -6,8 +6,6 @@ others. Without the patch full fine-tuning of these architectures fails in the f
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from typing import Any
 
 LIBRARY, SEEN_IN = "trl", "1.16.0"
@@ -19,9 +17,3 @@ def apply(model: Any) -> None:
     if hasattr(config, "num_local_experts") and not hasattr(config, "num_experts"):
         names = type(config).attribute_map
         type(config).attribute_map = {**names, "num_experts": names.get("num_local_experts", "num_local_experts")}
-
-
-def obsolete() -> bool:
-    """Whether TRL no longer reads the attribute without a default."""
-    source = inspect.getsource(importlib.import_module("trl.trainer.utils"))
-    return "num_experts = text_config.num_experts" not in source

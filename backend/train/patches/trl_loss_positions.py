@@ -7,8 +7,6 @@ up to a third longer, with the same losses.
 
 from __future__ import annotations
 
-import inspect
-
 import trl.trainer.utils
 
 LIBRARY, SEEN_IN = "trl", "1.16.0"
@@ -18,8 +16,3 @@ def apply() -> None:
     """Skip positions without a label. Only for CPU runs."""
     if hasattr(trl.trainer.utils, "_use_triton"):
         trl.trainer.utils._use_triton = lambda device: True
-
-
-def obsolete() -> bool:
-    """Whether positions are skipped on every device."""
-    return "compact = _use_triton(" not in inspect.getsource(trl.trainer.utils)

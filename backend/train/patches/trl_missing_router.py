@@ -7,8 +7,6 @@ the patch training of these models fails in the first step.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,10 +36,3 @@ def _router_classes(model: Any) -> Iterator[type]:
             target = getattr(recorder, "target_class", recorder)
             if isinstance(target, type):
                 yield target
-
-
-def obsolete() -> bool:
-    """Whether TRL's condition for the router loss asks for more than the attribute of the config."""
-    trainer = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
-    condition = 'hasattr(text_config, "output_router_logits") and self.router_aux_loss_coef != 0.0'
-    return condition not in inspect.getsource(trainer.__init__)

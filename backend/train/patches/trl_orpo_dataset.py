@@ -6,8 +6,6 @@ Without the patch the constructor fails on them.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from typing import Any
 
 LIBRARY, SEEN_IN = "trl", "1.16.0"
@@ -16,9 +14,3 @@ LIBRARY, SEEN_IN = "trl", "1.16.0"
 def apply(dataset: Any) -> None:
     """Let `map` return the dataset as it is."""
     dataset.map = lambda *_, **__: dataset
-
-
-def obsolete() -> bool:
-    """Whether the constructor can be told not to prepare the dataset."""
-    trainer = importlib.import_module("trl.experimental.orpo.orpo_trainer").ORPOTrainer
-    return "train_dataset.map(self.tokenize_row" not in inspect.getsource(trainer.__init__)

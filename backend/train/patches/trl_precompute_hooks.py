@@ -10,10 +10,8 @@ reference took only one batch, and at the second with modules_to_save of an adap
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-from trl import DPOTrainer
 from trl.models.utils import remove_hooks
 
 LIBRARY, SEEN_IN = "trl", "1.16.0"
@@ -26,9 +24,3 @@ def apply(trainer: Any) -> None:
         remove_hooks(engine)
         getattr(engine.optimizer, "parameter_offload", engine.optimizer).fwd_pre_hook.remove()
         trainer._precompute_engine = None
-
-
-def obsolete() -> bool:
-    """Whether TRL has no second engine, or removes its hooks."""
-    source = inspect.getsource(DPOTrainer)
-    return "_precompute_engine" not in source or "remove_hooks" in source

@@ -7,8 +7,6 @@ coefficient. Without the patch
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,9 +23,3 @@ def kept(model: Any) -> Iterator[None]:
     yield
     for key, value in before.items():
         setattr(config, key, value)
-
-
-def obsolete() -> bool:
-    """Whether the constructor leaves the config as it is."""
-    trainer = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
-    return ".output_router_logits = self.aux_loss_enabled" not in inspect.getsource(trainer.__init__)

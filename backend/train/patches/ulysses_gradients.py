@@ -8,7 +8,6 @@ by that factor.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import transformers.trainer
@@ -34,10 +33,3 @@ class ScaledLoss:
 def apply(size: int) -> None:
     """Replace the function in the Trainer; `size` ranks share a sequence."""
     setattr(transformers.trainer, FUNCTION, ScaledLoss(getattr(transformers.trainer, FUNCTION), size))
-
-
-def obsolete() -> bool:
-    """Whether ZeRO-1 and ZeRO-2 divide by the number of ranks, as ZeRO-3 does."""
-    from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415  (takes seconds)
-
-    return "self.sequence_parallel_size" not in inspect.getsource(stage_1_and_2)

@@ -10,7 +10,6 @@ these architectures.
 from __future__ import annotations
 
 import importlib
-import inspect
 from typing import Any
 
 import torch
@@ -61,11 +60,6 @@ def apply(config: Any) -> None:
     ulysses = _ulysses()
     if not isinstance(ulysses.__dict__["forward"], SizedForward):
         ulysses.forward = SizedForward(ulysses.forward)
-
-
-def obsolete() -> bool:
-    """Whether the constructor no longer reads one size of all heads."""
-    return "attn_head_size=getattr" not in inspect.getsource(_ulysses().register_with_transformers)
 
 
 def _ulysses() -> Any:

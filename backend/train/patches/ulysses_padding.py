@@ -34,12 +34,3 @@ class WithoutEmptyMasks:
 def apply() -> None:
     """Replace the function in the Trainer."""
     setattr(transformers.trainer, FUNCTION, WithoutEmptyMasks(getattr(transformers.trainer, FUNCTION)))
-
-
-def obsolete() -> bool:
-    """Whether the loss handles a mask without tokens."""
-    from transformers.models.mixtral import modeling_mixtral  # noqa: PLC0415  (takes a second)
-
-    logits, mask = (torch.zeros(2, 2),), torch.zeros(1, 2)
-    loss = modeling_mixtral.load_balancing_loss_func(logits, num_experts=2, top_k=1, attention_mask=mask)
-    return bool(torch.isfinite(loss))

@@ -7,11 +7,9 @@ every rank.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import transformers.trainer
-from accelerate import data_loader
 
 LIBRARY, SEEN_IN = "accelerate", "1.15.0"
 WRAPPER = "UlyssesSPDataLoaderAdapter"
@@ -34,8 +32,3 @@ class SkipBatches:
 def apply() -> None:
     """Replace the function in the Trainer."""
     transformers.trainer.skip_first_batches = SkipBatches(transformers.trainer.skip_first_batches)
-
-
-def obsolete() -> bool:
-    """Whether accelerate knows the wrapper."""
-    return "ulysses" in inspect.getsource(data_loader.skip_first_batches).lower()
