@@ -142,6 +142,12 @@ def schedule_free_warmup_is_converted_and_the_average_saved(_: Path) -> bool:
     return converts and "optimizer.eval" in source("transformers:Trainer._save_checkpoint")
 
 
+def grouped_mm_is_not_used_for_rows_of_24_bytes(_: Path) -> bool:
+    moe: Any = importlib.import_module("backend.train.patches.transformers_grouped_mm")
+    rows, weight = (torch.ones(size, dtype=torch.bfloat16) for size in ((2, 12), (1, 12, 16)))
+    return not moe._supported(rows, weight, torch.tensor([2], dtype=torch.int32))
+
+
 # Patch -> whether the library behaves as it should; called with an empty folder.
 REPAIRED: dict[str, Callable[[Path], bool]] = {
     "accelerate_fsdp_on_cpu": fsdp_is_on_for_a_cpu,
@@ -150,6 +156,7 @@ REPAIRED: dict[str, Callable[[Path], bool]] = {
     "low_rank_optimizers": low_rank_groups_have_a_weight_decay,
     "schedule_free": schedule_free_warmup_is_converted_and_the_average_saved,
     "transformers_frozen_parameters": frozen_parameters_of_the_class_stay_frozen,
+    "transformers_grouped_mm": grouped_mm_is_not_used_for_rows_of_24_bytes,
     "ulysses_epochs": each_iteration_begins_an_epoch,
     "ulysses_padding": router_loss_of_no_tokens_is_finite,
 }

@@ -7,8 +7,6 @@ step with "strides should be multiple of 16 bytes"; with it they take transforme
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers.integrations import moe
 
@@ -26,10 +24,3 @@ def can_use_grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Ten
     """Whether torch's grouped_mm and its gradient can multiply the rows and the weight (experts, input, output)."""
     is_aligned = all(size * weight.element_size() % ALIGNMENT == 0 for size in weight.shape[-2:])
     return is_aligned and bool(_supported(rows, weight, offs))
-
-
-def obsolete() -> bool:
-    """Whether transformers takes its loop for rows of 24 bytes."""
-    rows, weight = (torch.ones(size, dtype=torch.bfloat16) for size in ((2, 12), (1, 12, 16)))
-    offs: Any = torch.tensor([2], dtype=torch.int32)
-    return not _supported(rows, weight, offs)
