@@ -74,9 +74,17 @@ def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
         except OSError as error:  # such as a name that is too long, because it is the data itself
             raise DataFileError(shorten(name), 0, f"cannot be read: {error.strerror or error}") from None
         if not paths:
-            raise DataFileError(name, 0, "matches no file" if glob.has_magic(name) else "does not exist")
+            raise DataFileError(name, 0, _no_file_problem(name))
         found.update(dict.fromkeys(map(Path, paths)))
     return list(found)
+
+
+def _no_file_problem(name: str) -> str:
+    """Why a path or pattern matches nothing. A name that looks like several paths or a quoted one says how to write
+    it."""
+    problem = "matches no file" if glob.has_magic(name) else "does not exist"
+    is_list = "," in name or ";" in name or name.endswith(('"', "'"))
+    return f"{problem}; write each path on a line of its own, without quotes or commas" if is_list else problem
 
 
 def read_examples(path: Path, limit: int = 0, in_server: bool = False) -> Iterator[tuple[int, Example]]:
@@ -334,7 +342,8 @@ def _json_problem(error: Exception, text: str) -> str:
         return "is nested too deeply"
     if not isinstance(error, json.JSONDecodeError):
         return f"contains a number with more than {sys.get_int_max_str_digits()} digits"
-    reason = f"{error.msg[:1].lower()}{error.msg[1:]} (column {error.colno})"
+    message = error.msg.removesuffix(" at")  # as in "Invalid control character at"
+    reason = f"{message[:1].lower()}{message[1:]} (column {error.colno})"
     if text.startswith("\ufeff"):
         reason = "it begins with a byte order mark; remove it"
     elif "\0" in text[error.pos : error.pos + 1]:

@@ -6,6 +6,7 @@ and read by the worker process (`examples.py`). Results are cached until a file'
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -67,6 +68,7 @@ class _FileFacts:
     issues: tuple[tuple[str, str, bool], ...]  # location, message, is_example
     text_columns: tuple[str, ...] = ()
     detected_format: str = ""
+    path: str = ""  # without symbolic links
 
 
 COLUMN_OPTIONS = tuple(name for name in Data.model_fields if name.endswith("_column"))
@@ -93,6 +95,7 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
     labels = tuple(map(sum, zip(*(facts.label_counts for facts in train[0]), strict=True))) if train[0] else None
     return {
         "data_issues": (*train[1], *validation[1]),
+        "shared_files": tuple(sorted({facts.path for facts in train[0]} & {facts.path for facts in validation[0]})),
         "format": format,
         "columns": first.columns if first else (),
         "text_columns": first.text_columns if first else (),
@@ -160,8 +163,9 @@ def _file(path: Path, modified_ns: int, size: int, read_as: _ReadAs, deadline: f
 
 
 def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _FileFacts:
+    real = os.path.realpath(path)
     if path.suffix.lower() == ".json" and size > MAX_BYTES:
-        return _FileFacts(0, False, 0, False, "", (), (), 0, (0, 0), ())  # a .json file can only be parsed as a whole
+        return _FileFacts(0, False, 0, False, "", (), (), 0, (0, 0), (), path=real)  # a .json file is parsed as a whole
     columns = dict(zip(COLUMN_OPTIONS, read_as.columns, strict=True))
     data = Data().model_copy(update={**columns, "system_prompt": read_as.system_prompt})
     inspection = _Inspection(path, data, read_as.formats, "" if read_as.format == "auto" else read_as.format)
@@ -196,6 +200,7 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
         tuple(inspection.issues),
         inspection.text_columns,
         inspection.detected_format,
+        real,
     )
 
 

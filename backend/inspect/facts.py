@@ -50,6 +50,7 @@ class InputFacts:
     has_chat_template: bool | None = None  # the tokenizer has one
     is_downloaded: bool = True  # False: the run downloads the model
     data_issues: tuple[DataIssue, ...] = ()
+    shared_files: tuple[str, ...] = ()  # training files that are validation files too
     format: str = ""  # of the training data: the one that is set, or detected
     columns: tuple[str, ...] = ()
     text_columns: tuple[str, ...] = ()  # those of `columns` that hold text in the first example

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from backend import registry
 from backend.config.options import by_name
 from backend.data.formats import DEFAULTS, UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
+from backend.inspect.data_files import MAX_ISSUES
 from backend.inspect.facts import has_validation_split
 from backend.rules.base import Case, Example, Fix, Violation, label_of, names, rule, set_to
 from backend.rules.common_fixes import hub_id_violation
@@ -72,21 +74,29 @@ def _issues(case: Case, option: str) -> list[DataIssue]:
 
 
 def _summary(issues: list[DataIssue]) -> str:
-    """The first three issues, and how many more there are. The same error of other examples of a file is counted."""
-    groups: dict[tuple[str, ...], list[DataIssue]] = {}
+    """The first three issues, and how many more there are. The same error of other examples of a file is counted; of a
+    file with many, the inspection keeps the first, so the count is a lower bound."""
+    groups: dict[tuple[str, str], list[DataIssue]] = {}
     for issue in issues:
-        location = issue.location.partition(", line ")[0] if issue.is_example else issue.location
-        groups.setdefault((location, issue.message), []).append(issue)
+        groups.setdefault((_file_of(issue), issue.message), []).append(issue)
+    kept = Counter(map(_file_of, issues))
     sentences = []
-    for first, *others in list(groups.values())[:3]:
+    for (file, _), (first, *others) in list(groups.items())[:3]:
         sentences.append(f"{first}.")
         if others:
             verb = "has" if len(others) == 1 else "have"
-            sentences.append(f"{counted(len(others), 'other example')} {verb} the same error.")
+            bound = "At least " if kept[file] >= MAX_ISSUES else ""
+            sentences.append(f"{bound}{counted(len(others), 'other example')} {verb} the same error.")
     hidden = sum(map(len, list(groups.values())[3:]))
     if hidden:
-        sentences.append(f"And {counted(hidden, 'more error')} in other examples or files.")
+        bound = "at least " if max(kept.values()) >= MAX_ISSUES else ""
+        sentences.append(f"And {bound}{counted(hidden, 'more error')} in other examples or files.")
     return " ".join(sentences)
+
+
+def _file_of(issue: DataIssue) -> str:
+    """The file of an example, or the location of another issue."""
+    return issue.location.partition(", line ")[0] if issue.is_example else issue.location
 
 
 PROMPT_NAMES = ("question", "query", "input", "prompt", "instruction", "source", "problem", "text")
@@ -202,6 +212,31 @@ def unusable_validation_files(case: Case) -> str | None:
     if issues := _issues(case, "data.validation_files"):
         return _summary(issues)
     return None if data.validation_files else "data.validation is files and data.validation_files is empty."
+
+
+@rule(
+    "DAT023",
+    "warning",
+    fields=("data.validation_files",),
+    title="A training file is also a validation file",
+    source="arithmetic: the validation set is a part of the training set",
+    fixes=(VALIDATION_SPLIT,),
+    fails_on=Example(
+        {**VALIDATION_FILES, "data.files": ("a.jsonl",), "data.validation_files": ("a.jsonl",)},
+        facts=replace(USER_DATA_FACTS, num_validation_examples=20, shared_files=("a.jsonl",)),
+    ),
+    passes_on=Example(
+        {**VALIDATION_FILES, "data.files": ("a.jsonl",), "data.validation_files": ("v.jsonl",)},
+        facts=replace(USER_DATA_FACTS, num_validation_examples=20),
+    ),
+)
+def training_file_for_validation(case: Case) -> str | None:
+    """The eval loss of examples that were trained on falls even if the model overfits, so it says nothing about other
+    examples."""
+    shared, data = case.facts.shared_files, case.spec.data
+    if not shared or data.source != "files" or data.validation != "files":
+        return None
+    return f"The model would be trained and validated on the same examples of {names(shared)}."
 
 
 @rule(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 from backend.rules.base import Case, Example, Fix, Violation, amount, rule, set_to
 from backend.rules.examples import DEMO, FULL_DISK
+from backend.runs.resume_point import step_of
 from backend.wording import counted
 
 STEPS = {"train.duration": "steps"}
@@ -194,7 +196,7 @@ def model_only_checkpoints(case: Case) -> str | None:
     fields=("save.resume_path",),
     title="The checkpoint to resume from cannot be used",
     source="the folder itself",
-    fixes=(Fix("Resume from the run's own latest checkpoint", {"save.resume_from": "latest"}, safe=False),),
+    fixes=(Fix("Start at step 0", {"save.resume_from": "latest"}, safe=False),),
     fails_on=Example(
         {"save.resume_from": "path"},
         facts=replace(DEMO, checkpoint_problem="save.resume_path is empty: set the path of a checkpoint-N folder."),
@@ -203,9 +205,16 @@ def model_only_checkpoints(case: Case) -> str | None:
     proof="launch",
 )
 def unusable_checkpoint(case: Case) -> str | None:
-    """Resuming needs a complete checkpoint-N folder of a run with the same training method."""
-    problem = case.facts.checkpoint_problem
-    return problem if case.spec.save.resume_from == "path" and problem else None
+    """Resuming needs a complete checkpoint-N folder of a run with the same training method, from before the last step
+    of this run."""
+    if case.spec.save.resume_from != "path":
+        return None
+    path, last = Path(case.spec.save.resume_path), case.run.total_steps
+    is_exact = case.spec.train.duration == "steps" or case.facts.counts_are_exact
+    if case.facts.checkpoint_problem or last is None or not is_exact or step_of(path) < last:
+        return case.facts.checkpoint_problem or None
+    end = f"the run ends at step {last}, so no step would be trained"
+    return f"{path} is at step {step_of(path)}, and {end}. Train longer, or use an earlier checkpoint."
 
 
 MAX_EPOCHS = 100

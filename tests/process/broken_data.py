@@ -556,10 +556,10 @@ LINES = {
         "DAT003", "column messages contains text", -1, example=sets(messages=nested(99_999)),
     ),
     "line break inside a string": Breakage(
-        "DAT003", "is not valid JSON: invalid control character", 3, content=replaces("train 3 ", "train\n3 ")
+        "DAT003", r"is not valid JSON: invalid control character \(column", 3, content=replaces("train 3 ", "train\n3 ")
     ),
     "tab inside a string": Breakage(
-        "DAT003", "is not valid JSON: invalid control character", 3, content=replaces("train 3 ", "train\t3 ")
+        "DAT003", r"is not valid JSON: invalid control character \(column", 3, content=replaces("train 3 ", "train\t3 ")
     ),
     "Unicode line separator inside a string": Breakage(content=replaces("train 3 ", "train\u20283\x85")),
     "Python dicts": Breakage(

@@ -140,6 +140,28 @@ def test_invalid_examples_are_reported_with_their_line(tmp_path: Path) -> None:
     assert "a number" in str(issues[0])
 
 
+def test_files_that_both_train_and_validate_are_found(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        write(tmp_path / name, [{"text": "x"}])
+    (tmp_path / "link.jsonl").symlink_to("b.jsonl")
+
+    def shared(*validation: str) -> list[str]:
+        run_spec = files("a.jsonl", "b.jsonl", data__validation="files", data__validation_files=validation)
+        return [Path(path).name for path in inspect_inputs(run_spec, tmp_path).shared_files]
+
+    assert shared("link.jsonl") == ["b.jsonl"]
+    assert shared("*.jsonl") == ["a.jsonl", "b.jsonl"]
+    write(tmp_path / "c.jsonl", [{"text": "x"}])
+    assert shared("c.jsonl") == []
+
+
+@pytest.mark.parametrize("name", ["a.jsonl, b.jsonl", "a.jsonl;b.jsonl", '"a.jsonl"', "'a.jsonl'"])
+def test_several_paths_on_one_line_are_recognized(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a.jsonl", [{"text": "x"}])
+    (issue,) = inspect_inputs(files(name), tmp_path).data_issues
+    assert issue.message == "does not exist; write each path on a line of its own, without quotes or commas"
+
+
 def test_missing_and_unknown_files_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "odd.jsonl", [{"question": "q", "answer": "a"}])
     write(tmp_path / "empty.jsonl", [])

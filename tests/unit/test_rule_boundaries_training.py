@@ -15,6 +15,7 @@ from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.data import detection_problem
 from backend.inspect import DataIssue, InputFacts
+from backend.inspect.data_files import MAX_ISSUES
 from backend.machine import Machine
 from backend.modelspec import ModelShape, from_config
 from backend.rules import Case, Finding
@@ -375,6 +376,7 @@ STAGES = (
     facts_boundary("STG008", {**DPO, RATE: 1e-3}, llama_of(499_999_999), llama_of(500_000_000)),
 )  # fmt: skip
 
+RESUMED, RESUME_PATH = {"save.resume_from": "path"}, "save.resume_path"
 STEPS, MAX_STEPS, WARMUP = {"train.duration": "steps"}, "train.max_steps", "train.warmup_steps"
 BY_EVAL, BY_SAVE = {**STEPS, "eval.strategy": "steps"}, {**STEPS, "save.strategy": "steps"}
 BEST = {"eval.strategy": "steps", "save.strategy": "steps", "save.load_best_model_at_end": True}
@@ -401,6 +403,10 @@ TRAINING = (
     boundary("TRN005", {**BY_SAVE, "save.steps": 20}, {MAX_STEPS: 20}, {MAX_STEPS: 19}, {"save.steps": 4}),
     boundary("TRN006", {**BEST, "eval.steps": 40}, {"save.steps": 80}, {"save.steps": 81}, {"save.steps": 80}),
     boundary("TRN006", {**BEST, "eval.steps": 40}, {"save.steps": 40}, {"save.steps": 10}, {"save.steps": 40}),
+    boundary("TRN008", {**RESUMED, **STEPS, MAX_STEPS: 20}, {RESUME_PATH: "a/checkpoint-19"},
+             {RESUME_PATH: "a/checkpoint-20"}, words="ends at step 20, so no step would be trained"),
+    facts_boundary("TRN008", {**RESUMED, "train.num_train_epochs": 1, RESUME_PATH: "a/checkpoint-900"},
+                   replace(DEMO, counts_are_exact=False), DEMO, words="so no step would be trained"),
     boundary("TRN009", FOUR_OF_EACH, {MAX_STEPS: 10_000}, {MAX_STEPS: 10_001}, {MAX_STEPS: 1000}),
     facts_boundary("TRN009", {**STEPS, MAX_STEPS: 101, BATCH: 64, ACCUMULATION: 1}, lengths(9, num_examples=65),
                    lengths(9, num_examples=6), {MAX_STEPS: 1}),
@@ -535,3 +541,16 @@ def test_workers_and_tokenization_processes_are_fixed_together() -> None:
     found = Setup({PROCESSES: 17, WORKERS: 17}).finding("DAT015")
     assert found and found.fields == (PROCESSES, WORKERS)
     assert [fix.label for fix in found.fixes] == ["Set tokenization processes to 8 and DataLoader workers to 8"]
+
+
+def test_the_number_of_examples_with_the_same_error_is_a_lower_bound_where_more_are_not_kept() -> None:
+    def message(*issues: tuple[str, int]) -> str:
+        found = tuple(DataIssue("data.files", f"{file}, line {line}", "is bad", True) for file, line in issues)
+        finding = rule_finding("DAT003", USER_DATA, LAPTOP, replace(USER_DATA_FACTS, data_issues=found))
+        assert finding is not None
+        return finding.message
+
+    assert "1 other example has the same error." in message(("a.jsonl", 1), ("a.jsonl", 2))
+    assert "least" not in message(("a.jsonl", 1), ("a.jsonl", 2), ("b.jsonl", 1))
+    three = message(*(("a.jsonl", line) for line in range(MAX_ISSUES)))
+    assert "At least 2 other examples have the same error." in three

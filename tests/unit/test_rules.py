@@ -40,7 +40,7 @@ from backend.rules.examples import (
 )
 from backend.rules.memory import LLAMA_8B_FACTS, NO_REMEDY
 
-COUNT = 277
+COUNT = 278
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
