@@ -45,7 +45,7 @@ class ResumePoint:
             return f"It cannot be resumed: {self.problem}"
         if self.checkpoint is None:
             kind = "no checkpoint with optimizer state" if self.weights_only else "no checkpoint"
-            return f"There is {kind}, so Resume starts at step 0."
+            return f"There is {kind}, so it would start again at step 0."
         why = "; ".join(f"{name} {problem}" for name, problem in self.skipped.items())
         return f"Resume continues from checkpoint {step_of(self.checkpoint)}{f': {why}' if why else ''}."
 

@@ -216,6 +216,12 @@ def test_stop_with_checkpoint_and_resume(server, page):
     assert not run_processes(run.path)
     saved = run.checkpoints()
     assert saved and saved[-1] == steps_on_disk(run)[-1] < 60
+    page.get_by_role("button", name="Copy into form", exact=True).click()
+    expect(page.locator(".fp-toast")).to_contain_text("The new run would start at step 0.")
+    page.get_by_role("button", name=f"Resume from checkpoint-{saved[-1]}").click()
+    folder = run.path / "checkpoints" / f"checkpoint-{saved[-1]}"
+    expect(page.locator("#save-resume_path textarea, #save-resume_path input").first).to_have_value(str(folder))
+    page.go_back()
     page.get_by_role("button", name=re.compile("^Resume")).click()
     wait_for_state(page, "done")
     events = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]

@@ -42,6 +42,23 @@ IN_TRACEBACK = ("    _torch_pytree._register", '_pytree.py:630", in frame', "/ho
 AFTER = ("the reason", "are named by the user")
 
 
+# torchrun's own process, which a user stops while the ranks load their libraries.
+STOPPED = """\
+W1126 19:25:16.219000 7 lib/torch/distributed/launcher/api.py:249] config has no run_id, generated a random run_id: 8
+W1126 19:25:28.364000 7 venv/lib/torch/distributed/elastic/agent/server/api.py:753] Received 15 death signal, shutting \
+down workers
+W1126 19:25:28.365000 7 venv/lib/torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 8 closing \
+signal SIGTERM
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+    raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
+    ^^^^^^^^^^^^^^^^^^^^^^^^^^^
+torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15
+Traceback (most recent call last):
+ValueError: of the user
+"""
+
+
 @pytest.fixture
 def server(shared):
     return shared
@@ -109,10 +126,12 @@ def test_messages_of_torch_with_a_rank_are_folded(server, page):
     )
     lines += "W1124 16:00:01.000 7 torch/distributed/run.py:874] \n"
     lines += "W1124 16:00:01.000 7 torch/distributed/run.py:874] Setting OMP_NUM_THREADS environment variable\n"
-    run = make(server, lines + "the end\n")
+    run = make(server, lines + STOPPED + "the end\n")
     page.goto(f"{server.url}/?tab=run&run={run.id}")
-    expect(page.get_by_role("button", name="Library messages")).to_have_text("Library messages (4)")
-    expect(page.locator(".fp-log-line:visible")).to_have_text(["the end"])
+    expect(page.get_by_role("button", name="Library messages")).to_have_text("Library messages (7)")
+    traceback = ["Traceback (most recent call last):", "ValueError: of the user"]
+    expect(page.locator(".fp-log-line:visible")).to_have_text([*traceback, "the end"])
+    expect(page.locator(".fp-log-line[data-level=error]")).to_have_text(traceback)
 
 
 def test_the_search_skips_lines_that_the_level_hides(server, page):

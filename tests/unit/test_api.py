@@ -425,7 +425,9 @@ def test_idempotency_key_creates_one_run(app_folder, api):
     assert api.get(f"/api/runs/{name}").json()["can"]["resume"]
     assert api.post(f"/api/runs/{name}/stop", json={}).status_code == 409
 
-    values = api.get(f"/api/runs/{name}/values").json()["values"]
+    copied = api.get(f"/api/runs/{name}/values").json()
+    values = copied["values"]
+    assert copied["checkpoint"] == ""
     assert values["model.builtin"] == "tiny-llama" and set(values) == set(by_name())
     assert api.delete(f"/api/runs/{name}").status_code == 200
     assert api.get(f"/api/runs/{name}").status_code == 404

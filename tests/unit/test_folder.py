@@ -260,7 +260,7 @@ def test_sentences_of_ended_runs(run: Run) -> None:
     put(run, LOCK, "supervisor\n")
     put(run, STATE, {"end": "stopped", "started": 100.0, "ended": 285.0, "exit_code": 0})
     put(run, PROGRESS, {"phase": "training", "step": 12, "max_steps": 40})
-    assert "Resume starts at step 0" in run.summary()["sentence"]
+    assert "start again at step 0" in run.summary()["sentence"]
     for step, whole in ((2, True), (10, True), (12, False)):
         folder = run.path / f"checkpoints/checkpoint-{step}"
         folder.mkdir(parents=True)

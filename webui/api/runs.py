@@ -224,8 +224,11 @@ def _place_in_queue(run: Run) -> dict[str, Any] | None:
 
 
 def values(run: PathRun) -> dict[str, Any]:
-    """The run's options as the form shows them, to start another run with them."""
-    return {"values": without_secrets(form_values(presets.load(_spec_text(run))))}
+    """The run's options as the form shows them, to start another run with them, and the folder of the checkpoint that
+    the other run could resume from; "" for none."""
+    checkpoint = run.resume_point().checkpoint if run.can()["resume"] else None
+    values = without_secrets(form_values(presets.load(_spec_text(run))))
+    return {"values": values, "checkpoint": str(checkpoint.resolve()) if checkpoint else ""}
 
 
 def log(run: PathRun, off: int = -1, before: int | None = None, rank: int = -1, latest: bool = False) -> Any:

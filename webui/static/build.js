@@ -310,14 +310,24 @@ async function fixAll() {
  * @param {{ id: string, fix?: any, field?: string }} wanted @param {(tab: string) => void} showView
  */
 export async function cloneRun({ id, fix = null, field = "" }, showView) {
-  const [{ values }] = await Promise.all([get(`${runPath(id)}/values`), loaded]);
+  const [{ values, checkpoint }] = await Promise.all([get(`${runPath(id)}/values`), loaded]);
   showView("build");
   selectPreset("");
   const copied = "The run's options were copied into the form";
-  const shown = fix ? { undo: `${copied}, with one change: ${fix.label}.`, details: diffList(fix.diff) } : {};
-  form.setValues({ ...values, ...(fix ? fix.patch : {}) }, { undo: `${copied}.`, ...shown });
+  const plain = { undo: `${copied}.`, details: checkpoint ? resumeOffer(checkpoint) : null };
+  const changed = fix && { undo: `${copied}, with one change: ${fix.label}.`, details: diffList(fix.diff) };
+  form.setValues({ ...values, ...(fix ? fix.patch : {}) }, changed || plain);
   window.scrollTo(0, 0);
   if (field) form.goTo(field);
+}
+
+/** A new run has no checkpoint of its own, whatever "Latest checkpoint" suggests. @param {string} checkpoint a folder */
+function resumeOffer(checkpoint) {
+  const name = checkpoint.replace(/.*\//, "");
+  const patch = { "save.resume_from": "path", "save.resume_path": checkpoint };
+  const resume = () => form.setValues(patch, { undo: `The new run will resume from ${name} of the copied run.` });
+  const button = el("button.fp-link", { type: "button", onclick: resume }, `Resume from ${name}`);
+  return el("div", {}, "The new run would start at step 0. ", button);
 }
 
 async function importFile(event) {

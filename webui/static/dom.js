@@ -46,6 +46,9 @@ export function redraw(node, ...children) {
 /** Whether a node is shown and can have the focus. @param {any} node */
 export const canFocus = (node) => node.isConnected && node.checkVisibility() && !node.disabled;
 
+/** Whether what had the focus is gone, hidden or disabled. */
+export const isFocusLost = () => document.activeElement === document.body || !canFocus(document.activeElement);
+
 /** Set a node's text without touching the DOM if it is unchanged. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;

@@ -37,7 +37,11 @@ function createLine(raw, libraryPart) {
   const text = (rank ? raw.slice(rank[0].length) : raw).replace(LEFTOVER_PREFIXES, "");
   const level = levelOf(text);
   const library = libraryPart(text, rank ? rank[1] : "", level);
-  const data = { "data-level": level || null, "data-rank": rank && rank[1], "data-folded": library || null };
+  const data = {
+    "data-level": (library && level === "error" ? "warning" : level) || null,
+    "data-rank": rank && rank[1],
+    "data-folded": library || null,
+  };
   return el("div.fp-log-line", data, text);
 }
 

@@ -8,6 +8,7 @@ const MESSAGES = [
   /^W\d{4} .*torch\/utils\/_pytree\.py:\d+\]/, // torch 2.13: classes that torchao registers as pytree nodes
   /^[^\s:][^:]*\.py:\d+: \w*Warning: .*_register_pytree_node/, // transformers with torch 2.2 or later
   /^W\d{4} .*torch\/distributed\/run\.py:\d+\]\s*(\**$|Setting OMP_NUM_THREADS)/, // torch: torchrun's default
+  /^W\d{4} .*torch\/distributed\/launcher\/api\.py:\d+\] config has no run_id/, // torch: without --rdzv-id
   /^\[W\S* .*\[c10d\] The hostname of the client socket cannot be retrieved/, // torch: no reverse DNS
   /^\[Gloo\] Rank \d+ is connected to \d+ peer ranks/, // torch: gloo's start
   /^huggingface\/tokenizers: The current process just got forked/, // tokenizers, with the two lines that follow it
@@ -17,18 +18,29 @@ const MESSAGES = [
 const MAX_CHARACTERS = 1000; // of a line; some patterns take quadratic time in its length
 const CONTINUES = /^\s+\S/; // a line of source code under a warning
 const TRACEBACK = /Traceback \(most recent call last\):/;
+// torchrun 2.13, when it is stopped: a traceback of its own process follows, which ends with this exception.
+const STOPPED = /^W\d{4} .*torch\/distributed\/elastic\/.*\] (Received \d+ death signal|Sending process \d+ closing)/;
+const STOPPED_BY_SIGNAL = /^torch\.distributed\.elastic\.\S*SignalException: /;
 const PREFIX = /^\[rank(\d+)\]: ?/; // torch's, of warnings and of each line of a traceback
+
+const isOfStop = (/** @type {string} */ text) =>
+  TRACEBACK.test(text) || CONTINUES.test(text) || STOPPED_BY_SIGNAL.test(text);
 
 /**
  * A function that tells of each line of a text, in order, whether it is a library's message ("message"), continues one
- * ("more"), or neither (""). A traceback is never folded: it lasts until its first line that is not indented.
+ * ("more"), or neither (""). A traceback lasts until its first line that is not indented. It is never folded, except
+ * torchrun's own after it has received a signal: it only says that the run was stopped.
  */
 export function createLibraryFilter() {
-  const last = /** @type {Record<string, "" | "folded" | "traceback">} */ ({}); // by rank: of its last line
+  const last = /** @type {Record<string, "" | "folded" | "traceback" | "stopped">} */ ({}); // by rank: its last line
   return (/** @type {string} */ line, /** @type {string} */ launcherRank, /** @type {string} */ level) => {
     const prefix = PREFIX.exec(line);
     const text = line.slice(prefix ? prefix[0].length : 0).slice(0, MAX_CHARACTERS);
     const rank = launcherRank || (prefix ? prefix[1] : "");
+    if (!rank && (STOPPED.test(text) || (last[rank] === "stopped" && isOfStop(text)))) {
+      last[rank] = STOPPED_BY_SIGNAL.test(text) ? "" : "stopped";
+      return STOPPED.test(text) ? "message" : "more";
+    }
     if (TRACEBACK.test(text) || (last[rank] === "traceback" && !/^\S/.test(text))) {
       last[rank] = "traceback";
       return "";

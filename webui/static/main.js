@@ -3,7 +3,19 @@
 import { get } from "./api.js";
 import { addBuildEvents, checkSoon, cloneRun, loadInitialValues, loadMachines, selectPredecessor } from "./build.js";
 import { mountCompareRuns } from "./compare_runs.js";
-import { $, address, closeDialogs, copy, dismissNotifications, emit, notify, notifyError, on, setText } from "./dom.js";
+import {
+  $,
+  address,
+  canFocus,
+  closeDialogs,
+  copy,
+  dismissNotifications,
+  emit,
+  notify,
+  notifyError,
+  on,
+  setText,
+} from "./dom.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
 import { isDark, setDark, stopLoadingTimer } from "./gradio.js";
 import { mountHubToken } from "./hub_token.js";
@@ -24,6 +36,7 @@ function showView(tab, run, compared = {}) {
   if (tab !== document.body.dataset.tab) dismissNotifications(); // their Undo belongs to the other view
   address.set({ tab, ...(run ? { run } : {}), runs: null, x: null, ...compared });
   drawView();
+  if (!canFocus(document.activeElement)) focusView(); // what had the focus belongs to the other view
   window.scrollTo(0, 0); // a view that was not open before begins at its top; going back keeps the browser's place
 }
 
@@ -53,6 +66,10 @@ function drawView() {
 /** Move the focus behind the header. @param {Event} event */
 function skipToContent(event) {
   event.preventDefault();
+  focusView();
+}
+
+function focusView() {
   const view = $($("#fp-skip").getAttribute("href"));
   view.tabIndex = -1;
   view.focus();

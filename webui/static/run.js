@@ -2,7 +2,20 @@
 // The Run view: state, actions, error, results, charts, log and details of the run in the address.
 import { get, post, runPath } from "./api.js";
 import { createCharts } from "./charts.js";
-import { $, address, confirmDialog, dropdown, el, emit, notify, notifyError, on, redraw, setText } from "./dom.js";
+import {
+  $,
+  address,
+  confirmDialog,
+  dropdown,
+  el,
+  emit,
+  isFocusLost,
+  notify,
+  notifyError,
+  on,
+  redraw,
+  setText,
+} from "./dom.js";
 import { num } from "./format.js";
 import { failureParts, remedies } from "./failure.js";
 import { alertParts, isAlert, rankTable } from "./live.js";
@@ -126,7 +139,7 @@ function buildPage(place) {
 }
 
 function titlePart() {
-  page.name = el("h2");
+  page.name = el("h2", { tabindex: -1 });
   page.badge = el("span.fp-badge", { role: "status" }); // the sentence changes with each step, too often to be read out
   page.sentence = el("span.fp-run-sentence");
   page.away = el("span.fp-away", { hidden: true }, "Reconnecting");
@@ -444,13 +457,18 @@ async function act(work) {
   } finally {
     busy = false;
     if (run) draw();
+    if (isVisible() && isFocusLost()) page.name.focus({ preventScroll: true });
     if (id) page.poller.start();
   }
 }
 
+const SAVES = "It finishes its current step and saves a checkpoint, from which it can be resumed.";
+const SAVES_LATER =
+  "Once training has begun, it finishes its current step and saves a checkpoint. Before that, there is nothing to save.";
+
 async function stop(save) {
   const question = save
-    ? "Stop this run? It finishes its current step and saves a checkpoint, from which it can be resumed."
+    ? `Stop this run? ${run.summary.step ? SAVES : SAVES_LATER}`
     : "Stop this run without saving? All steps since the last checkpoint are lost.";
   const label = save ? "Stop and save" : "Stop without saving";
   const asked = base();

@@ -9,6 +9,8 @@ import { confirmDelete, deleteRun, hasEnded, resumeRun } from "./run_state.js";
 /** @typedef {import("./runs_search.js").Run} Run */
 
 const RESUMABLE = ["new", "stopped", "failed", "lost"];
+/** A run that has completed no step has no checkpoint. @param {Run} run */
+const startLabel = ({ state, step }) => (state === "new" ? "Start" : step ? "Resume" : "Start again");
 const isDeletable = ({ state }) => hasEnded(state) || state === "new";
 const counted = (count) => (count === 1 ? "1 run" : `${num(count)} runs`);
 /** @param {string[]} ids */
@@ -167,7 +169,7 @@ export function createRowMenu(changed) {
       return el(`button${kind}`, attributes, text);
     };
     return [
-      RESUMABLE.includes(run.state) && item(run.state === "new" ? "Start" : "Resume", () => resumeRun(run.id)),
+      RESUMABLE.includes(run.state) && item(startLabel(run), () => resumeRun(run.id)),
       item("Copy into form", async () => emit("clone", { id: run.id })),
       item("Tags and notes", async () => editNotes(run, changed)),
       item(run.archived ? "Restore" : "Archive", () => archive([run.id], !run.archived, changed)),
