@@ -184,7 +184,13 @@ def test_the_header_leads_from_each_page_to_the_others_in_this_tab(page, server,
     expect(views.get_by_role("link", name="Help")).to_have_attribute("aria-current", "page")
     assert page.evaluate("() => document.body.classList.contains('dark')") is not was_dark
     page.get_by_label("Search the help").fill("rehearsal")
+    page.locator("main mark").first.wait_for()
+    assert "search" not in page.url
+    page.get_by_label("Search the help").fill("")
+    page.get_by_role("heading", name="Getting started", level=1).wait_for()
+    page.get_by_label("Search the help").fill("rehearsal")
     page.keyboard.press("Enter")
+    page.wait_for_url("**/help/search?q=rehearsal")
     page.get_by_role("link", name="Rehearsal", exact=True).click()
     page.wait_for_url("**/help/guide#rehearsal")
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width

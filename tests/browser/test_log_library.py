@@ -77,6 +77,7 @@ def test_an_ended_run_without_a_log_does_not_promise_one(server, page):
     run = make(server, "")
     page.goto(f"{server.url}/?tab=run&run={run.id}")
     expect(page.locator(".fp-log-empty")).to_have_text("The run ended without a line in this log.")
+    expect(page.locator(".fp-details > :visible").first).to_have_css("border-top-width", "0px")
     (run.path / LOG).write_text("a line\n")
     page.reload()
     expect(page.locator(".fp-log")).to_contain_text("a line")

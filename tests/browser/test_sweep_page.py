@@ -74,6 +74,11 @@ def test_the_card_says_what_would_start(server, page):
     expect(card.get_by_role("status")).to_contain_text("learning_rate=1e-4 seed=42, learning_rate=1e-4 seed=43")
     card.get_by_label("Values of Learning rate").fill("1e-4..1e-3")
     expect(card.get_by_role("status")).to_contain_text("add the number of grid points")
+    expect(card.get_by_role("status")).to_have_attribute("data-level", "error")
+    card.get_by_label("Values of Learning rate").fill("")
+    expect(card.get_by_role("status")).to_have_text("Enter the values of Learning rate.")
+    expect(card.get_by_role("status")).to_have_attribute("data-level", "missing")  # nothing is wrong yet
+    card.get_by_label("Values of Learning rate").fill("1e-4..1e-3")
     expect(card.get_by_role("button", name="Start runs")).to_be_disabled()
     card.get_by_role("button", name="Add an option").click()
     expect(card.locator(".fp-sweep-row")).to_have_count(2)

@@ -13,7 +13,14 @@ from backend.runs import LOCK, METRICS, RESULT, SPEC, Plan
 from backend.runs.folder import Run
 from backend.runs.metrics import read_points
 from webui import compare_runs_image
-from webui.api.compare_runs import MOST, csv_text, option_differences, resolved_differences, shared_samples
+from webui.api.compare_runs import (
+    MOST,
+    csv_text,
+    distinct_names,
+    option_differences,
+    resolved_differences,
+    shared_samples,
+)
 from webui.curves import Curves
 
 LORA = parse({"model.builtin": "tiny-llama", "method.kind": "lora"})
@@ -115,6 +122,14 @@ def test_image(count):
     runs = [(f"$run$ {n}", {"loss": curve, "eval_loss": curve, "learning_rate": curve}) for n in range(count)]
     assert compare_runs_image.draw(runs, "seconds").startswith(b"\x89PNG")
     assert len(set(compare_runs_image.COLORS)) == MOST
+
+
+def test_runs_with_the_same_name_are_told_apart():
+    a, b, c, d = "2026-11-26_192608_a", "2026-11-26_192609_a", "2026-11-26_192609_a-2", "old"
+    assert distinct_names([(a, "a"), (b, "b")]) == {a: "a", b: "b"}
+    assert distinct_names([(a, "a"), (b, "a")]) == {a: "a (2026-11-26 19:26:08)", b: "a (2026-11-26 19:26:09)"}
+    found = distinct_names([(a, "a"), (b, "a"), (c, "a"), (d, "a")])
+    assert found == {a: "a (2026-11-26 19:26:08)", b: f"a ({b})", c: f"a ({c})", d: "a (old)"}
 
 
 # -- the API -----------------------------------------------------------------------------------------------------

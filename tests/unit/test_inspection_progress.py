@@ -19,8 +19,8 @@ from backend.cli import status_line
 from backend.cli.status_line import StatusLine
 from backend.config import RunSpec
 from backend.config.options import edit
+from backend.inspect import DataIssue, inspect_inputs, worker
 from backend.inspect import examples as inspection
-from backend.inspect import inspect_inputs, worker
 from backend.inspect.examples import FORMAT, ExampleReports
 from backend.machine import Machine
 from backend.preflight import Report, preflight
@@ -235,6 +235,8 @@ def test_report_says_how_many_examples_were_checked(
     assert tokenized.checked == "first 12,400 of 40,000 examples checked"
     none = replace(found, facts=replace(found.facts, num_checked=0))
     assert none.checked == "no examples checked yet" and "not checked in time" in none.unchecked_note
+    issue = (DataIssue("data.files", "a.jsonl", "is empty"),)  # an error shows what was found: nothing is awaited
+    assert replace(none, facts=replace(none.facts, data_issues=issue)).checked == ""
     failed = replace(found, facts=replace(found.facts, examples_pending=False, examples_problem="it took too long"))
     assert failed.checked == "examples not checked: it took too long"
     assert failed.unchecked_note == "The examples were not checked: it took too long."

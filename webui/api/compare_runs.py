@@ -8,6 +8,8 @@ from __future__ import annotations
 import csv
 import importlib
 import io
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,8 +57,9 @@ def compare(state: State, ids: str) -> dict[str, Any]:
             specs[run.id] = presets.load(files.read_text(run.path / SPEC))
         except (OSError, SpecError, UnicodeDecodeError):
             problems.append(_problem(run.id, f"Its {SPEC} cannot be read, so its options are not compared."))
+    names = distinct_names((row["id"], row["name"]) for row in rows)
     return {
-        "runs": rows,
+        "runs": [row | {"name": names[row["id"]]} for row in rows],
         "options": [*option_differences(specs), *resolved_differences(resolved)],
         "samples": shared_samples(samples),
         "problems": problems,
@@ -77,7 +80,8 @@ def image(state: State, ids: str, x: str = "step") -> Response:
         raise ApiError(422, f"The x axis must be one of {', '.join(AXES)}.")
     compare_runs_image = importlib.import_module("webui.compare_runs_image")  # matplotlib
     runs, _ = _find_runs(state, ids)
-    drawn = [(run.name, state.curves(run.path / METRICS).series(IMAGE_POINTS, axis=x)["series"]) for run in runs]
+    names = distinct_names((run.id, run.name) for run in runs)
+    drawn = [(names[run.id], state.curves(run.path / METRICS).series(IMAGE_POINTS, axis=x)["series"]) for run in runs]
     png = compare_runs_image.draw(drawn, x)
     return Response(png, media_type="image/png", headers=_disposition("inline", "png"))
 
@@ -103,6 +107,23 @@ def _find_runs(state: AppState, ids: str) -> tuple[list[Run], list[Problem]]:
         except OSError:  # a name that is too long for the file system
             problems.append(_problem(name[:200], "There is no run with this name."))
     return runs, problems
+
+
+def distinct_names(runs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The name of each run (id, name). Runs with the same name are told apart by the time in their id, or else by the
+    id."""
+    named = dict(runs)
+    names = Counter(named.values())
+    timed = {id: f"{name} ({_time_of(id)})" for id, name in named.items()}
+    times = Counter(timed.values())
+    distinct = {id: text if times[text] == 1 else f"{named[id]} ({id})" for id, text in timed.items()}
+    return {id: name if names[name] == 1 else distinct[id] for id, name in named.items()}
+
+
+def _time_of(id: str) -> str:
+    """2026-11-26 19:26:08 for 2026-11-26_192608_name; the id if it has no time."""
+    match = re.match(r"(\d{4}-\d\d-\d\d)_(\d\d)(\d\d)(\d\d)_", id)
+    return f"{match[1]} {':'.join(match.groups()[1:])}" if match else id
 
 
 def _problem(id: str, sentence: str) -> Problem:

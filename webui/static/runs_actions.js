@@ -200,7 +200,9 @@ export function createRowMenu(changed) {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     const buttons = [...node.children];
     const index = buttons.indexOf(document.activeElement);
-    if (step) buttons[(index + step + buttons.length) % buttons.length].focus();
+    const end = { Home: 0, End: buttons.length - 1 }[event.key];
+    if (end !== undefined) buttons[end].focus();
+    else if (step) buttons[(index + step + buttons.length) % buttons.length].focus();
     else if (event.key === "Escape" || event.key === "Tab") close(true);
     else return;
     event.preventDefault();

@@ -175,6 +175,11 @@ const request = () => ({ values: form.currentValues(), ...entered });
 
 async function check() {
   const mine = ++seq;
+  const empty = entered.vary.find(({ values }) => !values.trim());
+  if (empty) {
+    say(`Enter the values of ${form.label(empty.name)}.`, "missing"); // not an error: nothing was entered yet
+    return;
+  }
   try {
     const { runs } = await post("api/sweeps/check", request());
     if (mine === seq) drawOutcome(runs);
