@@ -281,6 +281,7 @@ def test_a_custom_machine_is_added_used_and_removed(page, server):
     opened(page, server)
     dialog = paste_lab(page)
     memory = dialog.get_by_label("Memory per GPU (GiB)", exact=True)
+    expect(dialog).to_contain_text("The checks assume 64 GiB if it is empty.")
     memory.fill("-141")
     dialog.get_by_role("button", name="Save").click()
     expect(dialog.get_by_role("alert")).to_contain_text("Memory per GPU: must be a number of GiB greater than 0")

@@ -55,6 +55,10 @@ def test_search_star_tag_archive_sort_columns(server, page):
     runs = [make(server.runs, i, "failed" if i == 2 else "done") for i in range(5)]
     page.goto(f"{server.url}/?tab=runs")
     expect(page.locator(".fp-runs-link")).to_have_count(5)
+    page.set_viewport_size({"width": 1024, "height": 1000})
+    row = [page.get_by_label("Search runs"), page.locator("summary", has_text="Columns")]
+    assert len({round(node.bounding_box()["y"]) for node in row}) == 1
+    page.set_viewport_size({"width": 1440, "height": 1000})
     search(page)
     annotate_one(page, runs[3])
     change_several(page, runs)
