@@ -171,7 +171,8 @@ class Report:
         if facts.examples_problem:
             return f"examples not checked: {facts.examples_problem}"
         if not facts.num_checked:
-            return "no examples checked yet" if facts.examples_pending and not facts.data_issues else ""
+            is_readable = all(issue.is_example for issue in facts.data_issues)
+            return "no examples checked yet" if facts.examples_pending and is_readable else ""
         if facts.all_checked:
             return f"all {counted(facts.num_checked, 'example')} {done}"
         return f"{self._first_examples} {done}"
