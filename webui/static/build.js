@@ -321,7 +321,7 @@ export async function cloneRun({ id, fix = null, field = "" }, showView) {
   if (field) form.goTo(field);
 }
 
-/** A new run has no checkpoint of its own, whatever "Latest checkpoint" suggests. @param {string} checkpoint a folder */
+/** "Latest checkpoint" is the new run's own: it has none yet. @param {string} checkpoint of the copied run */
 function resumeOffer(checkpoint) {
   const name = checkpoint.replace(/.*\//, "");
   const patch = { "save.resume_from": "path", "save.resume_path": checkpoint };

@@ -464,7 +464,7 @@ async function act(work) {
 
 const SAVES = "It finishes its current step and saves a checkpoint, from which it can be resumed.";
 const SAVES_LATER =
-  "Once training has begun, it finishes its current step and saves a checkpoint. Before that, there is nothing to save.";
+  "If training has begun, it finishes its current step and saves a checkpoint. Before that, there is nothing to save.";
 
 async function stop(save) {
   const question = save
