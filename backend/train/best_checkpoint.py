@@ -1,17 +1,32 @@
-"""The best checkpoint of another run, from which this run resumes.
+"""The best checkpoint: which one it is, and that of another run, from which this run resumes.
 
 trainer_state.json names it relative to the process (/proc/self/cwd), so that a run can be renamed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import TrainerState
 
+from backend.train.checkpoints import step_of
+
 OWN_FOLDER = "/proc/self/cwd/"
+
+
+def note_best(state: TrainerState) -> None:
+    """Before the checkpoint of this step is saved: note whether it or an earlier one is the best.
+
+    transformers 5.23 (trainer.py, _save_checkpoint) takes the step with the lowest eval loss of all, and keeps the best
+    checkpoint of before if that step has no checkpoint, because checkpoints are saved less often than evaluated.
+    """
+    losses = {point["step"]: point["eval_loss"] for point in state.log_history if "eval_loss" in point}
+    best = step_of(Path(state.best_model_checkpoint)) if state.best_model_checkpoint else None
+    lowest = math.inf if best is None else losses.get(best, math.inf)
+    state.best_global_step = state.global_step if losses.get(state.global_step, math.nan) < lowest else best
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -53,6 +54,7 @@ class Report(TrainerCallback):
         """Note the step that this start continues from. The Trainer restores the logging, eval and save intervals of
         the checkpoint; use those of this run."""
         state.compute_steps(args, state.max_steps)
+        note_best(args, state)
         self.start_step = state.global_step
         if RANK == 0 and Path(METRICS).exists():
             append(METRICS, {"event": "resumed", "step": state.global_step, "time": time.time()})
@@ -92,6 +94,7 @@ class Report(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Mark a checkpoint as complete once all ranks have written their part."""
+        note_best(args, state)
         if dist.is_initialized():
             dist.barrier()
         if RANK == 0:
@@ -140,6 +143,16 @@ class Report(TrainerCallback):
         self.written = now
         found = {**steps, **self.first, **parts, "phase": phase, "text": text, "fraction": fraction}
         replace(PROGRESS, {**found, "since": self.since, "time": now})
+
+
+def note_best(args: Any, state: Any) -> None:
+    """The best checkpoint is the one with the lowest eval loss; of equal losses, the earlier. transformers 5.23 looks
+    for the lowest eval loss of all steps, and keeps the best checkpoint of before if that step has no checkpoint."""
+    losses = {point["step"]: point["eval_loss"] for point in state.log_history if "eval_loss" in point}
+    steps = [step for step, loss in losses.items() if math.isfinite(loss)]
+    saved = [step for step in steps if Path(args.output_dir, f"checkpoint-{step}").is_dir()]
+    if saved:
+        state.best_model_checkpoint = f"{args.output_dir}/checkpoint-{min(saved, key=lambda step: losses[step])}"
 
 
 def batch_count(loader: Any) -> int:

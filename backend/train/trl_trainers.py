@@ -18,6 +18,7 @@ import torch
 from backend import registry
 from backend.config import RunSpec
 from backend.train import callbacks, device, disk_space, lora, optimizers, universal_checkpoint
+from backend.train.best_checkpoint import note_best
 from backend.train.checkpoint_weights import CheckpointWeightsMixin
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
@@ -97,6 +98,7 @@ class TrainerMixin(optimizers.OptimizerMixin, CheckpointWeightsMixin):
 
     def _save_checkpoint(self: Any, *args: Any) -> None:
         callbacks.show_checkpoint(self.context.run_log, self.state)
+        note_best(self.state)
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         save = partial(super()._save_checkpoint, *args)
 

@@ -3,7 +3,6 @@ saves at the end is the best one."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +11,16 @@ from typing import Any
 import pytest
 from architectures import build, save
 from fork_server import ForkServer
-from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, read_metrics, result, same_losses
-
-from backend.train.checkpoints import COMPLETE
+from training_runs import (
+    REORDERING_TOLERANCE,
+    log_text,
+    losses,
+    make_best,
+    make_spec,
+    read_metrics,
+    result,
+    same_losses,
+)
 
 STEPS, BEST = 4, 2
 RUN = {
@@ -92,20 +98,13 @@ def test_resumes_and_saves_the_best_model(
     assert evaluated[BEST] > evaluated[STEPS] + 0.1
     assert ("include the router's auxiliary loss" in log_text(folder)) is (kind in WITH_ROUTER_LOSS)
     assert (result(folder).get("router_loss_coef", 0) > 0) is (kind in WITH_ROUTER_LOSS)
-    make_best(folder / f"checkpoints/checkpoint-{BEST}")
+    best = folder / f"checkpoints/checkpoint-{BEST}"
+    make_best(best, best_model_checkpoint=str(best), best_global_step=BEST)
     fork_server.resume(folder, BEST, ranks)
     assert losses(folder) == whole
     assert eval_losses(folder) == evaluated
-    assert result(folder)["eval_loss"] == evaluated[BEST]
+    assert (result(folder)["model_step"], result(folder)["eval_loss"]) == (BEST, 0)
     assert evaluation(folder, options(strategy), ranks, fork_server) == evaluated[BEST]
-
-
-def make_best(checkpoint: Path) -> None:
-    """No later evaluation is better than that of `checkpoint`, and its file is not taken for damage."""
-    state = checkpoint / "trainer_state.json"
-    best = {"best_metric": 0.0, "best_model_checkpoint": str(checkpoint), "best_global_step": BEST}
-    state.write_text(json.dumps({**json.loads(state.read_text()), **best}))
-    (checkpoint / COMPLETE).write_text("")
 
 
 METHODS: Mapping[str, Mapping[str, Any]] = {

@@ -21,6 +21,7 @@ from training_runs import (
     TorchrunLaunch,
     log_text,
     losses,
+    make_best,
     make_engine,
     make_run_folder,
     make_spec,
@@ -49,7 +50,6 @@ from backend.paths import HOME
 from backend.preflight import preflight
 from backend.rules import Case as RuleCase
 from backend.runs import SPEC
-from backend.train import checkpoints
 from backend.train.run_log import TrainError
 
 FULL = {"method.kind": "full", "train.per_device_train_batch_size": 2}
@@ -415,11 +415,7 @@ def test_changed_global_batch_size_is_reported_and_best_checkpoint_loads(trained
     best_model = {"save.load_best_model_at_end": True, "eval.strategy": "steps", "eval.steps": 2}
     changes = {**SAVING, **CONVERTED["zero3"], **best_model, "train.per_device_train_batch_size": 2}
     source = trained.run("zero3-best", {**changes, "train.max_steps": 2}, 2)
-    trainer_state = source / "checkpoints/checkpoint-2/trainer_state.json"
-    trainer_state.write_text(
-        json.dumps({**json.loads(trainer_state.read_text()), "best_metric": 0.0})
-    )  # no later evaluation is better
-    (trainer_state.parent / checkpoints.COMPLETE).write_text("")  # so that the changed file is not taken for damage
+    make_best(source / "checkpoints/checkpoint-2")
     folder, code = resume_in_new_run(trained, source, {**changes, "train.max_steps": 4}, 1)
     assert code == 0, log_text(folder)
     assert "The global batch size is 2 instead of 4." in log_text(folder)

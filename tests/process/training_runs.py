@@ -22,6 +22,7 @@ from backend.machine import Machine
 from backend.paths import HOME
 from backend.resolve import resolve
 from backend.runs import METRICS, RESULT, RUN_MARKER, SKIP_CHECKS, STOP, Plan, processes
+from backend.train.checkpoints import COMPLETE
 from backend.train.engines import TrainEngine, train_engine
 
 TINY_RUN = {
@@ -160,6 +161,18 @@ def train_in_one_process(cache: Path, *runs: str | Path) -> str:
     assert completed.returncode == 0, completed.stdout
     assert not processes.run_processes(first_folder)
     return completed.stdout
+
+
+def make_best(checkpoint: Path, **changes: Any) -> None:
+    """No later evaluation is better than that of `checkpoint`, whose eval loss becomes 0. `changes` are other values of
+    its trainer_state.json, which is not taken for damaged."""
+    path = checkpoint / "trainer_state.json"
+    state = {**json.loads(path.read_text()), "best_metric": 0.0, **changes}
+    for point in state["log_history"]:
+        if "eval_loss" in point and point["step"] == state["global_step"]:
+            point["eval_loss"] = 0.0
+    path.write_text(json.dumps(state))
+    (checkpoint / COMPLETE).write_text("")
 
 
 def soak_except(names: Iterable[str], quick: Collection[str]) -> list[Any]:

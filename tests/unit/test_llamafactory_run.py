@@ -93,6 +93,24 @@ def test_a_resumed_run_has_its_own_intervals(
     assert (state.logging_steps, state.eval_steps, state.save_steps) == (5, 100, 20)
 
 
+def test_best_checkpoint_has_the_lowest_eval_loss_of_all_checkpoints(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any
+) -> None:
+    """transformers looks for the lowest eval loss of all steps, and here step 3 has no checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    for step in (2, 4, 6):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    losses = {1: 9.0, 2: 8.0, 3: 5.0, 4: 6.0, 5: 9.0, 6: float("nan")}
+    history = [{"step": step, "eval_loss": loss} for step, loss in losses.items()]
+    state = TrainerState(global_step=6, max_steps=6, log_history=history, best_model_checkpoint="checkpoint-2")
+    llamafactory_run.Report().on_save(SimpleNamespace(output_dir=str(tmp_path)), state, None)
+    assert state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    resumed = TrainerState(global_step=4, max_steps=6, log_history=history[:4], best_model_checkpoint="checkpoint-2")
+    arguments = SimpleNamespace(output_dir=str(tmp_path), logging_steps=5, eval_steps=1, save_steps=2)
+    llamafactory_run.Report().on_train_begin(arguments, resumed, None)
+    assert resumed.best_model_checkpoint == str(tmp_path / "checkpoint-4"), "its state was saved before step 4 counted"
+
+
 def test_checkpoints_that_are_away_are_not_no_checkpoint(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any
 ) -> None:
