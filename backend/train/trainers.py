@@ -24,6 +24,7 @@ from backend.train.patches import (
     trl_loss_positions,
     trl_missing_router,
     trl_router_logits,
+    trl_token_mean,
 )
 
 SCHEDULER_ARGUMENTS = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
@@ -144,6 +145,8 @@ def build_trainer(
             callbacks=callbacks,
             **trl_trainers.constructor_arguments(spec.train.stage, reference, prepared.train, prepared.validation),
         )
+    if spec.train.stage in registry.NEXT_TOKEN_STAGES and not spec.train.use_unsloth:
+        trl_token_mean.apply(trainer)
     if spec.train.torch_compile:
         trainer.add_callback(kernels.CompileCheckCallback(trainer))
     trainer.spec = spec

@@ -76,6 +76,7 @@ REPAIRED_SOURCE: dict[str, tuple[str, str]] = {
     "deepspeed_universal_paths": ("deepspeed.checkpoint.ds_to_universal:_merge_zero_shards", "escape"),
     "peft_reference_adapter": ("backend.train.patches.peft_reference_adapter:original", " in state_dict"),
     "trl_precompute_hooks": ("trl.trainer.dpo_trainer:DPOTrainer", "remove_hooks"),
+    "trl_token_mean": ("trl.trainer.sft_trainer:SFTTrainer.__init__", "model_accepts_loss_kwargs"),
     "ulysses_skip_batches": ("accelerate.data_loader:skip_first_batches", "ulysses"),
 }
 

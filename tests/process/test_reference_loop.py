@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 import reference_loop
 import torch
@@ -276,6 +277,15 @@ QUICK |= {"dpo-sft", "kto", "orpo-accumulation", "reward"}
 def test_one_process(comparison: Comparison, name: str) -> None:
     changes, options = ONE_PROCESS[name]
     comparison.check(name, 0, options, **changes)
+
+
+def test_micro_batches_of_a_model_with_a_vision_tower(comparison: Comparison, tiny: Path) -> None:
+    """Its class says that its own loss takes no number of tokens, which the Trainer would believe."""
+    model = architectures.build("gemma4_unified")
+    assert model.accepts_loss_kwargs is False
+    architectures.save(model, tiny, comparison.models / "gemma4_unified")
+    settings = make_settings(comparison.models, "gemma4_unified", batch_size=1, accumulation=3, steps=2)
+    compare_steps(comparison.train("vision-tower", settings, 0, {}), reference_loop.train(settings))
 
 
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
