@@ -20,6 +20,8 @@ UNTRAINABLE: Mapping[str, str] = {  # the end of a sentence
     "xlstm": _LOSS,
 }
 NO_LAYER_LIST = frozenset({"blt"})  # their config has no num_hidden_layers
+# Their layers change the output of a divided layer in place, which torch refuses for outputs of tensor parallelism.
+NO_TENSOR_PARALLELISM = frozenset({"llama4", "llama4_text"})
 NO_ZERO3 = frozenset({"blt", "rwkv", "youtu"})  # their weights are initialized by shape, and ZeRO-3 has sharded them
 READS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})  # the forward pass clamps the weights of linear layers
 # Linear layers whose weight the forward pass reads without calling the layer, so that an adapter has no effect.

@@ -28,6 +28,9 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "accelerate_deepspeed_import": (
         "accelerate.utils.other:extract_model_from_parallel", "from deepspeed import DeepSpeedEngine",
     ),
+    "accelerate_fsdp2_absent_state": (
+        "torch.distributed.checkpoint.state_dict:", "Missing optimizer state for parameter",
+    ),
     "accelerate_fsdp2_addresses": ("accelerate:Accelerator._prepare_fsdp2", "data_ptr"),
     "accelerate_fsdp2_quantized": (
         "accelerate.utils.fsdp_utils:fsdp2_prepare_model", "cpu_ram_efficient_loading and not model_has_params4bit",

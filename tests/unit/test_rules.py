@@ -40,7 +40,7 @@ from backend.rules.examples import (
 )
 from backend.rules.memory import LLAMA_8B_FACTS, NO_REMEDY
 
-COUNT = 278
+COUNT = 279
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from backend import registry
 from backend.rules.base import Case, Example, Fix, rule
 from backend.rules.common_fixes import DDP, FSDP2
 from backend.rules.distributed.examples import FOUR_PROCESSES, FULL, TINY_FACTS, with_cores
@@ -102,3 +103,23 @@ def missing_tensor_parallel_plan(case: Case) -> str | None:
     if shape.tensor_parallel_plan:
         return f"transformers' tensor parallel plan for {shape.architecture} covers only the output layer."
     return f"transformers has no tensor parallel plan (base_model_tp_plan) for {shape.architecture}."
+
+
+@rule(
+    "STR057",
+    "error",
+    fields=("parallel.strategy", "model.builtin", "model.path", "model.hub_id"),
+    title="Llama 4 cannot be trained with tensor parallelism",
+    source="transformers 5.23 models/llama4/modeling_llama4.py: Llama4TextMoe.forward adds to the output of its shared "
+    "expert in place",
+    fixes=(FSDP2,),
+    fails_on=Example(TENSOR, TWO_H100, replace(TINY_FACTS, model_type="llama4_text")),
+    passes_on=Example(TENSOR, TWO_H100, TINY_FACTS),
+)
+def changes_outputs_in_place(case: Case) -> str | None:
+    """The model changes the output of its shared expert in place. torch does not allow that for the output of a layer
+    that is divided among devices, so the first step fails."""
+    kinds = case.model_types & registry.NO_TENSOR_PARALLELISM
+    if case.run.tensor_parallel_size == 1 or not kinds:
+        return None
+    return f"The strategy is {case.strategy.label}, and the model type is {sorted(kinds)[0]}."

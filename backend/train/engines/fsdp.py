@@ -16,7 +16,7 @@ from backend.runs import FSDP
 from backend.train import device
 from backend.train.engines.base import TrainEngine
 from backend.train.engines.tensor_parallel import SYNC_EACH_BATCH
-from backend.train.patches import accelerate_fsdp_on_cpu
+from backend.train.patches import accelerate_fsdp2_absent_state, accelerate_fsdp_on_cpu
 from backend.train.run_log import TrainError
 
 RANK0_LOADING = "cpu_ram_efficient_loading"
@@ -52,6 +52,7 @@ class TrainFSDP(TrainEngine):
         """Complete accelerate's FSDP plugin."""
         if config.fsdp:
             self._complete_plugin(config)
+            accelerate_fsdp2_absent_state.apply()
         if self.run.device == "cpu":
             accelerate_fsdp_on_cpu.apply()
 

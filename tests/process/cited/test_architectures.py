@@ -13,6 +13,7 @@ import torch.distributed as dist
 from architectures import build, tokens
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from training_runs import environment
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, BltConfig, Trainer, TrainingArguments
 from trl.trainer.utils import add_fused_lm_head
@@ -91,6 +92,25 @@ def test_fsdp2_refuses_a_module_that_two_layers_share(tmp_path: Path) -> None:
         fully_shard(first, mesh=mesh)
         with pytest.raises((ValueError, TypeError), match=r"is shared with a parameter|Invariant"):
             fully_shard(second, mesh=mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+@cites("STR057")
+@pytest.mark.parametrize("kind", ["llama4_text", "qwen2_moe"])
+def test_llama4_changes_the_output_of_a_divided_layer_in_place(kind: str, tmp_path: Path) -> None:
+    """Its shared expert is divided as transformers' plan says; that of Qwen2 MoE is not changed in place."""
+    blocks = [module for module in build(kind).modules() if hasattr(module, "shared_expert")]
+    plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    hidden_states = torch.ones(1, 3, 64, requires_grad=True)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallelize_module(blocks[0].shared_expert, dist.device_mesh.init_device_mesh("cpu", (1,)), plan)
+        if kind in registry.NO_TENSOR_PARALLELISM:
+            with pytest.raises(RuntimeError, match="modified inplace"):
+                blocks[0](hidden_states)
+        else:
+            blocks[0](hidden_states)
     finally:
         dist.destroy_process_group()
 
