@@ -1,5 +1,7 @@
 """How the ranks of a run meet, and how they trust each other's objects.
 
+Imports torch and psutil only: a copy of this file is in the run folder of a training with LLaMA-Factory.
+
 Two parts of torch 2.13 accept anyone who can connect, and run the code of whoever does. The TCPStore of `env://`
 listens on all interfaces without authentication. gloo takes the first connection with the right sequence number, which
 counts from 0, for the rank that it expects, and object collectives unpickle what that rank sends. So the ranks of one

@@ -262,6 +262,7 @@ def test_escape_asks_before_it_discards_what_was_entered(page, server):
     add = page.get_by_role("button", name="Add a machine", exact=True)
     dialog = page.get_by_role("dialog", name="Add a machine to plan for")
     add.click()
+    expect(dialog).to_be_visible()  # it opens once the server has sent its fields
     page.keyboard.press("Escape")
     expect(dialog).to_have_count(0)
     add.click()

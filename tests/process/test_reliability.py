@@ -239,8 +239,9 @@ def test_a_run_that_is_renamed_trains_on(fork_server: ForkServer, root: Path, st
 
 HOLD_LOCK = """
 import sys, time
-from backend.train.patches.torch_build_lock import BuildLock, file_baton
-lock = (BuildLock if sys.argv[2] == "BuildLock" else file_baton.FileBaton)(sys.argv[1])
+from torch.utils.file_baton import FileBaton
+from backend.train.patches.torch_build_lock import BuildLock
+lock = (BuildLock if sys.argv[2] == "BuildLock" else FileBaton)(sys.argv[1])
 assert lock.try_acquire()
 print("acquired", flush=True)
 sys.stdin.readline()
