@@ -1,6 +1,6 @@
 """Machines described in YAML, so that a laptop can check a run for a cluster.
 
-The ones in presets/machines can be referred to by name.
+Machines in presets/machines can be referred to by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`python -m backend.train.warm_server FOLDER PARENT`: imports the libraries once, and forks a process for each
 request of `runs/warm_python.py`.
 
-A forked process has what it was asked for: module, arguments, working directory, environment, standard streams; and
-this server's libraries, which read their environment variables when they were imported. So the server is started with
+A forked process has the module, arguments, working directory, environment and standard streams of the request, and this
+server's libraries, which read their environment variables when they were imported. So the server is started with
 the environment of the run. Only for runs on CPU: a process that has asked CUDA anything cannot be forked. The socket is
 in FOLDER, which only its user can read. Ends with the process PARENT, which has started it.
 """
