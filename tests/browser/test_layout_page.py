@@ -168,6 +168,23 @@ def test_the_theme_of_a_page_without_gradio_can_be_switched_before_its_modules_a
     assert page.evaluate("() => document.body.classList.contains('dark')") is not was_dark
 
 
+@pytest.mark.parametrize(
+    ("path", "module", "field", "found"),
+    [
+        ("help/getting-started", "static_page.js", "Search the help", "main mark"),
+        ("rules", "rules.js", "Search rules", "article[hidden]"),
+    ],
+)
+def test_words_typed_before_the_modules_are_loaded_are_searched(page, server, path, module, field, found):
+    held = []
+    page.route(f"**/{module}", lambda route: held.append(route))
+    page.goto(f"{server.url}/{path}", wait_until="commit")
+    page.get_by_label(field).fill("rehearsal")
+    assert page.locator(found).count() == 0
+    held[0].continue_()
+    page.locator(found).first.wait_for(state="attached")
+
+
 @pytest.mark.parametrize("width", [1440, 390])
 def test_the_header_leads_from_each_page_to_the_others_in_this_tab(page, server, width):
     """The form keeps its values, and the theme is the same on each page."""

@@ -45,4 +45,5 @@ input.addEventListener("input", filter);
 family.addEventListener("change", filter);
 // The linked section may be filtered out.
 document.querySelector("main > header p a")?.addEventListener("click", reset);
+if (input.value || family.value) filter(); // entered before this module was loaded
 if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();

@@ -31,6 +31,7 @@ if (search && main) {
     clearTimeout(timer);
     timer = setTimeout(() => showFound(search, main), TYPING_PAUSE);
   });
+  if (search.value !== search.defaultValue) void showFound(search, main); // typed before this module was loaded
   document.querySelector("aside nav")?.addEventListener("click", (event) => {
     if (!(/** @type {Element} */ (event.target).closest("a[href^='#']"))) return;
     latest++;
