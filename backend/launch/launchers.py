@@ -54,7 +54,7 @@ def other_commands(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[st
     if run.nnodes == 1:
         return {}
     if spec.launch.rendezvous == "elastic":
-        return {JOIN: command(spec, run, machine, 0)}
+        return {JOIN: command(spec, run, machine, 1)}
     ranks = (rank for rank in range(run.nnodes) if rank != spec.launch.node_rank)
     return {f"{JOIN}-{rank}": command(spec, run, machine, rank) for rank in ranks}
 
@@ -80,8 +80,9 @@ def _rendezvous(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, .
         nodes = (f"--nnodes={launch.nnodes}", f"--node-rank={node_rank}")
         return (*nodes, f"--master-addr={launch.master_addr}", f"--master-port={port}")
     nodes = (f"--nnodes={launch.min_nnodes}:{launch.nnodes}", f"--max-restarts={launch.max_restarts}")
-    endpoint = f"{launch.master_addr}:{port}"
-    return (*nodes, "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")  # the ID is in the environment
+    # torchrun would compare the address with those of its host name, which is 127.0.1.1 in Debian's /etc/hosts.
+    store = ("--rdzv-backend=c10d", f"--rdzv-conf=is_host={int(node_rank == 0)}")
+    return (*nodes, *store, f"--rdzv-endpoint={launch.master_addr}:{port}")  # the ID is in the environment
 
 
 def _accelerate(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:

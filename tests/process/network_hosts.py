@@ -45,8 +45,8 @@ class NetworkHost:
         if created.returncode:
             pytest.skip(f"ip netns is not permitted here: {created.stderr.strip()}")
         self.etc.mkdir(parents=True)
-        names = "".join(f"{address} host-{n}\n" for n, address in enumerate(ADDRESSES))
-        (self.etc / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        others = "".join(f"{address} host-{n}\n" for n, address in enumerate(ADDRESSES) if n != self.number)
+        (self.etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 host-{self.number}\n{others}")  # as in Debian
 
     def start_init(self) -> None:
         """Start the init process of the host."""

@@ -4,6 +4,7 @@ the other, as a user would do it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -265,8 +266,13 @@ def test_nodes_join_and_leave(root: Path, cache: Path, hosts: tuple[NetworkHost,
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
-@pytest.mark.parametrize("rendezvous", ["standalone", "static"])
+@pytest.mark.parametrize(
+    ("launcher", "rendezvous"),
+    [
+        *itertools.product(["torchrun", "accelerate", "deepspeed"], ["standalone", "static"]),
+        ("torchrun", "elastic"),
+    ],
+)
 def test_a_master_port_that_is_in_use_is_named(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, rendezvous: str
 ) -> None:
