@@ -1,7 +1,7 @@
 """Suggestions for unknown names: the option, section or value that most likely was meant.
 
-Names of TrainingArguments, peft, trl, DeepSpeed, accelerate, torchrun and LLaMA-Factory, and former keys of Footplate,
-are looked up first; then the closest spelling is searched with difflib.
+Names of TrainingArguments, peft, trl, DeepSpeed, accelerate, torchrun and LLaMA-Factory are looked up first; then the
+closest spelling is searched with difflib.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Sequence
 
-from backend.config.aliases import ALIASES, FORMER_KEYS, VALUE_ALIASES
+from backend.config.aliases import ALIASES, GUESSES, VALUE_ALIASES
 
 MIN_SIMILARITY = 0.75  # difflib ratio: one wrong letter in four
 
@@ -19,15 +19,14 @@ def suggest_option(name: str, options: Collection[str], exact: bool = False) -> 
     without similar spellings."""
     normalized = _normalize(name)
     section, _, key = normalized.rpartition(".")
-    known, by_key = {**ALIASES, **FORMER_KEYS}, _by_key(options)
-    former = {old.partition(".")[2]: new for old, new in FORMER_KEYS.items()}
+    known, by_key = {**ALIASES, **GUESSES}, _by_key(options)
     if found := known.get(normalized) or known.get(key):
         return found
     if key in by_key:
         return _closest_section(section, by_key[key])
-    if key in former or exact:
-        return former.get(key, "")
-    spellings = {**former, **known, **{short: _closest_section(section, names) for short, names in by_key.items()}}
+    if exact:
+        return ""
+    spellings = {**known, **{short: _closest_section(section, names) for short, names in by_key.items()}}
     spellings |= {option: option for option in options}
     if match := _closest(normalized, spellings) or _closest(key, spellings):
         return spellings[match]
@@ -44,9 +43,9 @@ def _containing(key: str, options: Iterable[str]) -> str:
 def suggest_section(name: str, sections: Collection[str]) -> str:
     """The section that `name` most likely means; '' if none is close."""
     normalized = _normalize(name)
-    former = {old.partition(".")[0]: new.partition(".")[0] for old, new in FORMER_KEYS.items()}
-    if normalized in former and former[normalized] in sections:
-        return former[normalized]
+    guesses = {guess.partition(".")[0]: option.partition(".")[0] for guess, option in GUESSES.items()}
+    if normalized in guesses:
+        return guesses[normalized]
     return _closest(normalized, sections) or next(
         (s for s in sections if normalized.startswith(s) or s.startswith(normalized)), ""
     )

@@ -14,7 +14,6 @@ from typing import Any
 from backend.runs import DELETING, LOCK, LOG, PLAN, files, replace_text
 
 LAST = (LOCK, PLAN, DELETING)
-EARLIER = ".deleted-"  # began the name of a folder that an earlier version had not deleted completely
 
 
 def is_begun(folder: Path) -> bool:
@@ -76,25 +75,9 @@ def _mark(folder: Path, text: str = "") -> None:
 
 
 def unfinished(root: Path) -> list[Path]:
-    """The folders of runs whose deletion has not ended. Those of an earlier version get their name back."""
+    """The folders of runs whose deletion has not ended."""
     try:
         names = sorted(os.listdir(root))
     except OSError:
         return []
-    for name in names:
-        if name.startswith(EARLIER):
-            _restore_name(root / name)
-    return [root / name for name in sorted(os.listdir(root)) if name[0] != "." and is_begun(root / name)]
-
-
-def _restore_name(folder: Path) -> None:
-    target = folder.with_name(folder.name.removeprefix(EARLIER))
-    if os.path.lexists(target):
-        return
-    try:
-        _mark(folder)
-        if not (folder / PLAN).exists():
-            replace_text(folder / PLAN, "{}")
-        folder.rename(target)
-    except OSError:
-        return  # listed by its mark as soon as that can be written
+    return [root / name for name in names if name[0] != "." and is_begun(root / name)]

@@ -190,10 +190,7 @@ def api() -> Api:
 def filled(text: str, name: str, folder: str, arguments: Sequence[str] = ()) -> list[Tree]:
     """The objects of a manifest with the name of the job, the run's folder and further arguments of the first
     attempt."""
-    names = {NAME: name, FOLDER: folder}
-    if NAME not in text:  # of a run of an earlier version
-        names = {key.strip("{}"): value for key, value in names.items()}
-    objects = [_with_names(each, names) for each in yaml.safe_load_all(text)]
+    objects = [_with_names(each, {NAME: name, FOLDER: folder}) for each in yaml.safe_load_all(text)]
     for command in _commands(objects):
         command[-1:] = [*arguments, command[-1]]
     return objects

@@ -78,7 +78,7 @@ def explain(stacks: Iterable[RankStack], now: float | None = None) -> str:
     """Which ranks wait, and for which. `now`: Unix seconds (default: the current time)."""
     found = list(stacks)
     if not found:
-        return "The ranks have not loaded their libraries yet, or the run was started by an earlier version."
+        return "The ranks have not loaded their libraries yet."
     behind = _behind(found, time.time() if now is None else now)
     sentences = [behind] if behind else []
     doing: dict[str, list[int]] = {}

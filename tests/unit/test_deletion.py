@@ -14,7 +14,7 @@ import pytest
 from small import client
 
 from backend.machine import Machine
-from backend.runs import DELETING, LOCK, PLAN, STATE, Plan, ownership
+from backend.runs import DELETING, LOCK, STATE, Plan, ownership
 from backend.runs.folder import Run, RunError, finish_deletions, runs
 from backend.runs.listing import RunList
 
@@ -101,16 +101,6 @@ def test_what_cannot_be_deleted_is_named_and_tried_again(run: Run, tmp_path: Pat
         os.seteuid(0)
         ownership.own_uid.cache_clear()
     run.delete()
-    assert not run.path.exists()
-
-
-@pytest.mark.parametrize("keeps_plan", [True, False])
-def test_what_an_earlier_version_has_not_deleted_is_found(run: Run, keeps_plan: bool) -> None:
-    hidden = run.path.rename(run.path.with_name(f".deleted-{run.id}"))
-    if not keeps_plan:
-        (hidden / PLAN).unlink()
-    finish_deletions(run.path.parent)
-    assert not list(run.path.parent.glob("*deleted*"))
     assert not run.path.exists()
 
 

@@ -76,13 +76,6 @@ def test_name_and_folder_replace_nothing_else(kubeflow):
     assert env.items() <= found.items() and found["FOOTPLATE_JOB"] == "footplate-x"
 
 
-def test_the_manifest_of_an_earlier_version_is_filled():
-    """Its placeholders have no braces; its runs can still be resumed."""
-    text = plan(edit(RunSpec(), ON_KUBERNETES), MACHINE).files["kubernetes.yaml"]
-    old = text.replace("{JOB_NAME}", "JOB_NAME").replace("{RUN_FOLDER}", "RUN_FOLDER")
-    assert filled(old, "footplate-x", "/runs/x") == filled(text, "footplate-x", "/runs/x")
-
-
 def test_unknown_keys_are_found():
     """The proof that the tests above can fail."""
     job, service = objects({})

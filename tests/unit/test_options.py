@@ -11,7 +11,7 @@ import pytest
 from backend import registry
 from backend.config import RunSpec
 from backend.config import options as o
-from backend.config.aliases import ALIASES, FORMER_KEYS, VALUE_ALIASES
+from backend.config.aliases import ALIASES, GUESSES, VALUE_ALIASES
 from backend.config.presets import dump, load
 
 OPTIONS = o.options()
@@ -181,6 +181,9 @@ def test_all_invalid_values_are_reported_at_once():
         ("cutoff_len", "data.max_length"),
         ("method.lora_rank", "lora.r"),
         ("evaluation.when", "eval.strategy"),
+        ("checkpoint.keep", "save.total_limit"),
+        ("data.learn", "data.loss_on"),
+        ("parallel.engine_keys", "parallel.extra_config"),
         ("train.num_train_epoch", "train.num_train_epochs"),
     ],
 )
@@ -204,9 +207,9 @@ def test_unknown_sections_name_the_section_that_was_meant(key: str, message: str
         o.edit(RunSpec(), {key: 1})
 
 
-def test_aliases_and_former_keys_name_existing_options_and_values() -> None:
+def test_aliases_and_guesses_name_existing_options_and_values() -> None:
     known = o.by_name()
-    assert {*ALIASES.values(), *FORMER_KEYS.values(), *VALUE_ALIASES} <= known.keys()
+    assert {*ALIASES.values(), *GUESSES.values(), *VALUE_ALIASES} <= known.keys()
     for name, values in VALUE_ALIASES.items():
         choices = {value for value, _ in known[name].choices}
         assert set(values.values()) <= choices and not choices & values.keys(), name

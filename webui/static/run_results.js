@@ -293,7 +293,7 @@ const ROUND = 2 ** 24; // bytes: smaller changes do not draw the picture again
 
 /** What the placement picture shows: the estimate, and the measured bytes of each rank; null without an estimate. */
 export function placementOf({ estimate, result, monitor }) {
-  if (!estimate?.placement?.noun) return null; // earlier versions saved less
+  if (!estimate?.placement) return null;
   const peaks = (result && result.peak_bytes) || ((monitor && monitor.ranks) || []).map((rank) => rank.peak);
   const unseen = estimate.device_bytes - estimate.measured_bytes; // what torch's allocator does not see
   const measured = peaks.map((peak) => (Number.isFinite(peak) ? ROUND * Math.round((peak + unseen) / ROUND) : null));
