@@ -9,7 +9,7 @@ from typing import Any
 from backend import registry
 from backend.config import merge
 from backend.launch import accelerate_config
-from backend.rules.base import Case, Example, Fix, Violation, names, reasons, rule
+from backend.rules.base import Case, Example, Fix, Violation, error, names, reasons, warning
 from backend.rules.distributed.extra_config import without_keys
 from backend.rules.examples import TWO_H100
 
@@ -121,9 +121,8 @@ def _with_bare_keys(paths: Mapping[str, str]) -> list[str]:
     return [spelling for path in paths for spelling in (path, path.replace(".fsdp_", "."))]
 
 
-@rule(
+@error(
     "LCH013",
-    "error",
     fields=(EXTRA_ACCELERATE_CONFIG,),
     title="The extra accelerate config is refused or conflicts with the options",
     source="accelerate 1.15 commands/config/config_args.py from_yaml_file, utils/launch.py prepare_multi_gpu_env and "
@@ -145,9 +144,8 @@ def extra_accelerate_config_conflicts(case: Case) -> Violation | None:
     return Violation(reasons(found.items()), (Fix("Remove these keys", patch, safe=False),))
 
 
-@rule(
+@warning(
     "LCH014",
-    "warning",
     fields=(EXTRA_ACCELERATE_CONFIG,),
     title="Keys of the extra accelerate config have no effect",
     source="transformers 5.23 training_args.py _process_fsdp_args: fsdp.json is read, not the launcher's variables; "
@@ -184,9 +182,8 @@ def extra_accelerate_config_ignored(case: Case) -> Violation | None:
     return Violation(f"launch.extra_accelerate_config sets {names(found)}, which this run ignores.", (fix,))
 
 
-@rule(
+@warning(
     "LCH015",
-    "warning",
     fields=(EXTRA_ACCELERATE_CONFIG, "train.torch_compile"),
     title="The extra accelerate config turns on torch.compile",
     source="accelerate 1.15 utils/launch.py prepare_multi_gpu_env: ACCELERATE_DYNAMO_BACKEND, which prepare_model "

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from backend.modelspec import ModuleSpec, trained_modules
 from backend.registry import adam_mini
-from backend.rules.base import Case, Example, rule
+from backend.rules.base import Case, Example, error
 from backend.rules.common_fixes import ADAMW
 from backend.rules.examples import DEMO, EQUIPPED, TINY
 
@@ -15,9 +15,8 @@ EXPERTS = ModuleSpec("mlp.experts.gate_up_proj", 2 * 64 * 64, 64, 64, stacked=2)
 STACKED = replace(TINY, layer=(*TINY.layer, EXPERTS))
 
 
-@rule(
+@error(
     "OPT029",
-    "error",
     fields=("train.optim", "method.kind"),
     title="Adam-mini cannot divide the weights of this architecture",
     source="adam-mini 1.1.1 adam_mini.py, step(): views weights as heads or rows, chosen by their names",

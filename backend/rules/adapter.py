@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from backend import registry, wording
 from backend.modelspec import ModuleSpec, is_attention, lora_modules, trainable_parameters
-from backend.rules.base import Case, Example, Fix, Violation, names, rule, set_to
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, names, set_to, warning
 from backend.rules.common_fixes import ATTENTION_ONLY
 from backend.rules.examples import DEMO, GPT2, H100, MOE
 
@@ -26,9 +26,8 @@ def _init_label(case: Case) -> str:
     return registry.LORA_INITS[case.spec.lora.init].label
 
 
-@rule(
+@error(
     "ADP001",
-    "error",
     fields=("lora.r", "lora.init"),
     title="Orthogonal LoRA initialization needs an even rank",
     source="peft 0.21 lora/layer.py: orthogonal_init rejects an odd rank",
@@ -46,9 +45,8 @@ def orthogonal_init_with_odd_rank(case: Case) -> Violation | None:
     return Violation(f"lora.init is orthogonal and lora.r is {rank}, which is odd.", (even, DEFAULT_INIT))
 
 
-@rule(
+@error(
     "ADP002",
-    "error",
     fields=("lora.r", "lora.init"),
     title="LoRA rank exceeds the rank of an adapted layer",
     source="verified with peft 0.21: the adapter silently gets a smaller rank than its configuration says, and cannot "
@@ -77,9 +75,8 @@ def init_rank_exceeds_layer(case: Case) -> Violation | None:
     return Violation(message, (fix, DEFAULT_INIT))
 
 
-@rule(
+@error(
     "ADP003",
-    "error",
     fields=("lora.init",),
     title="OLoRA does not support GPT-2's Conv1D layers",
     source="peft 0.21 lora/layer.py: olora_init does not transpose the weights of a Conv1D",
@@ -95,9 +92,8 @@ def olora_with_conv1d(case: Case) -> str | None:
     return "lora.init is olora, and the model is a GPT-2, whose linear layers are Conv1D modules."
 
 
-@rule(
+@warning(
     "ADP004",
-    "warning",
     fields=("lora.loraplus_lr_ratio", "train.learning_rate"),
     title="LoRA+ learning rate of the B matrices is very high",
     source="Hayou et al. 2024, LoRA+: recommends a ratio of 16 and a learning rate somewhat below LoRA's",
@@ -122,9 +118,8 @@ def loraplus_rate_too_high(case: Case) -> Violation | None:
     return Violation(message, (fix,))
 
 
-@rule(
+@advice(
     "ADP005",
-    "advice",
     fields=("lora.alpha", "lora.use_rslora"),
     title="rsLoRA scaling factor is very large",
     source="Kalajdzievski 2023, rsLoRA: the scaling factor is alpha / sqrt(rank)",
@@ -143,9 +138,8 @@ def rslora_scale_too_large(case: Case) -> Violation | None:
     return Violation(message, (Fix(set_to("lora.alpha", f"{usual:g}"), {"lora.alpha": usual}, False),))
 
 
-@rule(
+@advice(
     "ADP006",
-    "advice",
     fields=("lora.use_dora", "lora.dropout"),
     title="DoRA with dropout computes each base layer twice",
     source="peft 0.21 lora/variants.py: with dropout the output of the base layer cannot be reused",
@@ -175,9 +169,8 @@ UNKNOWN_MOE = replace(
 )
 
 
-@rule(
+@error(
     "ADP007",
-    "error",
     fields=("lora.targets", "lora.dropout", "lora.use_dora", "lora.init"),
     title="LoRA on experts supports neither dropout, DoRA nor weight-based initialization",
     source="peft 0.21 lora/layer.py, ParamWrapper: rejects dropout and DoRA, and has no weight attribute to initialize "
@@ -206,9 +199,8 @@ def lora_variant_on_experts(case: Case) -> str | None:
     return f"LoRA would be applied to the experts of this mixture-of-experts model together with {names(used)}."
 
 
-@rule(
+@error(
     "ADP008",
-    "error",
     fields=("lora.target_modules",),
     title="Only one of two fused expert projections is a LoRA target",
     source="peft 0.21 utils/transformers_weight_conversion.py: Cannot convert PEFT target(s) without also targeting",
@@ -232,9 +224,8 @@ def lora_on_half_of_fused_experts(case: Case) -> Violation | None:
     return Violation(message, (both, neither) if kept else (both,))
 
 
-@rule(
+@advice(
     "ADP009",
-    "advice",
     fields=("lora.targets", "lora.r"),
     title="LoRA on every expert trains many parameters and is slow",
     source="peft 0.21 lora/layer.py ParamWrapper: A and B for each expert; base weight and adapter are added in every "
@@ -254,9 +245,8 @@ def lora_on_every_expert(case: Case) -> str | None:
     return f"The adapters cover {shape.experts} experts in each layer: {count:,} trainable parameters."
 
 
-@rule(
+@error(
     "ADP010",
-    "error",
     fields=("lora.targets", "lora.target_modules"),
     title="Some linear layers of this architecture cannot have a LoRA adapter",
     source="peft 0.21 tuners_utils.py, _check_lora_target_modules_mamba: out_proj and conv1d of Mamba layers; "
@@ -306,9 +296,8 @@ def _ends(leaves: Iterable[ModuleSpec]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(leaf.path.rpartition(".")[2] for leaf in leaves))
 
 
-@rule(
+@error(
     "ADP011",
-    "error",
     fields=("lora.targets",),
     title="The model has no layers that are named attention",
     source="backend/train/adapters.py: lora.targets: attention selects the linear layers with attn or attention in "
@@ -325,9 +314,8 @@ def lora_on_missing_attention(case: Case) -> str | None:
     return f"lora.targets is attention, but no linear layer of {case.shape.architecture} has attention in its name."
 
 
-@rule(
+@advice(
     "ADP012",
-    "advice",
     fields=("lora.targets",),
     title="LoRA on all linear layers leaves out some of them",
     source="peft 0.21 utils/transformers_weight_conversion.py, _convert_peft_config_moe: targets that are named like "

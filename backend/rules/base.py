@@ -1,15 +1,15 @@
 """Rule: a function with a code, a reason, a source, fixes, and an example that fails and one that passes.
 
-`@rule(...)` adds a function of a Case to RULES. The function's docstring is the reason, its name with dashes is the
-rule's slug. It returns None if the rule does not apply, otherwise the message (sentences with the values of this case)
-or a Violation, which also has fixes computed for this case.
+`@error(...)`, `@warning(...)` and `@advice(...)` add a function of a Case to RULES. The function's docstring is the
+reason, its name with dashes is the rule's slug. It returns None if the rule does not apply, otherwise the message
+(sentences with the values of this case) or a Violation, which also has fixes computed for this case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -207,8 +207,8 @@ def _other_error_rules() -> Sequence[Rule]:
 
 
 def rule(
-    code: str,
     level: Level,
+    code: str,
     *,
     fields: tuple[str, ...],
     title: str,
@@ -233,6 +233,9 @@ def rule(
         return check
 
     return add
+
+
+error, warning, advice = partial(rule, "error"), partial(rule, "warning"), partial(rule, "advice")
 
 
 def names(items: object) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from backend.launch.answers import UNKNOWN_GPU
 from backend.machine import GIB, Gpu
-from backend.rules.base import Case, Example, Fix, Violation, rule
+from backend.rules.base import Case, Example, Fix, Violation, error, warning
 from backend.rules.examples import DEMO, TWO_H100
 from backend.wording import counted
 
@@ -19,9 +19,8 @@ ON_KUBERNETES = {"launch.place": "kubernetes"}
 IN_POD = {**ON_KUBERNETES, "kubernetes.image": "registry/footplate:1", "kubernetes.volumes": ("runs=/runs",)}
 
 
-@rule(
+@error(
     "CLU001",
-    "error",
     fields=("launch.place", "slurm.partition"),
     title="The cluster cannot run this job",
     source="Slurm: sinfo and sbatch --test-only on this machine; Ray: GET /api/v0/nodes of its dashboard; "
@@ -39,9 +38,8 @@ def cluster_refuses_the_job(case: Case) -> str | None:
     return case.facts.place_problem or None if case.spec.launch.place != "local" else None
 
 
-@rule(
+@error(
     "CLU002",
-    "error",
     fields=("launch.gpu_model",),
     title="The GPUs of the cluster are unknown",
     source="sinfo --format=%G: a generic resource may have no type, as in gpu:8",
@@ -61,9 +59,8 @@ def cluster_gpus_unknown(case: Case) -> str | None:
     return f"{case.machine.name} has GPUs whose type the cluster does not report, or that is not known here."
 
 
-@rule(
+@warning(
     "CLU003",
-    "warning",
     fields=("launch.nnodes",),
     title="The cluster has fewer nodes than the run",
     source="Ray: GET /api/v0/nodes of its dashboard; Kubernetes: GET /api/v1/nodes",
@@ -84,9 +81,8 @@ def too_few_nodes(case: Case) -> Violation | None:
     return Violation(message, (Fix(f"Use {counted(count, 'node')}", {"launch.nnodes": count}, safe=False),))
 
 
-@rule(
+@error(
     "CLU004",
-    "error",
     fields=("launch.place", "kubernetes.image", "kubernetes.volumes"),
     title="A Kubernetes job needs an image and a volume",
     source="https://kubernetes.io/docs/concepts/workloads/pods/: a container needs an image, and keeps no files",
@@ -105,9 +101,8 @@ def incomplete_pod(case: Case) -> str | None:
     return f"The Kubernetes job has no {' and no '.join(missing)}." if missing else None
 
 
-@rule(
+@error(
     "CLU005",
-    "error",
     fields=("kubernetes.kubeflow_runtime", "kubernetes.secret", "kubernetes.priority_class"),
     title="A TrainJob has no secret and no priority class",
     source="Kubeflow Trainer 2.3: PodSpecPatch and ContainerPatch of trainer.kubeflow.org/v1alpha1",

@@ -11,7 +11,7 @@ from backend.data.formats import DEFAULTS, UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
 from backend.inspect.data_files import MAX_ISSUES
 from backend.inspect.facts import has_validation_split
-from backend.rules.base import Case, Example, Fix, Violation, label_of, names, rule, set_to
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, label_of, names, set_to, warning
 from backend.rules.common_fixes import hub_id_violation
 from backend.rules.examples import DEMO, GPT2, H100, USER_DATA, USER_DATA_FACTS, with_data_issue
 from backend.wording import counted
@@ -21,9 +21,8 @@ CHOOSE_FORMAT = f"Choose a {by_name()['data.format'].label.lower()}, and name th
 NO_EVALUATION = {"data.validation": "none", "eval.strategy": "no"}
 
 
-@rule(
+@error(
     "DAT001",
-    "error",
     fields=("data.files",),
     title="No data file is set",
     source="arithmetic: nothing to read",
@@ -39,9 +38,8 @@ def missing_data_files(case: Case) -> str | None:
     return "data.source is files and data.files is empty." if data.source == "files" and not data.files else None
 
 
-@rule(
+@error(
     "DAT002",
-    "error",
     fields=("data.files",),
     title="A data file cannot be read",
     source="the file itself",
@@ -132,9 +130,8 @@ def _guessed_formats(case: Case) -> list[Fix]:
     return fixes
 
 
-@rule(
+@error(
     "DAT003",
-    "error",
     fields=("data.files", "data.format"),
     title="Some examples do not match the data format",
     source="the file itself",
@@ -162,9 +159,8 @@ def malformed_examples(case: Case) -> Violation | None:
     return Violation(f"{_summary(issues)} {advice}", tuple(fixes), ("data.files", "data.format", *options), title)
 
 
-@rule(
+@error(
     "DAT004",
-    "error",
     fields=("data.hub_id",),
     title="The dataset id cannot be used",
     source="huggingface_hub 2.4 utils/_validators.py: validate_repo_id",
@@ -187,9 +183,8 @@ VALIDATION_SPLIT = Fix(
 )
 
 
-@rule(
+@error(
     "DAT005",
-    "error",
     fields=("data.validation_files",),
     title="The validation files cannot be used",
     source="the file itself",
@@ -214,9 +209,8 @@ def unusable_validation_files(case: Case) -> str | None:
     return None if data.validation_files else "data.validation is files and data.validation_files is empty."
 
 
-@rule(
+@warning(
     "DAT023",
-    "warning",
     fields=("data.validation_files",),
     title="A training file is also a validation file",
     source="arithmetic: the validation set is a part of the training set",
@@ -239,9 +233,8 @@ def training_file_for_validation(case: Case) -> str | None:
     return f"The model would be trained and validated on the same examples of {names(shared)}."
 
 
-@rule(
+@error(
     "DAT006",
-    "error",
     fields=("data.validation", "data.validation_split"),
     title="A dataset of one example cannot be split",
     source="arithmetic: a validation set would leave no training example",
@@ -266,9 +259,8 @@ NO_EVAL_LOSS = Fix(
 )
 
 
-@rule(
+@warning(
     "DAT007",
-    "warning",
     fields=("eval.strategy", "data.validation", "save.load_best_model_at_end"),
     title="Evaluation is on, but the validation set is empty",
     source="transformers 5.23: evaluation needs an eval_dataset",
@@ -297,9 +289,8 @@ def evaluation_without_validation_set(case: Case) -> Violation | None:
     return Violation(message, fixes, ("eval.strategy", "data.validation", "data.max_length"))
 
 
-@rule(
+@warning(
     "DAT008",
-    "warning",
     fields=("eval.num_generations", "data.validation"),
     title="num_generations exceeds the validation set",
     source="arithmetic",
@@ -326,9 +317,8 @@ MAX_TRUNCATED_SHARE = 0.1
 PAIRS = replace(USER_DATA_FACTS, format="pairs", num_examples=20, num_checked=20)
 
 
-@rule(
+@warning(
     "DAT009",
-    "warning",
     fields=("data.max_length",),
     title="Many examples exceed max_length",
     source="the examples: tokens are counted with the model's tokenizer, or without it estimated from characters",
@@ -355,9 +345,8 @@ def _max_length_fix(tokens: int) -> Fix:
     return Fix(set_to("data.max_length", tokens), {"data.max_length": tokens}, False)
 
 
-@rule(
+@error(
     "DAT017",
-    "error",
     fields=("data.max_length",),
     title="max_length leaves no completion in any training example",
     source="the examples: tokens as in DAT009; examples without a trainable token are dropped",
@@ -450,9 +439,8 @@ def _fitting_max_length(case: Case) -> int:
     return min(enough, most) if most else enough
 
 
-@rule(
+@error(
     "DAT018",
-    "error",
     fields=("data.files", "data.chat_template"),
     title="The chat template cannot render some examples",
     source="transformers 5.23 utils/chat_template_utils.py: the Jinja template of the tokenizer raises the error",
@@ -488,9 +476,8 @@ def unrenderable_examples(case: Case) -> Violation | None:
     return Violation(_summary(issues), tuple(fixes))
 
 
-@rule(
+@error(
     "DAT019",
-    "error",
     fields=("data.files", "data.rejected_column"),
     title="The chosen and rejected completions are identical in every training pair",
     source="the examples: a pair of identical completions expresses no preference and is dropped",
@@ -519,9 +506,8 @@ def identical_pairs(case: Case) -> str | Violation | None:
     return f"{count:,} of {facts.num_checked:,} pairs have identical completions within {limit:,} tokens."
 
 
-@rule(
+@error(
     "DAT010",
-    "error",
     fields=("data.max_length",),
     title="max_length exceeds the model's position embeddings",
     source="transformers 5.23 modeling_gpt2.py: wpe is an embedding with n_positions rows",
@@ -545,9 +531,8 @@ def _too_many_positions(most: int, case: Case, what: str) -> Violation | None:
     return Violation(f"data.max_length is {limit:,}, and the model has {most:,} {what}.", (_max_length_fix(most),))
 
 
-@rule(
+@warning(
     "DAT011",
-    "warning",
     fields=("data.max_length",),
     title="max_length exceeds the model's context length",
     source="config.json: max_position_embeddings",
@@ -562,9 +547,8 @@ def max_length_exceeds_context(case: Case) -> Violation | None:
     return _too_many_positions(case.shape.max_positions, case, "positions (max_position_embeddings)")
 
 
-@rule(
+@warning(
     "DAT012",
-    "warning",
     fields=("data.packing", "train.train_sampling_strategy"),
     title="group_by_length does not help with packing",
     source="arithmetic: packed sequences all have one length",
@@ -583,9 +567,8 @@ def group_by_length_with_packing(case: Case) -> str | None:
 PLAIN_TEXT = replace(USER_DATA_FACTS, format="text", columns=("text",))
 
 
-@rule(
+@advice(
     "DAT014",
-    "advice",
     fields=("data.loss_on",),
     title="Plain text has no completions",
     source="the examples: plain text does not mark any part as a completion",
@@ -604,9 +587,8 @@ def completion_loss_on_plain_text(case: Case) -> str | None:
     return "data.loss_on is completions and the data format is plain text. Every token would be trained on."
 
 
-@rule(
+@advice(
     "DAT015",
-    "advice",
     fields=("data.dataset_num_proc", "train.dataloader_num_workers"),
     title="More worker processes than CPU cores",
     source="arithmetic",
@@ -634,9 +616,8 @@ def more_workers_than_cores(case: Case) -> Violation | None:
     return Violation(message, (Fix(f"Set {settings}", patch),), tuple(patch))
 
 
-@rule(
+@error(
     "DAT016",
-    "error",
     fields=("data.builtin",),
     title="The files of the demo dataset are missing",
     source="the assets folder of this installation",

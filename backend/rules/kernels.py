@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.machine import Machine
-from backend.rules.base import Case, Example, Fix, names, rule
+from backend.rules.base import Case, Example, Fix, advice, error, names
 from backend.rules.common_fixes import BF16
 from backend.rules.examples import DEMO, GPT2, H100, INSTALLED, LAPTOP
 
@@ -37,9 +37,8 @@ def with_flash_attention(machine: Machine) -> Machine:
     return replace(machine, versions={**INSTALLED, "flash_attn": "2.8.3", "flash_attn_3": "3.0.0"})
 
 
-@rule(
+@error(
     "KRN004",
-    "error",
     fields=("model.attn_implementation", "precision.compute"),
     title="FlashAttention does not support fp32",
     source="transformers 5.23 modeling_utils.py, _flash_attn_can_dispatch, warns: only fp16 and bf16; flash-attention "
@@ -56,9 +55,8 @@ def flash_attention_in_fp32(case: Case) -> str | None:
     return f"{registry.ATTENTIONS[name].label} needs fp16 or bf16; this run computes in fp32."
 
 
-@rule(
+@error(
     "KRN008",
-    "error",
     fields=("train.use_liger_kernel",),
     title="Liger has no kernels for this architecture",
     source="liger-kernel 0.8.5 monkey_patch.py: MODEL_TYPE_TO_APPLY_LIGER_FN; another type is ignored silently",
@@ -73,9 +71,8 @@ def liger_unsupported_architecture(case: Case) -> str | None:
     return f"use_liger_kernel is on, but Liger has no kernels for the model type {case.shape.model_type}."
 
 
-@rule(
+@error(
     "KRN009",
-    "error",
     fields=("train.torch_compile", "launch.device"),
     title="torch.compile on a CPU needs a C++ compiler",
     source="torch 2.13 _inductor/cpp_builder.py: its code for a CPU is C++",
@@ -91,9 +88,8 @@ def torch_compile_without_cpp_compiler(case: Case) -> str | None:
     return "torch_compile is on, and this machine has no C++ compiler or no Python headers."
 
 
-@rule(
+@advice(
     "KRN010",
-    "advice",
     fields=("train.torch_compile", "launch.device"),
     title="torch.compile rarely pays off on a CPU",
     source="torch 2.13 _inductor: C++ is written and compiled at the first step; measured: two minutes for a model of "
@@ -110,9 +106,8 @@ def torch_compile_on_cpu(case: Case) -> str | None:
     return "torch_compile is on, and this run would use the CPU, where compilation takes minutes."
 
 
-@rule(
+@error(
     "KRN011",
-    "error",
     fields=("launch.device", "train.stage", "train.torch_compile", "train.use_liger_kernel"),
     title="Triton kernels need a C compiler",
     source="triton 3.9 runtime/build.py _find_compiler: Failed to find C compiler; trl 1.16 kernels/chunked_logprob.py "
@@ -139,9 +134,8 @@ def triton_without_c_compiler(case: Case) -> str | None:
     return f"This machine has no C compiler or no Python headers, and Triton needs both for {names(users)}."
 
 
-@rule(
+@error(
     "KRN012",
-    "error",
     fields=("model.attn_implementation", "parallel.sequence_parallel_size"),
     title="The architecture does not support this attention implementation",
     source="transformers 5.23 modeling_utils.py, _sdpa_can_dispatch, _flash_attn_can_dispatch and "

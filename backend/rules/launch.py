@@ -8,7 +8,7 @@ from dataclasses import replace
 from backend import registry
 from backend.config import consent, variables
 from backend.config.options import options_with_secrets
-from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, names, warning
 from backend.rules.common_fixes import SINGLE_PROCESS
 from backend.rules.examples import H100, LAPTOP, TWO_H100
 from backend.wording import counted
@@ -31,9 +31,8 @@ ALLOWED_ENGINE_VARIABLES = ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE")
 # --- Processes ---
 
 
-@rule(
+@error(
     "LCH001",
-    "error",
     fields=("launch.launcher", "parallel.strategy"),
     title="The python launcher starts a single process",
     source="arithmetic: python -m starts no other process",
@@ -50,9 +49,8 @@ def python_launcher_with_many_processes(case: Case) -> str | None:
     return f"{case.run.nproc_per_node} processes per node are set, and the python launcher starts 1 process."
 
 
-@rule(
+@error(
     "LCH002",
-    "error",
     fields=("launch.nproc_per_node",),
     title="More processes than devices",
     source="accelerate 1.15 state.py: local rank modulo device count; NCCL refuses two ranks on one GPU",
@@ -89,9 +87,8 @@ def _fewer_processes(case: Case, count: int) -> Fix:
     return Fix(f"Use {count} processes per node", patch, safe=accumulation % count == 0)
 
 
-@rule(
+@advice(
     "LCH007",
-    "advice",
     fields=("parallel.strategy", "launch.nproc_per_node"),
     title="A distributed strategy with a single process",
     source="arithmetic: one process has no other process to shard or average with",
@@ -109,9 +106,8 @@ def strategy_with_one_process(case: Case) -> str | None:
     return f"{case.strategy.label} is set, and the run has 1 process, so there is nothing to average or shard."
 
 
-@rule(
+@warning(
     "LCH008",
-    "warning",
     fields=("launch.omp_num_threads", "launch.nproc_per_node"),
     title="More OpenMP threads than CPU cores",
     source="arithmetic; PyTorch's notes on CPU threading",
@@ -128,9 +124,8 @@ def more_threads_than_cores(case: Case) -> str | None:
     return f"{many} need {threads * processes} CPU cores; this machine has {cores}."
 
 
-@rule(
+@warning(
     "LCH009",
-    "warning",
     fields=("launch.nproc_per_node",),
     title="More processes than CPU cores",
     source="arithmetic",
@@ -151,9 +146,8 @@ def more_processes_than_cores(case: Case) -> Violation | None:
 # --- Device ids ---
 
 
-@rule(
+@error(
     "LCH003",
-    "error",
     fields=("launch.devices",),
     title="A device id does not exist",
     source="torch 2.13 cuda/__init__.py: the list of visible devices ends at the first id that does not exist",
@@ -184,9 +178,8 @@ def _known_device_fixes(case: Case, known: list[int]) -> tuple[Fix, ...]:
     return (Fix(f"Use only {names(valid)}", {"launch.devices": valid}), first) if len(valid) == processes else (first,)
 
 
-@rule(
+@error(
     "LCH004",
-    "error",
     fields=("launch.devices",),
     title="A device id is repeated",
     source="torch 2.13 cuda/__init__.py: a repeated id makes the whole list empty",
@@ -205,9 +198,8 @@ def repeated_device_id(case: Case) -> Violation | None:
     return Violation(f"launch.devices lists {names(ids)}; each id may be listed once.", (fix,))
 
 
-@rule(
+@error(
     "LCH005",
-    "error",
     fields=("launch.devices", "launch.nproc_per_node"),
     title="Fewer device ids than processes",
     source="accelerate 1.15 state.py: local rank modulo device count; NCCL refuses two ranks on one GPU",
@@ -229,9 +221,8 @@ def fewer_device_ids_than_processes(case: Case) -> Violation | None:
     return Violation(message, tuple(fixes))
 
 
-@rule(
+@warning(
     "LCH006",
-    "warning",
     fields=("launch.devices", "parallel.strategy"),
     title="More device ids than processes",
     source="arithmetic: a process uses one device",
@@ -256,9 +247,8 @@ def idle_device_ids(case: Case) -> Violation | None:
 # --- Environment variables ---
 
 
-@rule(
+@error(
     "LCH010",
-    "error",
     fields=("launch.env",),
     title="launch.env sets a variable of the launcher",
     source="torch 2.13 distributed/elastic: torchrun sets these for each worker",
@@ -284,9 +274,8 @@ def without_variables(case: Case, drop: list[str]) -> Fix:
     return Fix(f"Remove {names(drop)} from launch.env", {"launch.env": kept})
 
 
-@rule(
+@warning(
     "LCH011",
-    "warning",
     fields=("launch.env",),
     title="launch.env overrides an option",
     source="Footplate's launch plan: launch.env overrides the variables that follow from the options",
@@ -306,9 +295,8 @@ def environment_overrides_option(case: Case) -> Violation | None:
     return Violation(message, (without_variables(case, found),), ("launch.env", *overridden))
 
 
-@rule(
+@error(
     "LCH012",
-    "error",
     fields=("launch.env",),
     title="launch.env configures the training engine",
     source="accelerate 1.15 accelerator.py, state.py and torch 2.13 distributed/argparse_util.py read them",
@@ -330,9 +318,8 @@ def engine_environment_variables(case: Case) -> Violation | None:
     )
 
 
-@rule(
+@error(
     "LCH016",
-    "error",
     fields=("launch.env",),
     title="An option contains a secret",
     source="Footplate's run folder: spec.yaml, plan.json and run.sh contain all options as text",
@@ -357,9 +344,8 @@ def secret_in_options(case: Case) -> Violation | None:
     )
 
 
-@rule(
+@warning(
     "LCH017",
-    "warning",
     fields=("launch.env",),
     title="launch.env sets a variable that can decide which code runs",
     source="ld.so(8); Python, Using Python, Environment variables; Hugging Face Hub, Environment variables",

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from backend.launch.llamafactory import Export, export
-from backend.rules.base import Case, Example, Fix, Violation, rule
+from backend.rules.base import Case, Example, Fix, Violation, error, warning
 from backend.rules.examples import DEMO, TWO_H100
 
 WITH = {"launch.trainer": "llamafactory"}
@@ -27,9 +27,8 @@ def _export(case: Case) -> Export | None:
     return export(case.spec, case.run, case.facts.format, converts=False)
 
 
-@rule(
+@error(
     "LLF001",
-    "error",
     fields=("llamafactory.environment", "launch.trainer"),
     title="LLaMA-Factory cannot be started",
     source="llamafactory 0.9.5: src/llamafactory/extras/misc.py, check_dependencies",
@@ -53,9 +52,8 @@ def llamafactory_missing(case: Case) -> Violation | str | None:
     return Violation(facts.trainer_problem, (created,))
 
 
-@rule(
+@error(
     "LLF002",
-    "error",
     fields=("launch.trainer", "train.optim", "lora.init", "parallel.strategy"),
     title="LLaMA-Factory refuses this combination",
     source="llamafactory 0.9.5: hparams/parser.py, get_train_args; hparams/finetuning_args.py, __post_init__",
@@ -69,9 +67,8 @@ def llamafactory_refuses(case: Case) -> str | None:
     return " ".join(made.refused) or None if made else None
 
 
-@rule(
+@error(
     "LLF003",
-    "error",
     fields=("launch.trainer", "parallel.strategy"),
     title="LLaMA-Factory would train with a different strategy",
     source="llamafactory 0.9.5: launcher.py starts torchrun, and the YAML has no key for FSDP or tensor parallelism",
@@ -91,9 +88,8 @@ def llamafactory_strategy(case: Case) -> str | None:
     return f"{found[0].partition(': ')[2]}." if found else None
 
 
-@rule(
+@error(
     "LLF004",
-    "error",
     fields=("launch.trainer", "data.format"),
     title="LLaMA-Factory cannot read this data",
     source="llamafactory 0.9.5: data/converter.py, SharegptDatasetConverter",
@@ -113,9 +109,8 @@ def llamafactory_data(case: Case) -> str | None:
     return f"The data format is {case.facts.format}."
 
 
-@rule(
+@warning(
     "LLF005",
-    "warning",
     fields=("launch.trainer",),
     title="LLaMA-Factory ignores some of the options",
     source="llamafactory 0.9.5: hparams/*.py has no argument for them",
@@ -155,9 +150,8 @@ TRANSFORMERS = Fix(
 )
 
 
-@rule(
+@error(
     "LLF006",
-    "error",
     fields=("llamafactory.backend", "method.kind", "train.stage", "launch.device", "parallel.strategy"),
     title="Megatron-Core cannot train this",
     source="llamafactory 0.9.5: train/mca/workflow.py and train/tuner.py; examples/megatron: only full is supported",
@@ -183,9 +177,8 @@ def megatron_unsupported(case: Case) -> str | None:
     return " ".join(text for text, holds in found.items() if holds) or None
 
 
-@rule(
+@error(
     "LLF007",
-    "error",
     fields=(
         "llamafactory.tensor_parallel_size", "llamafactory.pipeline_parallel_size", "launch.nproc_per_node",
         "llamafactory.context_parallel_size", "llamafactory.expert_parallel_size",
@@ -233,9 +226,8 @@ KT_SPEC = {
 }  # fmt: skip
 
 
-@rule(
+@error(
     "LLF008",
-    "error",
     fields=("llamafactory.backend", "method.kind", "train.stage", "launch.launcher", "parallel.strategy"),
     title="KTransformers cannot train this",
     source="llamafactory 0.9.5: model/adapter.py and hparams/parser.py; examples/ktransformers",

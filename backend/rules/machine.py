@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.machine import GIB
-from backend.rules.base import Case, Example, Fix, Violation, amount, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, advice, amount, error, names, warning
 from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, TINY, TWO_H100
 
 MIN_SHARED_MEMORY = GIB
@@ -20,9 +20,8 @@ BUSY = replace(
 NO_NVLINK = replace(TWO_H100, gpus=tuple(replace(gpu, nvlink_peers=()) for gpu in TWO_H100.gpus))
 
 
-@rule(
+@error(
     "HW001",
-    "error",
     fields=("launch.device",),
     title="This machine has no device of the requested type",
     source="arithmetic: the machine's list of devices",
@@ -39,9 +38,8 @@ def device_not_found(case: Case) -> str | None:
     return f"launch.device is {case.run.device} ({wanted}), and the only device type found on this machine is {found}."
 
 
-@rule(
+@advice(
     "HW005",
-    "advice",
     fields=("parallel.strategy",),
     title="The run uses only one of several nodes",
     source="Footplate's launch plan: without a rendezvous, processes start on this node only",
@@ -56,9 +54,8 @@ def other_nodes_unused(case: Case) -> str | None:
     return f"The machine description has {case.machine.nodes} nodes; this run uses 1."
 
 
-@rule(
+@error(
     "HW006",
-    "error",
     fields=("launch.device",),
     title="The installed torch build does not support this device",
     source="torch 2.13 cuda/__init__.py: is_available() is false in a build without CUDA, and the run would use the "
@@ -81,9 +78,8 @@ def torch_build_without_device(case: Case) -> str | None:
     return f"torch {version} does not support {case.gpus[0].name}, so this run would silently use the CPU."
 
 
-@rule(
+@advice(
     "HW008",
-    "advice",
     fields=("launch.devices",),
     title="Another process is using this GPU, so the run would wait in the queue",
     source="NVML: nvmlDeviceGetComputeRunningProcesses",
@@ -103,9 +99,8 @@ def gpu_in_use(case: Case) -> Violation | None:
     return Violation(f"{users}.", (fix,) if len(free) == case.run.nproc_per_node else ())
 
 
-@rule(
+@warning(
     "HW009",
-    "warning",
     fields=("train.dataloader_num_workers", "launch.nproc_per_node"),
     title="/dev/shm is too small for worker processes",
     source="torch 2.13 storage.py share_memory_, by which DataLoader workers pass batches; NCCL's user guide, "
@@ -128,9 +123,8 @@ def small_shared_memory(case: Case) -> str | None:
     return f"/dev/shm has {amount(free)} free, but {names(users)} should have at least {amount(MIN_SHARED_MEMORY)}."
 
 
-@rule(
+@advice(
     "HW010",
-    "advice",
     fields=("parallel.strategy",),
     title="Tensor parallelism without NVLink",
     source="Narayanan et al. 2021, Megatron-LM: tensor parallelism within NVLink, as each layer waits for all-reduces",

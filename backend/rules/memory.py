@@ -12,7 +12,7 @@ from backend.memory import Fit
 from backend.memory.context import DTYPE_BYTES
 from backend.memory.estimate import EVALUATION, GENERATION
 from backend.memory.kinds import bytes_by_kind, kind_label
-from backend.rules.base import Case, Example, Fix, Violation, amount, rule
+from backend.rules.base import Case, Example, Fix, Violation, amount, error, warning
 from backend.rules.common_fixes import FSDP2
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
 from backend.rules.memory_remedies import POSSIBLE_EXCESS, find_remedies
@@ -43,9 +43,8 @@ HOST_FIXES = (
 SOURCE = "the estimate: closed formulas, verified with measured peaks"
 
 
-@rule(
+@error(
     "MEM001",
-    "error",
     fields=("train.per_device_train_batch_size", "data.max_length", "method.kind"),
     title="The run does not fit into memory",
     source=SOURCE,
@@ -64,9 +63,8 @@ def device_out_of_memory(case: Case) -> Violation | None:
     return Violation(_message(case) if fixes else f"{_message(case)} {NO_REMEDY}", tuple(fixes), _fields(case))
 
 
-@rule(
+@warning(
     "MEM002",
-    "warning",
     fields=("train.per_device_train_batch_size", "data.max_length", "method.kind"),
     title="The run may not fit into memory",
     source=SOURCE,
@@ -83,9 +81,8 @@ def possible_device_out_of_memory(case: Case) -> Violation | None:
     return Violation(f"{doubt} {_message(case)}", tuple(find_remedies(case, 1.0)), _fields(case), title)
 
 
-@rule(
+@error(
     "MEM003",
-    "error",
     fields=("parallel.strategy", "parallel.offload_optimizer", "parallel.cpu_offload"),
     title="The run does not fit into host RAM",
     source=SOURCE,
@@ -103,9 +100,8 @@ def host_out_of_memory(case: Case) -> Violation | None:
     return _exceeded_host_ram(case)
 
 
-@rule(
+@warning(
     "MEM004",
-    "warning",
     fields=("parallel.strategy", "parallel.offload_optimizer", "parallel.cpu_offload"),
     title="The run may not fit into host RAM",
     source=SOURCE,

@@ -15,7 +15,7 @@ from backend.modelspec import (
     matches,
     trainable_parameters,
 )
-from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, names, warning
 from backend.rules.common_fixes import ZERO3
 from backend.rules.examples import DEMO, H100, LLAMA_8B
 from backend.wording import counted
@@ -36,9 +36,8 @@ def _names_patch(option: str, kept: Iterable[str]) -> dict[str, Any]:
     return {option: tuple(kept)}
 
 
-@rule(
+@error(
     "MTH001",
-    "error",
     fields=("lora.target_modules",),
     title="No LoRA target modules are set",
     source="peft 0.21 tuners_utils.py: target modules must match at least one module",
@@ -64,9 +63,8 @@ def missing_lora_targets(case: Case) -> Violation | None:
     )
 
 
-@rule(
+@error(
     "MTH002",
-    "error",
     fields=("lora.target_modules",),
     title="A LoRA target module does not exist in the model",
     source="peft 0.21 tuners_utils.py: Target modules not found in the base model",
@@ -112,9 +110,8 @@ def _is_lm_head(shape: ModelShape, name: str) -> bool:
     return bool(name) and f".{shape.head}".endswith(f".{name}")
 
 
-@rule(
+@error(
     "MTH003",
-    "error",
     fields=("lora.target_modules",),
     title="The output layer cannot be a LoRA target",
     source="trl 1.16 sft_trainer.py: the loss multiplies by lm_head.weight directly, so the adapter is never trained",
@@ -138,9 +135,8 @@ def lora_on_output_layer(case: Case) -> Violation | None:
     return Violation(message, (fix,))
 
 
-@rule(
+@error(
     "MTH004",
-    "error",
     fields=("lora.modules_to_save",),
     title="A module in modules_to_save does not exist in the model",
     source="peft 0.21: a name that matches nothing is skipped without a warning",
@@ -178,9 +174,8 @@ def _missing_modules(case: Case, option: str, unknown: list[str]) -> str:
     )
 
 
-@rule(
+@advice(
     "MTH005",
-    "advice",
     fields=("lora.modules_to_save",),
     title="Tied input and output embeddings become two weights",
     source="verified with peft 0.21: only the copy in modules_to_save is trained, and a merged and reloaded model has "
@@ -214,9 +209,8 @@ def _without_tied(case: Case, tied: list[str]) -> Fix:
     )
 
 
-@rule(
+@error(
     "MTH011",
-    "error",
     fields=("lora.modules_to_save", "parallel.strategy"),
     title="FSDP2 cannot shard a trainable copy of a tied weight",
     source="torch 2.13 distributed/fsdp/_fully_shard/_fsdp_state.py: shared with a parameter of another group; peft "
@@ -238,9 +232,8 @@ def tied_module_copy_with_fsdp2(case: Case) -> Violation | None:
     return Violation(message, (ZERO3, replace(_without_tied(case, tied), cost="they are not trained")))
 
 
-@rule(
+@error(
     "MTH006",
-    "error",
     fields=("method.freeze_trainable_layers",),
     title="freeze_trainable_layers exceeds the number of layers",
     source="arithmetic: config.json",
@@ -260,9 +253,8 @@ def too_many_trainable_layers(case: Case) -> Violation | None:
     return Violation(message, fixes)
 
 
-@rule(
+@error(
     "MTH007",
-    "error",
     fields=("method.freeze_trainable_layers", "method.freeze_extra_modules"),
     title="The model would have no trainable parameters",
     source="arithmetic: no parameter is left to train",
@@ -287,9 +279,8 @@ def no_trainable_parameters(case: Case) -> str | None:
     return f"method.freeze_trainable_layers is 0, and {modules} in method.freeze_extra_modules has no parameters."
 
 
-@rule(
+@error(
     "MTH008",
-    "error",
     fields=("method.freeze_extra_modules",),
     title="A module in freeze_extra_modules does not exist in the model",
     source="arithmetic: the model's module names",
@@ -312,9 +303,8 @@ def unknown_extra_module(case: Case) -> Violation | None:
     return Violation(_missing_modules(case, option, unknown), (Fix(f"Remove {names(unknown)}", patch, False),))
 
 
-@rule(
+@advice(
     "MTH009",
-    "advice",
     fields=("lora.r",),
     title="LoRA rank exceeds the size of an adapted layer",
     source="Hu et al. 2021, LoRA: the rank is meant to be far below the layer's dimensions",
@@ -338,9 +328,8 @@ def lora_rank_exceeds_layer(case: Case) -> str | None:
 METHOD_NAMES = {"lora": "LoRA", "freeze": "training some of the layers", "full": "full fine-tuning"}
 
 
-@rule(
+@warning(
     "MTH010",
-    "warning",
     fields=("train.learning_rate", "method.kind"),
     title="Unusual learning rate for this method",
     source="peft's and trl's examples; Biderman et al. 2024, LoRA Learns Less and Forgets Less",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Violation, rule
+from backend.rules.base import Case, Example, Fix, Violation, error, warning
 from backend.rules.common_fixes import hub_id_violation
 from backend.rules.examples import DEMO, LOCAL_MODEL, SMOL
 
@@ -14,9 +14,8 @@ JETMOE = replace(SMOL, architecture="JetMoeForCausalLM", supports_activation_che
 BUILTIN_MODEL = Fix("Use the built-in model", {"model.source": "builtin"}, safe=False, cost="a different, small model")
 
 
-@rule(
+@error(
     "MDL001",
-    "error",
     fields=("model.path",),
     title="The model folder cannot be loaded",
     source="transformers: the files that save_pretrained writes",
@@ -38,9 +37,8 @@ def incomplete_model_folder(case: Case) -> str | None:
     return case.facts.model_problem if case.spec.model.source == "path" and case.facts.model_problem else None
 
 
-@rule(
+@error(
     "MDL002",
-    "error",
     fields=("model.hub_id",),
     title="The model id cannot be used",
     source="huggingface_hub 2.4 utils/_validators.py: validate_repo_id",
@@ -55,9 +53,8 @@ def invalid_model_hub_id(case: Case) -> Violation | None:
     return hub_id_violation("model.hub_id", case.spec.model.hub_id) if case.spec.model.source == "hub" else None
 
 
-@rule(
+@error(
     "MDL003",
-    "error",
     fields=("data.chat_template", "model.path"),
     title="The tokenizer has no chat template",
     source="transformers 5.23: apply_chat_template rejects a tokenizer without one",
@@ -79,9 +76,8 @@ def missing_chat_template(case: Case) -> Violation | None:
     return Violation(message, (plain_text,) if case.spec.train.stage == "sft" else ())
 
 
-@rule(
+@error(
     "MDL005",
-    "error",
     fields=("model.path", "model.hub_id"),
     title="The tokenizer cannot be loaded",
     source="transformers 5.23: AutoTokenizer.from_pretrained",
@@ -101,9 +97,8 @@ def unloadable_tokenizer(case: Case) -> str | None:
     return problem or None
 
 
-@rule(
+@error(
     "MDL006",
-    "error",
     fields=("model.path", "model.hub_id"),
     title="The tokenizer has more tokens than the model's embedding",
     source="torch 2.13: nn.Embedding raises an IndexError for an id beyond its size",
@@ -121,9 +116,8 @@ def tokenizer_larger_than_embedding(case: Case) -> str | None:
     return f"The tokenizer has {size:,} tokens, and the model's embedding is for {shape.vocabulary:,} tokens."
 
 
-@rule(
+@error(
     "MDL007",
-    "error",
     fields=("model.path",),
     title="The weights do not match config.json",
     source="transformers 5.23 modeling_utils.py: from_pretrained initializes missing weights at random, and refuses "
@@ -146,9 +140,8 @@ def weights_do_not_match_config(case: Case) -> str | None:
     return case.facts.weights_problem if case.spec.model.source == "path" and case.facts.weights_problem else None
 
 
-@rule(
+@error(
     "MDL008",
-    "error",
     fields=("model.path", "model.hub_id"),
     title="The model is not a causal language model",
     source="transformers 5.23 models/auto/modeling_auto.py: the model types of AutoModelForCausalLM",
@@ -174,9 +167,8 @@ def not_a_causal_language_model(case: Case) -> str | None:
     return problem if problem and case.spec.model.source != "builtin" else None
 
 
-@rule(
+@error(
     "MDL014",
-    "error",
     fields=("model.path", "model.hub_id"),
     title="config.json has a value that no model can have",
     source="Footplate's limits, far above every known model: backend/modelspec/config_limits.py",
@@ -200,9 +192,8 @@ def config_out_of_range(case: Case) -> str | None:
     return problem if problem and case.spec.model.source != "builtin" else None
 
 
-@rule(
+@error(
     "MDL004",
-    "error",
     fields=("data.chat_template_file",),
     title="The chat template file cannot be used",
     source="transformers: a chat template is a Jinja template over messages",
@@ -223,9 +214,8 @@ def unusable_chat_template_file(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "MDL009",
-    "error",
     fields=("model.path", "model.hub_id"),
     title="This architecture cannot be trained",
     source="measured with transformers 5.23, trl 1.16: the loss of a small model in the trainer and in transformers",
@@ -243,9 +233,8 @@ def untrainable_architecture(case: Case) -> str | None:
     return f"The model type {kind} is not supported: {registry.UNTRAINABLE[kind]}."
 
 
-@rule(
+@error(
     "MDL010",
-    "error",
     fields=("method.freeze_trainable_layers",),
     title="This architecture has no list of decoder layers to freeze",
     source="transformers 5.23 models/blt/configuration_blt.py: the config has no num_hidden_layers",
@@ -272,9 +261,8 @@ def freeze_without_layer_list(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "MDL011",
-    "error",
     fields=("method.quantization",),
     title="This architecture cannot be quantized",
     source="transformers 5.23 models/gemma3n/modeling_gemma3n.py, Gemma3nTextAltUp.correct: clamps the weight itself",
@@ -292,9 +280,8 @@ def quantized_weights_are_read(case: Case) -> str | None:
     return f"method.quantization is {label}, and the forward pass of {kinds.pop()} reads the weights of linear layers."
 
 
-@rule(
+@error(
     "MDL013",
-    "error",
     fields=("train.activation_checkpointing",),
     title="This architecture does not support activation checkpointing",
     source="transformers 5.23 modeling_utils.py, _activation_checkpointing_enable: refused unless the model class sets "
@@ -318,9 +305,8 @@ def unsupported_activation_checkpointing(case: Case) -> str | None:
     return f"train.activation_checkpointing is on, but transformers does not support it for {shape.architecture}."
 
 
-@rule(
+@warning(
     "MDL012",
-    "warning",
     fields=("model.trust_remote_code", "model.path", "model.hub_id"),
     title="The run executes Python code from the model repository",
     source="transformers 5.23 dynamic_module_utils.py",
@@ -338,9 +324,8 @@ def remote_code(case: Case) -> str | None:
     return f"model.trust_remote_code is on, so the Python files in {where} run with your permissions."
 
 
-@rule(
+@error(
     "MDL015",
-    "error",
     fields=("model.trust_remote_code", "model.path", "model.hub_id"),
     title="The model needs its own Python code",
     source="transformers 5.23 dynamic_module_utils.py: resolve_trust_remote_code",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from backend.config.processes import DEFAULT_PORT
 from backend.launch.hostfile import HostfileError, Slots, include_argument, included_slots, parse_hostfile
-from backend.rules.base import Case, Example, Fix, Violation, names, rule, set_to
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, names, set_to, warning
 from backend.rules.common_fixes import DDP
 from backend.rules.examples import DEMO, LAPTOP, TWO_H100
 from backend.rules.launch import VISIBLE_DEVICES_VARIABLES, without_variables
@@ -32,9 +32,8 @@ STATIC = Fix("Use the static rendezvous", {"launch.rendezvous": "static"}, cost=
 # --- Rendezvous ---
 
 
-@rule(
+@error(
     "NOD001",
-    "error",
     fields=("launch.node_rank", "launch.nnodes"),
     title="The node rank is too high",
     source="torch 2.13 distributed/run.py and elastic/rendezvous/static_tcp_rendezvous.py: not checked, and ranks wait "
@@ -53,9 +52,8 @@ def node_rank_out_of_range(case: Case) -> Violation | None:
     return Violation(f"The node rank is {launch.node_rank}; with {nodes} the highest is {last}.", (fix,))
 
 
-@rule(
+@error(
     "NOD002",
-    "error",
     fields=("launch.master_addr",),
     title="The master address is missing or invalid",
     source="torch 2.13 distributed/run.py: nodes look for the TCPStore at the master address",
@@ -87,9 +85,8 @@ def _ip_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
         return None
 
 
-@rule(
+@error(
     "NOD003",
-    "error",
     fields=("launch.master_addr",),
     title="The master address is a loopback address",
     source="torch 2.13 elastic/rendezvous/utils.py: localhost matches every node; each node finds its own store, or "
@@ -114,9 +111,8 @@ def master_addr_is_loopback(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "NOD015",
-    "error",
     fields=("launch.master_port",),
     title="The master port is in use",
     source="torch 2.13 distributed TCPStore, where the ranks connect: DistNetworkError, EADDRINUSE",
@@ -134,9 +130,8 @@ def master_port_in_use(case: Case) -> Violation | None:
     return Violation(f"The run would listen on port {port}, which another process on this machine uses.", fixes)
 
 
-@rule(
+@warning(
     "NOD016",
-    "warning",
     fields=("launch.rendezvous",),
     title="The elastic rendezvous lets whoever reaches its port run code",
     source="torch 2.13 elastic/rendezvous/dynamic_rendezvous.py: unpickles what is in the TCPStore, which has no "
@@ -157,9 +152,8 @@ def elastic_rendezvous_open(case: Case) -> str | None:
     )
 
 
-@rule(
+@advice(
     "NOD017",
-    "advice",
     fields=("launch.rendezvous", "launch.place"),
     title="The rendezvous of several nodes is open to the network",
     source="torch 2.13 TCPStore: listens on all interfaces, without authentication",
@@ -181,9 +175,8 @@ def store_open(case: Case) -> str | None:
 # --- Elastic runs ---
 
 
-@rule(
+@error(
     "NOD004",
-    "error",
     fields=("launch.min_nnodes", "launch.nnodes"),
     title="The minimum number of nodes exceeds the maximum",
     source="torch 2.13 distributed/run.py: min_nodes must be > 0 and <= max_nodes",
@@ -200,9 +193,8 @@ def min_nnodes_exceeds_nnodes(case: Case) -> Violation | None:
     return Violation(f"At least {counted(launch.min_nnodes, 'node')} and at most {launch.nnodes} are set.", (fix,))
 
 
-@rule(
+@error(
     "NOD005",
-    "error",
     fields=("launch.rendezvous", "launch.launcher"),
     title="Elastic runs need torchrun",
     source="accelerate 1.15 commands/launch.py and deepspeed 0.19 launcher/runner.py: a fixed number of nodes",
@@ -219,9 +211,8 @@ def elastic_needs_torchrun(case: Case) -> str | None:
     return f"launch.rendezvous is elastic, and the {launch.launcher} launcher starts a fixed number of nodes."
 
 
-@rule(
+@error(
     "NOD006",
-    "error",
     fields=("launch.min_nnodes", "parallel.strategy", "train.optim"),
     title="The checkpoint cannot be resumed on fewer nodes",
     source="deepspeed 0.19 checkpoint/ds_to_universal.py: converts only exp_avg and exp_avg_sq; runtime/engine.py, "
@@ -252,9 +243,8 @@ def elastic_checkpoint_not_resizable(case: Case) -> Violation | None:
     return Violation(message, fixes)
 
 
-@rule(
+@advice(
     "NOD007",
-    "advice",
     fields=("launch.min_nnodes",),
     title="The global batch size shrinks when nodes leave",
     source="arithmetic: global batch size = batch size per device x gradient accumulation x data-parallel size",
@@ -273,9 +263,8 @@ def elastic_batch_size_varies(case: Case) -> Violation | None:
     return Violation(f"The global batch size is {largest:,} examples with {nodes}.", (fix,))
 
 
-@rule(
+@warning(
     "NOD008",
-    "warning",
     fields=("launch.max_restarts", "save.strategy", "save.only_model"),
     title="An elastic run without resumable checkpoints",
     source="torch 2.13 distributed/elastic: ranks start again as new processes; the trainer resumes from a checkpoint",
@@ -303,9 +292,8 @@ def elastic_without_checkpoints(case: Case) -> Violation | None:
 # --- DeepSpeed's hostfile ---
 
 
-@rule(
+@error(
     "NOD009",
-    "error",
     fields=("launch.hostfile",),
     title="The hostfile is invalid",
     source="deepspeed 0.19 launcher/runner.py: _parse_hostfile",
@@ -329,9 +317,8 @@ def _uses_hostfile(case: Case) -> bool:
     return launch.launcher == "deepspeed" and launch.rendezvous == "static" and case.run.nnodes > 1
 
 
-@rule(
+@error(
     "NOD010",
-    "error",
     fields=("launch.include", "launch.devices", "launch.hostfile"),
     title="launch.include selects hosts or slots that are not in the hostfile",
     source="deepspeed 0.19 launcher/runner.py: parse_resource_filter",
@@ -359,9 +346,8 @@ def _selected_slots(case: Case, include: str) -> Slots | None:
         return None
 
 
-@rule(
+@error(
     "NOD011",
-    "error",
     fields=("launch.hostfile", "launch.include", "launch.nnodes", "launch.nproc_per_node"),
     title="The hostfile does not match the number of nodes and processes",
     source="deepspeed 0.19 launcher/runner.py: one process per slot, on every selected host",
@@ -389,9 +375,8 @@ def hostfile_size_mismatch(case: Case) -> Violation | None:
     return Violation(message, (Fix(label, patch, safe=False),))
 
 
-@rule(
+@error(
     "NOD012",
-    "error",
     fields=("launch.devices", "launch.include"),
     title="Both launch.include and launch.devices select devices",
     source="deepspeed 0.19 launcher/runner.py: an include names hosts and their devices",
@@ -411,9 +396,8 @@ def include_and_devices(case: Case) -> str | None:
     return f"launch.include is {launch.include}, and launch.devices lists {names(launch.devices)}."
 
 
-@rule(
+@warning(
     "NOD014",
-    "warning",
     fields=("launch.env", "launch.devices"),
     title="The deepspeed launcher ignores CUDA_VISIBLE_DEVICES",
     source="deepspeed 0.19 launcher/runner.py: the variable is ignored if --include is set",

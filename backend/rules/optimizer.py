@@ -13,7 +13,7 @@ from functools import lru_cache
 from backend import registry, wording
 from backend.memory.optimizer_state import OptimizerState
 from backend.modelspec import lora_modules
-from backend.rules.base import Case, Example, Fix, Violation, rule, set_to
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, set_to, warning
 from backend.rules.common_fixes import ADAMW, BF16, DDP, SINGLE_PROCESS
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, full_spec
 from backend.wording import counted
@@ -37,9 +37,8 @@ MAX_COMPARISONS = 300_000  # of targets with module names
 # --- Strategies and processes ---
 
 
-@rule(
+@error(
     "OPT003",
-    "error",
     fields=("train.optim", "parallel.strategy"),
     title="The strategy flattens parameters, and this optimizer needs matrices",
     source="verified with deepspeed 0.19, galore-torch 1.0 and apollo-torch 1.0: IndexError in the projector at the "
@@ -58,9 +57,8 @@ def optimizer_needs_matrices(case: Case) -> str | None:
     return f"{row.label} needs 2-D weight matrices; {case.strategy.label} gives the optimizer flat 1-D tensors."
 
 
-@rule(
+@error(
     "OPT004",
-    "error",
     fields=("train.optim", "parallel.strategy"),
     title="This optimizer supports a single process only",
     source="transformers 5.23 trainer_optimizer.py: layer-wise does not support DDP; accelerate 1.15: DeepSpeed's "
@@ -86,9 +84,8 @@ def optimizer_needs_single_process(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "OPT025",
-    "error",
     fields=("train.optim", "lora.r", "launch.nproc_per_node"),
     title="A weight matrix has fewer rows than there are FSDP2 shards",
     source="verified with torch 2.13 on two and four processes under FSDP2: the steps of Muon and GaLore fail on "
@@ -119,9 +116,8 @@ def _fsdp2_shards(case: Case) -> int:
     return case.run.world_size // max(1, case.spec.parallel.replicate_size)
 
 
-@rule(
+@error(
     "OPT026",
-    "error",
     fields=("train.optim", "launch.nproc_per_node"),
     title="Adam-mini cannot divide the attention heads over the FSDP2 shards",
     source="verified with adam-mini 1.1 and torch 2.13 under FSDP2: Cannot unflatten unevenly sharded tensor",
@@ -141,9 +137,8 @@ def adam_mini_heads_not_divisible(case: Case) -> str | None:
     return f"{heads} attention heads and {kv_heads} KV heads cannot be split evenly over {shards:,} devices."
 
 
-@rule(
+@error(
     "OPT020",
-    "error",
     fields=("train.optim", "parallel.strategy"),
     title="The optimizer does not support sharded parameters (DTensor)",
     source="verified with torch 2.13 on two processes: bitsandbytes 0.50 has no sharding strategy, transformers 5.23 "
@@ -165,9 +160,8 @@ def optimizer_without_dtensor_support(case: Case) -> str | None:
     return f"{row.label} fails on DTensor parameters{condition}, which {case.strategy.label} uses."
 
 
-@rule(
+@error(
     "OPT028",
-    "error",
     fields=("train.optim", "save.strategy", "save.only_model", "parallel.state_dict_type"),
     title="FSDP2 cannot save the state of this optimizer",
     source="verified with torch 2.13 distributed/checkpoint: it saves tensors and numbers only, and refuses the "
@@ -198,9 +192,8 @@ def optimizer_state_not_saved_by_fsdp2(case: Case) -> str | None:
     return f"The first checkpoint would fail: FSDP2 cannot save the state of {row.label}."
 
 
-@rule(
+@error(
     "OPT021",
-    "error",
     fields=("train.optim", "parallel.strategy"),
     title="DeepSpeed supports Adagrad with a single parameter group only",
     source="deepspeed 0.19 stage_1_and_2.py and stage3.py, initialize_optimizer_states: torch.optim.Adagrad(all parts)",
@@ -218,9 +211,8 @@ def adagrad_param_groups_on_deepspeed(case: Case) -> str | None:
     return f"{case.strategy.label} recreates {row.label} with one parameter group, and this run needs several."
 
 
-@rule(
+@error(
     "OPT022",
-    "error",
     fields=("train.optim", "parallel.strategy"),
     title="Schedule-free optimizers do not work with DeepSpeed",
     source="deepspeed 0.19 runtime/zero: its optimizers have no train() or eval(), so schedulefree 1.4 is not called: "
@@ -238,9 +230,8 @@ def schedule_free_on_deepspeed(case: Case) -> str | None:
     return f"{case.strategy.label} does not forward optimizer.train() and optimizer.eval(), which {row.label} needs."
 
 
-@rule(
+@warning(
     "OPT015",
-    "warning",
     fields=("train.optim", "parallel.strategy"),
     title="DeepSpeed removes Adafactor's memory savings",
     source="transformers 5.23 optimization.py: factors matrices only; deepspeed 0.19 gives it flat tensors",
@@ -260,9 +251,8 @@ def adafactor_unfactored_on_deepspeed(case: Case) -> str | None:
 # --- Accumulation, precision, devices, resuming ---
 
 
-@rule(
+@error(
     "OPT005",
-    "error",
     fields=("train.gradient_accumulation_steps", "train.optim"),
     title="This optimizer does not support gradient accumulation",
     source="transformers 5.23 trainer_optimizer.py: layer-wise optimizers do not support gradient accumulation; "
@@ -296,9 +286,8 @@ def gradient_accumulation_with_step_in_backward(case: Case) -> Violation | None:
     )
 
 
-@rule(
+@error(
     "OPT006",
-    "error",
     fields=("precision.compute", "train.optim"),
     title="This optimizer does not support fp16 loss scaling",
     source="accelerate 1.15 accelerator.py: gradients are unscaled after the backward pass; torch 2.13 "
@@ -316,9 +305,8 @@ def fp16_with_step_in_backward(case: Case) -> str | None:
     return f"{row.label} steps during the backward pass, before fp16 gradients are unscaled."
 
 
-@rule(
+@warning(
     "OPT011",
-    "warning",
     fields=("train.optim", "launch.device"),
     title="Paged optimizers need an NVIDIA GPU",
     source="bitsandbytes 0.50 optim/optimizer.py: without a GPU its state is ordinary memory",
@@ -338,9 +326,8 @@ def paged_optimizer_without_cuda(case: Case) -> Violation | None:
     return Violation(message, (fix,))
 
 
-@rule(
+@warning(
     "OPT016",
-    "warning",
     fields=("train.optim", "save.strategy"),
     title="The optimizer state cannot be resumed",
     source="grokadamw 0.1.2: its moments are stored under the parameter objects of the stopped process; lomo-optim "
@@ -356,9 +343,8 @@ def optimizer_state_not_resumable(case: Case) -> str | None:
     return f"{row.label} cannot restore its moments from a checkpoint." if row.loses_state_on_save else None
 
 
-@rule(
+@advice(
     "OPT017",
-    "advice",
     fields=("train.optim", "precision.compute"),
     title="BAdam does not need fp32 master weights",
     source="badam 1.4 block_optim.py: the active block is copied to fp32; it warns of weights in fp32",
@@ -375,9 +361,8 @@ def badam_with_fp32_master_weights(case: Case) -> str | None:
     return f"{row.label} keeps its own fp32 copy of the active block, and this run holds all weights in fp32 as well."
 
 
-@rule(
+@error(
     "OPT019",
-    "error",
     fields=("train.optim",),
     title="The optimizer needs a C++ compiler",
     source="torchao 0.18 optim/adam.py: torch.compile at the first step; on a CPU that is C++",
@@ -399,9 +384,8 @@ def optimizer_without_cpp_compiler(case: Case) -> str | None:
 # --- Methods ---
 
 
-@rule(
+@error(
     "OPT007",
-    "error",
     fields=("method.kind", "train.optim"),
     title="Adam-mini does not support LoRA",
     source="verified with adam-mini 1.1.1 and peft 0.21: the two matrices of an adapter do not divide into heads",
@@ -419,9 +403,8 @@ def adam_mini_with_lora(case: Case) -> str | None:
     return f"{row.label} splits query and key weights by attention head, which fails on LoRA's low-rank matrices."
 
 
-@rule(
+@warning(
     "OPT008",
-    "warning",
     fields=("method.kind", "train.optim"),
     title="This optimizer is designed for full fine-tuning, not for LoRA",
     source="GaLore (arXiv 2403.03507), APOLLO (2412.05270), Muon (2502.16982), BAdam (2404.02827): for full training",
@@ -441,9 +424,8 @@ def full_training_optimizer_with_lora(case: Case) -> str | None:
 # --- Projection (GaLore, APOLLO) ---
 
 
-@rule(
+@error(
     "OPT009",
-    "error",
     fields=("train.optim_target_modules",),
     title="No modules are listed for the projection",
     source="transformers 5.23 trainer_optimizer.py: no target modules found",
@@ -462,9 +444,8 @@ def projection_targets_missing(case: Case) -> str | None:
     return f"{row.label} is set to custom target modules, and train.optim_target_modules is empty."
 
 
-@rule(
+@error(
     "OPT023",
-    "error",
     fields=("train.optim_targets", "train.optim_target_modules"),
     title="No linear layer matches the projection targets",
     source="transformers 5.23 trainer_optimizer.py: No target modules found; only nn.Linear layers are projected",
@@ -529,9 +510,8 @@ def _can_take_long(pattern: str) -> bool:
     return repeats > MAX_REPEATS or bool(re.search(r"\)[*+{]|\\\d|\(\?P=", plain))
 
 
-@rule(
+@error(
     "OPT024",
-    "error",
     fields=("train.galore_proj_type", "train.projection_rank"),
     title="The projection rank is too high for GaLore's reverse_std",
     source="galore-torch 1.0 galore_projector.py project_back: it infers the projected side from the shape of the "
@@ -566,9 +546,8 @@ def reverse_std_rank_too_high(case: Case) -> Violation | None:
 # --- Learning rates, clipping, schedules ---
 
 
-@rule(
+@advice(
     "OPT012",
-    "advice",
     fields=("train.learning_rate", "train.optim"),
     title="The learning rate is high for Lion",
     source="Lion (arXiv 2302.06675): a third to a tenth of AdamW's rate",
@@ -587,9 +566,8 @@ def lion_learning_rate_too_high(case: Case) -> Violation | None:
     return Violation(f"The learning rate is {rate:g}; for Lion with {label}, at most {maximum:g} is usual.", (fix,))
 
 
-@rule(
+@advice(
     "OPT013",
-    "advice",
     fields=("train.learning_rate", "train.optim"),
     title="The learning rate is low for SGD",
     source="SGD steps are not divided by the gradient's size; lomo-optim 0.1.1 lomo.py: 1e-3 by default",
@@ -608,9 +586,8 @@ def sgd_learning_rate_too_low(case: Case) -> Violation | None:
     return Violation(f"The learning rate is {rate:g}; for {row.label}, at least {SGD_MIN_RATE:g} is usual.", (fix,))
 
 
-@rule(
+@advice(
     "OPT014",
-    "advice",
     fields=("train.max_grad_norm", "train.optim"),
     title="Adafactor already clips its updates",
     source="transformers 5.23 optimization.py, Adafactor: an update is scaled to an RMS of at most 1",
@@ -627,9 +604,8 @@ def adafactor_with_gradient_clipping(case: Case) -> str | None:
     return f"max_grad_norm is {norm:g}, so gradients are clipped before {row.label} scales its own updates."
 
 
-@rule(
+@warning(
     "OPT018",
-    "warning",
     fields=("train.badam_switch_block_every",),
     title="The run ends before BAdam has trained every layer",
     source="arithmetic: layers x steps per layer against the steps of the run",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.common_fixes import NO_PACKING
 from backend.rules.examples import DEMO, H100, LOCAL_MODEL
 
@@ -13,9 +13,8 @@ MAMBA = replace(DEMO, shape=None, model_type="mamba")
 PACKED = {**LOCAL_MODEL, "data.packing": True}
 
 
-@rule(
+@error(
     "DAT020",
-    "error",
     fields=("data.packing",),
     title="This architecture does not isolate packed sequences",
     source="verified with transformers 5.23, trl 1.16: tokens of a packed sequence change the logits of the next one",
@@ -33,9 +32,8 @@ def packing_without_isolation(case: Case) -> str | None:
     return f"data.packing is on, and packed sequences of {case.facts.model_type or types.pop()} are not isolated."
 
 
-@rule(
+@error(
     "DAT022",
-    "error",
     fields=("data.packing", "data.max_length", "train.per_device_train_batch_size", "eval.per_device_eval_batch_size"),
     title="A packed batch is longer than the model's attention mask",
     source="transformers 5.23 models/gpt_neo/modeling_gpt_neo.py: a causal mask of max_position_embeddings tokens; trl "
@@ -59,9 +57,8 @@ def packed_batch_exceeds_attention_mask(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "DAT021",
-    "error",
     fields=("data.packing",),
     title="Packing with this architecture needs packages that are not installed",
     source="transformers 5.23 integrations/hub_kernels.py: a function can't keep packed sequences apart without "
@@ -89,9 +86,8 @@ def packing_without_its_packages(case: Case) -> str | None:
 MAX_PACKED_TOKENS = 8192
 
 
-@rule(
+@warning(
     "DAT013",
-    "warning",
     fields=("data.packing", "train.per_device_train_batch_size", "data.max_length"),
     title="Packing with a large batch makes attention slow",
     source="transformers 5.23 masking_utils.py: without flash attention a mask of tokens x tokens is built",

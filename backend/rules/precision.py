@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.resolve import before_ampere
-from backend.rules.base import Case, Example, Fix, names, rule
+from backend.rules.base import Case, Example, Fix, advice, error, names, warning
 from backend.rules.common_fixes import BF16
 from backend.rules.examples import DEMO, EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, H100, LAPTOP, SMOL, T4
 
@@ -24,9 +24,8 @@ COMPILED_FP32 = {"train.torch_compile": True, "precision.compute": "fp32"}
 FP8_BLOCK = 16  # torchao and accelerate convert linear layers whose dimensions are multiples of 16
 
 
-@rule(
+@error(
     "PRC001",
-    "error",
     fields=("precision.compute", "launch.device"),
     title="fp16 training is not supported on a CPU",
     source="accelerate 1.15 accelerator.py: no autocast and no loss scaling for fp16 on a CPU",
@@ -42,9 +41,8 @@ def fp16_on_cpu(case: Case) -> str | None:
     return "precision.compute is fp16, and this run would use the CPU, which has no fp16 training."
 
 
-@rule(
+@warning(
     "PRC002",
-    "warning",
     fields=("precision.compute",),
     title="bf16 is emulated on GPUs before Ampere",
     source="torch 2.13 cuda/__init__.py: is_bf16_supported counts emulation; bf16 tensor cores came with compute "
@@ -64,9 +62,8 @@ def bf16_before_ampere(case: Case) -> str | None:
     return f"bf16 in hardware needs compute capability 8.0 or later; {gpus}."
 
 
-@rule(
+@advice(
     "PRC003",
-    "advice",
     fields=("precision.compute",),
     title="bf16 is emulated on this CPU",
     source="Intel's and Arm's instruction sets: AMX, AVX512-BF16, BF16",
@@ -83,9 +80,8 @@ def bf16_emulated_on_cpu(case: Case) -> str | None:
     return "This CPU has no bf16 instructions (AMX, AVX512-BF16 or Arm BF16), so bf16 steps are slower than fp32 steps."
 
 
-@rule(
+@advice(
     "PRC004",
-    "advice",
     fields=("precision.compute",),
     title="fp32 training on GPUs with bf16 tensor cores",
     source="NVIDIA's data sheets: bf16 runs at several times the rate of fp32",
@@ -104,9 +100,8 @@ def fp32_on_bf16_gpu(case: Case) -> str | None:
     return f"The run computes in fp32 on {gpus}, where bf16 mixed precision is several times faster."
 
 
-@rule(
+@error(
     "PRC008",
-    "error",
     fields=("precision.compute", "parallel.strategy"),
     title="DeepSpeed supports neither pure bf16 nor fp8",
     source="deepspeed 0.19 runtime/base_optimizer.py: ZeRO keeps fp32 master weights; accelerate 1.15 accelerator.py "
@@ -124,9 +119,8 @@ def precision_unsupported_by_deepspeed(case: Case) -> str | None:
     return f"{case.strategy.label} runs on DeepSpeed, which does not support the precision {label}."
 
 
-@rule(
+@advice(
     "PRC009",
-    "advice",
     fields=("precision.compute", "train.optim"),
     title="Pure bf16 rounds small weight updates to zero",
     source="arithmetic: bf16 has 8 significant bits, so 1 + 0.001 is rounded to 1",
@@ -147,9 +141,8 @@ def pure_bf16_loses_updates(case: Case) -> str | None:
     return f"{row.label} adds its updates directly to bf16 weights, without Kahan summation or stochastic rounding."
 
 
-@rule(
+@warning(
     "PRC010",
-    "warning",
     fields=("precision.compute", "launch.device"),
     title="fp8 is emulated on most CPUs",
     source="torch 2.13 _scaled_mm, profiled on a CPU: the operands are copied to fp32 and multiplied by aten::mm; "
@@ -166,9 +159,8 @@ def fp8_on_cpu(case: Case) -> str | None:
     return "precision.compute is fp8, and this run would use the CPU, where fp8 is usually slower than fp32."
 
 
-@rule(
+@warning(
     "PRC011",
-    "warning",
     fields=("precision.compute",),
     title="The hidden size is not a multiple of 16, so fp8 skips most layers",
     source="accelerate 1.15 utils/ao.py: layers whose dimensions are not multiples of 16 stay as they are",
@@ -184,9 +176,8 @@ def fp8_skips_odd_layers(case: Case) -> str | None:
     return f"The model's hidden size is {case.shape.hidden:,}, which is not a multiple of {FP8_BLOCK}."
 
 
-@rule(
+@error(
     "PRC012",
-    "error",
     fields=("precision.compute", "method.quantization", "model.path"),
     title="fp8 cannot be combined with a quantized base model",
     source="accelerate 1.15 utils/ao.py: instances of torch.nn.Linear are replaced, except the first and last, and "
@@ -213,9 +204,8 @@ def fp8_with_quantized_base(case: Case) -> str | None:
     return f"precision.compute is fp8, and {source}."
 
 
-@rule(
+@warning(
     "PRC013",
-    "warning",
     fields=("precision.compute", "train.torch_compile"),
     title="torch.compile turns fp32 into TF32",
     source="accelerate 1.15 state.py: allow_tf32 is switched on where a model is compiled without mixed precision; "

@@ -10,7 +10,7 @@ from dataclasses import replace
 from backend import registry
 from backend.memory import quantized
 from backend.modelspec import names_of
-from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, names, warning
 from backend.rules.common_fixes import DDP, ZERO2
 from backend.rules.examples import DEMO, H100, INSTALLED, LOCAL_MODEL, MOE, TWO_H100
 
@@ -54,9 +54,8 @@ def quantized_base(case: Case) -> str:
     return f"The model was published with {published.label} weights" if published else ""
 
 
-@rule(
+@error(
     "QNT002",
-    "error",
     fields=("lora.init", "method.quantization"),
     title="This LoRA initialization needs an unquantized base model",
     source="peft 0.21 lora/layer.py: pissa_init raises TypeError; orthogonal_init creates a trained parameter of the "
@@ -77,9 +76,8 @@ def lora_init_on_quantized_base(case: Case) -> str | None:
     return f"{quantized_base(case)}, and lora.init is {label}, which needs floating-point weights."
 
 
-@rule(
+@error(
     "QNT003",
-    "error",
     fields=("method.quantization", "parallel.strategy"),
     title="8-bit weights cannot be sharded",
     source="bitsandbytes 0.50 nn/modules.py, Linear8bitLt: under FSDP2 the layer no longer finds its scales "
@@ -98,9 +96,8 @@ def int8_base_sharded(case: Case) -> str | None:
     return f"{case.strategy.label} shards the base weights, and method.quantization is {_quantization(case).label}."
 
 
-@rule(
+@error(
     "QNT005",
-    "error",
     fields=("save.merge_adapter", "method.quantization"),
     title="An adapter cannot be merged into a quantized base model",
     source="peft 0.21 lora/bnb.py: merging quantizes the sum again, and rounding undoes a part of the training",
@@ -120,9 +117,8 @@ def merge_into_quantized_base(case: Case) -> str | None:
     return f"{quantized_base(case)}, and save.merge_adapter is on."
 
 
-@rule(
+@error(
     "QNT006",
-    "error",
     fields=("lora.modules_to_save", "method.quantization"),
     title="modules_to_save contains quantized layers",
     source="transformers 5.23 trainer_utils.py: quantized weights take no gradient steps",
@@ -148,9 +144,8 @@ def modules_to_save_quantized(case: Case) -> Violation | None:
     return Violation(message, (fix,))
 
 
-@rule(
+@error(
     "QNT009",
-    "error",
     fields=("method.kind", "model.path", "model.hub_id"),
     title="A model with quantized weights can only be trained with adapters",
     source="transformers 5.23 trainer_utils.py: validate_quantization_for_training",
@@ -168,9 +163,8 @@ def full_training_of_prequantized_model(case: Case) -> str | None:
     return f"The model's weights are quantized with {row.label}, and the training method is {method}."
 
 
-@rule(
+@error(
     "QNT010",
-    "error",
     fields=("model.path", "model.hub_id"),
     title="This quantization format cannot be trained",
     source="transformers 5.23 quantizers: is_trainable; it can also be true for AQLM, BitNet, EETQ, FP-Quant, "
@@ -189,9 +183,8 @@ def untrainable_quantization_format(case: Case) -> str | None:
     return f"The model's quantization_config has quant_method {kind}; supported formats are {supported}."
 
 
-@rule(
+@error(
     "QNT012",
-    "error",
     fields=("method.quantization", "model.path", "model.hub_id"),
     title="The model is already quantized",
     source="transformers 5.23 quantizers/auto.py: two different configurations are refused",
@@ -208,9 +201,8 @@ def quantized_twice(case: Case) -> str | None:
     return f"The model's config.json has quant_method {kind}, and method.quantization is {row.label}."
 
 
-@rule(
+@advice(
     "QNT014",
-    "advice",
     fields=("model.path", "model.hub_id"),
     title="The quantized weights are dequantized while loading",
     source="transformers 5.23 quantizer_mxfp4.py, quantizer_finegrained_fp8.py, quantizer_compressed_tensors.py: "
@@ -229,9 +221,8 @@ def dequantized_on_load(case: Case) -> str | None:
     return f"The model is stored in {row.label} and will be converted to {case.run.compute_dtype} while loading."
 
 
-@rule(
+@error(
     "QNT015",
-    "error",
     fields=("parallel.strategy", "model.path", "model.hub_id"),
     title="The weights of a prequantized model cannot be sharded",
     source="accelerate 1.15 utils/fsdp_utils.py leaves integer weights out of FSDP2; torch 2.13 FSDP1 cannot flatten "
@@ -250,9 +241,8 @@ def prequantized_model_sharded(case: Case) -> str | None:
     return f"{case.strategy.label} shards weights, and this model's weights are integers in {row.label} format."
 
 
-@rule(
+@error(
     "QNT016",
-    "error",
     fields=("lora.use_dora", "model.path", "model.hub_id"),
     title="GPTQ and AWQ models do not support DoRA",
     source="peft 0.21 tuners/lora/gptq.py GPTQLoraLinear, tuners/lora/awq.py AwqLoraLinear: does not support DoRA yet",
@@ -271,9 +261,8 @@ def dora_on_gptq_or_awq(case: Case) -> str | None:
     return f"lora.use_dora is on, and the model's weights are quantized with {label}."
 
 
-@rule(
+@advice(
     "QNT017",
-    "advice",
     fields=("precision.compute", "model.path", "model.hub_id"),
     title="AWQ models are loaded in fp16 instead of bf16",
     source="transformers 5.23 quantizers/quantizer_awq.py update_dtype: bfloat16 is cast to float16 on cuda and xpu",
@@ -289,9 +278,8 @@ def awq_in_bf16(case: Case) -> str | None:
     return "The model is quantized with AWQ, whose unquantized layers are loaded in fp16; this run computes in bf16."
 
 
-@rule(
+@warning(
     "QNT018",
-    "warning",
     fields=("method.quantization",),
     title="Quantization skips the experts of an MoE model",
     source="transformers 5.23 integrations/bitsandbytes.py replace_with_bnb_linear: nn.Linear alone, and the experts "

@@ -317,7 +317,7 @@ def exceeds_model(
 def _added(check: Callable[[Case], str | Violation | None], code: str, slug: str, reason: str, **more: Any) -> Check:
     """Give a generated check the name and docstring that `rule` makes slug and reason of, and add the rule."""
     check.__name__, check.__doc__ = slug.replace("-", "_"), reason
-    return rule(code, more.pop("level", "error"), **more)(check)
+    return rule(more.pop("level", "error"), code, **more)(check)
 
 
 # --- Packages ---

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.rules.base import Case, Example, Fix, rule
+from backend.rules.base import Case, Example, Fix, error, warning
 from backend.rules.common_fixes import ADAMW
 from backend.rules.examples import EQUIPPED, full_spec
 from backend.wording import counted
@@ -11,9 +11,8 @@ SHORT = full_spec("schedule_free_radam", train__duration="steps")
 RECTIFIED_LENGTH = 4.0  # RAdam's updates begin where the length of its moving average of squared gradients exceeds it
 
 
-@rule(
+@error(
     "OPT027",
-    "error",
     fields=("train.adam_beta1", "train.optim"),
     title="Schedule-free optimizers need a beta1 above 0",
     source="schedulefree 1.4 adamw_schedulefree.py and radam_schedulefree.py, eval(): divides by beta1",
@@ -31,9 +30,8 @@ def schedule_free_without_beta1(case: Case) -> str | None:
     return f"train.adam_beta1 is 0, and {row.label} divides by it."
 
 
-@rule(
+@warning(
     "OPT030",
-    "warning",
     fields=("train.optim", "train.max_steps", "train.num_train_epochs", "train.adam_beta2"),
     title="The run ends before RAdam's first update",
     source="schedulefree 1.4 radam_schedulefree.py, step(): with silent_sgd_phase, the learning rate is 0 as long as "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from backend.config import RunSpec
 from backend.config.options import get
 from backend.launch.slurm_options import SbatchOption, gpu_count, parse, without
-from backend.rules.base import Case, Example, Fix, Violation, reasons, rule
+from backend.rules.base import Case, Example, Fix, Violation, error, reasons, warning
 from backend.runs import LOG
 from backend.wording import counted
 
@@ -156,9 +156,8 @@ def _fixes(case: Case, options: list[SbatchOption]) -> tuple[Fix, ...]:
     return (*moved, Fix("Remove these sbatch options", removed, safe=False, cost="the job no longer has what they set"))
 
 
-@rule(
+@error(
     "CLU006",
-    "error",
     fields=(EXTRA,),
     title="Extra sbatch options would break the job",
     source="sbatch(1): a later #SBATCH line replaces an earlier one; the job's script starts one launcher per node "
@@ -199,9 +198,8 @@ def _replaced(case: Case) -> list[tuple[SbatchOption, str]]:
     return found
 
 
-@rule(
+@warning(
     "CLU007",
-    "warning",
     fields=(EXTRA,),
     title="slurm.extra replaces other Slurm options",
     source="sbatch(1): a later #SBATCH line replaces an earlier one",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry, wording
-from backend.rules.base import Case, Example, Fix, Violation, amount, rule, set_to
+from backend.rules.base import Case, Example, Fix, Violation, advice, amount, error, set_to, warning
 from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100, USER_DATA, USER_DATA_FACTS
 
 DPO = {"train.stage": "dpo", "data.builtin": "train-pairs"}
@@ -42,9 +42,8 @@ def _accepted(stage: registry.Stage) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-@rule(
+@error(
     "STG001",
-    "error",
     fields=("data.builtin", "train.stage"),
     title="The built-in dataset does not fit the training stage",
     source="the dataset's examples",
@@ -68,9 +67,8 @@ def builtin_dataset_for_other_stage(case: Case) -> Violation | None:
     return Violation(message, fixes)
 
 
-@rule(
+@error(
     "STG002",
-    "error",
     fields=("data.format", "train.stage"),
     title="The data format does not fit the training stage",
     source="the examples: their columns",
@@ -97,9 +95,8 @@ def data_format_for_other_stage(case: Case) -> Violation | None:
     return Violation(message, tuple(fixes))
 
 
-@rule(
+@error(
     "STG003",
-    "error",
     fields=("train.per_device_train_batch_size",),
     title="KTO needs a batch size above 1",
     source="trl 1.16 kto_trainer.py: the actual batch size must be above 1",
@@ -132,9 +129,8 @@ def kto_batch_size_one(case: Case) -> Violation | None:
     )
 
 
-@rule(
+@error(
     "STG009",
-    "error",
     fields=("train.stage", "model.path", "model.hub_id"),
     title="The architecture has no reward model",
     source="transformers 5.23 models/auto/modeling_auto.py: the model types of AutoModelForSequenceClassification",
@@ -154,9 +150,8 @@ def no_sequence_classification_head(case: Case) -> str | None:
     return f"transformers has no sequence classification model for {name}."
 
 
-@rule(
+@error(
     "STG004",
-    "error",
     fields=("preference.label_smoothing", "preference.dpo_loss_type"),
     title="EXO loss needs label smoothing",
     source="trl 1.16 dpo_trainer.py: label smoothing must be above 0 with exo_pair",
@@ -176,9 +171,8 @@ def exo_without_label_smoothing(case: Case) -> str | None:
     return "The EXO loss (exo_pair) needs preference.label_smoothing > 0; it is 0."
 
 
-@rule(
+@error(
     "STG005",
-    "error",
     fields=("preference.precompute_ref_log_probs", "parallel.strategy"),
     title="Reference log-probabilities cannot be precomputed with tensor parallelism",
     source="trl 1.16 trainer/utils.py: hash_module reads every weight as a plain tensor",
@@ -204,9 +198,8 @@ def precomputed_reference_with_tensor_parallel(case: Case) -> str | None:
     return f"preference.precompute_ref_log_probs is on, and the strategy is {case.strategy.label}."
 
 
-@rule(
+@advice(
     "STG006",
-    "advice",
     fields=("preference.precompute_ref_log_probs",),
     title="The reference model takes the memory of a second model",
     source="trl 1.16 dpo_trainer.py, kto_trainer.py: precompute_ref_log_probs",
@@ -232,9 +225,8 @@ def reference_model_in_memory(case: Case) -> str | None:
 MIN_KTO_RATIO, MAX_KTO_RATIO = 0.99, 1.34  # 1 to 4/3, with a tolerance for rounding
 
 
-@rule(
+@warning(
     "STG007",
-    "warning",
     fields=("preference.desirable_weight", "preference.undesirable_weight"),
     title="KTO's desirable and undesirable examples are not balanced",
     source="Ethayarajh et al. 2024, KTO, equation 8: (desirable weight x count) / (undesirable weight x count) between "
@@ -271,9 +263,8 @@ def unbalanced_kto_labels(case: Case) -> Violation | None:
 SMALL_MODEL = 500_000_000  # parameters; smaller models need higher rates than the range below
 
 
-@rule(
+@warning(
     "STG008",
-    "warning",
     fields=("train.learning_rate", "train.stage"),
     title="Unusual learning rate for preference training",
     source="Rafailov et al. 2023, Ethayarajh et al. 2024, Hong et al. 2024; trl's and LLaMA-Factory's examples",

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from backend.rules.base import Case, Example, Fix, Violation, amount, rule, set_to
+from backend.rules.base import Case, Example, Fix, Violation, advice, amount, error, set_to, warning
 from backend.rules.examples import DEMO, FULL_DISK
 from backend.runs.resume_point import step_of
 from backend.wording import counted
@@ -16,9 +16,8 @@ BEST_BY_STEPS = {"eval.strategy": "steps", "save.strategy": "steps", "save.load_
 DEFAULT_WARMUP = 0.03  # the default of train.warmup_steps
 
 
-@rule(
+@warning(
     "TRN001",
-    "warning",
     fields=("train.per_device_train_batch_size", "train.gradient_accumulation_steps", "launch.nproc_per_node"),
     title="Global batch size exceeds the training set",
     source="transformers 5.23 trainer.py: the last batch of an epoch is smaller, and an epoch has at least one step",
@@ -48,9 +47,8 @@ def global_batch_exceeds_dataset(case: Case) -> Violation | None:
     return Violation(message, (Fix(f"Reduce the global batch size to {smaller:,}", patch, False),))
 
 
-@rule(
+@warning(
     "TRN002",
-    "warning",
     fields=("train.warmup_steps",),
     title="Warmup lasts for the whole run",
     source="transformers 5.23 optimization.py: the learning rate rises linearly from 0 for num_warmup_steps; "
@@ -85,9 +83,8 @@ def _warmup_steps(option: float, steps: int) -> int:
     return int(option) if option >= 1 else math.ceil(steps * option)
 
 
-@rule(
+@advice(
     "TRN003",
-    "advice",
     fields=("train.lr_scheduler_type", "train.warmup_steps"),
     title="The constant schedule ignores warmup",
     source="transformers 5.23 optimization.py: get_constant_schedule has no num_warmup_steps",
@@ -113,9 +110,8 @@ def _interval_exceeds_run(case: Case, option: str, interval: int, consequence: s
     return Violation(message, (Fix(set_to(option, shorter), {option: shorter}),))
 
 
-@rule(
+@warning(
     "TRN004",
-    "warning",
     fields=("eval.steps",),
     title="No evaluation before the end of the run",
     source="arithmetic",
@@ -129,9 +125,8 @@ def eval_interval_exceeds_run(case: Case) -> Violation | None:
     return _interval_exceeds_run(case, "eval.steps", case.spec.eval.steps, "only the final model is evaluated")
 
 
-@rule(
+@advice(
     "TRN005",
-    "advice",
     fields=("save.steps",),
     title="No checkpoint before the end of the run",
     source="transformers 5.23 trainer_callback.py: a checkpoint is also written at the end",
@@ -145,9 +140,8 @@ def save_interval_exceeds_run(case: Case) -> Violation | None:
     return _interval_exceeds_run(case, "save.steps", case.spec.save.steps, "only the last step is saved")
 
 
-@rule(
+@error(
     "TRN006",
-    "error",
     fields=("save.load_best_model_at_end", "eval.strategy", "eval.steps", "save.strategy", "save.steps"),
     title="load_best_model_at_end needs an evaluation at every checkpoint",
     source="transformers 5.23 training_args.py: load_best_model_at_end needs both at the same steps",
@@ -173,9 +167,8 @@ def best_model_without_matching_eval(case: Case) -> Violation | None:
     return Violation(message, (Fix(f"Save every {counted(multiple, 'step')}", {"save.steps": multiple}),))
 
 
-@rule(
+@advice(
     "TRN007",
-    "advice",
     fields=("save.only_model",),
     title="Checkpoints with only the model cannot be resumed",
     source="transformers 5.23 trainer.py: without optimizer.pt the optimizer silently starts from scratch",
@@ -190,9 +183,8 @@ def model_only_checkpoints(case: Case) -> str | None:
     return "save.only_model is on, so checkpoints would not contain the optimizer, scheduler and random states."
 
 
-@rule(
+@error(
     "TRN008",
-    "error",
     fields=("save.resume_path",),
     title="The checkpoint to resume from cannot be used",
     source="the folder itself",
@@ -220,9 +212,8 @@ def unusable_checkpoint(case: Case) -> str | None:
 MAX_EPOCHS = 100
 
 
-@rule(
+@warning(
     "TRN009",
-    "warning",
     fields=("train.max_steps",),
     title="max_steps covers more than 100 epochs",
     source="arithmetic; small models memorize their training set within about ten epochs",
@@ -245,9 +236,8 @@ def too_many_epochs(case: Case) -> Violation | None:
     return Violation(message, (Fix(set_to("train.max_steps", enough), {"train.max_steps": enough}, False),))
 
 
-@rule(
+@error(
     "OUT001",
-    "error",
     fields=("save.total_limit", "save.strategy", "save.final_model"),
     title="Not enough free disk space for the checkpoints",
     source="arithmetic: the disk part of the estimate against the free space",
@@ -283,9 +273,8 @@ def insufficient_disk_space(case: Case) -> Violation | None:
     return Violation(f"{what} need {amount(need)}, and {amount(free)} is free.", tuple(fixes))
 
 
-@rule(
+@warning(
     "OUT002",
-    "warning",
     fields=("save.strategy", "save.final_model"),
     title="The trained model would not be saved",
     source="arithmetic: neither checkpoints nor the final model are saved",

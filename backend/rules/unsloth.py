@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, names, rule
+from backend.rules.base import Case, Example, Fix, error, names, warning
 from backend.rules.common_fixes import DDP, ZERO2
 from backend.rules.examples import H100, INSTALLED, NPU, TWO_H100
 
@@ -19,9 +19,8 @@ def _uses_unsloth(case: Case) -> bool:
     return case.spec.train.use_unsloth
 
 
-@rule(
+@error(
     "UNS001",
-    "error",
     fields=("train.use_unsloth",),
     title="Unsloth is not installed",
     source="Unsloth's README",
@@ -38,9 +37,8 @@ def unsloth_not_installed(case: Case) -> str | None:
     return "train.use_unsloth is on, and the package unsloth is not installed."
 
 
-@rule(
+@warning(
     "UNS002",
-    "warning",
     fields=("train.use_unsloth",),
     title="Unsloth requires other package versions",
     source="Unsloth 2026.10.9's metadata; verified by running on a CPU: it also trains with transformers 5.23 and TRL "
@@ -58,9 +56,8 @@ def unsloth_version_mismatch(case: Case) -> str | None:
     return f"Unsloth requires {required}; another version is installed. Check the first losses of the run."
 
 
-@rule(
+@error(
     "UNS003",
-    "error",
     fields=("train.use_unsloth", "parallel.strategy"),
     title="Unsloth does not support sharded weights",
     source="Unsloth 2026.10.9 loader_utils.py and fsdp2_launch.py: it passes a device_map, which ZeRO-3 rejects, and "
@@ -77,9 +74,8 @@ def unsloth_with_sharded_weights(case: Case) -> str | None:
     return f"train.use_unsloth is on, and {case.strategy.label} shards the weights."
 
 
-@rule(
+@error(
     "UNS004",
-    "error",
     fields=("train.use_unsloth", "launch.device"),
     title="Unsloth does not support this device type",
     source="Unsloth 2026.10.9 device_type.py: NVIDIA, AMD and Intel GPUs and CPUs; Apple GPUs are supported by "
@@ -96,9 +92,8 @@ def unsloth_on_unsupported_device(case: Case) -> str | None:
     return f"train.use_unsloth is on, and the device type of this run is {registry.DEVICES[case.run.device].label}."
 
 
-@rule(
+@error(
     "UNS005",
-    "error",
     fields=("train.use_unsloth", "method.quantization"),
     title="Unsloth quantizes only to NF4 with double quantization",
     source="Unsloth 2026.10.9 models/loader.py: its own BitsAndBytesConfig, NF4 with double quantization; on a CPU "
@@ -127,9 +122,8 @@ def unsloth_with_other_quantization(case: Case) -> str | None:
     return f"train.use_unsloth is on, and method.quantization is {label}."
 
 
-@rule(
+@error(
     "UNS006",
-    "error",
     fields=("train.use_unsloth", "data.packing", "train.optim", "precision.compute"),
     title="Unsloth changes these settings on a CPU",
     source="unsloth_zoo 2026.10.9 cpu/trainer.py: it turns them off or replaces them; verified by running",
@@ -156,9 +150,8 @@ def unsloth_overrides_on_cpu(case: Case) -> str | None:
     return f"This run would use a CPU, where Unsloth turns off or replaces {names(used)}." if used else None
 
 
-@rule(
+@error(
     "UNS007",
-    "error",
     fields=("train.use_unsloth", "train.use_liger_kernel", "train.torch_compile"),
     title="Unsloth conflicts with Liger and torch.compile",
     source="Unsloth 2026.10.9 models/llama.py and unsloth_zoo compiler.py: its kernels replace the layers that Liger "
@@ -181,9 +174,8 @@ def unsloth_with_other_kernels(case: Case) -> str | None:
     return f"train.use_unsloth is on along with {names(others)}." if _uses_unsloth(case) and others else None
 
 
-@rule(
+@error(
     "UNS008",
-    "error",
     fields=("train.use_unsloth", "lora.init"),
     title="Unsloth does not support LoRA initialization from the base weights",
     source="LLaMA-Factory model/adapter.py silently ignores PiSSA with Unsloth; Unsloth 2026.10.9 models/lora_init.py "

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from backend.modelspec import ModuleSpec, trained_modules
-from backend.rules.base import Case, Example, Fix, rule
+from backend.rules.base import Case, Example, Fix, error
 from backend.rules.common_fixes import FSDP2
 from backend.rules.examples import DEMO, TWO_H100
 
@@ -22,9 +22,8 @@ WITHOUT_GRADIENT = re.compile(
 )
 
 
-@rule(
+@error(
     "STR045",
-    "error",
     fields=("parallel.ddp_find_unused_parameters", "parallel.strategy"),
     title="DDP would fail on parameters that get no gradient",
     source="verified with torch 2.13, Gemma 3, Fuyu and BART on two processes: the second step raises Expected to have "

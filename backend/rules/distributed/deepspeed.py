@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.modelspec import trainable_tensors
-from backend.rules.base import Case, Example, Fix, rule
+from backend.rules.base import Case, Example, Fix, advice, error, warning
 from backend.rules.common_fixes import ADAMW, DDP, FSDP2, ZERO2, ZERO3
 from backend.rules.distributed.examples import ZERO2_STRATEGY
 from backend.rules.examples import DEMO, EQUIPPED_TWO, LAPTOP, TWO_H100
@@ -33,9 +33,8 @@ NO_NVME = Fix(
 )
 
 
-@rule(
+@advice(
     "STR006",
-    "advice",
     fields=("parallel.strategy",),
     title="ZeRO-1 and ZeRO-2 save almost no memory with LoRA",
     source="arithmetic: the optimizer state of an adapter is small",
@@ -54,9 +53,8 @@ def zero_1_or_2_with_lora(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR007",
-    "error",
     fields=("parallel.strategy", "launch.device", "parallel.offload_optimizer"),
     title="DeepSpeed needs a C++ compiler",
     source="deepspeed 0.19 comm/torch.py: build_shm_op, and ops/op_builder/cpu/cpu_adam.py: built on first use",
@@ -77,9 +75,8 @@ def deepspeed_without_compiler(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR012",
-    "error",
     fields=("parallel.offload_optimizer", "train.optim"),
     title="DeepSpeed replaces an offloaded optimizer with CPU Adam",
     source="accelerate 1.15 utils/deepspeed.py, map_pytorch_optim_to_deepspeed: any other becomes DeepSpeedCPUAdam",
@@ -111,9 +108,8 @@ def _uses_nvme(case: Case) -> bool:
     return "nvme" in (case.run.optimizer_offload, case.run.param_offload)
 
 
-@rule(
+@error(
     "STR013",
-    "error",
     fields=("parallel.offload_optimizer", "parallel.strategy"),
     title="NVMe offload requires ZeRO-3",
     source="deepspeed 0.19 runtime/zero/stage_1_and_2.py: the optimizer is offloaded to the CPU only; verified: no "
@@ -129,9 +125,8 @@ def nvme_offload_without_zero3(case: Case) -> str | None:
     return f"parallel.offload_optimizer is nvme, but {case.strategy.label} would keep the optimizer state in host RAM."
 
 
-@rule(
+@error(
     "STR014",
-    "error",
     fields=("parallel.nvme_path",),
     title="The NVMe folder cannot be used",
     source="deepspeed 0.19 runtime/swap_tensor: creates its swap files in this folder",
@@ -149,9 +144,8 @@ def unusable_nvme_folder(case: Case) -> str | None:
     return case.facts.nvme_problem or None if _uses_nvme(case) else None
 
 
-@rule(
+@error(
     "STR015",
-    "error",
     fields=("parallel.offload_optimizer", "parallel.offload_param"),
     title="libaio is not installed",
     source="deepspeed 0.19 ops/op_builder/async_io.py: links libaio, and checks that it is installed",
@@ -167,9 +161,8 @@ def missing_libaio(case: Case) -> str | None:
     return "NVMe offload reads and writes the disk through libaio, whose headers are not installed on this machine."
 
 
-@rule(
+@warning(
     "STR016",
-    "warning",
     fields=("parallel.nvme_path",),
     title="The NVMe folder is not on a fast local disk",
     source="deepspeed.ai ZeRO-Infinity: designed for a disk bandwidth of several GB/s",
@@ -189,9 +182,8 @@ def slow_nvme_folder(case: Case) -> str | None:
     return f"{case.facts.nvme_slow_reason} Every optimizer step would wait for it."
 
 
-@rule(
+@error(
     "STR050",
-    "error",
     fields=("parallel.strategy",),
     title="transformers cannot load this architecture under ZeRO-3",
     source="transformers 5.23: _init_weights of BLT, RWKV and Youtu reads shapes or rows of parameters that ZeRO-3 has "
@@ -211,9 +203,8 @@ def unloadable_under_zero3(case: Case) -> str | None:
     return f"The strategy is {case.strategy.label}, and the model type is {kinds.pop()}."
 
 
-@rule(
+@error(
     "STR051",
-    "error",
     fields=("preference.precompute_ref_log_probs", "parallel.strategy", "train.activation_checkpointing"),
     title="Precomputed reference log-probabilities fail with activation checkpointing under ZeRO-3",
     source="verified with trl 1.16 and deepspeed 0.19: torch.utils.checkpoint.CheckpointError at the first step",
@@ -234,9 +225,8 @@ def precomputed_reference_with_activation_checkpointing(case: Case) -> str | Non
     return "Precomputed reference log-probabilities, LoRA, ZeRO-3 and activation checkpointing fail together."
 
 
-@rule(
+@error(
     "STR052",
-    "error",
     fields=("train.optim", "parallel.strategy"),
     title="This optimizer's quantization blocks do not match DeepSpeed's flat parameter buffers",
     source="deepspeed 0.19 utils/tensor_fragment.py, set_optim_state_fragment; torchao 0.18 optim/subclass_4bit.py and "

@@ -8,7 +8,7 @@ from typing import Any
 
 from backend.config import merge
 from backend.engines.deepspeed_keys import TOP_BLOCKS
-from backend.rules.base import Case, Example, Fix, Violation, names, reasons, rule
+from backend.rules.base import Case, Example, Fix, Violation, error, names, reasons
 from backend.rules.distributed.extra_config import (
     EXTRA_CONFIG,
     HARMLESS,
@@ -39,9 +39,8 @@ def _zero2_example(extra: Mapping[str, Any]) -> Example:
     return Example({**ZERO2, EXTRA_CONFIG: json.dumps(extra)}, TWO_H100)
 
 
-@rule(
+@error(
     "STR032",
-    "error",
     fields=(EXTRA_CONFIG,),
     title="The DeepSpeed config and the options set different values",
     source="transformers 5.23 integrations/deepspeed.py: values that mismatch TrainingArguments raise ValueError",
@@ -85,9 +84,8 @@ def _trainer_values(case: Case) -> dict[str, Any]:
     return {**values, "bf16.enabled": dtype == "bf16"} if case.run.fp32_master_weights else values
 
 
-@rule(
+@error(
     "STR033",
-    "error",
     fields=(EXTRA_CONFIG, "train.optim", "train.lr_scheduler_type"),
     title="DeepSpeed would replace the optimizer or the learning rate schedule",
     source="transformers 5.23 integrations/deepspeed.py deepspeed_optim_sched: with them the Trainer creates none",
@@ -108,9 +106,8 @@ def deepspeed_optimizer_or_scheduler(case: Case) -> Violation | None:
     return Violation(f"The extra config defines {found}, so {names(replaced)} would have no effect.", (fix,))
 
 
-@rule(
+@error(
     "STR034",
-    "error",
     fields=(EXTRA_CONFIG,),
     title="The extra config has keys that DeepSpeed removed",
     source="deepspeed 0.19 runtime/config.py: DeepSpeedConfigError",
@@ -129,9 +126,8 @@ def removed_deepspeed_keys(case: Case) -> Violation | None:
     return Violation(message, (Fix("Remove these keys", without_keys(extra, found)),))
 
 
-@rule(
+@error(
     "STR035",
-    "error",
     fields=(EXTRA_CONFIG, "save.final_model"),
     title="The final ZeRO-3 model could not be saved",
     source="accelerate 1.15 accelerator.py get_state_dict: Cannot get 16bit model weights because ... is False",
@@ -156,9 +152,8 @@ def zero3_save_without_gathering(case: Case) -> Violation | None:
     return Violation(f"save.final_model is set, but the extra config sets {GATHER_ON_SAVE} to false.", fixes)
 
 
-@rule(
+@error(
     "STR041",
-    "error",
     fields=(EXTRA_CONFIG, "parallel.strategy"),
     title="DeepSpeed's AutoTP would save only a shard of the model",
     source="deepspeed 0.19 module_inject/auto_tp.py, verified with two processes: the saved model is rank 0's shard",
@@ -273,9 +268,8 @@ CONFLICTS: tuple[tuple[str, Applies, str], ...] = (
 )
 
 
-@rule(
+@error(
     "STR040",
-    "error",
     fields=(EXTRA_CONFIG,),
     title="DeepSpeed refuses this combination of keys",
     source="deepspeed 0.19 runtime/zero/config.py, runtime/config.py, runtime/engine.py, runtime/base_optimizer.py, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.engines import deepspeed_keys
-from backend.rules.base import Case, Fix, Violation, reasons, rule
+from backend.rules.base import Case, Fix, Violation, error, reasons, warning
 from backend.rules.distributed.deepspeed_extra_config import REMOVED_KEYS
 from backend.rules.distributed.extra_config import EXTRA_CONFIG, HARMLESS, extra_config, without_keys, zero3_example
 from backend.runs import DEEPSPEED
@@ -18,9 +18,8 @@ def _problems(case: Case) -> tuple[dict[str, str], dict[str, str]]:
     return refused, ignored
 
 
-@rule(
+@error(
     "STR054",
-    "error",
     fields=(EXTRA_CONFIG,),
     title="DeepSpeed does not accept these keys or values",
     source="deepspeed 0.19 runtime/zero/config.py, runtime/precision_config.py, monitor/config.py and others: their "
@@ -39,9 +38,8 @@ def invalid_deepspeed_keys(case: Case) -> Violation | None:
     return Violation(f"The extra config has keys or values that DeepSpeed refuses. {reasons(refused.items())}", (fix,))
 
 
-@rule(
+@warning(
     "STR055",
-    "warning",
     fields=(EXTRA_CONFIG,),
     title="DeepSpeed ignores these keys",
     source="deepspeed 0.19 runtime/config.py reads the keys that it knows from a dictionary, and ignores the rest; "

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from backend.config import merge
-from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.examples import TWO_H100
 
 EXTRA_CONFIG = "parallel.extra_config"
@@ -62,9 +62,8 @@ def without_keys(extra: Mapping[str, Any], paths: list[str], field: str = EXTRA_
     return {field: json.dumps(rest, indent=2) if rest else ""}
 
 
-@rule(
+@warning(
     "STR025",
-    "warning",
     fields=(EXTRA_CONFIG,),
     title="Extra config overrides other options",
     source="Footplate merges extra config over the file that it generates from the options",
@@ -87,9 +86,8 @@ def extra_config_overrides_options(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR036",
-    "error",
     fields=(EXTRA_CONFIG, "parallel.strategy"),
     title="Extra config contradicts the strategy",
     source="Footplate merges extra config over the generated file; rules and memory estimate use the options",

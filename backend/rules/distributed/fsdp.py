@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.modelspec import ModelShape, matches_any, unfrozen_modules
-from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.common_fixes import DDP, FSDP2, ZERO3
 from backend.rules.examples import DEMO, TWO_H100
 
@@ -18,9 +18,8 @@ LLAMA_CLASSES = replace(DEMO, module_classes=("LlamaDecoderLayer", "LlamaMLP"))
 SHARDED = {**FSDP2_STRATEGY, "parallel.state_dict_type": "sharded"}
 
 
-@rule(
+@error(
     "STR009",
-    "error",
     fields=("parallel.strategy", "launch.device"),
     title="FSDP1 does not run on a CPU",
     source="accelerate 1.15 utils/dataclasses.py: FullyShardedDataParallelPlugin requires an accelerator for version 1",
@@ -36,9 +35,8 @@ def fsdp1_on_cpu(case: Case) -> str | None:
     return "FSDP1 requires an accelerator, but this run would use the CPU."
 
 
-@rule(
+@warning(
     "STR010",
-    "warning",
     fields=("parallel.strategy",),
     title="FSDP1 is deprecated",
     source="transformers 5.23 training_args.py: deprecated, to be removed",
@@ -54,9 +52,8 @@ def deprecated_fsdp1(case: Case) -> str | None:
     return "transformers 5 deprecates FSDP1 and will remove it. FSDP2 replaces it."
 
 
-@rule(
+@error(
     "STR049",
-    "error",
     fields=("parallel.strategy", "method.kind"),
     title="LoRA adapters are not saved under FSDP1",
     source="peft 0.21 tuners/tuners_utils.py _get_tuner_state_dict_key_prefixes: removes _fsdp_wrapped_module from the "
@@ -74,9 +71,8 @@ def lora_on_fsdp1(case: Case) -> str | None:
     return "The strategy is FSDP1 and method.kind is lora: the saved adapter and the checkpoints would have no weights."
 
 
-@rule(
+@error(
     "STR053",
-    "error",
     fields=("parallel.sharding_strategy", "launch.nproc_per_node", "launch.nnodes"),
     title="HYBRID_SHARD with one process per node averages no gradients",
     source="torch 2.13 distributed/fsdp/_init_utils.py _init_core_state: switches to NO_SHARD in a group of one "
@@ -107,9 +103,8 @@ def hybrid_shard_with_one_process_per_node(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR017",
-    "error",
     fields=("parallel.transformer_layer_cls_to_wrap",),
     title="The model has no layers of the class to wrap",
     source="accelerate 1.15 utils/dataclasses.py and fsdp_utils.py: could not find the transformer layer class",
@@ -139,9 +134,8 @@ def unknown_class_to_wrap(case: Case) -> Violation | None:
     return Violation(message, fixes)
 
 
-@rule(
+@error(
     "STR024",
-    "error",
     fields=("save.only_model", "parallel.state_dict_type"),
     title="Sharded checkpoints cannot leave out the optimizer state",
     source="transformers 5.23 trainer.py: save_only_model is not compatible with SHARDED_STATE_DICT",
@@ -177,9 +171,8 @@ def _has_mixed_unit(shape: ModelShape, trainable: list[str]) -> bool:
     return any(len(kinds) > 1 for kinds in units.values())
 
 
-@rule(
+@error(
     "STR046",
-    "error",
     fields=("method.freeze_extra_modules", "parallel.strategy", "precision.compute"),
     title="FSDP1 cannot mix trainable and frozen parameters in one layer",
     source="torch 2.13 distributed/fsdp/_flat_param.py: Must flatten tensors with uniform dtype",
@@ -211,9 +204,8 @@ def fsdp1_mixed_dtypes(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR048",
-    "error",
     fields=("parallel.strategy",),
     title="FSDP2 cannot shard a module that several layers share",
     source="torch 2.13 distributed/fsdp/_fully_shard: Parameter ... is shared with a parameter already managed by "

@@ -8,7 +8,7 @@ from typing import Any
 
 from backend.config.fsdp_keys import SHARDING_STRATEGIES, STATE_DICTS
 from backend.modelspec import ModelShape
-from backend.rules.base import Case, Example, Fix, Violation, names, reasons, rule
+from backend.rules.base import Case, Example, Fix, Violation, error, names, reasons, warning
 from backend.rules.distributed.examples import TINY_FACTS
 from backend.rules.distributed.extra_config import EXTRA_CONFIG, extra_config, number, without_keys
 from backend.rules.examples import EQUIPPED_TWO, TWO_H100
@@ -48,9 +48,8 @@ def _is_boolean(value: Any) -> bool:
     return str(value).lower() in (*TRUE, *FALSE)
 
 
-@rule(
+@error(
     "STR039",
-    "error",
     fields=(EXTRA_CONFIG, "train.activation_checkpointing"),
     title="FSDP's activation checkpointing gives wrong gradients with dropout",
     source="accelerate 1.15 utils/fsdp_utils.py: preserve_rng_state=False, so dropout differs in the recomputation; "
@@ -118,9 +117,8 @@ def _invalid_values(case: Case, values: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-@rule(
+@error(
     "STR042",
-    "error",
     fields=(EXTRA_CONFIG,),
     title="FSDP does not accept these values",
     source="transformers 5.23 training_args.py _process_fsdp_args, accelerate 1.15 utils/dataclasses.py "
@@ -140,9 +138,8 @@ def invalid_fsdp_values(case: Case) -> Violation | None:
     return Violation(f"FSDP would refuse the extra config. {reasons(found.items())}", (fix,))
 
 
-@rule(
+@warning(
     "STR043",
-    "warning",
     fields=(EXTRA_CONFIG,),
     title="The Trainer ignores these FSDP keys",
     source="transformers 5.23 training_args.py _process_fsdp_args passes on known keys and ignores the rest",
@@ -161,9 +158,8 @@ def ignored_fsdp_keys(case: Case) -> Violation | None:
     return Violation(f"The extra config sets {names(found)}, which would have no effect.", (fix,))
 
 
-@rule(
+@warning(
     "STR044",
-    "warning",
     fields=(EXTRA_CONFIG,),
     title="FSDP would gather the whole model at once",
     source="accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_auto_wrap_policy; utils/dataclasses.py "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Violation, names, rule, set_to
+from backend.rules.base import Case, Example, Fix, Violation, error, names, set_to, warning
 from backend.rules.common_fixes import NO_PACKING
 from backend.rules.distributed.examples import LLAMA_8B_FACTS
 from backend.rules.examples import LLAMA_8B, TWO_H100
@@ -26,9 +26,8 @@ NO_CONTEXT_PARALLEL = Fix(
 SDPA = Fix("Use SDPA attention", {"model.attn_implementation": "sdpa"})
 
 
-@rule(
+@error(
     "STR022",
-    "error",
     fields=("parallel.context_parallel_size", "launch.device"),
     title="Context parallelism requires GPUs",
     source="verified with torch 2.13: attention on the CPU has no sharding strategy registered",
@@ -46,9 +45,8 @@ def context_parallel_on_cpu(case: Case) -> str | None:
     return f"parallel.context_parallel_size is {size}, but this run would use the CPU."
 
 
-@rule(
+@warning(
     "STR023",
-    "warning",
     fields=("parallel.context_parallel_size",),
     title="Context parallelism is not verified by Footplate's tests",
     source="Footplate's tests run without GPUs",
@@ -65,9 +63,8 @@ def untested_context_parallelism(case: Case) -> str | None:
     return f"Compare the first losses of this run with a run without context parallelism (size {size} here)."
 
 
-@rule(
+@error(
     "STR026",
-    "error",
     fields=("parallel.sequence_parallel_size", "launch.nproc_per_node"),
     title="The processes cannot be divided into sequence parallel groups",
     source="deepspeed 0.19 runtime/sequence_parallel/parallel_state_sp.py: the world size must be a multiple of the "
@@ -91,9 +88,8 @@ def sequence_parallel_group_size(case: Case) -> Violation | None:
     return Violation(message, (*((set_size,) if world_size > 1 else ()), NO_SEQUENCE_PARALLEL))
 
 
-@rule(
+@error(
     "STR027",
-    "error",
     fields=("parallel.sequence_parallel_size", "train.stage"),
     title="This training stage does not support sequence parallelism",
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py requires position_ids, which preference batches "
@@ -113,9 +109,8 @@ def sequence_parallel_stage(case: Case) -> str | None:
     return f"{label} does not support sequence parallelism: its loss needs complete sequences on each rank."
 
 
-@rule(
+@error(
     "STR028",
-    "error",
     fields=("parallel.sequence_parallel_size", "data.packing"),
     title="Sequence parallelism does not support packing",
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py, refill, with trl 1.16: the document boundaries of "
@@ -134,9 +129,8 @@ def sequence_parallel_packing(case: Case) -> str | None:
     return f"data.packing is set, but packed batches cannot be divided among {size} sequence parallel ranks."
 
 
-@rule(
+@error(
     "STR029",
-    "error",
     fields=("parallel.sequence_parallel_size", "model.attn_implementation"),
     title="This attention implementation does not support sequence parallelism",
     source="accelerate 1.15 utils/dataclasses.py, DeepSpeedSequenceParallelConfig refuses eager and flex_attention",
@@ -153,9 +147,8 @@ def sequence_parallel_attention(case: Case) -> str | None:
     return f"model.attn_implementation is {attention}, but sequence parallelism needs SDPA or FlashAttention."
 
 
-@rule(
+@error(
     "STR047",
-    "error",
     fields=("parallel.sequence_parallel_size",),
     title="This architecture does not support sequence parallelism",
     source="tests/process/test_sequence_parallel.py, with deepspeed 0.19 and every causal model type of transformers "
@@ -178,9 +171,8 @@ def sequence_parallel_architecture(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR056",
-    "error",
     fields=("parallel.sequence_parallel_size", "data.max_length", "model.attn_implementation"),
     title="Sequence parallelism with SDPA ignores the sliding window",
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py: uattn_wrapper sets the attention mask to None; "
@@ -205,9 +197,8 @@ def sequence_parallel_sliding_window(case: Case) -> Violation | None:
     return Violation(f"{message} Only FlashAttention, which needs a GPU, would keep to the window.", tuple(fixes))
 
 
-@rule(
+@error(
     "STR030",
-    "error",
     fields=("parallel.sequence_parallel_size",),
     title="The attention heads are not divisible by the sequence parallel size",
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py: heads are divided by the group's size",
@@ -228,9 +219,8 @@ def sequence_parallel_head_count(case: Case) -> str | None:
     return f"{shape.heads} attention heads and {kv_heads} KV heads cannot be split over {size} devices."
 
 
-@rule(
+@warning(
     "STR031",
-    "warning",
     fields=("parallel.sequence_parallel_size", "train.gradient_accumulation_steps"),
     title="Sequence parallelism weights every accumulated batch equally",
     source="transformers 5.23 integrations/deepspeed.py, deepspeed_sp_compute_loss: the mean of each batch; with 2 "
@@ -257,9 +247,8 @@ def sequence_parallel_accumulation(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR037",
-    "error",
     fields=("parallel.context_parallel_size", "train.stage", "data.packing", "model.attn_implementation"),
     title="Context parallelism does not support these options",
     source="transformers 5.23 trainer.py _prepare_context_parallel_inputs: SDPA only, and inputs, labels and mask of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Violation, rule
+from backend.rules.base import Case, Example, Fix, Violation, error
 from backend.rules.common_fixes import DDP, SINGLE_PROCESS, ZERO2
 from backend.rules.distributed.examples import FOUR_PROCESSES, FULL, WITHOUT_DEEPSPEED, ZERO2_STRATEGY, with_cores
 from backend.rules.examples import LAPTOP, TWO_H100
@@ -17,9 +17,8 @@ from backend.wording import counted
 APPLE = replace(LAPTOP, device="mps", name="Apple")
 
 
-@rule(
+@error(
     "STR001",
-    "error",
     fields=("parallel.strategy",),
     title="The strategy's package is not installed",
     source="transformers 5.23 integrations/deepspeed.py: HfDeepSpeedConfig requires the package",
@@ -38,9 +37,8 @@ def missing_strategy_package(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR002",
-    "error",
     fields=("parallel.strategy", "launch.device"),
     title="Distributed training does not work on Apple GPUs",
     source="torch 2.13 distributed: no collective backend supports MPS tensors; accelerate 1.15 state.py: none is "
@@ -62,9 +60,8 @@ def distributed_training_on_mps(case: Case) -> str | None:
     return f"{case.strategy.label} with {processes} would use Apple GPUs (MPS), which have no collective backend."
 
 
-@rule(
+@error(
     "STR003",
-    "error",
     fields=("save.load_best_model_at_end", "save.only_model", "parallel.strategy"),
     title="The best model cannot be loaded from checkpoints without optimizer state",
     source="transformers 5.23 trainer.py: save_only_model with an engine and load_best_model_at_end is refused",
@@ -92,9 +89,8 @@ def best_model_without_optimizer_state(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR004",
-    "error",
     fields=("save.merge_adapter", "parallel.strategy", "lora.use_dora"),
     title="This adapter cannot be merged into sharded weights",
     source="peft 0.21 lora/layer.py and lora/variants.py; verified by launches without Footplate's check: ZeRO-3 saves "
@@ -121,9 +117,8 @@ def adapter_merge_with_sharded_weights(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR005",
-    "error",
     fields=("eval.num_generations", "parallel.strategy"),
     title="Generations are not supported with FSDP1, context parallelism or sequence parallelism",
     source="verified with deepspeed 0.19: sequence parallelism changes the generated text; not verified: FSDP1 and "
@@ -156,9 +151,8 @@ def unsupported_generations(case: Case) -> str | None:
     return f"eval.num_generations is {generations}, but generation is not verified with {case.strategy.label}."
 
 
-@rule(
+@error(
     "STR011",
-    "error",
     fields=("parallel.strategy", "launch.nproc_per_node"),
     title="This strategy needs at least two processes",
     source="transformers 5.23 trainer.py: without a process group, FSDP only works in distributed training",
@@ -178,9 +172,8 @@ def sharding_with_one_process(case: Case) -> str | None:
     return f"{case.strategy.label} shards the model over processes, but the run starts only one process."
 
 
-@rule(
+@error(
     "STR018",
-    "error",
     fields=(
         "parallel.replicate_size",
         "parallel.context_parallel_size",

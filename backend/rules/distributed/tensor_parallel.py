@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, rule
+from backend.rules.base import Case, Example, Fix, error
 from backend.rules.common_fixes import DDP, FSDP2
 from backend.rules.distributed.examples import FOUR_PROCESSES, FULL, TINY_FACTS, with_cores
 from backend.rules.examples import DEMO, GPT2, LAPTOP, TWO_H100
@@ -13,9 +13,8 @@ from backend.rules.examples import DEMO, GPT2, LAPTOP, TWO_H100
 TENSOR = {**FULL, "parallel.strategy": "tensor", "save.strategy": "no"}
 
 
-@rule(
+@error(
     "STR019",
-    "error",
     fields=("parallel.strategy", "method.kind"),
     title="LoRA does not work with tensor parallelism",
     source="verified with peft 0.21 and transformers 5.23: the adapter has the shapes of the whole layer",
@@ -35,9 +34,8 @@ def lora_with_tensor_parallelism(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR020",
-    "error",
     fields=("parallel.strategy", "save.strategy", "save.only_model"),
     title="Tensor parallel runs cannot be resumed",
     source="transformers 5.23 trainer.py: resuming is not supported for models sharded at load time",
@@ -60,9 +58,8 @@ def tensor_parallel_resume(case: Case) -> str | None:
     )
 
 
-@rule(
+@error(
     "STR021",
-    "error",
     fields=("parallel.tensor_parallel_size",),
     title="The KV heads are not divisible by the tensor parallel size",
     source="transformers 5.23 distributed/tensor_parallel.py: a projection is divided evenly, and attention needs "
@@ -82,9 +79,8 @@ def tensor_parallel_head_count(case: Case) -> str | None:
     return f"{shape.kv_heads} KV heads cannot be divided evenly among {size} tensor parallel ranks."
 
 
-@rule(
+@error(
     "STR038",
-    "error",
     fields=("parallel.strategy", "model.builtin", "model.path", "model.hub_id"),
     title="The architecture has no tensor parallel plan for its layers",
     source="transformers 5.23 distributed/mixin.py, _resolve_parallel_plans: a model without tp_plan is refused",
@@ -105,9 +101,8 @@ def missing_tensor_parallel_plan(case: Case) -> str | None:
     return f"transformers has no tensor parallel plan (base_model_tp_plan) for {shape.architecture}."
 
 
-@rule(
+@error(
     "STR057",
-    "error",
     fields=("parallel.strategy", "model.builtin", "model.path", "model.hub_id"),
     title="Llama 4 cannot be trained with tensor parallelism",
     source="transformers 5.23 models/llama4/modeling_llama4.py: Llama4TextMoe.forward adds to the output of its shared "
