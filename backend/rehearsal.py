@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
+from backend.autofix import autofix
 from backend.config import RunSpec
 from backend.config.options import Option, edit, effective, get, options, shown, text
 from backend.config.presets import dump
@@ -23,7 +24,6 @@ from backend.machine import Machine
 from backend.preflight import Report, build_case, preflight, report_on
 from backend.resolve import selected_gpus
 from backend.rules import Case
-from backend.rules.autofix import autofix
 from backend.runs import REHEARSAL, SPEC, Plan
 from backend.runs.folder import RunError
 from backend.runs.rehearsals import SCRATCH, Rehearsal, new_folder

@@ -26,6 +26,7 @@ LAYERS = {
     "backend.bundle": 2,
     "backend.environments": 2,
     "backend.preflight": 7.1,
+    "backend.autofix": 7,
     "backend.compare": 7,
     "backend.rules": 6,
     "backend.launch.plan": 6,

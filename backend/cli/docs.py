@@ -14,12 +14,7 @@ from backend.config.options import Option, Problem, SpecError, by_name, options,
 from backend.paths import HOME
 from backend.rules import FAMILIES, OUTDATED, RULES, Fix, Outdated, Rule, example_findings
 
-PROOFS = {
-    "launch": "a test launches the failing example, which fails",
-    "gpu": "a test on a GPU launches the failing example",
-}
 MAX_VALUES_IN_TABLE = 12
-NOT_LAUNCHED = "read in the library's source code, not launched"
 
 
 def generated() -> dict[str, str]:
@@ -124,11 +119,6 @@ def _values(option: Option) -> str:
 # --- docs/rules.md ---
 
 
-def family(rule: Rule) -> str:
-    """The letters of a rule's code."""
-    return rule.code.rstrip("0123456789")
-
-
 def rule_entries() -> list[dict[str, Any]]:
     """Everything there is to say about each rule, for `footplate rules --json`."""
     return [
@@ -136,7 +126,7 @@ def rule_entries() -> list[dict[str, Any]]:
             "code": rule.code,
             "slug": rule.slug,
             "level": rule.level,
-            "family": FAMILIES[family(rule)][1],
+            "family": FAMILIES[rule.family],
             "title": rule.title,
             "reason": rule.reason,
             "example": _example_message(rule),
@@ -172,10 +162,10 @@ def rules_markdown() -> str:
         "Most rules without a *Proof* line have a test that verifies the limit in the installed package named under "
         "*Source*; the others follow from arithmetic, a paper, hardware limits or Footplate's own behavior.",
     ]
-    for prefix, (_, title) in FAMILIES.items():
+    for prefix, title in FAMILIES.items():
         parts += ["", f"## {title}"]
         for rule in RULES:
-            if family(rule) == prefix:
+            if rule.family == prefix:
                 parts += ["", *_rule_section(rule)]
     parts += ["", "## Outdated advice", "", "Limits of earlier library versions that the rules no longer enforce."]
     for outdated in OUTDATED:
@@ -197,7 +187,7 @@ def _rule_section(rule: Rule) -> Iterator[str]:
     yield f"- Options: {', '.join(f'`{name}`' for name in rule.fields)}"
     yield f"- Source: {rule.source}"
     if rule.proof:
-        yield f"- Proof: {PROOFS[rule.proof]}"
+        yield f"- Proof: {rule.proof_text}"
 
 
 def _fix_words(fix: Fix) -> str:
@@ -206,10 +196,9 @@ def _fix_words(fix: Fix) -> str:
 
 
 def _outdated_section(outdated: Outdated) -> Iterator[str]:
-    launched = f"a test launches it, `tests/process/{outdated.test}`"
     yield f"### {outdated.topic}"
     yield ""
     yield f"Before: {outdated.before} Now: {outdated.now}"
     yield ""
     yield f"- Verified with: {outdated.verified_with}"
-    yield f"- Proof: {launched if outdated.test else NOT_LAUNCHED}"
+    yield f"- Proof: {outdated.proof}"

@@ -9,89 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
+from pkgutil import walk_packages
 
 from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.inspect import InputFacts
 from backend.machine import Machine
-from backend.rules import (
-    accelerate_launcher,
-    adam_mini,
-    adapter,
-    clusters,
-    data,
-    kernels,
-    launch,
-    llamafactory,
-    machine,
-    memory,
-    method,
-    model,
-    nodes,
-    optimizer,
-    packing,
-    precision,
-    quantization,
-    requirements,
-    schedule_free,
-    slurm_options,
-    stages,
-    training,
-    unsloth,
-)
 from backend.rules.base import RULES as _REGISTERED
 from backend.rules.base import Case, Example, Finding, Fix, Rule, Violation
-from backend.rules.distributed import (
-    ddp,
-    deepspeed,
-    deepspeed_extra_config,
-    deepspeed_keys,
-    extra_config,
-    fsdp,
-    fsdp_extra_config,
-    sequence_parallel,
-    strategy,
-    tensor_parallel,
-)
 from backend.rules.examples import DEMO, LAPTOP
 from backend.rules.outdated import OUTDATED, Outdated
 
+for _module in walk_packages(__path__, f"{__name__}."):
+    import_module(_module.name)  # each adds its rules to _REGISTERED
+
 LEVELS = {"error": 0, "warning": 1, "advice": 2}
 RULES: tuple[Rule, ...] = tuple(sorted(_REGISTERED, key=lambda rule: rule.code))
-FAMILIES = {
-    "ADP": (adapter, "Adapters"),
-    "CLU": ((clusters, slurm_options), "Clusters"),
-    "DAT": ((data, packing), "Data"),
-    "HW": ((machine, requirements), "Hardware and packages"),
-    "KRN": ((kernels, requirements), "Attention and kernels"),
-    "LCH": ((launch, accelerate_launcher), "Launch"),
-    "LLF": (llamafactory, "LLaMA-Factory"),
-    "MDL": (model, "Model and chat template"),
-    "MEM": (memory, "Memory"),
-    "MTH": (method, "Fine-tuning method"),
-    "NOD": ((nodes, requirements), "Multi-node"),
-    "OPT": ((optimizer, adam_mini, schedule_free, requirements), "Optimizer"),
-    "OUT": (training, "Saved output"),
-    "PRC": ((precision, requirements), "Precision"),
-    "QNT": ((quantization, requirements), "Quantization"),
-    "STG": (stages, "Training stage"),
-    "STR": (
-        (
-            strategy,
-            ddp,
-            deepspeed,
-            fsdp,
-            tensor_parallel,
-            sequence_parallel,
-            extra_config,
-            deepspeed_extra_config,
-            deepspeed_keys,
-            fsdp_extra_config,
-        ),
-        "Distributed training",
-    ),
-    "TRN": (training, "Training and checkpoints"),
-    "UNS": (unsloth, "Unsloth"),
+FAMILIES = {  # the letters of a code -> topic
+    "ADP": "Adapters",
+    "CLU": "Clusters",
+    "DAT": "Data",
+    "HW": "Hardware and packages",
+    "KRN": "Attention and kernels",
+    "LCH": "Launch",
+    "LLF": "LLaMA-Factory",
+    "MDL": "Model and chat template",
+    "MEM": "Memory",
+    "MTH": "Fine-tuning method",
+    "NOD": "Multi-node",
+    "OPT": "Optimizer",
+    "OUT": "Saved output",
+    "PRC": "Precision",
+    "QNT": "Quantization",
+    "STG": "Training stage",
+    "STR": "Distributed training",
+    "TRN": "Training and checkpoints",
+    "UNS": "Unsloth",
 }
 
 

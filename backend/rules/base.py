@@ -178,6 +178,19 @@ class Rule:
     at_start: bool
     check: Check
 
+    @property
+    def family(self) -> str:
+        """The letters of its code, a key of FAMILIES."""
+        return self.code.rstrip("0123456789")
+
+    @property
+    def proof_text(self) -> str:
+        """Who launches the failing example; '' if nobody does."""
+        return {
+            "launch": "a test launches the failing example, which fails",
+            "gpu": "a test on a GPU launches the failing example",
+        }.get(self.proof, "")
+
     def finding(self, case: Case) -> Finding | None:
         """The finding about `case`, or None. Fixes that change nothing are left out; fixes after which the run would
         not fit into memory come last."""

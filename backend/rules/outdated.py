@@ -19,6 +19,13 @@ class Outdated:
     verified_with: str
     test: str = ""
 
+    @property
+    def proof(self) -> str:
+        """How it was verified."""
+        if self.test:
+            return f"a test launches it, tests/process/{self.test}"
+        return "read in the library's source code, not launched"
+
 
 OUTDATED = (
     Outdated(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from backend.autofix import autofix
 from backend.config import RunSpec, consent, importers, presets, variables
 from backend.config.foreign import Imported
 from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
@@ -20,7 +21,6 @@ from backend.recommended import recommended_values
 from backend.registry import DEVICES
 from backend.resolve import estimated_gpus, resolve
 from backend.rules import Finding, Fix
-from backend.rules.autofix import autofix
 from webui.api.app_state import AppState
 from webui.api.drafts import without_secrets
 from webui.api.fixes import fix_json

@@ -15,11 +15,6 @@ from backend.rules import FAMILIES, OUTDATED, RULES, Fix, Outdated, Rule, exampl
 from webui.page_frame import static_page
 
 LEVELS = {"error": "Error", "warning": "Warning", "advice": "Advice"}
-PROOFS = {
-    "launch": "a test launches the failing example, which fails",
-    "gpu": "a test on a GPU launches the failing example",
-    "": "",
-}
 
 
 def rules_page() -> Response:
@@ -35,9 +30,7 @@ def _html() -> str:
             f'<button type="button" aria-pressed="false" data-chip="{level}">{word}</button>'
             for level, word in LEVELS.items()
         ),
-        "{families}": "".join(
-            f'<option value="{code}">{escape(title)}</option>' for code, (_, title) in FAMILIES.items()
-        ),
+        "{families}": "".join(f'<option value="{code}">{escape(title)}</option>' for code, title in FAMILIES.items()),
         "{rules}": "".join(map(_rule_card, RULES)),
         "{outdated}": "".join(map(_outdated_card, OUTDATED)),
     }
@@ -57,12 +50,12 @@ def _rule_card(rule: Rule) -> str:
         _row("Manual fix", rule.manual_fix),
         _row("Options", fields),
         _row("Source", rule.source),
-        _row("Proof", PROOFS[rule.proof]),
+        _row("Proof", rule.proof_text),
     ]
     return CARD.format(
         code=escape(rule.code),
         slug=escape(rule.slug),
-        family=escape(rule.code.rstrip("0123456789")),
+        family=escape(rule.family),
         level=escape(rule.level),
         word=escape(LEVELS[rule.level]),
         title=escape(rule.title),
@@ -83,12 +76,7 @@ def _fixes(fixes: tuple[Fix, ...]) -> str:
 
 
 def _outdated_card(outdated: Outdated) -> str:
-    proof = (
-        f"a test launches it: tests/process/{outdated.test}"
-        if outdated.test
-        else "read in the library's source code, not launched"
-    )
-    details = _row("Verified with", outdated.verified_with) + _row("Proof", proof)
+    details = _row("Verified with", outdated.verified_with) + _row("Proof", outdated.proof)
     title, before, now = (escape(text) for text in (outdated.topic, outdated.before, outdated.now))
     return f"<article><header><h2>{title}</h2></header><p><s>{before}</s></p><p>{now}</p><dl>{details}</dl></article>"
 
