@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from backend.config import RunSpec, merge
-from backend.config.fsdp_keys import STATE_DICTS, unprefixed
 from backend.config.processes import nproc_per_node
 from backend.engines.base import Engine
+from backend.engines.fsdp_keys import STATE_DICTS, unprefixed
 from backend.runs import FSDP as CONFIG_FILE
 
 LAUNCHER_KEYS = {"cpu_offload": "offload_params"}  # transformers' key -> accelerate's, where they differ

@@ -1,6 +1,6 @@
 """A spec as files of LLaMA-Factory 0.9: train.yaml, dataset_info.json, and the DeepSpeed configuration.
 
-The counterpart of config/llamafactory.py. Every option that is visible is written, or is in the list of what
+The counterpart of importers/llamafactory.py. Every option that is visible is written, or is in the list of what
 LLaMA-Factory does not have, so nothing is lost silently.
 """
 
@@ -17,13 +17,13 @@ import yaml
 
 from backend import registry
 from backend.config import Data, RunSpec, merge
-from backend.config.llamafactory import ATTENTION, SAME, STAGES
 from backend.config.options import Problem, SpecError, get, options, shown
 from backend.data.chat import InvalidExample
 from backend.data.formats import convert
 from backend.data.reading import DataFileError, expand, file_patterns, read_examples
 from backend.launch import accelerate_config
 from backend.paths import model_folder
+from backend.registry.llamafactory_names import ATTENTIONS, OPTION_NAMES, STAGES
 from backend.resolve import ResolvedRun
 from backend.runs import (
     ACCELERATE,
@@ -40,7 +40,7 @@ from backend.wording import counted
 OUTPUT = "output"
 MODULE = "llamafactory.launcher"  # what llamafactory-cli starts in each process
 TRAINER = Path(__file__).parent.parent / "train" / "llamafactory_run.py"
-KEYS = {option: key for key, option in SAME.items()}
+KEYS = {option: key for key, option in OPTION_NAMES.items()}
 # What LLaMA-Factory takes from elsewhere, and what does not change the training.
 ELSEWHERE = {
     "model.source", "model.builtin", "model.path", "model.hub_id", "data.source", "data.builtin", "data.files",
@@ -187,7 +187,7 @@ def _model(made: Export) -> None:
     if model.source == "hub" and model.revision != "main":
         made.table["model_revision"] = model.revision
     made.written |= {"model.revision", "model.attn_implementation"}
-    kernels = {name: key for key, name in ATTENTION.items()}
+    kernels = {name: key for key, name in ATTENTIONS.items()}
     kernel = model.attn_implementation
     made.table["flash_attn"] = kernels.get(kernel, "auto")
     if kernel not in kernels:

@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from backend.config.trl import DEFAULTS, LEARNING_RATES
+from backend.importers.trl import DEFAULTS, LEARNING_RATES
 
 CLASSES = {
     "sft": ("trl", "SFTConfig"),

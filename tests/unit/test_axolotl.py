@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from backend.config import RunSpec
-from backend.config.importers import detect_format, import_file
 from backend.config.options import SpecError
+from backend.importers import detect_format, import_file
 
 LORA = {
     "base_model": "NousResearch/Llama-3.2-1B", "load_in_8bit": True, "load_in_4bit": False, "adapter": "lora",

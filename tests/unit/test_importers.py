@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from backend.config import RunSpec, importers, merge
+from backend import importers
+from backend.config import RunSpec, merge
 from backend.config.options import SpecError, changes, edit, get
 from backend.engines import engine_of
 from backend.launch import accelerate_config

@@ -7,9 +7,10 @@ import yaml
 from small import client
 
 from backend.__main__ import main
-from backend.config import RunSpec, llamafactory
-from backend.config.importers import detect_format, import_file
+from backend.config import RunSpec
 from backend.config.options import SpecError, by_name, changes
+from backend.importers import detect_format, import_file
+from backend.registry.llamafactory_names import OPTION_NAMES
 
 LORA = {
     "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "trust_remote_code": True, "stage": "sft",
@@ -156,7 +157,7 @@ def test_what_is_listed(tmp_path, given, texts):
 
 
 def test_every_named_option_exists():
-    assert {*llamafactory.SAME.values()} <= by_name().keys()
+    assert {*OPTION_NAMES.values()} <= by_name().keys()
 
 
 @pytest.mark.parametrize("info", ["[]", "{", '{"identity": 3}', '{"identity": {"hf_hub_url": "a/b"}}'])

@@ -9,8 +9,8 @@ import yaml
 
 from backend import rules
 from backend.config import RunSpec
-from backend.config.importers import import_file
 from backend.config.options import edit
+from backend.importers import import_file
 from backend.inspect import other_trainer
 from backend.inspect.facts import InputFacts
 from backend.launch.answers import gpus

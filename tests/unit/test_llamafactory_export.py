@@ -7,8 +7,8 @@ import yaml
 
 from backend.__main__ import main
 from backend.config import RunSpec, presets
-from backend.config.importers import import_file
 from backend.config.options import SpecError, changes, edit
+from backend.importers import import_file
 from backend.launch.answers import gpus
 from backend.launch.llamafactory import export
 from backend.launch.plan import plan

@@ -10,8 +10,8 @@ import yaml
 from small import client
 
 from backend.config import RunSpec
-from backend.config.importers import detect_format, import_file
 from backend.config.options import SpecError
+from backend.importers import detect_format, import_file
 from backend.machine import Machine
 
 MODEL = {"model_name_or_path": "a/b", "template": "qwen3"}

@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from backend.config import RunSpec
-from backend.config.importers import detect_format, import_file
 from backend.config.options import SpecError, changes
+from backend.importers import detect_format, import_file
 
 LORA = {
     "model_name_or_path": "Qwen/Qwen2.5-0.5B", "dataset_name": "trl-lib/Capybara", "learning_rate": 2e-4,

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from backend import importers
 from backend.autofix import autofix
-from backend.config import RunSpec, consent, importers, presets, variables
-from backend.config.foreign import Imported
+from backend.config import RunSpec, consent, presets, variables
 from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
+from backend.importers.foreign import Imported
 from backend.inspect import download_config, is_refused
 from backend.launch.plan import ABOUT
 from backend.machine import Machine

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from backend.config.fsdp_keys import SHARDING_STRATEGIES, STATE_DICTS
+from backend.engines.fsdp_keys import SHARDING_STRATEGIES, STATE_DICTS
 from backend.modelspec import ModelShape
 from backend.rules.base import Case, Example, Fix, Violation, error, names, reasons, warning
 from backend.rules.distributed.examples import TINY_FACTS

@@ -13,10 +13,10 @@ from typing import Any
 
 from backend import registry
 from backend.config import RunSpec, merge
-from backend.config.foreign import Imported
 from backend.config.options import Problem, SpecError, edit
 from backend.config.processes import world_size
 from backend.engines import deepspeed_keys, engine_of
+from backend.importers.foreign import Imported
 
 MIB = 1024**2
 Patch = dict[str, Any]

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.config import RunSpec, fsdp_keys
+from backend.config import RunSpec
 from backend.config.options import Problem, SpecError, effective, get
+from backend.engines import fsdp_keys
 
 Table = Mapping[str, Any]
 FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".arrow")

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.config import RunSpec, deepspeed_file, fsdp_keys, merge
-from backend.config.deepspeed_file import Patch, Table, as_json, is_number, number_patch, table_at
-from backend.config.foreign import TENSOR_WITH_FSDP, Imported
+from backend.config import RunSpec, merge
 from backend.config.options import Problem, SpecError, edit
-from backend.engines import deepspeed_keys
+from backend.engines import deepspeed_keys, fsdp_keys
 from backend.engines.deepspeed_keys import as_boolean
+from backend.importers import deepspeed_file
+from backend.importers.deepspeed_file import Patch, Table, as_json, is_number, number_patch, table_at
+from backend.importers.foreign import TENSOR_WITH_FSDP, Imported
 from backend.launch import accelerate_config
 from backend.machine import Machine
 from backend.resolve import resolve

@@ -11,38 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from backend import registry
-from backend.config.foreign import Import, Table, with_current_names, words
 from backend.config.other_trainer import TEMPLATE
+from backend.importers.foreign import Import, Table, with_current_names, words
+from backend.registry.llamafactory_names import ATTENTIONS, OPTION_NAMES, STAGES
 
 MAX_BYTES = 8 * 2**20  # of dataset_info.json
 
-# Same meaning under another or the same name.
-SAME: Mapping[str, str] = {
-    "model_revision": "model.revision", "trust_remote_code": "model.trust_remote_code",
-    "cutoff_len": "data.max_length", "max_samples": "data.max_samples", "default_system": "data.system_prompt",
-    "preprocessing_num_workers": "data.dataset_num_proc",
-    "freeze_trainable_layers": "method.freeze_trainable_layers",
-    "double_quantization": "method.bnb_4bit_use_double_quant",
-    "lora_rank": "lora.r", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout", "use_dora": "lora.use_dora",
-    "use_rslora": "lora.use_rslora", "loraplus_lr_ratio": "lora.loraplus_lr_ratio",
-    "num_train_epochs": "train.num_train_epochs",
-    "per_device_train_batch_size": "train.per_device_train_batch_size",
-    "gradient_accumulation_steps": "train.gradient_accumulation_steps", "learning_rate": "train.learning_rate",
-    "weight_decay": "train.weight_decay", "adam_beta1": "train.adam_beta1", "adam_beta2": "train.adam_beta2",
-    "adam_epsilon": "train.adam_epsilon", "max_grad_norm": "train.max_grad_norm", "seed": "train.seed",
-    "neftune_noise_alpha": "train.neftune_noise_alpha", "torch_compile": "train.torch_compile",
-    "enable_liger_kernel": "train.use_liger_kernel", "use_unsloth": "train.use_unsloth",
-    "dataloader_num_workers": "train.dataloader_num_workers",
-    "pref_beta": "preference.beta", "pref_ftx": "preference.sft_loss_weight",
-    "dpo_label_smoothing": "preference.label_smoothing", "kto_chosen_weight": "preference.desirable_weight",
-    "kto_rejected_weight": "preference.undesirable_weight",
-    "per_device_eval_batch_size": "eval.per_device_eval_batch_size", "eval_steps": "eval.steps",
-    "early_stopping_steps": "eval.early_stopping_patience",
-    "save_total_limit": "save.total_limit", "save_only_model": "save.only_model",
-    "load_best_model_at_end": "save.load_best_model_at_end",
-    "run_name": "logging.run_name", "logging_steps": "logging.steps",
-    "ddp_find_unused_parameters": "parallel.ddp_find_unused_parameters",
-}  # fmt: skip
 # LLaMA-Factory's and the Trainer's defaults that differ from ours, or may.
 DEFAULTS: Table = {
     "cutoff_len": 2048, "lora_rank": 8, "num_train_epochs": 3.0, "per_device_train_batch_size": 8,
@@ -69,10 +43,6 @@ FORMER = {
     "dpo_ftx": "pref_ftx",
     "dpo_loss": "pref_loss",
 }
-STAGES = {"pt": "pretraining", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
-ATTENTION = {
-    "auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3",
-}  # fmt: skip
 OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
 
 
@@ -85,7 +55,7 @@ def read(table: Table, base: Path) -> Import:
     """The options that the file sets. Relative paths in it are relative to `base`. Raises SpecError for a training that
     has no counterpart at all."""
     found = Import(with_current_names(table, FORMER), base, "LLaMA-Factory", DEFAULTS)
-    found.take_over(SAME)
+    found.take_over(OPTION_NAMES)
     for work in PARTS:
         work(found)
     if left := found.name_missing(IGNORED):  # for LLaMA-Factory as trainer
@@ -99,8 +69,8 @@ def read(table: Table, base: Path) -> Import:
 def _model(found: Import) -> None:
     found.model("model_name_or_path")
     kernel = str(found.get("flash_attn"))
-    found.patch["model.attn_implementation"] = ATTENTION.get(kernel, "auto")
-    if kernel not in ATTENTION:
+    found.patch["model.attn_implementation"] = ATTENTIONS.get(kernel, "auto")
+    if kernel not in ATTENTIONS:
         found.missing.append(f"flash_attn: {kernel}")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.config.foreign import Import, Table, entries, with_current_names, words
+from backend.importers.foreign import Import, Table, entries, with_current_names, words
 
 # Same meaning under another or the same name.
 SAME: Mapping[str, str] = {

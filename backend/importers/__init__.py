@@ -11,10 +11,11 @@ from typing import Any
 
 import yaml
 
-from backend.config import RunSpec, accelerate_file, axolotl, deepspeed_file, llamafactory, not_training, trl
-from backend.config.foreign import Import, Imported, Table
+from backend.config import RunSpec
 from backend.config.options import Problem, SpecError, edit
 from backend.config.yaml_text import load_yaml, syntax_problem
+from backend.importers import accelerate_file, axolotl, deepspeed_file, llamafactory, not_training, trl
+from backend.importers.foreign import Import, Imported, Table
 
 # A training configuration of a tool: what it is recognized by, and its reader.
 TOOLS: Mapping[str, tuple[Callable[[Table], bool], Callable[[Table, Path], Import]]] = {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from backend import registry
-from backend.config.foreign import TENSOR_WITH_FSDP, Import, Table, entries, local_files, with_current_names, words
+from backend.importers.foreign import TENSOR_WITH_FSDP, Import, Table, entries, local_files, with_current_names, words
 
 # Same meaning under another or the same name.
 SAME: Mapping[str, str] = {
