@@ -27,9 +27,9 @@ from backend.config import Launch, RunSpec, consent
 from backend.config import presets as files
 from backend.config.options import Problem, SpecError, edit, word
 from backend.machine import Machine, describe, description, probe, read
-from backend.measured import MeasuredPeaks
 from backend.preflight import Report, estimate_json, preflight
 from backend.rules import Finding, Fix
+from backend.tasks.measured import MeasuredPeaks
 
 WIDTH, INDENT = 110, " " * 9
 UNSAFE = "changes the training result"

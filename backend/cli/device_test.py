@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from backend import device_test
 from backend.cli.commands import print_findings, print_json, read_spec, report_json, wait_for_preflight
 from backend.machine import probe
 from backend.runs.folder import ALIVE, Run, RunError
 from backend.runs.rehearsals import TIMEOUTS
+from backend.tasks import device_test
 
 POLL_SECONDS = 0.2
 

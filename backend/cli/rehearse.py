@@ -11,9 +11,9 @@ from typing import Any
 from backend.cli.commands import print_findings, print_json, read_spec, report_json, target_machine, wait_for_preflight
 from backend.machine import probe
 from backend.preflight import Report
-from backend.rehearsal import rehearse
 from backend.runs.rehearsals import Rehearsal
 from backend.runs.throughput import duration
+from backend.tasks.rehearsal import rehearse
 
 POLL_SECONDS = 0.25
 WIDTH = 46

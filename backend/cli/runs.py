@@ -16,9 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from backend import bundle as debug_bundle
-from backend import remedies
-from backend import retry as retries
 from backend.cli.commands import (  # fmt: skip
     notes,
     print_findings,
@@ -35,6 +32,9 @@ from backend.rules.base import amount
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, files, marks, queue, stacks, validation
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
 from backend.runs.metrics import chunks, gaps, since, stream_points
+from backend.tasks import bundle as debug_bundle
+from backend.tasks import remedies
+from backend.tasks import retry as retries
 
 OUTCOMES = {"done": 0, "stopped": 3}
 SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from backend import start_sweep, sweep
 from backend.cli.commands import print_findings, print_json, read_spec, wait_for_preflight
 from backend.machine import probe
 from backend.runs import sweeps
+from backend.tasks import start_sweep, sweep
 
 
 def start(arguments: argparse.Namespace) -> int:

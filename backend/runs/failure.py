@@ -30,7 +30,7 @@ ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 @dataclass(frozen=True)
 class Failure:
     """`sentence` says what happened and `help` how to fix it; `fields` are option keys; `rank` None: the launcher;
-    `kind` one of the kinds below that have remedies (backend/remedies.py), or ''."""
+    `kind` one of the kinds below that have remedies (backend/tasks/remedies.py), or ''."""
 
     sentence: str
     help: str = ""

@@ -2,7 +2,7 @@
 phases.
 
 FOOTPLATE_REHEARSAL in the environment switches it on: it is no option of a spec, because the rest of a rehearsal is an
-ordinary run of a spec with two steps (backend/rehearsal.py).
+ordinary run of a spec with two steps (backend/tasks/rehearsal.py).
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from random_specs import EXCLUDED, VALUES, random_spec, write_inputs
 from report_files import Sections, read_sections, table, write_section
 from training_runs import environment, log_text, losses, result, without_checks, write_plan
 
-from backend.autofix import autofix
 from backend.config.options import by_name, changes, edit
 from backend.inspect import inspect_inputs
 from backend.machine import Machine, probe
@@ -29,6 +28,7 @@ from backend.paths import HOME
 from backend.preflight import Report, preflight
 from backend.rules import RULES, Case, Finding
 from backend.runs import RESULT, processes
+from backend.tasks.autofix import autofix
 
 LAUNCHED_PER_SEED = int(os.environ.get("FOOTPLATE_FUZZ_LAUNCHES", 100))
 REFUSED_PER_SEED = LAUNCHED_PER_SEED * 3 // 10

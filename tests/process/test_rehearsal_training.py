@@ -14,9 +14,9 @@ from training_runs import log_text, make_spec, result, soak_except
 from transformers import AutoTokenizer
 
 from backend.__main__ import main
-from backend.rehearsal import rehearsal_spec
 from backend.runs import LOCK, PLAN, REHEARSAL, REHEARSED, processes
 from backend.runs.rehearsals import FOLDER, completed
+from backend.tasks.rehearsal import rehearsal_spec
 from backend.train import data
 
 LONG = 90  # words in the one long example

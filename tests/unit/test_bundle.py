@@ -12,13 +12,13 @@ import pytest
 from failed_runs import NOW, failed_run
 from small import client
 
-from backend import bundle
 from backend.__main__ import main
 from backend.config import RunSpec, variables
 from backend.config.options import edit
 from backend.rules.examples import LAPTOP
 from backend.runs import LOG, METRICS, PLAN, RANK_LOGS, RESULT, STACKS, failure
 from backend.runs.folder import Run
+from backend.tasks import bundle
 
 TINY = edit(RunSpec(), {"model.builtin": "tiny-llama"})
 HUB, SERVICE, PASSWORD = "hf_" + "Aq9" * 8, "s3rv1ce-value", "pa55-w0rd"

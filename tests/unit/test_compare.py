@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from backend import compare
-from backend.compare import Variant, other_strategies, recommend, variants
 from backend.config import presets
 from backend.config.options import edit, effective
 from backend.inspect import inspect_inputs
@@ -18,6 +16,8 @@ from backend.memory.communication import network_bytes
 from backend.registry import STRATEGIES
 from backend.resolve import resolve
 from backend.rules import Case, examine
+from backend.tasks import compare
+from backend.tasks.compare import Variant, other_strategies, recommend, variants
 
 EIGHT_B = 8_030_261_248
 SINGLE = STRATEGIES["single"].label

@@ -9,13 +9,13 @@ import pytest
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.config.presets import read
-from backend.device_test import LEFT_SECONDS, TEST, TRAINER, create, planned_test
 from backend.launch.plan import plan
 from backend.machine import Machine, machines
 from backend.preflight import preflight
 from backend.runs import JOB_SCRIPT, NODE_JOB
 from backend.runs.device_speeds import problems
 from backend.runs.folder import ALIVE
+from backend.tasks.device_test import LEFT_SECONDS, TEST, TRAINER, create, planned_test
 
 
 def rank(host="a", flops=600e12, to_next=200e9):

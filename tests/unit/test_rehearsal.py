@@ -21,12 +21,12 @@ from backend.config.options import changes, edit, effective
 from backend.inspect import InputFacts, inspect_inputs
 from backend.machine import Machine
 from backend.preflight import report_on
-from backend.rehearsal import differences, on_cpu, rehearsal_spec, replacements, run_plans
 from backend.rules import RULES, Case, examine
 from backend.rules.examples import DEMO, LAPTOP
 from backend.runs import Plan, processes, rehearsals
 from backend.runs.folder import Run, runs
 from backend.runs.rehearsals import FOLDER, SCRATCH, Driver, Rehearsal, delete_old, find_rehearsal, new_folder
+from backend.tasks.rehearsal import differences, on_cpu, rehearsal_spec, replacements, run_plans
 
 RECORD = """
 import json, os, signal, sys, time

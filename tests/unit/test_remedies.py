@@ -8,17 +8,17 @@ import pytest
 from failed_runs import done_run, failed_run, out_of_memory
 from small import client
 
-from backend import remedies
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.config.presets import read
 from backend.machine import GIB, machines, probe
-from backend.measured import MeasuredPeaks, measure
 from backend.preflight import build_case, preflight
 from backend.rules import examine
 from backend.rules.examples import LAPTOP, TWO_H100
 from backend.runs import SPEC, device_memory, files
+from backend.tasks import remedies
+from backend.tasks.measured import MeasuredPeaks, measure
 from webui.api.checking import form_values
 
 ONE_GPU = machines()["1x80gb"]

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from failed_runs import ended, failed_run, planted_run
 
-from backend import remedies, retry
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
 from backend.runs import CHECKPOINTS, COMPLETE, EVENTS
 from backend.runs.folder import RunError
+from backend.tasks import remedies, retry
 
 SPEC = edit(RunSpec(), {"model.builtin": "tiny-llama", "train.learning_rate": 3e-4, "train.half_lr_retries": 2})
 DIVERGED = (

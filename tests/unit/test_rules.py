@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from backend.autofix import MAX_FIXES, AutofixResult, autofix
 from backend.cli.docs import rules_markdown
 from backend.config import RunSpec
 from backend.config.options import Option, SpecError, by_name, edit, effective, options
@@ -39,6 +38,7 @@ from backend.rules.examples import (
     with_data_issue,
 )
 from backend.rules.memory import LLAMA_8B_FACTS, NO_REMEDY
+from backend.tasks.autofix import MAX_FIXES, AutofixResult, autofix
 
 COUNT = 279
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from small import client
 
-from backend import sweep
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import SpecError, edit
 from backend.runs import METRICS, STOP, SWEEP, Plan, sweeps, validation
 from backend.runs.folder import Run, RunError
+from backend.tasks import sweep
 from webui.api import sweeps as sweeps_api
 from webui.api.checking import form_values
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from backend.compare import recommend, variants
 from backend.config import presets
 from backend.config.options import edit, effective
 from backend.inspect import inspect_inputs
@@ -14,6 +13,7 @@ from backend.machine import Machine, machines
 from backend.memory import Fit
 from backend.preflight import report_on
 from backend.rules import Case
+from backend.tasks.compare import recommend, variants
 
 PRESETS = {preset.name: preset for preset in presets.presets()}
 CHANGES = (

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from backend.config.presets import presets
 from backend.machine import Machine, machines, probe
-from backend.measured import MeasuredPeaks
 from backend.runs import replace_text
 from backend.runs.listing import RunList
+from backend.tasks.measured import MeasuredPeaks
 from webui.curves import Curves
 from webui.custom_machines import CustomMachines
 from webui.drafts import Drafts

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from backend import importers
-from backend.autofix import autofix
 from backend.config import RunSpec, consent, presets, variables
 from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.importers.foreign import Imported
@@ -22,6 +21,7 @@ from backend.recommended import recommended_values
 from backend.registry import DEVICES
 from backend.resolve import estimated_gpus, resolve
 from backend.rules import Finding, Fix
+from backend.tasks.autofix import autofix
 from webui.api.app_state import AppState
 from webui.api.drafts import without_secrets
 from webui.api.fixes import fix_json

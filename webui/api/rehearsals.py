@@ -10,9 +10,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from backend.rehearsal import rehearse
 from backend.runs.folder import RunError
 from backend.runs.rehearsals import Rehearsal, find_rehearsal
+from backend.tasks.rehearsal import rehearse
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, parse_form, run_preflight
 from webui.api.requests import ApiError, FormRequest, State, json

@@ -15,7 +15,6 @@ from fastapi import Depends
 from pydantic import AfterValidator
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from backend import bundle, remedies, retry
 from backend.config import RunSpec, presets, variables
 from backend.config.options import SpecError, changes, effective, masked_value
 from backend.inspect import predecessor
@@ -47,6 +46,7 @@ from backend.runs.metrics import (
     to_csv,
 )
 from backend.runs.metrics import before as log_before
+from backend.tasks import bundle, remedies, retry
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, form_values, parse_form, run_preflight
 from webui.api.drafts import without_secrets

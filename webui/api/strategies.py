@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from backend.compare import Variant, other_strategies, recommend, variants
 from backend.config import RunSpec
 from backend.config.options import by_name, get, shown, text
 from backend.inspect import resolve_paths
@@ -16,6 +15,7 @@ from backend.machine import Machine
 from backend.preflight import Report
 from backend.registry import DEVICES
 from backend.rules import Case, Fix
+from backend.tasks.compare import Variant, other_strategies, recommend, variants
 from backend.wording import plural
 from webui.api.fixes import fix_json
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 from starlette.responses import Response
 
-from backend import start_sweep, sweep
 from backend.config.options import SpecError, by_name
 from backend.preflight import Report
 from backend.runs import sweeps
+from backend.tasks import start_sweep, sweep
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, parse_form, run_preflight
 from webui.api.requests import ApiError, RequestBody, State, json
@@ -29,7 +29,7 @@ class Varied(RequestBody):
 
 
 class SweepRequest(RequestBody):
-    """The form's values, the options that vary, and how: see backend/start_sweep.py. `key` as for a run."""
+    """The form's values, the options that vary, and how: see backend/tasks/start_sweep.py. `key` as for a run."""
 
     values: dict[str, Any]
     vary: Annotated[list[Varied], Field(max_length=MAX_OPTIONS)]

@@ -8,7 +8,7 @@ const DEBOUNCE = 250; // ms after the last key
 const RETRY = 1000; // ms, while the server does not respond
 const STORED = "fp-sweep"; // in this browser: what was entered last
 const MAX_LABELS = 6;
-const [MAX_OPTIONS, MAX_COUNT] = [8, 50]; // as in webui/api/sweeps.py and backend/start_sweep.py
+const [MAX_OPTIONS, MAX_COUNT] = [8, 50]; // as in webui/api/sweeps.py and backend/tasks/start_sweep.py
 const FIRST = "train.learning_rate";
 const HALVING = { 0: "off", 2: "best half continues", 3: "best third continues", 4: "best quarter continues" };
 

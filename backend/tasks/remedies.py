@@ -15,13 +15,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from backend import retry, wording
+from backend import wording
 from backend.config import RunSpec, presets
 from backend.config.options import SpecError, edit
 from backend.config.processes import DEFAULT_PORT
 from backend.inspect.ports import inspect_port
 from backend.machine import Gpu, Machine
-from backend.measured import least_needed
 from backend.memory import OVERHEAD, Estimate
 from backend.preflight import build_case
 from backend.rules import Case, Finding, Fix, examine
@@ -31,6 +30,8 @@ from backend.rules.memory import HOST_FIXES
 from backend.rules.memory_remedies import POSSIBLE_EXCESS, find_remedies, single_changes
 from backend.runs import SPEC, failure, files
 from backend.runs.folder import Run, RunError
+from backend.tasks import retry
+from backend.tasks.measured import least_needed
 from backend.wording import counted
 
 MAX_REMEDIES = 5

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.autofix import autofix
 from backend.config import RunSpec
 from backend.config.options import Option, edit, effective, get, options, shown, text
 from backend.config.presets import dump
-from backend.device_test import planned_test
 from backend.inspect import predecessor
 from backend.machine import Machine
 from backend.preflight import Report, build_case, preflight, report_on
@@ -27,6 +25,8 @@ from backend.rules import Case
 from backend.runs import REHEARSAL, SPEC, Plan
 from backend.runs.folder import RunError
 from backend.runs.rehearsals import SCRATCH, Rehearsal, new_folder
+from backend.tasks.autofix import autofix
+from backend.tasks.device_test import planned_test
 
 MAX_GENERATIONS, MAX_NEW_TOKENS = 2, 16
 MAX_ACCUMULATION = 2  # gradients of an earlier batch take memory too; more batches take only time

@@ -8,13 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from backend import sweep
 from backend.config import RunSpec
 from backend.config.options import Problem, SpecError, edit
 from backend.inspect import predecessor
 from backend.preflight import Report
 from backend.runs import SWEEP, sweeps
 from backend.runs.folder import Run
+from backend.tasks import sweep
 
 LIMIT = 50  # runs of a sweep, unless the user raises it
 
