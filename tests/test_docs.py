@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from backend import presets as yaml_specs
 from backend.__main__ import main, parser
 from backend.cli.docs import condition_text, generated
 from backend.config import Data, RunSpec
-from backend.config import presets as yaml_specs
 from backend.config.options import by_name, edit, options
 from backend.data import convert, detect_format
 from backend.paths import HOME

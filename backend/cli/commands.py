@@ -21,10 +21,10 @@ from typing import Any
 import yaml
 
 from backend import importers
+from backend import presets as files
 from backend.cli import docs as documents
 from backend.cli.status_line import StatusLine
 from backend.config import Launch, RunSpec, consent
-from backend.config import presets as files
 from backend.config.options import Problem, SpecError, edit, word
 from backend.machine import Machine, describe, description, probe, read
 from backend.preflight import Report, estimate_json, preflight

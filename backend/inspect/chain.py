@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend import registry
-from backend.config import RunSpec, presets
+from backend import presets, registry
+from backend.config import RunSpec
 from backend.config.options import SpecError, edit, effective
 from backend.runs import MODEL, SPEC
 from backend.runs.folder import ALIVE, Run, RunError

@@ -14,10 +14,10 @@ from packaging.version import InvalidVersion, Version
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import effective
-from backend.config.presets import dump
 from backend.inspect.facts import InputFacts
 from backend.launch import accelerate_config, kubernetes, launchers, llamafactory, ray, slurm
 from backend.machine import Machine
+from backend.presets import dump
 from backend.resolve import ResolvedRun, resolve, selected_gpus
 from backend.runs import (
     ACCELERATE,

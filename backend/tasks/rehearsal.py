@@ -16,10 +16,10 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import Option, edit, effective, get, options, shown, text
-from backend.config.presets import dump
 from backend.inspect import predecessor
 from backend.machine import Machine
 from backend.preflight import Report, build_case, preflight, report_on
+from backend.presets import dump
 from backend.resolve import selected_gpus
 from backend.rules import Case
 from backend.runs import REHEARSAL, SPEC, Plan

@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from backend import wording
-from backend.config import RunSpec, presets
+from backend import presets, wording
+from backend.config import RunSpec
 from backend.config.options import SpecError, edit
 from backend.config.processes import DEFAULT_PORT
 from backend.inspect.ports import inspect_port

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-from backend.config import RunSpec, presets
+from backend import presets
+from backend.config import RunSpec
 from backend.config.options import edit
 from backend.preflight import Report
 from backend.registry import lower_learning_rate

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from backend.config import RunSpec
 from backend.config.options import effective
-from backend.config.presets import read
+from backend.presets import read
 from backend.runs import LOCK, RESULT, SPEC
 from backend.train import device, exit, model
 from backend.train.decoder_layers import decoder_layers

@@ -15,11 +15,11 @@ import torch
 
 from backend.config import RunSpec
 from backend.config.options import SpecError, effective
-from backend.config.presets import read
 from backend.inspect import inspect_inputs
 from backend.inspect.worker import SETTING as WORKER_SETTING
 from backend.inspect.worker import installed_versions
 from backend.machine import probe
+from backend.presets import read
 from backend.resolve import ResolvedRun
 from backend.rules import Case, examine
 from backend.runs import RESOLVED, SKIP_CHECKS, SPEC

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from backend.config import RunSpec
-from backend.config.presets import presets
 from backend.machine import machines, probe
 from backend.preflight import preflight
+from backend.presets import presets
 
 TIMES = 20
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import sync_playwright
 
-from backend.config import presets
+from backend import presets
 from backend.machine import probe
 from backend.preflight import preflight
 from backend.runs import LOG, METRICS, Plan

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from backend.config import RunSpec, presets
+from backend import presets
+from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
 from backend.preflight import preflight

@@ -11,8 +11,8 @@ from playwright.sync_api import expect
 from served import serving
 from test_trained_model_page import plant
 
-from backend.config.presets import presets
 from backend.paths import HOME
+from backend.presets import presets
 
 sys.path.append(str(HOME / "tests" / "unit"))
 from failed_runs import failed_run, out_of_memory

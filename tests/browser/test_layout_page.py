@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 from playwright.sync_api import expect
 
-from backend.config.presets import presets
+from backend.presets import presets
 
 
 @pytest.fixture

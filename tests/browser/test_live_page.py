@@ -7,8 +7,8 @@ from pathlib import Path
 
 from playwright.sync_api import expect
 
-from backend.config.presets import presets
 from backend.preflight import preflight
+from backend.presets import presets
 from backend.runs import (
     CHECKPOINTS,
     COMPLETE,

@@ -8,10 +8,10 @@ import pytest
 from playwright.sync_api import expect
 from served import new_context
 
-from backend.config.presets import presets
 from backend.inspect import inspect_inputs
 from backend.machine import machines
 from backend.paths import HOME
+from backend.presets import presets
 from backend.rules import Case
 from backend.tasks.compare import variants
 

@@ -13,7 +13,7 @@ from training_runs import log_text, make_spec, result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from backend.config import presets
+from backend import presets
 from backend.runs import LOCK, SPEC
 from backend.train import describe_model, shrink_model
 from backend.train.run_log import TrainError

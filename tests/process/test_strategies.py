@@ -38,8 +38,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from backend import registry
-from backend.config import presets
+from backend import presets, registry
 from backend.config.options import edit
 from backend.inspect import InputFacts
 from backend.inspect.worker import SETTING

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from backend.config import RunSpec, presets
+from backend import presets
+from backend.config import RunSpec
 from backend.config.options import parse
 from backend.inspect import inspect_inputs, predecessor
 from backend.inspect.chain import awaited_model

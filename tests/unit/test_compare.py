@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.config import presets
+from backend import presets
 from backend.config.options import edit, effective
 from backend.inspect import inspect_inputs
 from backend.machine import machines

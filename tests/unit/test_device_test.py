@@ -8,10 +8,10 @@ import pytest
 
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.config.presets import read
 from backend.launch.plan import plan
 from backend.machine import Machine, machines
 from backend.preflight import preflight
+from backend.presets import read
 from backend.runs import JOB_SCRIPT, NODE_JOB
 from backend.runs.device_speeds import problems
 from backend.runs.folder import ALIVE

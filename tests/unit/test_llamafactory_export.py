@@ -5,8 +5,9 @@ import json
 import pytest
 import yaml
 
+from backend import presets
 from backend.__main__ import main
-from backend.config import RunSpec, presets
+from backend.config import RunSpec
 from backend.config.options import SpecError, changes, edit
 from backend.importers import import_file
 from backend.launch.answers import gpus

@@ -11,8 +11,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backend import registry
-from backend.config import Method, RunSpec, presets
+from backend import presets, registry
+from backend.config import Method, RunSpec
 from backend.config.method import Lora
 from backend.config.options import edit
 from backend.machine import machines

@@ -12,7 +12,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config import options as o
 from backend.config.aliases import ALIASES, GUESSES, VALUE_ALIASES
-from backend.config.presets import dump, load
+from backend.presets import dump, load
 
 OPTIONS = o.options()
 NAMES = [option.name for option in OPTIONS]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from backend.config.options import edit, effective
-from backend.config.presets import presets
 from backend.machine import Machine, machines
 from backend.memory.kinds import KIND_OF, KINDS
 from backend.preflight import preflight
+from backend.presets import presets
 from backend.registry import STRATEGIES
 
 SPECS = {preset.name: preset.spec for preset in presets()}

@@ -12,9 +12,9 @@ import pytest
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.config.presets import presets
 from backend.launch.plan import plan
 from backend.machine import GIB, Gpu, Machine
+from backend.presets import presets
 from backend.runs import LLAMAFACTORY_RUN, RAY_DRIVER, Plan, start_env
 from backend.runs.folder import Run
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from backend.config import presets
+from backend import presets
 from backend.config.options import SpecError, changes
 from backend.inspect import inspect_inputs
 from backend.rules import Case, check

@@ -9,10 +9,10 @@ import pytest
 
 from backend.config import RunSpec
 from backend.config.options import edit, effective
-from backend.config.presets import presets
 from backend.inspect import inspect_inputs, wait_for_worker
 from backend.machine import machines
 from backend.preflight import preflight
+from backend.presets import presets
 from backend.recommended import recommended_values
 from backend.resolve import resolve
 from backend.rules.base import Finding

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from small import client
 
-from backend import registry
-from backend.config import RunSpec, presets
+from backend import presets, registry
+from backend.config import RunSpec
 from backend.config.options import changes, edit, effective
 from backend.inspect import InputFacts, inspect_inputs
 from backend.machine import Machine

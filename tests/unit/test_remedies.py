@@ -11,9 +11,9 @@ from small import client
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.config.presets import read
 from backend.machine import GIB, machines, probe
 from backend.preflight import build_case, preflight
+from backend.presets import read
 from backend.rules import examine
 from backend.rules.examples import LAPTOP, TWO_H100
 from backend.runs import SPEC, device_memory, files

@@ -13,11 +13,11 @@ import pytest
 from backend.cli.docs import rules_markdown
 from backend.config import RunSpec
 from backend.config.options import Option, SpecError, by_name, edit, effective, options
-from backend.config.presets import presets
 from backend.inspect import DataIssue, InputFacts, inspect_inputs
 from backend.machine import Machine
 from backend.memory.kinds import KINDS, bytes_by_kind
 from backend.paths import HOME
+from backend.presets import presets
 from backend.rules import FAMILIES, OUTDATED, RULES, Case, Example, Finding, Rule, check
 from backend.rules.base import amount
 from backend.rules.examples import (

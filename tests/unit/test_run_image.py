@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from backend.config.presets import presets
 from backend.memory.kinds import KINDS
 from backend.paths import HOME
 from backend.preflight import preflight
+from backend.presets import presets
 from webui import run_image
 from webui.placement_image import COLORS
 

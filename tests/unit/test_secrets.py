@@ -14,9 +14,9 @@ from small import client
 from backend.__main__ import main
 from backend.config import RunSpec, consent, variables
 from backend.config.options import edit, parse
-from backend.config.presets import dump
 from backend.launch.plan import plan
 from backend.machine import Machine
+from backend.presets import dump
 from backend.rules import check
 from backend.rules.examples import DEMO, LAPTOP
 from backend.runs import SPEC, Plan

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from backend.config import presets
+from backend import presets
 from backend.config.options import edit, effective
 from backend.inspect import inspect_inputs
 from backend.machine import Machine, machines

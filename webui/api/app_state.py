@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from backend.config.presets import presets
 from backend.machine import Machine, machines, probe
+from backend.presets import presets
 from backend.runs import replace_text
 from backend.runs.listing import RunList
 from backend.tasks.measured import MeasuredPeaks

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from backend import importers
-from backend.config import RunSpec, consent, presets, variables
+from backend import importers, presets
+from backend.config import RunSpec, consent, variables
 from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.importers.foreign import Imported
 from backend.inspect import download_config, is_refused

@@ -15,7 +15,8 @@ from typing import Any
 
 from starlette.responses import Response, StreamingResponse
 
-from backend.config import RunSpec, presets
+from backend import presets
+from backend.config import RunSpec
 from backend.config.options import Option, SpecError, effective, flat, masked_value, options, shown
 from backend.runs import METRICS, SPEC, files, validation
 from backend.runs.folder import Run, RunError, find

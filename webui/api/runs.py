@@ -15,7 +15,8 @@ from fastapi import Depends
 from pydantic import AfterValidator
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from backend.config import RunSpec, presets, variables
+from backend import presets
+from backend.config import RunSpec, variables
 from backend.config.options import SpecError, changes, effective, masked_value
 from backend.inspect import predecessor
 from backend.runs import (
