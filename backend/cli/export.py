@@ -11,8 +11,9 @@ from pathlib import Path
 import yaml
 
 from backend.cli.commands import print_json, read_spec, target_machine, wait_for_preflight
-from backend.launch import llamafactory, skypilot
-from backend.launch.share import as_job_spec
+from backend.launch import llamafactory
+from backend.launch.clusters import skypilot
+from backend.launch.clusters.share import as_job_spec
 from backend.preflight import Report
 from backend.runs import KUBERNETES_JOB
 from backend.runs.kubernetes import filled, job_name

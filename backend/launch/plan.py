@@ -7,7 +7,6 @@ Plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -15,7 +14,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import effective
 from backend.inspect.facts import InputFacts
-from backend.launch import accelerate_config, kubernetes, launchers, llamafactory, ray, slurm
+from backend.launch import accelerate_config, clusters, launchers, llamafactory
 from backend.machine import Machine
 from backend.presets import dump
 from backend.resolve import ResolvedRun, resolve, selected_gpus
@@ -57,9 +56,6 @@ LOOPBACK = {**GLOO_LOOPBACK, "NCCL_SOCKET_IFNAME": "lo"}
 # (elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous): all nodes would wait for a minute, then fail.
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-# Place -> the module that makes a job of the plan.
-CLUSTERS: Mapping[str, Any] = {"slurm": slurm, "ray": ray, "kubernetes": kubernetes}
-
 # Shown above each file in the preview.
 ABOUT: Mapping[str, str] = {
     SPEC: "The options that differ from the defaults. `footplate run spec.yaml` starts the same run.",
@@ -91,7 +87,7 @@ def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: 
     spec = effective(spec)
     run = run or resolve(spec, machine, facts)
     made = one_node(spec, machine, run, facts)
-    cluster = CLUSTERS.get(spec.launch.place)
+    cluster = clusters.job_of(spec)
     return cluster.as_job(made, spec, run, machine) if cluster else made
 
 
@@ -135,7 +131,7 @@ def _files(spec: RunSpec, run: ResolvedRun, facts: InputFacts | None) -> dict[st
 def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     """Environment variables to set. Those of launch.env override ours."""
     device, launcher = registry.DEVICES[run.device], spec.launch.launcher
-    cluster = CLUSTERS.get(spec.launch.place)
+    cluster = clusters.job_of(spec)
     cores = cluster.cpus(spec, run, machine) if cluster else machine.cores
     env = {"OMP_NUM_THREADS": str(spec.launch.omp_num_threads or max(1, cores // run.nproc_per_node))}
     env["PYTHONUNBUFFERED"] = "1"  # so that log lines appear at once
@@ -188,7 +184,7 @@ def _notes(spec: RunSpec, run: ResolvedRun) -> tuple[str, ...]:
     devices = f"{run.nnodes} nodes, each with {devices}" if run.nnodes > 1 else devices
     backend = f" ({run.backend} backend)" if run.backend else ""
     notes = [f"Trains on {devices}{backend}."]
-    if spec.launch.place in CLUSTERS:
+    if clusters.job_of(spec):
         notes.append("Every node of the job needs the same Python environment and the run folder under the same path.")
     elif run.nnodes > 1:
         script = f"{JOIN}.sh" if spec.launch.rendezvous == "elastic" else f"{JOIN}-N.sh"

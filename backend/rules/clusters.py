@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.launch.answers import UNKNOWN_GPU
+from backend.launch.clusters.answers import UNKNOWN_GPU
 from backend.machine import GIB, Gpu
 from backend.rules.base import Case, Example, Fix, Violation, error, warning
 from backend.rules.examples import DEMO, TWO_H100

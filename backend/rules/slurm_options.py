@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from backend.config import RunSpec
 from backend.config.options import get
-from backend.launch.slurm_options import SbatchOption, gpu_count, parse, without
+from backend.launch.clusters.slurm_options import SbatchOption, gpu_count, parse, without
 from backend.rules.base import Case, Example, Fix, Violation, error, reasons, warning
 from backend.runs import LOG
 from backend.wording import counted

@@ -37,7 +37,8 @@ ENDED: Mapping[str, tuple[str, str]] = {
     "OUT_OF_MEMORY": (FAILED, "The Slurm job exceeded the memory that it requested."),
     "REVOKED": (STOPPED, "The Slurm job was revoked."),
 }
-INTERRUPTED = "Slurm interrupted the job."  # what the job's scripts write into the stop file (backend/launch/slurm.py)
+# What the scripts of a job write into the stop file (backend/launch/clusters/slurm.py).
+INTERRUPTED = "Slurm interrupted the job."
 # Why a job waits, in plain words (squeue(1), JOB REASON CODES). A key also covers the reasons that begin with it.
 REASONS: Mapping[str, str] = {
     "None": "",  # the controller has not looked at it yet

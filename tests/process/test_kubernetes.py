@@ -25,7 +25,7 @@ from training_runs import (
     train_in_one_process,
 )
 
-from backend.launch import answers
+from backend.launch.clusters import answers
 from backend.machine import probe
 from backend.preflight import Report, preflight
 from backend.runs import follower

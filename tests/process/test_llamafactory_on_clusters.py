@@ -15,7 +15,7 @@ from slurm_cluster import slurm_cluster
 from test_llamafactory_trainer import WITH_LLAMAFACTORY
 from training_runs import last_step, make_spec, read_metrics
 
-from backend.launch import answers
+from backend.launch.clusters import answers
 from backend.machine import probe
 from backend.preflight import preflight
 from backend.runs import RUN_MARKER, follower

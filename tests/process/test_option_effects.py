@@ -24,7 +24,7 @@ from transformers import TrainerControl, TrainerState
 
 from backend.config import RunSpec
 from backend.config.options import by_name, edit, effective, options, word
-from backend.launch import answers
+from backend.launch.clusters import answers
 from backend.launch.plan import plan
 from backend.machine import Gpu, Machine
 from backend.resolve import resolve

@@ -10,7 +10,7 @@ import pytest
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect.facts import InputFacts
-from backend.launch import skypilot
+from backend.launch.clusters import skypilot
 from backend.machine import machines
 
 pytestmark = pytest.mark.soak

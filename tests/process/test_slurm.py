@@ -30,8 +30,8 @@ from training_runs import (
     train_in_one_process,
 )
 
-from backend.launch import answers
-from backend.launch.slurm_options import parse
+from backend.launch.clusters import answers
+from backend.launch.clusters.slurm_options import parse
 from backend.machine import probe
 from backend.preflight import Report, preflight
 from backend.runs import JOB, JOB_SCRIPT, follower, slurm

@@ -10,7 +10,7 @@ import yaml
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import SpecError, edit, parse
-from backend.launch import kubernetes_cluster
+from backend.launch.clusters import kubernetes_nodes
 from backend.launch.plan import plan
 from backend.machine import machines
 from backend.runs import kubernetes
@@ -133,7 +133,7 @@ def test_names_of_jobs():
 
 
 def test_quantities():
-    found = [kubernetes_cluster.amount(text) for text in ("7910m", "8", "131911984Ki", "1e", "0", "2.5G", "")]
+    found = [kubernetes_nodes.amount(text) for text in ("7910m", "8", "131911984Ki", "1e", "0", "2.5G", "")]
     assert found == [7.91, 8, 131911984 * 1024, 0, 0, 2.5e9, 0]
 
 
@@ -146,7 +146,7 @@ def test_nodes():
             "c", spec={"taints": [{"key": "spot", "effect": "NoSchedule"}, {"key": "x", "effect": "PreferNoSchedule"}]}
         ),
     ]
-    found = list(kubernetes_cluster.parse(rows, "nvidia.com/gpu"))
+    found = list(kubernetes_nodes.parse(rows, "nvidia.com/gpu"))
     assert [(each.cores, each.gpus, each.gpu_type, each.taints) for each in found] == [
         (7, 8, "NVIDIA-H100-80GB-HBM3", ()),
         (2, 0, "", ("spot",)),

@@ -13,7 +13,7 @@ from backend.config.options import edit
 from backend.importers import import_file
 from backend.inspect import other_trainer
 from backend.inspect.facts import InputFacts
-from backend.launch.answers import gpus
+from backend.launch.clusters.answers import gpus
 from backend.launch.llamafactory import export
 from backend.launch.plan import plan
 from backend.machine import GIB, Machine

@@ -10,7 +10,7 @@ from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import SpecError, changes, edit
 from backend.importers import import_file
-from backend.launch.answers import gpus
+from backend.launch.clusters.answers import gpus
 from backend.launch.llamafactory import export
 from backend.launch.plan import plan
 from backend.machine import Machine

@@ -10,9 +10,9 @@ import pytest
 from backend import runs
 from backend.config import RunSpec
 from backend.config.options import SpecError, edit, parse
-from backend.launch import answers, ray_cluster
+from backend.launch.clusters import answers, ray_nodes
+from backend.launch.clusters.ray import DRIVER
 from backend.launch.plan import plan
-from backend.launch.ray import DRIVER
 from backend.machine import GIB, Machine
 from backend.preflight import preflight
 from backend.runs import RAY_JOB, follower, ray
@@ -140,28 +140,28 @@ def test_no_server(dashboard, monkeypatch):
 
 def test_the_machine_is_the_node_with_most_gpus(dashboard):
     dashboard.answers(listed(HEAD, H100, H100, {"CPU": 32.0, "GPU": 4.0, "accelerator_type:A100": 1.0}))
-    machine, problem = ray_cluster.machine(edit(RunSpec(), ON_RAY), Machine(python="/opt/python"))
+    machine, problem = ray_nodes.machine(edit(RunSpec(), ON_RAY), Machine(python="/opt/python"))
     assert not problem
     assert (machine.device, machine.nodes, machine.cores, len(machine.gpus)) == ("cuda", 2, 96, 8)
     assert machine.gpus[0].name == "H100" and machine.ram_bytes == 1000 * GIB
     assert (machine.python, machine.name) == ("/opt/python", "Ray cluster")
     chosen = edit(RunSpec(), {**ON_RAY, "ray.resources": ("accelerator_type:A100=0.001",)})
-    assert ray_cluster.machine(chosen, Machine())[0].gpus[0].name == "A100"
+    assert ray_nodes.machine(chosen, Machine())[0].gpus[0].name == "A100"
     assert len(dashboard.requests) == 1, "the answer is kept"
 
 
 def test_nodes_that_cannot_be_used(dashboard):
     dashboard.answers(listed(H100, state="DEAD"))
-    assert "has no node" in ray_cluster.machine(edit(RunSpec(), ON_RAY), Machine())[1]
+    assert "has no node" in ray_nodes.machine(edit(RunSpec(), ON_RAY), Machine())[1]
     answers.forget()
     dashboard.answers({"result": False})
-    assert "Ray 2.9 or later" in ray_cluster.machine(edit(RunSpec(), ON_RAY), Machine())[1]
+    assert "Ray 2.9 or later" in ray_nodes.machine(edit(RunSpec(), ON_RAY), Machine())[1]
     answers.forget()
     dashboard.answers(listed({"CPU": 8.0, "GPU": 2.0}))
     spec = edit(RunSpec(), {**ON_RAY, "launch.nproc_per_node": 2})
-    assert ray_cluster.machine(spec, Machine())[0].gpus[0].name == answers.UNKNOWN_GPU
+    assert ray_nodes.machine(spec, Machine())[0].gpus[0].name == answers.UNKNOWN_GPU
     named = edit(spec, {"launch.gpu_model": "T4"})
-    assert ray_cluster.machine(named, Machine())[0].gpus[0].name == "T4"
+    assert ray_nodes.machine(named, Machine())[0].gpus[0].name == "T4"
 
 
 def test_findings(dashboard, tmp_path):

@@ -9,7 +9,7 @@ import yaml
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect.facts import InputFacts
-from backend.launch import skypilot
+from backend.launch.clusters import skypilot
 from backend.machine import machines
 from backend.resolve import resolve
 

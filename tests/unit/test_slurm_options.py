@@ -8,7 +8,7 @@ import pytest
 
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.launch.slurm_options import parse, without
+from backend.launch.clusters.slurm_options import parse, without
 from backend.rules import Finding, check
 from backend.rules.examples import DEMO, TWO_H100
 

@@ -11,7 +11,7 @@ import pytest
 
 from backend.config import RunSpec
 from backend.config.options import SpecError, edit, parse
-from backend.launch import answers, slurm_cluster
+from backend.launch.clusters import answers, slurm_nodes
 from backend.launch.plan import plan
 from backend.machine import GIB, Machine, known_gpu
 from backend.resolve import resolve
@@ -64,7 +64,7 @@ def test_every_reason_is_a_sentence():
 
 
 def test_partitions_of_sinfo():
-    found = slurm_cluster.parse(SINFO)
+    found = slurm_nodes.parse(SINFO)
     assert [(part.name, part.is_default, part.nodes, part.cores, part.gpus, part.gpu_type) for part in found] == [
         ("cpu", True, 12, 64, 0, ""),
         ("gpu", False, 4, 128, 8, "h100"),
@@ -131,12 +131,12 @@ def commands(tmp_path, monkeypatch):
 def test_the_machine_of_a_partition(commands):
     commands.prints("sinfo", SINFO)
     spec = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "gpu"})
-    machine, problem = slurm_cluster.machine(spec, Machine(python="/opt/python"))
+    machine, problem = slurm_nodes.machine(spec, Machine(python="/opt/python"))
     assert not problem
     assert (machine.device, machine.nodes, machine.cores, len(machine.gpus)) == ("cuda", 6, 128, 8)
     assert machine.gpus[0].name == "H100" and machine.gpus[0].total_bytes == 80 * GIB
     assert (machine.python, machine.name) == ("/opt/python", "Slurm partition gpu")
-    slurm_cluster.machine(spec, Machine())
+    slurm_nodes.machine(spec, Machine())
     assert commands.calls("sinfo") == 1, "the answer is kept"
 
 
@@ -156,25 +156,25 @@ def test_the_machine_of_a_partition(commands):
 def test_the_time_limit_of_a_partition(commands, partition, limit, allowed):
     commands.prints("sinfo", SINFO)
     spec = edit(RunSpec(), {**ON_SLURM, "slurm.partition": partition, "slurm.time_limit": limit})
-    assert (slurm_cluster.machine(spec, Machine())[1] == "") == allowed
+    assert (slurm_nodes.machine(spec, Machine())[1] == "") == allowed
 
 
 def test_the_default_partition_and_unknown_gpus(commands):
     commands.prints("sinfo", SINFO)
-    machine, _ = slurm_cluster.machine(edit(RunSpec(), ON_SLURM), Machine())
+    machine, _ = slurm_nodes.machine(edit(RunSpec(), ON_SLURM), Machine())
     assert machine.device == "cpu" and machine.nodes == 12
     old = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "old"})
-    assert slurm_cluster.machine(old, Machine())[0].gpus[0].name == answers.UNKNOWN_GPU
+    assert slurm_nodes.machine(old, Machine())[0].gpus[0].name == answers.UNKNOWN_GPU
     named = edit(old, {"launch.gpu_model": "T4"})
-    assert slurm_cluster.machine(named, Machine())[0].gpus[0].total_bytes == 16 * GIB
+    assert slurm_nodes.machine(named, Machine())[0].gpus[0].total_bytes == 16 * GIB
 
 
 def test_problems_are_sentences(commands):
     spec = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "none"})
-    assert slurm_cluster.machine(spec, Machine())[1] == "The command sinfo is not installed on this machine."
+    assert slurm_nodes.machine(spec, Machine())[1] == "The command sinfo is not installed on this machine."
     answers.forget()
     commands.prints("sinfo", SINFO.replace("*", ""))
-    assert slurm_cluster.machine(spec, Machine())[1] == (
+    assert slurm_nodes.machine(spec, Machine())[1] == (
         "Slurm has no partition none. It has cpu, gpu, mig, old. "
         "sinfo reports cpu: 12 nodes with 64 CPU cores, 251 GiB of RAM, no GPUs, and no time limit; "
         "gpu: 4 nodes with 128 CPU cores, 1007 GiB of RAM, 8 h100 GPUs, and a time limit of 1 day; "
@@ -183,15 +183,13 @@ def test_problems_are_sentences(commands):
         "mig: 1 node with 64 CPU cores, 488 GiB of RAM, 3 nvidia_a100_3g.20gb GPUs, and a time limit of 1 day."
     )
     default = edit(RunSpec(), ON_SLURM)
-    assert slurm_cluster.machine(default, Machine())[1].startswith(
-        "Slurm has no default partition: set slurm.partition"
-    )
+    assert slurm_nodes.machine(default, Machine())[1].startswith("Slurm has no default partition: set slurm.partition")
     made = plan(default, Machine())
     assert made.files[JOB_SCRIPT]
     commands.prints("sbatch", "sbatch: error: Batch job submission failed: Invalid account or account/partition", 1)
-    assert slurm_cluster.refusal(default, resolve(default, Machine()), Machine()) == (
+    assert slurm_nodes.refusal(default, resolve(default, Machine()), Machine()) == (
         "Slurm refuses the job: Batch job submission failed: Invalid account or account/partition. "
-        f"{slurm_cluster.in_words(slurm_cluster.parse(SINFO))}"
+        f"{slurm_nodes.in_words(slurm_nodes.parse(SINFO))}"
     )
 
 
@@ -202,22 +200,22 @@ def test_a_finding_says_what_the_partition_has_and_allows(commands):
         "sinfo reports night: 1 node with 32 CPU cores, an unknown amount of RAM, 2 GPUs, and a time limit of "
         "30 minutes."
     )
-    assert slurm_cluster.machine(spec, Machine())[1] == (
+    assert slurm_nodes.machine(spec, Machine())[1] == (
         f"The partition night allows 30:00, and the job requests 1:00:00. {words}"
     )
     commands.prints("sbatch", "allocation failure: Requested node configuration is not available", 1)
-    assert slurm_cluster.refusal(spec, resolve(spec, Machine()), Machine()) == (
+    assert slurm_nodes.refusal(spec, resolve(spec, Machine()), Machine()) == (
         f"Slurm refuses the job: Requested node configuration is not available. {words}"
     )
 
 
 def test_a_cluster_with_many_partitions_or_none(commands):
-    many = slurm_cluster.parse("".join(f"p{i}|1|2000|(null)|1|1-12:30:00\n" for i in range(50)))
-    text = slurm_cluster.in_words(many)
+    many = slurm_nodes.parse("".join(f"p{i}|1|2000|(null)|1|1-12:30:00\n" for i in range(50)))
+    text = slurm_nodes.in_words(many)
     assert "p5: 1 node with 1 CPU core, 2 GiB of RAM, no GPUs, and a time limit of 1 day 12 hours 30 minutes" in text
     assert text.endswith("; 44 more are not shown.") and "p6" not in text
     commands.prints("sinfo", "")
-    problem = slurm_cluster.machine(edit(RunSpec(), ON_SLURM), Machine())[1]
+    problem = slurm_nodes.machine(edit(RunSpec(), ON_SLURM), Machine())[1]
     assert problem == "The command sinfo lists no partition that this user can use."
 
 

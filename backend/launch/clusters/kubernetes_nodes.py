@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from backend.config import RunSpec
-from backend.launch import kubernetes
-from backend.launch.answers import as_machine, gpus, kept
+from backend.launch.clusters import kubernetes
+from backend.launch.clusters.answers import as_machine, gpus, kept
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs import Plan

@@ -17,7 +17,7 @@ import yaml
 
 from backend.config import RunSpec
 from backend.config.processes import DEFAULT_PORT
-from backend.launch.share import cpus_of_gpus, with_python
+from backend.launch.clusters.share import cpus_of_gpus, with_python
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs import KUBERNETES_JOB, Plan

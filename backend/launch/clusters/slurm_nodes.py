@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backend.config import RunSpec
-from backend.launch import slurm
-from backend.launch.answers import as_machine, gpus, kept
+from backend.launch.clusters import slurm
+from backend.launch.clusters.answers import as_machine, gpus, kept
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs.follower import ClusterError

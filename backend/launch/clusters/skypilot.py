@@ -19,8 +19,8 @@ from backend.config import RunSpec
 from backend.config.options import effective
 from backend.config.processes import DEFAULT_PORT
 from backend.inspect.facts import InputFacts
+from backend.launch.clusters.share import as_job_spec, with_python
 from backend.launch.plan import one_node
-from backend.launch.share import as_job_spec, with_python
 from backend.machine import Machine
 from backend.paths import HOME
 from backend.resolve import ResolvedRun, resolve

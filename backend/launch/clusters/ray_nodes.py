@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend.config import RunSpec
-from backend.launch import ray
-from backend.launch.answers import as_machine, gpus, kept
+from backend.launch.clusters import ray
+from backend.launch.clusters.answers import as_machine, gpus, kept
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs.follower import ClusterError

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from backend.config import RunSpec
-from backend.launch.share import cpus_of_gpus
+from backend.launch.clusters.share import cpus_of_gpus
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs import RAY_DRIVER, RAY_JOB, Plan
 
-DRIVER = Path(__file__).parent.parent / "runs" / "ray_driver.py"
+DRIVER = Path(__file__).parents[2] / "runs" / "ray_driver.py"
 
 
 def as_job(made: Plan, spec: RunSpec, run: ResolvedRun, machine: Machine) -> Plan:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from backend.config import RunSpec
-from backend.launch.share import cpus_of_gpus, with_python
+from backend.launch.clusters.share import cpus_of_gpus, with_python
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs import ERROR, ERROR_FILE, JOB_SCRIPT, LOG, NODE_JOB, SPEC, STOP, Plan
