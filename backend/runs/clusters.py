@@ -1,7 +1,8 @@
-"""The cluster that a run's job was submitted to."""
+"""The clusters that know the jobs of runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from backend.runs import JOB
@@ -10,27 +11,31 @@ from backend.runs.kubernetes import Kubernetes
 from backend.runs.ray import Ray
 from backend.runs.slurm import Slurm
 
-
-def cluster_of(folder: Path) -> Cluster:
-    """The cluster that job.json names."""
-    makers = {Ray.name: Ray, Kubernetes.name: Kubernetes}
-    make = makers.get(read(folder).get("cluster", ""))
-    return make(folder) if make else Slurm()
+CLUSTERS: Mapping[str, Callable[[Path], Cluster]] = {
+    Slurm.name: lambda _: Slurm(),
+    Ray.name: Ray,
+    Kubernetes.name: Kubernetes,
+}
 
 
 def is_interrupted(folder: Path) -> bool:
-    """Whether the run's cluster, and not a user, has requested that it stops."""
-    return is_interruption(stop_request(folder), cluster_of(folder).interruption)
+    """Whether a cluster, and not a user, has requested that the run stops."""
+    request = stop_request(folder)
+    return any(is_interruption(request, cluster.interruption) for cluster in (Slurm, Ray, Kubernetes))
 
 
 def end(folder: Path) -> None:
     """Cancel the job of a run whose follower was killed, and wait until it is gone. Raises ClusterError."""
     if not (job := unended(folder)):
         return
-    cluster = cluster_of(folder)
+    forget = f"If the cluster no longer exists, delete {JOB} in {folder}."
+    make = CLUSTERS.get(name := str(read(folder).get("cluster", "")))
+    if not make:
+        raise ClusterError(f"{JOB} names no known cluster, but {name!r}. {forget}")
+    cluster = make(folder)
     try:
         cluster.end(job)
     except ClusterError as error:
-        raise ClusterError(f"{error} If the cluster no longer exists, delete {JOB} in {folder}.") from error
+        raise ClusterError(f"{error} {forget}") from error
     if left := cluster.wait_for_processes():
         raise ClusterError(left)

@@ -14,7 +14,7 @@ import pytest
 from small import client
 
 from backend.machine import Machine
-from backend.runs import DELETING, LOCK, STATE, Plan, ownership
+from backend.runs import DELETING, JOB, LOCK, STATE, Plan, ownership
 from backend.runs.folder import Run, RunError, finish_deletions, runs
 from backend.runs.listing import RunList
 
@@ -102,6 +102,16 @@ def test_what_cannot_be_deleted_is_named_and_tried_again(run: Run, tmp_path: Pat
         ownership.own_uid.cache_clear()
     run.delete()
     assert not run.path.exists()
+
+
+@pytest.mark.parametrize("cluster", [{}, {"cluster": "Moon"}])
+def test_the_job_of_an_unknown_cluster_is_not_taken_for_one_of_slurm(run: Run, cluster: dict[str, str]) -> None:
+    (run.path / JOB).write_text(json.dumps({"id": "7", **cluster}))
+    with pytest.raises(
+        RunError, match=r"job\.json names no known cluster, but '(Moon)?'\. If the"
+    ):
+        run.delete()
+    assert run.path.is_dir()
 
 
 def test_a_read_only_folder_is_not_marked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
