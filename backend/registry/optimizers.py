@@ -7,6 +7,8 @@ with real steps in `tests/process/test_optimizers.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from backend.registry.quantization import BNB_MIN_VERSION
 from backend.registry.types import Optimizer
@@ -22,11 +24,32 @@ CLIP = frozenset({"max_grad_norm"})
 BNB = "bitsandbytes"
 SCHEDULEFREE_MIN_VERSION = "1.2.6"  # transformers 5.23 utils/import_utils.py; trainer_optimizer.py: RAdam from 1.4.0
 
-OPTIMIZERS: Mapping[str, Optimizer] = {
+
+def _bitsandbytes(label: str, help: str, **row: Any) -> Optimizer:
+    return Optimizer(label, help, package=BNB, package_min_version=BNB_MIN_VERSION, **row)
+
+
+def _paged(label: str, **row: Any) -> Optimizer:
+    eight_bit = row["bits"] == 8
+    help = "tate in CUDA unified memory, paged to CPU memory when the GPU is full."
+    return _bitsandbytes(
+        f"{label}, paged{', 8-bit' if eight_bit else ''}", f"{'8-bit s' if eight_bit else 'S'}{help}", paged=True, **row
+    )
+
+
+def _and_layerwise(name: str, help: str, row: Optimizer) -> dict[str, Optimizer]:
+    """An optimizer, and its variant that steps in the backward pass; `help` is of the variant."""
+    row = replace(row, trainer_optim=name)
+    label, reads = f"{row.label}, layer-wise", row.reads - CLIP
+    variant = replace(row, label=label, help=help, reads=reads, steps_in_backward=True)
+    return {name: row, f"{name}_layerwise": variant}
+
+
+OWN = ("adam_mini", "muon", "badam")  # backend.train builds them itself
+ROWS: Mapping[str, Optimizer] = {
     "adamw_torch": Optimizer(
         "AdamW",
         "PyTorch's AdamW; the usual choice.",
-        trainer_optim="adamw_torch",
         states=2,
         reads=ADAM,
         temporaries=1,
@@ -34,7 +57,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw_torch_fused": Optimizer(
         "AdamW, fused",
         "AdamW in one fused kernel; faster on GPUs.",
-        trainer_optim="adamw_torch_fused",
         states=2,
         reads=ADAM,
     ),
@@ -42,17 +64,13 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "AdamW, fused for Ascend",
         "AdamW in torch_npu's fused kernel.",
         package="torch_npu",
-        trainer_optim="adamw_torch_npu_fused",
         states=2,
         reads=ADAM,
         devices=("npu",),
     ),
-    "adamw_bnb_8bit": Optimizer(
+    "adamw_bnb_8bit": _bitsandbytes(
         "AdamW, 8-bit (bitsandbytes)",
         "8-bit optimizer state, a quarter of AdamW's in fp32; embeddings keep 32-bit state.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="adamw_bnb_8bit",
         states=2,
         bits=8,
         reads=ADAM,
@@ -62,7 +80,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "8-bit optimizer state, a quarter of AdamW's in fp32; compiled at the first step, which takes up to a minute.",
         package="torchao",
         package_min_version="0.15.0",
-        trainer_optim="adamw_torch_8bit",
         states=2,
         bits=8,
         reads=ADAM,
@@ -74,35 +91,14 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "4-bit optimizer state, an eighth of AdamW's in fp32; compiled at the first step, which takes about a minute.",
         package="torchao",
         package_min_version="0.15.0",
-        trainer_optim="adamw_torch_4bit",
         states=2,
         bits=4,
         reads=ADAM,
         rounding="stochastic rounding",
         compiled=True,
     ),
-    "paged_adamw_32bit": Optimizer(
-        "AdamW, paged",
-        "State in CUDA unified memory, paged to CPU memory when the GPU is full.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="paged_adamw_32bit",
-        states=2,
-        bits=32,
-        reads=ADAM,
-        paged=True,
-    ),
-    "paged_adamw_8bit": Optimizer(
-        "AdamW, paged, 8-bit",
-        "8-bit state in CUDA unified memory, paged to CPU memory when the GPU is full.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="paged_adamw_8bit",
-        states=2,
-        bits=8,
-        reads=ADAM,
-        paged=True,
-    ),
+    "paged_adamw_32bit": _paged("AdamW", states=2, bits=32, reads=ADAM),
+    "paged_adamw_8bit": _paged("AdamW", states=2, bits=8, reads=ADAM),
     "adam_mini": Optimizer(
         "Adam-mini",
         "AdamW with one second moment per attention head or output row: half the state.",
@@ -115,107 +111,51 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "StableAdamW",
         "AdamW with Adafactor's update clipping; Kahan summation for bf16 weights.",
         package="torch-optimi",
-        trainer_optim="stable_adamw",
         states=2,
         reads=ADAM,
         rounding="Kahan summation",
         kahan=True,
     ),
-    "ademamix": Optimizer(
+    "ademamix": _bitsandbytes(
         "AdEMAMix",
         "AdamW with a second, slower moving average of gradients: three state elements per parameter.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="ademamix",
         states=3,
         bits=32,
         reads=ADAM,
     ),
-    "ademamix_8bit": Optimizer(
+    "ademamix_8bit": _bitsandbytes(
         "AdEMAMix, 8-bit",
         "AdEMAMix with 8-bit optimizer state.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="ademamix_8bit",
         states=3,
         bits=8,
         reads=ADAM,
     ),
-    "paged_ademamix_32bit": Optimizer(
-        "AdEMAMix, paged",
-        "State in CUDA unified memory, paged to CPU memory when the GPU is full.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="paged_ademamix_32bit",
-        states=3,
-        bits=32,
-        reads=ADAM,
-        paged=True,
-        devices=("cuda",),
-    ),
-    "paged_ademamix_8bit": Optimizer(
-        "AdEMAMix, paged, 8-bit",
-        "8-bit state in CUDA unified memory, paged to CPU memory when the GPU is full.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="paged_ademamix_8bit",
-        states=3,
-        bits=8,
-        reads=ADAM,
-        paged=True,
-        devices=("cuda",),
-    ),
+    "paged_ademamix_32bit": _paged("AdEMAMix", states=3, bits=32, reads=ADAM, devices=("cuda",)),
+    "paged_ademamix_8bit": _paged("AdEMAMix", states=3, bits=8, reads=ADAM, devices=("cuda",)),
     "adafactor": Optimizer(
         "Adafactor",
         "Row and column statistics instead of a full second moment: almost no state, slower convergence.",
-        trainer_optim="adafactor",
         states=1,
         bits=32,
         factored=True,
         reads=COMMON,
     ),
-    "lion_32bit": Optimizer(
+    "lion_32bit": _bitsandbytes(
         "Lion",
         "Updates by the sign of the momentum: half of AdamW's state; needs a 3 to 10 times smaller learning rate.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="lion_32bit",
         states=1,
         bits=32,
         reads=LION,
     ),
-    "lion_8bit": Optimizer(
+    "lion_8bit": _bitsandbytes(
         "Lion, 8-bit",
         "Lion with 8-bit optimizer state, an eighth of AdamW's.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="lion_8bit",
         states=1,
         bits=8,
         reads=LION,
     ),
-    "paged_lion_32bit": Optimizer(
-        "Lion, paged",
-        "State in CUDA unified memory, paged to CPU memory when the GPU is full.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="paged_lion_32bit",
-        states=1,
-        bits=32,
-        reads=LION,
-        paged=True,
-    ),
-    "paged_lion_8bit": Optimizer(
-        "Lion, paged, 8-bit",
-        "8-bit state in CUDA unified memory, paged to CPU memory when the GPU is full.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="paged_lion_8bit",
-        states=1,
-        bits=8,
-        reads=LION,
-        paged=True,
-    ),
+    "paged_lion_32bit": _paged("Lion", states=1, bits=32, reads=LION),
+    "paged_lion_8bit": _paged("Lion", states=1, bits=8, reads=LION),
     "muon": Optimizer(
         "Muon",
         "Orthogonalized momentum for hidden weight matrices, AdamW for the rest; AdamW's learning rates work.",
@@ -223,87 +163,57 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         state_layout="matrix_momentum",
         reads=ADAM | {"momentum"},
     ),
-    "galore_adamw": Optimizer(
-        "GaLore",
-        "AdamW on gradients projected to a low rank: full fine-tuning with little optimizer state.",
-        package="galore-torch",
-        trainer_optim="galore_adamw",
-        states=2,
-        state_layout="low_rank",
-        reads=ADAM | GALORE,
-    ),
-    "galore_adamw_layerwise": Optimizer(
-        "GaLore, layer-wise",
+    **_and_layerwise(
+        "galore_adamw",
         "GaLore that steps in the backward pass and frees each gradient at once; no gradient clipping.",
-        package="galore-torch",
-        trainer_optim="galore_adamw",
-        states=2,
-        state_layout="low_rank",
-        reads=(ADAM | GALORE) - CLIP,
-        steps_in_backward=True,
+        Optimizer(
+            "GaLore",
+            "AdamW on gradients projected to a low rank: full fine-tuning with little optimizer state.",
+            package="galore-torch",
+            states=2,
+            state_layout="low_rank",
+            reads=ADAM | GALORE,
+        ),
     ),
-    "galore_adamw_8bit": Optimizer(
-        "GaLore, 8-bit",
-        "GaLore with 8-bit optimizer state.",
-        package="galore-torch",
-        trainer_optim="galore_adamw_8bit",
-        states=2,
-        bits=8,
-        state_layout="low_rank",
-        reads=ADAM | GALORE,
-        devices=("cuda",),
-    ),
-    "galore_adamw_8bit_layerwise": Optimizer(
-        "GaLore, 8-bit, layer-wise",
+    **_and_layerwise(
+        "galore_adamw_8bit",
         "Layer-wise GaLore with 8-bit optimizer state; no gradient clipping.",
-        package="galore-torch",
-        trainer_optim="galore_adamw_8bit",
-        states=2,
-        bits=8,
-        state_layout="low_rank",
-        reads=(ADAM | GALORE) - CLIP,
-        steps_in_backward=True,
-        devices=("cuda",),
+        Optimizer(
+            "GaLore, 8-bit",
+            "GaLore with 8-bit optimizer state.",
+            package="galore-torch",
+            states=2,
+            bits=8,
+            state_layout="low_rank",
+            reads=ADAM | GALORE,
+            devices=("cuda",),
+        ),
     ),
-    "galore_adafactor": Optimizer(
-        "GaLore, Adafactor",
-        "Adafactor on projected gradients: less state than GaLore with AdamW.",
-        package="galore-torch",
-        trainer_optim="galore_adafactor",
-        states=1,
-        state_layout="low_rank",
-        factored=True,
-        reads=COMMON | GALORE,
-    ),
-    "galore_adafactor_layerwise": Optimizer(
-        "GaLore, Adafactor, layer-wise",
+    **_and_layerwise(
+        "galore_adafactor",
         "GaLore with Adafactor that steps in the backward pass and frees each gradient at once; no gradient clipping.",
-        package="galore-torch",
-        trainer_optim="galore_adafactor",
-        states=1,
-        state_layout="low_rank",
-        factored=True,
-        reads=(COMMON | GALORE) - CLIP,
-        steps_in_backward=True,
+        Optimizer(
+            "GaLore, Adafactor",
+            "Adafactor on projected gradients: less state than GaLore with AdamW.",
+            package="galore-torch",
+            states=1,
+            state_layout="low_rank",
+            factored=True,
+            reads=COMMON | GALORE,
+        ),
     ),
-    "apollo_adamw": Optimizer(
-        "APOLLO",
-        "Scales gradients as AdamW would, estimated in a random low-rank space: full fine-tuning with SGD-like memory.",
-        package="apollo-torch",
-        trainer_optim="apollo_adamw",
-        states=2,
-        state_layout="low_rank",
-        reads=ADAM | APOLLO,
-    ),
-    "apollo_adamw_layerwise": Optimizer(
-        "APOLLO, layer-wise",
+    **_and_layerwise(
+        "apollo_adamw",
         "APOLLO that steps in the backward pass and frees each gradient at once; no gradient clipping.",
-        package="apollo-torch",
-        trainer_optim="apollo_adamw",
-        states=2,
-        state_layout="low_rank",
-        reads=(ADAM | APOLLO) - CLIP,
-        steps_in_backward=True,
+        Optimizer(
+            "APOLLO",
+            "Scales gradients as AdamW would, estimated in a random low-rank space: full fine-tuning with SGD-like "
+            "memory.",
+            package="apollo-torch",
+            states=2,
+            state_layout="low_rank",
+            reads=ADAM | APOLLO,
+        ),
     ),
     "badam": Optimizer(
         "BAdam",
@@ -319,7 +229,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "LOMO",
         "SGD that steps in the backward pass and frees each gradient at once: no state, no gradient clipping.",
         package="lomo-optim",
-        trainer_optim="lomo",
         reads=COMMON - CLIP - {"weight_decay"},
         steps_in_backward=True,
     ),
@@ -327,7 +236,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "AdaLOMO",
         "LOMO with Adafactor's adaptive scaling.",
         package="lomo-optim",
-        trainer_optim="adalomo",
         states=1,
         bits=32,
         factored=True,
@@ -341,7 +249,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "Averages the weights of all steps instead of decaying the learning rate: a run can stop at any step.",
         package="schedulefree",
         package_min_version=SCHEDULEFREE_MIN_VERSION,
-        trainer_optim="schedule_free_adamw",
         states=2,
         reads=ADAM - {"lr_scheduler_type"},
         temporaries=1,
@@ -351,7 +258,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "Schedule-free RAdam, which needs no warmup either.",
         package="schedulefree",
         package_min_version="1.4.0",
-        trainer_optim="schedule_free_radam",
         states=2,
         reads=ADAM - {"lr_scheduler_type", "warmup_steps"},
         temporaries=1,
@@ -362,14 +268,12 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "Schedule-free SGD: half the state; needs a much larger learning rate.",
         package="schedulefree",
         package_min_version=SCHEDULEFREE_MIN_VERSION,
-        trainer_optim="schedule_free_sgd",
         states=1,
         reads=COMMON - {"lr_scheduler_type"},
     ),
     "sgd": Optimizer(
         "SGD",
         "Plain SGD without state; needs a larger learning rate than AdamW.",
-        trainer_optim="sgd",
         reads=COMMON,
         copies_decayed=True,
     ),
@@ -384,18 +288,14 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "rmsprop": Optimizer(
         "RMSprop",
         "Only the second moment: half of AdamW's state.",
-        trainer_optim="rmsprop",
         states=1,
         reads=COMMON,
         temporaries=1,
         copies_decayed=True,
     ),
-    "rmsprop_bnb_8bit": Optimizer(
+    "rmsprop_bnb_8bit": _bitsandbytes(
         "RMSprop, 8-bit",
         "RMSprop with 8-bit optimizer state.",
-        package=BNB,
-        package_min_version=BNB_MIN_VERSION,
-        trainer_optim="rmsprop_bnb_8bit",
         states=1,
         bits=8,
         reads=COMMON,
@@ -403,7 +303,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "adagrad": Optimizer(
         "Adagrad",
         "Divides by the root of the sum of all squared gradients, so the effective learning rate only decreases.",
-        trainer_optim="adagrad",
         states=1,
         reads=COMMON,
         allocates_state_at_init=True,
@@ -413,10 +312,12 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "GrokAdamW",
         "AdamW that amplifies slowly varying gradients; its state is in CPU memory and copied at every step.",
         package="grokadamw",
-        trainer_optim="grokadamw",
         states=3,
         reads=COMMON,
         state_on_cpu=True,
         loses_state_on_save=True,
     ),
+}
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    name: row if row.trainer_optim or name in OWN else replace(row, trainer_optim=name) for name, row in ROWS.items()
 }

@@ -55,7 +55,8 @@ class BuiltinModel(Choice):
 
 @dataclass(frozen=True)
 class Optimizer(Choice):
-    """An optimizer. `trainer_optim` is the Trainer's `optim`; '' for one that `backend.train` builds itself.
+    """An optimizer. `trainer_optim` is the Trainer's `optim`, by default its own name; '' for one that `backend.train`
+    builds itself.
 
     The state of each trained parameter is `states` elements of `bits` bits each (0: the parameter's own dtype).
     `state_layout` says where there is less: `low_rank`: of projected gradients; `matrix_momentum`: one element instead
