@@ -1,7 +1,4 @@
-"""Rules about kernels: attention implementations, Liger, torch.compile and the compilers that they need.
-
-`requirements.py` generates the rules on packages, device types and GPU generations from the registry rows.
-"""
+"""Rules about kernels: attention implementations, Liger, torch.compile and the compilers that they need."""
 
 from __future__ import annotations
 
@@ -11,7 +8,16 @@ from backend import registry
 from backend.machine import Machine
 from backend.rules.base import Case, Example, Fix, advice, error, names
 from backend.rules.common_fixes import BF16
-from backend.rules.examples import DEMO, GPT2, H100, INSTALLED, LAPTOP
+from backend.rules.examples import DEMO, GPT2, H100, INSTALLED, LAPTOP, SMOL
+from backend.rules.requirements import (
+    attention,
+    flash_attention,
+    liger,
+    missing_package,
+    unsupported_capability,
+    unsupported_device,
+    unsupported_head_dim,
+)
 
 DEFAULT_ATTENTION = Fix(
     "Set attention to auto",
@@ -159,3 +165,103 @@ def attention_unsupported_by_architecture(case: Case) -> str | None:
     if shape is None or name not in shape.unsupported_attentions:
         return None
     return f"transformers does not support {registry.ATTENTIONS[name].label} for {shape.architecture}."
+
+
+B200 = replace(H100, gpus=(replace(H100.gpus[0], name="B200", capability=(10, 0)),))
+
+
+# --- What the registry row requires ---
+
+
+@error(
+    "KRN001",
+    fields=("model.attn_implementation", "launch.device"),
+    title="This attention implementation needs a GPU",
+    source="transformers 5.23 modeling_utils.py, _flash_attn_import_error: FlashAttention is not available on a CPU; "
+    "torch 2.13 nn/attention/flex_attention.py, _validate_device: no backward pass on CPU and MPS",
+    fixes=(DEFAULT_ATTENTION,),
+    fails_on=Example(FLEX_SPEC),
+    passes_on=Example({"model.attn_implementation": "eager"}),
+    proof="launch",
+)
+def attention_needs_gpu(case: Case) -> str | None:
+    """On a CPU or an Apple GPU, FlexAttention has no backward pass. FlashAttention is compiled for GPUs, and
+    transformers refuses it on a CPU."""
+    return unsupported_device(case, attention(case))
+
+
+@error(
+    "KRN002",
+    fields=("model.attn_implementation",),
+    title="FlashAttention is not installed",
+    source="transformers 5.23 modeling_flash_attention_utils.py: FLASH_ATTENTION_COMPATIBILITY_MATRIX",
+    fixes=(DEFAULT_ATTENTION,),
+    fails_on=Example(FLASH_2_SPEC, H100),
+    passes_on=Example(FLASH_2_SPEC, with_flash_attention(H100)),
+)
+def flash_attention_missing(case: Case) -> str | None:
+    """FlashAttention is a separate package that is compiled for one torch and one CUDA version: flash-attn for version
+    2, flash-attn-3 for version 3."""
+    return missing_package(case, flash_attention(case))
+
+
+@error(
+    "KRN003",
+    fields=("model.attn_implementation",),
+    title="FlashAttention does not support this GPU generation",
+    source="flash-attention csrc/flash_attn/flash_api.cpp: Ampere or newer; its README: version 3 is optimized for "
+    "Hopper; hopper/setup.py: kernels for sm_90a, and for sm_80 unless FLASH_ATTENTION_DISABLE_SM80 is set",
+    fixes=(DEFAULT_ATTENTION,),
+    fails_on=Example({**FLASH_3_SPEC, "precision.compute": "fp16"}, with_flash_attention(B200)),
+    passes_on=Example(FLASH_3_SPEC, with_flash_attention(H100)),
+)
+def flash_attention_unsupported_on_gpu(case: Case) -> str | None:
+    """FlashAttention's kernels are compiled for certain GPU generations: version 2 for Ampere and later. Version 3 is
+    written for Hopper; its build includes kernels for Ampere and Ada unless they are disabled, and none for
+    Blackwell."""
+    return unsupported_capability(case, flash_attention(case), any_vendor=True)
+
+
+@error(
+    "KRN005",
+    fields=("model.attn_implementation",),
+    title="FlashAttention does not support the model's head dimension",
+    source="flash-attention csrc/flash_attn/flash_api.cpp: head dimension at most 256, a multiple of 8",
+    fixes=(DEFAULT_ATTENTION,),
+    fails_on=Example(FLASH_2_SPEC, with_flash_attention(H100), replace(DEMO, shape=replace(SMOL, head_dim=36))),
+    passes_on=Example(FLASH_2_SPEC, with_flash_attention(H100)),
+)
+def flash_attention_unsupported_head_dim(case: Case) -> str | None:
+    """FlashAttention's kernels are compiled for head dimensions up to 256 that are multiples of 8."""
+    return unsupported_head_dim(case, flash_attention(case))
+
+
+@error(
+    "KRN006",
+    fields=("train.use_liger_kernel", "launch.device"),
+    title="Liger kernels need a GPU",
+    source="liger-kernel 0.8 setup.py: Triton on CUDA, ROCm and XPU; on NPUs triton-ascend with an exact torch version",
+    fixes=(NO_LIGER,),
+    fails_on=Example(LIGER_SPEC),
+    passes_on=Example(LIGER_SPEC, LIGER_H100),
+    proof="launch",
+)
+def liger_needs_gpu(case: Case) -> str | None:
+    """Liger's kernels are written in Triton, which compiles for NVIDIA, AMD and Intel GPUs, not for CPUs. On Ascend
+    NPUs, Liger needs triton-ascend and one particular torch version; Footplate has not verified that."""
+    return unsupported_device(case, liger(case))
+
+
+@error(
+    "KRN007",
+    fields=("train.use_liger_kernel",),
+    title="Liger is not installed",
+    source="transformers 5.23 integrations/liger.py: apply_liger_kernel raises an error without the package",
+    fixes=(NO_LIGER,),
+    fails_on=Example(LIGER_SPEC, H100),
+    passes_on=Example(LIGER_SPEC, LIGER_H100),
+)
+def liger_missing(case: Case) -> str | None:
+    """Liger's kernels are a separate package, and transformers refuses use_liger_kernel without it."""
+    can_run = case.run.device in registry.LIGER.devices  # elsewhere KRN006 reports it
+    return missing_package(case, liger(case)) if can_run else None

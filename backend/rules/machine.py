@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from backend import registry
 from backend.machine import GIB
 from backend.rules.base import Case, Example, Fix, Violation, advice, amount, error, names, warning
-from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, TINY, TWO_H100
+from backend.rules.examples import DEMO, EQUIPPED, H100, INSTALLED, LAPTOP, NPU, TINY, TORCH_ONLY, TWO_H100
+from backend.rules.quantization import NF4_SPEC
+from backend.rules.requirements import (
+    attention,
+    liger,
+    missing_package,
+    missing_packages,
+    outdated_package,
+    prequantized,
+    quantization,
+)
 
 MIN_SHARED_MEMORY = GIB
 CPU_TORCH = {**INSTALLED, "torch": "2.13.0+cpu"}
@@ -145,3 +156,76 @@ def tensor_parallel_without_nvlink(case: Case) -> str | None:
         f"Every layer is split over GPUs {names(sorted(ids))}. These GPUs lack an NVLink connection to at least one "
         f"of the others: {names(apart)}."
     )
+
+
+BASE_PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
+ROWS: Mapping[str, Callable[[Case], registry.Choice | None]] = {
+    "train.optim": lambda case: case.optimizer,
+    "method.quantization": quantization,
+    "model.attn_implementation": attention,
+    "train.use_liger_kernel": liger,
+    "model.path": prequantized,
+}
+
+
+# --- What the registry row requires ---
+
+
+@error(
+    "HW002",
+    fields=("launch.device",),
+    title="A required package is not installed",
+    source="pyproject.toml",
+    manual_fix="Alternatively, set up Footplate's own environment again with `make run`.",
+    fails_on=Example(machine=TORCH_ONLY),
+    passes_on=Example(),
+)
+def base_package_missing(case: Case) -> str | None:
+    """The trainer imports these packages, in the Python environment that starts the run."""
+    return missing_packages(case, "Training", BASE_PACKAGES)
+
+
+@error(
+    "HW003",
+    fields=("launch.device",),
+    title="Ascend NPUs need torch_npu",
+    source="torch 2.13: torch.npu exists only with torch_npu",
+    fixes=(Fix("Run on the CPU", {"launch.device": "cpu"}, safe=False, cost="much slower"),),
+    manual_fix="Choose the torch_npu release that matches the installed torch.",
+    fails_on=Example(machine=NPU),
+    passes_on=Example(machine=replace(NPU, versions={**NPU.versions, "torch_npu": "2.13.0"})),
+)
+def torch_npu_missing(case: Case) -> str | None:
+    """PyTorch supports Ascend NPUs only through the package torch_npu."""
+    return missing_package(case, registry.DEVICES[case.run.device])
+
+
+@error(
+    "HW004",
+    fields=("logging.report_to",),
+    title="The experiment tracker is not installed",
+    source="transformers 5.23 integrations: the callback raises an error without its package",
+    fixes=(Fix("Turn off the tracker", {"logging.report_to": "none"}),),
+    fails_on=Example({"logging.report_to": "wandb"}),
+    passes_on=Example({"logging.report_to": "wandb"}, replace(LAPTOP, versions={**LAPTOP.versions, "wandb": "0.23"})),
+    proof="launch",
+)
+def tracker_package_missing(case: Case) -> str | None:
+    """The Trainer imports the tracker's package after the model is loaded, and stops if it is missing."""
+    return missing_package(case, registry.REPORTERS[case.spec.logging.report_to])
+
+
+@error(
+    "HW007",
+    fields=tuple(ROWS),
+    title="A package is too old",
+    source="transformers 5.23 utils/import_utils.py, trainer_optimizer.py and quantizers/quantizer_awq.py: an older "
+    "version counts as not installed",
+    manual_fix="Check that the new version is compatible with the installed torch.",
+    fails_on=Example(NF4_SPEC, replace(LAPTOP, versions={**INSTALLED, "bitsandbytes": "0.43.0"})),
+    passes_on=Example(NF4_SPEC, EQUIPPED),
+)
+def package_too_old(case: Case) -> Violation | None:
+    """transformers treats a package below its minimum version as not installed, and reports this only after the model
+    is loaded."""
+    return outdated_package(case, {field: row(case) for field, row in ROWS.items()})

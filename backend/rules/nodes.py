@@ -12,6 +12,7 @@ from backend.rules.base import Case, Example, Fix, Violation, advice, error, nam
 from backend.rules.common_fixes import DDP
 from backend.rules.examples import DEMO, LAPTOP, TWO_H100
 from backend.rules.launch import VISIBLE_DEVICES_VARIABLES, without_variables
+from backend.rules.requirements import missing_packages, without
 from backend.wording import counted
 
 STATIC_SPEC = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"}
@@ -412,3 +413,26 @@ def visible_devices_ignored_by_deepspeed(case: Case) -> Violation | None:
         return None
     message = f"launch.env sets {names(found)}, which the deepspeed launcher overwrites. Use launch.devices instead."
     return Violation(message, (without_variables(case, found),))
+
+
+DEEPSPEED_LAUNCHER = {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}
+
+
+# --- What the registry row requires ---
+
+
+@error(
+    "NOD013",
+    fields=("launch.launcher",),
+    title="The deepspeed launcher is not installed",
+    source="arithmetic: the list of installed packages",
+    fixes=(Fix("Use torchrun", {"launch.launcher": "torchrun"}),),
+    fails_on=Example(DEEPSPEED_LAUNCHER, without("deepspeed")),
+    passes_on=Example(DEEPSPEED_LAUNCHER),
+)
+def deepspeed_launcher_missing(case: Case) -> str | None:
+    """The deepspeed launcher is part of the package deepspeed."""
+    package = "deepspeed"
+    if case.spec.launch.launcher != package or case.strategy.package == package:
+        return None
+    return missing_packages(case, "The deepspeed launcher", [package])

@@ -1,7 +1,6 @@
 """Rules about optimizers: which strategies, methods and precisions they support, and settings that defeat them.
 
-The rules read what the registry row of the optimizer says, and compare no names. `requirements.py` generates the rules
-on packages, device types and the projection rank.
+The rules read what the registry row of the optimizer says, and compare no names.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from backend.memory.optimizer_state import OptimizerState
 from backend.modelspec import lora_modules
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, set_to, warning
 from backend.rules.common_fixes import ADAMW, BF16, DDP, SINGLE_PROCESS
-from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, full_spec
+from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, LAPTOP, full_spec
+from backend.rules.requirements import missing_package, unsupported_device
 from backend.wording import counted
 
 FSDP2_OVER_4 = {"parallel.strategy": "fsdp2", "launch.nproc_per_node": 4}
@@ -625,3 +625,69 @@ def badam_skips_layers(case: Case) -> Violation | None:
         fixes = (Fix(label, {"train.badam_switch_block_every": fewer}, safe=False),)
     needed = f"{shape.layers} layers with {counted(each, 'step')} each need {counted(shape.layers * each, 'step')}"
     return Violation(f"{needed}; the run has {counted(steps, 'step')}.", fixes)
+
+
+GALORE_SPEC = {"method.kind": "full", "train.learning_rate": 2e-5, "train.optim": "galore_adamw"}
+
+
+# --- What the registry row requires ---
+
+
+@error(
+    "OPT001",
+    fields=("train.optim",),
+    title="The optimizer's package is not installed",
+    source="transformers 5.23 trainer_optimizer.py: ImportError once the model is loaded",
+    fixes=(ADAMW,),
+    fails_on=Example(GALORE_SPEC, LAPTOP),
+    passes_on=Example(GALORE_SPEC, EQUIPPED),
+)
+def optimizer_package_missing(case: Case) -> str | None:
+    """This optimizer is in a separate package. Install exactly the package that is named: similar names on PyPI, such
+    as muon, are unrelated projects, and Muon itself is part of torch."""
+    return missing_package(case, case.optimizer)
+
+
+@error(
+    "OPT002",
+    fields=("train.optim", "launch.device"),
+    title="The optimizer does not support this device type",
+    source="galore-torch 1.0 adamw8bit.py and lomo-optim 0.1.1 adalomo.py call torch.cuda; bitsandbytes 0.50 on a CPU: "
+    "no managed memory for AdEMAMix; torch_npu supports Ascend NPUs only",
+    fixes=(ADAMW,),
+    fails_on=Example({**GALORE_SPEC, "train.optim": "galore_adamw_8bit"}, EQUIPPED),
+    passes_on=Example({**GALORE_SPEC, "train.optim": "galore_adamw_8bit"}, EQUIPPED_H100),
+    proof="launch",
+)
+def optimizer_unsupported_on_device(case: Case) -> str | None:
+    """This optimizer's package calls one device type's API directly, and its first step fails on any other device
+    type."""
+    return unsupported_device(case, case.optimizer)
+
+
+@warning(
+    "OPT010",
+    fields=("train.projection_rank",),
+    title="The projection rank is as large as the weight matrices",
+    source="arithmetic: galore-torch 1.0 galore_projector.py cannot use a rank above the dimensions of the matrix",
+    fails_on=Example({**GALORE_SPEC, "train.projection_rank": 1024}, EQUIPPED),
+    passes_on=Example({**GALORE_SPEC, "train.projection_rank": 128}, EQUIPPED),
+)
+def projection_rank_too_high(case: Case) -> Violation | None:
+    """GaLore and APOLLO save memory because the projected gradients are smaller than the weight matrices. A projection
+    of full rank saves nothing and adds its own memory and time."""
+    row, shape = case.optimizer, case.shape
+    if row.state_layout != "low_rank" or shape is None or case.spec.train.projection_rank < shape.hidden:
+        return None
+    rank = max(1, shape.hidden // 4)
+    fix = Fix(
+        set_to("train.projection_rank", f"{rank:,}"),
+        {"train.projection_rank": rank},
+        safe=False,
+        cost="a quarter of the hidden size",
+    )
+    return Violation(
+        f"train.projection_rank is {case.spec.train.projection_rank:,}; the model's hidden size makes "
+        f"{shape.hidden - 1:,} the highest useful rank.",
+        (fix,),
+    )

@@ -1,7 +1,4 @@
-"""Rules about the compute precision: what the selected devices support, and what loses accuracy or speed.
-
-`requirements.py` generates the rules on GPUs without TF32 or fp8 support and on missing fp8 libraries.
-"""
+"""Rules about the compute precision: what the selected devices support, and what loses accuracy or speed."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from backend.resolve import before_ampere
 from backend.rules.base import Case, Example, Fix, advice, error, names, warning
 from backend.rules.common_fixes import BF16
 from backend.rules.examples import DEMO, EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, H100, LAPTOP, SMOL, T4
+from backend.rules.requirements import fp8_backend, missing_package, unsupported_capability
 
 AUTO_PRECISION = Fix(
     "Set precision to auto", {"precision.compute": "auto"}, safe=False, cost="uses bf16 or fp32, as the device supports"
@@ -226,3 +224,56 @@ def torch_compile_enables_tf32(case: Case) -> str | None:
     if not compiled or not found:
         return None
     return f"precision.compute is fp32 and torch_compile is on; on {found[0]}, matrix products would run in TF32."
+
+
+# --- What the registry row requires ---
+
+
+@error(
+    "PRC005",
+    fields=("precision.compute", "launch.device"),
+    title="TF32 needs an Ampere or later GPU",
+    source="transformers 5.23 training_args.py: --tf32 requires Ampere or newer; utils/import_utils.py "
+    "is_torch_tf32_available: false in a torch build without CUDA",
+    fixes=(Fix("Use fp32", {"precision.compute": "fp32"}),),
+    fails_on=Example(TF32_SPEC),
+    passes_on=Example(TF32_SPEC, H100),
+    proof="launch",
+)
+def tf32_needs_ampere(case: Case) -> str | None:
+    """TF32 multiplies fp32 matrices with a 10-bit mantissa on the tensor cores of NVIDIA GPUs from Ampere on.
+    transformers refuses tf32 on all other devices, also on AMD GPUs, some of which have TF32 through
+    hipBLASLt."""
+    row = registry.PRECISIONS["tf32"] if case.spec.precision.compute == "tf32" else None
+    return unsupported_capability(case, row, any_vendor=False)
+
+
+@error(
+    "PRC006",
+    fields=("precision.compute", "launch.device"),
+    title="fp8 needs an Ada, Hopper or later GPU",
+    source="accelerate 1.15 state.py: below capability 8.9 it warns and uses fp16; torchao 0.18 and Transformer "
+    "Engine support no other vendor's GPUs here",
+    fixes=(AUTO_PRECISION,),
+    fails_on=Example(FP8_SPEC, replace(EQUIPPED_H100, gpus=T4.gpus)),
+    passes_on=Example(FP8_SPEC, EQUIPPED_H100),
+    proof="gpu",
+)
+def fp8_needs_ada_or_hopper(case: Case) -> str | None:
+    """Tensor cores for fp8 came with Ada and Hopper (compute capability 8.9 and 9.0). On older GPUs, accelerate logs a
+    warning and uses fp16. On a CPU, only torchao's fp8 training works."""
+    return unsupported_capability(case, fp8_backend(case), any_vendor=False)
+
+
+@error(
+    "PRC007",
+    fields=("precision.fp8_backend",),
+    title="The fp8 library is not installed",
+    source="accelerate 1.15 accelerator.py: no FP8-compatible backend was installed",
+    fixes=(AUTO_PRECISION,),
+    fails_on=Example(FP8_SPEC, H100),
+    passes_on=Example(FP8_SPEC, EQUIPPED_H100),
+)
+def fp8_library_missing(case: Case) -> str | None:
+    """PyTorch alone does not train in fp8: accelerate replaces the linear layers by those of a library."""
+    return missing_package(case, fp8_backend(case))

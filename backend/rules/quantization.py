@@ -1,7 +1,4 @@
-"""Rules about quantized base models: quantized by bitsandbytes while loading, or published in a quantized format.
-
-`requirements.py` generates the rules on packages, device types and GPU generations from the registry rows.
-"""
+"""Rules about quantized base models: quantized by bitsandbytes while loading, or published in a quantized format."""
 
 from __future__ import annotations
 
@@ -12,7 +9,15 @@ from backend.memory import quantized
 from backend.modelspec import names_of
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, names, warning
 from backend.rules.common_fixes import DDP, ZERO2
-from backend.rules.examples import DEMO, H100, INSTALLED, LOCAL_MODEL, MOE, TWO_H100
+from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, LOCAL_MODEL, MOE, T4, TWO_H100
+from backend.rules.requirements import (
+    missing_package,
+    prequantized,
+    quantization,
+    unsupported_capability,
+    unsupported_device,
+    without,
+)
 
 UNQUANTIZED = Fix(
     "Set quantization to none",
@@ -295,3 +300,66 @@ def experts_not_quantized(case: Case) -> str | None:
     stacked = sum(leaf.parameters * leaf.count for leaf in case.shape.modules() if leaf.stacked > 1)
     share, dtype = stacked / case.shape.parameters, case.run.compute_dtype
     return f"With {_quantization(case).label}, {share:.0%} of the model's weights (the experts) would stay in {dtype}."
+
+
+V100 = replace(T4, gpus=(replace(T4.gpus[0], name="V100", capability=(7, 0)),))
+
+
+# --- What the registry row requires ---
+
+
+@error(
+    "QNT001",
+    fields=("method.quantization",),
+    title="The quantization library is not installed",
+    source="transformers 5.23 quantizer_bnb_4bit.py: validate_environment",
+    fixes=(UNQUANTIZED,),
+    fails_on=Example(NF4_SPEC, without("bitsandbytes")),
+    passes_on=Example(NF4_SPEC),
+)
+def quantization_package_missing(case: Case) -> str | None:
+    """The base model is quantized while it is loaded, with the layers and kernels of bitsandbytes."""
+    return missing_package(case, quantization(case))
+
+
+@error(
+    "QNT008",
+    fields=("method.quantization",),
+    title="8-bit quantization needs a Turing or later GPU",
+    source="bitsandbytes' installation guide: LLM.int8() needs compute capability 7.5",
+    fixes=(NF4,),
+    fails_on=Example(INT8_SPEC, V100),
+    passes_on=Example(INT8_SPEC, T4),
+)
+def int8_needs_turing(case: Case) -> str | None:
+    """LLM.int8() multiplies int8 matrices on tensor cores, which NVIDIA GPUs have from Turing (compute capability 7.5)
+    on. 4-bit weights are dequantized before the multiplication and work on older GPUs."""
+    return unsupported_capability(case, quantization(case), any_vendor=True)
+
+
+@error(
+    "QNT011",
+    fields=("model.path", "model.hub_id"),
+    title="The library of the model's quantization format is not installed",
+    source="transformers 5.23 quantizers: validate_environment",
+    manual_fix="Alternatively, use the unquantized version of the model.",
+    fails_on=Example(LOCAL_MODEL, H100, GPTQ_MODEL),
+    passes_on=Example(LOCAL_MODEL, GPTQ_H100, GPTQ_MODEL),
+)
+def prequantized_model_package_missing(case: Case) -> str | None:
+    """Each quantization format is loaded by a package of its own."""
+    return missing_package(case, prequantized(case))
+
+
+@error(
+    "QNT013",
+    fields=("launch.device", "model.path", "model.hub_id"),
+    title="This quantization format needs a GPU",
+    source="transformers 5.23 quantizer_hqq.py: a device map with the CPU is refused",
+    manual_fix="Run on a GPU, or use the unquantized version of the model.",
+    fails_on=Example(LOCAL_MODEL, replace(LAPTOP, versions=HQQ_H100.versions), HQQ_MODEL),
+    passes_on=Example(LOCAL_MODEL, HQQ_H100, HQQ_MODEL),
+)
+def prequantized_model_needs_gpu(case: Case) -> str | None:
+    """HQQ creates its layers on their final device, and transformers refuses a CPU as that device."""
+    return unsupported_device(case, prequantized(case))
