@@ -23,6 +23,7 @@ CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.
 PEER_GONE = re.compile(r"(?i)connection (closed|reset)|broken pipe|remote process exited|socket closed|recvBytes")
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 TRACEBACK = "Traceback (most recent call last):"
+CAUSED = "The above exception was the direct cause of the following exception:"
 PREFIX = re.compile(r"^\[default(\d+)\]:")
 ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 
@@ -232,10 +233,18 @@ def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
         traceback = _traceback(run_log, rank)
     if not traceback and code < 0:
         return _ended_by(-code, None, run_log, state)
-    last = traceback[traceback.rfind(TRACEBACK) :] if traceback else run_log[-4000:]
+    last = _last(traceback) if traceback else run_log[-4000:]
     if known := _known(last) or _known(traceback, anywhere=True) or _known(run_log[-4000:], anywhere=True):
         return replace(_with_amounts(known, traceback or run_log), traceback=traceback, rank=rank)
     return _unknown_failure(traceback, rank, code)
+
+
+def _last(tracebacks: str) -> str:
+    """The last traceback, with those of the exceptions that it names as its causes."""
+    start = tracebacks.rfind(TRACEBACK)
+    while start > 0 and tracebacks[:start].rstrip().endswith(CAUSED):
+        start = tracebacks.rfind(TRACEBACK, 0, start)
+    return tracebacks[max(start, 0) :]
 
 
 def _unknown_failure(traceback: str, rank: int | None, code: int) -> Failure:

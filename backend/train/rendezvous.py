@@ -59,11 +59,39 @@ def _meet(
     elif world == int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 0):
         store = dist.FileStore(str(store_file()), world)
     else:
+        name_interface()
         store = next(_env_rendezvous_handler(url, timeout=timeout, **options))[0]
     store.set_timeout(timeout)
     _sign_objects(_shared_key(store, rank, world))
     yield store, rank, world
     raise RuntimeError("env:// was used for a second process group; the ranks of one start can rendezvous only once.")
+
+
+def name_interface() -> None:
+    """Set GLOO_SOCKET_IFNAME where gloo would listen on the loopback interface only: it listens at the address of the
+    machine's host name, and in Debian's /etc/hosts that is 127.0.1.1."""
+    with suppress(OSError):
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+            return
+    interfaces = {
+        each.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family == socket.AF_INET and not each.address.startswith("127.")
+    }
+    towards_master, outwards = _own_address(os.environ["MASTER_ADDR"]), _own_address("192.0.2.1")  # of no machine
+    names = [interfaces[address] for address in (towards_master, outwards) if address in interfaces]
+    names += interfaces.values() if len(interfaces) == 1 else []
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+
+
+def _own_address(host: str) -> str:
+    """The address from which this machine would send to `host`, '' if it has no route. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+    return ""
 
 
 def store_file() -> Path:

@@ -165,6 +165,13 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
             "launch.master_port",
         ),
         (
+            "torch.distributed.DistNetworkError: port: 29500 EADDRINUSE\n\nThe above exception was the direct cause of "
+            "the following exception:\n\nTraceback (most recent call last):\n  File x\n"
+            "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The",
+            "master port is in use",
+            "launch.master_port",
+        ),
+        (
             "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The",
             "not all nodes joined",
             "launch.master_addr",
