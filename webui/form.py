@@ -6,9 +6,7 @@ must be empty at the end.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import gradio as gr
@@ -93,21 +91,3 @@ def step_size(option: Option) -> float:
     if option.kind == "int" or option.default >= 1:
         return 1
     return 10.0 ** math.floor(math.log10(option.default)) if option.default else 0.01
-
-
-def visibility_css(of: Iterable[Option] = ()) -> str:
-    """CSS that hides each option whose `when` does not hold, with selectors on `body[data-*]`: one source for the page
-    and for Python."""
-    rules = []
-    for option in of or options():
-        # Hidden if every alternative condition has a failing part: one CSS rule per choice of those parts.
-        for failing in itertools.product(*(condition.items() for condition in option.when)):
-            selector = "".join(_is_not(name, allowed) for name, allowed in dict.fromkeys(failing))
-            rules.append(f"body{selector} #{option.element_id}{{display:none!important}}")
-    return "\n".join(rules)
-
-
-def _is_not(name: str, allowed: Iterable[str]) -> str:
-    """A selector for a page on which `name` has none of these values."""
-    key = "data-" + name.replace(".", "-").replace("_", "-")
-    return f"[{key}]" + "".join(f':not([{key}="{value}"])' for value in allowed)

@@ -56,7 +56,7 @@ def _model(form: Form) -> None:
     with section("model", "Model"):
         with fields():
             form.place("model.source", "model.builtin", "model.path", "model.hub_id", "model.revision")
-        _static('<details id="fp-hub-token"><summary>Hugging Face token</summary></details>')
+        _static('<details id="fp-hub-token" data-with="model.hub_id"><summary>Hugging Face token</summary></details>')
         with fields(more=True):
             form.place(
                 "precision.compute", "precision.fp8_backend", "model.attn_implementation", "model.trust_remote_code"

@@ -11,8 +11,8 @@ from typing import Any
 
 import gradio as gr
 
-from backend.config.options import by_name, controlling_options, text
-from webui.form import Form, field_kind, visibility_css
+from backend.config.options import by_name, text
+from webui.form import Form, field_kind
 from webui.layout import place_options
 from webui.page_frame import main_header
 from webui.search_index import search_index
@@ -168,7 +168,6 @@ def _form_description(form: Form) -> dict[str, Any]:
     known = by_name()
     return {
         "names": list(form.components),
-        "controlling": controlling_options(),
         "options": {
             name: {
                 "label": known[name].label,
@@ -186,14 +185,14 @@ def _form_description(form: Form) -> dict[str, Any]:
 
 
 def head() -> str:
-    """Scripts and styles for the page's head, and the CSS that hides options without effect."""
+    """Scripts and styles for the page's head."""
     styles = "".join(f'<link rel="stylesheet" href="footplate/{name}">' for name in STYLES)
     scripts = (
         '<script src="footplate/vendor/uPlot.iife.min.js"></script>'
         f'<script type="module" src="footplate/{SCRIPT}"></script>'
     )
     icon = '<link rel="icon" href="footplate/icon.svg" type="image/svg+xml">'
-    return f"{icon}{styles}<style>{visibility_css()}</style>{scripts}"
+    return f"{icon}{styles}{scripts}"
 
 
 def mount_arguments() -> dict[str, Any]:

@@ -304,7 +304,7 @@ def _values(spec: RunSpec, names: Iterable[str]) -> tuple[Any, ...]:
 
 
 def word(value: Any) -> str:
-    """A value as `when` and the CSS of the page write it."""
+    """A value as `when` writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

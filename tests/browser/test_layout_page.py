@@ -8,6 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 from playwright.sync_api import expect
 
+from backend.config.options import options, shown
 from backend.presets import presets
 
 
@@ -150,6 +151,25 @@ def test_the_page_rests_when_nothing_happens(page, server):
         page.wait_for_timeout(1000)
         counts.append(page.evaluate("() => window.frames_asked"))
     assert counts[-1] - counts[-2] < 5, counts
+
+
+SHOWN = """() => Object.fromEntries([...document.querySelectorAll(".fp-field")].map((field) =>
+    [field.id, getComputedStyle(field).display !== "none"]))"""
+
+
+def test_exactly_the_options_with_an_effect_are_shown(page, server):
+    """The page decides it from the same `when` as Python."""
+    opened(page, server)
+    for preset in presets():
+        if preset.name not in ("first-run", "dpo", "full-8b-zero3"):
+            continue
+        page.locator("#fp-presets").select_option(preset.name)
+        settled(page)
+        in_place = {"launch.devices", "parallel.strategy"}  # other parts of the page show and change them
+        expected = {o.element_id: shown(preset.spec, o) for o in options() if o.name not in in_place}
+        found = page.evaluate(SHOWN)
+        assert {name: found[name] for name in expected} == expected, preset.name
+        assert page.locator("#fp-hub-token").is_visible() == expected["model-hub_id"]
 
 
 def test_notifications_stay_in_their_view(page, server):

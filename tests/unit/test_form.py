@@ -10,7 +10,7 @@ from backend.config.aliases import ALIASES
 from backend.config.options import options
 from backend.paths import HOME
 from webui import pages
-from webui.form import Form, field_kind, visibility_css
+from webui.form import Form, field_kind
 from webui.layout import place_options
 from webui.search_index import search_index
 
@@ -42,18 +42,6 @@ def test_an_unknown_or_repeated_option_is_an_error():
         form.place("train.seed")
     with pytest.raises(ValueError, match="not an option"):
         form.place("train.sead")
-
-
-def test_css_hides_by_the_same_conditions():
-    css = visibility_css()
-    assert all(f"#{o.element_id}{{display" in css for o in options() if o.when != ({},))
-    both_fail = (  # hidden only if both alternatives fail
-        'body[data-parallel-offload-optimizer]:not([data-parallel-offload-optimizer="nvme"])'
-        '[data-parallel-offload-param]:not([data-parallel-offload-param="nvme"])'
-        " #parallel-nvme_path{display:none!important}"
-    )
-    assert both_fail in css
-    assert 'body[data-train-stage]:not([data-train-stage="sft"]) #data-loss_on{display:none!important}' in css
 
 
 def test_page_links_its_files():

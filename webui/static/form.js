@@ -17,8 +17,8 @@ const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
 const MAX_SUMMARY_PARTS = 4;
 const MAX_VALUES_IN_TEXT = 4; // of a condition
 
-/** @type {{ names: string[], controlling: string[], options: Record<string, any> }} */
-let description = { names: [], controlling: [], options: {} };
+/** @type {{ names: string[], options: Record<string, any> }} */
+let description = { names: [], options: {} };
 /** @type {Map<string, string>} option name by element id */
 let namesById = new Map();
 let values = {};
@@ -33,7 +33,6 @@ function fieldOf(name) {
   const replacement = REPLACED[name] && document.getElementById(REPLACED[name]);
   return replacement && !replacement.hidden ? replacement : document.getElementById(elementId(name));
 }
-const bodyAttribute = (name) => `data-${name.replace(/[._]/g, "-")}`;
 const equal = (a, b) => String(a ?? "") === String(b ?? "");
 
 export function startForm(described) {
@@ -137,7 +136,12 @@ function changed(names) {
 
 /** @param {string[]} names */
 function refresh(names) {
-  for (const name of description.controlling) setAttribute(document.body, bodyAttribute(name), String(values[name]));
+  for (const name of description.names) {
+    document.getElementById(elementId(name))?.classList.toggle("fp-unused", !isVisible(name));
+  }
+  for (const node of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[data-with]"))) {
+    node.hidden = !isVisible(node.dataset.with);
+  }
   document.querySelectorAll(".fp-section").forEach(summarize);
   for (const name of names) {
     const field = fieldOf(name);
