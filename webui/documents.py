@@ -21,7 +21,7 @@ from backend.paths import ASSETS, DOCS
 
 GROUPS = {
     "Start": ("getting-started", "guide"),
-    "Reference": ("cli", "options", "rules"),
+    "Reference": ("cli", "options", "rules", "glossary"),
     "Clusters and trainers": ("slurm", "ray", "kubernetes", "skypilot", "llamafactory"),
     "Operation": ("security", "reliability"),
     "Measurements": ("strategies", "architectures", "memory", "checks", "bench"),
