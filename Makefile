@@ -48,7 +48,7 @@ test: setup tools  ## all tests except soak and gpu; CPU and THREADS as above
 	exit $$failed
 
 soak: setup tools  ## long tests, or PART of them; writes docs/strategies.md, checks.md, memory.md, architectures.md
-	$(BIN)/pytest -m soak --durations=10 $(if $(PART),$(or $(wildcard $(PART:%=tests/*/test_%.py)),$(error no tests/*/test_$(PART).py)))
+	$(BIN)/pytest -m soak --durations=10 $(if $(PART),$(or $(wildcard $(PART:%=tests/*/test_%.py) $(PART:%=tests/*/cited/test_%.py)),$(error no test_$(PART).py)))
 
 # The tests that train, with each instruction set that this CPU has and one thread, then with two and four threads.
 # Losses must agree within rounding with any of them, not to the last bit.

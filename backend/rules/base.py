@@ -21,9 +21,11 @@ from backend.machine import Gpu, Machine
 from backend.memory import Estimate, estimate
 from backend.modelspec import ModelShape
 from backend.resolve import ResolvedRun, resolve, selected_gpus
-from backend.wording import figure
+from backend.wording import counted, figure
 
 Level = Literal["error", "warning", "advice"]
+CHANGES_BATCH = ("launch.", "parallel.", "train.")  # options of which some change the number of data-parallel ranks
+SHORT_COST = 40  # characters, after which there is room for another cost
 Patch = Mapping[str, Any]
 
 
@@ -135,6 +137,27 @@ class Case:
         """The spec with a patch applied."""
         return edit(self.spec, patch)
 
+    def keep_batch(self, fix: Fix) -> Fix:
+        """A safe fix that keeps the global batch size: with fewer gradient accumulation steps, or else a smaller batch
+        on each device, where it leads to more data-parallel ranks. If neither is possible, it is not safe."""
+        if not fix.safe or not any(name.startswith(CHANGES_BATCH) for name in fix.patch):
+            return fix
+        spec, before = effective(self.with_patch(fix.patch)), self.run.global_batch_size
+        after = self.resolved(spec).global_batch_size
+        if after == before:
+            return fix
+        size, steps = spec.train.per_device_train_batch_size, spec.train.gradient_accumulation_steps
+        each, rest = divmod(size * steps * before, after)  # examples of a step on each rank
+        fewer = next((n for n in range(1, steps + 1) if each % n == 0 and each // n <= size), 0)
+        if rest or not fewer or each // fewer < min(2, size):  # KTO needs two
+            batch = f"global batch size {after:,} instead of {before:,}"
+            cost = f"{fix.cost}; {batch}" if fix.cost and len(fix.cost) < SHORT_COST else batch
+            return replace(fix, safe=False, cost=cost)
+        changed = [f"a batch size of {each // fewer:,} per device"] if each // fewer != size else []
+        changed += [counted(fewer, "gradient accumulation step")] if fewer != steps else []
+        same = {"train.per_device_train_batch_size": each // fewer, "train.gradient_accumulation_steps": fewer}
+        return replace(fix, label=f"{fix.label}, with {names(changed)}", patch={**fix.patch, **same})
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -198,7 +221,8 @@ class Rule:
         if result is None:
             return None
         violation = result if isinstance(result, Violation) else Violation(result)
-        fixes = tuple(f for f in (*violation.fixes, *self.fixes) if case.takes(f.patch))
+        fixes = tuple(case.keep_batch(f) for f in (*violation.fixes, *self.fixes) if case.takes(f.patch))
+        fixes = tuple(sorted(fixes, key=lambda fix: not fix.safe))
         if len(fixes) > 1 and case.estimate.fits:
             large = [fix for fix in fixes if case.estimated(effective(case.with_patch(fix.patch))).fits is False]
             rest = tuple(fix for fix in fixes if fix not in large)

@@ -19,7 +19,9 @@ ATTENTION_ONLY = Fix(
     "Adapt only the attention layers", {"lora.targets": "attention"}, safe=False, cost="experts are not adapted"
 )
 BF16 = Fix("Use bf16", {"precision.compute": "bf16"}, safe=False, cost="7 mantissa bits; fp16 has 10, fp32 has 23")
-NO_PACKING = Fix("Disable packing", {"data.packing": False}, cost="more padding tokens, slower")
+NO_PACKING = Fix(
+    "Disable packing", {"data.packing": False}, safe=False, cost="more padding tokens; fewer tokens in each step"
+)
 
 
 def hub_id_violation(option: str, hub_id: str) -> Violation | None:

@@ -552,7 +552,7 @@ def max_length_exceeds_context(case: Case) -> Violation | None:
     fields=("data.packing", "train.train_sampling_strategy"),
     title="group_by_length does not help with packing",
     source="arithmetic: packed sequences all have one length",
-    fixes=(Fix("Sample at random", {"train.train_sampling_strategy": "random"}),),
+    fixes=(Fix("Sample at random", {"train.train_sampling_strategy": "random"}, safe=False, cost="another order"),),
     fails_on=Example({"data.packing": True, "train.train_sampling_strategy": "group_by_length"}, H100),
     passes_on=Example({"data.packing": True}, H100),
 )

@@ -266,7 +266,7 @@ def freeze_without_layer_list(case: Case) -> str | None:
     fields=("method.quantization",),
     title="This architecture cannot be quantized",
     source="transformers 5.23 models/gemma3n/modeling_gemma3n.py, Gemma3nTextAltUp.correct: clamps the weight itself",
-    fixes=(Fix("Use an unquantized base model", {"method.quantization": "none"}, cost="more memory"),),
+    fixes=(Fix("Use an unquantized base model", {"method.quantization": "none"}, safe=False, cost="more memory"),),
     fails_on=Example({**LOCAL_MODEL, "method.quantization": "nf4"}, facts=replace(DEMO, model_type="gemma3n_text")),
     passes_on=Example(LOCAL_MODEL, facts=replace(DEMO, model_type="gemma3n_text")),
 )

@@ -224,7 +224,7 @@ def test_sequence_parallel_group_on_a_cpu_contains_all_processes(count: int, fai
 )
 def test_suggested_number_of_processes(patch: dict[str, Any], wanted: int) -> None:
     found = finding("STR018", {**FULL, **patch})
-    assert found is not None and found.fixes[0].patch == {"launch.nproc_per_node": wanted}
+    assert found is not None and wanted in {fix.patch.get("launch.nproc_per_node") for fix in found.fixes}
 
 
 @pytest.mark.parametrize(("excess", "fails"), [(0, False), (1, True)])

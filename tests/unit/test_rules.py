@@ -18,7 +18,7 @@ from backend.machine import Machine
 from backend.memory.kinds import KINDS, bytes_by_kind
 from backend.paths import HOME
 from backend.presets import presets
-from backend.rules import FAMILIES, OUTDATED, RULES, Case, Example, Finding, Rule, check
+from backend.rules import FAMILIES, OUTDATED, RULES, Case, Example, Finding, Rule, check, example_findings
 from backend.rules.base import amount
 from backend.rules.examples import (
     DEMO,
@@ -109,6 +109,26 @@ def test_safe_fixes_come_first_and_at_most_one_fix_has_no_cost(rule: Rule) -> No
     assert len({fix.label for fix in found.fixes}) == len(found.fixes), "the same fix twice"
     assert len(found.fixes) < 2 or sum(not fix.cost for fix in found.fixes) <= 1, found.fixes
     assert all(len(fix.cost) < 80 and not fix.cost.endswith(".") for fix in found.fixes)
+
+
+def global_batch_size(spec: RunSpec, machine: Machine, facts: InputFacts) -> int:
+    return Case(effective(spec), machine, facts).run.global_batch_size
+
+
+def test_safe_fixes_keep_the_global_batch_size() -> None:
+    """With fewer accumulation steps or a smaller batch per device, where a fix adds data-parallel ranks."""
+    fixes = [
+        (fix, edit(RunSpec(), rule.fails_on.patch), rule.fails_on.machine or LAPTOP, rule.fails_on.facts or DEMO)
+        for rule in RULES
+        for fix in example_findings()[rule.code].fixes
+    ]
+    changed = [
+        (fix.label, fix.safe)
+        for fix, spec, *where in fixes
+        if global_batch_size(spec, *where) != global_batch_size(edit(spec, fix.patch), *where)
+    ]
+    assert changed and not [label for label, safe in changed if safe]
+    assert "Use FSDP2, with a batch size of 2 per device" in {fix.label for fix, *_ in fixes}
 
 
 def test_fix_that_does_not_fit_comes_last() -> None:
@@ -317,6 +337,7 @@ def test_autofix_terminates_and_never_adds_errors() -> None:
     for spec, machine, facts in random_cases(80):
         before = [f for f in check(spec, machine, facts) if f.level == "error"]
         after = autofix(spec, case_factory(machine, facts))
+        assert global_batch_size(after.spec, machine, facts) == global_batch_size(spec, machine, facts), after.applied
         assert len(after.applied) < MAX_FIXES
         assert list(after.remaining) == [f for f in check(after.spec, machine, facts) if f.level == "error"]
         assert len(after.remaining) < len(before) if after.applied else after.spec == spec
