@@ -310,6 +310,13 @@ def test_template_and_checkpoint(tmp_path: Path) -> None:
         ).checkpoint_problem
 
     assert checkpoint("") and checkpoint("x")
+    for step in (9, 20, 100):
+        (tmp_path / f"run/checkpoints/checkpoint-{step}").mkdir(parents=True)
+    for step in (9, 20):
+        (tmp_path / f"run/checkpoints/checkpoint-{step}/complete").touch()
+    last = f"set the path of its last checkpoint, {tmp_path}/run/checkpoints/checkpoint-20."
+    assert checkpoint("run").endswith(last) and checkpoint("run/checkpoints").endswith(last)
+    assert checkpoint("").endswith("set the path of a checkpoint-N folder.")
     folder = tmp_path / "checkpoints" / "checkpoint-3"
     folder.mkdir(parents=True)
     (folder / "trainer_state.json").touch()
