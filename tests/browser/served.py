@@ -26,6 +26,13 @@ from backend.paths import HOME
 from backend.runs.folder import ALIVE, runs
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+# The list of suggestions below the address bar is a page of its own for each window, and takes a second of CPU time.
+# Chromium reads the last list only, so the others are those of playwright.
+DISABLED = (
+    "WebUIOmniboxPopup", "WebUIOmniboxAimPopup", "AimEnabled", "AvoidUnnecessaryBeforeUnloadCheckSync",
+    "DestroyProfileOnBrowserClose", "HttpsUpgrades", "HttpsFirstBalancedModeAutoEnable", "LensOverlay", "MediaRouter",
+    "OptimizationHints", "PaintHolding", "ThirdPartyStoragePartitioning",
+)  # fmt: skip
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -34,6 +41,7 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    f"--disable-features={','.join(DISABLED)}",
 ]
 FORK_SERVER = """
 import json, os, signal, sys
