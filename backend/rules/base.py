@@ -221,8 +221,9 @@ class Rule:
         if result is None:
             return None
         violation = result if isinstance(result, Violation) else Violation(result)
-        fixes = tuple(case.keep_batch(f) for f in (*violation.fixes, *self.fixes) if case.takes(f.patch))
-        fixes = tuple(sorted(fixes, key=lambda fix: not fix.safe))
+        offered = [(fix, case.keep_batch(fix)) for fix in (*violation.fixes, *self.fixes) if case.takes(fix.patch)]
+        offered.sort(key=lambda pair: pair[0].safe and not pair[1].safe)  # what is no longer safe comes last
+        fixes = tuple(fix for _, fix in offered)
         if len(fixes) > 1 and case.estimate.fits:
             large = [fix for fix in fixes if case.estimated(effective(case.with_patch(fix.patch))).fits is False]
             rest = tuple(fix for fix in fixes if fix not in large)

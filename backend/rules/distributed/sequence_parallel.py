@@ -115,7 +115,7 @@ def sequence_parallel_stage(case: Case) -> str | None:
     title="Sequence parallelism does not support packing",
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py, refill, with trl 1.16: the document boundaries of "
     "a packed batch are not a tensor of tokens",
-    fixes=(NO_PACKING, NO_SEQUENCE_PARALLEL),
+    fixes=(NO_SEQUENCE_PARALLEL, NO_PACKING),
     fails_on=Example({**SEQUENCE, "data.packing": True}, TWO_H100, LLAMA_8B_FACTS),
     passes_on=Example(SEQUENCE, TWO_H100, LLAMA_8B_FACTS),
     proof="launch",
@@ -253,7 +253,6 @@ def sequence_parallel_accumulation(case: Case) -> str | None:
     title="Context parallelism does not support these options",
     source="transformers 5.23 trainer.py _prepare_context_parallel_inputs: SDPA only, and inputs, labels and mask of "
     "unpacked sequences; accelerate 1.15 big_modeling.py: full attention only; trl 1.16 sft_trainer.py: no packing",
-    fixes=(NO_CONTEXT_PARALLEL,),
     fails_on=Example({**CONTEXT, "data.packing": True}, TWO_H100),
     passes_on=Example(CONTEXT, TWO_H100),
 )
@@ -278,4 +277,5 @@ def unsupported_context_parallelism(case: Case) -> Violation | None:
         return None
     unsupported = names([name for name, _ in found])
     message = f"parallel.context_parallel_size is {size}, but context parallelism does not support {unsupported}."
-    return Violation(message, tuple(fix for _, fix in found if fix))
+    fixes = [*(fix for _, fix in found if fix), NO_CONTEXT_PARALLEL]
+    return Violation(message, tuple(sorted(fixes, key=lambda fix: not fix.safe)))
