@@ -18,12 +18,14 @@ from backend.runs import checkpoint_files
 # Format -> the files of its optimizer state, and who writes it. transformers 5.23 trainer.py, accelerate 1.15
 # utils/fsdp_utils.py, DeepSpeed 0.19 runtime/engine.py.
 OPTIMIZER_FILES = {
-    "deepspeed": ("global_step*/*zero_pp_rank_*_optim_states.pt", "DeepSpeed"),
+    "deepspeed": ("global_step*/*_states.pt", "DeepSpeed"),
     "fsdp": ("optimizer.bin", "FSDP with a full state dict"),
     "sharded": ("optimizer_0", "FSDP with a sharded state dict"),
     "ddp": ("optimizer.pt", "DDP or a single process"),
 }
+SHARDS = "global_step*/*zero_pp_rank_*_optim_states.pt"  # one for each rank; ZeRO-0 saves all of it with the weights
 ZERO3_FILES = "global_step*/*zero_pp_rank_*_model_states.pt"  # ZeRO-3: one shard of the weights for each rank
+ZERO_STAGES = {0: "ZeRO-0", 1: "ZeRO-1 or ZeRO-2", 2: "ZeRO-1 or ZeRO-2", 3: "ZeRO-3"}
 NVME_FILES = "global_step*/offloaded_tensors"  # state that was offloaded to NVMe
 
 
@@ -88,18 +90,18 @@ def _optimizer_problem(spec: RunSpec, folder: Path) -> str:
         if expected == "fsdp" and written == "sharded":
             label += " with a full state dict"
         return f"{folder} was saved by {OPTIMIZER_FILES[written][1]}, and {label} cannot resume from that format."
-    return _deepspeed_problem(spec, folder, len(found["deepspeed"])) if expected == "deepspeed" else ""
+    return _deepspeed_problem(spec, folder) if expected == "deepspeed" else ""
 
 
-def _deepspeed_problem(spec: RunSpec, folder: Path, saved_processes: int) -> str:
+def _deepspeed_problem(spec: RunSpec, folder: Path) -> str:
     """What is wrong with a DeepSpeed checkpoint: its files depend on the ZeRO stage, and on the number of processes
-    unless the trainer can convert them (AdamW's state, not on NVMe)."""
+    unless the trainer can convert them (AdamW's state, not on NVMe), or each has all of them (ZeRO-0)."""
     strategy = registry.STRATEGIES[spec.parallel.strategy]
-    if (strategy.zero_stage == 3) != any(folder.glob(ZERO3_FILES)):
-        other = "ZeRO-1 or ZeRO-2" if strategy.zero_stage == 3 else "ZeRO-3"
-        return f"{folder} was saved by {other}, and {strategy.label} cannot resume from that format."
-    processes = world_size(spec)
-    if saved_processes == processes:
+    saved_processes, processes = len(list(folder.glob(SHARDS))), world_size(spec)
+    stage = 3 if any(folder.glob(ZERO3_FILES)) else 2 if saved_processes else 0
+    if ZERO_STAGES[stage] != ZERO_STAGES[strategy.zero_stage]:
+        return f"{folder} was saved by {ZERO_STAGES[stage]}, and {strategy.label} cannot resume from that format."
+    if not stage or saved_processes == processes:
         return ""
     on_nvme = any(folder.glob(NVME_FILES))
     obstacle = "state offloaded to NVMe" if on_nvme else engine_of(spec.parallel.strategy).resize_obstacle(spec)

@@ -396,6 +396,18 @@ def test_deepspeed_resumes_with_a_different_number_of_processes(trained: Trained
     assert file_stats(source) == before and not (folder / ".universal").exists()
 
 
+def test_zero0_resumes_its_own_checkpoints_only(trained: TrainedRuns) -> None:
+    """Each rank saves and loads the whole state, so the number of processes does not matter. Another stage looks for
+    shards, which DeepSpeed would miss only after the model is loaded."""
+    source, full = trained.full("zero0"), {"method.kind": "full"}
+    folder, code = resume_in_new_run(trained, source, {**full, "parallel.strategy": "zero0"}, 1)
+    assert code == 0, log_text(folder)
+    assert "Resuming from" in log_text(folder)
+    assert losses(folder)[3] == same_losses(losses(source)[3], REORDERING_TOLERANCE)
+    folder, code = resume_in_new_run(trained, source, {**full, "parallel.strategy": "zero2"}, 1)
+    assert code != 0 and "saved by ZeRO-0, and ZeRO-2 cannot resume" in log_text(folder)
+
+
 def test_unconvertible_checkpoints_are_refused(trained: TrainedRuns) -> None:
     source = source_run(trained, "zero2")
     folder, code = resume_in_new_run(trained, source, CONVERTED["zero3"], 1)

@@ -352,6 +352,7 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
     )
     assert "with sequence parallel" in problem("zero2", 4, parallel__sequence_parallel_size=2)
     assert "saved by ZeRO-1 or ZeRO-2, and ZeRO-3 cannot resume" in problem("zero3")
+    assert "saved by ZeRO-1 or ZeRO-2, and ZeRO-0 cannot resume" in problem("zero0")
     for rank in range(2):
         (folder / f"global_step3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
     assert problem("zero3") == problem("zero3", 4) == ""
@@ -361,6 +362,12 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
     )
     (folder / "global_step3/offloaded_tensors").mkdir()
     assert "saved by 2 processes and this run has 4: with state offloaded to NVMe" in problem("zero3", 4)
+    shutil.rmtree(folder / "global_step3")
+    (folder / "global_step3").mkdir()
+    (folder / "global_step3/mp_rank_00_model_states.pt").touch()
+    assert problem("zero0") == problem("zero0", 4) == problem("zero0", 1, train__optim="sgd") == ""
+    assert "saved by ZeRO-0, and ZeRO-2 cannot resume" in problem("zero2")
+    assert "saved by DeepSpeed, and DDP cannot resume" in problem("ddp")
     shutil.rmtree(folder / "global_step3")
     (folder / "optimizer.pt").touch()
     assert problem("ddp") == ""
