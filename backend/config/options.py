@@ -316,6 +316,14 @@ def effective(spec: RunSpec) -> RunSpec:
     return edit(spec, patch) if patch else spec
 
 
+def with_defaults(spec: RunSpec, patch: Mapping[str, Any]) -> dict[str, Any]:
+    """`patch` and the defaults of the options that it makes visible. They may have values from an earlier choice, such
+    as a parallel size of another strategy, with which nobody has checked the patch."""
+    after = edit(spec, patch)
+    left = [option for option in options() if option.name not in patch and get(spec, option.name) != option.default]
+    return {**patch, **{o.name: o.default for o in left if not shown(effective(spec), o) and shown(after, o)}}
+
+
 def changes(spec: RunSpec) -> Values:
     """Option key -> value of the visible options that differ from their default, in order of declaration."""
     hidden, known = _hidden(spec), by_name()

@@ -140,7 +140,7 @@ class Case:
     def keep_batch(self, fix: Fix) -> Fix:
         """A safe fix that keeps the global batch size: with fewer gradient accumulation steps, or else a smaller batch
         on each device, where it leads to more data-parallel ranks. If neither is possible, it is not safe."""
-        if not fix.safe or not any(name.startswith(CHANGES_BATCH) for name in fix.patch):
+        if (fix.cost and not fix.safe) or not any(name.startswith(CHANGES_BATCH) for name in fix.patch):
             return fix
         spec, before = effective(self.with_patch(fix.patch)), self.run.global_batch_size
         after = self.resolved(spec).global_batch_size
@@ -149,7 +149,7 @@ class Case:
         size, steps = spec.train.per_device_train_batch_size, spec.train.gradient_accumulation_steps
         each, rest = divmod(size * steps * before, after)  # examples of a step on each rank
         fewer = next((n for n in range(1, steps + 1) if each % n == 0 and each // n <= size), 0)
-        if rest or not fewer or each // fewer < min(2, size):  # KTO needs two
+        if not fix.safe or rest or not fewer or each // fewer < min(2, size):  # KTO needs two
             batch = f"global batch size {after:,} instead of {before:,}"
             cost = f"{fix.cost}; {batch}" if fix.cost and len(fix.cost) < SHORT_COST else batch
             return replace(fix, safe=False, cost=cost)

@@ -13,6 +13,8 @@ from backend.config import RunSpec
 from backend.config import options as o
 from backend.config.aliases import ALIASES, GUESSES, VALUE_ALIASES
 from backend.presets import dump, load
+from backend.rules import Fix
+from webui.api.fixes import finding_fixes
 
 OPTIONS = o.options()
 NAMES = [option.name for option in OPTIONS]
@@ -290,3 +292,18 @@ def test_optimizers_carry_the_names_of_transformers() -> None:
         re.findall(r'^    [A-Z0-9_]+ = "(\w+)"', source.partition("class OptimizerNames")[2][:3000], re.MULTILINE)
     )
     assert registry.OPTIMIZERS.keys() - names == {"adam_mini", "muon", "badam", "sgd_momentum"}
+
+
+def test_a_fix_resets_the_options_that_it_makes_visible() -> None:
+    """The form keeps the values of hidden options: a fix must not bring back a parallel size of another strategy."""
+    tensor = o.edit(RunSpec(), {"parallel.strategy": "tensor", "parallel.context_parallel_size": 2, "lora.r": 32})
+    fsdp2 = {"parallel.strategy": "fsdp2"}
+    assert o.with_defaults(tensor, fsdp2) == {**fsdp2, "parallel.context_parallel_size": 1}
+    assert (
+        o.with_defaults(tensor, {**fsdp2, "parallel.context_parallel_size": 4})["parallel.context_parallel_size"] == 4
+    )
+    assert o.with_defaults(o.edit(tensor, fsdp2), {"train.seed": 1}) == {"train.seed": 1}, "it is visible already"
+    assert o.with_defaults(RunSpec(), fsdp2) == fsdp2
+    (fix,) = finding_fixes([Fix("Use FSDP2", fsdp2)], tensor)
+    assert fix["patch"] == {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 1}
+    assert [change["label"] for change in fix["diff"]] == ["Distributed strategy", "Context parallel size"]

@@ -345,6 +345,21 @@ def test_autofix_terminates_and_never_adds_errors() -> None:
     assert fixed >= 5
 
 
+def test_autofix_brings_no_hidden_value_back() -> None:
+    """Sequence parallelism was set, then DDP was chosen, which does not fit."""
+    patch = {"method.kind": "full", "train.learning_rate": 1e-5, "parallel.strategy": "ddp"}
+    patch |= {"parallel.sequence_parallel_size": 2, "parallel.context_parallel_size": 2, "launch.nproc_per_node": 8}
+    eight_b, machine = replace(DEMO, shape=LLAMA_8B), gpus(8, "H100", 80, (9, 0))
+    spec = edit(RunSpec(), {**patch, "train.gradient_accumulation_steps": 8})
+    after = autofix(spec, case_factory(machine, eight_b))
+    assert after.applied and not after.remaining and after.spec.parallel.strategy != "ddp"
+    assert global_batch_size(after.spec, machine, eight_b) == global_batch_size(spec, machine, eight_b)
+    assert (effective(after.spec).parallel.sequence_parallel_size, after.spec.train.gradient_accumulation_steps) == (
+        1,
+        8,
+    )
+
+
 def test_autofix_leaves_a_valid_spec_unchanged() -> None:
     assert autofix(RunSpec(), case_factory(LAPTOP, DEMO)) == AutofixResult(RunSpec(), (), ())
 
