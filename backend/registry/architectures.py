@@ -20,8 +20,12 @@ UNTRAINABLE: Mapping[str, str] = {  # the end of a sentence
     "xlstm": _LOSS,
 }
 NO_LAYER_LIST = frozenset({"blt"})  # their config has no num_hidden_layers
-# Their layers change the output of a divided layer in place, which torch refuses for outputs of tensor parallelism.
-NO_TENSOR_PARALLELISM = frozenset({"llama4", "llama4_text"})
+_IN_PLACE = "it changes the output of its shared expert in place, which torch refuses for a layer that is divided"
+NO_TENSOR_PARALLELISM: Mapping[str, str] = {  # with the plan that transformers has for them
+    "doge": "its attention adds a mask for all heads to the scores of the heads on one device",
+    "llama4": _IN_PLACE,
+    "llama4_text": _IN_PLACE,
+}
 NO_ZERO3 = frozenset({"blt", "rwkv", "youtu"})  # their weights are initialized by shape, and ZeRO-3 has sharded them
 READS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})  # the forward pass clamps the weights of linear layers
 # Linear layers whose weight the forward pass reads without calling the layer, so that an adapter has no effect.

@@ -104,17 +104,18 @@ def missing_tensor_parallel_plan(case: Case) -> str | None:
 @error(
     "STR057",
     fields=("parallel.strategy", "model.builtin", "model.path", "model.hub_id"),
-    title="Llama 4 cannot be trained with tensor parallelism",
+    title="This architecture cannot be trained with tensor parallelism",
     source="transformers 5.23 models/llama4/modeling_llama4.py: Llama4TextMoe.forward adds to the output of its shared "
-    "expert in place",
+    "expert in place; models/doge/modeling_doge.py: prepare_dynamic_mask",
     fixes=(FSDP2,),
     fails_on=Example(TENSOR, TWO_H100, replace(TINY_FACTS, model_type="llama4_text")),
     passes_on=Example(TENSOR, TWO_H100, TINY_FACTS),
 )
-def changes_outputs_in_place(case: Case) -> str | None:
-    """The model changes the output of its shared expert in place. torch does not allow that for the output of a layer
-    that is divided among devices, so the first step fails."""
-    kinds = case.model_types & registry.NO_TENSOR_PARALLELISM
+def architecture_without_tensor_parallelism(case: Case) -> str | None:
+    """With tensor parallelism each device has some of the heads and columns of a layer. transformers has a plan that
+    divides the layers of these architectures, but their code does not allow for it, so the first step fails."""
+    kinds = sorted(case.model_types & registry.NO_TENSOR_PARALLELISM.keys())
     if case.run.tensor_parallel_size == 1 or not kinds:
         return None
-    return f"The strategy is {case.strategy.label}, and the model type is {sorted(kinds)[0]}."
+    reason = registry.NO_TENSOR_PARALLELISM[kinds[0]]
+    return f"The strategy is {case.strategy.label}, and the model type is {kinds[0]}: {reason}."

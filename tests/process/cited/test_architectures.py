@@ -115,6 +115,27 @@ def test_llama4_changes_the_output_of_a_divided_layer_in_place(kind: str, tmp_pa
         dist.destroy_process_group()
 
 
+@cites("STR057")
+@pytest.mark.parametrize("divided", [False, True])
+def test_doge_adds_a_mask_for_all_heads_to_the_scores_of_some(divided: bool) -> None:
+    """Each of two devices has half of the columns of these layers, and of the rows of dt_proj and o_proj."""
+    attention = next(module for module in build("doge").modules() if hasattr(module, "dt_proj"))
+    if divided:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            layer = getattr(attention, name)
+            setattr(attention, name, nn.Linear(layer.in_features, layer.out_features // 2))
+        for name in ("dt_proj", "o_proj"):
+            layer = getattr(attention, name)
+            setattr(attention, name, nn.Linear(layer.in_features // 2, layer.out_features))
+    angles = torch.zeros(1, 3, attention.head_dim)
+    arguments = torch.ones(1, 3, attention.q_proj.in_features), (angles.cos(), angles.sin())
+    if divided:
+        with pytest.raises(RuntimeError, match="must match"):
+            attention(*arguments)
+    else:
+        attention(*arguments)
+
+
 @pytest.mark.soak
 @cites("STR050")
 def test_types_that_are_initialized_by_shape_cannot_be_loaded_under_zero3(tmp_path: Path) -> None:
