@@ -76,8 +76,8 @@ def _training(spec: RunSpec) -> dict[str, Any]:
         "activation_checkpointing": train.activation_checkpointing,
         "gradient_checkpointing": train.activation_checkpointing,  # TRL 1.16 reads the old name
         "torch_compile": train.torch_compile,
+        # New workers for each epoch: those that stay draw no random number at the next one, but do after a resume.
         "dataloader_num_workers": train.dataloader_num_workers,
-        "dataloader_persistent_workers": train.dataloader_num_workers > 0,
         "seed": train.seed,
         "data_seed": train.seed,
     }

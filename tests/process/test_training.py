@@ -263,6 +263,20 @@ def test_saved_models_load(one_process: dict[str, Path], cache: Path) -> None:
         assert chat_template == AutoTokenizer.from_pretrained(cache / "models/tiny-llama").chat_template
 
 
+def test_workers_change_no_random_number(fork_server: ForkServer, tmp_path: Path) -> None:
+    """A run with DataLoader workers trains as without, also after a resume and into the next epoch: workers that live
+    for several epochs would draw their seed once, and after a resume once more."""
+    changes = {"lora.dropout": 0.1, "train.max_steps": 6, "data.max_samples": 8, "save.strategy": "steps"}
+    changes |= {"save.steps": 3, "save.total_limit": 0}
+    without, one = (
+        fork_server.train(tmp_path / str(count), make_spec({**changes, "train.dataloader_num_workers": count}))
+        for count in (0, 1)
+    )
+    assert losses(one) == losses(without)
+    fork_server.resume(one, 3)
+    assert losses(one) == losses(without)
+
+
 def test_evaluation_does_not_change_training(one_process: dict[str, Path]) -> None:
     assert result(one_process["dropout_evaluated"])["eval_loss"] is not None
     assert losses(one_process["dropout_evaluated"]) == losses(one_process["dropout"])
