@@ -318,10 +318,13 @@ def effective(spec: RunSpec) -> RunSpec:
 
 def with_defaults(spec: RunSpec, patch: Mapping[str, Any]) -> dict[str, Any]:
     """`patch` and the defaults of the options that it makes visible. They may have values from an earlier choice, such
-    as a parallel size of another strategy, with which nobody has checked the patch."""
-    after = edit(spec, patch)
-    left = [option for option in options() if option.name not in patch and get(spec, option.name) != option.default]
-    return {**patch, **{o.name: o.default for o in left if not shown(effective(spec), o) and shown(after, o)}}
+    as a parallel size of another strategy, which were hidden when the patch was checked."""
+    checked, result = effective(edit(effective(spec), patch)), effective(edit(spec, patch))
+    if checked == result:
+        return dict(patch)
+    names = list(by_name())
+    pairs = zip(names, _values(checked, names), _values(result, names), strict=True)
+    return {**patch, **{name: value for name, value, other in pairs if value != other}}
 
 
 def changes(spec: RunSpec) -> Values:

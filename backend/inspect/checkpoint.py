@@ -13,7 +13,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.processes import world_size
 from backend.engines import engine_of
-from backend.runs import checkpoint_files
+from backend.runs import CHECKPOINTS, COMPLETE, checkpoint_files, resume_point
 
 # Format -> the files of its optimizer state, and who writes it. transformers 5.23 trainer.py, accelerate 1.15
 # utils/fsdp_utils.py, DeepSpeed 0.19 runtime/engine.py.
@@ -37,10 +37,10 @@ def checkpoint_problem(spec: RunSpec, base: Path) -> str:
         return "save.resume_path is empty: set the path of a checkpoint-N folder."
     folder = base / Path(spec.save.resume_path).expanduser()
     if not (folder / "trainer_state.json").is_file():
-        last = _last_checkpoint(folder)
-        path = f"the path of its last checkpoint, {last}" if last else "the path of a checkpoint-N folder"
+        inside = resume_point.complete(folder.parent if folder.name == CHECKPOINTS else folder)
+        path = f"the path of its last checkpoint, {inside[-1]}" if inside else "the path of a checkpoint-N folder"
         return f"{folder} is not a checkpoint (it has no trainer_state.json): set {path}."
-    if folder.parent.name == "checkpoints" and not (folder / "complete").is_file():
+    if folder.parent.name == CHECKPOINTS and not (folder / COMPLETE).is_file():
         return f"{folder} is incomplete, because its run ended while it was saved: use an earlier checkpoint."
     if problem := checkpoint_files.problem(folder) or _optimizer_problem(spec, folder):
         return problem
@@ -49,15 +49,6 @@ def checkpoint_problem(spec: RunSpec, base: Path) -> str:
         content = "full model weights" if spec.method.kind == "lora" else "a LoRA adapter"
         return f"{folder} contains {content}, but method.kind is {spec.method.kind}."
     return _adapter_problem(spec, folder) if spec.method.kind == "lora" else ""
-
-
-def _last_checkpoint(folder: Path) -> Path | None:
-    """The last complete checkpoint of a run folder, or of its folder of checkpoints."""
-    complete = [
-        mark.parent for pattern in ("", "checkpoints/") for mark in folder.glob(f"{pattern}checkpoint-*/complete")
-    ]
-    numbered = [path for path in complete if path.name.rpartition("-")[2].isdigit()]
-    return max(numbered, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def _adapter_problem(spec: RunSpec, folder: Path) -> str:

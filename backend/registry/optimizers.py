@@ -30,11 +30,9 @@ def _bitsandbytes(label: str, help: str, **row: Any) -> Optimizer:
 
 
 def _paged(label: str, **row: Any) -> Optimizer:
-    eight_bit = row["bits"] == 8
-    help = "tate in CUDA unified memory, paged to CPU memory when the GPU is full."
-    return _bitsandbytes(
-        f"{label}, paged{', 8-bit' if eight_bit else ''}", f"{'8-bit s' if eight_bit else 'S'}{help}", paged=True, **row
-    )
+    suffix, state = (", 8-bit", "8-bit state") if row["bits"] == 8 else ("", "State")
+    help = f"{state} in CUDA unified memory, paged to CPU memory when the GPU is full."
+    return _bitsandbytes(f"{label}, paged{suffix}", help, paged=True, **row)
 
 
 def _and_layerwise(name: str, help: str, row: Optimizer) -> dict[str, Optimizer]:

@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from backend import registry
 from backend.config import RunSpec
+from backend.inspect.checkpoint import SHARDS, ZERO3_FILES, ZERO_STAGES
 from backend.train import optimizers
 from backend.train.checkpoints import UNIVERSAL
 from backend.train.context import TrainContext
@@ -28,7 +29,7 @@ from backend.train.patches import deepspeed_universal_paths, deepspeed_zero3_uni
 from backend.train.run_log import TrainError
 from backend.wording import counted
 
-STATE, MODEL = "global_step*/*zero_pp_rank_*_optim_states.pt", "global_step*/*mp_rank_*_model_states.pt"
+MODEL = "global_step*/*mp_rank_*_model_states.pt"
 MOMENTS = {"exp_avg", "exp_avg_sq"}  # what DeepSpeed 0.19 converts; other parts of an optimizer state are dropped
 PHASE = "preparing engine"
 
@@ -84,15 +85,14 @@ def _delete(context: TrainContext, converted: Path) -> None:
 
 def _converted(context: TrainContext, checkpoint: Path) -> Path | None:
     """The universal form of a checkpoint that has a different number of files than there are ranks."""
-    run, files = context.run, sorted(checkpoint.glob(STATE))
+    run, files = context.run, sorted(checkpoint.glob(SHARDS))
     if not run.zero_stage or not files:
         return None
-    is_zero3 = any("zero_pp_rank" in path.name for path in checkpoint.glob(MODEL))
-    if is_zero3 != (run.zero_stage == 3):
-        other = "ZeRO-3" if is_zero3 else "ZeRO-1 or ZeRO-2"
+    stage = 3 if any(checkpoint.glob(ZERO3_FILES)) else 2
+    if ZERO_STAGES[stage] != ZERO_STAGES[run.zero_stage]:
         raise TrainError(
-            f"parallel.strategy: {checkpoint} was written by {other}, and {run.engine.strategy.label} cannot read it. "
-            "Use the strategy that wrote it."
+            f"parallel.strategy: {checkpoint} was written by {ZERO_STAGES[stage]}, and {run.engine.strategy.label} "
+            "cannot read it. Use the strategy that wrote it."
         )
     if len(files) == context.group.world:
         return None
@@ -146,7 +146,7 @@ def _convert(context: TrainContext, checkpoint: Path) -> Path:
     target = context.folder / UNIVERSAL / checkpoint.name
     shutil.rmtree(target.parent, ignore_errors=True)
     target.mkdir(parents=True)
-    (source,) = {path.parent for path in checkpoint.glob(STATE)}
+    (source,) = {path.parent for path in checkpoint.glob(SHARDS)}
     for name in ("trainer_state.json", "scheduler.pt"):  # not the random states: they belong to other ranks
         if (checkpoint / name).exists():
             shutil.copyfile(checkpoint / name, target / name)
