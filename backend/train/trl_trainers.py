@@ -17,7 +17,7 @@ import torch
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import callbacks, device, disk_space, lora, optimizers, universal_checkpoint
+from backend.train import callbacks, device, disk_space, lora, optimizers, universal_checkpoint, unsharded
 from backend.train.best_checkpoint import note_best
 from backend.train.checkpoint_weights import CheckpointWeightsMixin
 from backend.train.context import TrainContext
@@ -118,7 +118,9 @@ class TrainerMixin(optimizers.OptimizerMixin, CheckpointWeightsMixin):
         """
         callbacks.show_evaluation(self.context.run_log, self.state)
         with torch.random.fork_rng(devices=[]):
-            return super().evaluate(*args, **more)  # type: ignore[misc]
+            found = super().evaluate(*args, **more)  # type: ignore[misc]
+        unsharded.reshard(self.model)
+        return found
 
     def _load_best_model(self) -> None:
         with universal_checkpoint.best_model(self.context, self):

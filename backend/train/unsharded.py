@@ -33,7 +33,7 @@ def unsharded_model(spec: RunSpec, trainer: Any) -> Iterator[Any]:
             yield model
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules = _fsdp_modules(model)
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
@@ -47,3 +47,15 @@ def unsharded_model(spec: RunSpec, trainer: Any) -> Iterator[Any]:
         # than the others would prefetch what they do not, and all would wait forever.
         if modules and modules[0]._get_fsdp_state()._is_root:  # unknown before the first forward pass
             modules[0].reset_iter_state()
+
+
+def reshard(model: Any) -> None:
+    """Free the full weights that FSDP2 keeps after a forward pass without a backward pass: those of the root module,
+    and without parallel.reshard_after_forward those of all layers. Otherwise an adapter would be merged into these
+    copies only, and lost, and the next step would not see what a schedule-free optimizer has written to the shards."""
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+def _fsdp_modules(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

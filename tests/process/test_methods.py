@@ -130,8 +130,10 @@ def test_saved_adapter_is_for_the_original_base_weights(trained: Any, cache: Pat
 
 
 def test_fsdp2_merges_the_adapter(trained: Any, cache: Path) -> None:
-    """The rank is odd, so that no shard of an adapter is whole; rule STR004 refuses other sharded weights, and DoRA."""
-    changes = {"parallel.strategy": "fsdp2", "lora.r": 3, "train.learning_rate": 1e-2}
+    """The rank is odd, so that no shard of an adapter is whole; rule STR004 refuses other sharded weights, and DoRA.
+    The run ends with an evaluation that leaves the layers gathered."""
+    evaluated = {"parallel.reshard_after_forward": False, "eval.strategy": "steps", "eval.steps": 1}
+    changes = {"parallel.strategy": "fsdp2", "lora.r": 3, "train.learning_rate": 1e-2, **evaluated}
     merged, adapter = (
         AutoModelForCausalLM.from_pretrained(trained({**changes, "save.merge_adapter": merge}, 2) / "model")
         for merge in (True, False)

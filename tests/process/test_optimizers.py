@@ -227,6 +227,18 @@ def test_schedule_free_saves_the_averaged_weights(fork_server: ForkServer, tmp_p
     )
 
 
+def test_schedule_free_with_fsdp2_trains_after_an_evaluation_as_without_it(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """The evaluation gathers the averaged weights, the next step needs the trained ones."""
+    more = {**FULL, "train.optim": "schedule_free_adamw", "parallel.strategy": "fsdp2"}
+    found = [
+        losses(fork_server.train(tmp_path / when, make_spec({**more, "eval.strategy": when, "eval.steps": 1}), 2))
+        for when in ("no", "steps")
+    ]
+    assert found[0] == found[1]
+
+
 def test_muon_does_not_orthogonalize_single_row_matrices() -> None:
     """The head of a reward model has one output: FSDP2 cannot give each rank a row of it."""
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
