@@ -1,13 +1,15 @@
 """A fork server: a process that imports the libraries once and forks the ranks of each training. A start takes about
 a second.
 
-A rank runs backend.train's main, with the environment variables that torchrun would set.
+A rank runs backend.train's main, with the environment variables that torchrun would set. The server also serves a
+program that stands in for Python (`backend/train/warm_server.py`), for tests of real launchers and of jobs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,13 +27,28 @@ from backend.config import RunSpec
 from backend.config.processes import nproc_per_node
 from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.runs import RANK_LOGS, RUN_MARKER, processes
+from backend.runs import RANK_LOGS, RUN_MARKER, processes, warm_python
 
+# Arguments: the folder of the stand-in for Python and its server.
 SERVER_CODE = """
-import gc, importlib, json, multiprocessing.util, os, runpy, socket, sys, time
-from backend.train import __main__ as training, training as _
-import deepspeed, torch.distributed.fsdp, trl.experimental
+import gc, importlib, json, multiprocessing.util, os, runpy, signal, socket, sys, time
+from pathlib import Path
+from backend.train import __main__ as training, warm_server
+for library in warm_server.LIBRARIES:
+    importlib.import_module(library)
 gc.collect(), gc.freeze()  # otherwise the first collection in each rank would copy the pages of all imported modules
+
+def serve_python(folder, parent):
+    warm_server.end_with(parent)
+    null, log = os.open(os.devnull, os.O_RDONLY), os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(null, 0), os.dup2(log, 1), os.dup2(log, 2)
+    warm_server.Server(folder).serve()
+
+folder, parent = Path(sys.argv[1]), os.getpid()
+warm = os.fork()
+if not warm:
+    serve_python(folder, parent)
+(folder / "pid").write_text(str(warm))
 
 def run_rank(request, rank, port):
     log = os.open(os.path.join(request["folder"], "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -73,6 +90,16 @@ for line in sys.stdin:
                 os.kill(child, 9)
         time.sleep(0.02)
     print(exit_code, flush=True)
+os.kill(warm, signal.SIGKILL), os.waitpid(warm, 0)
+"""
+# Only what takes seconds to import is forked. Everything else that a job does with Python is done by Python.
+PYTHON_CODE = """\
+#!/bin/sh
+case "$1 $2 $3" in
+    "-m torch.distributed.run "*|"-m deepspeed.launcher."*|"-m accelerate."*|"-m backend.train"*|"-u -m backend.train"*)
+        FOOTPLATE_WARM={server} exec {standin} "$@" ;;
+    *) exec {python} "$@" ;;
+esac
 """
 
 
@@ -84,6 +111,15 @@ class ForkServer:
     process: subprocess.Popen[str]
     marker: Path
     cache: Path
+
+    @property
+    def python(self) -> Path:
+        """A program that stands in for Python; the launchers and ranks that it starts are forked."""
+        deadline = time.monotonic() + 300
+        while not (self.marker / "warm" / warm_python.NAME).exists():  # the libraries are still being imported
+            assert self.process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        return self.marker / "python"
 
     def run(
         self,
@@ -131,8 +167,10 @@ class ForkServer:
 
     def leftover_processes(self, seconds: float = 20) -> set[processes.Process]:
         """Processes of earlier trainings that still exist after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while leftovers := {p for p in processes.run_processes(self.marker) if p.pid != self.process.pid}:
+        deadline, servers = time.monotonic() + seconds, {self.process.pid}
+        with suppress(OSError):  # the libraries are still being imported
+            servers.add(int((self.marker / "warm/pid").read_text()))
+        while leftovers := {p for p in processes.run_processes(self.marker) if p.pid not in servers}:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
@@ -153,10 +191,14 @@ def rank_count(spec: RunSpec) -> int:
 @contextmanager
 def start_fork_server(folder: Path) -> Iterator[ForkServer]:
     """A fork server with its model cache in `folder`; asserts at the end that none of its processes is left."""
-    command = [sys.executable, "-c", SERVER_CODE]
-    with subprocess.Popen(
-        command, env=environment(folder, folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    warm = folder / "warm"
+    warm.mkdir()
+    words = {"server": warm / warm_python.NAME, "standin": warm / warm_python.STAND_IN, "python": sys.executable}
+    (folder / "python").write_text(PYTHON_CODE.format_map({name: shlex.quote(str(w)) for name, w in words.items()}))
+    (folder / "python").chmod(0o755)
+    command = [sys.executable, "-c", SERVER_CODE, str(warm)]
+    env = {**environment(folder, folder), "HF_MODULES_CACHE": str(folder / "modules")}  # for code of a model's folder
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield ForkServer(process, folder, folder)
         assert process.stdin
         process.stdin.close()

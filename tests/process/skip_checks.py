@@ -10,17 +10,10 @@ from training_runs import without_checks, write_plan
 from backend.config import RunSpec
 from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.paths import HOME
-
-EXTENSIONS = HOME / ".cache/torch_extensions"
 
 
 def run(folder: Path, spec: RunSpec, fork_server: ForkServer) -> tuple[int, str]:
     """(exit code, log) of `spec`, planned into the new `folder`."""
     plan_ = without_checks(plan(spec, Machine()))
     code = fork_server.run(write_plan(plan_, folder), rank_count(spec), env=plan_.env, seconds=300)
-    # A rank that is killed while it builds or loads a DeepSpeed operator leaves a lock for which other ranks would
-    # wait.
-    for lock in EXTENSIONS.rglob("lock"):
-        lock.unlink()
     return code, (folder / "log.txt").read_text()

@@ -18,11 +18,9 @@ from training_runs import (
     REORDERING_TOLERANCE,
     last_step,
     losses,
-    make_run_folder,
     make_spec,
     read_metrics,
     same_losses,
-    train_in_one_process,
 )
 
 from backend.launch.clusters import answers
@@ -77,11 +75,11 @@ def resumed(run: ClusterRun) -> list[int]:
     return [point["step"] for point in read_metrics(run.run.path) if point.get("event") == "resumed"]
 
 
-def test_two_nodes_stop_with_a_checkpoint_and_resume(root, cache, start, cluster) -> None:  # type: ignore[no-untyped-def]
+def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start, cluster) -> None:  # type: ignore[no-untyped-def]
     """The losses of all steps, before and after the stop, are those of one process."""
-    alone = make_run_folder(root, "alone", {**FULL, "train.per_device_train_batch_size": 4, "save.strategy": "no"})
-    train_in_one_process(cache, alone)
-    started = start({**FULL, "launch.env": {"TORCH_CPP_LOG_LEVEL": "INFO"}})  # both ranks log, not only rank 0
+    alone = fork_server.train(root / "alone", make_spec({**FULL, "train.per_device_train_batch_size": 4}))
+    unused = {"parallel.ddp_find_unused_parameters": True}  # torch warns on both ranks that there are none
+    started = start({**FULL, **unused, "kubernetes.python": str(fork_server.python)})
     started.wait_for_step(2)
     run = started.run
     assert len(started.ranks()) == 2

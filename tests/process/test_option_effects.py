@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import ignore_progress, make_engine, make_run_folder, make_spec, train_in_one_process
+from fork_server import ForkServer
+from training_runs import ignore_progress, make_engine, make_spec
 from transformers import TrainerControl, TrainerState
 
 from backend.config import RunSpec
@@ -64,7 +65,7 @@ class Case:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def inputs(root: Path, tiny: Path) -> Iterator[Path]:
+def inputs(root: Path, tiny: Path, fork_server: ForkServer) -> Iterator[Path]:
     """A folder with a model cache, data files and templates; INPUTS in the cases stands for its path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)  # Path(".") below
@@ -73,6 +74,7 @@ def inputs(root: Path, tiny: Path) -> Iterator[Path]:
         shutil.copytree(tiny, root / "two")
         shutil.copytree(tiny, root / "cache/models/smollm2-135m-instruct")  # so that nothing is downloaded
         _files(root)
+        _saved_models(root, fork_server)
         yield root
 
 
@@ -425,21 +427,18 @@ def log_levels(spec: RunSpec) -> Any:
     return logging_setup.transformers_logging.get_verbosity(), argument("log_level")(spec)
 
 
-@cache
-def saved_files(root: Path) -> dict[tuple[bool, bool], list[str]]:
-    """(save.final_model, save.merge_adapter) -> the model files that a run saves."""
-    folders = {
-        (save, merge): make_run_folder(
-            root, f"saved-{save}-{merge}", {"save.final_model": save, "save.merge_adapter": merge, "train.max_steps": 1}
-        )
-        for save, merge in ((False, False), (True, False), (True, True))
-    }
-    train_in_one_process(root / "cache", *folders.values())
-    return {key: sorted(p.name for p in folder.glob("model/*.safetensors")) for key, folder in folders.items()}
+def _saved_models(root: Path, fork_server: ForkServer) -> None:
+    """Runs that save no model, an adapter and a merged model."""
+    for save, merge in ((False, False), (True, False), (True, True)):
+        changes = {"save.final_model": save, "save.merge_adapter": merge, "train.max_steps": 1}
+        fork_server.train(root / f"saved-{save}-{merge}", make_spec(changes))
 
 
 def saved_model_files(spec: RunSpec) -> Any:
-    return saved_files(Path(model_source(spec).name).parents[2])[spec.save.final_model, spec.save.merge_adapter]
+    """The model files that a run saves."""
+    folder = Path(f"saved-{spec.save.final_model}-{spec.save.merge_adapter}")
+    assert (folder / "result.json").exists()
+    return sorted(path.name for path in folder.glob("model/*.safetensors"))
 
 
 FILES = {"data.source": "files", "data.files": ("INPUTS/a.jsonl",)}

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,9 @@ from training_runs import (
     REORDERING_TOLERANCE,
     last_step,
     losses,
-    make_run_folder,
     make_spec,
     read_metrics,
     same_losses,
-    train_in_one_process,
 )
 
 from backend.launch.clusters import answers
@@ -46,17 +46,18 @@ def no_kept_answers() -> None:
     answers.forget()
 
 
-def check(cluster: RayCluster, changes: Mapping[str, Any]) -> Report:
+def check(cluster: RayCluster, changes: Mapping[str, Any], python: str | Path = sys.executable) -> Report:
+    """The checks of a run whose nodes have this Python."""
     spec = make_spec({"launch.place": "ray", "ray.cpus": 1, "ray.python": cluster.python, **ON_TWO_NODES, **changes})
-    return preflight(spec, probe(Path.cwd()), Path.cwd())
+    return preflight(spec, replace(probe(Path.cwd()), python=str(python)), Path.cwd())
 
 
 @pytest.fixture
 def start(root: Path, cache: Path, cluster: RayCluster) -> Iterator[Callable[..., ClusterRun]]:
     runs: list[ClusterRun] = []
 
-    def start_run(changes: Mapping[str, Any]) -> ClusterRun:
-        report = check(cluster, changes)
+    def start_run(changes: Mapping[str, Any], python: str | Path = sys.executable) -> ClusterRun:
+        report = check(cluster, changes, python)
         assert report.can_run, report.findings
         runs.append(ClusterRun(root, report.plan, RUN_MARKER))
         return runs[-1]
@@ -68,12 +69,11 @@ def start(root: Path, cache: Path, cluster: RayCluster) -> Iterator[Callable[...
         assert not list((run.run.path / "ray-nodes").glob("*"))
 
 
-def test_two_nodes_stop_with_a_checkpoint_and_resume(root, cache, start, cluster) -> None:  # type: ignore[no-untyped-def]
+def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start, cluster) -> None:  # type: ignore[no-untyped-def]
     """The losses of all steps, before and after the stop, are those of one process."""
     name = f"alone-{type(cluster).__name__}"
-    alone = make_run_folder(root, name, {**FULL, "train.per_device_train_batch_size": 4, "save.strategy": "no"})
-    train_in_one_process(cache, alone)
-    started = start(FULL)
+    alone = fork_server.train(root / name, make_spec({**FULL, "train.per_device_train_batch_size": 4}))
+    started = start(FULL, fork_server.python)
     started.wait_for_step(2)
     run = started.run
     assert run.state in ("running", "done")

@@ -19,9 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 from fork_server import ForkServer, write_run
-from skip_checks import EXTENSIONS
 from torch.utils.file_baton import FileBaton
-from training_runs import log_text, losses, make_spec, result, same_losses
+from training_runs import EXTENSIONS, log_text, losses, make_spec, result, same_losses
 from transformers import TrainerControl, TrainerState
 
 from backend.runs import SPEC, processes, resume_point, stacks

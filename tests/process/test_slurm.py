@@ -23,11 +23,9 @@ from training_runs import (
     REORDERING_TOLERANCE,
     last_step,
     losses,
-    make_run_folder,
     make_spec,
     read_metrics,
     same_losses,
-    train_in_one_process,
 )
 
 from backend.launch.clusters import answers
@@ -54,18 +52,24 @@ def no_kept_answers() -> None:
     answers.forget()
 
 
-def check(changes: Mapping[str, Any]) -> Report:
-    return preflight(make_spec({**ON_SLURM, **changes}), probe(Path.cwd()), Path.cwd())
+def check(changes: Mapping[str, Any], python: str | Path = sys.executable) -> Report:
+    machine = replace(probe(Path.cwd()), python=str(python))
+    return preflight(make_spec({**ON_SLURM, **changes}), machine, Path.cwd())
 
 
 class SlurmRun(ClusterRun):
     """A run that was started as a Slurm job. `partition`: what the partition has become between the check and the
-    start."""
+    start. `python`: a stand-in for Python (fork_server.py)."""
 
     def __init__(
-        self, root: Path, changes: Mapping[str, Any], partition: str = "main", timeouts: StopTimeouts | None = None
+        self,
+        root: Path,
+        changes: Mapping[str, Any],
+        partition: str = "main",
+        timeouts: StopTimeouts | None = None,
+        python: str | Path = sys.executable,
     ) -> None:
-        report = check({"slurm.partition": "main", **changes})
+        report = check({"slurm.partition": "main", **changes}, python)
         assert report.can_run, report.findings
         script = report.plan.files[JOB_SCRIPT].replace("--partition=main", f"--partition={partition}")
         plan = replace(report.plan, files={**report.plan.files, JOB_SCRIPT: script})
@@ -92,11 +96,10 @@ def start(root: Path, cache: Path, cluster: SlurmCluster) -> Iterator[Callable[.
         run.wait_for(lambda: not cluster.jobs())
 
 
-def test_two_nodes_stop_with_a_checkpoint_and_resume(root, cache, start) -> None:  # type: ignore[no-untyped-def]
+def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start) -> None:  # type: ignore[no-untyped-def]
     """The losses of all steps, before and after the stop, are those of one process."""
-    alone = make_run_folder(root, "alone", {**FULL, "train.per_device_train_batch_size": 4, "save.strategy": "no"})
-    train_in_one_process(cache, alone)
-    started = start(FULL)
+    alone = fork_server.train(root / "alone", make_spec({**FULL, "train.per_device_train_batch_size": 4}))
+    started = start(FULL, python=fork_server.python)
     started.wait_for_step(2)
     run = started.run
     assert run.state in ("running", "done")
@@ -326,17 +329,14 @@ EVENTS = ("preemption", "requeue", "time limit", "controller", "followers killed
 
 
 @pytest.mark.soak
-def test_random_scheduler_events(root, cache, start, cluster) -> None:  # type: ignore[no-untyped-def]
+def test_random_scheduler_events(root, fork_server, start, cluster) -> None:  # type: ignore[no-untyped-def]
     """At random moments, also before training begins: no point is lost or counted twice, the losses are those of one
     process, and only a user's stop ends the run. FOOTPLATE_FAULTS and FOOTPLATE_FAULT_SEED as in test_faults.py."""
     seed = int(os.environ.get("FOOTPLATE_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
     count = int(os.environ.get("FOOTPLATE_FAULTS", "6"))
     print(f"FOOTPLATE_FAULT_SEED={seed}")
     choice = random.Random(seed)
-    alone = make_run_folder(
-        root, "events-alone", {**FULL, "train.per_device_train_batch_size": 4, "save.strategy": "no"}
-    )
-    train_in_one_process(cache, alone)
+    alone = fork_server.train(root / "events-alone", make_spec({**FULL, "train.per_device_train_batch_size": 4}))
     expected, counts = losses(alone), Counter[str]()
     events = [choice.choice(EVENTS) for _ in range(count)]
     while events:

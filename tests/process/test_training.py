@@ -22,7 +22,6 @@ from training_runs import (
     request_stop,
     result,
     same_losses,
-    train_in_one_process,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -82,7 +81,7 @@ def cache(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(root: Path, cache: Path) -> Path:
-    """Ten steps on two ranks, with a saved model and generations."""
+    """Ten steps on two ranks, with a saved model and generations. Launched without a stand-in for Python."""
     more = {"save.final_model": True, "eval.num_generations": 3, "eval.max_new_tokens": 4}
     folder = make_run_folder(root, "uninterrupted", {**RESUMED, **more})
     TorchrunLaunch(folder, cache, 2).wait_for_exit()
@@ -90,7 +89,7 @@ def uninterrupted(root: Path, cache: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_process(root: Path, cache: Path) -> dict[str, Path]:
+def one_process(root: Path, fork_server: ForkServer) -> dict[str, Path]:
     """Runs of one process: each training method, and the options tested below."""
     specs = {name: {**EQUAL_BATCH, **ONE_PROCESS, **METHODS[name]} for name in METHODS}
     specs["merged"] = {"save.final_model": True, "save.merge_adapter": True, "train.learning_rate": 1e-2}
@@ -103,9 +102,8 @@ def one_process(root: Path, cache: Path) -> dict[str, Path]:
     specs["many"] = {**MANY_OPTIONS, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 1}
     specs["pretraining"] = {"train.stage": "pretraining"}
     specs["from_scratch"] = {"save.strategy": "steps", "save.steps": 2, "train.max_steps": 4}
-    folders = {name: make_run_folder(root, name, spec) for name, spec in specs.items()}
-    log = train_in_one_process(cache, *folders.values(), f"{folders['from_scratch']}|--from-scratch")
-    (root / "log.txt").write_text(log)
+    folders = {name: fork_server.train(root / name, make_spec(spec)) for name, spec in specs.items()}
+    assert fork_server.run(folders["from_scratch"], 0, "--from-scratch") == 0, log_text(folders["from_scratch"])
     return folders
 
 
@@ -141,7 +139,7 @@ def test_log_is_short_and_has_no_warnings(uninterrupted: Path) -> None:
 def stopped(root: Path, cache: Path, fork_server: ForkServer) -> Path:
     """Stopped with a checkpoint after some steps, then resumed."""
     folder = make_run_folder(root, "stopped", {**RESUMED, "save.strategy": "no"})
-    launch = TorchrunLaunch(folder, cache, 2)
+    launch = TorchrunLaunch(folder, cache, 2, python=fork_server.python)
     launch.wait_for(lambda: last_step(folder) >= 3)
     request_stop(folder, "save")
     launch.wait_for_exit()
@@ -165,9 +163,10 @@ def killed(root: Path, cache: Path, fork_server: ForkServer) -> Path:
     """Killed after its first checkpoint, with an incomplete checkpoint and a truncated line of metrics, then
     resumed."""
     folder = make_run_folder(root, "killed", RESUMED)
-    launch = TorchrunLaunch(folder, cache, 2)
+    launch = TorchrunLaunch(folder, cache, 2, python=fork_server.python)
     launch.wait_for(lambda: (folder / "checkpoints/checkpoint-4/complete").exists())
     launch.kill()
+    assert not fork_server.leftover_processes()
     shutil.rmtree(folder / "checkpoints/checkpoint-8", ignore_errors=True)
     shutil.copytree(folder / "checkpoints/checkpoint-4", folder / "checkpoints/checkpoint-9")
     (folder / "checkpoints/checkpoint-9/complete").unlink()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import ForkServer
 from training_runs import TorchrunLaunch, ignore_progress, log_text, make_run_folder, make_spec
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 
@@ -26,14 +27,14 @@ from backend.train.run_log import RunLog, TrainError
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
 
 
-def test_training_error_has_no_traceback_and_is_in_the_error_file(tmp_path: Path) -> None:
+def test_training_error_has_no_traceback_and_is_in_the_error_file(tmp_path: Path, fork_server: ForkServer) -> None:
     """With two ranks: one sentence without a traceback, also in torchrun's error file."""
     folder = make_run_folder(
         tmp_path, "run", {"model.source": "path", "model.path": str(tmp_path), "parallel.strategy": "ddp"}
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
-        TorchrunLaunch(folder, tmp_path / "cache", 2).wait_for_exit(1)
+        TorchrunLaunch(folder, tmp_path / "cache", 2, python=fork_server.python).wait_for_exit(1)
     log = log_text(folder)
     sentence = f"model.path: The model folder cannot be loaded. {tmp_path} has no config.json"
     before_traceback, _, after_traceback = log.partition("Traceback")

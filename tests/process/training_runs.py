@@ -47,6 +47,8 @@ ROUNDING_TOLERANCE = 5e-6
 # with a learning rate of 1e-2.
 REORDERING_TOLERANCE = 1e-4
 THREADS = os.environ.get("FOOTPLATE_TEST_THREADS") or "1"  # of each training process: `make test THREADS=2`
+# DeepSpeed compiles its operators on first use, which takes minutes. tests/conftest.py builds them before that.
+EXTENSIONS = HOME / ".cache/torch_extensions"
 # Trains several run folders in one process with backend.train's main, so that the libraries are imported once.
 TRAIN_EACH_FOLDER = """
 import sys
@@ -93,19 +95,19 @@ def environment(folder: Path, cache: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(HOME), os.environ.get("PYTHONPATH")]))
     variables = {"FOOTPLATE_CACHE": str(cache), "OMP_NUM_THREADS": THREADS, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     variables |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", RUN_MARKER: str(folder)}
-    # DeepSpeed compiles its operators on first use, which takes a minute. The tests have their own build folder: a
-    # build that is killed leaves a lock file for which every later build would wait forever.
-    variables |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(HOME / ".cache/torch_extensions")}
+    variables |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS)}
     variables["CXX"] = str(HOME / "tests/process/quick-c++")
     return {**os.environ, **variables}
 
 
 class TorchrunLaunch:
-    """A torchrun process that trains one run folder with several ranks."""
+    """A torchrun process that trains one run folder with several ranks. `python`: or its stand-in (fork_server.py)."""
 
-    def __init__(self, folder: Path, cache: Path, ranks: int, *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, cache: Path, ranks: int, *arguments: str, python: str | Path = sys.executable
+    ) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         self.log = (folder / "log.txt").open("ab")
         self.process = subprocess.Popen(
             [*command, "-m", "backend.train", ".", *arguments],
