@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -42,21 +45,53 @@ os.environ.setdefault("FOOTPLATE_INSPECTION_WORKER", "off")  # no worker process
 # A queue for each process of the tests, in which runs do not wait for each other.
 os.environ["FOOTPLATE_QUEUE"] = os.path.join(tempfile.gettempdir(), f"footplate-tests-{os.getpid()}")
 os.environ["FOOTPLATE_CPU_SLOTS"] = "100"
+# Files that take long, in the order in which xdist starts them. Those that need DeepSpeed's operators are not first.
 SLOWEST = [
     "test_journeys",
-    "test_strategies",
+    "test_layout_page",
     "test_training",
+    "test_accessibility",
+    "test_strategies",
     "test_preference_stages",
-    "test_methods",
-    "test_option_effects",
 ]
+OPERATORS = Path(__file__).with_name("process") / "build_operators.py"
+BUILDER = pytest.StashKey["subprocess.Popen[bytes]"]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """With xdist, build DeepSpeed's operators in the background, once for all workers."""
+    config = session.config
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        return
+    folders = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
+    if any(OPERATORS.is_relative_to(folder) or folder.is_relative_to(OPERATORS.parent) for folder in folders):
+        null = subprocess.DEVNULL
+        config.stash[BUILDER] = subprocess.Popen(
+            [sys.executable, str(OPERATORS)], stdin=null, stdout=null, stderr=null, start_new_session=True
+        )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the build if the tests have ended before it."""
+    if builder := session.config.stash.get(BUILDER, None):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(builder.pid, signal.SIGKILL)
+        builder.wait()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With xdist, run the files that take minutes first, so that all workers end at about the same time."""
+    """With xdist, run the files that take minutes first, so that all workers end at about the same time; and in each
+    file, the tests that need DeepSpeed's operators last, so that no worker waits for their build."""
     if hasattr(config, "workerinput"):
         rank = {name: position for position, name in enumerate(SLOWEST)}
-        items.sort(key=lambda item: rank.get(item.path.stem, len(SLOWEST)))
+        files = {path: position for position, path in enumerate(dict.fromkeys(item.path for item in items))}
+        items.sort(key=lambda item: (rank.get(item.path.stem, len(SLOWEST)), files[item.path], _operators(item)))
+
+
+def _operators(item: pytest.Item) -> int:
+    """How many of DeepSpeed's operators a test needs, by its name."""
+    trains = OPERATORS.parent in item.path.parents
+    return 0 if not trains or "zero" not in item.name else 2 if "offload" in item.name else 1
 
 
 @pytest.fixture
