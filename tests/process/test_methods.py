@@ -114,7 +114,7 @@ def test_initializations_that_keep_the_base_weights(cache: Path, init: str) -> N
 @pytest.mark.parametrize(
     "changes",
     [
-        {"lora.init": "pissa"},
+        pytest.param({"lora.init": "pissa"}, marks=pytest.mark.soak),
         {"lora.init": "olora", "lora.use_rslora": True},
         ALL_VARIANTS,
     ],
@@ -202,7 +202,7 @@ def test_loraplus_is_refused_if_the_optimizer_lacks_b(cache: Path) -> None:
         lora.set_loraplus_lr(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), model, 16.0)
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", soak_except([False, True], (True,)))
 def test_attention_implementations_give_equal_losses(trained: Any, packing: bool) -> None:
     """Packed examples attend to each other in none of them; otherwise the losses would differ."""
     more = {"data.packing": packing, "save.final_model": False}

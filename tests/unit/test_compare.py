@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,9 +134,19 @@ def test_groups_that_share_sequences_train_on_the_same_global_batch(size: int) -
     assert line.case.run.global_batch_size == found.run.global_batch_size == size
 
 
-@pytest.mark.parametrize("preset", ["full-8b-zero3", "qlora-70b-fsdp2", "continued-pretraining", "lora-80gb"])
-@pytest.mark.parametrize("machine", ["1x24gb", "2x24gb", "8x80gb"])
-@pytest.mark.parametrize("checkpointing", [True, False])
+LEFT_OUT = list(
+    itertools.product(
+        (True, False),
+        ("1x24gb", "2x24gb", "8x80gb"),
+        ("full-8b-zero3", "qlora-70b-fsdp2", "continued-pretraining", "lora-80gb"),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "machine", "preset"),
+    [case if n % 4 == n // 4 % 4 else pytest.param(*case, marks=pytest.mark.soak) for n, case in enumerate(LEFT_OUT)],
+)
 def test_strategies_that_are_left_out_would_not_be_recommended(
     preset: str, machine: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,8 +245,9 @@ def test_the_page_shows_what_would_run_and_starts_it_once(tmp_path: Path, starte
     ],
 )
 def test_the_page_names_mistakes(more: dict[str, Any], message: str, tmp_path: Path, started: list[str]) -> None:
+    api = client(tmp_path)
     for path in ("/api/sweeps/check", "/api/sweeps"):
-        response = client(tmp_path).post(path, json=sweep_request(**more))
+        response = api.post(path, json=sweep_request(**more))
         assert response.status_code in (400, 422) and message in response.json()["error"]
     assert not started
 
