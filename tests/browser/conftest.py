@@ -1,15 +1,64 @@
 """A real server on a free port and a real Chromium; a failing test leaves a screenshot in tests/screenshots/."""
 
 import time
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from fake_hub import fake_hub
 from playwright.sync_api import expect, sync_playwright
+from same_page import SamePage
 from served import CHROMIUM, FLAGS, TIMEOUT, new_context, serving
 
 from backend.paths import HOME
+from backend.runs.folder import runs
 
 expect.set_options(timeout=TIMEOUT)
+# What all tests of this folder share: a browser, a server and a page. They are closed after the last of these tests,
+# since playwright keeps an event loop in this thread, in which other tests start theirs.
+OPENED = ExitStack()
+
+
+@cache
+def browser_of_all():
+    assert CHROMIUM, "these tests need Debian's chromium: apt-get install chromium"
+    playwright = OPENED.enter_context(sync_playwright())
+    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    OPENED.callback(browser.close)
+    return browser
+
+
+@cache
+def server_of_all():
+    """It has a home of huggingface_hub and a Hub of its own."""
+    folder = Path(OPENED.enter_context(TemporaryDirectory(prefix="footplate-tests-")))
+    address = OPENED.enter_context(fake_hub())
+    hub = {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": address, "HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}
+    return OPENED.enter_context(serving(folder / "runs", **hub))
+
+
+@cache
+def page_of_all():
+    return SamePage(new_context(browser_of_all()), server_of_all().url)
+
+
+def close_all():
+    for opened in (page_of_all, server_of_all, browser_of_all):
+        opened.cache_clear()
+    OPENED.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    yield
+    if nextitem is None or not nextitem.path.is_relative_to(Path(__file__).parent):
+        close_all()
+
+
+def pytest_sessionfinish():
+    close_all()  # also after an interruption
 
 
 @pytest.fixture
@@ -18,31 +67,52 @@ def server(tmp_path):
         yield started
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """One server for all tests of a file, which neither stop it nor count its runs: a start takes seconds. It has a
-    home of huggingface_hub and a Hub of its own."""
-    folder = tmp_path_factory.mktemp("shared")
-    with (
-        fake_hub() as address,
-        serving(
-            folder / "runs", HF_HOME=str(folder / "hf"), HF_ENDPOINT=address, HF_TOKEN="", HF_HUB_OFFLINE="0"
-        ) as started,
-    ):
-        yield started
-
-
-@pytest.fixture(scope="module")  # playwright keeps an event loop in this thread until it is left
-def chromium():
-    assert CHROMIUM, "these tests need Debian's chromium: apt-get install chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
+@pytest.fixture
+def shared():
+    """One server for all tests that neither stop it nor depend on what else is in its folders."""
+    return server_of_all()
 
 
 @pytest.fixture
-def page(chromium, request):
+def without_runs(shared):
+    """`shared`, after its runs are deleted."""
+    for run in runs(shared.runs):
+        run.delete()
+    return shared
+
+
+@pytest.fixture
+def chromium():
+    return browser_of_all()
+
+
+@pytest.fixture
+def same_page(request):
+    """The page of `shared` that tests use one after the other: `show_build` shows its first state."""
+    same = page_of_all()
+    same.begin()
+    yield same
+    if request.node.stash.get(FAILED, False):
+        screenshot(same.page, request)
+        same.context.close()
+        page_of_all.cache_clear()
+    assert same.errors == []
+
+
+def screenshot(page, request):
+    folder = HOME / "tests" / "screenshots"
+    folder.mkdir(exist_ok=True)
+    page.screenshot(path=folder / f"{request.node.name}.png", full_page=True)
+
+
+@pytest.fixture
+def page(new_page):
+    return new_page
+
+
+@pytest.fixture
+def new_page(chromium, request):
+    """A page of its own, with an empty storage. `same_page` takes a tenth of its time."""
     context = new_context(chromium)
     page = context.new_page()
     page.errors = []
@@ -55,9 +125,7 @@ def page(chromium, request):
     if request.node.stash.get(FAILED, False):
         print("the page's last requests:", *requests[-40:], sep="\n")
         print(page.evaluate("document.querySelector('#fp-run-page')?.outerHTML.slice(0, 3000)"))
-        folder = HOME / "tests" / "screenshots"
-        folder.mkdir(exist_ok=True)
-        page.screenshot(path=folder / f"{request.node.name}.png", full_page=True)
+        screenshot(page, request)
     errors = page.errors
     context.close()
     assert errors == []

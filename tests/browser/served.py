@@ -165,10 +165,10 @@ class ForkedServer(Server):
 
 
 @contextmanager
-def serving(folder: Path, login: bool = False, **variables: str):
+def serving(folder: Path, login: bool = False, forked: bool = True, **variables: str):
     """A server for the runs in `folder`, by default without a login and forked. Asserts at the end that no process of
     it or of its runs is left."""
-    server = Server(folder, login, **variables) if login else ForkedServer(folder, **variables)
+    server = (ForkedServer if forked else Server)(folder, login, **variables)
     server.start()
     try:
         yield server

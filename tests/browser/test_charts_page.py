@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
+from same_page import show_run
 
 from backend.config import RunSpec
 from backend.config.options import edit
@@ -29,6 +30,11 @@ HAPPENED = [("saved", 40, "Saved."), ("loss spike", 50, "The loss rose to 9."), 
 @pytest.fixture
 def server(shared):
     return shared
+
+
+@pytest.fixture
+def page(same_page):
+    return same_page.page
 
 
 def lines(*values):
@@ -55,8 +61,10 @@ def chart(page, title):
     return page.locator("#fp-run-page .fp-chart").filter(has=page.get_by_role("heading", name=title, exact=True))
 
 
-def open_run(server, page, run, theme="light"):
-    page.goto(f"{server.url}/?tab=run&run={run.id}&__theme={theme}")
+def open_run(page, run, theme="light"):
+    if theme == "dark":
+        page.locator("#fp-theme").click()
+    show_run(page, run)
     expect(chart(page, "Loss").locator(".u-over")).to_be_visible()
     return chart(page, "Loss")
 
@@ -108,7 +116,7 @@ def contrast(one, other):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_training_and_validation_loss_with_the_best_point(server, page, theme):
-    loss = open_run(server, page, plant(server), theme)
+    loss = open_run(page, plant(server), theme)
     assert page.evaluate("document.body.classList.contains('dark')") == (theme == "dark")
     expect(loss.locator(".fp-legend")).to_have_text("trainsmoothedvalidation")
     keys = loss.locator(".fp-legend i")
@@ -129,7 +137,7 @@ def test_training_and_validation_loss_with_the_best_point(server, page, theme):
 
 
 def test_events_are_marks_with_a_tooltip(server, page):
-    loss = open_run(server, page, plant(server))
+    loss = open_run(page, plant(server))
     expect(page.locator(".fp-marks")).to_have_text("CheckpointEvaluationResumed or restartedAlert")
     dim, second, warn = (css_color(page, name) for name in ("--fp-dim", "--fp-second", "--fp-warn"))
     assert pixel(loss, 40, 7) == pytest.approx(dim, abs=8), "the triangle of a checkpoint"
@@ -159,7 +167,7 @@ def test_checkpoints_and_restarts_without_events(server, page):
     saved = run.path / CHECKPOINTS / f"checkpoint-{STEPS + 10}"
     saved.mkdir(parents=True)
     (saved / COMPLETE).write_text("{}")
-    loss = open_run(server, page, run)
+    loss = open_run(page, run)
     expect(page.locator(".fp-marks")).to_have_text("CheckpointEvaluationResumed or restarted")
     over, tooltip = loss.locator(".u-over"), loss.locator(".fp-tooltip > *")
     over.hover(position={"x": 1, "y": 20})
@@ -172,14 +180,14 @@ def test_text_of_events_never_becomes_html(server, page):
     run = plant(server)
     event = {"kind": "<b>spike</b>", "step": 50, "time": 1, "text": "<img src=x onerror=alert(1)>"}
     (run.path / EVENTS).write_text(lines(event))
-    loss = open_run(server, page, run)
+    loss = open_run(page, run)
     point_at(page, loss, 50)
     expect(loss.locator(".fp-tooltip")).to_contain_text("<img src=x onerror=alert(1)>")
     expect(loss.locator(".fp-tooltip img")).to_have_count(0)
 
 
 def test_one_cursor_in_all_charts(server, page):
-    loss = open_run(server, page, plant(server))
+    loss = open_run(page, plant(server))
     norm, rate = chart(page, "Gradient norm"), chart(page, "Learning rate")
     for source, step in ((loss, 48), (norm, 76), (rate, 30)):
         point_at(page, source, step)
@@ -200,7 +208,7 @@ def test_one_cursor_in_all_charts(server, page):
 
 def test_numbers_at_an_axis(server, page):
     """Two of them have different texts, a rate of 0 has no axis up to 100, and learning rates have one format."""
-    open_run(server, page, plant(server))
+    open_run(page, plant(server))
     found = page.evaluate(
         """async () => {
           const { yAxis, yScale } = await import("./footplate/charts.js");
@@ -226,9 +234,12 @@ def test_numbers_at_an_axis(server, page):
     assert found["others"] == ["0.001", "2.5e-4"]
 
 
-def test_a_chart_is_downloaded_as_it_is_shown(server, page):
-    run = plant(server)
-    loss = open_run(server, page, run)
+def test_a_chart_is_downloaded_as_it_is_shown(server, new_page):
+    """Smoothing and the scale stay as they are in this browser."""
+    page, run = new_page, plant(server)
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    page.wait_for_selector("body[data-ready]")
+    loss = open_run(page, run)
 
     def svg():
         response = page.request.get(loss.get_by_role("link", name="Loss as SVG").get_attribute("href"))
@@ -258,7 +269,7 @@ def test_a_chart_is_downloaded_as_it_is_shown(server, page):
 
 def test_a_restarted_run_shows_no_values_of_the_attempt_before(server, page):
     run = plant(server)
-    open_run(server, page, run)
+    open_run(page, run)
     cards = page.locator(".fp-results")
     expect(cards).to_contain_text("Validation loss")
     with (run.path / METRICS).open("a") as file:
@@ -272,7 +283,7 @@ def test_a_restarted_run_shows_no_values_of_the_attempt_before(server, page):
 def test_before_the_first_values_the_log_comes_first(server, page):
     run = Run.create(server.runs, "early", Plan(("python3", "-c", WAITS), files={SPEC: ""}), datetime.now())
     run.start()
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     with (run.path / LOG).open("a") as file:
         file.write("loading the model\n")
     expect(page.locator(".fp-log")).to_contain_text("loading the model")
@@ -297,7 +308,7 @@ def test_nothing_is_wider_than_the_page(server, page, width):
     points = [{"step": first + step, "loss": 1.2345 + step / 1000} for step in range(1, STEPS + 1)]
     (run.path / EVENTS).unlink()
     (run.path / METRICS).write_text(lines(*points, *({"step": first + s, "eval_loss": 1 / s} for s in (40, 90))))
-    loss = open_run(server, page, run)
+    loss = open_run(page, run)
     point_at(page, loss, 40)
     expect(loss.locator(".fp-tooltip")).to_contain_text("Step 12,340")
     expect(loss.locator(".fp-legend-step")).to_have_text("step 12,340")

@@ -4,12 +4,29 @@ import json
 import re
 from datetime import datetime
 
+import pytest
 from playwright.sync_api import expect
 
 from backend.runs import LOCK, METRICS, RESULT, SPEC, Plan
 from backend.runs.folder import Run
 
 OUTPUTS = {"small rank": "4", "large rank": "5"}
+
+
+@pytest.fixture
+def server(without_runs):
+    return without_runs
+
+
+@pytest.fixture
+def page(same_page):
+    return same_page.page
+
+
+def show_comparison(page, *runs):
+    """The Compare view, as after a click in the list."""
+    parameters = {"runs": ",".join(run.id for run in runs)}
+    page.evaluate("compared => footplate.showView('compare', undefined, compared)", parameters)
 
 
 def make(server, name, rank):
@@ -33,7 +50,7 @@ def cells(page, section):
 
 def test_two_runs_are_compared(server, page):
     small, large = make(server, "small rank", 8), make(server, "large rank", 16)
-    page.goto(f"{server.url}/?tab=runs")
+    page.evaluate("() => footplate.showView('runs')")
     compare = page.locator(".fp-runs-compare")
     page.get_by_label("Select small rank").check()
     expect(compare).to_have_attribute("aria-disabled", "true")
@@ -72,7 +89,7 @@ def test_two_runs_are_compared(server, page):
 def test_a_highlighted_run_and_the_focus_stay_while_a_run_trains(server, page):
     small, large = make(server, "small rank", 8), make(server, "large rank", 16)
     (large.path / LOCK).unlink()  # it has not ended, so that the page asks again
-    page.goto(f"{server.url}/?tab=compare&runs={small.id},{large.id}")
+    show_comparison(page, small, large)
     chip = page.locator(".fp-compare-legend button").nth(1)
     chip.click()
     with (large.path / METRICS).open("a") as file:
@@ -102,7 +119,7 @@ def colors(page):
 
 def test_one_run_is_highlighted_and_a_range_zoomed(server, page):
     runs = [make(server, "small rank", 8), make(server, "large rank", 16)]
-    page.goto(f"{server.url}/?tab=compare&runs={','.join(run.id for run in runs)}")
+    show_comparison(page, *runs)
     plot = page.locator("#fp-compare-page .u-over")
     legend = page.locator("#fp-compare-page .fp-compare-legend button")
     expect(plot).to_have_count(1)

@@ -17,6 +17,12 @@ def context(chromium):
     context.close()
 
 
+@pytest.fixture
+def page(same_page):
+    same_page.show_build()
+    return same_page.page
+
+
 def opened(context, url):
     page = context.new_page()
     page.goto(url)
@@ -59,12 +65,24 @@ def test_two_tabs_have_two_drafts(context, shared):
         assert int(value(page, "train.max_steps")) == steps
 
 
-@pytest.mark.parametrize("how", ["reload", "close", "no server"])
-def test_the_last_key_before_leaving_is_kept(context, shared, how):
+BEFORE, DURING, AFTER = 0, 10, 150  # ms after the key: the check of the edit is sent, runs, and is done
+
+
+@pytest.mark.parametrize(
+    ("how", "delays"),
+    [
+        ("close", [BEFORE, DURING, AFTER]),
+        ("reload", [DURING]),
+        ("no server", [BEFORE]),
+        pytest.param("reload", [BEFORE, AFTER], marks=pytest.mark.soak),
+        pytest.param("no server", [DURING, AFTER], marks=pytest.mark.soak),
+    ],
+)
+def test_the_last_key_before_leaving_is_kept(context, shared, how, delays):
     """At any moment: before the check of the edit is sent, while it runs, and after it."""
     page = opened(context, shared.url)
     typed = ""
-    for delay in (0, 10, 150):
+    for delay in delays:
         field = page.locator("#logging-run_name :is(input, textarea)")
         field.focus()
         page.keyboard.press("End")
@@ -133,8 +151,7 @@ def test_notifications_stay_under_the_pointer(context, shared):
     expect(note).to_have_count(0)
 
 
-def test_secrets_are_not_kept_in_the_browser(context, shared):
-    page = opened(context, shared.url)
+def test_secrets_are_not_kept_in_the_browser(page):
     page.route("**/api/check", lambda route: route.abort())
     page.evaluate("() => footplate.edited('launch.env', 'HF_TOKEN=hf_secret')")
     page.evaluate("() => footplate.edited('logging.run_name', 'mine')")
@@ -142,9 +159,8 @@ def test_secrets_are_not_kept_in_the_browser(context, shared):
     assert "mine" in kept and "hf_secret" not in kept
 
 
-def test_a_hugging_face_token_is_tested_and_stored(context, shared):
+def test_a_hugging_face_token_is_tested_and_stored(page, same_page, shared):
     """A refused download opens the field. What is typed is in one request, and nowhere in the page after that."""
-    page = opened(context, shared.url)
     token = page.locator("#fp-hub-token")
     expect(token).to_be_hidden()
     page.locator("#model-source").get_by_text("Hugging Face Hub", exact=True).click()
@@ -179,10 +195,11 @@ def test_a_hugging_face_token_is_tested_and_stored(context, shared):
     assert GOOD not in everything and BAD not in everything
     page.locator("#fp-versions").click()
     assert "hf_" not in page.locator("dialog.fp-versions").inner_text()
+    stored.unlink()
+    same_page.leave()
 
 
-def test_the_name_follows_the_model_until_it_is_typed(context, shared):
-    page = opened(context, shared.url)
+def test_the_name_follows_the_model_until_it_is_typed(page):
     name = page.locator("#logging-run_name :is(input, textarea)")
     expect(name).to_have_value("")
     expect(name).to_have_attribute("placeholder", "smollm2-135m-instruct LoRA")
@@ -197,11 +214,10 @@ def test_the_name_follows_the_model_until_it_is_typed(context, shared):
     expect(name).to_have_value("mine")
 
 
-def test_values_of_a_demo_preset_are_offered_to_be_replaced(context, shared, tmp_path):
+def test_values_of_a_demo_preset_are_offered_to_be_replaced(page, tmp_path):
     data = tmp_path / "mine.jsonl"
     example = {"prompt": "Which train?", "completion": "The 7:32 to Basel."}
     data.write_text("".join(json.dumps(example) + "\n" for _ in range(300)))
-    page = opened(context, shared.url)
     offer = page.locator("#fp-preset-offer")
     expect(offer).to_be_hidden()
     page.locator("#data-source").get_by_text("Local files", exact=True).click()
@@ -222,14 +238,12 @@ def test_values_of_a_demo_preset_are_offered_to_be_replaced(context, shared, tmp
     assert float(value(page, "train.learning_rate")) == 0.003
 
 
-def test_wrong_columns_are_one_finding(context, shared, tmp_path):
+def test_wrong_columns_are_one_finding(page, tmp_path):
     """And no safe fix turns off the validation for it."""
     data = tmp_path / "wrong.jsonl"
     data.write_text("".join(json.dumps({"kunde": f"Frage {i}", "meldung": f"Antwort {i}"}) + "\n" for i in range(200)))
-    page = opened(context, shared.url)
     page.locator("#data-source").get_by_text("Local files", exact=True).click()
     fill(page, "data.files", data)
-    page.wait_for_timeout(3000)  # until the worker process has read the examples
     settled(page)
     expect(page.locator(".fp-finding")).to_have_count(1)
     expect(page.locator(".fp-finding h4")).to_have_text("The columns of a data file are not recognized")
@@ -239,11 +253,10 @@ def test_wrong_columns_are_one_finding(context, shared, tmp_path):
     expect(page.locator(".fp-status-text")).to_have_text("Cannot run: 1 error")
 
 
-def test_what_can_run_code_in_an_imported_file_needs_consent(context, shared, tmp_path):
+def test_what_can_run_code_in_an_imported_file_needs_consent(page, tmp_path):
     path = tmp_path / "run.yaml"
     env = "{LD_PRELOAD: /tmp/x.so, NCCL_DEBUG: INFO}"
     path.write_text(f"model: {{trust_remote_code: true}}\nslurm: {{setup: module load x}}\nlaunch: {{env: {env}}}\n")
-    page = opened(context, shared.url)
     page.locator("#fp-import-file").set_input_files(path)
     for text in (
         "Shell commands before training: module load x",
@@ -259,8 +272,8 @@ def test_what_can_run_code_in_an_imported_file_needs_consent(context, shared, tm
     assert value(page, "model.trust_remote_code") in (False, "false")
 
 
-def test_start_waits_for_a_preset_that_loads(context, shared):
-    page, held, started = opened(context, shared.url), [], []
+def test_start_waits_for_a_preset_that_loads(page):
+    held, started = [], []
     page.route("**/api/presets/*", lambda route: held.append(route))
     page.route("**/api/runs", lambda route: (started.append(route.request.post_data_json), route.abort()))
     page.locator("#fp-presets").select_option("continued-pretraining")
@@ -273,9 +286,9 @@ def test_start_waits_for_a_preset_that_loads(context, shared):
     assert [body["values"]["train.stage"] for body in started] == ["pretraining"]
 
 
-def test_a_start_after_an_edit_is_another_start(context, shared):
+def test_a_start_after_an_edit_is_another_start(page):
     """A retry after a lost response has the same key, so that it starts nothing twice."""
-    page, keys = opened(context, shared.url), []
+    keys = []
     page.route("**/api/runs", lambda route: (keys.append(route.request.post_data_json["key"]), route.abort()))
     for steps in (7, 7, 8):
         fill(page, "train.max_steps", steps)
@@ -286,8 +299,8 @@ def test_a_start_after_an_edit_is_another_start(context, shared):
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_undo_keeps_what_was_edited_since(context, shared, tmp_path):
-    page, path = opened(context, shared.url), tmp_path / "run.yaml"
+def test_undo_keeps_what_was_edited_since(page, tmp_path):
+    path = tmp_path / "run.yaml"
     path.write_text("train: {max_steps: 11, learning_rate: 0.003}\nlora: {r: 4}\nmodel: {trust_remote_code: true}\n")
     before = value(page, "lora.r")
     page.locator("#fp-import-file").set_input_files(path)
@@ -299,9 +312,9 @@ def test_undo_keeps_what_was_edited_since(context, shared, tmp_path):
     assert value(page, "lora.r") == before and float(value(page, "train.learning_rate")) == 0.5
 
 
-def test_device_ids_have_a_field_on_a_machine_without_gpus(context, shared, tmp_path):
+def test_device_ids_have_a_field_on_a_machine_without_gpus(page, tmp_path):
     """Where there are no chips to click, an imported value can be seen and deleted."""
-    page, path = opened(context, shared.url), tmp_path / "run.yaml"
+    path = tmp_path / "run.yaml"
     ids = page.locator("#launch-devices")
     expect(ids).to_be_hidden()
     path.write_text("launch: {devices: '0,1'}\n")
@@ -316,8 +329,8 @@ def test_device_ids_have_a_field_on_a_machine_without_gpus(context, shared, tmp_
     expect(ids).to_be_hidden()
 
 
-def test_a_preset_that_cannot_be_loaded_changes_nothing(context, shared):
-    page, held = opened(context, shared.url), []
+def test_a_preset_that_cannot_be_loaded_changes_nothing(page):
+    held = []
     fill(page, "train.max_steps", 7)
     page.route("**/api/presets/*", lambda route: held.append(route))
     page.locator("#fp-presets").select_option("lora-80gb")

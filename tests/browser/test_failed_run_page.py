@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 from playwright.sync_api import expect
+from same_page import show_run
 
 from backend.config import RunSpec
 from backend.config.options import edit
@@ -27,10 +28,15 @@ train: {{stage: pretraining, duration: steps, max_steps: 1, per_device_train_bat
 """
 
 
-def test_a_remedy_opens_a_copy_that_passes_the_checks(server, page):
+@pytest.fixture
+def page(same_page):
+    return same_page.page
+
+
+def test_a_remedy_opens_a_copy_that_passes_the_checks(shared, page):
     spec = edit(RunSpec(), {"model.builtin": "tiny-llama", "train.dataloader_num_workers": 2, "train.seed": 7})
-    run = failed_run(server.runs, spec, probe(Path.cwd()), ERROR)
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    run = failed_run(shared.runs, spec, probe(Path.cwd()), ERROR)
+    show_run(page, run)
     failure = page.locator(".fp-failure")
     expect(failure.locator(".fp-failure-text")).to_contain_text("shared memory (/dev/shm)")
     expect(failure.locator(".fp-remedies")).to_contain_text("DataLoader workers: 2 \u2192 0")
@@ -49,25 +55,25 @@ def test_a_remedy_opens_a_copy_that_passes_the_checks(server, page):
     assert page.evaluate("footplate.values()")["train.dataloader_num_workers"] == 2
 
 
-def test_options_have_their_label_in_the_sentence(server, page):
+def test_options_have_their_label_in_the_sentence(shared, page):
     spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.nproc_per_node": 2})
     error = "RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 60000ms for recv"
-    run = failed_run(server.runs, spec, probe(Path.cwd()), error)
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    run = failed_run(shared.runs, spec, probe(Path.cwd()), error)
+    show_run(page, run)
     sentence = page.locator(".fp-failure-text")
     text = "A rank waited longer than Distributed timeout for the other ranks."
     expect(sentence).to_have_text(text)
     expect(sentence.get_by_role("button", name="Distributed timeout")).to_be_visible()
 
 
-def test_a_run_whose_loss_rose_offers_a_lower_learning_rate(server, page):
+def test_a_run_whose_loss_rose_offers_a_lower_learning_rate(shared, page):
     """It did not fail, so the changes are below its alert."""
     spec = edit(RunSpec(), {"model.builtin": "tiny-llama", "train.learning_rate": 0.5})
-    run = planted_run(server.runs, spec, probe(Path.cwd()), "rise")
+    run = planted_run(shared.runs, spec, probe(Path.cwd()), "rise")
     text = "The loss rose from 10.8 to 1,588. Lower the learning rate."
     (run.path / EVENTS).write_text(json.dumps({"kind": "loss rise", "step": 32, "text": text, "time": 1}) + "\n")
     ended(run, end="done", exit_code=0)
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     alerts = page.locator(".fp-alerts")
     expect(alerts).to_contain_text(text)
     change = alerts.locator(".fp-remedies li", has_text="Learning rate 2e-4")
@@ -76,21 +82,28 @@ def test_a_run_whose_loss_rose_offers_a_lower_learning_rate(server, page):
     assert float(page.evaluate("footplate.values()")["train.learning_rate"]) == 2e-4
 
 
-def test_a_run_that_the_user_stopped_after_a_spike_offers_nothing(server, page):
-    run = planted_run(server.runs, edit(RunSpec(), {"model.builtin": "tiny-llama"}), probe(Path.cwd()), "stopped")
+def test_a_run_that_the_user_stopped_after_a_spike_offers_nothing(shared, page):
+    run = planted_run(shared.runs, edit(RunSpec(), {"model.builtin": "tiny-llama"}), probe(Path.cwd()), "stopped")
     text = "The loss rose to 9; the median of the last 50 points is 2."
     (run.path / EVENTS).write_text(json.dumps({"kind": "loss spike", "step": 32, "text": text, "time": 1}) + "\n")
     ended(run, end="stopped", exit_code=0)
     asked = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+
+    def remember(request):
+        asked.append(request.url)
+
+    page.on("request", remember)
+    show_run(page, run)
     expect(page.locator(".fp-alerts")).to_contain_text(text)
+    page.remove_listener("request", remember)
+    assert any(url.endswith(run.id) for url in asked)
     assert not [url for url in asked if url.endswith("/remedies")]
 
 
 @pytest.mark.soak
-def test_out_of_memory_is_mended_with_one_click(server, page, tmp_path):
+def test_out_of_memory_is_mended_with_one_click(server, new_page, tmp_path):
     """A batch needs more memory than a process may have, as in a container; the first remedy halves it."""
+    page = new_page
     psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_DATA, (PROCESS_BYTES, PROCESS_BYTES))  # runs inherit it
     text = " ".join(f"word{number % 97}" for number in range(1200))
     (tmp_path / "long.jsonl").write_text(64 * f'{{"text": "{text}"}}\n')

@@ -7,7 +7,6 @@ import json
 
 import pytest
 from playwright.sync_api import expect
-from served import new_context, serving
 
 from backend.rules import example_findings
 
@@ -83,20 +82,11 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def page(chromium, tmp_path_factory):
-    """A page that stays open."""
-    folder = tmp_path_factory.mktemp("fixes")
-    errors = []
-    with serving(folder / "runs") as server:
-        page = new_context(chromium).new_page()
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(server.url)
-        page.wait_for_selector("body[data-ready]")
-        page.folder = folder
-        yield page
-        page.context.close()
-    assert errors == []
+@pytest.fixture
+def page(same_page, tmp_path):
+    """The form has the values of the test before, which an import replaces."""
+    same_page.page.folder = tmp_path
+    return same_page.page
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import time
 from datetime import datetime
 
 from playwright.sync_api import expect
+from same_page import show_run
 
 from backend.runs import SPEC, STACKS, Plan, processes
 from backend.runs.folder import Run
@@ -32,10 +33,11 @@ read_slow_disk()
 """
 
 
-def test_the_page_says_what_each_rank_is_doing(server, page):
+def test_the_page_says_what_each_rank_is_doing(shared, same_page):
+    page = same_page.page
     packages = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     files = {SPEC: "", "child.py": LAUNCHER, "rank.py": RANK}
-    run = Run.create(server.runs, "hung", Plan((sys.executable, "child.py"), packages, files), datetime.now())
+    run = Run.create(shared.runs, "hung", Plan((sys.executable, "child.py"), packages, files), datetime.now())
     run.start()
     try:
         headers = [run.path / STACKS / f"{rank}.txt" for rank in range(2)]
@@ -44,7 +46,7 @@ def test_the_page_says_what_each_rank_is_doing(server, page):
             time.sleep(0.05)
         stopped = int(re.match(r"PID (\d+)", headers[1].read_text())[1])
         os.kill(stopped, signal.SIGSTOP)
-        page.goto(f"{server.url}/?tab=run&run={run.id}")
+        show_run(page, run)
         expect(page.locator(".fp-run-sentence")).to_contain_text("no step for 3 min")
         page.get_by_role("button", name="Show what each rank is doing").click()
         answer = page.locator(".fp-stacks-answer")

@@ -11,14 +11,26 @@ from playwright.sync_api import expect
 from backend.config.options import options, shown
 from backend.presets import presets
 
+WIDEST_AND_NARROWEST = [pytest.param(1440, marks=pytest.mark.soak), 390]
+
 
 @pytest.fixture
 def server(shared):
     return shared
 
 
-def opened(page, server, width=1440):
+@pytest.fixture
+def page(same_page):
+    same_page.show_build()
+    return same_page.page
+
+
+def resize(page, width):
     page.set_viewport_size({"width": width, "height": 900})
+
+
+def opened(page, server, width=1440):
+    resize(page, width)
     page.goto(server.url)
     page.wait_for_selector("body[data-ready]")
     settled(page)
@@ -29,8 +41,8 @@ def settled(page):
 
 
 @pytest.mark.parametrize("width", [1440, 1024, 800, 390])
-def test_verdict_and_start_stay_in_sight(page, server, width):
-    opened(page, server, width)
+def test_verdict_and_start_stay_in_sight(page, width):
+    resize(page, width)
     page.mouse.move(width / 4, 600)
     page.mouse.wheel(0, 900)
     page.wait_for_function("() => window.scrollY > 600")
@@ -40,8 +52,8 @@ def test_verdict_and_start_stay_in_sight(page, server, width):
 
 
 @pytest.mark.parametrize("width", [1440, 1240, 1024, 910, 800, 390])
-def test_a_long_verdict_and_the_links_have_room(page, server, width):
-    opened(page, server, width)
+def test_a_long_verdict_and_the_links_have_room(page, width):
+    resize(page, width)
     page.locator("#fp-presets").select_option("full-8b-zero3")
     page.locator("#fp-machine").select_option("1x24gb")
     expect(page.locator(".fp-status-text")).to_contain_text("warning")
@@ -58,16 +70,15 @@ def test_a_long_verdict_and_the_links_have_room(page, server, width):
 
 
 @pytest.mark.parametrize("width", [1440, 1330, 1240, 1110, 1024, 390])
-def test_segments_show_their_whole_text(page, server, width):
-    opened(page, server, width)
+def test_segments_show_their_whole_text(page, width):
+    resize(page, width)
     texts = page.locator("#model-source label span")
     expect(texts).to_have_text(["Built-in", "Local folder", "Hugging Face Hub"])
     hidden = "(all) => all.map((one) => one.scrollWidth - one.clientWidth)"
     assert texts.evaluate_all(hidden) == [0, 0, 0]
 
 
-def test_a_report_of_earlier_values_says_so_while_the_check_takes_long(page, server):
-    opened(page, server)
+def test_a_report_of_earlier_values_says_so_while_the_check_takes_long(page):
     note, held = page.locator(".fp-status-slow"), []
     expect(note).to_be_hidden()
     page.route("**/api/check", lambda route: held.append(route))
@@ -80,8 +91,7 @@ def test_a_report_of_earlier_values_says_so_while_the_check_takes_long(page, ser
     expect(note).to_be_hidden()
 
 
-def test_menu_closes_when_the_focus_leaves_it(page, server):
-    opened(page, server)
+def test_menu_closes_when_the_focus_leaves_it(page):
     lists = page.locator(".fp-field [role=listbox]")
     page.locator("#model-builtin input").focus()
     expect(lists).to_have_count(1)
@@ -94,8 +104,7 @@ def test_menu_closes_when_the_focus_leaves_it(page, server):
     expect(lists).to_have_count(0)
 
 
-def test_a_click_opens_a_menu_that_was_closed_with_escape(page, server):
-    opened(page, server)
+def test_a_click_opens_a_menu_that_was_closed_with_escape(page):
     menu = page.locator("#train-stage input")
     for _ in range(2):
         menu.click()
@@ -111,9 +120,8 @@ ALL_SELECTED = """() => {
 }"""
 
 
-def test_typing_into_a_menu_replaces_its_text(page, server):
+def test_typing_into_a_menu_replaces_its_text(page):
     """The text of the selected choice would be a part of what is searched for, so that nothing matches."""
-    opened(page, server)
     menu = page.locator("#train-optim")
     menu.locator("input").click()
     page.wait_for_function(ALL_SELECTED)
@@ -132,24 +140,23 @@ def test_typing_into_a_menu_replaces_its_text(page, server):
     assert menu.locator("input").input_value() == "sgd"
 
 
-def test_a_text_field_shows_the_focus(page, server):
-    opened(page, server)
+def test_a_text_field_shows_the_focus(page):
     page.locator("#train-learning_rate input").focus()
     style = "() => { const s = getComputedStyle(document.activeElement); return [s.outlineStyle, s.outlineWidth]; }"
     assert page.evaluate(style) == ["solid", "2px"]
 
 
-def test_the_page_rests_when_nothing_happens(page, server):
-    page.add_init_script(
+def test_the_page_rests_when_nothing_happens(new_page, server):
+    new_page.add_init_script(
         """window.frames_asked = 0;
         const native = window.requestAnimationFrame.bind(window);
         window.requestAnimationFrame = (draw) => { window.frames_asked++; return native(draw); };"""
     )
-    opened(page, server)
+    opened(new_page, server)
     counts = [0]
     while len(counts) < 20 and (len(counts) < 3 or counts[-1] - counts[-2] >= 5):  # Gradio's first animations end soon
-        page.wait_for_timeout(1000)
-        counts.append(page.evaluate("() => window.frames_asked"))
+        new_page.wait_for_timeout(1000)
+        counts.append(new_page.evaluate("() => window.frames_asked"))
     assert counts[-1] - counts[-2] < 5, counts
 
 
@@ -157,9 +164,8 @@ SHOWN = """() => Object.fromEntries([...document.querySelectorAll(".fp-field")].
     [field.id, getComputedStyle(field).display !== "none"]))"""
 
 
-def test_exactly_the_options_with_an_effect_are_shown(page, server):
+def test_exactly_the_options_with_an_effect_are_shown(page):
     """The page decides it from the same `when` as Python."""
-    opened(page, server)
     for preset in presets():
         if preset.name not in ("first-run", "dpo", "full-8b-zero3"):
             continue
@@ -172,20 +178,19 @@ def test_exactly_the_options_with_an_effect_are_shown(page, server):
         assert page.locator("#fp-hub-token").is_visible() == expected["model-hub_id"]
 
 
-def test_notifications_stay_in_their_view(page, server):
-    opened(page, server)
+def test_notifications_stay_in_their_view(page):
     page.locator("#fp-presets").select_option(presets()[1].name)
     expect(page.locator(".fp-toast")).to_be_visible()
     page.get_by_role("link", name="Runs", exact=True).click()
     expect(page.locator(".fp-toast")).to_have_count(0)
 
 
-def test_the_theme_of_a_page_without_gradio_can_be_switched_before_its_modules_are_loaded(page, server):
-    page.route("**/static_page.js", lambda route: route.abort())
-    page.goto(f"{server.url}/rules")
-    was_dark = page.evaluate("() => document.body.classList.contains('dark')")
-    page.locator("#fp-theme").click()
-    assert page.evaluate("() => document.body.classList.contains('dark')") is not was_dark
+def test_the_theme_of_a_page_without_gradio_can_be_switched_before_its_modules_are_loaded(new_page, server):
+    new_page.route("**/static_page.js", lambda route: route.abort())
+    new_page.goto(f"{server.url}/rules")
+    was_dark = new_page.evaluate("() => document.body.classList.contains('dark')")
+    new_page.locator("#fp-theme").click()
+    assert new_page.evaluate("() => document.body.classList.contains('dark')") is not was_dark
 
 
 @pytest.mark.parametrize(
@@ -195,20 +200,20 @@ def test_the_theme_of_a_page_without_gradio_can_be_switched_before_its_modules_a
         ("rules", "rules.js", "Search rules", "article[hidden]"),
     ],
 )
-def test_words_typed_before_the_modules_are_loaded_are_searched(page, server, path, module, field, found):
+def test_words_typed_before_the_modules_are_loaded_are_searched(new_page, server, path, module, field, found):
     held = []
-    page.route(f"**/{module}", lambda route: held.append(route))
-    page.goto(f"{server.url}/{path}", wait_until="commit")
-    page.get_by_label(field).fill("rehearsal")
-    assert page.locator(found).count() == 0
+    new_page.route(f"**/{module}", lambda route: held.append(route))
+    new_page.goto(f"{server.url}/{path}", wait_until="commit")
+    new_page.get_by_label(field).fill("rehearsal")
+    assert new_page.locator(found).count() == 0
     held[0].continue_()
-    page.locator(found).first.wait_for(state="attached")
+    new_page.locator(found).first.wait_for(state="attached")
 
 
-@pytest.mark.parametrize("width", [1440, 390])
-def test_the_header_leads_from_each_page_to_the_others_in_this_tab(page, server, width):
+@pytest.mark.parametrize("width", WIDEST_AND_NARROWEST)
+def test_the_header_leads_from_each_page_to_the_others_in_this_tab(page, width):
     """The form keeps its values, and the theme is the same on each page."""
-    opened(page, server, width)
+    resize(page, width)
     page.locator("#logging-run_name input").fill("kept")
     settled(page)
     views = page.get_by_role("navigation", name="Views")
@@ -238,27 +243,26 @@ def test_the_header_leads_from_each_page_to_the_others_in_this_tab(page, server,
     page.locator("#fp-theme").click()
 
 
-@pytest.mark.parametrize("width", [1440, 390])
-def test_the_first_visit_says_what_footplate_is(page, server, width):
+@pytest.mark.parametrize("width", WIDEST_AND_NARROWEST)
+def test_the_first_visit_says_what_footplate_is(new_page, server, width):
     """A reload of the same tab keeps the note; it can be closed, and a later visit does not show it."""
-    opened(page, server, width)
-    note = page.get_by_role("note")
+    opened(new_page, server, width)
+    note = new_page.get_by_role("note")
     expect(note).to_contain_text("Footplate fine-tunes language models")
     expect(note.get_by_role("link", name="Getting started")).to_have_attribute("href", "help/getting-started")
-    opened(page, server, width)
+    opened(new_page, server, width)
     expect(note).to_be_visible()
-    later = page.context.new_page()
+    later = new_page.context.new_page()
     opened(later, server, width)
     expect(later.locator("#fp-welcome")).to_be_hidden()
     later.close()
     note.get_by_role("button", name="Close this note").click()
     expect(note).to_be_hidden()
-    opened(page, server, width)
-    expect(page.locator("#fp-welcome")).to_be_hidden()
+    opened(new_page, server, width)
+    expect(new_page.locator("#fp-welcome")).to_be_hidden()
 
 
-def test_figures_and_buttons_say_what_they_mean(page, server):
-    opened(page, server)
+def test_figures_and_buttons_say_what_they_mean(page, same_page):
     expect(page.locator("#fp-try")).to_have_attribute("title", re.compile("A rehearsal, not the run"))
     expect(page.locator(".fp-machine")).to_have_attribute("title", re.compile("hardware that the options are checked"))
     for text, meaning in (("Memory per", "Estimated peak memory of one"), ("Sent per step", "sends to other devices")):
@@ -266,9 +270,7 @@ def test_figures_and_buttons_say_what_they_mean(page, server):
         expect(heading).to_have_attribute("title", re.compile(meaning))
     columns = page.locator(".fp-column text")
     expect(columns).to_have_text(["Process 0"])
-    page.goto(f"{server.url}?machine=2x8x80gb")
-    page.wait_for_selector("body[data-ready]")
-    page.locator("#fp-presets").select_option("two-nodes")
+    same_page.show_build("2x8x80gb", "two-nodes")
     expect(columns).to_have_text([f"GPU {i}" for i in range(8)] * 2)
     widths = "(all) => all.map((one) => [one.getBoundingClientRect().left, one.getBoundingClientRect().right])"
     spans = columns.evaluate_all(widths)[:8]  # of one node
@@ -294,8 +296,7 @@ def paste_lab(page):
     return dialog
 
 
-def test_escape_asks_before_it_discards_what_was_entered(page, server):
-    opened(page, server)
+def test_escape_asks_before_it_discards_what_was_entered(page):
     add = page.get_by_role("button", name="Add a machine", exact=True)
     dialog = page.get_by_role("dialog", name="Add a machine to plan for")
     add.click()
@@ -315,8 +316,7 @@ def test_escape_asks_before_it_discards_what_was_entered(page, server):
     expect(dialog).to_have_count(0)
 
 
-def test_a_custom_machine_is_added_used_and_removed(page, server):
-    opened(page, server)
+def test_a_custom_machine_is_added_used_and_removed(page):
     dialog = paste_lab(page)
     memory = dialog.get_by_label("Memory per GPU (GiB)", exact=True)
     expect(dialog).to_contain_text("The checks assume 64 GiB if it is empty.")

@@ -5,7 +5,9 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import expect
+from same_page import show_run
 
 from backend.preflight import preflight
 from backend.presets import presets
@@ -39,6 +41,16 @@ RANKS = [
 ]
 
 
+@pytest.fixture
+def server(shared):
+    return shared
+
+
+@pytest.fixture
+def page(same_page):
+    return same_page.page
+
+
 def lines(*values):
     return "".join(json.dumps(value) + "\n" for value in values)
 
@@ -63,14 +75,14 @@ def make(server):
 
 def test_only_the_state_is_read_out(server, page):
     """The sentence next to it changes every second."""
-    page.goto(f"{server.url}/?tab=run&run={make(server).id}")
+    show_run(page, make(server))
     expect(page.locator(".fp-run-title").get_by_role("status")).to_have_text("Stopped")
     expect(page.locator(".fp-run-sentence")).to_contain_text("Stopped at step")
 
 
 def test_alerts_marks_and_ranks(server, page):
     run = make(server)
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     expect(page.locator(".fp-alerts")).to_contain_text(f"Step 60{ALERT}")
     cards = page.locator(".fp-results")
     expect(cards).to_contain_text("40% model FLOPs utilization")
@@ -97,7 +109,7 @@ def test_the_measured_peak_is_that_of_the_allocator(server, page):
     preset = next(preset for preset in presets() if preset.name == "two-nodes")
     estimate = dict(preflight(preset.spec, preset.machine, Path("/nowhere")).expected or {})
     (run.path / ESTIMATE).write_text(json.dumps({**estimate, "measured_bytes": estimate["device_bytes"]}))
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     page.locator(".fp-run-placement .fp-column").first.hover()
     expect(page.locator(".fp-run-placement .fp-placement-caption")).to_contain_text("measured 24 GiB")
     page.get_by_text("Ranks", exact=True).click()
@@ -109,7 +121,7 @@ WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sle
 
 def test_what_is_unfolded_stays_so_when_a_checkpoint_is_saved(server, page):
     run = make(server)
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     summary = page.locator(".fp-details summary", has_text="Configuration")
     summary.click()
     checkpoint = run.path / CHECKPOINTS / "checkpoint-40"
@@ -123,7 +135,7 @@ def test_what_is_unfolded_stays_so_when_a_checkpoint_is_saved(server, page):
 def test_a_flood_of_lines_shows_the_last_ones(server, page):
     run = Run.create(server.runs, "flood", Plan(("python3", "-c", WAITS), files={SPEC: ""}), datetime.now())
     run.start()
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     log = page.locator(".fp-log")
     with (run.path / LOG).open("a") as file:
         file.write("first line\n")
@@ -150,9 +162,15 @@ def test_a_long_run_is_drawn_in_parts(server, page):
     points = ({"step": step, "loss": 2, "note": "x" * 900} for step in range(1, 100_001))  # 90 MB
     (run.path / METRICS).write_text(lines(*points))
     found = []
-    page.on("response", lambda response: "/series" in response.url and response.ok and found.append(response))
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+
+    def remember(response):
+        if "/series" in response.url and response.ok:
+            found.append(response)
+
+    page.on("response", remember)
+    show_run(page, run)
     expect(page.locator(".fp-chart .fp-chart-text").first).to_contain_text("Latest 2 at step 100,000")
     expect(page.locator("#fp-run-page .fp-charts-bar")).to_contain_text("Drag across a chart to zoom")
+    page.remove_listener("response", remember)
     shares = [response.json()["read"] for response in found if response.status == 200]
     assert len(shares) > 1 and shares == sorted(shares) and shares[0] < 1 and shares[-1] == 1

@@ -6,6 +6,7 @@ from datetime import datetime
 
 import pytest
 from playwright.sync_api import expect
+from same_page import show_run
 
 from backend.runs import LOCK, LOG, SPEC, STATE, Plan
 from backend.runs.folder import Run
@@ -64,6 +65,11 @@ def server(shared):
     return shared
 
 
+@pytest.fixture
+def page(same_page):
+    return same_page.page
+
+
 def make(server, lines=LINES):
     run = Run.create(server.runs, "library messages", Plan(("true",), files={SPEC: ""}), datetime.now())
     (run.path / LOCK).write_text("supervisor")
@@ -75,7 +81,7 @@ def make(server, lines=LINES):
 
 def test_an_ended_run_without_a_log_does_not_promise_one(server, page):
     run = make(server, "")
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     expect(page.locator(".fp-log-empty")).to_have_text("The run ended without a line in this log.")
     expect(page.locator(".fp-details > :visible").first).to_have_css("border-top-width", "0px")
     (run.path / LOG).write_text("a line\n")
@@ -86,7 +92,7 @@ def test_an_ended_run_without_a_log_does_not_promise_one(server, page):
 
 def test_library_messages_are_folded(server, page):
     run = make(server)
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     log, group = page.locator(".fp-log"), page.get_by_role("button", name="Library messages")
     expect(group).to_have_text("Library messages (3)")
     expect(group).to_have_attribute("aria-expanded", "false")
@@ -111,7 +117,7 @@ def test_library_messages_are_folded(server, page):
 )
 def test_a_traceback_is_never_folded(server, page, prefixes):
     run = make(server, TRACEBACK.format(*prefixes))
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     log = page.locator(".fp-log")
     expect(page.get_by_role("button", name="Library messages")).to_have_text("Library messages (2)")
     for text in (*IN_TRACEBACK, *AFTER):
@@ -128,7 +134,7 @@ def test_messages_of_torch_with_a_rank_are_folded(server, page):
     lines += "W1124 16:00:01.000 7 torch/distributed/run.py:874] \n"
     lines += "W1124 16:00:01.000 7 torch/distributed/run.py:874] Setting OMP_NUM_THREADS environment variable\n"
     run = make(server, lines + STOPPED + "the end\n")
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     expect(page.get_by_role("button", name="Library messages")).to_have_text("Library messages (7)")
     traceback = ["Traceback (most recent call last):", "ValueError: of the user"]
     expect(page.locator(".fp-log-line:visible")).to_have_text([*traceback, "the end"])
@@ -137,7 +143,7 @@ def test_messages_of_torch_with_a_rank_are_folded(server, page):
 
 def test_the_search_skips_lines_that_the_level_hides(server, page):
     run = make(server, "step 1\nstep 2: UserWarning: slow\nstep 3: ValueError: no\nstep 4\n")
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     page.locator(".fp-log").get_by_text("step 4").wait_for()
     page.get_by_role("searchbox", name="Search the log").fill("step")
     count = page.locator("#fp-run-page .fp-log-count")
@@ -157,11 +163,10 @@ CREATE_LOG = """async (id) => {
 }"""
 
 
-def test_new_matching_lines_are_counted_and_not_read_out(server, page):
+def test_new_matching_lines_are_counted_and_not_read_out(server, new_page):
     """The count is announced after the search was changed, not with every line of a running run."""
-    run = make(server)
-    page.goto(server.url)
-    page.wait_for_selector("body[data-ready]")
+    page, run = new_page, make(server)
+    page.goto(f"{server.url}/rules")
     page.evaluate(CREATE_LOG, run.id)
     count, status = page.locator("#growing .fp-log-count"), page.locator("#growing [role=status]")
     page.locator("#growing").get_by_text("Preparing data.").wait_for()
@@ -176,9 +181,8 @@ def test_new_matching_lines_are_counted_and_not_read_out(server, page):
     expect(status).to_have_text("2 lines")
 
 
-def test_no_line_freezes_the_page(server, page):
+def test_no_line_freezes_the_page(page):
     """A line of 128 KiB took up to 7 seconds, and a number with as many digits in the search 55."""
-    page.goto(server.url)
     seconds = page.evaluate(
         """async () => {
           const { createLibraryFilter } = await import("/footplate/log_library.js");

@@ -15,8 +15,9 @@ def wait_until_ready(page):
     expect(page.locator("#fp-status")).to_have_attribute("data-fresh", "yes")
 
 
-def test_token_url(page, tmp_path):
+def test_token_url(same_page, tmp_path):
     """The printed URL logs in, and the token leaves the address."""
+    page = same_page.page
     with serving(tmp_path / "runs", login=True) as server:
         url = server.printed_url()
         assert url.startswith(f"{server.url}/?token=")
@@ -39,7 +40,8 @@ def password_file(tmp_path):
 
 
 def test_password_and_logout(page, tmp_path, password_file):
-    with serving(tmp_path / "runs", login=True, FOOTPLATE_PASSWORD_FILE=password_file) as server:
+    # Its own environment is in /proc: that of a forked server would be that of its parent.
+    with serving(tmp_path / "runs", login=True, forked=False, FOOTPLATE_PASSWORD_FILE=password_file) as server:
         assert server.printed_url() == server.url
         page.goto(f"{server.url}/?tab=build")
         for _ in range(5):

@@ -1,12 +1,18 @@
 """The tabs of the launch preview with the keyboard."""
 
+import pytest
 from playwright.sync_api import expect
-from test_journeys import open_page, wait_for_status
+from test_journeys import wait_for_status
 
 
-def test_arrow_keys_go_from_tab_to_tab(server, page):
+@pytest.fixture
+def page(same_page):
+    same_page.show_build()
+    return same_page.page
+
+
+def test_arrow_keys_go_from_tab_to_tab(page):
     """One tab is in the tab order; arrows, Home and End select the others, also after the next check."""
-    open_page(page, server)
     wait_for_status(page, "^Can run")
     tabs = page.get_by_role("tablist", name="Command and files").get_by_role("tab")
     names = tabs.all_inner_texts()

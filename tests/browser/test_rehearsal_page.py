@@ -61,12 +61,12 @@ def test_live_phases_stop_and_reload(server, page):
     expect(panel).to_be_hidden()
 
 
-def test_a_rehearsal_of_earlier_values_says_so(server, page):
+def test_a_rehearsal_of_earlier_values_says_so(same_page):
+    same_page.show_build()
+    page = same_page.page
     status = {"state": "done", "seconds": 9, "phases": [], "notes": [], "peak_bytes": 0, "text": "", "now": ""}
     page.route("**/api/rehearsals", lambda route: route.fulfill(json={"id": "one"}))
     page.route("**/api/rehearsals/one", lambda route: route.fulfill(json=status))
-    ready(page, server.url)
-    page.locator("#fp-status[data-fresh=yes]").wait_for()
     page.locator("#fp-try").click()
     title = page.locator("#fp-rehearsal h3")
     expect(title).to_have_text("Rehearsal passed")

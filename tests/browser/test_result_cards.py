@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
+from same_page import show_run
 from test_trained_model_page import plant
 
 from backend.runs import RESULT
@@ -13,6 +14,11 @@ from backend.runs import RESULT
 @pytest.fixture
 def server(shared):
     return shared
+
+
+@pytest.fixture
+def page(same_page):
+    return same_page.page
 
 
 @pytest.mark.parametrize(
@@ -31,7 +37,7 @@ def test_a_gain_a_loss_and_neither(server, page, before, after, text, gain):
     pairs = [("exact_match", 0), ("rouge_l", 1), ("bleu", 1)]
     scores = {f"{name}_{when}": of[i] for name, i in pairs for when, of in (("before", before), ("after", after))}
     Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", **scores}))
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     expect(page.locator(".fp-gain")).to_have_text(text)
     card = page.locator(".fp-results .fp-large")
     expect(card.locator("strong")).to_have_count(int(gain))  # green
@@ -43,7 +49,7 @@ def test_a_change_on_few_examples_is_no_alarm(server, page):
     samples = [{"prompt": "2 + 2?", "reference": "4", "before": "4", "after": "no"}] * 2
     scores = {"exact_match_before": 0.5, "exact_match_after": 0.0}
     Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples, **scores}))
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     gain = page.locator(".fp-gain")
     expect(gain).to_contain_text("from 50% to 0%. This was measured on 2 examples, which is too few to tell.")
     expect(gain).to_have_attribute("data-change", "same")
@@ -57,7 +63,7 @@ def test_generations_are_filtered_by_what_training_changed(server, page):
         for i, (before, after) in enumerate(pairs)
     ]
     Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples}))
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     rows = page.locator(".fp-samples tbody tr:visible")
     expect(rows).to_have_count(3)
     expect(page.locator(".fp-sample-filters button")).to_have_text(["All 9", "Better 5", "Worse 2", "Same 2"])

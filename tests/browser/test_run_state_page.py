@@ -5,7 +5,9 @@ import sys
 import time
 from datetime import datetime
 
+import pytest
 from playwright.sync_api import expect
+from same_page import show_run
 
 from backend.runs import LOG, PROGRESS, SPEC, Plan
 from backend.runs.folder import ALIVE, Run
@@ -20,6 +22,16 @@ if not pathlib.Path('tried').exists():
 print('second start', flush=True)
 {WAITS}
 """
+
+
+@pytest.fixture
+def server(without_runs):
+    return without_runs
+
+
+@pytest.fixture
+def page(same_page):
+    return same_page.page
 
 
 def start(server, name, code):
@@ -48,7 +60,7 @@ def test_the_text_follows_the_phase(server, page):
     text, badge = page.locator(".fp-run-sentence"), page.locator(".fp-run-title .fp-badge")
     try:
         report(run, phase="training")
-        page.goto(f"{server.url}/?tab=run&run={run.id}")
+        show_run(page, run)
         expect(text).to_contain_text("Step 20 of 40. Training: about ")
         generating = {"text": "Generating outputs after training", "done": 3, "total": 16, "unit": "token"}
         report(run, phase="generating after", **generating)
@@ -66,7 +78,7 @@ def test_going_back_cancels_a_question_about_the_run_that_was_shown(server, page
     first, second = (start(server, name, WAITS) for name in ("first", "second"))
     title, dialog = page.locator(".fp-run-title h2"), page.locator("dialog")
     try:
-        page.goto(f"{server.url}/?tab=run&run={first.id}")
+        show_run(page, first)
         expect(title).to_have_text("first")
         page.get_by_role("link", name="Runs", exact=True).click()
         page.get_by_role("link", name="second").click()
@@ -90,7 +102,7 @@ def test_another_window_follows_a_restart(server, page):
         end_of_first = time.monotonic() + 30
         while run.state in ALIVE and time.monotonic() < end_of_first:
             time.sleep(0.05)
-        page.goto(f"{server.url}/?tab=run&run={run.id}")
+        show_run(page, run)
         expect(badge).to_have_text("Failed")
         expect(log).to_contain_text("first start")
         page.wait_for_timeout(1500)  # the log and the charts have stopped asking

@@ -2,23 +2,14 @@
 
 import pytest
 from playwright.sync_api import expect
-from served import new_context, serving
 
 from backend.config.options import by_name
 
 
-@pytest.fixture(scope="module")
-def page(chromium, tmp_path_factory):
-    """A page that stays open."""
-    errors = []
-    with serving(tmp_path_factory.mktemp("search") / "runs") as server:
-        page = new_context(chromium).new_page()
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(server.url)
-        page.wait_for_selector("body[data-ready]")
-        yield page
-        page.context.close()
-    assert errors == []
+@pytest.fixture
+def page(same_page):
+    same_page.show_build()
+    return same_page.page
 
 
 def results(page, text):

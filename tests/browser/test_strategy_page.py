@@ -6,7 +6,6 @@ import re
 
 import pytest
 from playwright.sync_api import expect
-from served import new_context
 
 from backend.inspect import inspect_inputs
 from backend.machine import machines
@@ -17,17 +16,11 @@ from backend.tasks.compare import variants
 
 
 @pytest.fixture
-def page(shared, chromium):
+def page(same_page):
     """The preset of an 8B model on two nodes, with its machine."""
-    context = new_context(chromium)
-    page = context.new_page()
-    page.goto(f"{shared.url}/?machine=2x8x80gb")
-    page.wait_for_selector("body[data-ready]")
-    page.locator("#fp-presets").select_option("two-nodes")
-    settled(page)
-    expect(current(page)).to_have_text("FSDP2, replicated (HSDP)")
-    yield page
-    context.close()
+    same_page.show_build("2x8x80gb", "two-nodes")
+    expect(current(same_page.page)).to_have_text("FSDP2, replicated (HSDP)")
+    return same_page.page
 
 
 def settled(page):

@@ -5,6 +5,7 @@ from datetime import datetime
 
 import pytest
 from playwright.sync_api import expect
+from same_page import show_run
 
 from backend.runs import LOCK, METRICS, SPEC, STATE, SWEEP, Plan, sweeps
 from backend.runs.folder import Run
@@ -19,6 +20,17 @@ save: {strategy: "no"}
 RATE, OPTIMIZER = "train.learning_rate", "train.optim"
 
 
+@pytest.fixture
+def page(same_page):
+    return same_page.page
+
+
+@pytest.fixture
+def build(same_page):
+    same_page.show_build()
+    return same_page.page
+
+
 def make(server, number, loss):
     varied = {RATE: 10.0 ** -(3 + number), OPTIMIZER: ("adamw_torch", "lion_32bit")[number % 2]}
     part = sweeps.Member("2026-11-23_090000", varied, 10)
@@ -29,9 +41,9 @@ def make(server, number, loss):
     return run
 
 
-def test_a_sweep_of_four(server, page):
-    runs = [make(server, number, loss) for number, loss in enumerate((3.5, 1.25, 2.5, None))]
-    page.goto(f"{server.url}/?tab=run&run={runs[2].id}")
+def test_a_sweep_of_four(without_runs, page):
+    runs = [make(without_runs, number, loss) for number, loss in enumerate((3.5, 1.25, 2.5, None))]
+    show_run(page, runs[2])
     rows = page.locator(".fp-sweep tbody tr")
     expect(rows).to_have_count(4)
     assert [row.split("\t")[-1] for row in rows.all_inner_texts()] == ["1.25", "2.5", "3.5", "\u2013"]
@@ -46,13 +58,13 @@ def test_a_sweep_of_four(server, page):
     expect(page.locator(".fp-sweep tr[aria-current]")).to_contain_text("1e-4")
 
 
-def test_the_table_follows_a_run_that_is_resumed(server, page):
+def test_the_table_follows_a_run_that_is_resumed(without_runs, page):
     """All runs of the sweep had ended."""
-    runs = [make(server, number, 2.0) for number in range(2)]
+    runs = [make(without_runs, number, 2.0) for number in range(2)]
     for run in runs:
         (run.path / LOCK).write_text("supervisor")
         (run.path / STATE).write_text(json.dumps({"started": 1.0, "ended": 9.0, "end": "stopped"}))
-    page.goto(f"{server.url}/?tab=run&run={runs[0].id}")
+    show_run(page, runs[0])
     table = page.locator(".fp-sweep tbody")
     expect(table).to_contain_text("2")
     (runs[1].path / METRICS).write_text(json.dumps({"step": 20, "eval_loss": 0.125}) + "\n")
@@ -67,8 +79,8 @@ def enter(page, values, seeds):
     return card
 
 
-def test_the_card_says_what_would_start(server, page):
-    page.goto(server.url)
+def test_the_card_says_what_would_start(build):
+    page = build
     card = enter(page, "1e-4, 1e-3", "2")
     expect(card.get_by_role("button", name="Start 4 runs")).to_be_enabled()
     expect(card.get_by_role("status")).to_contain_text("learning_rate=1e-4 seed=42, learning_rate=1e-4 seed=43")
@@ -96,10 +108,9 @@ def test_the_card_says_what_would_start(server, page):
     expect(page.locator("#fp-sweep-form").get_by_label("Values of Learning rate")).to_have_value("1e-4..1e-3")
 
 
-def test_a_late_answer_about_other_values_starts_nothing(server, page):
+def test_a_late_answer_about_other_values_starts_nothing(build):
     """The answer for the values before an edit arrives just after the edit, before the next question is asked."""
-    page.goto(server.url)
-    held = []
+    page, held = build, []
     page.route("**/api/sweeps/check", lambda route: held.append(route))
     card = enter(page, "1e-4, 1e-3", "2")
     expect(card.get_by_role("button", name="Start runs")).to_be_disabled()
@@ -117,8 +128,9 @@ def test_a_late_answer_about_other_values_starts_nothing(server, page):
 
 
 @pytest.mark.soak
-def test_a_sweep_from_the_page(server, page, tmp_path):
+def test_a_sweep_from_the_page(server, new_page, tmp_path):
     """Four runs that really train: two learning rates, two seeds."""
+    page = new_page
     (tmp_path / "small.yaml").write_text(SMALL)
     page.goto(server.url)
     page.wait_for_selector("body[data-ready]")
@@ -134,21 +146,23 @@ def test_a_sweep_from_the_page(server, page, tmp_path):
     assert {run.state for run in all_runs(server.runs)} == {"done"}
 
 
-@pytest.mark.parametrize("width", [390, 1024])
-def test_the_list_groups_the_runs_of_a_sweep(server, page, width):
+def test_the_list_groups_the_runs_of_a_sweep(without_runs, same_page):
     """And shows what differs first, also where the end of a name is cut. A run without a sweep stays by itself."""
-    page.set_viewport_size({"width": width, "height": 900})
+    server, page = without_runs, same_page.page
+    page.set_viewport_size({"width": 390, "height": 900})
     base = "smollm2-135m-instruct LoRA on a long name of a data set"
     for rate in (1e-4, 1e-3):
         part = sweeps.Member("2026-11-23_090000", {RATE: rate, OPTIMIZER: "adamw_torch"})
         plan = Plan(("true",), files={SPEC: "", SWEEP: part.to_json()})
         Run.create(server.runs, f"{base} {sweeps.label(part.varied)}", plan, datetime.now())
     Run.create(server.runs, "alone", Plan(("true",), files={SPEC: ""}), datetime.now())
-    page.goto(f"{server.url}/?tab=runs")
+    page.evaluate("() => footplate.showView('runs')")
     links = page.locator(".fp-runs-link")
-    expect(links).to_have_count(3)
-    visible = [text.split("=")[1][:5].strip() for text in links.all_inner_texts() if "=" in text]
-    assert len(set(visible)) == 2 and not any(base in text for text in links.all_inner_texts())
+    for width in (1024, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        expect(links).to_have_count(3)
+        visible = [text.split("=")[1][:5].strip() for text in links.all_inner_texts() if "=" in text]
+        assert len(set(visible)) == 2 and not any(base in text for text in links.all_inner_texts())
     heading = page.locator(".fp-runs-fold")
     expect(heading).to_contain_text(base)
     expect(heading).to_contain_text("Sweep: 2 runs, 2 new")
@@ -158,7 +172,8 @@ def test_the_list_groups_the_runs_of_a_sweep(server, page, width):
     expect(links).to_have_text(["alone"])  # this browser remembers it
     page.locator(".fp-runs-fold").click()
     expect(links).to_have_count(3)
-    if width > 640:
-        page.get_by_role("button", name="Name", exact=True).click()
-        expect(heading).to_have_count(0)
-        assert base in links.nth(1).inner_text() and links.nth(1).inner_text().startswith("learning_rate=")
+    page.set_viewport_size({"width": 1024, "height": 900})
+    page.get_by_role("button", name="Name", exact=True).click()
+    expect(heading).to_have_count(0)
+    assert base in links.nth(1).inner_text() and links.nth(1).inner_text().startswith("learning_rate=")
+    same_page.leave()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
+from same_page import show_run
 from test_journeys import SLOW_TIMEOUT, value, wait_for_status
 
 from backend.config import RunSpec
@@ -27,6 +28,11 @@ def server(shared):
     return shared
 
 
+@pytest.fixture
+def page(same_page):
+    return same_page.page
+
+
 def plant(server, name):
     """A run that has finished, with a model of 2 MB."""
     run = planted_run(server.runs, edit(RunSpec(), FULL), probe(Path.cwd()), name)
@@ -42,7 +48,7 @@ def plant(server, name):
 
 def test_the_card_of_a_trained_model(server, page):
     run = plant(server, "trained")
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     card = page.get_by_role("region", name="Your model")
     expect(card).to_contain_text("Full weights, 2 MiB", timeout=SLOW_TIMEOUT)
     expect(card).to_contain_text(str(run.path / "model"))
@@ -70,7 +76,7 @@ def test_an_adapter_is_trained_further_when_it_is_merged(server, page):
     (run.path / "model/adapter_model.safetensors").write_bytes(bytes(1000))
     samples = [{"prompt": "2 + 2?", "reference": "4", "before": "no", "after": "4"}]
     (run.path / RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples}))
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     card = page.get_by_role("region", name="Your model")
     expect(card).to_contain_text("Adapter for", timeout=SLOW_TIMEOUT)
     card.get_by_role("button", name="Generations before and after").click()
@@ -82,14 +88,14 @@ def test_an_adapter_is_trained_further_when_it_is_merged(server, page):
 def test_a_run_without_a_model_has_no_card(server, page):
     run = plant(server, "unfinished")
     (run.path / "model/model.safetensors").unlink()
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     expect(page.locator(".fp-run h2")).to_have_text("unfinished", timeout=SLOW_TIMEOUT)
     expect(page.locator(".fp-model")).to_be_hidden()
 
 
 def test_nothing_of_the_previous_run_stays_while_another_is_opened(server, page):
     first, second = plant(server, "first"), plant(server, "second")
-    page.goto(f"{server.url}/?tab=run&run={first.id}")
+    show_run(page, first)
     expect(page.locator(".fp-run-placement")).to_be_visible(timeout=SLOW_TIMEOUT)
     page.route(f"**/api/runs/{second.id}", lambda route: None)  # no response
     page.evaluate("id => footplate.showView('run', id)", second.id)
