@@ -105,17 +105,24 @@ def steps_on_disk(run):
     return [p["step"] for p in map(json.loads, lines) if "loss" in p]
 
 
-def test_page_waits_for_its_scripts(server, page):
+@pytest.fixture
+def build(same_page):
+    """The Build view, as after the first load."""
+    same_page.show_build()
+    return same_page.page
+
+
+def test_page_waits_for_its_scripts(shared, page):
     """The page starts only after its scripts have loaded, even if Gradio's are faster."""
     page.route("**/footplate/main.js", lambda route: (time.sleep(2), route.continue_()))
-    open_page(page, server)
+    open_page(page, shared)
     page.wait_for_selector("#fp-run-page > *", state="attached")
     page.wait_for_selector("#fp-runs-page > *", state="attached")
 
 
-def test_preview_has_a_command_per_node(server, page):
+def test_preview_has_a_command_per_node(build):
     """Options appear for several nodes; an invalid node rank is an error that one click fixes."""
-    open_page(page, server)
+    page = build
     open_section(page, "launch")
     assert not page.locator("#launch-rendezvous").is_visible()
     choose(page, "parallel.strategy", "ddp")
@@ -136,9 +143,9 @@ def test_preview_has_a_command_per_node(server, page):
     assert not tabs.get_by_text("node-1", exact=True).count()
 
 
-def test_preset_error_fix_start_reload_results(server, page):
+def test_preset_error_fix_start_reload_results(without_runs, build):
     """A complete journey: preset, an error, one click fixes it, start, loss decreases, reload, results."""
-    open_page(page, server)
+    server, page = without_runs, build
     assert page.locator("#fp-presets").input_value() == "first-run"
     use_tiny_model(page, 12, evaluate=True)
     open_section(page, "launch")
@@ -173,37 +180,12 @@ def test_preset_error_fix_start_reload_results(server, page):
     losses = [json.loads(line).get("loss") for line in (run.path / METRICS).read_text().splitlines()]
     losses = [x for x in losses if x is not None]
     assert losses[-1] < losses[0]
-    page.goto(f"{server.url}/?tab=runs")
+    page.get_by_role("link", name="Runs", exact=True).click()
     expect(page.locator("#fp-runs-page tr", has_text=run.name)).to_be_visible()
 
 
-def test_run_survives_a_server_crash_and_page_shows_all_points_and_lines(server, page):
-    open_page(page, server)
-    use_tiny_model(page, 40)
-    run = start_run(page, server)
-    wait_for_chart_step(page, "[1-9]")
-    server.kill()
-    before = len(steps_on_disk(run))
-    deadline = time.monotonic() + 60
-    while len(steps_on_disk(run)) <= before and run.state in ALIVE and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(steps_on_disk(run)) > before, "the run stopped with the server"
-    server.start()
-    wait_for_state(page, "done")  # the open page reconnected by itself
-    wait_for_chart_step(page, 40)
-    assert steps_on_disk(run) == list(range(1, 41))
-    series = page.evaluate("id => footplate.get(`api/runs/${id}/series?n=1000`)", run.id)["series"]["loss"]["x"]
-    assert series == list(range(1, 41))
-    page.wait_for_timeout(1500)
-    if (library := page.get_by_role("button", name="Library messages")).is_visible():
-        library.click()
-    shown = page.locator(".fp-log").inner_text().replace("\u200b", "")
-    lines = [line.removeprefix("[default0]:") for line in (run.path / "log.txt").read_text().splitlines()]
-    assert [x.rstrip() for x in shown.splitlines() if x.strip()] == [x.rstrip() for x in lines if x.strip()]
-    assert len(lines) > 40
-
-
-def test_stop_with_checkpoint_and_resume(server, page):
+def test_stop_with_checkpoint_and_resume_during_which_the_server_crashes(server, page):
+    """The run continues without the server; the page reconnects by itself and shows all points and lines."""
     open_page(page, server)
     use_tiny_model(page, 60)
     run = start_run(page, server)
@@ -223,13 +205,42 @@ def test_stop_with_checkpoint_and_resume(server, page):
     expect(page.locator("#save-resume_path textarea, #save-resume_path input").first).to_have_value(str(folder))
     page.go_back()
     page.get_by_role("button", name=re.compile("^Resume")).click()
-    wait_for_state(page, "done")
+    page.wait_for_selector('.fp-run:not([data-state="stopped"])')
+    wait_until(run, lambda: len(steps_on_disk(run)) > saved[-1])
+    server.kill()
+    before = len(steps_on_disk(run))
+    wait_until(run, lambda: len(steps_on_disk(run)) > before)
+    assert len(steps_on_disk(run)) > before, "the run stopped with the server"
+    server.start()
+    wait_for_state(page, "done")  # the open page reconnected by itself
+    wait_for_chart_step(page, 60)
     events = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
     assert {"resumed"} == {e["event"] for e in events if "event" in e}
     assert [e["step"] for e in events if "event" in e][-1] == saved[-1]
     assert steps_on_disk(run) == list(range(1, 61))
+    series = page.evaluate("id => footplate.get(`api/runs/${id}/series?n=1000`)", run.id)["series"]["loss"]["x"]
+    assert series == list(range(1, 61))
+    assert_log_is_shown(page, run)
 
 
+def assert_log_is_shown(page, run):
+    page.wait_for_timeout(1500)
+    if (library := page.get_by_role("button", name="Library messages")).is_visible():
+        library.click()
+    shown = page.locator(".fp-log").inner_text().replace("\u200b", "")
+    lines = [line.removeprefix("[default0]:") for line in (run.path / "log.txt").read_text().splitlines()]
+    assert [x.rstrip() for x in shown.splitlines() if x.strip()] == [x.rstrip() for x in lines if x.strip()]
+    assert len(lines) > 60
+
+
+def wait_until(run, condition):
+    """Wait while the run lives."""
+    deadline = time.monotonic() + SLOW_TIMEOUT / 1000
+    while not condition() and run.state in ALIVE and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+@pytest.mark.soak  # tests/process/test_supervisor.py has it with torchrun, and test_failed_run_page.py its page
 def test_a_killed_rank_fails_the_run_with_its_cause(server, page):
     open_page(page, server)
     use_tiny_model(page, 500)
@@ -263,8 +274,8 @@ def test_edits_survive_reload_restart_and_second_tab(server, page):
     assert other.locator("#logging-run_name :is(input, textarea)").input_value() == "my <b>run</b>"
 
 
-def test_hidden_fields_keep_their_values(server, page):
-    open_page(page, server)
+def test_hidden_fields_keep_their_values(build):
+    page = build
     type_value(page, "lora.r", 33)
     choose(page, "method.kind", "full")
     page.wait_for_selector("#lora-r", state="hidden")
@@ -275,8 +286,8 @@ def test_hidden_fields_keep_their_values(server, page):
     assert value(page, "lora.r") == 33
 
 
-def test_invalid_values_are_named_and_kept(server, page):
-    open_page(page, server)
+def test_invalid_values_are_named_and_kept(build):
+    page = build
     type_value(page, "train.per_device_train_batch_size", 3.7)
     wait_for_status(page, "^Cannot run")
     expect(page.locator("#fp-findings")).to_contain_text("integer")
@@ -289,11 +300,11 @@ def test_invalid_values_are_named_and_kept(server, page):
     expect(page.locator("#fp-findings")).to_contain_text("/nowhere/rows.jsonl")
 
 
-def test_a_malformed_example_is_named_by_file_and_line(server, page, tmp_path):
+def test_a_malformed_example_is_named_by_file_and_line(build, tmp_path):
     rows = tmp_path / "rows.jsonl"
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     rows.write_text("\n".join([json.dumps(good)] * 6 + ['{"messages": ']) + "\n")
-    open_page(page, server)
+    page = build
     choose(page, "data.source", "files")
     type_value(page, "data.files", rows)
     wait_for_status(page, "^Cannot run")
@@ -301,8 +312,8 @@ def test_a_malformed_example_is_named_by_file_and_line(server, page, tmp_path):
     assert page.locator("#fp-start").is_disabled()
 
 
-def test_import_export_round_trip(server, page, tmp_path):
-    open_page(page, server)
+def test_import_export_round_trip(build, tmp_path):
+    page = build
     path = tmp_path / "mine.yaml"
     path.write_text("train:\n  learning_rate: 0.0007\n  lr_scheduler_type: linear\n")
     page.locator("#fp-import-file").set_input_files(path)
@@ -317,9 +328,9 @@ def test_import_export_round_trip(server, page, tmp_path):
 
 
 @pytest.mark.parametrize("width", [390, 800, 1440])
-def test_no_horizontal_scrolling(server, page, width):
+def test_no_horizontal_scrolling(build, width):
+    page = build
     page.set_viewport_size({"width": width, "height": 900})
-    open_page(page, server)
     for tab in ("build", "runs"):
         page.evaluate("tab => footplate.showView(tab)", tab)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -352,7 +363,7 @@ def losses_of(folder):
     return [number for p in points if "loss" in p for number in (p["step"], p["loss"])]  # flat, for pytest.approx
 
 
-def test_switching_strategies_keeps_all_values(server, page):
+def test_switching_strategies_keeps_all_values(build):
     """From DDP to ZeRO-3 with offload to FSDP2 and back: each shows its own options, which keep their values."""
 
     def visible(*names):
@@ -364,7 +375,7 @@ def test_switching_strategies_keeps_all_values(server, page):
         "parallel.nvme_path",
         "parallel.replicate_size",
     )
-    open_page(page, server)
+    page = build
     open_section(page, "launch")
     show_more_options(page, "launch")
     choose(page, "parallel.strategy", "ddp")
@@ -394,8 +405,8 @@ def test_switching_strategies_keeps_all_values(server, page):
     assert value(page, "parallel.bucket_cap_mb") == 31
 
 
-def test_module_names_are_inserted_by_a_click(page, server):
-    open_page(page, server)
+def test_module_names_are_inserted_by_a_click(build):
+    page = build
     choose(page, "model.builtin", "tiny-llama")
     choose(page, "lora.targets", "custom")
     wait_for_status(page, "Cannot run")
@@ -411,10 +422,10 @@ def test_module_names_are_inserted_by_a_click(page, server):
     expect(page.locator("#lora-target_modules input")).to_have_value("v_proj")
 
 
-def test_a_run_can_be_planned_for_a_cluster(page, server):
+def test_a_run_can_be_planned_for_a_cluster(build):
     """The preset's machine is a click away; then the run is exported instead of started, and the report is about
     that machine."""
-    open_page(page, server)
+    page = build
     page.locator("#fp-presets").select_option("full-8b-fsdp2")
     page.get_by_role("button", name="Plan for its machine").click()
     page.wait_for_function("() => /^On eight 80 GB GPUs/.test(document.querySelector('.fp-status-more').textContent)")
@@ -435,9 +446,9 @@ def test_a_run_can_be_planned_for_a_cluster(page, server):
     expect(page.locator("#fp-export-plan")).to_be_hidden()
 
 
-def test_pasted_text_is_used(page, server):
+def test_pasted_text_is_used(build):
     """Text that arrives without a key stroke: pasted, dropped or completed by the browser."""
-    open_page(page, server)
+    page = build
     choose(page, "model.source", "hub")
     wait_for_status(page, "Cannot run")
     page.locator("#model-hub_id input").click()

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from playwright.sync_api import expect
 
 from backend.runs.folder import Run
@@ -61,9 +62,10 @@ def value(page, name):
     return page.evaluate("name => footplate.values()[name]", name)
 
 
-def test_keyboard_only_from_the_first_page_to_the_result(page, server):
+def test_keyboard_only_from_the_first_page_to_the_result(same_page, shared):
     """No click, no pointer: skip link, menus, segments, search, strategy picker, Start, tabs and details of the run."""
-    opened(page, server)
+    same_page.show_build()
+    page, server = same_page.page, shared
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")  # Skip to content
     tab_to(page, "#model-builtin input")
@@ -99,6 +101,7 @@ def test_keyboard_only_from_the_first_page_to_the_result(page, server):
     assert run.state == "done"
 
 
+@pytest.mark.soak  # tests/process/test_trained_model.py executes the code, too
 def test_own_model_and_data_to_code_that_is_executed(page, server, tmp_path):
     """A model in a folder and a JSONL file of one's own; the code on the run's page generates with the result."""
     data = tmp_path / "own.jsonl"
