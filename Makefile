@@ -37,15 +37,11 @@ check: setup  ## linters, types and unit tests
 	$(BIN)/pytest tests/test_floors.py tests/test_docs.py tests/unit
 
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
-# The second part of the tests runs even if the first one failed.
 test: setup tools  ## all tests except soak and gpu; CPU and THREADS as above
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & mypy=$$!; tests/js/check.sh && wait $$mypy
-	@trap 'exit 130' INT; failed=0; set -x; \
-	$(BIN)/pytest $(PARALLEL) --durations=40 -m "not alone and not soak and not gpu" || failed=1; \
-	$(BIN)/pytest --durations=10 -m "alone and not soak and not gpu" || failed=1; \
-	exit $$failed
+	$(BIN)/pytest $(PARALLEL) --durations=40 -m "not soak and not gpu"
 
 soak: setup tools  ## long tests, or PART of them; writes docs/strategies.md, checks.md, memory.md, architectures.md
 	$(BIN)/pytest -m soak --durations=10 $(if $(PART),$(or $(wildcard $(PART:%=tests/*/test_%.py) $(PART:%=tests/*/cited/test_%.py)),$(error no test_$(PART).py)))
@@ -61,7 +57,7 @@ soak-cpu: setup tools  ## the training tests on other CPUs' kernels and with mor
 	for each in $(CPUS:%=%/1) $(lastword $(CPUS))/2 $(lastword $(CPUS))/4; do \
 		echo "CPU=$${each%/*} THREADS=$${each#*/}"; \
 		FOOTPLATE_TEST_CPU=$${each%/*} FOOTPLATE_TEST_THREADS=$${each#*/} $(BIN)/pytest $(PARALLEL) \
-			$(TRAIN:%=tests/process/test_%.py) -m "not alone and not soak and not gpu" || failed=1; \
+			$(TRAIN:%=tests/process/test_%.py) -m "not soak and not gpu" || failed=1; \
 	done; \
 	exit $$failed
 

@@ -17,8 +17,6 @@ from pathlib import Path
 import pytest
 from test_server_process import printing_server
 
-pytestmark = pytest.mark.alone
-
 # The limit of open files that most shells have.
 SHORT_DEADLINE = """
 import resource

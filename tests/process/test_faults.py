@@ -404,7 +404,6 @@ def read_bytes(trial: Trial) -> bytes:
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 def test_random_faults(fork_server: ForkServer, root: Path, cache: Path) -> None:
     print(f"FOOTPLATE_FAULT_SEED={SEED}")
     choice, counts, references = random.Random(SEED), Counter[tuple[str, str]](), {}

@@ -104,7 +104,6 @@ def finish(run: Run) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("changes", "leave", "said"),
     [
@@ -141,7 +140,6 @@ def test_a_run_waits_until_there_is_room(
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 @pytest.mark.parametrize(("changes", "leave", "said"), [({}, 0, "is full"), (DDP, 200_000, ROOM_NEEDED)])
 def test_a_run_that_waits_for_room_is_stopped_and_resumed(
     small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, root: Path,
@@ -165,7 +163,6 @@ def test_a_run_that_waits_for_room_is_stopped_and_resumed(
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 def test_several_ranks_without_room_for_the_first_checkpoint_fail_and_resume(
     small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +181,6 @@ def test_several_ranks_without_room_for_the_first_checkpoint_fail_and_resume(
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 def test_a_run_in_a_read_only_folder_waits(
     small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, root: Path
 ) -> None:
@@ -204,7 +200,6 @@ def test_a_run_in_a_read_only_folder_waits(
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 def test_an_error_of_the_disk_is_named_and_tried_again(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, root: Path
 ) -> None:
@@ -222,7 +217,6 @@ def test_an_error_of_the_disk_is_named_and_tried_again(
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 def test_an_error_of_the_disk_ends_several_ranks_with_its_cause(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,8 +41,6 @@ from backend.runs import RUN_MARKER, processes
 from backend.runs.folder import ALIVE, Run
 from backend.train import checkpoints
 
-pytestmark = pytest.mark.alone
-
 FULL = {"method.kind": "full", "train.max_steps": 3, "train.per_device_train_batch_size": 2}
 TWO_NODES = {"parallel.strategy": "ddp", "launch.nproc_per_node": 1, "launch.rendezvous": "static"}
 TWO_NODES |= {

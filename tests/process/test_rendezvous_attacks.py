@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fork_server import ForkServer
 from network_hosts import ADDRESSES, NetworkHost, two_hosts
 from training_runs import environment, last_step, log_text, make_spec
 
@@ -27,10 +28,7 @@ from backend.machine import Machine
 from backend.runs import RUN_MARKER, Plan, processes
 from backend.runs.folder import Run
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.skipif(os.getuid() != 0, reason="acting as another user needs root"),
-]
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="acting as another user needs root")
 
 OTHER_USER = 65534
 # Writes a pickle that creates a file into each rendezvous state that is found at the given addresses.
@@ -46,7 +44,7 @@ class Code:
 for address in addresses:
     if os.fork():
         continue
-    signal.alarm(15)  # gloo does not answer
+    signal.alarm(8)  # gloo does not answer; meanwhile the run trains
     host, port = address.split(":")
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=3), wait_for_workers=False)
     keys = store.list_keys()
@@ -139,13 +137,15 @@ IN_MAKE_TEST = ("ddp", "deepspeed")
 @pytest.mark.parametrize(
     "kind", [kind if kind in IN_MAKE_TEST else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
 )
-def test_another_user_reaches_no_store_of_a_run(tmp_path: Path, cache: Path, kind: str) -> None:
+def test_another_user_reaches_no_store_of_a_run(tmp_path: Path, fork_server: ForkServer, kind: str) -> None:
     """On one node a run listens on the loopback interface only, no store answers there, and the files in which its
     processes meet cannot be opened."""
     tmp_path.chmod(0o711)
     changes = {"method.kind": "full", "train.max_steps": 5000, "launch.omp_num_threads": 1, **KINDS[kind]}
-    with training(tmp_path, cache, plan(make_spec(changes), Machine(cores=2, python=sys.executable))) as run:
-        addresses = listening([process.pid for process in processes.run_processes(run.path)])
+    plan_ = plan(make_spec(changes), Machine(cores=2, python=str(fork_server.python)))
+    with training(tmp_path, fork_server, plan_) as run:
+        forked = processes.run_processes(run.path) | fork_server.leftover_processes(0)
+        addresses = listening([process.pid for process in forked])
         assert {address.rpartition(":")[0] for address in addresses} <= {"127.0.0.1"}
         assert bool(addresses) == (kind not in ("single", "python")), "gloo listens"
         assert attack(tmp_path / "code-ran", addresses) == ""
@@ -160,11 +160,11 @@ def test_another_user_reaches_no_store_of_a_run(tmp_path: Path, cache: Path, kin
 
 
 @contextmanager
-def training(root: Path, cache: Path, plan_: Plan) -> Iterator[Run]:
+def training(root: Path, fork_server: ForkServer, plan_: Plan) -> Iterator[Run]:
     """A run that trains, started as the page starts it; no process is left."""
     run = Run.create(root / "runs", "attacked", plan_, datetime.now())
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(run.path, cache).items():
+        for name, value in environment(run.path, fork_server.cache).items():
             patch.setenv(name, value)
         patch.delenv(RUN_MARKER)
         run.start()
@@ -174,7 +174,7 @@ def training(root: Path, cache: Path, plan_: Plan) -> Iterator[Run]:
             yield run
         finally:
             processes.terminate(run.path, sigterm_seconds=0)
-    assert not processes.run_processes(run.path)
+    assert not processes.run_processes(run.path) and not fork_server.leftover_processes()
 
 
 def open_ports(host: NetworkHost) -> list[int]:
@@ -203,6 +203,7 @@ def test_another_host_reaches_nothing(tmp_path: Path, cache: Path) -> None:
         victim.start([str(run.path / "run.sh")], environment(run.path, cache))
         wait_for(lambda: last_step(run.path) > 1, lambda: log_text(run.path))
         assert open_ports(victim) == []
+        victim.kill()  # with the run
 
 
 # Rank 0 is a rank of a run; rank 1 is another process that gloo takes for its rank 1.

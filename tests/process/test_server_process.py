@@ -11,10 +11,6 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.alone
-
 HOME = Path(__file__).resolve().parent.parent.parent
 HEAVY_MODULES = ("torch", "transformers", "matplotlib", "deepspeed", "datasets")
 PRINT_MODULES = "import sys; from webui.__main__ import main; code = main(); print(*sys.modules); sys.exit(code)"

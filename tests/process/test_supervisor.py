@@ -39,8 +39,6 @@ from backend.runs import (
 )
 from backend.runs.folder import Run, RunError, StopTimeouts
 
-pytestmark = pytest.mark.alone
-
 MakeRun = Callable[..., Run]
 SHORT_TIMEOUTS = StopTimeouts(save=0.4, discard=0.2, sigterm=0.4, before_training=0.3)
 WRITE_PROGRESS = (

@@ -22,8 +22,6 @@ from backend.paths import HOME
 from backend.runs import processes
 from backend.runs.folder import runs
 
-pytestmark = pytest.mark.alone
-
 CODE, DATA = ("backend", "webui"), ("assets", "docs", "presets")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +26,11 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
+from fork_server import ForkServer
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.fsdp import FullyShardedDataParallel
+from training_runs import log_text
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from backend import registry
@@ -106,11 +106,11 @@ def test_peft_finds_no_adapter_in_layers_wrapped_by_fsdp1(group: None) -> None:
 
 
 TWO_NODES = """
-import sys, warnings
+import os, sys, warnings
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 warnings.simplefilter("ignore")
-rank, store, strategy = int(sys.argv[1]), sys.argv[2], ShardingStrategy[sys.argv[3]]
+rank, store, strategy = int(os.environ["RANK"]), sys.argv[2], ShardingStrategy[sys.argv[3]]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 group = None
 if strategy is ShardingStrategy.HYBRID_SHARD:  # as torch makes them with one device per node: within, between nodes
@@ -120,33 +120,28 @@ torch.nn.init.ones_(layer.weight)
 model = FullyShardedDataParallel(layer, group, strategy, device_id=torch.device("cpu"))
 model(torch.full((1, 2), 1.0 + rank)).sum().backward()
 grad = next(model.parameters()).grad
-print(model.sharding_strategy.name, float(grad.abs().max()))
+print(f"rank {rank}: {model.sharding_strategy.name} {float(grad.abs().max())}", flush=True)
 dist.barrier()  # a rank that leaves first breaks the connections of the other
 dist.destroy_process_group()
 """
 
 
-def gradients_of_two_nodes(store: Path, strategy: str) -> list[str]:
+def gradients_of_two_nodes(fork_server: ForkServer, folder: Path, strategy: str) -> list[str]:
     """The effective sharding strategy and the gradient of each of two nodes with one process. The gradients of their
     examples are 1 and 2."""
-    command = [sys.executable, "-c", TWO_NODES]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(store), strategy], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    found = [rank.communicate(timeout=120) for rank in ranks]
-    assert not any(rank.returncode for rank in ranks), found
-    return [output.strip() for output, _ in found]
+    folder.mkdir()
+    (folder / "nodes.py").write_text(TWO_NODES)
+    arguments = (str(folder / "store"), strategy)
+    assert fork_server.run(folder, 2, *arguments, script=str(folder / "nodes.py")) == 0, log_text(folder)
+    return sorted(line for line in log_text(folder).splitlines() if line.startswith("rank "))
 
 
 @cites("STR053")
-def test_hybrid_shard_with_one_process_per_node_averages_no_gradients(tmp_path: Path) -> None:
-    hybrid = gradients_of_two_nodes(tmp_path / "hybrid", "HYBRID_SHARD")
-    assert hybrid == ["NO_SHARD 0.5", "NO_SHARD 1.0"], "divided by the number of ranks, and not added"
-    full = gradients_of_two_nodes(tmp_path / "full", "FULL_SHARD")
-    assert full == ["FULL_SHARD 1.5", "FULL_SHARD 1.5"]
+def test_hybrid_shard_with_one_process_per_node_averages_no_gradients(tmp_path: Path, fork_server: ForkServer) -> None:
+    hybrid = gradients_of_two_nodes(fork_server, tmp_path / "hybrid", "HYBRID_SHARD")
+    assert hybrid == ["rank 0: NO_SHARD 0.5", "rank 1: NO_SHARD 1.0"], "divided by the number of ranks, and not added"
+    full = gradients_of_two_nodes(fork_server, tmp_path / "full", "FULL_SHARD")
+    assert full == ["rank 0: FULL_SHARD 1.5", "rank 1: FULL_SHARD 1.5"]
 
 
 @cites("STR015")
