@@ -24,6 +24,15 @@ def decoder_layers(model: Any) -> tuple[str, int]:
     return next(((name, len(module)) for name, module in layer_lists(model) if len(module) == depth), ("", 0))
 
 
+def outermost_layers(model: Any) -> list[str]:
+    """The paths of the decoder's layers. A model that runs several lists of layers in turn, such as HRM-Text, has none
+    with num_hidden_layers modules; then all lists count that are not inside another one, or in a tower."""
+    path, depth = decoder_layers(model)
+    lists = [(path, depth)] if depth else [(name, len(m)) for name, m in layer_lists(model) if not TOWER.search(name)]
+    outer = [(name, count) for name, count in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
+    return [f"{name}.{number}" for name, count in outer for number in range(count)]
+
+
 def _decoder(model: Any) -> nn.Module:
     try:
         decoder = model.get_decoder()

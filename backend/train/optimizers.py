@@ -15,7 +15,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.registry import adam_mini
 from backend.train import resumed_options
-from backend.train.decoder_layers import decoder_layers
+from backend.train.decoder_layers import outermost_layers
 from backend.train.patches import (
     adam_mini_head_size,
     badam_checkpoint,
@@ -267,8 +267,8 @@ def _adam_mini_names(model: Any) -> NamedParameters:
 
 
 def _badam(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
-    named, (path, depth) = _trainable(model), decoder_layers(model)
-    blocks = [[f"{path}.{number}."] for number in range(depth)]
+    named = _trainable(model)
+    blocks = [[f"{layer}."] for layer in outermost_layers(model)]
     blocks = [block for block in blocks if any(block[0] in name for name, _ in named)]
     if not blocks:
         raise TrainError(
