@@ -24,6 +24,7 @@ from backend.train import adapter_names, builtin_models, kernels, lora, quantize
 from backend.train.device import DTYPES
 from backend.train.patches import (
     bitsandbytes_cpu_layout,
+    deepspeed_fp32_buffers,
     llama4_base_model,
     tensor_parallel_save,
     transformers_frozen_parameters,
@@ -116,6 +117,8 @@ def load(
     bitsandbytes_cpu_layout.apply(model)
     llama4_base_model.apply(model)
     transformers_frozen_parameters.apply(model)
+    if registry.STRATEGIES[spec.parallel.strategy].zero_stage is not None:
+        deepspeed_fp32_buffers.apply(model, DTYPES[precision])
     transformers_grouped_mm.apply()
     embeddings, known = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
     if known > embeddings:

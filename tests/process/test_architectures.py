@@ -31,6 +31,7 @@ from architectures import (
     save,
     tokens,
 )
+from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
 from fork_server import ForkServer, rank_count
 from peft import LoraConfig, get_peft_model
 from report_files import table
@@ -52,7 +53,12 @@ from backend.registry import NO_ZERO3, PACKING_ISOLATED, PACKING_NEEDS_CONV1D, P
 from backend.rules.distributed.ddp import WITHOUT_GRADIENT
 from backend.runs import RESULT
 from backend.train.describe_model import Refused, describe
-from backend.train.patches import llama4_base_model, transformers_frozen_parameters, trl_loss_positions
+from backend.train.patches import (
+    deepspeed_fp32_buffers,
+    llama4_base_model,
+    transformers_frozen_parameters,
+    trl_loss_positions,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -336,6 +342,25 @@ def test_bidirectional_types_are_described_as_encoders(kind: str) -> None:
         pytest.skip(f"cannot be built: {error}")
     described = describe(model.config.to_dict())["kind"]
     assert (described == "encoder") is not is_causal(model)
+
+
+# --- DeepSpeed in 16 bits ---
+
+
+@pytest.mark.parametrize("kind", soak_except(model_types(), ("minimax", "openai-gpt", "xglm")))
+def test_layers_accept_their_input_where_deepspeed_casts_the_parameters(kind: str) -> None:
+    try:
+        model = build(kind)
+        model(input_ids=torch.tensor([tokens(12)]), use_cache=False)
+    except Exception as error:
+        pytest.skip(f"cannot be built or called: {error}")
+    kept = keep_in_fp32_pattern(model, None, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if kept is None or not kept.search(name):
+            parameter.data = parameter.data.bfloat16()
+    deepspeed_fp32_buffers.apply(model, torch.bfloat16)
+    loss = model(input_ids=torch.tensor([tokens(12)]), use_cache=False).logits.float().sum()
+    assert torch.isfinite(loss)
 
 
 # --- Gradients ---

@@ -241,7 +241,13 @@ def test_schedule_free_with_fsdp2_trains_after_an_evaluation_as_without_it(
 
 def test_badam_trains_the_layers_of_a_model_with_several_stacks() -> None:
     """HRM-Text has no list of num_hidden_layers layers: it runs two shorter ones in turn."""
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+    }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("hrm_text", vocab_size=32, **sizes))
     optimizer = optimizers.MAKERS["badam"](make_spec({**FULL, "train.optim": "badam"}), model, set())
     stacks = {block.rpartition(".layers.")[0] for (block,) in optimizer.block_prefix_list}

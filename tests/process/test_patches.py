@@ -37,6 +37,9 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     ),
     "badam_checkpoint": ("badam:BlockOptimizer.__init__", "self.state_dict = base_optimizer.state_dict"),
     "bitsandbytes_cpu_layout": ("bitsandbytes.nn:Linear4bit.forward", "_convert_weight_packed_for_cpu("),
+    "deepspeed_fp32_buffers": (
+        "deepspeed.runtime.engine:DeepSpeedEngine._cast_module_mixed_precision", "if buffer_dtype is not None:",
+    ),
     "deepspeed_zero3_generation": (
         "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator.reset_step",
         "same_as_other_ranks",
