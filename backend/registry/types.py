@@ -96,6 +96,12 @@ class Optimizer(Choice):
         return self.factored or torchao or self.package in ("bitsandbytes", "apollo-torch")
 
     @property
+    def needs_sharded_state(self) -> bool:
+        """Whether FSDP2 restores its state from sharded checkpoints only. In a gathered one Adam-mini's second moments
+        are no longer divided among the ranks, and torch refuses to read the tensors of torchao."""
+        return self.package in ("adam-mini", "torchao")
+
+    @property
     def swaps_weights_for_eval(self) -> bool:
         """Whether the weights during training differ from those that are evaluated and saved (optimizer.eval())."""
         return self.package == "schedulefree"

@@ -161,38 +161,6 @@ def optimizer_without_dtensor_support(case: Case) -> str | None:
 
 
 @error(
-    "OPT028",
-    fields=("train.optim", "save.strategy", "save.only_model", "parallel.state_dict_type"),
-    title="FSDP2 cannot save the state of this optimizer",
-    source="verified with torch 2.13 distributed/checkpoint: it saves tensors and numbers only, and refuses the "
-    "projectors of galore-torch 1.0; grokadamw 0.1.2 keeps its state under the parameters themselves, which a sharded "
-    "checkpoint refuses",
-    fixes=(
-        Fix("Save weights only", {"save.only_model": True, "parallel.state_dict_type": "full"}, cost="no resume"),
-        ADAMW,
-    ),
-    fails_on=Example(full_spec("galore_adamw", parallel__strategy="fsdp2", save__strategy="steps"), EQUIPPED_TWO),
-    passes_on=Example(
-        full_spec("galore_adamw", parallel__strategy="fsdp2", save__strategy="steps", save__only_model=True),
-        EQUIPPED_TWO,
-    ),
-    proof="launch",
-)
-def optimizer_state_not_saved_by_fsdp2(case: Case) -> str | None:
-    """A checkpoint that can be resumed has the optimizer state. FSDP2 saves it through torch's distributed checkpoint,
-    which supports tensors and numbers under the names of parameters, and nothing else."""
-    row, save = case.optimizer, case.spec.save
-    if case.run.fsdp_version != 2 or save.strategy == "no" or save.only_model:
-        return None
-    if row.steps_in_backward or row.needs_plain_tensors(case.run.fp32_master_weights):  # other rules refuse these
-        return None
-    sharded = case.run.checkpoint_format == "sharded"
-    if row.state_layout != "low_rank" and not (row.state_on_cpu and row.loses_state_on_save and sharded):
-        return None
-    return f"The first checkpoint would fail: FSDP2 cannot save the state of {row.label}."
-
-
-@error(
     "OPT021",
     fields=("train.optim", "parallel.strategy"),
     title="DeepSpeed supports Adagrad with a single parameter group only",
@@ -324,23 +292,6 @@ def paged_optimizer_without_cuda(case: Case) -> Violation | None:
     fix = Fix(f"Use {unpaged}", {"train.optim": name})
     message = f"{row.label} can page its state to CPU memory on NVIDIA GPUs only; this run uses {device}."
     return Violation(message, (fix,))
-
-
-@warning(
-    "OPT016",
-    fields=("train.optim", "save.strategy"),
-    title="The optimizer state cannot be resumed",
-    source="grokadamw 0.1.2: its moments are stored under the parameter objects of the stopped process; lomo-optim "
-    "0.1.1 adalomo.py keeps them outside the optimizer state",
-    fixes=(ADAMW,),
-    fails_on=Example({"train.optim": "grokadamw"}, EQUIPPED),
-    passes_on=Example({"train.optim": "adamw_torch"}, EQUIPPED),
-)
-def optimizer_state_not_resumable(case: Case) -> str | None:
-    """The optimizer's moments are missing in the checkpoint or cannot be assigned to the parameters of the resumed run.
-    The resumed run starts with empty moments and takes steps that differ from those of an uninterrupted run."""
-    row = case.optimizer
-    return f"{row.label} cannot restore its moments from a checkpoint." if row.loses_state_on_save else None
 
 
 @advice(

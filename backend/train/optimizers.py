@@ -114,6 +114,7 @@ class OptimizerMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self
+        schedule_free.allow_step(trainer.optimizer)
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if checkpoint is not None:
             resumed_options.apply(unwrap(trainer.optimizer), trainer.lr_scheduler, self.configured)

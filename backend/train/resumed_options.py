@@ -36,12 +36,13 @@ def apply(optimizer: Any, scheduler: Any, configured: Sequence[dict[str, Any]]) 
     for group, options in zip(groups, configured, strict=True):
         group.update(options)
     peaks = [options.get("initial_lr") for options in configured]
-    if isinstance(schedule, LambdaLR) and schedule.base_lrs != peaks:
-        schedule.base_lrs = peaks
-        rates = [peak * factor(schedule.last_epoch) for peak, factor in zip(peaks, schedule.lr_lambdas, strict=True)]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-        schedule._last_lr = rates
+    if isinstance(schedule, LambdaLR):
+        if schedule.base_lrs != peaks:
+            schedule.base_lrs = peaks
+            factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+            schedule._last_lr = [peak * factor for peak, factor in zip(peaks, factors, strict=True)]
+        for group, rate in zip(groups, schedule.get_last_lr(), strict=True):
+            group["lr"] = rate  # an optimizer without a state does not load its learning rate
 
 
 def compared(spec: RunSpec) -> dict[str, Any]:

@@ -16,8 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from untrained_models import memory_context
 
 from backend import registry
+from backend.machine import probe
 from backend.memory import MemoryContext
 from backend.modelspec import ModuleSpec, from_config
+from backend.paths import HOME
+from backend.preflight import preflight
 from backend.train import optimizers
 
 FULL = {
@@ -237,6 +240,31 @@ def test_schedule_free_with_fsdp2_trains_after_an_evaluation_as_without_it(
         for when in ("no", "steps")
     ]
     assert found[0] == found[1]
+
+
+FSDP2 = {**FULL, "parallel.strategy": "fsdp2"}
+SHARDED_OPTIMIZERS = [
+    name
+    for name in CPU_OPTIMIZERS
+    if preflight(make_spec({**FSDP2, "launch.nproc_per_node": 2, "train.optim": name}), probe(HOME), HOME).can_run
+]
+
+
+@pytest.mark.parametrize("state", soak_except(("full", "sharded"), ("full",)))
+@pytest.mark.parametrize("name", soak_except(SHARDED_OPTIMIZERS, ("schedule_free_adamw", "sgd")))
+def test_resumes_with_the_same_losses_where_the_state_is_sharded(
+    name: str, state: str, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """torch takes a step with a learning rate of 0 before it loads the state: it must change nothing."""
+    if state == "full" and registry.OPTIMIZERS[name].needs_sharded_state:
+        pytest.skip("refused by OPT031")
+    if state == "sharded" and registry.OPTIMIZERS[name].loses_state_on_save:
+        pytest.skip("refused by OPT028")
+    spec = make_spec({**FSDP2, "train.optim": name, "parallel.state_dict_type": state})
+    folder = fork_server.train(tmp_path / "run", spec, 2, env=NO_COMPILE)
+    before = losses(folder)
+    fork_server.resume(folder, 2, ranks=2, env=NO_COMPILE)
+    assert (losses(folder) == before) is not registry.OPTIMIZERS[name].loses_state_on_save
 
 
 def test_badam_trains_the_layers_of_a_model_with_several_stacks() -> None:

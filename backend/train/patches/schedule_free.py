@@ -2,6 +2,8 @@
 
 - trainer_optimizer.py, `_get_schedule_free_optimizer` hands `warmup_steps` on as it is, also where it is a ratio (below
   1). Without `set_warmup_steps` a warm-up of 10 % becomes one of 0.1 steps.
+- To load FSDP2's state, torch 2.13 first takes a step with a learning rate of 0 (checkpoint/state_dict.py,
+  `_init_optim_state`). Without `allow_step` the optimizers refuse it, because they are to train first.
 - trainer.py calls `optimizer.eval()`, which puts the average into the weights, for evaluations only. Without
   `use_average` checkpoints and the trained model hold the weights of the last gradient instead of the average.
 """
@@ -24,3 +26,11 @@ def use_average(optimizer: Any) -> None:
     """Put the average into the weights."""
     if hasattr(optimizer, "eval"):
         optimizer.eval()
+
+
+def allow_step(optimizer: Any) -> None:
+    """Let the optimizer take a step. Without a state its `train` would do no more, but create an empty state for each
+    weight, which torch takes for a complete one."""
+    for group in optimizer.param_groups:
+        if "train_mode" in group:
+            group["train_mode"] = True

@@ -45,6 +45,16 @@ def test_fsdp2_merges_dora_into_nothing(tmp_path: Path, tiny: Path, fork_server:
     assert all(saved[name].equal(weight) for name, weight in base.items())
 
 
+@cites("OPT031")
+@pytest.mark.parametrize("name", ["adam_mini", "adamw_torch_8bit"])
+def test_fsdp2_does_not_load_the_gathered_state(name: str, tmp_path: Path, fork_server: ForkServer) -> None:
+    changes = {"method.kind": "full", "parallel.strategy": "fsdp2", "train.optim": name, "train.max_steps": 2}
+    saved = run_without_checks(tmp_path / "run", {**changes, "save.strategy": "steps", "save.steps": 1}, fork_server)
+    again = {"save.resume_from": "path", "save.resume_path": str(saved / "checkpoints/checkpoint-1")}
+    code, log = skip_checks.run(tmp_path / "again", make_spec({**changes, **again}), fork_server)
+    assert code != 0 and "Resuming from checkpoint-1." in log
+
+
 @cites("STR005")
 def test_generations_differ_with_sequence_parallelism(tmp_path: Path, fork_server: ForkServer) -> None:
     options = {"eval.num_generations": 4, "eval.max_new_tokens": 16, "train.max_steps": 1}
