@@ -18,7 +18,9 @@ from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, LAPTOP
 from backend.rules.requirements import missing_package, unsupported_device
 from backend.wording import counted
 
-FSDP2_OVER_4 = {"parallel.strategy": "fsdp2", "launch.nproc_per_node": 4}
+FSDP2_OVER_4 = {
+    "parallel.strategy": "fsdp2", "launch.nproc_per_node": 4, "parallel.state_dict_type": "sharded"
+}  # fmt: skip
 FULL_TRAINING = Fix("Use full fine-tuning", {"method.kind": "full"}, safe=False, cost="much more memory")
 ALL_LINEAR = Fix("Project all linear layers", {"train.optim_targets": "all-linear"}, safe=False)
 LION_MAX_RATES = {"lora": 1e-4, "freeze": 1e-5, "full": 1e-5}  # of each method
@@ -146,7 +148,9 @@ def adam_mini_heads_not_divisible(case: Case) -> str | None:
     "shapes with 4-bit state or in pure bf16; AdamW, torchao's 8-bit AdamW, GaLore, Muon and others work",
     fixes=(DDP, ADAMW),
     fails_on=Example(full_spec("adamw_bnb_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
-    passes_on=Example(full_spec("adamw_torch_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+    passes_on=Example(
+        full_spec("adamw_torch_8bit", parallel__strategy="fsdp2", parallel__state_dict_type="sharded"), EQUIPPED_TWO
+    ),
     proof="launch",
 )
 def optimizer_without_dtensor_support(case: Case) -> str | None:

@@ -50,7 +50,7 @@ def optimizer_state_not_saved_by_fsdp2(case: Case) -> str | None:
         Fix("Save weights only", {"save.only_model": True}, cost="no resume"),
         ADAMW,
     ),
-    fails_on=Example(full_spec("adam_mini", parallel__strategy="fsdp2", save__strategy="steps"), EQUIPPED_TWO),
+    fails_on=Example(full_spec("adamw_torch_8bit", parallel__strategy="fsdp2", save__strategy="steps"), EQUIPPED_TWO),
     passes_on=Example(
         full_spec("adam_mini", parallel__strategy="fsdp2", save__strategy="steps", parallel__state_dict_type="sharded"),
         EQUIPPED_TWO,
