@@ -52,7 +52,9 @@ def optimizer_state_not_saved_by_fsdp2(case: Case) -> str | None:
     ),
     fails_on=Example(full_spec("adamw_torch_8bit", parallel__strategy="fsdp2", save__strategy="steps"), EQUIPPED_TWO),
     passes_on=Example(
-        full_spec("adam_mini", parallel__strategy="fsdp2", save__strategy="steps", parallel__state_dict_type="sharded"),
+        full_spec(
+            "adamw_torch_8bit", parallel__strategy="fsdp2", save__strategy="steps", parallel__state_dict_type="sharded"
+        ),
         EQUIPPED_TWO,
     ),
 )
