@@ -20,11 +20,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from training_runs import THREADS, environment, log_text, write_plan
 
 from backend import registry
 from backend.config import RunSpec
 from backend.config.processes import nproc_per_node
+from backend.inspect import architecture, examples, worker
+from backend.inspect.architecture import ModuleTables
+from backend.inspect.examples import ExampleReports
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.runs import RANK_LOGS, RUN_MARKER, processes, warm_python
@@ -36,6 +40,8 @@ from pathlib import Path
 from backend.train import __main__ as training, warm_server
 for library in warm_server.LIBRARIES:
     importlib.import_module(library)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+get_checkpoint_conversion_mapping("llama")  # the first call compiles a thousand regular expressions: a third of a start
 gc.collect(), gc.freeze()  # otherwise the first collection in each rank would copy the pages of all imported modules
 
 def serve_python(folder, parent):
@@ -175,6 +181,22 @@ class ForkServer:
                 break
             time.sleep(0.05)
         return leftovers
+
+
+@contextmanager
+def forked_inspection(server: ForkServer, folder: Path) -> Iterator[None]:
+    """The checks of this process use inspection workers that the server forks, with their results in `folder`."""
+    command = (str(server.python), *worker.COMMAND[1:])
+    tables, reports = ModuleTables(folder, command=command), ExampleReports(folder, command=command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(worker.SETTING, "on")
+        patch.setattr(architecture, "_tables", lambda _: tables)
+        patch.setattr(examples, "_reports", lambda _: reports)
+        try:
+            yield
+        finally:
+            tables.close()
+            reports.close()
 
 
 def write_run(folder: Path, spec: RunSpec) -> None:

@@ -218,7 +218,7 @@ def test_breakage_in_a_run(name: str, tmp_path: Path, tiny: Path, fork_server: F
     assert ("Traceback" in log) is False, log
 
 
-@pytest.mark.parametrize("format", ["messages", "text", "pairs", "labels"])
+@pytest.mark.parametrize("format", soak_except(["messages", "text", "pairs", "labels"], ("messages", "labels")))
 def test_tokenizer_without_eos_and_pad_token(format: str, tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
     """Another special token pads."""
     spec = spec_without_eos_and_pad_token(tmp_path, tiny, Breakage(format=format))
@@ -288,7 +288,7 @@ SELECTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", soak_except(FEW, ("conversations", "pairs for KTO", "labels")))
 def test_selection_of_few_usable_examples(name: str, tmp_path: Path, tiny: Path, tokenizer: Any) -> None:
     """The checks know which of the usable examples the validation split and data.max_samples select."""
     format, stage, usable = FEW[name]

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fork_server import ForkServer
+from fork_server import ForkServer, forked_inspection
 from peft import LoraConfig, get_peft_model
 from training_runs import soak_except
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -28,9 +28,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.inspect import InputFacts, architecture, examples
+from backend.inspect import InputFacts, architecture
 from backend.inspect.architecture import ModuleTables
-from backend.inspect.worker import COMMAND, SETTING
+from backend.inspect.worker import COMMAND
 from backend.modelspec import NotCausalLM, UnknownArchitecture, all_parameters, trainable_parameters
 from backend.modelspec.from_table import shape_from_table
 from backend.paths import HOME
@@ -328,9 +328,9 @@ def test_killed_worker_is_replaced(tmp_path: Path, fork_server: ForkServer) -> N
 PARENT = """
 import sys, time
 from pathlib import Path
-from backend.inspect import InputFacts, architecture, examples
+from backend.inspect import InputFacts, architecture
 from backend.inspect.architecture import ModuleTables
-from backend.inspect.worker import COMMAND, SETTING
+from backend.inspect.worker import COMMAND
 tables = ModuleTables(Path(sys.argv[1]))
 tables.get({"model_type": "llama"})
 if sys.argv[2] == "ready":
@@ -422,7 +422,7 @@ def test_remote_code_runs_only_when_trusted(tmp_path: Path, fork_server: ForkSer
 
 
 def test_estimate_command_waits_for_the_worker(
-    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fork_server: ForkServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first call gives an estimate, also for an architecture without a closed formula."""
     model = tmp_path / "model"
@@ -431,19 +431,8 @@ def test_estimate_command_waits_for_the_worker(
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (model / "tokenizer.json").touch()
     (tmp_path / "spec.yaml").write_text(f"model: {{source: path, path: {model}}}\n")
-    monkeypatch.setenv(SETTING, "on")
-    monkeypatch.setenv("FOOTPLATE_CACHE", str(tmp_path / "cache"))
-    warm, place = warm_worker(fork_server), tmp_path / "cache"
-    tables, reports = ModuleTables(place, command=warm), examples.ExampleReports(place, command=warm)
-    monkeypatch.setattr(architecture, "_tables", lambda folder: tables)
-    monkeypatch.setattr(examples, "_reports", lambda folder: reports)
-    try:
+    with forked_inspection(fork_server, tmp_path / "cache"):
         main(["estimate", str(tmp_path / "spec.yaml"), "--json"])
-    finally:
-        for cache in (tables, reports):
-            pid = cache.pid
-            cache.close()
-            assert process_ended(pid)
     found = json.loads(capsys.readouterr().out)
     assert not found["unknown"] and found["device_bytes"] > 0
     assert len(list((tmp_path / "cache/modeltables").glob("*.json"))) == 1

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fork_server import ForkServer
+from fork_server import ForkServer, forked_inspection
 
 from backend.__main__ import main
 from backend.config import RunSpec
@@ -78,17 +78,12 @@ def command(folder: Path, lines: list[dict[str, Any]], *words: str) -> list[str]
 
 
 def test_broken_examples_deep_in_a_file_are_named(
-    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fork_server: ForkServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [TALK] * 6_000
     lines[4_999], lines[5_499] = NUMBER, SYSTEM
-    reports = examples.ExampleReports(fork_server.cache, command=(str(fork_server.python), *worker.COMMAND[1:]))
-    monkeypatch.setenv(worker.SETTING, "on")
-    monkeypatch.setattr(examples, "_reports", lambda folder: reports)
-    try:
+    with forked_inspection(fork_server, fork_server.cache):
         assert main(command(tmp_path, lines, "--json")[3:]) == 1
-    finally:
-        reports.close()
     report = json.loads(capsys.readouterr().out)
     assert report["examples"] == {"checked": 6_000, "all_checked": True, "note": ""}
     messages = {finding["code"]: finding["message"] for finding in report["findings"]}

@@ -12,7 +12,7 @@ import torch
 from fork_server import ForkServer, write_run
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, result, same_losses
+from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, result, same_losses, soak_except
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, MixtralForCausalLM
 from untrained_models import memory_context, untrained_model
 
@@ -78,8 +78,16 @@ def test_estimate_matches_the_stored_bytes(cache: Path, kind: str, name: str, do
     assert rows["Quantized parameters"] + rows["Frozen parameters"] == frozen
 
 
-@pytest.mark.parametrize("changes", [NF4, INT8], ids=["nf4", "int8"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "changes"),
+    [
+        ("fp32", NF4),
+        ("bf16", INT8),
+        pytest.param("fp32", INT8, marks=pytest.mark.soak),
+        pytest.param("bf16", NF4, marks=pytest.mark.soak),
+    ],
+    ids=["fp32-nf4", "bf16-int8", "fp32-int8", "bf16-nf4"],
+)
 def test_losses_are_close_to_unquantized_training(
     root: Path, fork_server: ForkServer, unquantized_losses: dict[int, float], changes: dict[str, Any], precision: str
 ) -> None:
@@ -98,9 +106,9 @@ def test_losses_are_close_to_unquantized_training(
         pytest.param(INT8, "ddp", marks=pytest.mark.soak),
         pytest.param(NF4, "zero2", marks=pytest.mark.soak),
         (NF4, "zero3"),
-        (NF4, "fsdp2"),
+        pytest.param(NF4, "fsdp2", marks=pytest.mark.soak),  # as in the resumed run below
         pytest.param({**INT8, **DORA}, "ddp", marks=pytest.mark.soak),
-        ({**NF4, **DORA}, "zero3"),
+        pytest.param({**NF4, **DORA}, "zero3", marks=pytest.mark.soak),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
@@ -127,7 +135,11 @@ def test_strategies_match_one_process(
 FP4 = {"method.quantization": "fp4", "method.bnb_4bit_use_double_quant": False, "precision.compute": "bf16"}
 
 
-@pytest.mark.parametrize(("changes", "ranks"), [(NF4, 2), (FP4, 3)], ids=["nf4-2", "fp4-bf16-3"])
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [pytest.param(NF4, 2, marks=pytest.mark.soak), (FP4, 3)],
+    ids=["nf4-2", "fp4-bf16-3"],
+)
 def test_fsdp2_sends_quantized_weights_from_rank_0(
     root: Path, fork_server: ForkServer, changes: dict[str, Any], ranks: int
 ) -> None:
@@ -146,7 +158,10 @@ def test_fsdp2_sends_quantized_weights_from_rank_0(
     assert "Every rank reads the weights" not in log_text(sharded)
 
 
-@pytest.mark.parametrize("more", [DORA, {"parallel.extra_config": '{"cpu_ram_efficient_loading": false}'}])
+@pytest.mark.parametrize(
+    "more",
+    [DORA, pytest.param({"parallel.extra_config": '{"cpu_ram_efficient_loading": false}'}, marks=pytest.mark.soak)],
+)
 def test_every_rank_reads_quantized_weights(root: Path, fork_server: ForkServer, more: dict[str, Any]) -> None:
     """DoRA needs the norms of the weights before they are sharded."""
     spec = make_spec({**PER_RANK, **NF4, **more, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 2})
@@ -191,7 +206,7 @@ def test_experts_are_not_quantized(tmp_path: Path) -> None:
     assert rows["Frozen parameters"] == sum(p.nbytes for n, p in model.named_parameters() if n not in quantized)
 
 
-@pytest.mark.parametrize("changes", [NF4, INT8], ids=["nf4", "int8"])
+@pytest.mark.parametrize("changes", [NF4, pytest.param(INT8, marks=pytest.mark.soak)], ids=["nf4", "int8"])
 def test_dora_losses_are_close_to_unquantized_training(
     root: Path, fork_server: ForkServer, changes: dict[str, Any]
 ) -> None:
@@ -264,7 +279,7 @@ def fp8_model(cache: Path, root: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", soak_except(["lora", "full"], ("lora",)))
 def test_fp8_checkpoint_is_dequantized_and_trained(
     root: Path, fork_server: ForkServer, cache: Path, fp8_model: Path, kind: str
 ) -> None:
