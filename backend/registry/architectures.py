@@ -19,7 +19,7 @@ UNTRAINABLE: Mapping[str, str] = {  # the end of a sentence
     "reformer": "in training, its attention accepts only sequences whose length is a multiple of its chunk length",
     "xlstm": _LOSS,
 }
-NO_LAYER_LIST = frozenset({"blt"})  # their config has no num_hidden_layers
+NO_LAYER_LIST = frozenset({"blt", "hrm_text"})  # none of their lists has num_hidden_layers layers
 _IN_PLACE = "it changes the output of its shared expert in place, which torch refuses for a layer that is divided"
 NO_TENSOR_PARALLELISM: Mapping[str, str] = {  # with the plan that transformers has for them
     "doge": "its attention adds a mask for all heads to the scores of the heads on one device",

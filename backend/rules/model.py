@@ -237,7 +237,8 @@ def untrainable_architecture(case: Case) -> str | None:
     "MDL010",
     fields=("method.freeze_trainable_layers",),
     title="This architecture has no list of decoder layers to freeze",
-    source="transformers 5.23 models/blt/configuration_blt.py: the config has no num_hidden_layers",
+    source="transformers 5.23: the config of BLT has no num_hidden_layers, and HRM-Text runs two lists of layers "
+    "several times",
     fixes=(
         Fix("Use LoRA", {"method.kind": "lora"}, False, "trains adapters instead of layers"),
         Fix("Train all parameters", {"method.kind": "full"}, False, "more memory"),

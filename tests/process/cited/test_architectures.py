@@ -20,6 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from backend import registry
 from backend.paths import HOME
+from backend.train.decoder_layers import decoder_layers
 from backend.train.describe_model import describe
 from backend.train.patches import bitsandbytes_cpu_layout
 from cited import cites
@@ -46,9 +47,10 @@ def test_reformer_trains_on_multiples_of_its_chunk_length_only() -> None:
 
 
 @cites("MDL010")
-def test_blt_has_no_number_of_layers() -> None:
-    assert {"blt"} == registry.NO_LAYER_LIST
+def test_no_list_has_the_number_of_layers() -> None:
+    assert {"blt", "hrm_text"} == registry.NO_LAYER_LIST
     assert not hasattr(BltConfig().get_text_config(), "num_hidden_layers")
+    assert decoder_layers(build("hrm_text")) == ("", 0)
 
 
 @cites("MDL011")
