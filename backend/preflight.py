@@ -6,13 +6,13 @@ Page, Start and command line call it. Only the inspection reads files; everythin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from backend import registry
 from backend.config import RunSpec, variables
-from backend.config.options import edit, effective
+from backend.config.options import edit, effective, with_defaults
 from backend.inspect import InputFacts, Show, inspect_inputs, no_show, resolve_paths, wait_for_worker
 from backend.launch import clusters
 from backend.launch.plan import plan
@@ -203,7 +203,13 @@ def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float =
     and all examples; `show` gets its progress as a text."""
     if wait_seconds:
         wait_for_worker(resolve_paths(effective(spec), base), base, wait_seconds, show)
-    return report_on(build_case(spec, machine, base))
+    report = report_on(build_case(spec, machine, base))
+    return replace(report, findings=tuple(_for_spec(finding, spec) for finding in report.findings))
+
+
+def _for_spec(finding: Finding, spec: RunSpec) -> Finding:
+    """The finding with fixes for `spec`, whose hidden options may have values from an earlier choice."""
+    return replace(finding, fixes=tuple(replace(fix, patch=with_defaults(spec, fix.patch)) for fix in finding.fixes))
 
 
 def report_on(case: Case) -> Report:

@@ -46,6 +46,13 @@ def test_printed_fixes_are_arguments(capsys):
         assert capsys.readouterr().out != out
 
 
+def test_printed_fixes_bring_no_hidden_value_back(capsys):
+    hidden = ("--set", "parallel.strategy=fsdp1", "--set", "parallel.context_parallel_size=2")
+    out = printed(capsys, "check", "first-run", "--machine", "laptop", *hidden, code=1)
+    fixes = [line for line in out.splitlines() if "--set parallel.strategy=fsdp2" in line]
+    assert fixes and all("--set parallel.context_parallel_size=1" in fix for fix in fixes)
+
+
 def test_rules_json_describes_every_rule(capsys):
     entries = json.loads(printed(capsys, "rules", "--json"))
     assert [entry["code"] for entry in entries] == [rule.code for rule in RULES]

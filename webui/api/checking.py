@@ -24,7 +24,7 @@ from backend.rules import Finding, Fix
 from backend.tasks.autofix import autofix
 from webui.api.app_state import AppState
 from webui.api.drafts import without_secrets
-from webui.api.fixes import finding_fixes, fix_json
+from webui.api.fixes import fix_json
 from webui.api.machines import find_machine
 from webui.api.requests import ApiError, FormRequest, RequestBody, State
 from webui.api.strategies import devices_json, strategies_json
@@ -229,7 +229,7 @@ def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
         "reason": finding.reason,
         "fields": list(finding.fields),
         "source": finding.source,
-        "fixes": finding_fixes(finding.fixes, spec),
+        "fixes": [fix_json(fix, spec) for fix in finding.fixes],
     }
 
 
