@@ -148,7 +148,7 @@ def test_data_examples_have_their_formats():
         assert convert(example, name, Data())
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, HOME / "docs/design.md"], ids=in_docs)
+@pytest.mark.parametrize("path", [*DOCUMENTS, HOME / "docs/design.md", HOME / "docs/internals.md"], ids=in_docs)
 def test_links_exist(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         name, _, anchor = target.partition("#")
