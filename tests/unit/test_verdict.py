@@ -16,6 +16,8 @@ from backend.rules import Case
 from backend.tasks.compare import recommend, variants
 
 PRESETS = {preset.name: preset for preset in presets.presets()}
+IN_MAKE_TEST = ("qlora-24gb", "galore-one-gpu", "dpo", "full-8b-fsdp2", "two-nodes")
+NAMES = [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.soak) for name in PRESETS]
 CHANGES = (
     {"model.source": "hub", "model.hub_id": "Qwen/Qwen3-30B-A3B"},
     {"model.source": "hub", "model.hub_id": "Qwen/Qwen3-8B"},
@@ -35,7 +37,7 @@ def cases(name: str, tmp_path) -> Iterator[tuple[str, Case]]:
             yield f"{machine.name} {patch}", Case(spec, machine, inspect_inputs(spec, tmp_path, PATIENT))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_headline_memory_and_strategies_agree(name: str, tmp_path) -> None:
     for label, case in cases(name, tmp_path):
         report = report_on(case)
@@ -51,7 +53,7 @@ def test_headline_memory_and_strategies_agree(name: str, tmp_path) -> None:
             assert current[0].verdict.startswith(report.fit.text), label
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_choosing_the_recommended_strategy_adds_no_finding(name: str, tmp_path) -> None:
     for label, case in cases(name, tmp_path):
         best = recommend(case)
