@@ -100,6 +100,19 @@ def test_a_result_opens_its_section_and_the_rarely_used_options(page):
     expect(page.locator("#fp-section-launch .fp-more")).to_have_text("Fewer options")
 
 
+def test_a_click_on_a_result_counts_when_the_view_can_have_the_focus(page):
+    """After the link "Skip to content", a press of the mouse moved the focus to the view, which closed the list."""
+    page.locator("#fp-skip").press("Enter")
+    expect(page.locator("#fp-build")).to_be_focused()
+    results(page, "eval_strategy")
+    row = page.locator(".fp-search-row").first
+    row.hover()
+    page.mouse.down()
+    expect(row).to_be_visible()
+    page.mouse.up()
+    expect(page.locator("#fp-section-evaluation .fp-head")).to_have_attribute("aria-expanded", "true")
+
+
 def test_a_hidden_option_is_shown_by_one_click(page):
     """The result says why it is hidden; a click on a button sets the condition, and can be undone."""
     assert results(page, "offload_param")[0] == "parallel.offload_param"
