@@ -52,9 +52,11 @@ def close_all():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    yield
-    if nextitem is None or not nextitem.path.is_relative_to(Path(__file__).parent):
-        close_all()
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or not nextitem.path.is_relative_to(Path(__file__).parent):
+            close_all()
 
 
 def pytest_sessionfinish():
@@ -93,9 +95,9 @@ def same_page(request):
     same.begin()
     yield same
     if request.node.stash.get(FAILED, False):
+        page_of_all.cache_clear()  # what it shows now is unknown
         screenshot(same.page, request)
         same.context.close()
-        page_of_all.cache_clear()
     assert same.errors == []
 
 

@@ -29,7 +29,7 @@ REMEMBER = """() => {
   window.firstState = {
     isDark: document.body.classList.contains("dark"),
     stored: Object.keys(localStorage),
-    unfolded: [...document.querySelectorAll("#fp-build details[open]")],
+    unfolded: [...document.querySelectorAll("details[open]")],
     expanded: [...document.querySelectorAll("#fp-build :is(.fp-head, .fp-more)")].map((b) => b.ariaExpanded),
   };
 }"""
@@ -41,13 +41,14 @@ UNDO = """() => {
     if (!["draft", "machine", "preset"].includes(name)) parameters.delete(name);
   history.replaceState(null, "", `?${parameters}`);
   footplate.showView("build");
+  document.querySelectorAll(".fp-view[tabindex]").forEach((view) => view.removeAttribute("tabindex"));
   if (document.body.classList.contains("dark") !== first.isDark) document.querySelector("#fp-theme").click();
   const search = document.querySelector("#fp-search");
   if (search.value) {
     search.value = "";
     search.dispatchEvent(new Event("input", { bubbles: true }));
   }
-  for (const details of document.querySelectorAll("#fp-build details")) details.open = first.unfolded.includes(details);
+  for (const details of document.querySelectorAll("details")) details.open = first.unfolded.includes(details);
   document.querySelectorAll("#fp-build :is(.fp-head, .fp-more)").forEach((button, position) => {
     if (button.ariaExpanded !== first.expanded[position]) button.click();
   });
