@@ -63,11 +63,13 @@ def run_code(fork_server: ForkServer, folder: Path, code: str) -> str:
 
 
 def assert_scores_a_batch(fork_server: ForkServer, log: str, folder: Path, code: str) -> None:
-    """As the page and the log say: a batch needs a padding token, which the base model's config may not have."""
-    (call,) = re.findall(r"Load the reward model with (.*)\.$", log, re.MULTILINE)
+    """As the page says, and the log of an adapter: a batch needs a padding token, which the base model's config may not
+    have."""
+    calls = re.findall(r"Load the reward model with (.*)\.$", log, re.MULTILINE)
+    assert len(calls) == (folder / "model/adapter_config.json").exists()
     logged = f"from transformers import AutoModelForSequenceClassification\nfolder = {str(folder / 'model')!r}\n"
     batch = "print(model(**tokenizer(['One.', 'A longer text.'], padding=True, return_tensors='pt')).logits.shape)\n"
-    for name, text in (("page", code + batch), ("log", f"{code}{logged}model = {call}\n{batch}")):
+    for name, text in (("page", code + batch), *(("log", f"{code}{logged}model = {call}\n{batch}") for call in calls)):
         assert "torch.Size([2, 1])" in run_code(fork_server, folder.with_name(f"{folder.name}-{name}"), text)
 
 
