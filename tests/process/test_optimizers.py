@@ -237,25 +237,30 @@ def test_schedule_free_with_fsdp2_trains_after_an_evaluation_as_without_it(
     assert found[0] == found[1]
 
 
-FSDP2 = {**FULL, "parallel.strategy": "fsdp2"}
-SHARDED_OPTIMIZERS = [
-    name
-    for name in CPU_OPTIMIZERS
-    if preflight(make_spec({**FSDP2, "launch.nproc_per_node": 2, "train.optim": name}), probe(HOME), HOME).can_run
-]
+SHARDED: Mapping[str, Mapping[str, Any]] = {
+    "fsdp2": {"parallel.strategy": "fsdp2"},
+    "fsdp2-sharded": {"parallel.strategy": "fsdp2", "parallel.state_dict_type": "sharded"},
+    "zero2": {"parallel.strategy": "zero2"},
+    "zero3": {"parallel.strategy": "zero3"},
+}
+SHARDED_IN_TEST = {("fsdp2", "schedule_free_adamw"), ("fsdp2", "sgd")}
 
 
-@pytest.mark.parametrize("state", soak_except(("full", "sharded"), ("full",)))
-@pytest.mark.parametrize("name", soak_except(SHARDED_OPTIMIZERS, ("schedule_free_adamw", "sgd")))
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        pytest.param(strategy, name, marks=() if (strategy, name) in SHARDED_IN_TEST else pytest.mark.soak)
+        for strategy in SHARDED
+        for name in CPU_OPTIMIZERS
+    ],
+)
 def test_resumes_with_the_same_losses_where_the_state_is_sharded(
-    name: str, state: str, fork_server: ForkServer, tmp_path: Path
+    strategy: str, name: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """torch takes a step with a learning rate of 0 before it loads the state: it must change nothing."""
-    if state == "full" and registry.OPTIMIZERS[name].needs_sharded_state:
-        pytest.skip("refused by OPT031")
-    if state == "sharded" and registry.OPTIMIZERS[name].loses_state_on_save:
-        pytest.skip("refused by OPT028")
-    spec = make_spec({**FSDP2, "train.optim": name, "parallel.state_dict_type": state})
+    """For FSDP2 torch takes a step with a learning rate of 0 before it loads the state: it must change nothing."""
+    spec = make_spec({**FULL, **SHARDED[strategy], "launch.nproc_per_node": 2, "train.optim": name})
+    if not preflight(spec, probe(HOME), HOME).can_run:
+        pytest.skip("refused by the checks")
     folder = fork_server.train(tmp_path / "run", spec, 2, env=NO_COMPILE)
     before = losses(folder)
     fork_server.resume(folder, 2, ranks=2, env=NO_COMPILE)
