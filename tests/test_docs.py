@@ -188,16 +188,17 @@ def test_the_tree_names_every_module():
     assert not [p for p in code if p.as_posix() not in named], "missing in the tree"
 
 
+UNSAVED = {"save.strategy": "no"}
 SUPPORT = {
     "Single": [{"parallel.strategy": name} for name in ("single", "ddp")],
     "DeepSpeed": [
         *({"parallel.strategy": f"zero{stage}"} for stage in range(4)),
         {"parallel.strategy": "zero3", "parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"},
-        {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/tmp"},
+        {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/tmp", **UNSAVED},
     ],
     "FSDP2": [{"parallel.strategy": "fsdp2", "parallel.cpu_offload": offload} for offload in (False, True)],
     "FSDP1": [{"parallel.strategy": "fsdp1"}],
-    "Tensor": [{"parallel.strategy": "tensor", "save.strategy": "no"}],
+    "Tensor": [{"parallel.strategy": "tensor", **UNSAVED}],
     "Sequence": [
         {"parallel.strategy": "zero2", "parallel.sequence_parallel_size": 2},
         {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2},

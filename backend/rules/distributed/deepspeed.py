@@ -12,7 +12,10 @@ from backend.rules.distributed.examples import ZERO2_STRATEGY
 from backend.rules.examples import DEMO, EQUIPPED_TWO, LAPTOP, TWO_H100
 
 CPU_OFFLOAD = {**ZERO2_STRATEGY, "parallel.offload_optimizer": "cpu"}
-NVME_OFFLOAD = {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}
+NVME_OFFLOAD = {
+    "parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme",
+    "save.only_model": True,
+}  # fmt: skip
 STATE_BLOCK = 256  # elements of a block in torchao's 8-bit and 4-bit optimizers, at most
 BLOCKWISE = {**ZERO2_STRATEGY, "train.optim": "adamw_torch_8bit"}
 ZERO3_DPO = {
@@ -180,6 +183,32 @@ def slow_nvme_folder(case: Case) -> str | None:
     if not case.facts.nvme_slow_reason or not _uses_nvme(case):
         return None
     return f"{case.facts.nvme_slow_reason} Every optimizer step would wait for it."
+
+
+@error(
+    "STR058",
+    fields=("parallel.offload_optimizer", "save.strategy", "save.only_model"),
+    title="A run with its optimizer on NVMe cannot be resumed",
+    source="verified with deepspeed 0.19: stage3.py, _rigid_load_state_dict, purges the state on NVMe; weights of "
+    "groups below 1 MiB are not restored either, and the losses after a resume differ",
+    fixes=(
+        OPTIMIZER_TO_CPU,
+        Fix("Save only the model weights", {"save.only_model": True}, cost="the run cannot be resumed"),
+        Fix("Save no checkpoints", {"save.strategy": "no"}, cost="nothing is saved before the end of the run"),
+    ),
+    fails_on=Example({**NVME_OFFLOAD, "save.only_model": False}, TWO_H100, NVME_FACTS),
+    passes_on=Example(NVME_OFFLOAD, TWO_H100, NVME_FACTS),
+)
+def nvme_optimizer_resume(case: Case) -> str | None:
+    """DeepSpeed copies the optimizer state from NVMe into the checkpoint, but does not use it when it loads the
+    checkpoint: the moments start at zero again, and the weights of small groups, such as adapters and norms, are those
+    from before the training."""
+    save = case.spec.save
+    if case.run.zero_stage != 3 or case.spec.parallel.offload_optimizer != "nvme":
+        return None
+    if save.strategy == "no" or save.only_model:
+        return None
+    return f"save.strategy is {save.strategy} with optimizer state, which DeepSpeed would not restore from NVMe."
 
 
 @error(

@@ -12,7 +12,7 @@ import pytest
 import skip_checks
 from fork_server import ForkServer
 from safetensors.torch import load_file
-from training_runs import make_spec, result
+from training_runs import REORDERING_TOLERANCE, losses, make_spec, result
 
 from cited import cites
 
@@ -204,3 +204,17 @@ def test_deepspeed_rejects_these_combinations(
     code, log = skip_checks.run(tmp_path / "run", make_spec(changes), fork_server)
     assert code == 1, log
     assert words in log, log
+
+
+@cites("STR058")
+def test_a_resume_does_not_restore_the_optimizer_state_on_nvme(tmp_path: Path, fork_server: ForkServer) -> None:
+    """The losses after a resume from step 2 differ, also at step 3, because the norms are not restored."""
+    (tmp_path / "disk").mkdir()
+    offload = {"parallel.offload_optimizer": "nvme", "parallel.nvme_path": str(tmp_path / "disk")}
+    changes = {"method.kind": "full", "parallel.strategy": "zero3", "train.max_steps": 4, **offload}
+    saved = run_without_checks(tmp_path / "run", {**changes, "save.strategy": "steps", "save.steps": 2}, fork_server)
+    again = {"save.resume_from": "path", "save.resume_path": str(saved / "checkpoints/checkpoint-2")}
+    resumed = run_without_checks(tmp_path / "again", {**changes, **again, "save.strategy": "no"}, fork_server)
+    before, after = losses(saved), losses(resumed)
+    assert set(after) == {3, 4}
+    assert all(abs(before[step] - after[step]) > REORDERING_TOLERANCE for step in after)
