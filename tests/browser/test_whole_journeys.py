@@ -69,14 +69,14 @@ def test_keyboard_only_from_the_first_page_to_the_result(same_page, shared):
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")  # Skip to content
     tab_to(page, "#model-builtin input")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("Enter")
-    settled(page)
-    if value(page, "model.builtin") != "tiny-llama":
-        page.keyboard.press("ArrowDown")
-        page.keyboard.press("ArrowDown")
+    for downs in (1, 2, 1, 2):  # which entry is highlighted at first depends on how far the page was when it opened
+        if value(page, "model.builtin") == "tiny-llama":
+            break
+        for _ in range(downs):
+            page.keyboard.press("ArrowDown")
         page.keyboard.press("Enter")
         settled(page)
+        tab_to(page, "#model-builtin input")
     assert value(page, "model.builtin") == "tiny-llama"
     tab_to(page, ".fp-strategy input")
     assert page.evaluate("() => document.activeElement.checked")  # one tab stop, on the selected line

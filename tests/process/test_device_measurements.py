@@ -30,6 +30,11 @@ if os.environ["RANK"] == "1" and not os.fork():  # stops this rank most of the t
     finally:
         os._exit(0)
 """
+# A busy machine slows ranks as well: this rank does a hundredth of the work.
+IDLE = """
+matmul = device_test._matmul_flops
+device_test._matmul_flops = lambda *arguments: matmul(*arguments) / (100 if os.environ["RANK"] == "1" else 1)
+"""
 HANGS = """
 measured = device_test._link_bytes
 def hang(*arguments):
@@ -41,9 +46,10 @@ device_test._link_bytes = hang
 DDP = {"parallel.strategy": "ddp", "launch.nproc_per_node": 2}
 
 
-def test_every_rank_is_measured_and_a_slow_one_is_named(fork_server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", [IDLE, pytest.param(SLOW, marks=pytest.mark.soak)], ids=["idle", "stopped"])
+def test_every_rank_is_measured_and_a_slow_one_is_named(slow: str, fork_server: ForkServer, tmp_path: Path) -> None:
     write_run(tmp_path / "run", make_spec(DDP))
-    (tmp_path / "slow.py").write_text(SHORT.format(more=SLOW))
+    (tmp_path / "slow.py").write_text(SHORT.format(more=slow))
     assert fork_server.run(tmp_path / "run", 2, script=str(tmp_path / "slow.py")) == 0, log_text(tmp_path / "run")
     found = json.loads((tmp_path / "run" / RESULT).read_text())
     assert len(found["ranks"]) == 2 and found["all_reduce"] > 1e5

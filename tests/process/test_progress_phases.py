@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from backend.runs import PROGRESS
 from backend.train import generation_eval
@@ -68,7 +69,7 @@ def test_evaluations_and_checkpoints_are_phases(tmp_path: Path) -> None:
             callback.on_evaluate(**at)
 
     class Trainer(TrainerMixin, Evaluates):
-        context, state = SimpleNamespace(run_log=run_log), STATE  # type: ignore[assignment]
+        context, state, model = SimpleNamespace(run_log=run_log), STATE, nn.Module()  # type: ignore[assignment]
 
     Trainer().evaluate()
     show_checkpoint(run_log, STATE)
