@@ -192,8 +192,8 @@ def slow_nvme_folder(case: Case) -> str | None:
     source="verified with deepspeed 0.19: stage3.py, _rigid_load_state_dict, purges the state on NVMe; weights of "
     "groups below 1 MiB are not restored either, and the losses after a resume differ",
     fixes=(
-        OPTIMIZER_TO_CPU,
         Fix("Save only the model weights", {"save.only_model": True}, cost="the run cannot be resumed"),
+        OPTIMIZER_TO_CPU,
         Fix("Save no checkpoints", {"save.strategy": "no"}, cost="nothing is saved before the end of the run"),
     ),
     fails_on=Example({**NVME_OFFLOAD, "save.only_model": False}, TWO_H100, NVME_FACTS),
