@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -70,9 +71,15 @@ def open_run(page, run, theme="light"):
 
 
 def point_at(page, found, step):
-    """Move the pointer to a step of a chart that shows steps 1 to STEPS."""
+    """Move the pointer to a step of a chart that shows steps 1 to STEPS; again if the page, which has just been opened,
+    has moved the chart away from it."""
     over = found.locator(".u-over")
-    over.hover(position={"x": over.bounding_box()["width"] * (step - 1) / (STEPS - 1), "y": 20})
+    for _ in range(4):
+        over.hover(position={"x": over.bounding_box()["width"] * (step - 1) / (STEPS - 1), "y": 20})
+        with suppress(AssertionError):
+            expect(found.locator(".fp-legend-step")).not_to_have_text("", timeout=2000)
+            return
+        page.mouse.move(5, 5)
 
 
 def pixel(found, step, below):
