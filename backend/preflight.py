@@ -12,7 +12,7 @@ from typing import Any
 
 from backend import registry
 from backend.config import RunSpec, variables
-from backend.config.options import edit, effective, with_defaults
+from backend.config.options import edit, effective
 from backend.inspect import InputFacts, Show, inspect_inputs, no_show, resolve_paths, wait_for_worker
 from backend.launch import clusters
 from backend.launch.plan import plan
@@ -204,12 +204,8 @@ def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float =
     if wait_seconds:
         wait_for_worker(resolve_paths(effective(spec), base), base, wait_seconds, show)
     report = report_on(build_case(spec, machine, base))
-    return replace(report, findings=tuple(_for_spec(finding, spec) for finding in report.findings))
-
-
-def _for_spec(finding: Finding, spec: RunSpec) -> Finding:
-    """The finding with fixes for `spec`, whose hidden options may have values from an earlier choice."""
-    return replace(finding, fixes=tuple(replace(fix, patch=with_defaults(spec, fix.patch)) for fix in finding.fixes))
+    found = (replace(finding, fixes=tuple(fix.for_spec(spec) for fix in finding.fixes)) for finding in report.findings)
+    return replace(report, findings=tuple(found))
 
 
 def report_on(case: Case) -> Report:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from backend import registry
 from backend.config import RunSpec
-from backend.config.options import SpecError, by_name, edit, effective, get
+from backend.config.options import SpecError, by_name, edit, effective, get, with_defaults
 from backend.inspect import InputFacts
 from backend.machine import Gpu, Machine
 from backend.memory import Estimate, estimate
@@ -39,6 +39,10 @@ class Fix:
     safe: bool = True
     cost: str = ""
     peak: int = 0
+
+    def for_spec(self, spec: RunSpec) -> Fix:
+        """The fix for `spec`, whose hidden options may have values from an earlier choice."""
+        return replace(self, patch=with_defaults(spec, self.patch))
 
 
 def label_of(option: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from backend.config import RunSpec
-from backend.config.options import edit, with_defaults
+from backend.config.options import edit
 from backend.rules import Case, Finding, examine
 
 MAX_FIXES = 40  # a bound only: each fix leads to a new spec, and few errors need more than one
@@ -46,7 +46,7 @@ def _step(
     """The first fix that leaves fewer errors; without one, the first that leads to a new spec."""
     first = None
     for fix in (fix for finding in current.remaining for fix in finding.fixes if fix.safe or not only_safe):
-        spec = edit(current.spec, with_defaults(current.spec, fix.patch))
+        spec = edit(current.spec, fix.for_spec(current.spec).patch)
         if spec in seen:
             continue
         seen.append(spec)

@@ -14,7 +14,7 @@ from backend.config import options as o
 from backend.config.aliases import ALIASES, GUESSES, VALUE_ALIASES
 from backend.presets import dump, load
 from backend.rules import Fix
-from webui.api.fixes import finding_fixes
+from webui.api.fixes import fix_json
 
 OPTIONS = o.options()
 NAMES = [option.name for option in OPTIONS]
@@ -304,6 +304,6 @@ def test_a_fix_resets_the_options_that_it_makes_visible() -> None:
     )
     assert o.with_defaults(o.edit(tensor, fsdp2), {"train.seed": 1}) == {"train.seed": 1}, "it is visible already"
     assert o.with_defaults(RunSpec(), fsdp2) == fsdp2
-    (fix,) = finding_fixes([Fix("Use FSDP2", fsdp2)], tensor)
+    fix = fix_json(Fix("Use FSDP2", fsdp2).for_spec(tensor), tensor)
     assert fix["patch"] == {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 1}
     assert [change["label"] for change in fix["diff"]] == ["Distributed strategy", "Context parallel size"]

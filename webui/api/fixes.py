@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from backend.config import RunSpec
-from backend.config.options import by_name, get, masked_value, text, with_defaults
+from backend.config.options import by_name, get, masked_value, text
 from backend.rules import Fix
 
 ENV = "launch.env"
-
-
-def finding_fixes(fixes: Iterable[Fix], spec: RunSpec) -> list[dict[str, Any]]:
-    """The fixes of a finding about `spec`, whose hidden options may have values from an earlier choice."""
-    return [fix_json(replace(fix, patch=with_defaults(spec, fix.patch)), spec) for fix in fixes]
 
 
 def fix_json(fix: Fix, spec: RunSpec) -> dict[str, Any]:

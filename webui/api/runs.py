@@ -51,7 +51,7 @@ from backend.tasks import bundle, remedies, retry
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, form_values, parse_form, run_preflight
 from webui.api.drafts import without_secrets
-from webui.api.fixes import finding_fixes
+from webui.api.fixes import fix_json
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
 from webui.api.runs_list import waiting_runs
 from webui.curves import AXES
@@ -209,7 +209,7 @@ def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
     found = remedies.find(run, state.machine.get(), Path.cwd())
     spec = presets.load(_spec_text(run)) if found.fixes else RunSpec()
     return {
-        "fixes": finding_fixes(found.fixes, spec),
+        "fixes": [fix_json(fix.for_spec(spec), spec) for fix in found.fixes],
         "where": found.where,
         "note": found.note,
     }
