@@ -77,6 +77,11 @@ class Save(Section):
     merge_adapter: Annotated[bool, Ui("Merge adapter", when={**LORA, "save.final_model": ("true",)})] = False
     """Saves the full model with the adapter merged into it, instead of only the adapter."""
 
+    @property
+    def can_resume(self) -> bool:
+        """Whether there are checkpoints with the optimizer state, from which a run can resume."""
+        return self.strategy != "no" and not self.only_model
+
 
 class Logging(Section):
     """Run name, log and experiment tracker."""

@@ -22,6 +22,8 @@ BF16 = Fix("Use bf16", {"precision.compute": "bf16"}, safe=False, cost="7 mantis
 NO_PACKING = Fix(
     "Disable packing", {"data.packing": False}, safe=False, cost="more padding tokens; fewer tokens in each step"
 )
+WEIGHTS_ONLY = Fix("Save only the model weights", {"save.only_model": True}, cost="the run cannot be resumed")
+NO_CHECKPOINTS = Fix("Save no checkpoints", {"save.strategy": "no"}, cost="nothing is saved before the end of the run")
 
 
 def hub_id_violation(option: str, hub_id: str) -> Violation | None:

@@ -276,7 +276,7 @@ def elastic_without_checkpoints(case: Case) -> Violation | None:
     """When a rank dies, or a node leaves or joins, torchrun restarts all ranks. They resume from the last checkpoint
     with optimizer state; without such a checkpoint, they start again at step 0."""
     save = case.spec.save
-    if case.spec.launch.rendezvous != "elastic" or (save.strategy != "no" and not save.only_model):
+    if case.spec.launch.rendezvous != "elastic" or save.can_resume:
         return None
     if not case.run.engine.can_resume:
         message = "Tensor-parallel runs cannot be resumed from a checkpoint, so every restart begins at step 0."

@@ -28,8 +28,8 @@ from backend.rules.examples import EQUIPPED, EQUIPPED_TWO, full_spec
 def optimizer_state_not_saved_by_fsdp2(case: Case) -> str | None:
     """A checkpoint that can be resumed has the optimizer state. FSDP2 saves it through torch's distributed checkpoint,
     which supports tensors and numbers under the names of parameters, and nothing else."""
-    row, save = case.optimizer, case.spec.save
-    if case.run.fsdp_version != 2 or save.strategy == "no" or save.only_model:
+    row = case.optimizer
+    if case.run.fsdp_version != 2 or not case.spec.save.can_resume:
         return None
     if row.steps_in_backward or row.needs_plain_tensors(case.run.fp32_master_weights):  # other rules refuse these
         return None
@@ -61,8 +61,8 @@ def optimizer_state_not_saved_by_fsdp2(case: Case) -> str | None:
 def optimizer_state_not_loaded_by_fsdp2(case: Case) -> str | None:
     """A full checkpoint has the optimizer state of all ranks, gathered on rank 0. When the run resumes, the ranks
     divide it again, which fails for this optimizer. In a sharded checkpoint each rank saves and loads its own part."""
-    row, save = case.optimizer, case.spec.save
-    if case.run.fsdp_version != 2 or save.strategy == "no" or save.only_model or not row.needs_sharded_state:
+    row = case.optimizer
+    if case.run.fsdp_version != 2 or not case.spec.save.can_resume or not row.needs_sharded_state:
         return None
     if row.needs_plain_tensors(case.run.fp32_master_weights) or case.run.checkpoint_format == "sharded":
         return None

@@ -73,7 +73,7 @@ def differences(spec: RunSpec) -> list[str]:
             "Only the processes of this node were started, without the rendezvous of several nodes. The command "
             "`footplate test-devices` tests all nodes and the links between them."
         )
-    if spec.save.strategy == "no" or spec.save.only_model:
+    if not spec.save.can_resume:
         notes.append("The spec saves no checkpoint to resume from, so the crash and the resume were left out.")
     if not spec.save.final_model:
         notes.append("The spec saves no final model, so none was loaded.")

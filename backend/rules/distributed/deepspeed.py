@@ -7,7 +7,7 @@ from dataclasses import replace
 from backend import registry
 from backend.modelspec import trainable_tensors
 from backend.rules.base import Case, Example, Fix, advice, error, warning
-from backend.rules.common_fixes import ADAMW, DDP, FSDP2, ZERO2, ZERO3
+from backend.rules.common_fixes import ADAMW, DDP, FSDP2, NO_CHECKPOINTS, WEIGHTS_ONLY, ZERO2, ZERO3
 from backend.rules.distributed.examples import ZERO2_STRATEGY
 from backend.rules.examples import DEMO, EQUIPPED_TWO, LAPTOP, TWO_H100
 
@@ -191,11 +191,7 @@ def slow_nvme_folder(case: Case) -> str | None:
     title="A run with its optimizer on NVMe cannot be resumed",
     source="verified with deepspeed 0.19: stage3.py, _rigid_load_state_dict, purges the state on NVMe; weights of "
     "groups below 1 MiB are not restored either, and the losses after a resume differ",
-    fixes=(
-        Fix("Save only the model weights", {"save.only_model": True}, cost="the run cannot be resumed"),
-        OPTIMIZER_TO_CPU,
-        Fix("Save no checkpoints", {"save.strategy": "no"}, cost="nothing is saved before the end of the run"),
-    ),
+    fixes=(WEIGHTS_ONLY, OPTIMIZER_TO_CPU, NO_CHECKPOINTS),
     fails_on=Example({**NVME_OFFLOAD, "save.only_model": False}, TWO_H100, NVME_FACTS),
     passes_on=Example(NVME_OFFLOAD, TWO_H100, NVME_FACTS),
 )
@@ -204,9 +200,7 @@ def nvme_optimizer_resume(case: Case) -> str | None:
     checkpoint: the moments start at zero again, and the weights of small groups, such as adapters and norms, are those
     from before the training."""
     save = case.spec.save
-    if case.run.zero_stage != 3 or case.spec.parallel.offload_optimizer != "nvme":
-        return None
-    if save.strategy == "no" or save.only_model:
+    if case.run.zero_stage != 3 or case.run.optimizer_offload != "nvme" or not save.can_resume:
         return None
     return f"save.strategy is {save.strategy} with optimizer state, which DeepSpeed would not restore from NVMe."
 

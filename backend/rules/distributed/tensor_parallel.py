@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, error
-from backend.rules.common_fixes import DDP, FSDP2
+from backend.rules.common_fixes import DDP, FSDP2, NO_CHECKPOINTS, WEIGHTS_ONLY
 from backend.rules.distributed.examples import FOUR_PROCESSES, FULL, TINY_FACTS, with_cores
 from backend.rules.examples import DEMO, GPT2, LAPTOP, TWO_H100
 
@@ -39,11 +39,7 @@ def lora_with_tensor_parallelism(case: Case) -> str | None:
     fields=("parallel.strategy", "save.strategy", "save.only_model"),
     title="Tensor parallel runs cannot be resumed",
     source="transformers 5.23 trainer.py: resuming is not supported for models sharded at load time",
-    fixes=(
-        Fix("Save only the model weights", {"save.only_model": True}, cost="the run cannot be resumed"),
-        Fix("Save no checkpoints", {"save.strategy": "no"}, cost="nothing is saved before the end of the run"),
-        FSDP2,
-    ),
+    fixes=(WEIGHTS_ONLY, NO_CHECKPOINTS, FSDP2),
     fails_on=Example({**TENSOR, "save.strategy": "epoch"}, TWO_H100, TINY_FACTS),
     passes_on=Example(TENSOR, TWO_H100, TINY_FACTS),
     proof="launch",
@@ -51,7 +47,7 @@ def lora_with_tensor_parallelism(case: Case) -> str | None:
 def tensor_parallel_resume(case: Case) -> str | None:
     """The Trainer cannot save and load the optimizer state of a model that was sharded while loading."""
     save = case.spec.save
-    if case.run.engine.can_resume or save.strategy == "no" or save.only_model:
+    if case.run.engine.can_resume or not save.can_resume:
         return None
     return (
         f"save.strategy is {save.strategy} with optimizer state, but the Trainer cannot resume a tensor parallel model."
