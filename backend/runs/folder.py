@@ -235,7 +235,7 @@ class Run:
             raise RunError(f"The run could not be deleted:{what} {error.strerror}.") from error
         finally:
             if lock is not None:
-                os.close(lock)
+                processes.release(lock)
 
     def _end_job(self) -> None:
         """Cancel the job of a run whose follower was killed. Raises RunError."""

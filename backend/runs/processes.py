@@ -45,6 +45,13 @@ def acquire_lock(folder: Path, seconds: float = 1.0) -> int | None:
         time.sleep(POLL_SECONDS / 2)
 
 
+def release(lock: int) -> None:
+    """Let go of a lock. Closing the file alone would keep it while another process has the descriptor too, such as the
+    one that forked this process and has not ended yet."""
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
 def is_locked(folder: Path) -> bool:
     """Whether the run is alive. Takes a shared lock for an instant, so that two readers do not block each other."""
     try:

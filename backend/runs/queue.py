@@ -238,7 +238,7 @@ def _lock_one(names: Sequence[str], holder: str, taken: list[int]) -> tuple[bool
         if not found:
             return True, holder
         while len(taken) > before:
-            os.close(taken.pop())
+            processes.release(taken.pop())
     return False, found
 
 
@@ -351,7 +351,7 @@ def touch(leases: Sequence[int]) -> None:
 
 def _release(leases: list[int]) -> None:
     while leases:
-        os.close(leases.pop())
+        processes.release(leases.pop())
 
 
 def _other_program(devices: Mapping[str, str]) -> str:

@@ -189,8 +189,8 @@ class Supervisor:
 
     def release(self) -> None:
         """Let go of the run and its devices before the process ends."""
-        for descriptor in (*self.locks, *(self.turn.leases or ())):
-            os.close(descriptor)
+        for lock in (*self.locks, *(self.turn.leases or ())):
+            processes.release(lock)
 
     def _keep_lock(self) -> None:
         """Lock a new file if someone has deleted the lock file: without one, the run looks as if it had ended."""

@@ -53,6 +53,20 @@ def alive(run: Run) -> Iterator[Run]:
     os.close(lock)
 
 
+def test_a_released_lock_is_free_although_another_process_has_its_descriptor(run: Run) -> None:
+    """The process that forked the supervisor has it, and on a busy machine ends after a short run."""
+    lock = processes.acquire_lock(run.path)
+    assert lock is not None
+    other = subprocess.Popen(["sleep", "60"], pass_fds=[lock])
+    try:
+        assert processes.is_locked(run.path)
+        processes.release(lock)
+        assert not processes.is_locked(run.path)
+    finally:
+        other.kill()
+        other.wait()
+
+
 def put(run: Run, name: str, value: Any) -> None:
     """Written after the lock, as by the last start."""
     (run.path / name).write_text(value if isinstance(value, str) else json.dumps(value))
