@@ -69,13 +69,13 @@ def test_the_head_names_the_memory_that_lines_are_measured_against(page):
 
 def test_a_click_chooses_a_strategy_and_changes_the_picture(page):
     command = page.locator("#fp-preview-text")
-    expect(page.locator(".fp-column")).to_have_count(16)
-    expect(page.locator(".fp-placement-caption")).to_contain_text("In groups of 8, each GPU shards weights, gradients")
+    expect(page.locator("#fp-build .fp-column")).to_have_count(16)
+    expect(page.locator("#fp-build .fp-placement-caption")).to_contain_text("In groups of 8, each GPU shards weights, gradients")
     line(page, "ZeRO-1").click()
     settled(page)
     expect(current(page)).to_have_text("ZeRO-1")
     assert (value(page, "parallel.strategy"), value(page, "launch.nnodes")) == ("zero1", 2)
-    expect(page.locator(".fp-placement-caption")).to_contain_text(
+    expect(page.locator("#fp-build .fp-placement-caption")).to_contain_text(
         "In groups of 16, each GPU shards optimizer state, and sends"
     )
     page.get_by_role("tab", name="deepspeed.json").click()
@@ -84,8 +84,8 @@ def test_a_click_chooses_a_strategy_and_changes_the_picture(page):
     settled(page)
     expect(page.locator(".fp-status-text")).to_contain_text("Cannot run")
     expect(line(page, "Single process")).to_contain_text("Does not fit")
-    expect(page.locator(".fp-column")).to_have_count(1)
-    expect(page.locator(".fp-column-limit")).to_have_count(1)
+    expect(page.locator("#fp-build .fp-column")).to_have_count(1)
+    expect(page.locator("#fp-build .fp-column-limit")).to_have_count(1)
 
 
 def test_choosing_keeps_the_global_batch_size_and_can_be_undone(page):
@@ -156,7 +156,7 @@ def test_an_error_of_the_strategy_goes_with_it(page):
 
 
 def test_pointing_at_a_device_shows_its_groups(page):
-    columns, caption = page.locator(".fp-column"), page.locator(".fp-placement-caption")
+    columns, caption = page.locator("#fp-build .fp-column"), page.locator("#fp-build .fp-placement-caption")
     height = caption.bounding_box()["height"]
     columns.nth(11).hover()
     expect(caption).to_contain_text("GPU 3 of node 1 is rank 11.")
@@ -243,7 +243,7 @@ def test_chips_select_nodes_and_devices(page):
     settled(page)
     assert value(page, "launch.devices") == "1, 2, 3, 4, 5, 6, 7"
     assert value(page, "launch.nproc_per_node") == 7
-    expect(page.locator(".fp-column")).to_have_count(7)
+    expect(page.locator("#fp-build .fp-column")).to_have_count(7)
     page.get_by_role("button", name=re.compile("^GPU 0 of node 0")).click()
     page.get_by_role("button", name=re.compile("^GPU 5 of node 1")).click()
     settled(page)
@@ -287,7 +287,7 @@ def test_second_node_needs_a_strategy(page):
     page.get_by_role("button", name="Node 1", exact=True).click()
     settled(page)
     expect(current(page)).to_have_text("DDP")
-    expect(page.locator(".fp-column")).to_have_count(2)
+    expect(page.locator("#fp-build .fp-column")).to_have_count(2)
     assert (value(page, "launch.nnodes"), value(page, "launch.rendezvous")) == (2, "static")
 
 
@@ -307,7 +307,7 @@ def test_elastic_run_stays_elastic(page):
 
 
 def test_focus_stays_on_a_column_when_the_picture_is_drawn_again(page):
-    page.locator(".fp-column").first.focus()
+    page.locator("#fp-build .fp-column").first.focus()
     page.keyboard.press("ArrowRight")
     page.evaluate("() => footplate.edited('train.learning_rate', 0.00002)")
     settled(page)
