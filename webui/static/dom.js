@@ -54,6 +54,22 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** A small button. */
+export const chip = (text, onclick, attributes = {}) =>
+  el("button.fp-chip", { type: "button", onclick, ...attributes }, text);
+
+/** A small button that is pressed or not. `toggled` gets whether it is. @param {(pressed: boolean) => void} toggled */
+export function toggleChip(text, pressed, toggled, attributes = {}) {
+  const button = chip(text, toggle, { ...attributes, "aria-pressed": String(pressed) });
+  function toggle() {
+    const now = button.getAttribute("aria-pressed") !== "true";
+    setPressed(button, now);
+    toggled(now);
+  }
+  return button;
+}
+export const setPressed = (button, pressed) => button.setAttribute("aria-pressed", String(pressed));
+
 /** Set an attribute without touching the DOM if it is unchanged: styles depend on it. */
 export function setAttribute(node, name, value) {
   if (node.getAttribute(name) !== value) node.setAttribute(name, value);
