@@ -137,7 +137,7 @@ export function createSelectionBar(selected, { changed, clear, find }) {
 
 /** One menu for all rows. @param {() => void} changed */
 export function createRowMenu(changed) {
-  const node = el("div.fp-row-menu", { role: "menu", hidden: true });
+  const node = el("div.fp-row-menu", { role: "menu", hidden: true, onkeydown: keyPressed });
   let opener = /** @type {HTMLElement | null} */ (null);
 
   function close(focuses = false) {
@@ -157,61 +157,65 @@ export function createRowMenu(changed) {
     changed();
   }
 
-  /** @param {Run} run */
-  function items(run) {
-    const remove = async () => {
-      if (!(await confirmDelete(run.name || run.id))) return;
-      await deleteRun(run.id);
-      notify("Run deleted.");
-    };
-    const item = (text, work, kind = "") => {
-      const attributes = { type: "button", role: "menuitem", tabindex: -1, onclick: () => act(work) };
-      return el(`button${kind}`, attributes, text);
-    };
-    return [
-      RESUMABLE.includes(run.state) && item(startLabel(run), () => resumeRun(run.id)),
-      item("Copy into form", async () => emit("clone", { id: run.id })),
-      item("Tags and notes", async () => editNotes(run, changed)),
-      item(run.archived ? "Restore" : "Archive", () => archive([run.id], !run.archived, changed)),
-      isDeletable(run) && item("Delete", remove, ".fp-row-menu-destructive"),
-    ].filter(Boolean);
-  }
-
   /** @param {Run} run @param {HTMLElement} button */
   function open(run, button) {
-    if (opener === button) {
-      close();
-      return;
-    }
+    const isOpen = opener === button;
     close();
+    if (isOpen) return;
     opener = button;
     button.setAttribute("aria-expanded", "true");
-    node.replaceChildren(...items(run));
+    const item = ({ text, work, kind }) =>
+      el(`button${kind}`, { type: "button", role: "menuitem", tabindex: -1, onclick: () => act(work) }, text);
+    node.replaceChildren(...actionsOf(run, changed).map(item));
     node.setAttribute("aria-label", `Actions for ${run.name || run.id}`);
     node.hidden = false;
-    const { bottom, top, right } = button.getBoundingClientRect();
-    const fits = bottom + node.offsetHeight + 8 < innerHeight;
-    node.style.top = `${fits ? bottom + 4 : top - node.offsetHeight - 4}px`;
-    node.style.left = `${Math.max(8, right - node.offsetWidth)}px`;
+    placeAt(node, button);
     node.firstChild.focus();
   }
 
   function keyPressed(event) {
-    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    const buttons = [...node.children];
-    const index = buttons.indexOf(document.activeElement);
-    const end = { Home: 0, End: buttons.length - 1 }[event.key];
-    if (end !== undefined) buttons[end].focus();
-    else if (step) buttons[(index + step + buttons.length) % buttons.length].focus();
-    else if (event.key === "Escape" || event.key === "Tab") close(true);
-    else return;
+    if (event.key === "Escape" || event.key === "Tab") close(true);
+    else if (!moveFocus(node, event.key)) return;
     event.preventDefault();
   }
-  node.addEventListener("keydown", keyPressed);
   document.addEventListener("click", (event) => {
     const target = /** @type {Node} */ (event.target);
     if (opener && !node.contains(target) && !opener.contains(target)) close();
   });
   addEventListener("scroll", () => close(), { passive: true });
   return { node, open };
+}
+
+/** What can be done with a run. @param {Run} run @param {() => void} changed */
+function actionsOf(run, changed) {
+  const action = (text, work, kind = "") => ({ text, work, kind });
+  const remove = async () => {
+    if (!(await confirmDelete(run.name || run.id))) return;
+    await deleteRun(run.id);
+    notify("Run deleted.");
+  };
+  return [
+    RESUMABLE.includes(run.state) && action(startLabel(run), () => resumeRun(run.id)),
+    action("Copy into form", async () => emit("clone", { id: run.id })),
+    action("Tags and notes", async () => editNotes(run, changed)),
+    action(run.archived ? "Restore" : "Archive", () => archive([run.id], !run.archived, changed)),
+    isDeletable(run) && action("Delete", remove, ".fp-row-menu-destructive"),
+  ].filter(Boolean);
+}
+
+/** Place a menu below its button, or above it where the window ends. @param {any} menu @param {HTMLElement} button */
+function placeAt(menu, button) {
+  const { bottom, top, right } = button.getBoundingClientRect();
+  const fits = bottom + menu.offsetHeight + 8 < innerHeight;
+  menu.style.top = `${fits ? bottom + 4 : top - menu.offsetHeight - 4}px`;
+  menu.style.left = `${Math.max(8, right - menu.offsetWidth)}px`;
+}
+
+/** Move the focus in a menu by arrow keys, Home and End. @param {any} menu @returns whether it was such a key */
+function moveFocus(menu, key) {
+  const items = [...menu.children];
+  const index = items.indexOf(document.activeElement);
+  const next = { ArrowDown: index + 1, ArrowUp: index - 1, Home: 0, End: -1 }[key];
+  if (next !== undefined) items.at(next % items.length).focus();
+  return next !== undefined;
 }
