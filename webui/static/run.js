@@ -76,34 +76,8 @@ export function mountRun(show) {
 // -- the page's elements ----------------------------------------------------------------------------------------------
 
 function buildPage(place) {
-  page.poller = createPoller(pull, { isVisible, interval: 1000, onTrouble: troubleOf("page") });
-  page.charts = createCharts({
-    base,
-    hasEnded: ended,
-    isVisible,
-    onTrouble: troubleOf("charts"),
-    happened: () => ({ events: run?.events || [], checkpoints: run?.checkpoints || [] }),
-    onDraw: (newest) => {
-      page.latest = newest;
-      drawCards();
-    },
-  });
-  page.sweep = createSweep(isVisible);
-  page.stacks = createStacks(base);
-  page.log = createLog({ base, hasEnded: ended, isVisible, onTrouble: troubleOf("log") });
-  page.failure = el("section.fp-failure", { hidden: true, "aria-label": "Error" });
-  page.gain = el("p.fp-gain", { hidden: true });
-  page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
-  page.routerNote = el("p.fp-router-note", { hidden: true });
-  page.samples = el("section.fp-panel.fp-samples", { hidden: true, "aria-label": "Generations" });
-  page.model = el("section.fp-panel.fp-model", { hidden: true, "aria-label": "Your model" });
-  page.placement = el("section.fp-panel.fp-run-placement", { hidden: true, "aria-label": "Memory of each device" });
-  page.alerts = el("section.fp-panel.fp-alerts", { hidden: true, "aria-label": "Alerts" });
-  page.ranks = el("div.fp-ranks");
-  page.ranksFold = fold("Ranks", page.ranks);
-  page.details = el("section.fp-details", { "aria-label": "Details" });
-  page.checkpoints = el("p");
-  page.checkpointsFold = fold("Checkpoints", page.checkpoints);
+  createRequestingParts();
+  createDrawnParts();
   page.node = el(
     "div.fp-run",
     { hidden: true },
@@ -123,19 +97,53 @@ function buildPage(place) {
     page.placement,
     page.details,
   );
-  page.empty = el(
-    "div.fp-empty",
-    {},
-    el("h2"),
-    el("p"),
-    el(
-      "p",
-      {},
-      el("a.fp-button.fp-primary", { href: "?tab=build" }, "Build a run"),
-      el("a.fp-button", { href: "?tab=runs" }, "All runs"),
-    ),
-  );
+  page.empty = emptyPart();
   place.replaceChildren(page.node, page.empty);
+}
+
+/** The parts with requests of their own. */
+function createRequestingParts() {
+  page.poller = createPoller(pull, { isVisible, interval: 1000, onTrouble: troubleOf("page") });
+  page.charts = createCharts({
+    base,
+    hasEnded: ended,
+    isVisible,
+    onTrouble: troubleOf("charts"),
+    happened: () => ({ events: run?.events || [], checkpoints: run?.checkpoints || [] }),
+    onDraw: (newest) => {
+      page.latest = newest;
+      drawCards();
+    },
+  });
+  page.sweep = createSweep(isVisible);
+  page.stacks = createStacks(base);
+  page.log = createLog({ base, hasEnded: ended, isVisible, onTrouble: troubleOf("log") });
+}
+
+/** The parts that show the newest response. */
+function createDrawnParts() {
+  const panel = (name, label) => el(`section.fp-panel.fp-${name}`, { hidden: true, "aria-label": label });
+  page.failure = el("section.fp-failure", { hidden: true, "aria-label": "Error" });
+  page.alerts = panel("alerts", "Alerts");
+  page.gain = el("p.fp-gain", { hidden: true });
+  page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
+  page.routerNote = el("p.fp-router-note", { hidden: true });
+  page.model = panel("model", "Your model");
+  page.samples = panel("samples", "Generations");
+  page.placement = panel("run-placement", "Memory of each device");
+  page.ranks = el("div.fp-ranks");
+  page.ranksFold = fold("Ranks", page.ranks);
+  page.details = el("section.fp-details", { "aria-label": "Details" });
+  page.checkpoints = el("p");
+  page.checkpointsFold = fold("Checkpoints", page.checkpoints);
+}
+
+function emptyPart() {
+  const links = [
+    el("a.fp-button.fp-primary", { href: "?tab=build" }, "Build a run"),
+    el("a.fp-button", { href: "?tab=runs" }, "All runs"),
+  ];
+  return el("div.fp-empty", {}, el("h2"), el("p"), el("p", {}, links));
 }
 
 function titlePart() {
