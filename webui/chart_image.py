@@ -98,8 +98,8 @@ def _drawable(lines: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_range(found: Mapping[str, Any], events: Sequence[Mapping[str, Any]], view: View) -> tuple[float, float]:
-    """The first and the last step of the x axis, as `wholeRange` and `stepRange` in charts.js: those of the zoom, or
-    those of all series, with a restart before them and a checkpoint after them."""
+    """The first and the last step of the x axis, as `wholeRange` in run_charts.js and `stepRange` in run_chart.js:
+    those of the zoom, or those of all series, with a restart before them and a checkpoint after them."""
     if view.low is not None and view.high is not None:
         return view.low, view.high
     lines = [line["x"] for line in found["series"].values() if line["x"]]
@@ -144,7 +144,7 @@ def smoothed(x: Sequence[float], y: Sequence[float], weight: float) -> tuple[lis
 def with_gaps(
     x: Sequence[float], y: Sequence[float], gaps: Sequence[tuple[float, float]]
 ) -> tuple[list[float], list[float]]:
-    """As `withGaps` in charts.js: an empty point in each gap, so that no line is drawn over it."""
+    """As `withGaps` in plot.js: an empty point in each gap, so that no line is drawn over it."""
     steps, values = list(x), list(y)
     for after, _ in gaps:
         if 0 < (i := bisect_right(steps, after)) < len(steps):

@@ -218,7 +218,7 @@ def test_numbers_at_an_axis(server, page):
     open_run(page, plant(server))
     found = page.evaluate(
         """async () => {
-          const { yAxis, yScale } = await import("./footplate/charts.js");
+          const { yAxis, yScale } = await import("./footplate/plot.js");
           const { valueText } = await import("./footplate/format.js");
           const ticks = (key, all) => yAxis(key, false).values(null, all, 1, 34, all[1] - all[0]);
           const range = yScale(false).range;

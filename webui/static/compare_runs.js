@@ -2,8 +2,9 @@
 // The Compare view: 2 to 20 runs in the address (?tab=compare&runs=A,B&x=tokens): curves, results, options that differ,
 // and generations for the same prompts.
 import { get, url } from "./api.js";
+import { createChartBar } from "./chart_bar.js";
 import { AXES, createCompareCharts, runColor } from "./compare_runs_charts.js";
-import { $, address, el, on, redraw, setText } from "./dom.js";
+import { $, address, chip, el, on, redraw, setText } from "./dom.js";
 import { bytes, duration, integer, num, valueText } from "./format.js";
 import { onThemeChange } from "./gradio.js";
 import { createPoller } from "./poll.js";
@@ -61,37 +62,12 @@ export function mountCompareRuns() {
 }
 
 function chartsBar() {
-  page.axes = Object.entries(AXES).map(([key, { name }]) => {
-    const attributes = { type: "button", "data-axis": key, onclick: () => selectAxis(key) };
-    return el("button.fp-chip", attributes, name);
-  });
-  const { state, change } = page.charts;
-  const output = el("output.fp-figures", {}, state.weight.toFixed(2));
-  const smooth = () => {
-    localStorage.setItem("fp-smooth", slider.value);
-    output.textContent = Number(slider.value).toFixed(2);
-    change({ weight: Number(slider.value) });
-  };
-  const range = { type: "range", min: 0, max: 0.99, step: 0.01, value: state.weight, oninput: smooth };
-  const slider = el("input", { ...range, "aria-label": "Smoothing" });
-  const toggle = () => {
-    change({ logScale: !state.logScale });
-    localStorage.setItem("fp-log", state.logScale ? "yes" : "no");
-    log.setAttribute("aria-pressed", String(state.logScale));
-  };
-  const log = el("button.fp-chip", { type: "button", "aria-pressed": String(state.logScale), onclick: toggle });
-  log.append("Log scale");
-  return el(
-    "div.fp-charts-bar",
-    {},
-    el("h3", {}, "Curves"),
+  page.axes = Object.entries(AXES).map(([key, { name }]) => chip(name, () => selectAxis(key), { "data-axis": key }));
+  const middle = [
     el("div.fp-chips", { role: "group", "aria-label": "X axis" }, page.axes),
     el("span.fp-dim.fp-hint", {}, "Validation is dashed. Drag across a chart to zoom"),
-    el("span.fp-gap"),
-    el("label", {}, "Smoothing", slider, output),
-    log,
-    el("button.fp-chip", { type: "button", onclick: page.charts.resetZoom }, "Reset zoom"),
-  );
+  ];
+  return createChartBar("Curves", middle, page.charts.state, page.charts).node;
 }
 
 // -- which runs -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 // @ts-check
 // The Run view: state, actions, error, results, charts, log and details of the run in the address.
 import { get, post, runPath } from "./api.js";
-import { createCharts } from "./charts.js";
 import {
   $,
   address,
@@ -22,6 +21,7 @@ import { alertParts, isAlert, rankTable } from "./live.js";
 import { createLog } from "./log.js";
 import { createPoller } from "./poll.js";
 import { changeQueue, removeFromQueue } from "./queue.js";
+import { createCharts } from "./run_charts.js";
 import { modelParts } from "./run_model.js";
 import {
   cardNode,
