@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.config.options import by_name
-from backend.data.formats import DEFAULTS, UNKNOWN_COLUMNS
+from backend.data.formats import UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
 from backend.inspect.data_files import MAX_ISSUES
 from backend.inspect.facts import has_validation_split
@@ -100,11 +100,15 @@ def _file_of(issue: DataIssue) -> str:
 PROMPT_NAMES = ("question", "query", "input", "prompt", "instruction", "source", "problem", "text")
 COMPLETION_NAMES = ("answer", "response", "output", "completion", "target", "solution", "summary", "label")
 ID_NAMES = ("id", "idx", "index", "uuid", "key", "number")
-COLUMN_OPTIONS: dict[str, tuple[str, ...]] = {
-    **{format: tuple(usual) for format, usual in DEFAULTS.items()},
-    "pairs": ("prompt_column", "chosen_column", "rejected_column"),
-    "labels": ("prompt_column", "completion_column", "label_column"),
-}
+
+
+def _column_options(format: str) -> tuple[str, ...]:
+    """The options that name the columns of a data format."""
+    return tuple(
+        name
+        for name, option in by_name().items()
+        if name.endswith("_column") and any(format in condition.get("data.format", ()) for condition in option.when)
+    )
 
 
 def _guessed_formats(case: Case) -> list[Fix]:
@@ -151,7 +155,7 @@ def malformed_examples(case: Case) -> Violation | None:
         fixes.append(Fix("Detect the format automatically", {"data.format": "auto"}, False))
     if format == "auto" or not all(issue.message.startswith("has no column ") for issue in issues):
         return Violation(_summary(issues), tuple(fixes))
-    options = tuple(f"data.{name}" for name in COLUMN_OPTIONS[format])
+    options = _column_options(format)
     if not fixes and case.facts.columns and case.spec.train.stage in registry.NEXT_TOKEN_STAGES:
         fixes = _guessed_formats(case)
     advice = f"Set {names(options)} to the names of columns in the file."
