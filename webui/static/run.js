@@ -37,7 +37,16 @@ import {
 import { editNotes, tagList } from "./runs_actions.js";
 import { createStacks } from "./stacks.js";
 import { createSweep } from "./sweep.js";
-import { STATES, confirmDelete, deleteRun, drawBadge, hasEnded, progressOf, resumeRun } from "./run_state.js";
+import {
+  STATES,
+  confirmDelete,
+  deleteRun,
+  drawBadge,
+  hasEnded,
+  progressOf,
+  resumeRun,
+  startLabel,
+} from "./run_state.js";
 
 const QUEUE_ACTIONS = ["hold", "release", "share", "unqueue"];
 const ACTIONS = ["next", ...QUEUE_ACTIONS, "save", "discard", "resume", "restart", "cleanup", "remove"];
@@ -342,8 +351,8 @@ function drawActions() {
   page.remove.hidden = !can.delete;
   page.cleanup.hidden = !can.clean_up;
   page.clone.hidden = page.downloads.hidden = false;
-  const resumeText = steps.length ? `Resume from step ${num(Math.max(...steps))}` : "Start again";
-  setText(page.resume, summary.state === "new" ? "Start" : resumeText);
+  const resumeText = steps.length ? `Resume from step ${num(Math.max(...steps))}` : "";
+  setText(page.resume, startLabel(summary.state, resumeText));
   for (const part of ACTIONS) page[part].disabled = busy;
 }
 

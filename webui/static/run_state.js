@@ -34,6 +34,8 @@ export function progressOf({ state, step, max_steps: total }) {
   return total ? Math.min(1, (step || 0) / total) : null;
 }
 
+/** The text of the button that starts a run. @param {string} resume its text if the run has a checkpoint, else '' */
+export const startLabel = (state, resume) => (state === "new" ? "Start" : resume || "Start again");
 export const resumeRun = (id, fromScratch = false) => post(`${runPath(id)}/resume`, { from_scratch: fromScratch });
 export const deleteRun = (id) => remove(runPath(id));
 

@@ -4,13 +4,11 @@ import { post } from "./api.js";
 import { LEAST, MOST, compareLink } from "./compare_runs.js";
 import { confirmDialog, el, emit, formDialog, notify, notifyError, setText } from "./dom.js";
 import { num } from "./format.js";
-import { confirmDelete, deleteRun, hasEnded, resumeRun } from "./run_state.js";
+import { confirmDelete, deleteRun, hasEnded, resumeRun, startLabel } from "./run_state.js";
 
 /** @typedef {import("./runs_search.js").Run} Run */
 
 const RESUMABLE = ["new", "stopped", "failed", "lost"];
-/** A run that has completed no step has no checkpoint. @param {Run} run */
-const startLabel = ({ state, step }) => (state === "new" ? "Start" : step ? "Resume" : "Start again");
 const isDeletable = ({ state }) => hasEnded(state) || state === "new";
 const counted = (count) => (count === 1 ? "1 run" : `${num(count)} runs`);
 /** @param {string[]} ids */
@@ -195,7 +193,8 @@ function actionsOf(run, changed) {
     notify("Run deleted.");
   };
   return [
-    RESUMABLE.includes(run.state) && action(startLabel(run), () => resumeRun(run.id)),
+    // A run that has completed no step has no checkpoint.
+    RESUMABLE.includes(run.state) && action(startLabel(run.state, run.step ? "Resume" : ""), () => resumeRun(run.id)),
     action("Copy into form", async () => emit("clone", { id: run.id })),
     action("Tags and notes", async () => editNotes(run, changed)),
     action(run.archived ? "Restore" : "Archive", () => archive([run.id], !run.archived, changed)),
