@@ -115,11 +115,8 @@ export function focusField(field) {
   if (input) input.focus({ preventScroll: true });
 }
 
-/** Gradio's theme follows the class `dark` of the body. */
-export const isDark = () => document.body.classList.contains("dark");
-/** @param {boolean} dark */
-export const setDark = (dark) => document.body.classList.toggle("dark", dark);
-/** Call `listener` after every switch between light and dark. @param {() => void} listener */
+/** Call `listener` after every switch between light and dark: Gradio's theme follows the class `dark` of the body.
+ * @param {() => void} listener */
 export function onThemeChange(listener) {
   new MutationObserver(listener).observe(document.body, { attributes: true, attributeFilter: ["class"] });
 }

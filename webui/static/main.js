@@ -17,9 +17,10 @@ import {
   setText,
 } from "./dom.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
-import { isDark, setDark, stopLoadingTimer } from "./gradio.js";
+import { stopLoadingTimer } from "./gradio.js";
 import { mountHubToken } from "./hub_token.js";
 import { showLogout } from "./logout.js";
+import "./page_theme.js";
 import { drawCheckFailed, script } from "./report.js";
 import { mountRun } from "./run.js";
 import { mountRuns } from "./runs.js";
@@ -86,20 +87,11 @@ function linkClicked(event) {
   window.scrollTo(0, 0);
 }
 
-function startTheme() {
-  const stored = localStorage.getItem("fp-theme");
-  if (stored) setDark(stored === "dark");
-  $("#fp-theme").addEventListener("click", () => {
-    setDark(!isDark());
-    localStorage.setItem("fp-theme", isDark() ? "dark" : "light");
-  });
-}
-
 /** Called by Gradio when the page is rendered. @param {any} description of the form: pages.py */
 async function start(description) {
   startForm(description);
   startSearch(description.search);
-  startTheme();
+  dispatchEvent(new Event("footplate-rendered")); // page_theme.js
   startWelcome();
   void showLogout();
   on("edited", checkSoon);

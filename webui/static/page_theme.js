@@ -1,8 +1,17 @@
 // @ts-check
-// Loaded before the page is painted, so that it does not flash in the wrong theme and its button works at once.
-const prefersDark = matchMedia("(prefers-color-scheme: dark)").matches;
-const theme = localStorage.getItem("fp-theme") || (prefersDark ? "dark" : "light");
-document.body.classList.toggle("dark", theme === "dark");
+// The theme that this browser has chosen, and the button that switches it. A page without Gradio loads this before it is
+// painted, so that it does not flash in the wrong theme and its button works at once. main.js imports it for the page
+// with Gradio, which shows the theme of the system until it is rendered.
+function showChosenTheme() {
+  const chosen = localStorage.getItem("fp-theme");
+  if (chosen) document.body.classList.toggle("dark", chosen === "dark");
+}
+
+if (document.body.classList.contains("fp-page")) {
+  document.body.classList.toggle("dark", matchMedia("(prefers-color-scheme: dark)").matches);
+  showChosenTheme();
+}
+addEventListener("footplate-rendered", showChosenTheme);
 
 document.addEventListener("click", (event) => {
   if (!(event.target instanceof Element && event.target.closest("#fp-theme"))) return;
