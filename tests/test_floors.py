@@ -57,6 +57,11 @@ COMPARES_ENGINES = re.compile(
 )
 ENGINE_FOLDERS = ("backend/engines/", "backend/train/engines/", "backend/rules/distributed/", "backend/registry/")
 MAX_MODULES_COMPARING = 14
+# A line with the head of a JavaScript function, or with its last line: `export function f(x) {`, `const f = (x) =>`,
+# `#method(x) {`.
+SCRIPT_FUNCTION = re.compile(
+    r"\bfunction\b|=>|^ *(?:(?:async|static|get|set) )*#?(?!(?:if|for|while|switch|catch)\b)\w+\(.*\) \{$"
+)
 TRAINING_LIBRARIES = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "datasets"}
 PAGE_LIBRARIES = {"gradio", "fastapi", "starlette", "uvicorn", "matplotlib"}
 
@@ -141,7 +146,60 @@ def test_scripts_and_styles(path):
     lines = path.read_text().splitlines()
     assert len(lines) <= 700, "more than 700 lines: split the file by concept"
     assert max(map(len, lines)) <= 120, "format it: tests/js/check.sh --write"
-    assert path.suffix != ".js" or lines[0] == "// @ts-check"
+    if path.suffix == ".js":
+        assert lines[0] == "// @ts-check"
+        for first, last in script_functions(lines):
+            assert last - first < 60, f"{lines[first].strip()} is above 60 lines"
+
+
+def script_functions(lines):
+    """The positions of the first and the last line of each JavaScript function. Prettier indents its body, so that it
+    ends before or with the next line that is not indented further, except for `}) {` and `) => {` after parameters."""
+    indent = [len(line) - len(line.lstrip()) for line in lines]
+    for first, line in enumerate(lines):
+        if SCRIPT_FUNCTION.search(line):
+            after = (n for n in range(first + 1, len(lines)) if lines[n] and indent[n] <= indent[first])
+            end = next((n for n in after if not re.match(r" *[)}].*\{$", lines[n])), len(lines))
+            closes = end < len(lines) and indent[end] == indent[first] and lines[end].lstrip()[0] in "})]"
+            yield first, end if closes else end - 1
+
+
+def test_length_of_script_functions():
+    script = """\
+async function one({
+  a,
+  b,
+}) {
+  const two = (x) => {
+    x();
+  };
+
+  return a
+    .map((x) => x)
+}
+class Three {
+  #four(x) {
+    if (x) {
+      x();
+    } else {
+      x();
+    }
+  }
+}
+const five = (x) =>
+  six(
+    x,
+  );
+five();
+"""
+    found = {script.splitlines()[first].strip(): last - first for first, last in script_functions(script.splitlines())}
+    assert found == {
+        "async function one({": 10,
+        "const two = (x) => {": 2,
+        ".map((x) => x)": 0,
+        "#four(x) {": 6,
+        "const five = (x) =>": 3,
+    }
 
 
 def test_page_imports_no_training_libraries():
