@@ -70,7 +70,9 @@ def test_the_head_names_the_memory_that_lines_are_measured_against(page):
 def test_a_click_chooses_a_strategy_and_changes_the_picture(page):
     command = page.locator("#fp-preview-text")
     expect(page.locator("#fp-build .fp-column")).to_have_count(16)
-    expect(page.locator("#fp-build .fp-placement-caption")).to_contain_text("In groups of 8, each GPU shards weights, gradients")
+    expect(page.locator("#fp-build .fp-placement-caption")).to_contain_text(
+        "In groups of 8, each GPU shards weights, gradients"
+    )
     line(page, "ZeRO-1").click()
     settled(page)
     expect(current(page)).to_have_text("ZeRO-1")
