@@ -1,6 +1,6 @@
 """The placement picture in the image of a run: what each device holds by the estimate, and its measured peak.
 
-Imports matplotlib's Axes. Colors as in static/strategies.css.
+Imports matplotlib's Axes. Colors as in static/build/strategies.css.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The index of the option search: what can be typed to find each option.
 
-The page matches and ranks on every key stroke (static/search.js), so the index is sent once.
+The page matches and ranks on every key stroke (static/build/search.js), so the index is sent once.
 """
 
 from __future__ import annotations

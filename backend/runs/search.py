@@ -7,8 +7,8 @@ A search is a list of terms that a run must all match:
     key<number      a number column below the number; key>number above it
 
 Upper and lower case are the same; "double quotes" keep spaces and colons together. Archived runs match only a search
-with `archived:`. webui/static/runs_search.js does the same on the page; tests/unit/search_cases.json has the cases of
-both.
+with `archived:`. webui/static/runs/runs_search.js does the same on the page; tests/unit/search_cases.json has the cases
+of both.
 """
 
 from __future__ import annotations

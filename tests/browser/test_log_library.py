@@ -154,7 +154,7 @@ def test_the_search_skips_lines_that_the_level_hides(server, page):
 
 
 CREATE_LOG = """async (id) => {
-  const { createLog } = await import('/footplate/log.js');
+  const { createLog } = await import('/footplate/run/log.js');
   const base = () => `api/runs/${id}`;
   const log = createLog({ base, hasEnded: () => false, isVisible: () => true, onTrouble: () => {} });
   log.node.id = 'growing';
@@ -185,8 +185,8 @@ def test_no_line_freezes_the_page(page):
     """A line of 128 KiB took up to 7 seconds, and a number with as many digits in the search 55."""
     seconds = page.evaluate(
         """async () => {
-          const { createLibraryFilter } = await import("/footplate/log_library.js");
-          const { parseSearch, SearchError } = await import("/footplate/runs_search.js");
+          const { createLibraryFilter } = await import("/footplate/run/log_library.js");
+          const { parseSearch, SearchError } = await import("/footplate/runs/runs_search.js");
           const long = (text) => text.repeat(131072 / text.length);
           const begin = performance.now();
           const filter = createLibraryFilter();

@@ -12,7 +12,7 @@ from backend.runs.folder import Run
 CASES = json.loads((Path(__file__).parent.parent / "unit" / "search_cases.json").read_text(encoding="utf-8"))
 # Each case as the page computes it; the server's columns are those of search.py.
 SEARCHES = """async ({ runs, cases, sorted }) => {
-  const { parseSearch, sortRuns } = await import("./footplate/runs_search.js");
+  const { parseSearch, sortRuns } = await import("./footplate/runs/runs_search.js");
   const { columns } = await (await fetch("api/runs")).json();
   const numbers = (found) => found.map((run) => runs.indexOf(run));
   const search = (text) => {

@@ -13,6 +13,7 @@ if ! npm ls --silent >/dev/null 2>&1 && ! npm ci --silent --no-audit --no-fund -
 fi
 mode=--check
 if [ "${1:-}" = --write ]; then mode=--write; fi
-npx prettier --config prettierrc.json --log-level warn "$mode" ../../webui/static/*.js ../../webui/static/*.css
+static=../../webui/static
+npx prettier --config prettierrc.json --log-level warn "$mode" "$static/**/*.{js,css}" "!$static/vendor/**"
 npx tsc -p tsconfig.json
 echo "tests/js: types and formatting of webui/static are clean"

@@ -72,7 +72,7 @@ def test_aliases_name_options():
         assert alias not in (name, name.partition(".")[2]), "found by its own key anyway"
 
 
-@pytest.mark.parametrize("view", ["charts", "compare_runs", "report", "run", "runs"])
+@pytest.mark.parametrize("view", ["charts", "compare/compare_runs", "build/report", "run/run", "runs/runs"])
 def test_other_views_do_not_style_the_fields(view):
     """A rule for the class of a kind of field, meant for something else, would move every field of that kind."""
     kinds = {field_kind(option) for option in options()}

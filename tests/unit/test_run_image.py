@@ -87,5 +87,5 @@ def test_the_image_says_that_it_has_the_first_ranks_only() -> None:
 
 def test_kinds_have_the_same_colors_in_the_image_and_on_the_page() -> None:
     assert list(COLORS) == list(KINDS)
-    root = (HOME / "webui/static/strategies.css").read_text().partition(":root {")[2].partition("}")[0]
+    root = (HOME / "webui/static/build/strategies.css").read_text().partition(":root {")[2].partition("}")[0]
     assert dict(re.findall(r"--fp-kind-(\w+): (#\w+);", root)) == COLORS

@@ -1,6 +1,7 @@
 """The app as a whole: the page, its static files, and the errors that prevent a start."""
 
 import asyncio
+import posixpath
 import re
 import socket
 from pathlib import Path
@@ -20,10 +21,18 @@ def test_page_static_and_rules(tmp_path):
         assert icon.status_code == 200 and icon.headers["cache-control"] == "no-cache"
         again = http.get("/footplate/icon.svg", headers={"if-none-match": icon.headers["etag"]})
         assert again.status_code == 304
-        script = http.get(f"/footplate/{pages.SCRIPT}")
-        assert "javascript" in script.headers["content-type"]
-        for name in re.findall(r'from "\./(\w+\.js)"', script.text):
-            assert http.get(f"/footplate/{name}").status_code == 200, name
+        waiting, served = [pages.SCRIPT], set()
+        while waiting:  # main.js, and what it imports
+            name = waiting.pop()
+            script = http.get(f"/footplate/{name}")
+            assert script.status_code == 200 and "javascript" in script.headers["content-type"], name
+            served.add(name)
+            imported = re.findall(r'^(?:import|.*from) "(\..+\.js)";$', script.text, re.MULTILINE)
+            paths = {posixpath.normpath(posixpath.join(posixpath.dirname(name), path)) for path in imported}
+            waiting = [*{*waiting, *paths} - served]
+        assert "run/log_lines.js" in served
+        for style in pages.STYLES:
+            assert http.get(f"/footplate/{style}").status_code == 200, style
         for path in ("/footplate/../server.py", "/footplate/%2e%2e/server.py", "/footplate/..%2fserver.py"):
             assert http.get(path).status_code == 404
         assert http.get("/gradio_api/file=/etc/passwd").status_code == 404

@@ -1,6 +1,6 @@
 """Endpoints of the list of runs: the list and what changed in it, annotations, and deleting several runs.
 
-The page filters and sorts (static/runs_search.js), so that typing waits for no response.
+The page filters and sorts (static/runs/runs_search.js), so that typing waits for no response.
 """
 
 from __future__ import annotations

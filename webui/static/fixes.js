@@ -1,8 +1,8 @@
 // @ts-check
 // Fixes of findings: their note, their diff, and applying one.
+import { setValues } from "./build/form.js";
 import { el } from "./dom.js";
 import { valueText } from "./format.js";
-import { setValues } from "./form.js";
 
 export const applyFix = (fix) => setValues(fix.patch, { undo: `Applied: ${fix.label}.` });
 

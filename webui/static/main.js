@@ -1,8 +1,20 @@
 // @ts-check
 // The entry point: starts the views and switches between them. Gradio's event handlers call `window.footplate`.
 import { get } from "./api.js";
-import { addBuildEvents, checkSoon, cloneRun, loadInitialValues, loadMachines, selectPredecessor } from "./build.js";
-import { mountCompareRuns } from "./compare_runs.js";
+import {
+  addBuildEvents,
+  checkSoon,
+  cloneRun,
+  loadInitialValues,
+  loadMachines,
+  selectPredecessor,
+} from "./build/build.js";
+import { currentValues, edited, startForm, valuesToWrite } from "./build/form.js";
+import { mountHubToken } from "./build/hub_token.js";
+import { drawCheckFailed, script } from "./build/report.js";
+import { startSearch } from "./build/search.js";
+import { startWelcome } from "./build/welcome.js";
+import { mountCompareRuns } from "./compare/compare_runs.js";
 import {
   $,
   address,
@@ -16,16 +28,11 @@ import {
   on,
   setText,
 } from "./dom.js";
-import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
 import { stopLoadingTimer } from "./gradio.js";
-import { mountHubToken } from "./hub_token.js";
 import { showLogout } from "./logout.js";
 import "./page_theme.js";
-import { drawCheckFailed, script } from "./report.js";
-import { mountRun } from "./run.js";
-import { mountRuns } from "./runs.js";
-import { startSearch } from "./search.js";
-import { startWelcome } from "./welcome.js";
+import { mountRun } from "./run/run.js";
+import { mountRuns } from "./runs/runs.js";
 
 const VIEWS = { build: "Build a run", run: "Run", runs: "Runs", compare: "Compare runs" };
 

@@ -1,0 +1,402 @@
+// @ts-check
+// The Build view: a check after every edit, drafts, presets, machines, import, export and start.
+import { createKeys, get, post, randomId, runPath } from "../api.js";
+import { $, address, download, el, notify, notifyError } from "../dom.js";
+import { diffList } from "../fixes.js";
+import { setPlaceholder } from "../gradio.js";
+import { draftId, editSaved, keepEdit, loadDraft, saveWhenLeaving, useDraft } from "./drafts.js";
+import * as form from "./form.js";
+import { forgetChanges } from "./history.js";
+import { editMachine } from "./machine_form.js";
+import { compareRehearsal, resumeRehearsal, startRehearsal } from "./rehearsal.js";
+import { drawCheckFailed, drawReport, drawStart, keepFocus } from "./report.js";
+import { checkSweep, prepareSweep } from "./sweep_form.js";
+import { drawUndo, startHistory } from "./versions.js";
+
+const RETRY = 2000; // ms, also while examples are being checked
+const SLOW = 1000; // ms after an edit, when the report of earlier values says that it is one
+const START_RETRY = 400; // ms, while Start waits for the examples
+const DEFAULTS = " "; // the value of the menu's entry for the defaults; no preset has this name
+
+let seq = 0; // of the newest check
+let drawnSeq = 0;
+let isAsked = false; // a check follows as soon as the script that runs now is done
+let timer = 0;
+let slow = 0;
+const startKeys = createKeys();
+let lastReport = null;
+let starting = false;
+let presets = [];
+let chosen = Promise.resolve(); // the form has the values of the preset that was chosen in the menu
+let setLoaded = () => {};
+const loaded = new Promise((resolve) => (setLoaded = () => resolve(undefined))); // the form has its first values
+
+// -- check ------------------------------------------------------------------------------------------------------------
+
+/** Whether the report on the page belongs to the form's current values; tests wait for it. */
+function setFresh(fresh) {
+  $("#fp-status").dataset.fresh = fresh ? "yes" : "no";
+  if (fresh) setCurrent();
+  else if (lastReport) slow ||= setTimeout(() => ($("#fp-status .fp-status-slow").hidden = false), SLOW);
+}
+
+function setCurrent() {
+  clearTimeout(slow);
+  slow = 0;
+  $("#fp-status .fp-status-slow").hidden = true;
+}
+
+/** The form is about to change: a report on its way belongs to the values before that. */
+function outdateReport() {
+  setFresh(false);
+  seq++;
+  clearTimeout(timer);
+}
+
+export function checkSoon() {
+  outdateReport();
+  keepEdit(form.currentValues());
+  drawUndo();
+  compareRehearsal(form.currentValues(), machine());
+  if (!isAsked) queueMicrotask(check); // one check for what changes at the same time, sent before that is drawn
+  isAsked = true;
+  checkSweep();
+}
+
+async function check() {
+  isAsked = false;
+  const mine = ++seq;
+  clearTimeout(timer);
+  if (!draftId()) await useDraft(randomId());
+  try {
+    const values = form.currentValues();
+    const kept = keepEdit(values);
+    const report = await post("api/check", { values, ...kept, machine: machine(), preset: preset(), seq: mine });
+    editSaved(kept.edit);
+    if (mine < drawnSeq) return; // a later one is drawn already
+    drawnSeq = mine;
+    lastReport = report;
+    const focused = document.activeElement;
+    drawOffer(report.recommended);
+    drawReport(report, { starting, edited: $("#fp-status").dataset.fresh !== "yes" });
+    keepFocus(focused);
+    setFresh(mine === seq);
+    setPlaceholder("logging-run_name", report.title || "Run name");
+    if (mine === seq && report.pending) timer = setTimeout(check, starting ? START_RETRY : RETRY);
+  } catch (error) {
+    if (mine !== seq) return;
+    if (error.offline) timer = setTimeout(check, RETRY);
+    const next = error.offline
+      ? " Your edits are kept in this tab; the check is retried until the server responds."
+      : "";
+    setCurrent();
+    drawCheckFailed(error.offline ? "No connection" : "Check failed", `${error.message}${next}`);
+  }
+}
+
+// -- drafts -----------------------------------------------------------------------------------------------------------
+
+/** Fill the form: from the draft in the address or the last one of this browser, else from the first preset. */
+export const loadInitialValues = () =>
+  loadDraftOrPreset().finally(() => {
+    forgetChanges();
+    drawUndo();
+    setLoaded();
+  });
+
+async function loadDraftOrPreset() {
+  drawPredecessor();
+  await loadPresets();
+  const id = address.get("draft") || localStorage.getItem("fp-draft");
+  const saved = id ? await loadDraft(id) : null;
+  if (saved) {
+    // A new tab continues with the last values, in a draft of its own.
+    const from = address.get("draft") ? preset() : localStorage.getItem("fp-preset") || "";
+    await useDraft(address.get("draft") || randomId());
+    selectPreset(from);
+    form.setValues(saved);
+  } else if (presets.length) {
+    await loadPreset(presets[0].name);
+  } else {
+    form.setValues({});
+  }
+}
+
+// -- machines ---------------------------------------------------------------------------------------------------------
+
+/** The machine to check for: '' is this one. A run can be started on this one only, and planned for the others. */
+const machine = () => address.get("machine") || "";
+
+let machines = [];
+
+export async function loadMachines() {
+  const menu = $("#fp-machine");
+  menu.addEventListener("change", () => selectMachine(menu.value));
+  $("#fp-machine-add").addEventListener("click", () => editMachine(null, drawMachines).catch(notifyError));
+  $("#fp-machine-edit").addEventListener("click", () =>
+    editMachine(selectedMachine(), drawMachines).catch(notifyError),
+  );
+  await drawMachines(machine());
+}
+
+const selectedMachine = () => machines.find((m) => m.name === machine());
+
+/** Draw the menu of machines, and select one. @param {string} name */
+async function drawMachines(name) {
+  machines = await get("api/machines");
+  const text = (m) => (m.name ? m.label : `This machine: ${m.label}`);
+  $("#fp-machine").replaceChildren(...machines.map((m) => el("option", { value: m.name }, text(m))));
+  const exists = machines.some((m) => m.name === name);
+  if (!exists) notify(`The machine ${name} does not exist anymore. The options are checked for this machine.`);
+  selectMachine(exists ? name : "");
+}
+
+function selectMachine(name) {
+  address.set({ machine: name }, { replace: true });
+  $("#fp-machine").value = name;
+  $("#fp-machine-edit").hidden = !selectedMachine()?.values;
+  $("#fp-start").hidden = Boolean(name);
+  $("#fp-export-plan").hidden = !name;
+  document.body.classList.toggle("fp-planned", Boolean(name));
+  describePreset();
+  if (draftId()) checkSoon();
+}
+
+/** The preset that the form was filled from. */
+const preset = () => address.get("preset") || "";
+
+// -- presets ----------------------------------------------------------------------------------------------------------
+
+async function loadPresets() {
+  presets = await get("api/presets");
+  const menu = $("#fp-presets");
+  menu.replaceChildren(
+    el("option", { value: "" }, "Choose a preset"),
+    ...presets.map((p) => el("option", { value: p.name }, p.title)),
+    el("option", { value: DEFAULTS }, "Default values"),
+  );
+  menu.addEventListener("change", () => {
+    chosen = loadPreset(menu.value, true).catch(notifyError);
+  });
+}
+
+/** Remember which preset the form was filled from; '' if none. @param {string} name */
+function selectPreset(name) {
+  $("#fp-presets").value = name;
+  address.set({ preset: presets.some((p) => p.name === name) ? name : null }, { replace: true });
+  localStorage.setItem("fp-preset", preset());
+  describePreset();
+}
+
+/** Offer the usual values for what the form still has from a demo preset. @param {any} offer a fix, or null */
+function drawOffer(offer) {
+  const box = $("#fp-preset-offer");
+  box.hidden = !offer;
+  if (!offer || box.dataset.patch === JSON.stringify(offer.patch)) return;
+  box.dataset.patch = JSON.stringify(offer.patch);
+  const use = () => form.setValues(offer.patch, { undo: "Recommended values are set." });
+  const count = offer.diff.length;
+  const values = count === 1 ? "One value is" : `${count} values are`;
+  const text = `${values} still those of the preset ${offer.label}, chosen for its own model and data.`;
+  box.replaceChildren(
+    el("p", {}, text),
+    diffList(offer.diff),
+    el("button.fp-button.fp-offered", { type: "button", onclick: use }, "Use recommended values"),
+  );
+}
+
+async function loadPreset(name, withUndo = false) {
+  if (!name) return;
+  const found = presets.find((p) => p.name === name);
+  outdateReport();
+  const values = found ? await presetValues(name) : form.defaults();
+  selectPreset(name);
+  form.setValues(values, { undo: withUndo ? `Loaded: ${found ? found.title : "default values"}.` : "" });
+}
+
+async function presetValues(name) {
+  try {
+    return (await get(`api/presets/${encodeURIComponent(name)}`)).values;
+  } catch (error) {
+    selectPreset(preset()); // the form keeps its values
+    checkSoon();
+    throw error;
+  }
+}
+
+/** The preset's description, with a button that selects the machine it needs. */
+function describePreset() {
+  const found = presets.find((p) => p.name === $("#fp-presets").value);
+  const about = found ? found.about : "";
+  const other = found && found.machine && found.machine !== machine();
+  const select = () => selectMachine(found.machine);
+  $("#fp-preset-about").replaceChildren(
+    el("span", { title: about }, about),
+    ...(other ? [el("button.fp-link", { type: "button", onclick: select }, "Plan for its machine")] : []),
+  );
+}
+
+// -- start, fix, import, export ---------------------------------------------------------------------------------------
+
+/** @param {(tab: string, run?: string) => void} showView */
+async function start(showView) {
+  starting = true;
+  drawStart(lastReport, true);
+  try {
+    await chosen;
+    const drawn = check(); // and again while examples are being checked
+    if ($("#fp-status").dataset.fresh === "no") await drawn; // what starts is what the report shows
+    const after = { after: address.get("after") || "", after_ok: address.get("after_any") !== "1" };
+    const body = { values: form.currentValues(), ...after };
+    const { id } = await post("api/runs", { ...body, key: startKeys.keyOf(body) });
+    startKeys.forget();
+    selectPredecessor("");
+    showView("run", id);
+    if (lastReport.examples.pending) notify(lastReport.examples.note);
+  } catch (error) {
+    notifyError(error);
+    if (error.status === 422) check();
+  } finally {
+    starting = false;
+    drawStart(lastReport, false);
+  }
+}
+
+/** Start the next run after the run with this id; '' starts it as soon as its devices are free. @param {string} id */
+export function selectPredecessor(id) {
+  address.set({ after: id, after_any: null }, { replace: true });
+  drawPredecessor();
+}
+
+/** Which run the next one comes after, and whether that must succeed. */
+function drawPredecessor() {
+  const id = address.get("after");
+  const old = $("#fp-after");
+  if (old) old.remove();
+  if (!id) return;
+  const menu = el("select", { "aria-label": "Condition" });
+  menu.append(el("option", { value: "" }, "has succeeded"), el("option", { value: "1" }, "has ended, in any state"));
+  menu.value = address.get("after_any") || "";
+  menu.addEventListener("change", () => address.set({ after_any: menu.value }, { replace: true }));
+  const link = el("a", { href: `?tab=run&run=${encodeURIComponent(id)}` }, id);
+  const clear = el("button.fp-link", { type: "button", onclick: () => selectPredecessor("") }, "Do not wait");
+  const text = el("span", {}, "Start waits until ", link, " ", menu, ".");
+  const train = el("button.fp-link", { type: "button", onclick: () => trainModelOf(id) }, "Train its model");
+  $("#fp-status").before(el("p.fp-after", { id: "fp-after" }, text, train, clear));
+}
+
+/** Train the model that another run saves. @param {string} id */
+async function trainModelOf(id) {
+  try {
+    const { folder } = await get(runPath(id));
+    const patch = { "model.source": "path", "model.path": `${folder}/model` };
+    form.setValues(patch, { undo: `The model is the one that ${id} saves.` });
+  } catch (error) {
+    notifyError(error);
+  }
+}
+
+/** Apply all safe fixes as one change with one Undo. */
+async function fixAll() {
+  const found = await post("api/fix", { values: form.currentValues(), machine: machine() });
+  const applied = `${found.count} ${found.count === 1 ? "fix" : "fixes"} applied.`;
+  const titles = found.remaining.map((title) => title.replace(/\.$/, "")).join("; ");
+  const remaining = titles ? ` Remaining errors: ${titles}.` : "";
+  form.setValues(found.patch, { undo: applied + remaining, details: diffList(found.diff) });
+}
+
+/**
+ * Copy a run's options into the form: with the change of a fix, or to edit one field.
+ * @param {{ id: string, fix?: any, field?: string }} wanted @param {(tab: string) => void} showView
+ */
+export async function cloneRun({ id, fix = null, field = "" }, showView) {
+  const [{ values, checkpoint }] = await Promise.all([get(`${runPath(id)}/values`), loaded]);
+  showView("build");
+  selectPreset("");
+  const copied = "The run's options were copied into the form";
+  const plain = { undo: `${copied}.`, details: checkpoint ? resumeOffer(checkpoint) : null };
+  const changed = fix && { undo: `${copied}, with one change: ${fix.label}.`, details: diffList(fix.diff) };
+  form.setValues({ ...values, ...(fix ? fix.patch : {}) }, changed || plain);
+  window.scrollTo(0, 0);
+  if (field) form.goTo(field);
+}
+
+/** "Latest checkpoint" is the new run's own: it has none yet. @param {string} checkpoint of the copied run */
+function resumeOffer(checkpoint) {
+  const name = checkpoint.replace(/.*\//, "");
+  const patch = { "save.resume_from": "path", "save.resume_path": checkpoint };
+  const resume = () => form.setValues(patch, { undo: `The new run will resume from ${name} of the copied run.` });
+  const button = el("button.fp-link", { type: "button", onclick: resume }, `Resume from ${name}`);
+  return el("div", {}, "The new run would start at step 0. ", button);
+}
+
+async function importFile(event) {
+  const [file] = event.target.files;
+  event.target.value = "";
+  if (!file) return;
+  try {
+    const { values, kept, different, missing, runs_code, consent } = await post("api/import", {
+      yaml: await file.text(),
+      values: form.currentValues(),
+    });
+    selectPreset("");
+    const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
+    const code = runs_code.length ? " What can run code was left out: apply it only if you trust the file." : "";
+    const details = [
+      ...listed("Can run code, or decides where data is sent", runs_code.map(withLabel)),
+      ...(Object.keys(consent).length ? [consentButton(file.name, consent)] : []),
+      ...listed("Different here", different),
+      ...listed("Not taken over", missing),
+    ];
+    const shown = details.length ? { details: el("div", {}, details) } : {};
+    form.setValues(values, { undo: `${file.name} loaded.${extra}${code}`, ...shown });
+  } catch (error) {
+    notify(`${file.name}: ${error.message}`, { level: "error" });
+  }
+}
+
+/** Applies the values of an imported file that can run code. @param {string} file @param {any} consent */
+function consentButton(file, consent) {
+  const apply = () => form.setValues(consent, { undo: `Settings of ${file} that can run code applied.` });
+  return el("button.fp-link", { type: "button", onclick: apply }, "Apply what can run code");
+}
+
+/** "Trust remote code (turned off)" for "model.trust_remote_code (turned off)". @param {string} text */
+const withLabel = (text) => text.replace(/^[\w.]+/, form.label);
+
+/** A title and a list of sentences, or nothing. @returns {Node[]} */
+function listed(title, texts) {
+  if (!texts.length) return [];
+  return [
+    el("strong", {}, title),
+    el(
+      "ul",
+      {},
+      texts.map((text) => el("li", {}, text)),
+    ),
+  ];
+}
+
+async function exportFile() {
+  const { yaml } = await post("api/export", { values: form.currentValues() });
+  const name = `${(lastReport && lastReport.title) || "run"}.yaml`.replace(/[^\w.-]+/g, "-");
+  download(name, yaml);
+  const place = machine() ? "on the target machine" : "in a shell";
+  notify(`${name} is downloaded. To start the run, use footplate run ${name} ${place}, or Import on a page.`);
+}
+
+/** @param {(tab: string, run?: string) => void} showView */
+export function addBuildEvents(showView) {
+  saveWhenLeaving();
+  startHistory();
+  $("#fp-fix-all").addEventListener("click", () => fixAll().catch(notifyError));
+  $("#fp-start").addEventListener("click", () => start(showView));
+  $("#fp-try").addEventListener("click", () => startRehearsal(form.currentValues(), machine()));
+  resumeRehearsal();
+  prepareSweep((id) => showView("run", id));
+  $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());
+  $("#fp-import-file").addEventListener("change", importFile);
+  for (const id of ["#fp-export", "#fp-export-plan"]) {
+    $(id).addEventListener("click", () => exportFile().catch(notifyError));
+  }
+}

@@ -1,0 +1,92 @@
+// @ts-check
+// Where the form's values are kept: each edit at once in this browser, and with the next check on the server.
+import { get, randomId, url } from "../api.js";
+import { address } from "../dom.js";
+
+const LOCK_TRIES = 3;
+const LOCK_PAUSE = 100; // ms
+const MAY_HAVE_SECRETS = "launch.env"; // the server does not store them, and neither does this browser
+
+const page = randomId(); // of this load of the page: requests may arrive in another order than they were sent
+let draft = "";
+let edits = 0;
+/** @type {Record<string, any> | null} what the server may not have yet */
+let unsaved = null;
+
+export const draftId = () => draft;
+
+// -- one draft per tab ------------------------------------------------------------------------------------------------
+
+/** Edit the draft with this id, or a copy of it if another tab edits it already. */
+export async function useDraft(id) {
+  draft = (await isFree(id)) ? id : randomId();
+  if (draft !== id) await isFree(draft);
+  localStorage.setItem("fp-draft", draft);
+  address.set({ draft }, { replace: true });
+}
+
+/** Whether no other tab edits this draft; if so, this tab does until it is closed. Without locks, which need https or
+ * localhost, nobody knows. */
+async function isFree(id) {
+  if (!navigator.locks) return true;
+  for (let tries = 0; tries < LOCK_TRIES; tries++) {
+    if (tries) await new Promise((done) => setTimeout(done, LOCK_PAUSE)); // the tab's own lock, before a reload
+    const mine = await new Promise((resolve) => {
+      const hold = (lock) => {
+        resolve(Boolean(lock));
+        return lock && new Promise(() => {});
+      };
+      navigator.locks.request(`fp-draft-${id}`, { ifAvailable: true }, hold).catch(() => resolve(true));
+    });
+    if (mine) return true;
+  }
+  return false;
+}
+
+// -- edits ------------------------------------------------------------------------------------------------------------
+
+const keyOf = (id) => `fp-unsaved-${id}`;
+
+/** Keep the form's values in this browser until the server has them. @returns what a request adds to them */
+export function keepEdit(values) {
+  unsaved = { values, page, edit: ++edits };
+  if (draft) {
+    const kept = { ...values };
+    delete kept[MAY_HAVE_SECRETS];
+    try {
+      localStorage.setItem(keyOf(draft), JSON.stringify(kept));
+    } catch {
+      // No room or no permission: the server saves them with the next check.
+    }
+  }
+  return { draft, page, edit: edits };
+}
+
+/** The server has saved the values up to this edit. @param {number} edit */
+export function editSaved(edit) {
+  if (edit !== edits) return;
+  unsaved = null;
+  localStorage.removeItem(keyOf(draft));
+}
+
+/** Send what the server may not have yet, in a request that outlives the page. */
+function sendUnsaved() {
+  if (!unsaved || !draft) return;
+  const headers = { "content-type": "application/json" };
+  const body = JSON.stringify(unsaved);
+  fetch(url(`api/drafts/${draft}`), { method: "POST", keepalive: true, headers, body }).catch(() => {});
+}
+
+export function saveWhenLeaving() {
+  window.addEventListener("pagehide", sendUnsaved);
+  document.addEventListener("visibilitychange", () => document.hidden && sendUnsaved()); // a phone sends nothing later
+}
+
+/** A draft's values: the server's, with what only this browser has; null without either. @param {string} id */
+export async function loadDraft(id) {
+  const saved = await get(`api/drafts/${encodeURIComponent(id)}`).catch((error) => {
+    if (error.status !== 404) throw error;
+  });
+  const here = JSON.parse(localStorage.getItem(keyOf(id)) || "null");
+  return saved || here ? { ...(saved ? saved.values : {}), ...here } : null;
+}

@@ -1,0 +1,296 @@
+// @ts-check
+// The form's values: read from Gradio, written back, with undo; sections, visibility, outlines of wrong fields.
+import { $, el, emit, notify, setAttribute, setText } from "../dom.js";
+import { valueText } from "../format.js";
+import {
+  closeLeftMenu,
+  describeField,
+  editedField,
+  focusField,
+  reopenMenu,
+  selectMenuText,
+  writeFormValues,
+} from "../gradio.js";
+import { remember } from "./history.js";
+
+const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
+const MAX_SUMMARY_PARTS = 4;
+const MAX_VALUES_IN_TEXT = 4; // of a condition
+
+/** @type {{ names: string[], options: Record<string, any> }} */
+let description = { names: [], options: {} };
+/** @type {Map<string, string>} option name by element id */
+let namesById = new Map();
+let values = {};
+let toWrite = null; // values on their way into the components
+
+// What shows and changes an option in place of its own field, which form.css hides.
+const REPLACED = { "launch.devices": "fp-devices", "parallel.strategy": "fp-strategies" };
+
+const elementId = (name) => name.replace(".", "-");
+/** What shows an option: its replacement, unless that is hidden. */
+function fieldOf(name) {
+  const replacement = REPLACED[name] && document.getElementById(REPLACED[name]);
+  return replacement && !replacement.hidden ? replacement : document.getElementById(elementId(name));
+}
+const equal = (a, b) => String(a ?? "") === String(b ?? "");
+
+export function startForm(described) {
+  description = described;
+  namesById = new Map(described.names.map((name) => [elementId(name), name]));
+  values = defaults();
+  document.querySelectorAll(".fp-section").forEach(prepareSection);
+  document.querySelectorAll(".fp-more").forEach((button) => {
+    button.addEventListener("click", () => showAdvanced(button));
+  });
+  document.addEventListener("input", fieldEdited, true);
+  document.addEventListener("focusout", closeLeftMenu);
+  document.addEventListener("focusin", selectMenuText);
+  document.addEventListener("click", reopenMenu);
+  document.querySelectorAll(".fp-field").forEach(describeField);
+}
+
+export const currentValues = () => ({ ...values });
+export const defaults = () => Object.fromEntries(description.names.map((n) => [n, description.options[n].default]));
+export const option = (name) => description.options[name];
+export const label = (name) => description.options[name]?.label || name;
+
+// -- sections ---------------------------------------------------------------------------------------------------------
+
+function prepareSection(section) {
+  $(".fp-head", section).addEventListener("click", () => openSection(section, section.classList.contains("fp-closed")));
+  const key = section.id.replace("fp-section-", "");
+  const stored = localStorage.getItem(`fp-open-${key}`);
+  openSection(section, stored ? stored === "yes" : OPEN_AT_FIRST.includes(key));
+}
+
+function openSection(section, open) {
+  section.classList.toggle("fp-closed", !open);
+  $(".fp-head", section).setAttribute("aria-expanded", String(open));
+  localStorage.setItem(`fp-open-${section.id.replace("fp-section-", "")}`, open ? "yes" : "no");
+}
+
+function showAdvanced(button, show = button.getAttribute("aria-expanded") !== "true") {
+  button.setAttribute("aria-expanded", String(show));
+  button.textContent = show ? "Fewer options" : "More options";
+  button.closest(".fp-body").classList.toggle("fp-all", show);
+}
+
+export const sectionTitle = (name) => {
+  const title = $(".fp-head-title", fieldOf(name)?.closest(".fp-section") || document.createElement("div"));
+  return title ? title.textContent : "";
+};
+
+/** A closed section's summary: its first value, and what differs from the defaults. */
+function summarize(section) {
+  const parts = [];
+  for (const field of section.querySelectorAll(".fp-field")) {
+    const name = namesById.get(field.id);
+    if (!name || !isVisible(name) || parts.length >= MAX_SUMMARY_PARTS) continue;
+    const value = values[name];
+    if (parts.length && equal(value, option(name).default)) continue;
+    const part = summaryPart(name, value);
+    if (part) parts.push(part);
+  }
+  setText($(".fp-head-summary", section), parts.join(" \u00b7 "));
+}
+
+/** 1 token, 1 batch; symbols such as s and GiB stay. */
+export const singular = (unit) =>
+  unit
+    .replace(/^(\w+)ies$/, "$1y")
+    .replace(/(s|x|z|ch|sh)es$/, "$1")
+    .replace(/^(\w{2,}[^s])s$/, "$1");
+
+function summaryPart(name, value) {
+  const { kind, label, unit: units, choices } = option(name);
+  if (kind === "bool") return value ? label : "";
+  if (value === "" || value === null || / n /.test(choices[value])) return ""; // "Every n steps": n follows
+  if (choices[value]) return choices[value];
+  const unit = Number(value) === 1 ? singular(units || "") : units;
+  const text = kind === "float" ? valueText(name, Number(value)) : String(value).split("\n")[0].slice(0, 40);
+  return `${label} ${text}${unit ? ` ${unit}` : ""}`;
+}
+
+// -- edits ------------------------------------------------------------------------------------------------------------
+
+/** @param {string} name @param {any} value */
+export function edited(name, value) {
+  if (values[name] === value) return;
+  remember({ [name]: values[name] }, { [name]: value }, true);
+  values[name] = value;
+  changed([name]);
+}
+
+function fieldEdited(event) {
+  const edit = editedField(event);
+  const name = edit && namesById.get(edit.id);
+  if (name) edited(name, edit.value);
+}
+
+/** @param {string[]} names of the changed options */
+function changed(names) {
+  refresh(names);
+  emit("edited", values);
+}
+
+/** @param {string[]} names */
+function refresh(names) {
+  for (const name of description.names) {
+    document.getElementById(elementId(name))?.classList.toggle("fp-unused", !isVisible(name));
+  }
+  for (const node of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[data-with]"))) {
+    node.hidden = !isVisible(node.dataset.with);
+  }
+  document.querySelectorAll(".fp-section").forEach(summarize);
+  for (const name of names) {
+    const field = fieldOf(name);
+    if (!field) continue;
+    field.classList.toggle("fp-set", !equal(values[name], option(name).default));
+    markChosenNames(field, name);
+  }
+}
+
+const pick = (from, names) => Object.fromEntries(names.map((name) => [name, from[name]]));
+
+/** The options that have other values in `changes` than in the form. @param {Record<string, any>} changes */
+export const differing = (changes) => Object.keys(changes).filter((name) => !equal(values[name], changes[name]));
+
+/**
+ * Set some values. With `undo`, its text is shown with an Undo button. `remembered` is false for an undo or a redo.
+ * @param {Record<string, any>} changes
+ * @param {{ undo?: string, details?: Node | null, remembered?: boolean }} options
+ */
+export function setValues(changes, { undo = "", details = null, remembered = true } = {}) {
+  const edited = differing(changes);
+  const before = pick(values, edited);
+  if (remembered) remember(before, pick(changes, edited));
+  values = { ...values, ...changes };
+  toWrite = description.names.map((name) => values[name]);
+  writeFormValues();
+  changed(Object.keys(changes));
+  if (undo) notify(undo, { action: { label: "Undo", run: () => setValues(before) }, details });
+}
+export const valuesToWrite = () => toWrite;
+
+// -- visibility -------------------------------------------------------------------------------------------------------
+
+const unmet = (condition) =>
+  Object.entries(condition).filter(([name, allowed]) => !allowed.includes(String(values[name])));
+export const isVisible = (name) => option(name).when.some((condition) => !unmet(condition).length);
+
+/** Why an option is hidden: "Shown when Strategy is ZeRO-2 or ZeRO-3 and Method is LoRA". */
+export function visibilityText(name) {
+  const conditions = option(name).when.map((condition) => Object.entries(condition).map(conditionText).join(" and "));
+  return `Shown when ${[...new Set(conditions)].join(", or when ")}`;
+}
+
+function conditionText([name, allowed]) {
+  if (option(name).kind === "bool") return `${label(name)} is ${allowed.includes("true") ? "on" : "off"}`;
+  const others = Object.keys(option(name).choices).filter((value) => !allowed.includes(value));
+  if (others.length === 1 && allowed.length > 2) return `${label(name)} is not ${choiceLabel(name, others[0])}`;
+  const words = allowed.map((value) => choiceLabel(name, value));
+  if (words.length > MAX_VALUES_IN_TEXT) {
+    return `${label(name)} is one of ${words.length} values, such as ${words[0]}`;
+  }
+  const last = words.pop();
+  return `${label(name)} is ${words.length ? `${words.join(", ")} or ${last}` : last}`;
+}
+
+/** Whether a condition allows at most half of the values of its option. */
+export const isSpecific = ([name, allowed]) => 2 * allowed.length <= Object.keys(option(name).choices).length;
+
+export const choiceLabel = (name, value) => option(name).choices[value] || value;
+
+/** The visible option that has to change first before a hidden one is shown. @returns {string} */
+export function controllingOption(name) {
+  const [[controlling]] = unmet(option(name).when[0]);
+  return isVisible(controlling) ? controlling : controllingOption(controlling);
+}
+
+/** The changes of one value that show a hidden option: [{ name, value }]; at most one per value of one option. */
+export function waysToShow(name) {
+  const ways = [];
+  for (const condition of option(name).when) {
+    const missing = unmet(condition);
+    if (missing.length !== 1) continue;
+    const [[controlling, allowed]] = missing;
+    if (!isVisible(controlling)) continue;
+    for (const value of allowed) {
+      ways.push({ name: controlling, value: option(controlling).kind === "bool" ? value === "true" : value });
+    }
+  }
+  return ways;
+}
+
+// -- module names -----------------------------------------------------------------------------------------------------
+
+const chosenNames = (name) =>
+  String(values[name] || "")
+    .split(/[\s,]+/)
+    .filter(Boolean);
+
+/** Offer the model's module names below the fields that take some: a click adds or removes one. */
+export function offerModuleNames(modules) {
+  for (const [name, names] of Object.entries(modules)) {
+    const field = fieldOf(name);
+    if (!field) continue;
+    let box = $(".fp-names", field);
+    if (!box) {
+      box = el("div.fp-names", { role: "group", "aria-label": "Modules of this model" });
+      field.append(box);
+    }
+    if (box.textContent !== names.join("")) {
+      const button = (one) => el("button.fp-name", { type: "button", onclick: () => toggleName(name, one) }, one);
+      box.replaceChildren(...names.map(button));
+    }
+    markChosenNames(field, name);
+  }
+}
+
+function toggleName(name, one) {
+  const chosen = chosenNames(name); // read now: two quick clicks add two names
+  const changed = chosen.includes(one) ? chosen.filter((n) => n !== one) : [...chosen, one];
+  setValues({ [name]: changed.join(", ") });
+}
+
+function markChosenNames(field, name) {
+  for (const button of field.querySelectorAll(".fp-name")) {
+    setAttribute(button, "aria-pressed", String(chosenNames(name).includes(button.textContent)));
+  }
+}
+
+// -- fields -----------------------------------------------------------------------------------------------------------
+
+/** Outline fields, and the sections they are in. @param {Record<string, string>} levels level by option name */
+export function outline(levels) {
+  /** @type {Map<Element, string>} */
+  const outlined = new Map();
+  for (const [name, level] of Object.entries(levels)) {
+    const field = fieldOf(name);
+    if (!field) continue;
+    outlined.set(field, level);
+    const section = field.closest(".fp-section");
+    if (section && outlined.get(section) !== "error") outlined.set(section, level);
+  }
+  for (const node of document.querySelectorAll(
+    ":is(.fp-field, .fp-section, #fp-devices, #fp-strategies)[data-level]",
+  )) {
+    if (!outlined.has(node)) node.removeAttribute("data-level");
+  }
+  outlined.forEach((level, node) => setAttribute(node, "data-level", level));
+}
+
+/** Scroll to an option and focus it; opens its section first. */
+export function goTo(name) {
+  const field = fieldOf(name);
+  if (!field) return;
+  const section = field.closest(".fp-section");
+  if (section) openSection(section, true);
+  const advanced = field.closest(".fp-advanced");
+  if (advanced) showAdvanced($(".fp-more", advanced.closest(".fp-body")), true);
+  field.scrollIntoView({ block: "center", behavior: "smooth" });
+  focusField(field);
+  field.classList.add("fp-flash");
+  setTimeout(() => field.classList.remove("fp-flash"), 1200);
+}

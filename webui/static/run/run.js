@@ -1,0 +1,529 @@
+// @ts-check
+// The Run view: state, actions, error, results, charts, log and details of the run in the address.
+import { get, post, runPath } from "../api.js";
+import {
+  $,
+  address,
+  confirmDialog,
+  dropdown,
+  el,
+  emit,
+  isFocusLost,
+  notify,
+  notifyError,
+  on,
+  redraw,
+  setText,
+} from "../dom.js";
+import { num } from "../format.js";
+import { createPoller } from "../poll.js";
+import {
+  STATES,
+  confirmDelete,
+  deleteRun,
+  drawBadge,
+  hasEnded,
+  progressOf,
+  resumeRun,
+  startLabel,
+} from "../run_state.js";
+import { changeQueue, removeFromQueue } from "../runs/queue.js";
+import { editNotes, tagList } from "../runs/runs_actions.js";
+import { failureParts, remedies } from "./failure.js";
+import { alertParts, isAlert, rankTable } from "./live.js";
+import { createLog } from "./log.js";
+import { createCharts } from "./run_charts.js";
+import { modelParts } from "./run_model.js";
+import {
+  cardNode,
+  detailParts,
+  downloadLinks,
+  fold,
+  gainOf,
+  placementOf,
+  placementParts,
+  resultCards,
+  sampleParts,
+} from "./run_results.js";
+import { createStacks } from "./stacks.js";
+import { createSweep } from "./sweep.js";
+
+const QUEUE_ACTIONS = ["hold", "release", "share", "unqueue"];
+const ACTIONS = ["next", ...QUEUE_ACTIONS, "save", "discard", "resume", "restart", "cleanup", "remove"];
+
+let id = "";
+let run = null; // the newest response
+let busy = false; // an action is in progress
+let showView = (..._) => {};
+const drawn = {}; // part -> what it shows, as JSON
+const page = /** @type {Record<string, any>} */ ({});
+
+const base = () => runPath(id);
+const ended = () => Boolean(run) && hasEnded(run.summary.state);
+const isVisible = () => document.body.dataset.tab === "run";
+
+// The pollers share one "Reconnecting" sign.
+const troubles = { page: 0, log: 0, charts: 0 };
+const troubleOf = (name) => (failures, error) => {
+  if (error && error.status === 404 && name === "page") notFound(error);
+  troubles[name] = error && error.status ? 0 : failures;
+  page.away.hidden = !Object.values(troubles).some((count) => count > 1);
+};
+
+/** @param {(tab: string, run?: string) => void} show */
+export function mountRun(show) {
+  showView = show;
+  buildPage($("#fp-run-page"));
+  on("run", open);
+  on("view", (tab) => {
+    if (tab !== "run") document.title = "Footplate";
+    else if (!address.get("run")) noneSelected();
+  });
+  document.addEventListener("visibilitychange", () => !document.hidden && isVisible() && restartPolling());
+}
+
+// -- the page's elements ----------------------------------------------------------------------------------------------
+
+function buildPage(place) {
+  createRequestingParts();
+  createDrawnParts();
+  page.node = el(
+    "div.fp-run",
+    { hidden: true },
+    el("header.fp-run-head", {}, titlePart(), actionsPart()),
+    progressPart(),
+    page.stacks.node,
+    page.failure,
+    page.alerts,
+    page.gain,
+    page.cards,
+    page.routerNote,
+    page.model,
+    page.samples,
+    page.sweep.node,
+    page.charts.node,
+    page.log.node,
+    page.placement,
+    page.details,
+  );
+  page.empty = emptyPart();
+  place.replaceChildren(page.node, page.empty);
+}
+
+/** The parts with requests of their own. */
+function createRequestingParts() {
+  page.poller = createPoller(pull, { isVisible, interval: 1000, onTrouble: troubleOf("page") });
+  page.charts = createCharts({
+    base,
+    hasEnded: ended,
+    isVisible,
+    onTrouble: troubleOf("charts"),
+    happened: () => ({ events: run?.events || [], checkpoints: run?.checkpoints || [] }),
+    onDraw: (newest) => {
+      page.latest = newest;
+      drawCards();
+    },
+  });
+  page.sweep = createSweep(isVisible);
+  page.stacks = createStacks(base);
+  page.log = createLog({ base, hasEnded: ended, isVisible, onTrouble: troubleOf("log") });
+}
+
+/** The parts that show the newest response. */
+function createDrawnParts() {
+  const panel = (name, label) => el(`section.fp-panel.fp-${name}`, { hidden: true, "aria-label": label });
+  page.failure = el("section.fp-failure", { hidden: true, "aria-label": "Error" });
+  page.alerts = panel("alerts", "Alerts");
+  page.gain = el("p.fp-gain", { hidden: true });
+  page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
+  page.routerNote = el("p.fp-router-note", { hidden: true });
+  page.model = panel("model", "Your model");
+  page.samples = panel("samples", "Generations");
+  page.placement = panel("run-placement", "Memory of each device");
+  page.ranks = el("div.fp-ranks");
+  page.ranksFold = fold("Ranks", page.ranks);
+  page.details = el("section.fp-details", { "aria-label": "Details" });
+  page.checkpoints = el("p");
+  page.checkpointsFold = fold("Checkpoints", page.checkpoints);
+}
+
+function emptyPart() {
+  const links = [
+    el("a.fp-button.fp-primary", { href: "?tab=build" }, "Build a run"),
+    el("a.fp-button", { href: "?tab=runs" }, "All runs"),
+  ];
+  return el("div.fp-empty", {}, el("h2"), el("p"), el("p", {}, links));
+}
+
+function titlePart() {
+  page.name = el("h2", { tabindex: -1 });
+  page.badge = el("span.fp-badge", { role: "status" }); // the sentence changes with each step, too often to be read out
+  page.sentence = el("span.fp-run-sentence");
+  page.away = el("span.fp-away", { hidden: true }, "Reconnecting");
+  page.annotate = el("button.fp-link", { type: "button", hidden: true }, "Tags and notes");
+  page.annotate.addEventListener("click", () => {
+    editNotes({ ...run.summary, ...run.annotations }, () => page.poller.start());
+  });
+  page.notes = el("div.fp-run-notes", { hidden: true });
+  page.warning = el("p.fp-run-warning", { hidden: true });
+  const state = el("p", {}, page.badge, page.sentence, page.annotate, page.away);
+  return el("div.fp-run-title", {}, page.name, state, page.warning, page.notes);
+}
+
+function actionsPart() {
+  const button = (name, text, onclick, destructive = false) => {
+    const kind = destructive ? ".fp-quiet-destructive" : "";
+    page[name] = el(`button.fp-button${kind}`, { type: "button", hidden: true, onclick }, text);
+    return page[name];
+  };
+  page.downloads = dropdown("Downloads");
+  page.downloads.hidden = true;
+  return el(
+    "div.fp-run-actions",
+    {},
+    button("hold", "Hold", () => act(() => changeQueue(id, { held: true }))),
+    button("release", "Release", () => act(() => changeQueue(id, { held: false }))),
+    button("share", "Start anyway", () => act(() => changeQueue(id, { shares: true }))),
+    button("unqueue", "Remove from queue", () => act(() => removeFromQueue(id, page.name.textContent)), true),
+    button("save", "Stop and save", () => stop(true)),
+    button("discard", "Stop without saving", () => stop(false), true),
+    button("resume", "Resume", () => resume()),
+    button("restart", "Restart from scratch", restartFromScratch),
+    button("cleanup", "Clean up leftover processes", cleanUp),
+    button("next", "Start another after this", () => emit("after", id)),
+    button("clone", "Copy into form", () => emit("clone", { id })),
+    page.downloads,
+    button("remove", "Delete", remove, true),
+  );
+}
+
+function progressPart() {
+  page.done = el("span");
+  page.share = el("span.fp-figures");
+  const attributes = { role: "progressbar", "aria-label": "Progress", "aria-valuemin": 0, "aria-valuemax": 100 };
+  page.progress = el("div.fp-progress", attributes, page.done);
+  return el("div.fp-run-progress", {}, page.progress, page.share);
+}
+
+// -- which run --------------------------------------------------------------------------------------------------------
+
+function showEmpty(title, text) {
+  page.node.hidden = true;
+  page.empty.hidden = false;
+  setText($("h2", page.empty), title);
+  setText($("p", page.empty), text);
+}
+function noneSelected() {
+  close();
+  id = "";
+  showEmpty("No run is selected", "Start a run from the Build view, or open one from the list of runs.");
+}
+function notFound(error) {
+  close();
+  showEmpty("This run does not exist", error.message);
+  id = "";
+}
+function close() {
+  page.poller.stop();
+  page.charts.close();
+  page.sweep.close();
+  page.log.close();
+}
+
+function open(selected) {
+  if (selected === id) {
+    drawTitle();
+    restartPolling();
+    return;
+  }
+  close();
+  id = selected;
+  run = null;
+  for (const part of Object.keys(drawn)) delete drawn[part];
+  page.latest = null;
+  page.empty.hidden = true;
+  page.node.hidden = false;
+  page.node.dataset.state = "";
+  setText(page.name, selected);
+  for (const part of ["sentence", "share", "badge"]) setText(page[part], "");
+  for (const part of [
+    ...ACTIONS,
+    "failure",
+    "alerts",
+    "ranksFold",
+    "checkpointsFold",
+    "gain",
+    "cards",
+    "model",
+    "samples",
+    "clone",
+    "downloads",
+    "annotate",
+    "notes",
+    "placement",
+  ]) {
+    page[part].hidden = true;
+  }
+  page.details.replaceChildren();
+  page.done.style.width = "0";
+  page.charts.open();
+  page.log.open();
+  page.poller.start();
+}
+
+function restartPolling() {
+  if (id && !page.poller.isActive()) page.poller.start();
+}
+
+async function pull(isCurrent) {
+  const before = run && run.summary;
+  const found = await get(base());
+  if (!isCurrent()) return undefined;
+  run = found;
+  draw();
+  if (before && hasEnded(before.state) && isRestarted(before, run.summary)) resumePanels();
+  return ended() ? "rest" : undefined; // another window or a shell may restart it
+}
+
+/** It may have ended again since the last request. */
+const isRestarted = (before, now) => !hasEnded(now.state) || now.started !== before.started;
+
+function resumePanels() {
+  page.charts.resume();
+  page.log.resume();
+}
+
+// -- drawing ----------------------------------------------------------------------------------------------------------
+
+function draw() {
+  const { summary } = run;
+  page.node.dataset.state = summary.state;
+  setText(page.name, summary.name || id);
+  drawBadge(page.badge, summary.state);
+  setText(page.sentence, sentenceWithoutState(summary));
+  setText(page.warning, run.warning || "");
+  page.warning.hidden = !run.warning;
+  setText(page.routerNote, run.router_note || "");
+  page.routerNote.hidden = !run.router_note;
+  drawProgress(summary);
+  drawTitle();
+  drawActions();
+  page.sweep.open(run.sweep, id);
+  page.stacks.draw(Boolean(summary.stalled));
+  page.log.offerRanks(run.ranks || []);
+  drawIfChanged("annotations", run.annotations, drawNotes);
+  drawIfChanged("failure", run.failure, drawFailure);
+  const hasChanges = run.retry_applies && !run.failure;
+  drawIfChanged("events", { events: run.events, hasChanges }, drawEvents);
+  drawIfChanged("checkpoints", run.checkpoints, drawCheckpoints);
+  drawIfChanged("monitor", run.monitor, drawRanks);
+  drawIfChanged("model", run.model && { ...run.model, generations: run.result?.samples?.length }, drawModel);
+  drawIfChanged("placement", placementOf(run), drawPlacement);
+  drawIfChanged("samples", run.result && run.result.samples, drawSamples);
+  const { spec, command, joining, yaml, script, result, estimate } = run;
+  const details = { spec, command, joining, yaml, script, result, estimate };
+  drawIfChanged("details", details, drawDetails);
+  drawIfChanged("downloads", id, () => page.downloads.lastChild.replaceChildren(...downloadLinks(base())));
+  if (ended()) drawIfChanged("ended", summary.state, page.charts.redraw);
+  drawCards();
+}
+
+function drawIfChanged(part, value, drawPart) {
+  const text = JSON.stringify(value === undefined ? null : value);
+  if (drawn[part] === text) return;
+  drawn[part] = text;
+  drawPart(value);
+}
+
+function drawActions() {
+  const { can, checkpoints, summary } = run;
+  const steps = checkpoints || [];
+  const queue = run.queue;
+  page.hold.hidden = !queue?.can_hold || queue.held;
+  page.release.hidden = !queue || !queue.held;
+  page.share.hidden = !queue || !queue.in_use;
+  page.unqueue.hidden = !queue;
+  page.save.hidden = !can.stop || Boolean(queue) || summary.state === "stopping";
+  page.discard.hidden = !can.stop || Boolean(queue);
+  page.next.hidden = !can.stop;
+  page.resume.hidden = !can.resume;
+  page.restart.hidden = can.stop || summary.state === "new" || !steps.length;
+  page.remove.hidden = !can.delete;
+  page.cleanup.hidden = !can.clean_up;
+  page.clone.hidden = page.downloads.hidden = false;
+  const resumeText = steps.length ? `Resume from step ${num(Math.max(...steps))}` : "";
+  setText(page.resume, startLabel(summary.state, resumeText));
+  for (const part of ACTIONS) page[part].disabled = busy;
+}
+
+/** The badge shows the state, and the box below shows the failure: neither is repeated in the sentence. */
+function sentenceWithoutState({ state, sentence }) {
+  let text = (sentence || "").replace(`${STATES[state]}: `, "");
+  if (run.failure) text = text.replace(run.failure.sentence, "");
+  text = text.trim();
+  if (text === `${STATES[state]}.`) return "";
+  return text.replace(/^./, (first) => first.toUpperCase());
+}
+
+function drawProgress(summary) {
+  const progress = progressOf(summary);
+  const known = progress !== null;
+  page.done.style.width = `${100 * (progress || 0)}%`;
+  page.progress.classList.toggle("fp-unknown", !known && !ended() && summary.state !== "queued");
+  if (known) page.progress.setAttribute("aria-valuenow", Math.round(100 * progress));
+  else page.progress.removeAttribute("aria-valuenow");
+  setText(page.share, known ? `${Math.floor(100 * progress)}%` : "");
+}
+
+/** The title of the browser's tab. */
+function drawTitle() {
+  if (!run || !isVisible()) return;
+  const progress = ended() ? null : progressOf(run.summary);
+  const part = progress === null ? "" : `${Math.floor(100 * progress)}% \u00b7 `;
+  document.title = `${part}${run.summary.name || id} \u00b7 Footplate`;
+}
+
+function drawFailure(failure) {
+  page.failure.hidden = !failure;
+  if (!failure) return;
+  const failed = id;
+  const openField = (field) => emit("clone", { id: failed, field });
+  const parts = failureParts(failure, (run.ranks || []).length, openField);
+  page.failure.replaceChildren(...parts, suggestedChanges());
+}
+
+function suggestedChanges() {
+  const changed = id;
+  return remedies(base(), (fix) => emit("clone", { id: changed, fix }));
+}
+
+function drawNotes({ tags, notes }) {
+  page.annotate.hidden = false;
+  page.notes.hidden = !tags.length && !notes;
+  page.notes.replaceChildren(tagList(tags), notes);
+}
+
+function drawEvents({ events, hasChanges }) {
+  page.alerts.hidden = !events.some(isAlert);
+  page.alerts.replaceChildren(...alertParts(events), hasChanges ? suggestedChanges() : "");
+  page.charts.redraw();
+}
+
+function drawRanks(monitor) {
+  page.ranksFold.hidden = !monitor.ranks;
+  if (monitor.ranks) page.ranks.replaceChildren(rankTable(monitor));
+}
+
+function drawDetails(details) {
+  redraw(page.details, page.ranksFold, ...detailParts(details), page.checkpointsFold);
+}
+
+function drawCheckpoints(checkpoints) {
+  const steps = [...(checkpoints || [])].sort((a, b) => a - b).map((step) => num(step));
+  page.checkpointsFold.hidden = !steps.length;
+  setText(page.checkpoints, `Saved at ${steps.length === 1 ? "step" : "steps"} ${steps.join(", ")}.`);
+  page.charts.redraw();
+}
+
+function drawPlacement(placement) {
+  page.placement.hidden = !placement;
+  redraw(page.placement, ...(placement ? placementParts(placement) : []));
+}
+
+function drawModel(model) {
+  page.model.hidden = !model;
+  if (!model) return;
+  const trained = id;
+  const train = (fix) => emit("clone", { id: trained, fix });
+  const from = run.spec?.["model.path"] || run.spec?.["model.hub_id"] || "";
+  const showGenerations = model.generations ? () => page.samples.scrollIntoView({ behavior: "smooth" }) : null;
+  redraw(page.model, ...modelParts(model, { base: base(), from, train, showGenerations }));
+}
+
+function drawSamples(samples) {
+  page.samples.hidden = !samples || !samples.length;
+  if (!page.samples.hidden) page.samples.replaceChildren(...sampleParts(samples));
+}
+
+function drawCards() {
+  if (!run) return;
+  const gain = gainOf(run.result);
+  page.gain.hidden = !gain;
+  page.gain.dataset.change = gain ? gain.change : "";
+  setText(page.gain, gain ? gain.text : "");
+  const cards = resultCards(run, page.latest);
+  const nodes = cards.map(cardNode);
+  page.cards.hidden = cards.every((card) => card.time);
+  drawIfChanged(
+    "cards",
+    nodes.map((node) => node.textContent),
+    () => page.cards.replaceChildren(...nodes),
+  );
+}
+
+// -- actions ----------------------------------------------------------------------------------------------------------
+
+async function act(work) {
+  if (busy) return;
+  busy = true;
+  if (run) draw();
+  try {
+    await work();
+  } catch (error) {
+    notifyError(error);
+  } finally {
+    busy = false;
+    if (run) draw();
+    if (isVisible() && isFocusLost()) page.name.focus({ preventScroll: true });
+    if (id) page.poller.start();
+  }
+}
+
+const SAVES = "It finishes its current step and saves a checkpoint, from which it can be resumed.";
+const SAVES_LATER =
+  "If training has begun, it finishes its current step and saves a checkpoint. Before that, there is nothing to save.";
+
+async function stop(save) {
+  const question = save
+    ? `Stop this run? ${run.summary.step ? SAVES : SAVES_LATER}`
+    : "Stop this run without saving? All steps since the last checkpoint are lost.";
+  const label = save ? "Stop and save" : "Stop without saving";
+  const asked = base();
+  if (await confirmDialog(question, label, !save)) await act(() => post(`${asked}/stop`, { save }));
+}
+
+const resume = (fromScratch = false) =>
+  act(async () => {
+    const asked = id;
+    await resumeRun(asked, fromScratch);
+    const found = await get(runPath(asked));
+    if (asked !== id) return; // another run was opened meanwhile
+    run = found;
+    resumePanels();
+  });
+
+async function restartFromScratch() {
+  const question = "Restart this run at step 0? This deletes its checkpoints.";
+  if (await confirmDialog(question, "Restart from scratch", true)) await resume(true);
+}
+
+const cleanUp = () =>
+  act(async () => {
+    const { count } = await post(`${base()}/cleanup`);
+    notify(count === 1 ? "1 leftover process was terminated." : `${count} leftover processes were terminated.`);
+  });
+
+async function remove() {
+  const deleted = id;
+  if (!(await confirmDelete(page.name.textContent))) return;
+  page.poller.stop(); // it would find no run; act() starts it again after a failure
+  await act(async () => {
+    await deleteRun(deleted);
+    id = "";
+    run = null;
+    close();
+    address.set({ run: null }, { replace: true });
+    showView("runs");
+    notify("Run deleted.");
+  });
+}

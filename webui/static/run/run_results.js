@@ -1,0 +1,359 @@
+// @ts-check
+// Parts of the Run view that show what is known of a run: result cards, generated samples, failure, details.
+import { url } from "../api.js";
+import { copy, el } from "../dom.js";
+import { bytes, capitalized, count, duration, integer, num, percent, toSeconds, valueText } from "../format.js";
+import { placementPicture } from "../placement.js";
+import { hasEnded } from "../run_state.js";
+import { liveCards } from "./live.js";
+
+const SHOWN_SAMPLES = 3;
+const FILES = [
+  ["Report", "report.png"],
+  ["Report as SVG", "report.svg"],
+  ["Metrics", "metrics.csv"],
+  ["Log", "log.txt"],
+  ["Configuration", "spec.yaml"],
+  ["Debug bundle", "bundle.zip"],
+];
+
+export const fold = (title, body, onCopy = null) =>
+  el(
+    "details.fp-fold",
+    {},
+    el("summary", {}, title),
+    onCopy ? el("button.fp-chip.fp-copy", { type: "button", onclick: onCopy }, "Copy") : null,
+    body,
+  );
+
+const codeBlock = (text) => el("pre.fp-code", { tabindex: 0 }, text);
+const copyable = (title, text, name = title) => (text ? fold(title, codeBlock(text), () => copy(text, name)) : null);
+
+/** The files to download. @param {string} base the run's API path */
+export const downloadLinks = (base) =>
+  FILES.map(([name, file]) =>
+    el("a", { href: url(`${base}/${file}`), download: "" }, name, el("span.fp-dim", {}, file)),
+  );
+
+// -- result cards -----------------------------------------------------------------------------------------------------
+
+/**
+ * What is known so far; the final values replace the latest ones in place.
+ * @returns {{ title: string, value?: any, note?: string, large?: boolean, time?: boolean }[]}
+ */
+export function resultCards({ summary, result: found, validation, estimate, monitor }, latest) {
+  const result = found || {};
+  const now = (key) => (latest && latest[key] ? latest[key].value : undefined);
+  return [
+    ...generationCards(result),
+    ...lossCards(result, validation, now),
+    ...speedCards(result, summary, estimate || {}, now),
+    ...liveCards(monitor || {}),
+    ...sizeCards(result, estimate || {}),
+  ];
+}
+
+const FEW = 20; // generations: with fewer, a difference of one or two is chance
+
+/** Whether the scores are of so few generations that their change says little. */
+const isFew = ({ samples }) => Boolean(samples) && samples.length > 0 && samples.length < FEW;
+
+const METRICS = [
+  {
+    key: "exact_match",
+    name: "exact match on validation examples",
+    title: "Exact match on validation examples",
+    text: percent,
+  },
+  { key: "rouge_l", name: "ROUGE-L", title: "ROUGE-L", text: (value) => num(100 * value, 3) },
+  { key: "bleu", name: "BLEU", title: "BLEU", text: (value) => num(100 * value, 3) },
+];
+
+/** The metrics of the generations, with their values before and after training. */
+const generationMetrics = (result) =>
+  METRICS.map((metric) => ({
+    ...metric,
+    before: result[`${metric.key}_before`],
+    after: result[`${metric.key}_after`],
+  })).filter(({ after }) => Number.isFinite(after));
+
+/**
+ * What training changed, in a sentence about the first metric that changed; null without values from before.
+ * @returns {{ text: string, change: "better" | "worse" | "same" } | null}
+ */
+export function gainOf(result) {
+  const metrics = generationMetrics(result || {}).filter(({ before }) => Number.isFinite(before));
+  if (!metrics.length) return null;
+  const changed = metrics.find(({ before, after }) => before !== after);
+  if (!changed) {
+    const { name, after, text } = metrics[0];
+    return { text: `No improvement: ${name} is ${text(after)} before and after training.`, change: "same" };
+  }
+  const { name, before, after, text } = changed;
+  const verb = after > before ? "raised" : "lowered";
+  const sentence = `Training ${verb} ${name} from ${text(before)} to ${text(after)}.`;
+  const first =
+    metrics[0] === changed ? "" : ` ${capitalized(metrics[0].name)} is still ${metrics[0].text(metrics[0].after)}.`;
+  if (isFew(result)) {
+    const examples = result.samples.length === 1 ? "1 example" : `${result.samples.length} examples`;
+    return { text: `${sentence}${first} This was measured on ${examples}, which is too few to tell.`, change: "same" };
+  }
+  return { text: sentence + first, change: after > before ? "better" : "worse" };
+}
+
+function generationCards(result) {
+  return generationMetrics(result).map(({ key, title, before, after, text }) => {
+    const known = Number.isFinite(before);
+    const was = known
+      ? [
+          el("span.fp-was", {}, text(before)),
+          el("span.fp-arrow", { role: "img", "aria-label": "after training" }, "\u2192"),
+        ]
+      : [];
+    const isGain = !known || (after > before && !isFew(result));
+    const value = [...was, el(isGain ? "strong" : "b", {}, text(after))]; // green is for a gain
+    return { title, value, note: known ? "before and after training" : "after training", large: key === "exact_match" };
+  });
+}
+
+function lossCards(result, validation, now) {
+  const cards = [];
+  const add = (title, value, text = num, note = "") => {
+    if (Number.isFinite(value)) cards.push({ title, value: text(value), note });
+  };
+  const latest = (key) => result[`eval_${key}`] ?? now(`eval_${key}`) ?? now(key);
+  add("Validation loss", result.eval_loss ?? now("eval_loss"), num, validation);
+  add("Reward accuracy", latest("reward_accuracy"), percent, "of the preference pairs");
+  add("Reward margin", latest("reward_margin"));
+  add(Number.isFinite(result.train_loss) ? "Mean training loss" : "Training loss", result.train_loss ?? now("loss"));
+  add(
+    "Skipped optimizer steps",
+    result.skipped_steps ?? now("skipped_steps"),
+    integer,
+    "gradients were NaN or infinite",
+  );
+  return cards;
+}
+
+function speedCards(result, { state, started, ended }, { flops_per_token: flops, peak_flops: peak }, now) {
+  const cards = [];
+  const { seconds, tokens } = result;
+  const speed = tokens && seconds ? tokens / seconds : now("tokens_per_second");
+  if (Number.isFinite(speed)) {
+    const note = flops && peak ? `${percent((speed * flops) / peak)} model FLOPs utilization` : "";
+    cards.push({ title: "Tokens per second", value: integer(speed), note });
+  }
+  const elapsed = (end) => duration(end - toSeconds(started));
+  if (Number.isFinite(seconds)) cards.push({ title: "Training time", value: duration(seconds) });
+  else if (started && !hasEnded(state)) cards.push({ title: "Elapsed", value: elapsed(Date.now() / 1000), time: true });
+  else if (started && ended) cards.push({ title: "Duration", value: elapsed(toSeconds(ended)), time: true });
+  return cards;
+}
+
+function sizeCards(
+  { trainable_parameters: trainable, parameters, peak_bytes: measured },
+  { measured_bytes: estimated },
+) {
+  const cards = [];
+  if (trainable) {
+    const note = parameters ? `${percent(trainable / parameters)} of ${count(parameters)}` : "";
+    cards.push({ title: "Trainable parameters", value: count(trainable), note });
+  }
+  const peaks = (measured || []).filter(Number.isFinite);
+  if (peaks.length) {
+    const note = estimated ? `estimated ${bytes(estimated)}` : peaks.length > 1 ? "highest of all ranks" : "";
+    cards.push({ title: "Peak memory", value: bytes(Math.max(...peaks)), note });
+  }
+  return cards;
+}
+
+export const cardNode = ({ title, value, note, large }) =>
+  el(
+    `div.fp-result${large ? ".fp-large" : ""}`,
+    {},
+    el("dt", {}, title),
+    el("dd", {}, value),
+    note ? el("dd.fp-dim", {}, note) : null,
+  );
+
+// -- generated samples ------------------------------------------------------------------------------------------------
+
+/** Whether two texts match as exact match in Python does: JSON objects may differ in spaces and the order of keys. */
+export function isSame(one, other) {
+  return canonical(one) === canonical(other);
+}
+function canonical(text) {
+  try {
+    const value = JSON.parse(text);
+    return typeof value === "object" ? JSON.stringify(sortKeys(value)) : text.trim();
+  } catch {
+    return String(text ?? "").trim();
+  }
+}
+function sortKeys(value) {
+  if (Array.isArray(value)) return value.map(sortKeys);
+  if (!value || typeof value !== "object") return value;
+  return Object.fromEntries(
+    Object.keys(value)
+      .sort()
+      .map((key) => [key, sortKeys(value[key])]),
+  );
+}
+
+/** Prompts with their reference and the generations before and after training. @returns {Node[]} */
+export function sampleParts(samples) {
+  const rows = samples.map((sample) =>
+    el(
+      "tr",
+      { "data-change": changeOf(sample) },
+      el("td", { "data-name": "Prompt" }, el("div.fp-prompt", {}, sample.prompt)),
+      el("td", { "data-name": "Reference" }, el("pre", {}, sample.reference)),
+      generationCell(sample, "before"),
+      generationCell(sample, "after"),
+    ),
+  );
+  const correct = (side) => samples.filter((sample) => isSame(sample[side], sample.reference)).length;
+  const columns = ["Prompt", "Reference", "Before training", "After training"];
+  const heading = el(
+    "tr",
+    {},
+    columns.map((name) => el("th", { scope: "col" }, name)),
+  );
+  const text = `${correct("before")} of ${samples.length} correct before training, ${correct("after")} after`;
+  return [
+    el(
+      "div.fp-panel-head",
+      {},
+      el("h3", {}, "Generations on validation examples"),
+      el("span.fp-dim.fp-figures", {}, text),
+      el("span.fp-gap"),
+      ...filterButtons(rows),
+    ),
+    el("table", {}, el("thead", {}, heading), el("tbody", {}, rows)),
+  ];
+}
+
+function generationCell(sample, side) {
+  const title = side === "before" ? "Before training" : "After training";
+  const text = sample[side];
+  if (text === null || text === undefined) return el("td.fp-dim", { "data-name": title }, "\u2013");
+  const correct = isSame(text, sample.reference);
+  const mark = el(
+    "span.fp-mark",
+    { role: "img", "aria-label": correct ? "correct" : "wrong" },
+    correct ? "\u2713" : "\u2717",
+  );
+  const body = el("pre", {}, text || "(empty)");
+  return el("td", { "data-name": title }, el("div.fp-generation", { "data-correct": String(correct) }, mark, body));
+}
+
+/** Whether a generation is better after training, worse, or neither; '' without one from before. */
+function changeOf({ before, after, reference }) {
+  if (before === null || before === undefined || after === null || after === undefined) return "";
+  const [was, is] = [isSame(before, reference), isSame(after, reference)];
+  return was === is ? "same" : is ? "better" : "worse";
+}
+
+const CHANGES = { "": "All", better: "Better", worse: "Worse", same: "Same" };
+
+/** Buttons that select which generations the table shows, and how many. @param {any[]} rows @returns {Node[]} */
+function filterButtons(rows) {
+  let [change, expanded] = ["", false];
+  const of = (wanted) => rows.filter((row) => !wanted || row.dataset.change === wanted);
+  const choose = (wanted) => {
+    change = wanted;
+    draw();
+  };
+  const toggle = () => {
+    expanded = !expanded;
+    draw();
+  };
+  const names = Object.keys(CHANGES).filter((wanted) => of(wanted).length);
+  const filters = names.map((wanted) => {
+    const text = `${CHANGES[wanted]} ${of(wanted).length}`;
+    return el("button.fp-chip", { type: "button", "data-change": wanted, onclick: () => choose(wanted) }, text);
+  });
+  const more = el("button.fp-chip", { type: "button", onclick: toggle });
+  function draw() {
+    for (const button of filters) button.setAttribute("aria-pressed", String(button.dataset.change === change));
+    const shown = of(change);
+    rows.forEach((row) => (row.hidden = !shown.slice(0, expanded ? undefined : SHOWN_SAMPLES).includes(row)));
+    more.hidden = shown.length <= SHOWN_SAMPLES;
+    more.setAttribute("aria-expanded", String(expanded));
+    more.textContent = expanded ? "Show fewer" : `Show all ${shown.length}`;
+  }
+  draw();
+  const group = el("div.fp-sample-filters", { role: "group", "aria-label": "Generations to show" }, filters);
+  return names.length > 2 || (names.length === 2 && of(names[1]).length < rows.length) ? [group, more] : [more];
+}
+
+// -- memory ----------------------------------------------------------------------------------------------------------
+
+const ROUND = 2 ** 24; // bytes: smaller changes do not draw the picture again
+
+/** What the placement picture shows: the estimate, and the measured bytes of each rank; null without an estimate. */
+export function placementOf({ estimate, result, monitor }) {
+  if (!estimate?.placement) return null;
+  const peaks = (result && result.peak_bytes) || ((monitor && monitor.ranks) || []).map((rank) => rank.peak);
+  const unseen = estimate.device_bytes - estimate.measured_bytes; // what torch's allocator does not see
+  const measured = peaks.map((peak) => (Number.isFinite(peak) ? ROUND * Math.round((peak + unseen) / ROUND) : null));
+  return { estimate, measured };
+}
+
+/** The estimate of each device as a picture, with its measured peak. @returns {Node[]} */
+export function placementParts({ estimate, measured }) {
+  const title = measured.some(Boolean) ? "Memory: estimated and measured" : "Estimated memory";
+  return [el("h3", {}, title), placementPicture(estimate, { measured })];
+}
+
+// -- details ----------------------------------------------------------------------------------------------------------
+
+/** @returns {Node[]} */
+export function detailParts({ spec, command, joining, yaml, script, result, estimate }) {
+  const options = Object.entries(spec || {});
+  const row = ([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, display(name, value)));
+  const table = el("table.fp-pairs", {}, el("tbody", {}, options.map(row)));
+  return [
+    fold("Configuration", options.length ? table : el("p.fp-dim", {}, "All options have their default values.")),
+    (result || {}).peak_bytes || (estimate || {}).rows
+      ? fold("Memory", memoryTables(result || {}, estimate || {}))
+      : null,
+    copyable("Command", command),
+    copyable("Commands for the other nodes", joining, "Commands"),
+    copyable("spec.yaml", yaml),
+    copyable("run.sh", script),
+  ].filter(Boolean);
+}
+
+function display(name, value) {
+  if (Array.isArray(value)) return value.join(", ");
+  if (value === null || value === "") return "\u2013";
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  if (typeof value === "object") return JSON.stringify(value);
+  return typeof value === "number" && !Number.isInteger(value) ? valueText(name, value) : String(value);
+}
+
+/** The measured peak of each rank next to the estimate. torch does not see the memory that the driver reserves. */
+function memoryTables({ peak_bytes: peaks = [], reserved_bytes: reserved = [] }, { rows = [], device_bytes: total }) {
+  const line = (cells, tag = "td") =>
+    el(
+      "tr",
+      {},
+      cells.map((cell, i) => el(i ? `${tag}.fp-n` : tag, {}, cell)),
+    );
+  const table = (head, body) => el("table.fp-rows", {}, el("thead", {}, line(head, "th")), el("tbody", {}, body));
+  const hasReserved = reserved.some(Number.isFinite);
+  const rank = (peak, i) => line([`Rank ${i}`, bytes(peak), ...(hasReserved ? [bytes(reserved[i])] : [])]);
+  const parts = rows.filter((row) => row.where === "device" && row.bytes > 0);
+  return el(
+    "div.fp-memory-tables",
+    {},
+    peaks.length ? table(["Measured", "Peak", ...(hasReserved ? ["Reserved"] : [])], peaks.map(rank)) : null,
+    parts.length
+      ? table(
+          ["Estimate per device", bytes(total)],
+          parts.map((row) => line([row.name, bytes(row.bytes)])),
+        )
+      : null,
+  );
+}

@@ -1,0 +1,77 @@
+// @ts-check
+// The waiting runs: their order, and what can be changed. Part of the Runs view; the Run view holds and releases too.
+import { post, runPath } from "../api.js";
+import { confirmDialog, el, notifyError } from "../dom.js";
+
+/** @typedef {{ id: string, name: string, held: boolean, here: boolean, reason: string, in_use: boolean }} Waiting */
+
+/** Hold, release, share or move a waiting run. */
+export const changeQueue = (id, changes) => post(`${runPath(id)}/queue`, changes);
+
+/** Remove a run from the queue, after a question. */
+export async function removeFromQueue(id, name) {
+  const question = `Remove ${name} from the queue? It will not start. Resume puts it back at the end of the queue.`;
+  if (await confirmDialog(question, "Remove from queue", true)) await post(`${runPath(id)}/stop`, { save: false });
+}
+
+/** The panel above the list of runs. `changed` is called after every change. @param {() => void} changed */
+export function createQueue(changed) {
+  const list = el("ol");
+  const head = el("h3", { id: "fp-queue-title" }, "Queue");
+  const node = el("section.fp-panel.fp-queue", { hidden: true, "aria-labelledby": "fp-queue-title" }, head, list);
+  let drawn = "";
+
+  async function act(button, work) {
+    button.disabled = true;
+    try {
+      await work();
+    } catch (error) {
+      notifyError(error);
+    }
+    button.disabled = false;
+    changed();
+  }
+
+  /** @param {Waiting} run @param {Waiting[]} queue @param {number} index */
+  function line(run, queue, index) {
+    const button = (text, label, work, disabled = false) => {
+      const made = el("button.fp-chip", { type: "button", disabled, "aria-label": `${label}: ${run.name}` }, text);
+      made.title = label;
+      made.addEventListener("click", () => act(made, work));
+      made.dataset.action = label;
+      return made;
+    };
+    const [previous, afterNext] = [queue[index - 1], queue[index + 2]];
+    const change = (changes) => () => changeQueue(run.id, changes);
+    const actions = [
+      run.in_use && button("Start anyway", "Start even though another program uses the GPU", change({ shares: true })),
+      button("\u2191", "Move up", change({ before: previous?.id }), !previous?.here),
+      button("\u2193", "Move down", change({ before: afterNext?.id || "" }), index + 1 === queue.length),
+      run.held ? button("Release", "Release", change({ held: false })) : button("Hold", "Hold", change({ held: true })),
+      button("Remove", "Remove from queue", () => removeFromQueue(run.id, run.name)),
+    ];
+    const name = run.here ? el("a", { href: `?tab=run&run=${encodeURIComponent(run.id)}` }, run.name) : run.name;
+    return el(
+      "li",
+      { "data-run": run.id },
+      el("span.fp-queue-name", {}, name),
+      el("span.fp-dim.fp-queue-reason", {}, run.reason),
+      el("span.fp-queue-actions", {}, run.here ? actions.filter(Boolean) : "In another runs folder"),
+    );
+  }
+
+  /** @param {Waiting[]} queue */
+  function draw(queue) {
+    const text = JSON.stringify(queue);
+    if (text === drawn) return;
+    drawn = text;
+    const focused = /** @type {HTMLElement | null} */ (document.activeElement);
+    const row = focused?.closest("li[data-run]")?.getAttribute("data-run");
+    const action = focused?.dataset.action;
+    node.hidden = !queue.length;
+    list.replaceChildren(...queue.map((run, index) => line(run, queue, index)));
+    if (row && action) list.querySelector(`li[data-run="${CSS.escape(row)}"] [data-action="${action}"]`)?.focus();
+  }
+
+  return { node, draw };
+}
