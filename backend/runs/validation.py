@@ -36,11 +36,12 @@ def model(result: Mapping[str, Any]) -> str:
 
 
 def router_note(values: Mapping[str, Any]) -> str:
-    """What the losses of a mixture of experts include, from progress.json or result.json; '' for other models."""
-    coef = values.get("router_loss_coef")
-    if not coef:
+    """What the training loss of a mixture of experts includes, from progress.json or result.json; '' for others."""
+    weight = values.get("router_loss_weight")
+    if not weight:
         return ""
-    return f"Training and validation loss include the router's auxiliary loss, times router_aux_loss_coef ({coef:g})."
+    which = f"the router's auxiliary loss, times router_aux_loss_coef ({weight:g})"
+    return f"The training loss includes {which}; the validation loss does not."
 
 
 def losses(folder: Path) -> dict[int, float]:

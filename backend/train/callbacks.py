@@ -95,14 +95,14 @@ class ProgressCallback(TrainerCallback):
         self.tokens, self._logged_tokens, self._logged_busy = 0, 0, 0.0
         self._start_step, self._first_seconds, self._eval_batches = 0, 0.0, 0
         self.began = time.time()
-        self.router_loss_coef = 0.0  # weight of the auxiliary loss that is added to the loss of a mixture of experts
+        self.router_loss_weight = 0.0  # weight of the auxiliary loss that is added to the loss of a mixture of experts
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the number of steps, and the step that this start resumes from."""
         self._start_step, self.began = state.global_step, time.time()
         self.monitor.begin(args.device)
         more = f", resuming after step {state.global_step}" if state.global_step else ""
-        coef = {"router_loss_coef": self.router_loss_coef} if self.router_loss_coef else {}
+        coef = {"router_loss_weight": self.router_loss_weight} if self.router_loss_weight else {}
         if coef:
             self.run_log.info(validation.router_note(coef))
         text = f"Training for {counted(state.max_steps, 'step')}{more}."

@@ -19,7 +19,7 @@ from backend.runs.events import RESUMED
 from backend.runs.lost_weights import ALL_WEIGHTS
 
 PROGRESS_INTERVAL_SECONDS = 0.25  # between two writes of progress.json within a phase
-KEPT_BETWEEN_PHASES = ("step", "max_steps", "first_step", "first_step_time", "step_seconds", "router_loss_coef")
+KEPT_BETWEEN_PHASES = ("step", "max_steps", "first_step", "first_step_time", "step_seconds", "router_loss_weight")
 
 
 class TrainError(Exception):

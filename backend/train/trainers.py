@@ -14,7 +14,7 @@ from transformers import PrinterCallback
 from backend import registry
 from backend.config import RunSpec
 from backend.runs import CHECKPOINTS
-from backend.train import kernels, optimizers, rehearsal, trl_trainers, unsloth
+from backend.train import eval_loss, kernels, optimizers, rehearsal, trl_trainers, unsloth
 from backend.train.data import PreparedData
 from backend.train.engines import TrainEngine
 from backend.train.patches import (
@@ -114,7 +114,7 @@ def _eval_save_logging(spec: RunSpec) -> dict[str, Any]:
 
 
 def router_loss_coefficient(trainer: Any) -> float:
-    """The weight with which the trainer adds the router's auxiliary loss to training and validation loss; 0 if not."""
+    """The weight with which the trainer adds the router's auxiliary loss to the training loss; 0 if not."""
     return float(trainer.router_aux_loss_coef) if getattr(trainer, "aux_loss_enabled", False) else 0.0
 
 
@@ -133,6 +133,9 @@ def build_trainer(
     if config.device.type == "cpu":
         trl_loss_positions.apply()
     accelerate_absent_layers.apply(model)
+    validation, next_token = prepared.validation, spec.train.stage in registry.NEXT_TOKEN_STAGES
+    if validation is not None and next_token:
+        validation = eval_loss.completed(validation, config.per_device_eval_batch_size * config.world_size)
     trl_expert_count.apply(model)
     trl_missing_router.apply(config, model)
     with trl_adapter_dtype.kept(model), trl_router_logits.kept(model):
@@ -140,12 +143,12 @@ def build_trainer(
             model=model,
             args=config,
             train_dataset=prepared.train,
-            eval_dataset=prepared.validation,
+            eval_dataset=validation,
             processing_class=tokenizer,
             callbacks=callbacks,
-            **trl_trainers.constructor_arguments(spec.train.stage, reference, prepared.train, prepared.validation),
+            **trl_trainers.constructor_arguments(spec.train.stage, reference, prepared.train, validation),
         )
-    if spec.train.stage in registry.NEXT_TOKEN_STAGES and not spec.train.use_unsloth:
+    if next_token and not spec.train.use_unsloth:
         trl_token_mean.apply(trainer)
     if spec.train.torch_compile:
         trainer.add_callback(kernels.CompileCheckCallback(trainer))

@@ -95,7 +95,7 @@ def train_in_phases(context: TrainContext) -> None:
     callbacks = [generation, skipped, progress, checkpoint, divergence, *rehearsing, *_early_stopping(context)]
     generation.trainer = trainer = _trainer(context, config, source, tokens, prepared, callbacks)
     trainer.divergence, trainer.monitor, trainer.skipped = divergence, monitor, skipped
-    progress.router_loss_coef = trainers.router_loss_coefficient(trainer)
+    progress.router_loss_weight = trainers.router_loss_coefficient(trainer)
     start = _start(context)
     _check_checkpoint(context, trainer, start)
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers
@@ -247,7 +247,7 @@ def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) 
         "tokens": tokens,
         "eval_loss": _finite(evaluated["eval_loss"]) if evaluated else None,
         "model_step": step,
-        **({"router_loss_coef": coef} if (coef := trainers.router_loss_coefficient(trainer)) else {}),
+        **({"router_loss_weight": coef} if (coef := trainers.router_loss_coefficient(trainer)) else {}),
         "trainable_parameters": counts[0],
         "parameters": counts[1],
     }

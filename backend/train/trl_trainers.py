@@ -22,6 +22,7 @@ from backend.train.best_checkpoint import note_best
 from backend.train.checkpoint_weights import CheckpointWeightsMixin
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
+from backend.train.eval_loss import EvalLossMixin
 from backend.train.monitor import Monitor
 from backend.train.patches import trl_orpo_dataset
 from backend.train.skipped_steps import SkippedSteps
@@ -168,7 +169,11 @@ class TokenCountMixin(TrainerMixin):
         super().log(logs, *more, **named)
 
 
-MIXINS: Mapping[str, type] = {"sft": TrainerMixin, "pretraining": TrainerMixin, "orpo": TokenCountMixin}
+class NextTokenMixin(EvalLossMixin, TrainerMixin):
+    """For SFT and pretraining."""
+
+
+MIXINS: Mapping[str, type] = {"sft": NextTokenMixin, "pretraining": NextTokenMixin, "orpo": TokenCountMixin}
 
 
 def config_class(spec: RunSpec) -> Any:

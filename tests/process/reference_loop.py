@@ -463,11 +463,14 @@ def total_weights(objective: NextToken, batches: Sequence[Any]) -> list[float]:
 
 
 def evaluate(settings: Settings, objective: NextToken, model: nn.Module, examples: Sequence[Any]) -> float:
-    """The eval loss as transformers defines it: a mean over the examples, where each counts with the loss of its batch.
-
-    It is not the mean over the tokens of the validation set, and changes a little with the batch size. With several
-    ranks, the last batches are completed with the first examples, and only the original examples count.
+    """The eval loss: of SFT and pretraining, the mean over the trained tokens of all examples. For preferences, a mean
+    over the examples as transformers defines it: each counts with the loss of its batch; with several ranks, the last
+    batches are completed with the first examples, and only the original examples count.
     """
+    if not isinstance(objective, Pairs):
+        with torch.no_grad():
+            ((loss,), (count,)) = objective.sums(model, examples), objective.weights(examples)
+        return loss.item() / count
     size, ranks = settings.eval_batch_size, settings.data_parallel
     padded, found = [*examples, *examples[: -len(examples) % (size * ranks) if ranks > 1 else 0]], list[float]()
     for start in range(0, len(padded), size):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fork_server import ForkServer
 from safetensors.torch import load_file
-from training_runs import losses, make_spec, result, soak_except
+from training_runs import ROUNDING_TOLERANCE, losses, make_spec, result, soak_except
 from transformers import AutoConfig, AutoModelForCausalLM
 from untrained_models import memory_context, untrained_model
 
@@ -27,7 +27,7 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "
 TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
 
 
-def write_mixture(root: Path, kind: str, **sizes: int) -> dict[str, str]:
+def write_mixture(root: Path, kind: str, **sizes: float) -> dict[str, str]:
     """Write a small mixture with the tokenizer of the tiny model; returns the options that select it."""
     folder = root / "-".join(["model", kind, *sizes])
     shutil.copytree(root / "cache/models/tiny-llama", folder)
@@ -59,6 +59,21 @@ def test_generates_before_and_after_training_and_when_saved(
         model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=4).shape[1]
         > input_ids.shape[1]
     )
+
+
+def test_validation_loss_is_independent_of_batches_and_processes(root: Path, fork_server: ForkServer) -> None:
+    """It does not include the router's auxiliary loss, which is computed for whole batches; the training loss does."""
+    changes = {**write_mixture(root, "qwen3_moe", router_aux_loss_coef=1.0), "method.kind": "full"}
+    changes |= {"train.learning_rate": 1e-12, "train.max_steps": 1}
+    changes |= {"eval.strategy": "steps", "eval.steps": 1, "data.max_length": 64, "data.max_samples": 5}
+    found = []
+    for size, ranks in ((1, 0), (7, 0), (2, 3)):
+        parallel = {"parallel.strategy": "ddp", "launch.nproc_per_node": ranks} if ranks else {}
+        spec = make_spec({**changes, **parallel, "eval.per_device_eval_batch_size": size})
+        values = result(fork_server.train(root / f"eval-{size}-{ranks}", spec, ranks))
+        assert values["router_loss_weight"] == 1
+        found.append(values["eval_loss"])
+    assert found[1:] == [pytest.approx(found[0], abs=ROUNDING_TOLERANCE)] * 2, found
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in logging_setup.py

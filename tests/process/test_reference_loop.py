@@ -381,6 +381,12 @@ def test_gradients_of_sequence_parallelism_below_zero3(comparison: Comparison, n
 
 
 @pytest.mark.soak
+def test_eval_loss_of_sequence_parallelism(comparison: Comparison) -> None:
+    options = strategy("zero3", sequence_parallel_size=2)
+    comparison.check("sequence-eval", 2, options, eval_rows=conversations(7, 50), **SEQUENCE)
+
+
+@pytest.mark.soak
 def test_sequence_parallel_averages_micro_batches(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect of transformers 5.23 (deepspeed_sp_compute_loss): with gradient accumulation, the SFT loss is the mean
     of the means of the micro-batches, whatever their numbers of trained tokens."""
@@ -401,13 +407,11 @@ def test_kto_drops_kl_estimates_of_an_incomplete_last_step(comparison: Compariso
 
 
 @pytest.mark.soak
-def test_tensor_parallel_eval_loss_undercounts_an_incomplete_last_batch(comparison: Comparison) -> None:
-    """A defect of transformers 5.23: the loss of each batch counts once for each rank, but that of an incomplete last
-    batch only once in total."""
-    changes = {"model": "even", "rows": conversations(8), "eval_rows": conversations(7, 50)}
-    with pytest.raises(AssertionError) as error:
-        comparison.check("tensor-eval", 2, strategy("tensor"), **changes)
-    assert "expected.eval_loss" in str(error.traceback[-1].statement), "all else is equal"
+@pytest.mark.parametrize("size", [1, 3])
+def test_tensor_parallel_eval_loss(comparison: Comparison, size: int) -> None:
+    """All ranks evaluate the same examples, and the last batch is incomplete."""
+    changes = {"model": "even", "rows": conversations(8), "eval_rows": conversations(7, 50), "eval_batch_size": size}
+    comparison.check(f"tensor-eval-{size}", 2, strategy("tensor"), **changes)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak)])
