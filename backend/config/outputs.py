@@ -29,8 +29,8 @@ class Eval(Section):
         int, Field(ge=1, le=65536), Ui("Eval batch size per device", when=(EVALUATING, GENERATING))
     ] = 8
     """Examples per forward pass, and prompts per generated batch, on each device; lower it if evaluation or generation
-    runs out of memory. 8 is usual. The validation loss of SFT and pretraining does not depend on it: it is the mean over
-    all trained tokens. Preference stages compute a mean over batches, as TRL does."""
+    runs out of memory. 8 is usual. The validation loss of SFT and pretraining does not depend on it: it is the mean
+    over all trained tokens. Preference stages compute a mean over batches, as TRL does."""
     early_stopping_patience: Annotated[
         int, Field(ge=0, le=10_000), Ui("Early stopping patience", when=EVALUATING, unit="evaluations")
     ] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,18 @@ ROLES = {
     },
 }
 KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+# Whether the loss includes a turn: OpenAI's and axolotl's weight, axolotl's train, and the names of other tools.
+WEIGHTS, SWITCHES = ("weight", "loss_weight"), ("train", "training", "trainable", "loss")
+# What a turn may say about itself that no model is trained on.
+WITHOUT_MEANING = {
+    "id", "_id", "uid", "uuid", "idx", "index", "turn", "turn_id", "turn_idx", "message_id", "parent_id", "hash",
+    "source", "origin", "url", "score", "rating", "rank", "timestamp", "time", "created_at", "date", "lang", "language",
+    "model", "num_tokens", "token_count", "metadata", "meta", "finish_reason", "refusal", "annotations", "synthetic",
+}  # fmt: skip
+READ = {key for keys in KEYS.values() for key in keys} | {"tool_calls", "function_call", "name", "tool_call_id"}
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what a model thinks before it answers
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA_FILE = re.compile(r".+\.(jpe?g|png|webp|gif|bmp|tiff?|mp4|mkv|webm|avi|mov|wav|mp3|flac|ogg|m4a)", re.IGNORECASE)
 MAX_COLUMNS, MAX_SHOWN = 10, 60  # columns, and characters of a value, that a message shows
 MAX_LEVELS = 100  # of tools and tool calls; transformers' renderer is recursive
 
@@ -80,6 +93,8 @@ def _turn(value: Any, number: int, turn_format: str) -> dict[str, Any]:
         raise InvalidExample(f"turn {number} has the {shown}; supported roles are {', '.join(roles)}")
     role = roles[name]
     calls = _calls(value.get(content_key), number) if name == "function_call" else _tool_calls(value, number)
+    if not calls and role == "assistant" and value.get("function_call"):  # OpenAI's earlier form of a call
+        calls = _calls(value["function_call"], number)
     if content_key not in value and not calls:
         raise InvalidExample(f"turn {number} has no key {content_key}; its keys are {column_names(value)}")
     if role == "user" and value.get(content_key) is None:
@@ -88,7 +103,54 @@ def _turn(value: Any, number: int, turn_format: str) -> dict[str, Any]:
     if role == "assistant" and not content.strip() and not calls:
         raise InvalidExample(f"turn {number} is an empty assistant turn")
     more = {key: value[key] for key in ("name", "tool_call_id") if value.get(key)}
-    return {**turn(role, content), **({"tool_calls": calls} if calls else {}), **more}
+    return {**turn(role, content), **({"tool_calls": calls} if calls else {}), **more, **_more(value, role, number)}
+
+
+def _more(value: Mapping[str, Any], role: str, number: int) -> dict[str, Any]:
+    """What else a turn says, for a chat template that reads it, such as reasoning; and train: False for an assistant
+    turn without a loss. Raises InvalidExample."""
+    said = {key: part for key, part in value.items() if isinstance(key, str) and part not in (None, "", [], {})}
+    found = {key: part for key, part in said.items() if key not in READ and key.lower() not in WITHOUT_MEANING}
+    given = {key: found[key] for key in (*WEIGHTS, *SWITCHES) if key in found}
+    wrong = [key for key in WEIGHTS if key in given and given[key] not in (0, 1)]
+    if wrong:
+        shown = shorten(given[wrong[0]])
+        raise InvalidExample(
+            f"the {wrong[0]} of turn {number} is {shown}; supported are 1, and 0 for a turn without a loss"
+        )
+    decisive = {key: weight == 1 for key, weight in given.items() if weight in (0, 1)}
+    if role != "assistant":  # without a loss anyway; that a loss is asked for is named
+        return {key: part for key, part in found.items() if decisive.get(key) is not False}
+    if len(set(decisive.values())) > 1:
+        raise InvalidExample(f"the keys {' and '.join(decisive)} of turn {number} contradict each other")
+    rest = {key: part for key, part in found.items() if key not in decisive}
+    return rest | ({"train": False} if False in decisive.values() else {})
+
+
+def with_loss_mask(turns: Turns, example: Example) -> Turns:
+    """The turns, without a loss where the column loss_mask has a 0. Raises InvalidExample."""
+    mask = parse_json(example.get("loss_mask"))
+    if mask is None:
+        return turns
+    if not isinstance(mask, list) or len(mask) != len(turns) or any(each not in (0, 1) for each in mask):
+        raise InvalidExample("column loss_mask is not a list of 0 and 1 with a number for each turn")
+    return [
+        {**turn, "train": False} if turn["role"] == "assistant" and not each else turn
+        for turn, each in zip(turns, mask, strict=True)
+    ]
+
+
+def refuse_media(example: Example) -> None:
+    """Raise InvalidExample for images, audio or video in a column of their own: the model would not see them."""
+    for name in MEDIA:
+        value = example.get(name)
+        if isinstance(value, str) and not MEDIA_FILE.fullmatch(value.strip()):
+            continue  # a text about it
+        if value not in (None, "", [], {}):
+            raise InvalidExample(
+                f"column {name} contains {type_name(value)}; only text can be trained on, so remove the column if the "
+                "text is complete without it"
+            )
 
 
 def _calls(value: Any, number: int) -> list[dict[str, Any]]:
@@ -155,6 +217,8 @@ def with_system_prompt(turns: Turns, system: str) -> Turns:
 def tools(example: Example) -> dict[str, Any]:
     """{"tools"} if the example has some. Raises InvalidExample."""
     found = parse_json(example.get("tools"))
+    if not found and isinstance(functions := parse_json(example.get("functions")), list):  # OpenAI's earlier form
+        found = [{"type": "function", "function": each} for each in functions if isinstance(each, Mapping)]
     if not found or (isinstance(found, str) and found.lstrip()[:1] not in ("[", "{")):
         return {}  # text is a column of another purpose that happens to have this name
     if isinstance(found, str):

@@ -87,6 +87,7 @@ def convert(example: Example, format: str, data: Data) -> dict[str, Any]:
 def _convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     if not isinstance(example, Mapping):
         raise InvalidExample(f"is {chat.type_name(example)}; expected an object with named columns")
+    chat.refuse_media(example)
     if format in PREFERENCES:
         return PREFERENCES[format].convert(example, data)
     names = required_columns(data, format)
@@ -110,6 +111,10 @@ def to_text(converted: Example) -> str:
     return "\n\n".join(turn["content"] for turn in turns if turn["content"])
 
 
+def _turns(example: Example, names: Mapping[str, str], turn_format: str) -> Turns:
+    return chat.with_loss_mask(chat.conversation(example, names["messages_column"], turn_format), example)
+
+
 def _prompt_completion(example: Example, names: Mapping[str, str]) -> Turns:
     return [chat.turn("user", chat.required_text(example, names["prompt_column"])), _completion(example, names)]
 
@@ -123,8 +128,8 @@ def _completion(example: Example, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 _CONVERSATIONS: Mapping[str, Callable[[Example, Mapping[str, str]], Turns]] = {
-    "messages": lambda example, names: chat.conversation(example, names["messages_column"], "messages"),
-    "sharegpt": lambda example, names: chat.conversation(example, names["messages_column"], "sharegpt"),
+    "messages": lambda example, names: _turns(example, names, "messages"),
+    "sharegpt": lambda example, names: _turns(example, names, "sharegpt"),
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
 }

@@ -103,7 +103,12 @@ def unpair(converted: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _shared(one: Turns, other: Turns) -> int:
     """The number of turns that both conversations begin with; at least one turn of each is left as its completion."""
     most = min(len(one), len(other)) - 1
-    return next((n for n in range(most) if one[n] != other[n]), most)
+    return next((n for n in range(most) if _words(one[n]) != _words(other[n])), most)
+
+
+def _words(turn: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a model reads of a turn, without what describes the turn."""
+    return tuple(turn.get(key) for key in ("role", "content", "tool_calls", "name", *chat.REASONING))
 
 
 def _with_system_prompt(prompt: Turns, example: Example, data: Data) -> Turns:
@@ -121,7 +126,10 @@ def _prompt(example: Example, data: Data) -> Turns:
 
 
 def _completion(example: Example, name: str) -> Turns:
-    return _turns(example, name, "assistant")
+    turns = _turns(example, name, "assistant")
+    if any(turn.get("train") is False for turn in turns):
+        raise InvalidExample(f"column {name} has a turn without a loss; that is only supported in a list of messages")
+    return turns
 
 
 def _turns(example: Example, name: str, role: str) -> Turns:

@@ -287,7 +287,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, row
+                    yield number, without_padding(row)
     except DataFileError:
         raise
     except UnicodeDecodeError:
@@ -315,7 +315,7 @@ def read_parquet_in_process(path: Path) -> Iterator[tuple[int, Any]]:
         number, row = 0, names if isinstance(names, str) else _message(path, process.stdout)
         while not isinstance(row, str):
             number += 1
-            yield number, row
+            yield number, without_padding(row)
             row = _message(path, process.stdout)
         if row:
             raise DataFileError(path, 0, row)
@@ -325,6 +325,17 @@ def read_parquet_in_process(path: Path) -> Iterator[tuple[int, Any]]:
         process.wait()
         if process.stdout:
             process.stdout.close()
+
+
+def without_padding(row: Example) -> dict[str, Any]:
+    """A row of Parquet or Arrow without the nulls inside its columns: each struct has the keys of all rows."""
+    return {name: _unpadded(value) for name, value in row.items()}
+
+
+def _unpadded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _unpadded(part) for key, part in value.items() if part is not None}
+    return [_unpadded(part) for part in value] if isinstance(value, list) else value
 
 
 def _message(path: Path, stream: IO[bytes]) -> Any:

@@ -22,7 +22,7 @@ from backend.inspect.model_folder import local_folder
 from backend.inspect.worker import Result, Show, WorkerCache, installed_versions, may_start
 from backend.paths import cache_folder
 
-FORMAT = 4  # raise it when the result of backend.train.tokenize_examples changes: it is part of the cache key
+FORMAT = 5  # raise it when the result of backend.train.tokenize_examples changes: it is part of the cache key
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
 
 
@@ -142,6 +142,8 @@ def _facts(found: Result, spec: RunSpec) -> dict[str, Any]:
         "num_usable_validation": found["usable_validation"],
         "num_identical_pairs": found["counts"].get("identical", 0),
         "num_unmarked": found["counts"].get("unmarked", 0),
+        "num_endless": found["counts"].get("endless", 0),
+        "unread_keys": tuple(sorted(found["unread"].items())),
     }
     if found["complete"] and all(issue.is_example for issue in facts["data_issues"]):
         facts |= {"num_examples": found["num_train"], "counts_are_exact": True}

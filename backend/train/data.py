@@ -36,7 +36,14 @@ from backend.data import (
     unpair,
 )
 from backend.data.formats import UNKNOWN_COLUMNS
-from backend.train.preference_data import Columns, PreferenceTokenizer, add_kl_completions, as_conversation
+from backend.train.preference_data import (
+    Columns,
+    PreferenceTokenizer,
+    add_kl_completions,
+    as_conversation,
+    count_unread,
+    unread_keys,
+)
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
 from backend.wording import counted
@@ -146,6 +153,7 @@ class ExampleTokenizer:
         """Ids and labels of the usable examples, and how many were truncated, split or dropped."""
         ids, labels, counts = [], [], Counter[str]()
         for example in examples:
+            count_unread(self.chat, example.value, counts)
             for tokens, targets in self._chunks(example, counts):
                 # Nothing predicts the first token, so it has no loss.
                 if all(label == IGNORE_INDEX for label in targets[1:]):
@@ -158,6 +166,7 @@ class ExampleTokenizer:
     def _chunks(self, example: ConvertedExample, counts: Counter[str]) -> list[tuple[list[int], list[int]]]:
         ids, labels = self._tokenize(example)
         counts["tokens"] += len(ids)
+        counts["endless"] += self.chat is not None and not self.chat.is_ended(labels)
         if len(ids) <= self.max_length:
             return [(ids, labels)]
         if self.pretraining:  # a long text is split, so that all of it is trained on
@@ -169,6 +178,11 @@ class ExampleTokenizer:
 
     def _tokenize(self, example: ConvertedExample) -> tuple[list[int], list[int]]:
         if self.chat is None or "text" in example.value:
+            if any(turn.get("train") is False for turn in example.value.get("messages", ())):
+                raise TrainError(
+                    f"{example.location}: a turn has no loss (weight 0), and pre-training trains on the whole text. "
+                    "Use train.stage sft, or remove the turn."
+                )
             ids = list(self.tokenizer(to_text(example.value))["input_ids"])
             eos = self.tokenizer.eos_token_id
             if eos is not None and ids[-1:] != [eos]:
@@ -376,7 +390,8 @@ def _notes(counts: Counter[str], spec: RunSpec) -> str:
         "dropped": "dropped because they have no trained tokens",
         "identical": f"dropped because the chosen and the rejected completion are the same within {longest} tokens",
     }
-    return "".join(f"; {counts[key]:,} {text}" for key, text in words.items() if counts[key])
+    notes = "".join(f"; {counts[key]:,} {text}" for key, text in words.items() if counts[key])
+    return notes + "".join(f"; {key} of {count:,} is not used" for key, count in unread_keys(counts).items())
 
 
 def save(prepared: PreparedData, folder: Path) -> None:

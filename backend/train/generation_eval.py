@@ -28,7 +28,8 @@ BEFORE = "before.json"  # in the run's folder: the outputs before training
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """`text` is what the model completes, `prompt` the last message of it for display, `reference` the target text."""
+    """`text` is what the model completes, `prompt` the last message of it for display, `reference` the text of the
+    tokens that it is trained to complete it with, as an output is decoded."""
 
     text: str
     prompt: str
@@ -41,12 +42,15 @@ def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> l
     for example in examples:
         messages = example.value["messages"]
         last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
+        before, completion, tools = messages[:last], messages[last : last + 1], example.value.get("tools")
         try:
-            text = chat.render_prompt(messages[:last], example.value.get("tools"))
+            text = chat.render_prompt(before, tools)
+            target = chat.tokenize_completions(before, [completion], tools)[1][0]
         except UnsupportedConversation as error:
             raise TrainError(f"{example.location}: {error}.") from error
-        shown = [message["content"] for message in messages[:last] if message["role"] != "system"]
-        prompts.append(EvalPrompt(text, shown[-1] if shown else "", messages[last]["content"]))
+        shown = [message["content"] for message in before if message["role"] != "system"]
+        reference = chat.tokenizer.decode(target, skip_special_tokens=True).strip()
+        prompts.append(EvalPrompt(text, shown[-1] if shown else "", reference))
     return prompts
 
 

@@ -7,17 +7,19 @@ every stage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
 
 from backend.config import RunSpec
+from backend.train import template_input
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
 
 Columns = dict[str, list[Any]]
+UNREAD = "unread "  # with a key: a count of examples
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class PreferenceTokenizer:
         columns: Columns = {}
         counts = Counter[str]()
         for example in examples:
+            count_unread(self.chat, example.value, counts)
             for name, value in (self._example(example, counts) or {}).items():
                 columns.setdefault(name, []).append(value)
         return columns, counts
@@ -78,6 +81,17 @@ class PreferenceTokenizer:
             columns[f"{name}_attention_mask"] = [1] * (len(prompt) + len(completion))
             columns[f"{name}_labels"] = [IGNORE_INDEX] * len(prompt) + completion
         return columns
+
+
+def count_unread(chat: ChatTokenizer | None, value: Mapping[str, Any], counts: Counter[str]) -> None:
+    """Count an example for each key of its turns that is not trained on."""
+    for key in template_input.unread(chat.input if chat else None, value):
+        counts[UNREAD + key] += 1
+
+
+def unread_keys(counts: Counter[str]) -> dict[str, int]:
+    """Key -> examples that `count_unread` counted for it."""
+    return {name.removeprefix(UNREAD): count for name, count in sorted(counts.items()) if name.startswith(UNREAD)}
 
 
 def add_kl_completions(dataset: Dataset, spec: RunSpec) -> Dataset:

@@ -7,14 +7,14 @@ rendered text, for templates that only append.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import (
     get_training_chat_template,
     has_generation_markers,
@@ -24,8 +24,8 @@ from trl.data_utils import common_prefix_length
 
 from backend.config import RunSpec
 from backend.train.run_log import TrainError
+from backend.train.template_input import Messages, TemplateInput
 
-Messages = Sequence[Mapping[str, Any]]
 IGNORE_INDEX = -100  # the label of tokens without a loss
 # For models without a chat template. The loss is on what stands between {% generation %} and {% endgeneration %}:
 # the completion and its end. Where ChatML's tokens are not in the vocabulary, the tokenizer's EOS token follows, so
@@ -87,6 +87,7 @@ class ChatTokenizer:
     tokenizer: Any
     marked_template: str | None  # one with {% generation %} markers that renders the same text
     all_tokens: bool  # the loss is on all tokens, not on completions only
+    input: TemplateInput
 
     @classmethod
     def create(cls, tokenizer: Any, all_tokens: bool) -> ChatTokenizer:
@@ -99,12 +100,17 @@ class ChatTokenizer:
             )
         if isinstance(template, dict):
             template = template.get("default") or next(iter(template.values()))
-        if all_tokens or has_generation_markers(template):
-            return cls(tokenizer, template, all_tokens)
+        marked: str | None = template
+        if not all_tokens and not has_generation_markers(template):
+            try:
+                marked = get_training_chat_template(tokenizer)
+            except (ValueError, TemplateError):  # TRL does not know the template
+                marked = None
         try:
-            return cls(tokenizer, get_training_chat_template(tokenizer), all_tokens)
-        except (ValueError, TemplateError):  # TRL does not know the template
-            return cls(tokenizer, None, all_tokens)
+            read = TemplateInput.create(tokenizer, [template, *filter(None, [marked])])
+        except TemplateError as error:
+            raise TrainError(f"The chat template cannot be used: {_reason(error)}.") from error
+        return cls(tokenizer, marked, all_tokens, read)
 
     @property
     def trains_stop_token(self) -> bool:
@@ -112,6 +118,13 @@ class ChatTokenizer:
         if self.all_tokens or self.marked_template is None:
             return True
         return bool(is_chat_template_stop_token_trained(self.tokenizer, chat_template=self.marked_template))
+
+    def is_ended(self, labels: Sequence[int]) -> bool:
+        """Whether the last token with a loss ends the completion: one that the tokenizer was given as a whole, such as
+        <|im_end|>. Whitespace after it does not count."""
+        ends = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        trained = (label for label in reversed(labels) if label != IGNORE_INDEX)
+        return next((i in ends for i in trained if i in ends or self.tokenizer.decode([i]).strip()), False)
 
     def render_prompt(self, messages: Messages, tools: Any = None) -> str:
         """The text that the model completes. Raises UnsupportedConversation."""
@@ -123,7 +136,7 @@ class ChatTokenizer:
             return self._tokenize_by_difference(messages, tools)
         try:
             encoded = self.tokenizer.apply_chat_template(
-                self._with_calls_as_text(messages),
+                self.input(messages),
                 tools=tools,
                 chat_template=self.marked_template,
                 tokenize=True,
@@ -133,10 +146,44 @@ class ChatTokenizer:
         except (TemplateError, TypeError, ValueError) as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
         ids = list(encoded["input_ids"])
-        if self.all_tokens:
-            return ids, list(ids)
-        mask = encoded["assistant_masks"]
+        mask = [1] * len(ids) if self.all_tokens else encoded["assistant_masks"]
+        if any(message.get("train") is False for message in messages):
+            mask = self._without_untrained(mask, messages, tools)
         return ids, [token if trained else IGNORE_INDEX for token, trained in zip(ids, mask, strict=True)]
+
+    def _without_untrained(self, mask: Sequence[int], messages: Messages, tools: Any) -> list[int]:
+        """The mask without the assistant turns that say so."""
+        turns = [message for message in messages if message["role"] == "assistant"]
+        whole = self._render(messages, tools, chat_template=self.marked_template)
+        spans = self._marked_spans(messages, tools)
+        if len(spans) != len(turns):  # the template does not mark each turn
+            try:
+                spans = self._differences(whole, messages, tools)
+            except UnmarkedCompletions as error:
+                raise UnmarkedCompletions(
+                    "a turn has no loss (such as weight 0), and the chat template rewrites earlier messages, so its "
+                    "tokens cannot be told from others; set data.loss_on to completions"
+                ) from error
+        offsets = self._offsets(whole)[1]
+        left_out = [span for span, turn in zip(spans, turns, strict=True) if turn.get("train") is False]
+        return [
+            trained and not any(start < b and end > a for a, b in left_out)
+            for trained, (start, end) in zip(mask, offsets, strict=True)
+        ]
+
+    def _marked_spans(self, messages: Messages, tools: Any) -> Sequence[tuple[int, int]]:
+        """Where the template's markers are in the rendered text."""
+        assert self.marked_template
+        if not has_generation_markers(self.marked_template):
+            return ()
+        spans: Sequence[tuple[int, int]] = render_jinja_template(
+            [self.input(messages)],
+            tools=tools,
+            chat_template=self.marked_template,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )[1][0]
+        return spans
 
     def tokenize_completions(
         self, prompt: Messages, completions: Sequence[Messages], tools: Any = None
@@ -153,7 +200,17 @@ class ChatTokenizer:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _tokenize_by_difference(self, messages: Messages, tools: Any) -> tuple[list[int], list[int]]:
-        whole, spans = self._render(messages, tools), []
+        whole = self._render(messages, tools)
+        turns = [message for message in messages if message["role"] == "assistant"]
+        spans = self._differences(whole, messages, tools)
+        spans = [span for span, turn in zip(spans, turns, strict=True) if turn.get("train") is not False]
+        ids, offsets = self._offsets(whole)
+        trained = [any(start < b and end > a for a, b in spans) for start, end in offsets]
+        return ids, [token if yes else IGNORE_INDEX for token, yes in zip(ids, trained, strict=True)]
+
+    def _differences(self, whole: str, messages: Messages, tools: Any) -> list[tuple[int, int]]:
+        """Where the text of each assistant turn is in the rendered text. Raises UnmarkedCompletions."""
+        spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -165,33 +222,23 @@ class ChatTokenizer:
                     "data.loss_on to all_tokens, or use a data.chat_template_file with {% generation %} markers"
                 )
             spans.append((len(before), len(after.rstrip())))
+        return spans
+
+    def _offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text, and where each token is in it. Raises UnmarkedCompletions."""
         try:
-            encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError as error:
             raise UnmarkedCompletions(
                 "this tokenizer is not a fast tokenizer and has no character offsets, so completions cannot be told "
                 "from prompts; set data.loss_on to all_tokens"
             ) from error
-        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        trained = [any(start < b and end > a for a, b in spans) for start, end in offsets]
-        return ids, [token if yes else IGNORE_INDEX for token, yes in zip(ids, trained, strict=True)]
+        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 
     def _render(self, messages: Messages, tools: Any, **more: Any) -> str:
         if not messages:  # transformers raises "Cannot apply chat template to an empty conversation"
             raise UnsupportedConversation("begins with an assistant turn; add a user or system turn as its prompt")
-        messages = self._with_calls_as_text(messages)
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))
+            return str(self.tokenizer.apply_chat_template(self.input(messages), tools=tools, tokenize=False, **more))
         except (TemplateError, TypeError, ValueError) as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
-
-    def _with_calls_as_text(self, messages: Messages) -> list[dict[str, Any]]:
-        """Tool calls become text where the template does not support them."""
-        if "tool_calls" in str(self.tokenizer.chat_template):
-            return [dict(message) for message in messages]
-        return [
-            {**message, "content": json.dumps([call["function"] for call in message["tool_calls"]], ensure_ascii=False)}
-            if message.get("tool_calls")
-            else dict(message)
-            for message in messages
-        ]

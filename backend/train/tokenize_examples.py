@@ -29,6 +29,7 @@ from backend.data import (
 from backend.inspect.examples import FORMAT
 from backend.train import model
 from backend.train.data import ConvertedExample, tokenizer_for
+from backend.train.preference_data import unread_keys
 from backend.train.run_log import TrainError
 from backend.train.templates import UnmarkedCompletions
 
@@ -82,7 +83,7 @@ class ExampleFacts:
     def as_json(self) -> dict[str, Any]:
         """As the client reads it."""
         facts = {name: value for name, value in vars(self).items() if name not in ("report", "next_report")}
-        return {"format": FORMAT, **facts, "counts": dict(self.counts)}
+        return {"format": FORMAT, **facts, "counts": dict(self.counts), "unread": unread_keys(self.counts)}
 
     def add_tokenized(self, is_training: bool, usable: bool) -> None:
         """Count an example; `usable`: a token of it is trained. The training examples come first."""

@@ -1,0 +1,60 @@
+"""Rules about conversations: what of them is trained on, and whether their completions have an end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend.rules.base import Case, Example, Fix, Violation, names, warning
+from backend.rules.examples import USER_DATA, USER_DATA_FACTS
+from backend.wording import counted
+
+CHATML = Fix(
+    "Use the ChatML template", {"data.chat_template": "chatml"}, safe=False, cost="another format of conversations"
+)
+OWN_TEMPLATE = {**USER_DATA, "data.chat_template": "file", "data.chat_template_file": "template.jinja"}
+
+
+@warning(
+    "DAT024",
+    fields=("data.chat_template",),
+    title="The chat template does not use all parts of the turns",
+    source="the examples, and the names that the chat template reads",
+    manual_fix="Use a chat template that reads these keys, or remove them from the data.",
+    fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20, unread_keys=(("reasoning", 20),))),
+    passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20)),
+)
+def unread_keys_of_turns(case: Case) -> str | None:
+    """A chat template decides which parts of a turn become text. Parts that it does not read, such as reasoning or tool
+    calls, have no effect: the model is not trained on them. A weight has an effect in assistant turns only."""
+    found = case.facts.unread_keys
+    if not found:
+        return None
+    most = max(count for _, count in found)
+    by = (
+        "Pre-training, which uses the text of turns," if case.spec.train.stage == "pretraining" else "The chat template"
+    )
+    keys = names([key for key, _ in found])
+    return f"{by} does not read {keys} of the turns in {counted(most, 'example')} of {case.facts.num_checked:,}."
+
+
+@warning(
+    "DAT025",
+    fields=("data.chat_template",),
+    title="The loss includes no token that ends a completion",
+    source="the rendered examples: their last trained token is not a special token",
+    manual_fix="End the assistant turns of the chat template with {{ eos_token }}, inside of {% generation %} markers "
+    "if it has them.",
+    fails_on=Example(OWN_TEMPLATE, facts=replace(USER_DATA_FACTS, num_checked=20, num_endless=20)),
+    passes_on=Example(OWN_TEMPLATE, facts=replace(USER_DATA_FACTS, num_checked=20)),
+)
+def answers_without_an_end(case: Case) -> Violation | None:
+    """Generation ends when the model outputs a special token such as <|im_end|> or </s>. A model whose completions have
+    no such token with a loss is not trained to output it, so each generation continues until the token limit."""
+    endless = case.facts.num_endless
+    if not endless or case.spec.data.chat_template == "chatml":  # which ends completions
+        return None
+    message = (
+        f"In {counted(endless, 'example')} of {case.facts.num_checked:,}, the last token with a loss is not a special "
+        "token, so the model would not be trained to end its completions."
+    )
+    return Violation(message, (CHATML,))

@@ -1,0 +1,237 @@
+"""What of a conversation is trained on: reasoning, tool calls and weights of turns, with the templates of published
+models; and what is not trained on is counted or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import trl
+from pyarrow import parquet
+from training_runs import make_spec
+from transformers import AutoTokenizer
+
+from backend.config import Data
+from backend.data import InvalidExample, convert, read_examples
+from backend.data.reading import read_parquet_in_process
+from backend.train import data, generation_eval
+from backend.train.data import ConvertedExample, ExampleTokenizer
+from backend.train.run_log import TrainError
+from backend.train.template_input import names_in
+from backend.train.templates import ChatTokenizer, UnmarkedCompletions
+
+PUBLISHED = Path(trl.__file__).parent / "chat_templates"
+QUESTION = {"role": "user", "content": "Next IC to Bern?"}
+ANSWER = {"role": "assistant", "content": "At nine."}
+TOOL = {"type": "function", "function": {"name": "timetable", "parameters": {"type": "object", "required": []}}}
+# Templates of models: DeepSeek V3 concatenates the arguments with text; another writes whatever it gets.
+CONCATENATES = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}{% for t in m['tool_calls'] %}"
+    "```json\n{{ PART }}```{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(tiny: Path) -> Any:
+    found = AutoTokenizer.from_pretrained(tiny)
+    found.bos_token = found.bos_token or "<|endoftext|>"
+    return found
+
+
+def published(tokenizer: Any, name: str) -> ChatTokenizer:
+    tokenizer.chat_template = (PUBLISHED / f"{name}.jinja").read_text()
+    return ChatTokenizer.create(tokenizer, False)
+
+
+def calling(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "call00000", "type": "function", "function": {"name": "timetable", "arguments": arguments}}
+    result = {"role": "tool", "content": "9:00", "tool_call_id": "call00000"}
+    return [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, result, ANSWER]
+
+
+def converted(row: Mapping[str, Any], format: str = "messages") -> dict[str, Any]:
+    return convert(row, format, Data())
+
+
+def trained(chat: ChatTokenizer, value: Mapping[str, Any]) -> list[str]:
+    """The parts with a loss, as text."""
+    ids, labels = chat.tokenize(value["messages"], value.get("tools"))
+    assert [label for label in labels if label != -100] == [
+        i for i, label in zip(ids, labels, strict=True) if label >= 0
+    ]
+    text = "".join("\0" if label == -100 else chat.tokenizer.decode([label]) for label in labels)
+    return [part for part in text.split("\0") if part]
+
+
+def count(chat: ChatTokenizer | None, value: dict[str, Any]) -> Counter[str]:
+    tokenizer = chat.tokenizer if chat else AutoTokenizer.from_pretrained("gpt2")
+    return ExampleTokenizer(tokenizer, chat, False, 512)([ConvertedExample("here", value)])[1]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("name", ["qwen3", "gptoss", "glm4moe"])
+def test_reasoning_is_trained_where_the_template_has_it(tokenizer: Any, name: str, key: str) -> None:
+    chat = published(tokenizer, name)
+    value = converted({"messages": [QUESTION, {**ANSWER, key: "The IC leaves at nine."}]})
+    assert "The IC leaves at nine." in "".join(trained(chat, value))
+    assert not [counted for counted in count(chat, value) if counted.startswith("unread")]
+
+
+def test_what_the_template_does_not_read_is_counted(tokenizer: Any) -> None:
+    """With its name; ids, sources and the like are not."""
+    more = {"reasoning_content": "Nine.", "emotion": "calm", "id": "7", "source": "web", "refusal": None}
+    value = converted({"messages": [QUESTION | {"weight": 1}, ANSWER | more], "tools": [TOOL]})
+    found = count(ChatTokenizer.create(tokenizer, False), value)
+    assert {key for key in found if key.startswith("unread")} == {
+        "unread reasoning_content", "unread emotion", "unread weight", "unread tools",
+    }  # fmt: skip
+    qwen = count(published(tokenizer, "qwen3"), value)
+    assert {key for key in qwen if key.startswith("unread")} == {"unread emotion", "unread weight"}
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+@pytest.mark.parametrize(("key", "off", "on"), [("weight", 0, 1), ("train", False, True), ("loss", False, None)])
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "plain"])
+def test_turns_without_a_loss(tokenizer: Any, name: str, key: str, off: Any, on: Any, all_tokens: bool) -> None:
+    chat = published(tokenizer, name) if name != "plain" else None
+    if chat is None:
+        tokenizer.chat_template = CONCATENATES.replace("PART", "t")  # no markers, and not known to TRL
+    chat = ChatTokenizer.create(tokenizer, all_tokens)
+    wrong, right = {**ANSWER, "content": "At eight.", key: off}, {**ANSWER, key: on}
+    value = converted({"messages": [QUESTION, wrong, {"role": "user", "content": "Sure?"}, right]})
+    if name == "qwen3" and all_tokens:  # its own template renders the last turn in another way
+        with pytest.raises(UnmarkedCompletions, match=r"a turn has no loss .* set data.loss_on to completions"):
+            trained(chat, value)
+        return
+    text = "".join(trained(chat, value))
+    assert "At eight." not in text and "At nine.<|im_end|>" in text.replace("<|eot_id|>", "<|im_end|>")
+    assert ("Sure?" in text) is all_tokens
+    mask = {"messages": [QUESTION, ANSWER, QUESTION, ANSWER], "loss_mask": [0, 0, 0, 1]}
+    assert "".join(trained(chat, converted(mask))).count("At nine.") == 1
+
+
+@pytest.mark.parametrize(
+    ("turns", "problem"),
+    [
+        ([QUESTION, {**ANSWER, "weight": 0.5}], "the weight of turn 2 is 0.5; supported are 1, and 0"),
+        ([QUESTION, {**ANSWER, "weight": 0, "train": True}], "the keys weight and train of turn 2 contradict"),
+    ],
+)
+def test_weights_that_are_not_supported(turns: Sequence[Any], problem: str) -> None:
+    with pytest.raises(InvalidExample, match=problem):
+        converted({"messages": turns})
+
+
+@pytest.mark.parametrize("row", [{"loss_mask": [0, 1]}, {"loss_mask": [0, 0.5, 1]}, {"loss_mask": "yes"}])
+def test_a_loss_mask_has_a_number_for_each_turn(row: dict[str, Any]) -> None:
+    with pytest.raises(InvalidExample, match="column loss_mask is not a list of 0 and 1"):
+        converted({"messages": [{"role": "system", "content": "?"}, QUESTION, ANSWER], **row})
+
+
+def test_turns_without_a_loss_are_refused_where_the_whole_text_is_trained() -> None:
+    value = converted({"messages": [QUESTION, {**ANSWER, "weight": 0}]})
+    with pytest.raises(TrainError, match=r"here: a turn has no loss \(weight 0\)"):
+        ExampleTokenizer(None, None, True, 64)([ConvertedExample("here", value)])
+    with pytest.raises(InvalidExample, match="column completion has a turn without a loss"):
+        converted({"prompt": [QUESTION], "completion": [{**ANSWER, "weight": 0}]}, "prompt_completion")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "glm4moe", "gptoss", "text", "object"])
+def test_tool_calls_are_the_same_tokens_in_all_formats(tokenizer: Any, name: str) -> None:
+    """Arguments as an object or as JSON text; OpenAI's tool_calls and function_call; ShareGPT's."""
+    if name == "text":
+        tokenizer.chat_template = CONCATENATES.replace("PART", "t['function']['arguments'] + '!'")
+    elif name == "object":  # Python's string of an object would be wrong
+        tokenizer.chat_template = CONCATENATES.replace("PART", "t['function']['arguments'] ~ '!'")
+    chat = ChatTokenizer.create(tokenizer, False) if name in ("text", "object") else published(tokenizer, name)
+    arguments = {"to": "Bern", "via": ["Olten", "Köln"], "bikes": 2}
+    text = json.dumps(arguments, ensure_ascii=False)
+    ids, _ = chat.tokenize(converted({"messages": calling(arguments)})["messages"])
+    assert chat.tokenize(converted({"messages": calling(text)})["messages"])[0] == ids
+    assert "\\" not in chat.tokenizer.decode(ids) and "Köln" in chat.tokenizer.decode(ids)
+    assert "'to'" not in chat.tokenizer.decode(ids)
+
+
+def test_an_openai_function_call_and_functions_are_used(tokenizer: Any) -> None:
+    chat = published(tokenizer, "qwen3")
+    call = {"name": "timetable", "arguments": '{"to": "Bern"}'}
+    turns = [QUESTION, {"role": "assistant", "content": None, "function_call": call}]
+    value = converted({"messages": turns, "functions": [TOOL["function"]]})
+    assert value["tools"] == [TOOL] and '{"name": "timetable", "arguments": {"to": "Bern"}}' in trained(chat, value)[0]
+
+
+def test_text_next_to_a_call_is_kept_by_templates_without_calls(tokenizer: Any) -> None:
+    turns = calling({"to": "Bern"})
+    turns[1]["content"] = "I look it up."
+    found = trained(ChatTokenizer.create(tokenizer, False), converted({"messages": turns}))
+    assert found[0].startswith("I look it up.\n[") and '"to": "Bern"' in found[0]
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_parquet_gives_the_tokens_of_jsonl(tokenizer: Any, tmp_path: Path, in_process: bool) -> None:
+    """Its structs have the keys of all rows, with nulls."""
+    other = [QUESTION, {**ANSWER, "reasoning_content": "Nine."}]
+    rows = [{"messages": calling({"to": "Bern"}), "tools": [TOOL]}, {"messages": calling({"from": "Biel"})}]
+    rows += [{"messages": other, "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    read = read_parquet_in_process if in_process else read_examples
+    chat = published(tokenizer, "qwen3")
+    tokens = [
+        [chat.tokenize((value := converted(row))["messages"], value.get("tools")) for _, row in reader(tmp_path / name)]
+        for reader, name in ((read, "rows.parquet"), (read_examples, "rows.jsonl"))
+    ]
+    assert tokens[0] == tokens[1] and "null" not in chat.tokenizer.decode(tokens[0][0][0])
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("images", ["a.png"]), ("image", {"bytes": b"1", "path": None}), ("image", "photos/a.JPG"), ("audio", b"1")],
+)
+def test_columns_with_media_are_refused(column: str, value: Any) -> None:
+    with pytest.raises(InvalidExample, match=f"column {column} contains .*; only text can be trained on"):
+        converted({"messages": [QUESTION, ANSWER], column: value})
+    for harmless in (None, [], "A photo of a train"):
+        assert converted({"messages": [QUESTION, ANSWER], "image": harmless})
+
+
+def test_the_reference_is_the_text_that_is_trained(tokenizer: Any) -> None:
+    """For tool calls and reasoning too."""
+    chat = published(tokenizer, "qwen3")
+    rows = [{"messages": calling({"to": "Bern"})[:2]}, {"messages": [QUESTION, {**ANSWER, "reasoning": "Nine."}]}]
+    examples = [ConvertedExample("here", converted(row)) for row in rows]
+    for prompt, example in zip(generation_eval.eval_prompts(chat, examples), examples, strict=True):
+        assert prompt.reference + "<|im_end|>" == trained(chat, example.value)[-1].strip()
+        assert prompt.reference
+
+
+@pytest.mark.parametrize(("end", "endless"), [("<|im_end|>\n", 0), ("</s>", 1), ("", 1)])
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_answers_without_an_end_are_counted(tokenizer: Any, end: str, endless: int, all_tokens: bool) -> None:
+    """</s> is not a token of this tokenizer."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}END{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    ).replace("END", end)
+    chat = ChatTokenizer.create(tokenizer, all_tokens)
+    assert count(chat, converted({"messages": [QUESTION, ANSWER]}))["endless"] == endless
+
+
+def test_names_that_a_template_reads() -> None:
+    read = "{% for m in messages %}{{ m.a }}{{ m['b'] }}{{ m.get('c') }}{% if 'd' in m %}{% generation %}{{ m.d }}"
+    assert {"a", "b", "c", "d", "messages"} <= names_in(read + "{% endgeneration %}{% endif %}{% endfor %}{# e #}")
+    assert "e" not in names_in("{# e #} e {{ 'x' }}")
+
+
+def test_the_log_names_what_is_not_used(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [QUESTION, {**ANSWER, "reasoning": "Nine."}]}))
+    options = {"data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),), "data.validation": "none"}
+    lines: list[str] = []
+    data.prepare(make_spec(options), AutoTokenizer.from_pretrained(tiny), lambda done, of: True, lines.append)
+    assert lines[-1].endswith("; reasoning of 1 is not used."), lines
