@@ -12,6 +12,7 @@ from backend.runs import CHECKPOINTS, MODEL, json_values
 from backend.runs.folder import Run
 
 ADAPTER, CONFIG, TOKENIZER = "adapter_config.json", "config.json", "tokenizer_config.json"
+GENERATION = "generation_config.json"
 # In a checkpoint, and not part of the model: what resuming needs, and Footplate's marks.
 TRAINING_STATE = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state", "training_args", "complete")
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "adapter_model.bin")
@@ -65,7 +66,7 @@ def _described(folder: Path, step: int | None, changed: int) -> TrainedModel | N
         config = json_values.read(folder / (ADAPTER if ADAPTER in names else CONFIG))
         size = sum(path.stat().st_size for path in _files(folder))
         base = str(config.get("base_model_name_or_path") or "") if ADAPTER in names else ""
-        code = _code(folder, config, ADAPTER in names)
+        code = _code(folder, config, ADAPTER in names, GENERATION in names)
     except (OSError, ValueError, AttributeError):
         return None
     return TrainedModel(folder, step, base, size, code)
@@ -75,17 +76,21 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(TRAINING_STATE))
 
 
-def _code(folder: Path, config: dict[str, Any], is_adapter: bool) -> str:
+def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool) -> str:
     architectures = config.get("architectures") or [""]
     scores = config.get("task_type") == "SEQ_CLS" or str(architectures[0]).endswith("ForSequenceClassification")
     kind = f"Auto{'Peft' if is_adapter else ''}ModelFor{'SequenceClassification' if scores else 'CausalLM'}"
-    others = f"from peft import {kind}\nfrom transformers import AutoTokenizer\n"
+    # An adapter is loaded with the base model's generation config, which may not know the token that ends completions.
+    own = is_adapter and has_ends and not scores
+    others = f"from peft import {kind}\nfrom transformers import AutoTokenizer{', GenerationConfig' if own else ''}\n"
     imports = others if is_adapter else f"from transformers import {kind}, AutoTokenizer\n"
     # An adapter is loaded with the base model's config, which has no padding token if the model did not need one.
     labels = ", num_labels=1, pad_token_id=tokenizer.pad_token_id" if scores else ""
     return CODE.format(
         imports=imports, folder=json.dumps(str(folder)), kind=kind, labels=labels,
-        prompt=CHAT if _has_template(folder) else PLAIN, use=SCORE if scores else GENERATE,
+        prompt=CHAT if _has_template(folder) else PLAIN,
+        use=SCORE if scores else GENERATE,
+        ends=OWN_ENDS if own else "",
     )  # fmt: skip
 
 
@@ -100,7 +105,7 @@ CODE = """\
 folder = {folder}
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = {kind}.from_pretrained(folder, dtype="auto", device_map="auto"{labels})
-{prompt}inputs = inputs.to(model.device)
+{ends}{prompt}inputs = inputs.to(model.device)
 {use}"""
 CHAT = """\
 messages = [{"role": "user", "content": "Hello!"}]
@@ -112,6 +117,9 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
 GENERATE = """\
 output = model.generate(**inputs, max_new_tokens=100)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+"""
+OWN_ENDS = """\
+model.generation_config = GenerationConfig.from_pretrained(folder)
 """
 SCORE = """\
 print(model(**inputs).logits[0, 0].item())

@@ -36,6 +36,8 @@ from backend.data import (
     unpair,
 )
 from backend.data.formats import UNKNOWN_COLUMNS
+from backend.train import end_tokens
+from backend.train.end_tokens import END
 from backend.train.preference_data import (
     Columns,
     PreferenceTokenizer,
@@ -48,6 +50,7 @@ from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
 from backend.wording import counted
 
+OTHERS = "others.json"  # what PreparedData has besides the datasets
 BATCH_SIZE = 200  # examples between two checks for a stop request
 Tick = Callable[[int, int], bool]  # (examples done, examples in total) -> continue?
 
@@ -68,6 +71,7 @@ class PreparedData:
     train: Dataset
     validation: Dataset | None
     eval_examples: list[ConvertedExample] = field(default_factory=list)  # of the generation evaluation
+    end_tokens: tuple[int, ...] = ()  # of the training examples' completions
 
 
 def load_examples(spec: RunSpec) -> tuple[list[ConvertedExample], list[ConvertedExample]]:
@@ -166,7 +170,10 @@ class ExampleTokenizer:
     def _chunks(self, example: ConvertedExample, counts: Counter[str]) -> list[tuple[list[int], list[int]]]:
         ids, labels = self._tokenize(example)
         counts["tokens"] += len(ids)
-        counts["endless"] += self.chat is not None and not self.chat.is_ended(labels)
+        if self.chat is not None:
+            ends = self.chat.ends(labels)
+            counts["endless"] += ends[-1:] == [None]
+            counts.update({f"{END}{token}" for token in ends if token is not None})
         if len(ids) <= self.max_length:
             return [(ids, labels)]
         if self.pretraining:  # a long text is split, so that all of it is trained on
@@ -341,6 +348,7 @@ def prepare(
     workers = spec.data.dataset_num_proc
     part, which = (partial(tokenize_longest, count=longest[0]), "The longest of ") if longest else (tokenize, "")
     dataset, counts = part(train, to_columns, workers, tick)
+    ends = end_tokens.counted(counts)
     info(which + _summary("training example", len(train), counts, spec))
     if not tick(len(train), len(train)):
         return PreparedData(dataset, None)  # a stop was requested
@@ -356,7 +364,8 @@ def prepare(
     if eval_dataset is not None:
         eval_dataset = add_kl_completions(eval_dataset, spec)
     conversations = _conversations(validation)[: spec.eval.num_generations]
-    return PreparedData(dataset, eval_dataset, conversations if registry.STAGES[spec.train.stage].generates else [])
+    generates = registry.STAGES[spec.train.stage].generates
+    return PreparedData(dataset, eval_dataset, conversations if generates else [], ends)
 
 
 def _conversations(examples: Sequence[ConvertedExample]) -> list[ConvertedExample]:
@@ -401,17 +410,18 @@ def save(prepared: PreparedData, folder: Path) -> None:
     if prepared.validation is not None:
         prepared.validation.save_to_disk(folder / "validation")
     examples = [[example.location, example.value] for example in prepared.eval_examples]
-    (folder / "eval_examples.json").write_text(json.dumps(examples), encoding="utf-8")
+    (folder / OTHERS).write_text(json.dumps([examples, prepared.end_tokens]), encoding="utf-8")
 
 
 def load(folder: Path) -> PreparedData:
     """What `save` wrote."""
     validation = folder / "validation"
-    examples = json.loads((folder / "eval_examples.json").read_text(encoding="utf-8"))
+    examples, ends = json.loads((folder / OTHERS).read_text(encoding="utf-8"))
     return PreparedData(
         load_from_disk(folder / "train"),
         load_from_disk(validation) if validation.exists() else None,
         [ConvertedExample(location, value) for location, value in examples],
+        tuple(ends),
     )
 
 

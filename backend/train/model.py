@@ -20,7 +20,17 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import adapter_names, builtin_models, kernels, lora, quantized, templates, trl_trainers, unsloth
+from backend.train import (
+    adapter_names,
+    builtin_models,
+    end_tokens,
+    kernels,
+    lora,
+    quantized,
+    templates,
+    trl_trainers,
+    unsloth,
+)
 from backend.train.device import DTYPES
 from backend.train.patches import (
     bitsandbytes_cpu_layout,
@@ -126,8 +136,6 @@ def load(
             f"The tokenizer has {known:,} tokens, but the model's embedding has {embeddings:,} rows: they do not "
             "belong together. Use the tokenizer of this model."
         )
-    if not reward and "<|im_end|>" in (tokenizer.chat_template or "") and "<|im_end|>" in tokenizer.get_vocab():
-        _add_stop_token(model, tokenizer.convert_tokens_to_ids("<|im_end|>"))
     return model
 
 
@@ -136,14 +144,6 @@ def _from_pretrained(kind: Any, name: str, dtype: torch.dtype, arguments: Mappin
         return kind.from_pretrained(name, dtype=dtype, **arguments)
     with transformers_quantize_on_device.apply(PartialState().device):
         return kind.from_pretrained(name, dtype=dtype, **arguments)
-
-
-def _add_stop_token(model: Any, token: int) -> None:
-    """Let generation end at `token` too; the generation config is saved with the model."""
-    ends = model.generation_config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    if token not in ends:
-        model.generation_config.eos_token_id = [*ends, token]
 
 
 def saved_dtype(spec: RunSpec, source: ModelSource) -> torch.dtype:
@@ -182,6 +182,7 @@ def save(
             model.save_pretrained(temporary, state_dict=gathered, selected_adapters=adapters)
             lora.convert_to_plain_lora(model, temporary)
             adapter_names.rename(model, temporary)
+            end_tokens.save(model, temporary)
         else:
             cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
             weights = gathered or model.state_dict()

@@ -15,6 +15,7 @@ from datasets import Dataset
 
 from backend.config import RunSpec
 from backend.train import template_input
+from backend.train.end_tokens import END
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
 
@@ -51,6 +52,7 @@ class PreferenceTokenizer:
             raise TrainError(f"{example.location}: {error}.") from error
         counts["tokens"] += sum(len(prompt) + len(completion) for completion in completions)
         counts["longest_sequences"] += len(prompt) + max(map(len, completions))
+        counts.update({f"{END}{token}" for ids in completions for token in self.chat.ends(ids) if token is not None})
         room = self.max_length - len(prompt)
         if any(len(completion) > room for completion in completions):
             if self.stage == "reward":  # the reward may depend on what would be cut off

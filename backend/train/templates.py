@@ -8,7 +8,7 @@ rendered text, for templates that only append.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,12 +119,18 @@ class ChatTokenizer:
             return True
         return bool(is_chat_template_stop_token_trained(self.tokenizer, chat_template=self.marked_template))
 
-    def is_ended(self, labels: Sequence[int]) -> bool:
-        """Whether the last token with a loss ends the completion: one that the tokenizer was given as a whole, such as
-        <|im_end|>. Whitespace after it does not count."""
-        ends = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-        trained = (label for label in reversed(labels) if label != IGNORE_INDEX)
-        return next((i in ends for i in trained if i in ends or self.tokenizer.decode([i]).strip()), False)
+    def ends(self, labels: Sequence[int]) -> list[int | None]:
+        """The token that ends each part with a loss: one that the tokenizer was given as a whole, such as <|im_end|>,
+        or None. Whitespace after it does not count."""
+        known = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        ids = [*labels, IGNORE_INDEX]
+        lasts = [n for n, label in enumerate(labels) if label != IGNORE_INDEX == ids[n + 1]]
+        return [self._end(ids[: last + 1], known) for last in lasts]
+
+    def _end(self, ids: Sequence[int], known: Container[int]) -> int | None:
+        words = (token for token in reversed(ids) if token in known or self.tokenizer.decode([token]).strip())
+        last = next(words, None)
+        return last if last in known else None
 
     def render_prompt(self, messages: Messages, tools: Any = None) -> str:
         """The text that the model completes. Raises UnsupportedConversation."""

@@ -21,6 +21,7 @@ from backend.train import (
     data,
     device,
     disk_space,
+    end_tokens,
     generation_eval,
     logging_setup,
     lora,
@@ -169,6 +170,7 @@ def _trainer(
     whole = rank0_loading.load(context, config, source, tokens, sliced)
     context.engine.check_model(whole)
     context.engine.prepare_config(whole.config)
+    end_tokens.apply(whole, tokens, prepared.end_tokens)
     weights = adapters.apply_method(spec, whole, precision, context.run.device)
     context.loaded_bytes, context.saved_dtype = sharding.loaded_bytes(weights), model.saved_dtype(spec, source)
     accelerate_fsdp2_addresses.apply(weights)

@@ -17,7 +17,7 @@ import torch
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import callbacks, device, disk_space, lora, optimizers, universal_checkpoint, unsharded
+from backend.train import callbacks, device, disk_space, end_tokens, lora, optimizers, universal_checkpoint, unsharded
 from backend.train.best_checkpoint import note_best
 from backend.train.checkpoint_weights import CheckpointWeightsMixin
 from backend.train.context import TrainContext
@@ -110,6 +110,11 @@ class TrainerMixin(optimizers.OptimizerMixin, CheckpointWeightsMixin):
             save()
 
         disk_space.save_checkpoint(self.context, folder, save_into_folder)
+
+    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The weights of a checkpoint, and the generation config of an adapter's model."""
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        end_tokens.save(self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir))
 
     def evaluate(self: Any, *args: Any, **more: Any) -> Any:
         """Show the evaluation from its start: ProgressCallback is called after its first batch.

@@ -7,19 +7,23 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
 import pytest
 import trl
+from fork_server import ForkServer
 from pyarrow import parquet
 from training_runs import make_spec
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from backend.config import Data
 from backend.data import InvalidExample, convert, read_examples
 from backend.data.reading import read_parquet_in_process
-from backend.train import data, generation_eval
+from backend.runs import trained as trained_model
+from backend.runs.folder import Run
+from backend.train import data, end_tokens, generation_eval
 from backend.train.data import ConvertedExample, ExampleTokenizer
 from backend.train.run_log import TrainError
 from backend.train.template_input import names_in
@@ -221,6 +225,52 @@ def test_answers_without_an_end_are_counted(tokenizer: Any, end: str, endless: i
     ).replace("END", end)
     chat = ChatTokenizer.create(tokenizer, all_tokens)
     assert count(chat, converted({"messages": [QUESTION, ANSWER]}))["endless"] == endless
+
+
+def test_ends_of_completions(tokenizer: Any) -> None:
+    """Of each part with a loss; in the order of their counts, without rare ones."""
+    chat = ChatTokenizer.create(tokenizer, False)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    _, labels = chat.tokenize([QUESTION, ANSWER, QUESTION, ANSWER])
+    assert chat.ends(labels) == [end, end] and chat.ends([-100, 5]) == [None] and chat.ends([-100]) == []
+    assert end_tokens.counted(Counter({"end 5": 100, "end 2": 2000, "end 7": 19, "tokens": 9})) == (2, 5)
+    assert end_tokens.counted(Counter({"tokens": 9})) == ()
+
+
+@pytest.mark.parametrize(("known", "kept"), [(None, []), (0, [0]), ([0, 9], [0, 9])])
+@pytest.mark.parametrize(("template", "changed"), [("{{ x }}", True), ("{{ x }}{{ eos_token }}", False)])
+def test_a_model_gets_the_ends_that_it_does_not_know(
+    tokenizer: Any, known: Any, kept: list[int], template: str, changed: bool
+) -> None:
+    model = SimpleNamespace(generation_config=GenerationConfig(eos_token_id=known))
+    tokenizer.chat_template, tokenizer.eos_token = template, "<|endoftext|>"
+    end_tokens.apply(model, tokenizer, ())
+    assert model.generation_config.eos_token_id == known
+    end_tokens.apply(model, tokenizer, (1, 2))
+    assert model.generation_config.eos_token_id == [*kept, 1, 2]
+    assert tokenizer.eos_token_id == (1 if changed else tokenizer.convert_tokens_to_ids("<|endoftext|>"))
+    tokenizer.eos_token = "<|endoftext|>"
+    end_tokens.apply(model, tokenizer, (2, 3))  # it knows one of them
+    assert model.generation_config.eos_token_id[-3:] == [1, 2, 3] and tokenizer.eos_token == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_the_end_of_the_template_is_saved_with_every_form_of_the_model(
+    root: Path, fork_server: ForkServer, tmp_path: Path, ranks: int
+) -> None:
+    """Two ranks map the prepared data; one trains an adapter."""
+    template = "{% for m in messages %}{{ m['role'] }}\n{{ m['content'] }}<|im_start|>{% endfor %}"
+    (tmp_path / "t.jinja").write_text(template + "{% if add_generation_prompt %}assistant\n{% endif %}")
+    changes = {"data.chat_template": "file", "data.chat_template_file": str(tmp_path / "t.jinja")}
+    changes |= {"save.strategy": "steps", "save.steps": 3, "save.final_model": True}
+    changes |= {"parallel.strategy": "ddp", "launch.nproc_per_node": 2, "method.kind": "full"} if ranks else {}
+    folder = fork_server.train(tmp_path / "run", make_spec(changes), ranks)
+    for place in (folder / "model", folder / "checkpoints/checkpoint-3"):
+        tokens = AutoTokenizer.from_pretrained(place)
+        assert tokens.eos_token == "<|im_start|>", place
+        assert tokens.eos_token_id in GenerationConfig.from_pretrained(place).eos_token_id, place
+    found = trained_model.find(Run(folder))
+    assert found and ("GenerationConfig.from_pretrained" in found.code) == (not ranks)
 
 
 def test_names_that_a_template_reads() -> None:

@@ -1,0 +1,41 @@
+"""The tokens that end completions: found where the loss ends, and saved with the model, so that generation stops there.
+
+A base model knows only the end of a text. Trained on conversations, it ends its completions with the token of the chat
+template, such as <|im_end|>.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+END = "end "  # with a token id: a count of examples
+RARE = 0.01  # of the examples: the end of a broken example would end generation too early
+
+
+def counted(counts: Counter[str]) -> tuple[int, ...]:
+    """The tokens that were counted in enough examples, the most frequent first."""
+    found = Counter({int(key.removeprefix(END)): count for key, count in counts.items() if key.startswith(END)})
+    return tuple(token for token, count in found.most_common() if count >= RARE * max(found.values()))
+
+
+def apply(model: Any, tokenizer: Any, ends: Sequence[int]) -> None:
+    """Let generation with the model end at these tokens too; its generation config is saved with it. If it ends at none
+    of them yet, the first one becomes the tokenizer's EOS token, unless the chat template writes that token."""
+    if not ends or model.generation_config is None:  # a reward model generates nothing
+        return
+    known = model.generation_config.eos_token_id
+    known = [] if known is None else [known] if isinstance(known, int) else list(known)
+    if new := [token for token in ends if token not in known]:
+        model.generation_config.eos_token_id = [*known, *new]
+    if len(new) == len(ends) and "eos_token" not in str(tokenizer.chat_template):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+
+
+def save(model: Any, folder: Path) -> None:
+    """Write the generation config next to an adapter; peft saves none."""
+    config = getattr(model, "generation_config", None)
+    if config is not None:
+        config.save_pretrained(folder)
