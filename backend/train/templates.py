@@ -8,8 +8,9 @@ rendered text, for templates that only append.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +123,20 @@ class ChatTokenizer:
     def ends(self, labels: Sequence[int]) -> list[int | None]:
         """The token that ends each part with a loss: one that the tokenizer was given as a whole, such as <|im_end|>,
         or None. Whitespace after it does not count."""
-        known = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         ids = [*labels, IGNORE_INDEX]
         lasts = [n for n, label in enumerate(labels) if label != IGNORE_INDEX == ids[n + 1]]
-        return [self._end(ids[: last + 1], known) for last in lasts]
+        return [self._end(ids[: last + 1]) for last in lasts]
 
-    def _end(self, ids: Sequence[int], known: Container[int]) -> int | None:
+    def _end(self, ids: Sequence[int]) -> int | None:
+        known = self._whole_tokens
         words = (token for token in reversed(ids) if token in known or self.tokenizer.decode([token]).strip())
         last = next(words, None)
         return last if last in known else None
+
+    @cached_property
+    def _whole_tokens(self) -> set[int]:
+        """The tokens that are not made of text; the tokenizer takes a millisecond to list them."""
+        return {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
 
     def render_prompt(self, messages: Messages, tools: Any = None) -> str:
         """The text that the model completes. Raises UnsupportedConversation."""

@@ -53,7 +53,8 @@ def test_which_model_is_said(changes, text):
 def test_the_router_loss_of_a_mixture_is_said(run, capsys):
     assert validation.router_note({}) == validation.router_note({"router_loss_weight": 0.0}) == ""
     (run.path / RESULT).write_text(json.dumps(BEST | {"router_loss_weight": 0.001}))
-    said = "Training and validation loss include the router's auxiliary loss, times router_aux_loss_coef (0.001)."
+    which = "the router's auxiliary loss, times router_aux_loss_coef (0.001)"
+    said = f"The training loss includes {which}; the validation loss does not."
     with client(run.path.parent) as api:
         assert api.get(f"/api/runs/{run.id}").json()["router_note"] == said
     assert main(["show", run.id, "--runs", str(run.path.parent)]) == 0
