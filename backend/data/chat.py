@@ -42,6 +42,7 @@ READ = {key for keys in KEYS.values() for key in keys} | {"tool_calls", "functio
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what a model thinks before it answers
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 MEDIA_FILE = re.compile(r".+\.(jpe?g|png|webp|gif|bmp|tiff?|mp4|mkv|webm|avi|mov|wav|mp3|flac|ogg|m4a)", re.IGNORECASE)
+PLACEHOLDER = re.compile(r"<(image|video|audio)>|<\|?(image|video|audio|vision)_?(pad|start)?\|?>")
 MAX_COLUMNS, MAX_SHOWN = 10, 60  # columns, and characters of a value, that a message shows
 MAX_LEVELS = 100  # of tools and tool calls; transformers' renderer is recursive
 
@@ -112,19 +113,24 @@ def _more(value: Mapping[str, Any], role: str, number: int) -> dict[str, Any]:
     said = {key: part for key, part in value.items() if isinstance(key, str) and part not in (None, "", [], {})}
     found = {key: part for key, part in said.items() if key not in READ and key.lower() not in WITHOUT_MEANING}
     given = {key: found[key] for key in (*WEIGHTS, *SWITCHES) if key in found}
-    wrong = [key for key in WEIGHTS if key in given and given[key] not in (0, 1)]
-    if wrong:
-        shown = shorten(given[wrong[0]])
+    decisive = {key: yes for key, weight in given.items() if (yes := _yes(weight)) is not None}
+    if wrong := [key for key in (*WEIGHTS, "train") if key in given.keys() - decisive.keys()]:
+        shown = shorten(repr(given[wrong[0]]))
         raise InvalidExample(
             f"the {wrong[0]} of turn {number} is {shown}; supported are 1, and 0 for a turn without a loss"
         )
-    decisive = {key: weight == 1 for key, weight in given.items() if weight in (0, 1)}
     if role != "assistant":  # without a loss anyway; that a loss is asked for is named
         return {key: part for key, part in found.items() if decisive.get(key) is not False}
     if len(set(decisive.values())) > 1:
         raise InvalidExample(f"the keys {' and '.join(decisive)} of turn {number} contradict each other")
     rest = {key: part for key, part in found.items() if key not in decisive}
     return rest | ({"train": False} if False in decisive.values() else {})
+
+
+def _yes(value: Any) -> bool | None:
+    """Whether a turn has a loss, from a number, a boolean or its text; None for anything else."""
+    text = str(value).strip().lower() if isinstance(value, str | int | float) else ""
+    return True if text in ("1", "1.0", "true", "yes") else False if text in ("0", "0.0", "false", "no") else None
 
 
 def with_loss_mask(turns: Turns, example: Example) -> Turns:
@@ -146,7 +152,9 @@ def refuse_media(example: Example) -> None:
         value = example.get(name)
         if isinstance(value, str) and not MEDIA_FILE.fullmatch(value.strip()):
             continue  # a text about it
-        if value not in (None, "", [], {}):
+        if isinstance(value, str) and not PLACEHOLDER.search(str(example)):
+            continue  # such as a cover picture
+        if value not in (None, "", [], {}) and not isinstance(value, int | float):
             raise InvalidExample(
                 f"column {name} contains {type_name(value)}; only text can be trained on, so remove the column if the "
                 "text is complete without it"
@@ -159,7 +167,18 @@ def _calls(value: Any, number: int) -> list[dict[str, Any]]:
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
         raise InvalidExample(f"turn {number} is a function_call without a name; expected JSON with name and arguments")
-    return [{"type": "function", "function": dict(call)} for call in calls]
+    return [{"type": "function", "function": _with_arguments(call, number)} for call in calls]
+
+
+def _with_arguments(function: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A called function; its arguments are an object or the JSON text of one. Raises InvalidExample."""
+    arguments = function.get("arguments", function.get("parameters"))
+    if arguments in (None, ""):  # usual for a call without arguments
+        return {**function, "arguments": {}} if "parameters" not in function else dict(function)
+    if not isinstance(parse_json(arguments), Mapping):
+        shown = shorten(arguments)
+        raise InvalidExample(f"the arguments of a tool call of turn {number} are {shown}; expected a JSON object")
+    return dict(function)
 
 
 def _tool_calls(value: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
@@ -172,7 +191,8 @@ def _tool_calls(value: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
         function = call.get("function") or call if isinstance(call, Mapping) else call
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidExample(f"a tool call of turn {number} has no function with a name")
-        found.append(dict(call) if call.get("function") else {"type": "function", "function": dict(function)})
+        about = call if call.get("function") else {"type": "function"}
+        found.append({**about, "function": _with_arguments(function, number)})
     return found
 
 

@@ -108,7 +108,8 @@ def _shared(one: Turns, other: Turns) -> int:
 
 def _words(turn: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a model reads of a turn, without what describes the turn."""
-    return tuple(turn.get(key) for key in ("role", "content", "tool_calls", "name", *chat.REASONING))
+    calls = [call["function"] for call in turn.get("tool_calls", ())]  # without their ids
+    return (calls, *(turn.get(key) for key in ("role", "content", "name", *chat.REASONING)))
 
 
 def _with_system_prompt(prompt: Turns, example: Example, data: Data) -> Turns:

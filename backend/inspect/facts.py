@@ -75,7 +75,7 @@ class InputFacts:
     num_identical_pairs: int = 0  # chosen and rejected completion are the same, so the pair is dropped
     num_unmarked: int = 0  # their completions cannot be told from their prompts, with this chat template or tokenizer
     num_endless: int = 0  # no token that ends the completion is trained
-    unread_keys: tuple[tuple[str, int], ...] = ()  # of turns, that the chat template does not read: (name, examples)
+    unread_keys: tuple[tuple[str, int], ...] = ()  # of turns, that the chat template leaves out: (words, examples)
     template_problem: str = ""  # of the chat template file
     checkpoint_problem: str = ""  # of save.resume_path
     nvme_problem: str = ""  # of parallel.nvme_path

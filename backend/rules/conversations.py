@@ -17,24 +17,22 @@ OWN_TEMPLATE = {**USER_DATA, "data.chat_template": "file", "data.chat_template_f
 @warning(
     "DAT024",
     fields=("data.chat_template",),
-    title="The chat template does not use all parts of the turns",
-    source="the examples, and the names that the chat template reads",
-    manual_fix="Use a chat template that reads these keys, or remove them from the data.",
+    title="The chat template leaves out parts of the turns",
+    source="the examples, the keys that the chat template reads, and the text that it makes",
+    manual_fix="Use a chat template that has these parts, or remove them from the data.",
     fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20, unread_keys=(("reasoning", 20),))),
     passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20)),
 )
 def unread_keys_of_turns(case: Case) -> str | None:
-    """A chat template decides which parts of a turn become text. Parts that it does not read, such as reasoning or tool
-    calls, have no effect: the model is not trained on them. A weight has an effect in assistant turns only."""
+    """A chat template decides which parts of a turn become text. The model is not trained on parts that it leaves out,
+    such as tool calls, or the reasoning of earlier turns. A weight has an effect in assistant turns only."""
     found = case.facts.unread_keys
     if not found:
         return None
     most = max(count for _, count in found)
-    by = (
-        "Pre-training, which uses the text of turns," if case.spec.train.stage == "pretraining" else "The chat template"
-    )
-    keys = names([key for key, _ in found])
-    return f"{by} does not read {keys} of the turns in {counted(most, 'example')} of {case.facts.num_checked:,}."
+    by = "Pretraining, which uses the text of turns," if case.spec.train.stage == "pretraining" else "The chat template"
+    parts = names([part for part, _ in found])
+    return f"{by} leaves out {parts}, in {counted(most, 'example')} of {case.facts.num_checked:,}."
 
 
 @warning(

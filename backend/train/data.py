@@ -47,7 +47,7 @@ from backend.train.preference_data import (
     unread_keys,
 )
 from backend.train.run_log import TrainError
-from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
+from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation, is_trained
 from backend.wording import counted
 
 OTHERS = "others.json"  # what PreparedData has besides the datasets
@@ -340,15 +340,13 @@ def prepare(
     validation examples, the longest first. Raises TrainError."""
     train, validation = load_examples(spec)
     to_columns = tokenizer_for(spec, tokenizer, train)
-    if isinstance(to_columns, ExampleTokenizer) and to_columns.chat and not to_columns.chat.trains_stop_token:
-        info(
-            "The chat template's generation markers leave out the end of the completion, so the model may not learn to "
-            "stop. Set data.loss_on to all_tokens, or use another template."
-        )
     workers = spec.data.dataset_num_proc
     part, which = (partial(tokenize_longest, count=longest[0]), "The longest of ") if longest else (tokenize, "")
     dataset, counts = part(train, to_columns, workers, tick)
     ends = end_tokens.counted(counts)
+    if counts["endless"]:
+        examples = counted(counts["endless"], "example")
+        info(f"In {examples}, no special token that ends the completion has a loss: generation may not stop.")
     info(which + _summary("training example", len(train), counts, spec))
     if not tick(len(train), len(train)):
         return PreparedData(dataset, None)  # a stop was requested
@@ -375,7 +373,7 @@ def _conversations(examples: Sequence[ConvertedExample]) -> list[ConvertedExampl
     return [
         ConvertedExample(location, value)
         for location, value in with_turns
-        if any(turn["role"] == "assistant" for turn in value["messages"][1:])
+        if any(map(is_trained, value["messages"][1:]))
     ]
 
 
@@ -400,7 +398,7 @@ def _notes(counts: Counter[str], spec: RunSpec) -> str:
         "identical": f"dropped because the chosen and the rejected completion are the same within {longest} tokens",
     }
     notes = "".join(f"; {counts[key]:,} {text}" for key, text in words.items() if counts[key])
-    return notes + "".join(f"; {key} of {count:,} is not used" for key, count in unread_keys(counts).items())
+    return notes + "".join(f"; {what} of {count:,} left out" for what, count in unread_keys(counts).items())
 
 
 def save(prepared: PreparedData, folder: Path) -> None:

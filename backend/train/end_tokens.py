@@ -24,7 +24,7 @@ def counted(counts: Counter[str]) -> tuple[int, ...]:
 def apply(model: Any, tokenizer: Any, ends: Sequence[int]) -> None:
     """Let generation with the model end at these tokens too; its generation config is saved with it. If it ends at none
     of them yet, the first one becomes the tokenizer's EOS token, unless the chat template writes that token."""
-    if not ends or model.generation_config is None:  # a reward model generates nothing
+    if not ends or getattr(model, "generation_config", None) is None:  # a reward model generates nothing
         return
     known = model.generation_config.eos_token_id
     known = [] if known is None else [known] if isinstance(known, int) else list(known)

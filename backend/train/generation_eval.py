@@ -19,7 +19,7 @@ from backend.train.context import TrainContext
 from backend.train.data import ConvertedExample
 from backend.train.device import ProcessGroup
 from backend.train.run_log import TrainError, write_json
-from backend.train.templates import ChatTokenizer, UnsupportedConversation
+from backend.train.templates import ChatTokenizer, UnsupportedConversation, is_trained
 from backend.train.unsharded import unsharded_model
 from backend.wording import counted
 
@@ -41,7 +41,7 @@ def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> l
     prompts = []
     for example in examples:
         messages = example.value["messages"]
-        last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
+        last = max(n for n, message in enumerate(messages) if is_trained(message))
         before, completion, tools = messages[:last], messages[last : last + 1], example.value.get("tools")
         try:
             text = chat.render_prompt(before, tools)

@@ -52,6 +52,8 @@ class PreferenceTokenizer:
             raise TrainError(f"{example.location}: {error}.") from error
         counts["tokens"] += sum(len(prompt) + len(completion) for completion in completions)
         counts["longest_sequences"] += len(prompt) + max(map(len, completions))
+        if self.stage != "reward":
+            counts["endless"] += self.chat.ends(completions[0])[-1:] == [None]
         counts.update({f"{END}{token}" for ids in completions for token in self.chat.ends(ids) if token is not None})
         room = self.max_length - len(prompt)
         if any(len(completion) > room for completion in completions):
@@ -86,13 +88,13 @@ class PreferenceTokenizer:
 
 
 def count_unread(chat: ChatTokenizer | None, value: Mapping[str, Any], counts: Counter[str]) -> None:
-    """Count an example for each key of its turns that is not trained on."""
-    for key in template_input.unread(chat.input if chat else None, value):
-        counts[UNREAD + key] += 1
+    """Count an example for each part of its turns that is not trained on."""
+    for what in chat.unread(value) if chat else template_input.PLAIN.unread(template_input.turns_of(value)):
+        counts[UNREAD + what] += 1
 
 
 def unread_keys(counts: Counter[str]) -> dict[str, int]:
-    """Key -> examples that `count_unread` counted for it."""
+    """Part of turns -> examples that `count_unread` counted for it."""
     return {name.removeprefix(UNREAD): count for name, count in sorted(counts.items()) if name.startswith(UNREAD)}
 
 

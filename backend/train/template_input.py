@@ -11,10 +11,11 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from transformers.utils import chat_template_utils
 
-from backend.data.chat import REASONING
+from backend.data.chat import REASONING, SWITCHES, WEIGHTS
 
 Messages = Sequence[Mapping[str, Any]]
 ALWAYS = ("role", "content", "name", "tool_call_id")  # without a template that reads them, nothing of meaning is lost
+COMPLETIONS = ("completion", "chosen", "rejected")
 ARGUMENTS = {"probe": "value"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
 PYTHON_OBJECT = "{'probe'"  # a template that writes the arguments where it expects a text
@@ -22,17 +23,18 @@ PYTHON_OBJECT = "{'probe'"  # a template that writes the arguments where it expe
 
 @dataclass(frozen=True)
 class TemplateInput:
-    """`names`: of keys and variables that the template reads; `arguments_as_text`: it expects the arguments of tool
-    calls as JSON text."""
+    """`keys`: of turns that the template reads; `has_tools`: it reads the list of tools; `arguments_as_text`: it
+    expects the arguments of tool calls as JSON text."""
 
-    names: frozenset[str]
+    keys: frozenset[str]
+    has_tools: bool
     arguments_as_text: bool
 
     @classmethod
-    def create(cls, tokenizer: Any, templates: Sequence[str]) -> TemplateInput:
-        """For templates that render the same text; the first one renders prompts."""
-        names = frozenset(name for template in templates for name in names_in(template))
-        return cls(names, "tool_calls" in names and _expects_text(tokenizer, templates[0]))
+    def create(cls, tokenizer: Any, template: str) -> TemplateInput:
+        """What `template` reads. Raises TemplateError."""
+        keys, variables = names_in(template)
+        return cls(keys, "tools" in variables, "tool_calls" in keys and _expects_text(tokenizer, template))
 
     def __call__(self, messages: Messages) -> list[dict[str, Any]]:
         """The turns as the template gets them."""
@@ -41,7 +43,7 @@ class TemplateInput:
     def _turn(self, message: Mapping[str, Any]) -> dict[str, Any]:
         turn = {key: value for key, value in message.items() if key in ALWAYS or self._reads(key)}
         calls = [self._call(call) for call in message.get("tool_calls", ())]
-        if calls and "tool_calls" in self.names:
+        if calls and "tool_calls" in self.keys:
             turn["tool_calls"] = calls
         elif calls:  # the template does not support them: they become text
             text = json.dumps([call["function"] for call in calls], ensure_ascii=False)
@@ -60,31 +62,65 @@ class TemplateInput:
 
     def _reads(self, key: str) -> bool:
         """Whether the template reads a key of a turn. transformers gives reasoning to it under all of its names."""
-        return key in self.names or (key in REASONING and not self.names.isdisjoint(REASONING))
+        return key in self.keys or (key in REASONING and not self.keys.isdisjoint(REASONING))
 
-    def unread(self, messages: Messages, tools: Any = None) -> set[str]:
-        """What the turns say that the template does not read."""
-        keys = {key for message in messages for key in message}
-        as_text = {"tool_calls"} if self.names else set()
-        missing = {key for key in keys - {*ALWAYS, "train"} - as_text if not self._reads(key)}
-        return missing | ({"tools"} if tools and "tools" not in self.names else set())
-
-
-def unread(template: TemplateInput | None, value: Mapping[str, Any]) -> set[str]:
-    """What the turns of a converted example say that is not trained on; without a template, only their contents are."""
-    parts = ("messages", "prompt", "completion", "chosen", "rejected")
-    turns = [turn for part in parts for turn in value.get(part, ())]
-    return (template or TemplateInput(frozenset(), False)).unread(turns, value.get("tools"))
+    def unread(self, turns: Messages, tools: Any = None) -> set[str]:
+        """The parts of turns that the template does not read, as words."""
+        found = {"the column tools"} if tools and not self.has_tools else set()
+        for turn in turns:
+            weights = {key for key in (*WEIGHTS, *SWITCHES) if key in turn.keys() - {"train"}}
+            found |= {f"{key} of a turn that is not an assistant turn" for key in weights}
+            as_text = ("tool_calls",) if self != PLAIN else ()
+            known = {*ALWAYS, "train", *as_text, *weights}
+            found |= {key for key in turn.keys() - known if not self._reads(key)}
+        return found
 
 
-def names_in(template: str) -> frozenset[str]:
-    """The names of the variables and keys that a chat template reads. Raises TemplateError."""
+PLAIN = TemplateInput(frozenset(), False, False)  # no template: the contents of the turns only
+
+
+def turns_of(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The turns of a converted example."""
+    return [turn for part in ("messages", "prompt", *COMPLETIONS) for turn in value.get(part, ())]
+
+
+def conversations_of(value: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
+    """The conversations of a converted example: one for each completion."""
+    if "messages" in value:
+        return [value["messages"]]
+    return [[*value["prompt"], *value[part]] for part in COMPLETIONS if part in value]
+
+
+def may_be_lost(turn: Mapping[str, Any]) -> bool:
+    """Whether a turn has reasoning or tool calls."""
+    return "tool_calls" in turn or "</think>" in turn["content"] or any(key in turn for key in REASONING)
+
+
+def lost(turns: Messages, text: str) -> set[str]:
+    """The reasoning and tool calls of turns that the text made of them lacks, as words. Templates that read a key may
+    still leave it out, such as the reasoning of earlier turns."""
+    found = set()
+    for turn in turns:
+        for key in REASONING:
+            if key in turn and not (isinstance(turn[key], str) and turn[key].strip() in text):
+                found.add(key)
+        thought, end, _ = turn["content"].partition("</think>")
+        if end and turn["role"] == "assistant" and thought.removeprefix("<think>").strip() not in text:
+            found.add("the content before </think>")
+        if any(str(call["function"]["name"]) not in text for call in turn.get("tool_calls", ())):
+            found.add("tool_calls")
+    return found
+
+
+def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The keys and the variables that a chat template reads. Raises TemplateError."""
     tree = chat_template_utils._compile_jinja_template(template).environment.parse(template)  # knows {% generation %}
-    found = {node.name for node in tree.find_all(nodes.Name)} | {node.attr for node in tree.find_all(nodes.Getattr)}
     constants = [node.arg for node in tree.find_all(nodes.Getitem)]
     constants += [node.args[0] for node in tree.find_all(nodes.Call) if node.args]  # message.get("name")
     constants += [node.expr for node in tree.find_all(nodes.Compare)]  # "name" in message
-    return frozenset(found | {each.value for each in constants if isinstance(each, nodes.Const)} - {None})
+    keys = {each.value for each in constants if isinstance(each, nodes.Const) and isinstance(each.value, str)}
+    keys |= {node.attr for node in tree.find_all(nodes.Getattr)}
+    return frozenset(keys), frozenset(node.name for node in tree.find_all(nodes.Name))
 
 
 def _object(text: str) -> Any:

@@ -8,7 +8,8 @@ rendered text, for templates that only append.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +20,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import (
     get_training_chat_template,
     has_generation_markers,
-    is_chat_template_stop_token_trained,
 )
 from trl.data_utils import common_prefix_length
 
 from backend.config import RunSpec
 from backend.train.run_log import TrainError
-from backend.train.template_input import Messages, TemplateInput
+from backend.train.template_input import Messages, TemplateInput, conversations_of, lost, may_be_lost, turns_of
 
 IGNORE_INDEX = -100  # the label of tokens without a loss
 # For models without a chat template. The loss is on what stands between {% generation %} and {% endgeneration %}:
@@ -55,6 +55,11 @@ class UnsupportedConversation(ValueError):
 
 class UnmarkedCompletions(UnsupportedConversation):
     """Completions that cannot be told from their prompts in the rendered text. All tokens could be trained on."""
+
+
+def is_trained(turn: Mapping[str, Any]) -> bool:
+    """Whether it is an assistant turn with a loss."""
+    return turn["role"] == "assistant" and turn.get("train") is not False
 
 
 def _reason(error: Exception) -> str:
@@ -89,6 +94,7 @@ class ChatTokenizer:
     marked_template: str | None  # one with {% generation %} markers that renders the same text
     all_tokens: bool  # the loss is on all tokens, not on completions only
     input: TemplateInput
+    marked_input: TemplateInput  # of marked_template
 
     @classmethod
     def create(cls, tokenizer: Any, all_tokens: bool) -> ChatTokenizer:
@@ -108,17 +114,22 @@ class ChatTokenizer:
             except (ValueError, TemplateError):  # TRL does not know the template
                 marked = None
         try:
-            read = TemplateInput.create(tokenizer, [template, *filter(None, [marked])])
+            inputs = [TemplateInput.create(tokenizer, each or template) for each in (template, marked)]
         except TemplateError as error:
             raise TrainError(f"The chat template cannot be used: {_reason(error)}.") from error
-        return cls(tokenizer, marked, all_tokens, read)
+        return cls(tokenizer, marked, all_tokens, *inputs)
 
-    @property
-    def trains_stop_token(self) -> bool:
-        """Whether the loss includes the token that ends a completion. The markers of some templates leave it out."""
-        if self.all_tokens or self.marked_template is None:
-            return True
-        return bool(is_chat_template_stop_token_trained(self.tokenizer, chat_template=self.marked_template))
+    def unread(self, value: Mapping[str, Any]) -> set[str]:
+        """The parts of a converted example's turns that are not trained on, as words."""
+        read = self.marked_input if "messages" in value else self.input
+        found = read.unread(turns_of(value), value.get("tools"))
+        template = self.marked_template if "messages" in value else None
+        for turns in conversations_of(value):
+            if not any(map(may_be_lost, turns)):
+                continue
+            with suppress(UnsupportedConversation):  # which tokenizing it says
+                found |= lost(turns, self._render(turns, None, chat_template=template))
+        return found
 
     def ends(self, labels: Sequence[int]) -> list[int | None]:
         """The token that ends each part with a loss: one that the tokenizer was given as a whole, such as <|im_end|>,
@@ -148,7 +159,7 @@ class ChatTokenizer:
             return self._tokenize_by_difference(messages, tools)
         try:
             encoded = self.tokenizer.apply_chat_template(
-                self.input(messages),
+                self.marked_input(messages),
                 tools=tools,
                 chat_template=self.marked_template,
                 tokenize=True,
@@ -189,7 +200,7 @@ class ChatTokenizer:
         if not has_generation_markers(self.marked_template):
             return ()
         spans: Sequence[tuple[int, int]] = render_jinja_template(
-            [self.input(messages)],
+            [self.marked_input(messages)],
             tools=tools,
             chat_template=self.marked_template,
             return_assistant_tokens_mask=True,
@@ -250,7 +261,8 @@ class ChatTokenizer:
     def _render(self, messages: Messages, tools: Any, **more: Any) -> str:
         if not messages:  # transformers raises "Cannot apply chat template to an empty conversation"
             raise UnsupportedConversation("begins with an assistant turn; add a user or system turn as its prompt")
+        turns = (self.marked_input if more.get("chat_template") else self.input)(messages)
         try:
-            return str(self.tokenizer.apply_chat_template(self.input(messages), tools=tools, tokenize=False, **more))
+            return str(self.tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, **more))
         except (TemplateError, TypeError, ValueError) as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error

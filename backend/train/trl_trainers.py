@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer_callback import ExportableState
 
 from backend import registry
 from backend.config import RunSpec
@@ -85,9 +86,14 @@ class TrainerMixin(optimizers.OptimizerMixin, CheckpointWeightsMixin):
         return super().get_batch_samples(batches, *args, **more)  # type: ignore[misc]
 
     def _init_training_state(self: Any, max_steps: int, *args: Any, **more: Any) -> Any:
-        """transformers 5.23 restores the logging, eval and save intervals of the checkpoint; use those of this run."""
+        """transformers 5.23 restores the logging, eval and save intervals of the checkpoint; use those of this run.
+        And it saves a checkpoint only if the one before has a state of the same callbacks, which an earlier version, or
+        a run without early stopping, has not written."""
         trained = super()._init_training_state(max_steps, *args, **more)  # type: ignore[misc]
         self.state.compute_steps(self.args, max_steps)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
         return trained
 
     def _run_epoch(self: Any, **more: Any) -> None:

@@ -32,6 +32,7 @@ from backend.train.templates import ChatTokenizer, UnmarkedCompletions
 PUBLISHED = Path(trl.__file__).parent / "chat_templates"
 QUESTION = {"role": "user", "content": "Next IC to Bern?"}
 ANSWER = {"role": "assistant", "content": "At nine."}
+OTHER_WEIGHT = "unread weight of a turn that is not an assistant turn"
 TOOL = {"type": "function", "function": {"name": "timetable", "parameters": {"type": "object", "required": []}}}
 # Templates of models: DeepSeek V3 concatenates the arguments with text; another writes whatever it gets.
 CONCATENATES = (
@@ -88,19 +89,37 @@ def test_reasoning_is_trained_where_the_template_has_it(tokenizer: Any, name: st
 
 
 def test_what_the_template_does_not_read_is_counted(tokenizer: Any) -> None:
-    """With its name; ids, sources and the like are not."""
+    """With its name; ids, sources and the like are not. Reasoning may be read and left out all the same."""
     more = {"reasoning_content": "Nine.", "emotion": "calm", "id": "7", "source": "web", "refusal": None}
     value = converted({"messages": [QUESTION | {"weight": 1}, ANSWER | more], "tools": [TOOL]})
     found = count(ChatTokenizer.create(tokenizer, False), value)
     assert {key for key in found if key.startswith("unread")} == {
-        "unread reasoning_content", "unread emotion", "unread weight", "unread tools",
+        "unread reasoning_content", "unread emotion", OTHER_WEIGHT, "unread the column tools",
     }  # fmt: skip
     qwen = count(published(tokenizer, "qwen3"), value)
-    assert {key for key in qwen if key.startswith("unread")} == {"unread emotion", "unread weight"}
+    assert {key for key in qwen if key.startswith("unread")} == {"unread emotion", OTHER_WEIGHT}
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "what"),
+    [
+        ("glm4moe", {**ANSWER, "reasoning": "Nine."}, "reasoning"),
+        ("gptoss", {**ANSWER, "thinking": "Nine."}, "thinking"),
+        ("deepseekv3", {**ANSWER, "content": "<think>\nNine.\n</think>At nine."}, "the content before </think>"),
+        ("qwen3", {**ANSWER, "reasoning": {"text": "Nine."}}, "reasoning"),
+        ("deepseek_r1_distill", calling({"to": "Bern"})[1], "tool_calls"),
+    ],
+)
+def test_what_the_template_leaves_out_is_counted(tokenizer: Any, name: str, turn: dict[str, Any], what: str) -> None:
+    """Most templates drop the reasoning of earlier turns."""
+    value = converted({"messages": [QUESTION, turn, QUESTION, ANSWER]})
+    assert f"unread {what}" in count(published(tokenizer, name), value)
 
 
 @pytest.mark.parametrize("all_tokens", [False, True])
-@pytest.mark.parametrize(("key", "off", "on"), [("weight", 0, 1), ("train", False, True), ("loss", False, None)])
+@pytest.mark.parametrize(
+    ("key", "off", "on"), [("weight", 0, 1), ("weight", "0", "1.0"), ("train", "false", True), ("loss", False, None)]
+)
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "plain"])
 def test_turns_without_a_loss(tokenizer: Any, name: str, key: str, off: Any, on: Any, all_tokens: bool) -> None:
     chat = published(tokenizer, name) if name != "plain" else None
@@ -124,6 +143,8 @@ def test_turns_without_a_loss(tokenizer: Any, name: str, key: str, off: Any, on:
     ("turns", "problem"),
     [
         ([QUESTION, {**ANSWER, "weight": 0.5}], "the weight of turn 2 is 0.5; supported are 1, and 0"),
+        ([QUESTION, {**ANSWER, "train": "later"}], "the train of turn 2 is 'later'; supported are 1, and 0"),
+        (calling("{'to': 'Bern'")[:2], "the arguments of a tool call of turn 2 are {'to': 'Bern'; expected a JSON"),
         ([QUESTION, {**ANSWER, "weight": 0, "train": True}], "the keys weight and train of turn 2 contradict"),
     ],
 )
@@ -146,7 +167,7 @@ def test_turns_without_a_loss_are_refused_where_the_whole_text_is_trained() -> N
         converted({"prompt": [QUESTION], "completion": [{**ANSWER, "weight": 0}]}, "prompt_completion")
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "glm4moe", "gptoss", "text", "object"])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "glm4moe", "gptoss", "deepseekv3", "text", "object"])
 def test_tool_calls_are_the_same_tokens_in_all_formats(tokenizer: Any, name: str) -> None:
     """Arguments as an object or as JSON text; OpenAI's tool_calls and function_call; ShareGPT's."""
     if name == "text":
@@ -160,6 +181,8 @@ def test_tool_calls_are_the_same_tokens_in_all_formats(tokenizer: Any, name: str
     assert chat.tokenize(converted({"messages": calling(text)})["messages"])[0] == ids
     assert "\\" not in chat.tokenizer.decode(ids) and "Köln" in chat.tokenizer.decode(ids)
     assert "'to'" not in chat.tokenizer.decode(ids)
+    empty = [chat.tokenize(converted({"messages": calling(given)})["messages"])[0] for given in ({}, "", "{}", None)]
+    assert empty[1:] == [empty[0]] * 3
 
 
 def test_an_openai_function_call_and_functions_are_used(tokenizer: Any) -> None:
@@ -200,9 +223,34 @@ def test_parquet_gives_the_tokens_of_jsonl(tokenizer: Any, tmp_path: Path, in_pr
 )
 def test_columns_with_media_are_refused(column: str, value: Any) -> None:
     with pytest.raises(InvalidExample, match=f"column {column} contains .*; only text can be trained on"):
-        converted({"messages": [QUESTION, ANSWER], column: value})
-    for harmless in (None, [], "A photo of a train"):
-        assert converted({"messages": [QUESTION, ANSWER], "image": harmless})
+        converted({"messages": [{**QUESTION, "content": "<image>\nWhat is this?"}, ANSWER], column: value})
+    for harmless in (None, [], False, 0, "A photo of a train", "cover.png"):
+        assert converted({"messages": [{**QUESTION, "content": "Hi"}, ANSWER], "image": harmless})
+
+
+def test_generation_leaves_out_turns_without_a_loss(tokenizer: Any, tiny: Path, tmp_path: Path) -> None:
+    wrong = {"role": "assistant", "content": "At eight.", "weight": 0}
+    rows = [
+        {"messages": turns} for turns in ([QUESTION, ANSWER, QUESTION, wrong], [QUESTION, wrong], [QUESTION, ANSWER])
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = str(tmp_path / "rows.jsonl")
+    options = {"data.source": "files", "data.files": (files,), "data.validation": "files", "eval.num_generations": 3}
+    spec = make_spec({**options, "data.validation_files": (files,), "eval.strategy": "steps"})
+    prepared = data.prepare(spec, tokenizer, lambda done, of: True, print)
+    prompts = generation_eval.eval_prompts(ChatTokenizer.create(tokenizer, True), prepared.eval_examples)
+    assert [prompt.reference for prompt in prompts] == ["At nine.", "At nine."]
+
+
+def test_the_same_prompt_with_other_ids_is_one_prompt() -> None:
+    """Two conversations whose tool calls differ in their ids only begin with the same turns."""
+    sides = {}
+    for side, id in (("chosen", "a"), ("rejected", "b")):
+        turns = calling({"to": "Bern"})
+        turns[1]["tool_calls"][0]["id"] = turns[2]["tool_call_id"] = id
+        sides[side] = [*turns[:3], {**ANSWER, "content": side, "id": id}]
+    value = converted(sides, "pairs")
+    assert [turn["role"] for turn in value["prompt"]] == ["user", "assistant", "tool"]
 
 
 def test_the_reference_is_the_text_that_is_trained(tokenizer: Any) -> None:
@@ -275,8 +323,9 @@ def test_the_end_of_the_template_is_saved_with_every_form_of_the_model(
 
 def test_names_that_a_template_reads() -> None:
     read = "{% for m in messages %}{{ m.a }}{{ m['b'] }}{{ m.get('c') }}{% if 'd' in m %}{% generation %}{{ m.d }}"
-    assert {"a", "b", "c", "d", "messages"} <= names_in(read + "{% endgeneration %}{% endif %}{% endfor %}{# e #}")
-    assert "e" not in names_in("{# e #} e {{ 'x' }}")
+    keys, variables = names_in(read + "{% endgeneration %}{% endif %}{% endfor %}{# e #}")
+    assert keys == {"a", "b", "c", "d", "get"} and {"m", "messages"} <= variables
+    assert names_in("{# e #} e {{ 'x' }}") == (frozenset(), frozenset())
 
 
 def test_the_log_names_what_is_not_used(tiny: Path, tmp_path: Path) -> None:
@@ -284,4 +333,4 @@ def test_the_log_names_what_is_not_used(tiny: Path, tmp_path: Path) -> None:
     options = {"data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),), "data.validation": "none"}
     lines: list[str] = []
     data.prepare(make_spec(options), AutoTokenizer.from_pretrained(tiny), lambda done, of: True, lines.append)
-    assert lines[-1].endswith("; reasoning of 1 is not used."), lines
+    assert lines[-1].endswith("; reasoning of 1 left out."), lines

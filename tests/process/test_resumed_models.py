@@ -96,7 +96,7 @@ def test_resumes_and_saves_the_best_model(
     folder = fork_server.train(root / f"{kind}-{strategy}", make_spec(spec), ranks)
     whole, evaluated = losses(folder), eval_losses(folder)
     assert evaluated[BEST] > evaluated[STEPS] + 0.1
-    assert ("include the router's auxiliary loss" in log_text(folder)) is (kind in WITH_ROUTER_LOSS)
+    assert ("includes the router's auxiliary loss" in log_text(folder)) is (kind in WITH_ROUTER_LOSS)
     assert (result(folder).get("router_loss_weight", 0) > 0) is (kind in WITH_ROUTER_LOSS)
     best = folder / f"checkpoints/checkpoint-{BEST}"
     make_best(best, best_model_checkpoint=str(best), best_global_step=BEST)
