@@ -17,6 +17,8 @@ ROLES = {
         "assistant": "assistant",
         "tool": "tool",
         "function": "tool",
+        "tool_call": "assistant",  # ms-swift's
+        "tool_response": "tool",
     },
     "sharegpt": {
         "system": "system",
@@ -29,6 +31,7 @@ ROLES = {
         "tool": "tool",
     },
 }
+CALL_ROLES = ("function_call", "tool_call")  # whose content is a call, or a list of calls, as JSON
 KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 # Whether the loss includes a turn: OpenAI's and axolotl's weight, axolotl's train, and the names of other tools.
 WEIGHTS, SWITCHES = ("weight", "loss_weight"), ("train", "training", "trainable", "loss")
@@ -93,14 +96,15 @@ def _turn(value: Any, number: int, turn_format: str) -> dict[str, Any]:
         shown = f"unknown role {shorten(name)!r}" if isinstance(name, str) else f"role {type_name(name)}"
         raise InvalidExample(f"turn {number} has the {shown}; supported roles are {', '.join(roles)}")
     role = roles[name]
-    calls = _calls(value.get(content_key), number) if name == "function_call" else _tool_calls(value, number)
+    is_call = name in CALL_ROLES
+    calls = _calls(value.get(content_key), number) if is_call else _tool_calls(value, number)
     if not calls and role == "assistant" and value.get("function_call"):  # OpenAI's earlier form of a call
         calls = _calls(value["function_call"], number)
     if content_key not in value and not calls:
         raise InvalidExample(f"turn {number} has no key {content_key}; its keys are {column_names(value)}")
     if role == "user" and value.get(content_key) is None:
         raise InvalidExample(f"the {content_key} of turn {number} is null; expected text")
-    content = "" if name == "function_call" else _content(value.get(content_key), number, content_key)
+    content = "" if is_call else _content(value.get(content_key), number, content_key)
     if role == "assistant" and not content.strip() and not calls:
         raise InvalidExample(f"turn {number} is an empty assistant turn")
     more = {key: value[key] for key in ("name", "tool_call_id") if value.get(key)}

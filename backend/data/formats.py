@@ -124,7 +124,8 @@ def _alpaca(example: Example, names: Mapping[str, str]) -> Turns:
 
 
 def _completion(example: Example, names: Mapping[str, str]) -> dict[str, Any]:
-    return chat.turn("assistant", chat.required_text(example, names["completion_column"]))
+    reasoning = {key: example[key] for key in chat.REASONING if isinstance(example.get(key), str) and example[key]}
+    return {**chat.turn("assistant", chat.required_text(example, names["completion_column"])), **reasoning}
 
 
 _CONVERSATIONS: Mapping[str, Callable[[Example, Mapping[str, str]], Turns]] = {

@@ -401,7 +401,8 @@ def _none_usable(case: Case) -> Violation:
     length = counted(facts.longest_example, "token")
     message = f"{which} trained token within data.max_length ({limit:,} tokens); {longest} has {length}."
     longer = _longer(case)
-    return Violation(message if longer else f"{message} The first token of an example has no loss.", longer)
+    unweighted = "The first token of an example has no loss, and neither has a turn with a weight of 0."
+    return Violation(message if longer else f"{message} {unweighted}", longer)
 
 
 def _longer(case: Case) -> tuple[Fix, ...]:

@@ -385,7 +385,8 @@ def _no_example_left(number: int, counts: Counter[str], spec: RunSpec) -> str:
     if counts["identical"] > counts["dropped"] + counts["long"]:
         return "In every pair, the chosen and the rejected completion are the same. Correct the columns of the dataset."
     which = f"None of the {number:,} training examples has a" if number > 1 else "The only training example has no"
-    return f"{which} trained token within the first {spec.data.max_length} tokens. Raise data.max_length."
+    advice = "Raise data.max_length, or correct the weights of turns if the data has some."
+    return f"{which} trained token within the first {spec.data.max_length} tokens. {advice}"
 
 
 def _notes(counts: Counter[str], spec: RunSpec) -> str:

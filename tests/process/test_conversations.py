@@ -193,6 +193,26 @@ def test_an_openai_function_call_and_functions_are_used(tokenizer: Any) -> None:
     assert value["tools"] == [TOOL] and '{"name": "timetable", "arguments": {"to": "Bern"}}' in trained(chat, value)[0]
 
 
+def test_calls_and_responses_as_roles(tokenizer: Any) -> None:
+    """ms-swift's names."""
+    chat, call = published(tokenizer, "qwen3"), {"name": "timetable", "arguments": {"to": "Bern"}}
+    turns = [QUESTION, {"role": "tool_call", "content": json.dumps(call)}, {"role": "tool_response", "content": "9:00"}]
+    expected = calling({"to": "Bern"})
+    assert chat.tokenize(converted({"messages": [*turns, ANSWER]})["messages"]) == chat.tokenize(expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "format"),
+    [
+        ({"prompt": "Next IC?", "completion": "At nine."}, "prompt_completion"),
+        ({"instruction": "Next IC?", "output": "At nine."}, "alpaca"),
+    ],
+)
+def test_reasoning_in_a_column(tokenizer: Any, row: dict[str, Any], format: str) -> None:
+    found = trained(published(tokenizer, "qwen3"), converted({**row, "reasoning": "The IC leaves at nine."}, format))
+    assert found == ["<think>\nThe IC leaves at nine.\n</think>\n\nAt nine.<|im_end|>\n"]
+
+
 def test_text_next_to_a_call_is_kept_by_templates_without_calls(tokenizer: Any) -> None:
     turns = calling({"to": "Bern"})
     turns[1]["content"] = "I look it up."

@@ -287,7 +287,7 @@ DATA = (
     boundary("DAT017", SPLIT, {**WITHOUT_VALIDATION, SAMPLES: 0}, {SAMPLES: 1}, {LENGTH: 256},
              {**WITHOUT_VALIDATION, SAMPLES: 0}, facts=few_usable(2)),
     facts_boundary("DAT017", {LENGTH: 64}, few_usable(4), replace(few_usable(), token_lengths=(1,)), NO_FIX,
-                   words="the longest example has 1 token. The first token of an example has no loss."),
+                   words="the longest example has 1 token. The first token of an example has no loss, and neither"),
     facts_boundary("DAT019", {**SPLIT, "train.stage": "dpo"}, few_usable(4, num_identical_pairs=9),
                    few_usable(2, num_identical_pairs=9), WITHOUT_VALIDATION,
                    words="of which none has two different completions within"),
