@@ -23,7 +23,7 @@ OWN_TEMPLATE = {**USER_DATA, "data.chat_template": "file", "data.chat_template_f
     fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20, unread_keys=(("reasoning", 20),))),
     passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20)),
 )
-def unread_keys_of_turns(case: Case) -> str | None:
+def turns_without_some_parts(case: Case) -> str | None:
     """A chat template decides which parts of a turn become text. The model is not trained on parts that it leaves out,
     such as tool calls, or the reasoning of earlier turns. A weight has an effect in assistant turns only."""
     found = case.facts.unread_keys
@@ -45,7 +45,7 @@ def unread_keys_of_turns(case: Case) -> str | None:
     fails_on=Example(OWN_TEMPLATE, facts=replace(USER_DATA_FACTS, num_checked=20, num_endless=20)),
     passes_on=Example(OWN_TEMPLATE, facts=replace(USER_DATA_FACTS, num_checked=20)),
 )
-def answers_without_an_end(case: Case) -> Violation | None:
+def completions_without_an_end(case: Case) -> Violation | None:
     """Generation ends when the model outputs a special token such as <|im_end|> or </s>. A model whose completions have
     no such token with a loss is not trained to output it, so each generation continues until the token limit."""
     endless = case.facts.num_endless
