@@ -30,7 +30,7 @@ class Eval(Section):
     ] = 8
     """Examples per forward pass, and prompts per generated batch, on each device; lower it if evaluation or generation
     runs out of memory. 8 is usual. The validation loss of SFT and pretraining does not depend on it: it is the mean
-    over all trained tokens. Preference stages compute a mean over batches, as TRL does."""
+    over all tokens with a loss. That of preference stages may: TRL computes a mean over batches."""
     early_stopping_patience: Annotated[
         int, Field(ge=0, le=10_000), Ui("Early stopping patience", when=EVALUATING, unit="evaluations")
     ] = 0

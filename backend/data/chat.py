@@ -121,12 +121,14 @@ def _more(value: Mapping[str, Any], role: str, number: int) -> dict[str, Any]:
     if wrong := [key for key in (*WEIGHTS, "train") if key in given.keys() - decisive.keys()]:
         shown = shorten(repr(given[wrong[0]]))
         raise InvalidExample(
-            f"the {wrong[0]} of turn {number} is {shown}; supported are 1, and 0 for a turn without a loss"
+            f"the {wrong[0]} of turn {number} is {shown}; expected 1 for a turn with a loss, or 0 for one without"
         )
     if role != "assistant":  # without a loss anyway; that a loss is asked for is named
         return {key: part for key, part in found.items() if decisive.get(key) is not False}
     if len(set(decisive.values())) > 1:
-        raise InvalidExample(f"the keys {' and '.join(decisive)} of turn {number} contradict each other")
+        raise InvalidExample(
+            f"the keys {' and '.join(decisive)} of turn {number} contradict each other; remove one of them"
+        )
     rest = {key: part for key, part in found.items() if key not in decisive}
     return rest | ({"train": False} if False in decisive.values() else {})
 
@@ -143,7 +145,7 @@ def with_loss_mask(turns: Turns, example: Example) -> Turns:
     if mask is None:
         return turns
     if not isinstance(mask, list) or len(mask) != len(turns) or any(each not in (0, 1) for each in mask):
-        raise InvalidExample("column loss_mask is not a list of 0 and 1 with a number for each turn")
+        raise InvalidExample(f"column loss_mask is not a list of {len(turns)} numbers, a 0 or a 1 for each turn")
     return [
         {**turn, "train": False} if turn["role"] == "assistant" and not each else turn
         for turn, each in zip(turns, mask, strict=True)
@@ -160,8 +162,8 @@ def refuse_media(example: Example) -> None:
             continue  # such as a cover picture
         if value not in (None, "", [], {}) and not isinstance(value, int | float):
             raise InvalidExample(
-                f"column {name} contains {type_name(value)}; only text can be trained on, so remove the column if the "
-                "text is complete without it"
+                f"column {name} is not empty, and only text is supported; remove the column if the text is complete "
+                "without it"
             )
 
 
@@ -181,7 +183,7 @@ def _with_arguments(function: Mapping[str, Any], number: int) -> dict[str, Any]:
         return {**function, "arguments": {}} if "parameters" not in function else dict(function)
     if not isinstance(parse_json(arguments), Mapping):
         shown = shorten(arguments)
-        raise InvalidExample(f"the arguments of a tool call of turn {number} are {shown}; expected a JSON object")
+        raise InvalidExample(f"the arguments of a tool call of turn {number} are no JSON object: {shown!r}")
     return dict(function)
 
 

@@ -129,7 +129,7 @@ def _prompt(example: Example, data: Data) -> Turns:
 def _completion(example: Example, name: str) -> Turns:
     turns = _turns(example, name, "assistant")
     if any(turn.get("train") is False for turn in turns):
-        raise InvalidExample(f"column {name} has a turn without a loss; that is only supported in a list of messages")
+        raise InvalidExample(f"column {name} has a turn with a weight of 0; use the data format messages for that")
     return turns
 
 

@@ -19,40 +19,39 @@ OWN_TEMPLATE = {**USER_DATA, "data.chat_template": "file", "data.chat_template_f
     fields=("data.chat_template",),
     title="The chat template leaves out parts of the turns",
     source="the examples, the keys that the chat template reads, and the text that it makes",
-    manual_fix="Use a chat template that has these parts, or remove them from the data.",
+    manual_fix="Use a chat template that includes them, or remove them from the data.",
     fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20, unread_keys=(("reasoning", 20),))),
     passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20)),
 )
 def turns_without_some_parts(case: Case) -> str | None:
-    """A chat template decides which parts of a turn become text. The model is not trained on parts that it leaves out,
-    such as tool calls, or the reasoning of earlier turns. A weight has an effect in assistant turns only."""
+    """A chat template decides which parts of a turn become text, and the model never sees the parts that it leaves out,
+    such as tool calls. Many templates leave out the reasoning of earlier turns on purpose. Only assistant turns have a
+    weight."""
     found = case.facts.unread_keys
     if not found:
         return None
     most = max(count for _, count in found)
     by = "Pretraining, which uses the text of turns," if case.spec.train.stage == "pretraining" else "The chat template"
     parts = names([part for part, _ in found])
-    return f"{by} leaves out {parts}, in {counted(most, 'example')} of {case.facts.num_checked:,}."
+    return f"{by} leaves out {parts}, in {most:,} of {counted(case.facts.num_checked, 'checked example')}."
 
 
 @warning(
     "DAT025",
     fields=("data.chat_template",),
-    title="The loss includes no token that ends a completion",
+    title="No token that ends a completion has a loss",
     source="the rendered examples: their last trained token is not a special token",
-    manual_fix="End the assistant turns of the chat template with {{ eos_token }}, inside of {% generation %} markers "
-    "if it has them.",
+    manual_fix="End the assistant turns of the chat template with a special token, such as {{ eos_token }}, inside of "
+    "its {% generation %} block if it has one.",
     fails_on=Example(OWN_TEMPLATE, facts=replace(USER_DATA_FACTS, num_checked=20, num_endless=20)),
     passes_on=Example(OWN_TEMPLATE, facts=replace(USER_DATA_FACTS, num_checked=20)),
 )
 def completions_without_an_end(case: Case) -> Violation | None:
-    """Generation ends when the model outputs a special token such as <|im_end|> or </s>. A model whose completions have
-    no such token with a loss is not trained to output it, so each generation continues until the token limit."""
+    """Generation ends when the model outputs a special token such as <|im_end|> or </s>. If the loss covers no such
+    token, the model is not trained to output it, and each generation continues until the token limit."""
     endless = case.facts.num_endless
     if not endless or case.spec.data.chat_template == "chatml":  # which ends completions
         return None
-    message = (
-        f"In {counted(endless, 'example')} of {case.facts.num_checked:,}, the last token with a loss is not a special "
-        "token, so the model would not be trained to end its completions."
-    )
+    where = f"{endless:,} of {counted(case.facts.num_checked, 'checked example')}"
+    message = f"In {where}, the last token with a loss is not special, so the model is not trained to end completions."
     return Violation(message, (CHATML,))

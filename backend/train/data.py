@@ -187,8 +187,8 @@ class ExampleTokenizer:
         if self.chat is None or "text" in example.value:
             if any(turn.get("train") is False for turn in example.value.get("messages", ())):
                 raise TrainError(
-                    f"{example.location}: a turn has no loss (weight 0), and pre-training trains on the whole text. "
-                    "Use train.stage sft, or remove the turn."
+                    f"{example.location}: a turn has a weight of 0, and pretraining trains on the whole text. Set "
+                    "train.stage to sft, or remove the weight."
                 )
             ids = list(self.tokenizer(to_text(example.value))["input_ids"])
             eos = self.tokenizer.eos_token_id
@@ -346,7 +346,7 @@ def prepare(
     ends = end_tokens.counted(counts)
     if counts["endless"]:
         examples = counted(counts["endless"], "example")
-        info(f"In {examples}, no special token that ends the completion has a loss: generation may not stop.")
+        info(f"In {examples}, no token that ends the completion has a loss, so generation may not stop.")
     info(which + _summary("training example", len(train), counts, spec))
     if not tick(len(train), len(train)):
         return PreparedData(dataset, None)  # a stop was requested
@@ -385,7 +385,7 @@ def _no_example_left(number: int, counts: Counter[str], spec: RunSpec) -> str:
     if counts["identical"] > counts["dropped"] + counts["long"]:
         return "In every pair, the chosen and the rejected completion are the same. Correct the columns of the dataset."
     which = f"None of the {number:,} training examples has a" if number > 1 else "The only training example has no"
-    advice = "Raise data.max_length, or correct the weights of turns if the data has some."
+    advice = "Raise data.max_length, or correct the weights of the turns if they have any."
     return f"{which} trained token within the first {spec.data.max_length} tokens. {advice}"
 
 
@@ -399,7 +399,7 @@ def _notes(counts: Counter[str], spec: RunSpec) -> str:
         "identical": f"dropped because the chosen and the rejected completion are the same within {longest} tokens",
     }
     notes = "".join(f"; {counts[key]:,} {text}" for key, text in words.items() if counts[key])
-    return notes + "".join(f"; {what} of {count:,} left out" for what, count in unread_keys(counts).items())
+    return notes + "".join(f"; {what} left out in {count:,}" for what, count in unread_keys(counts).items())
 
 
 def save(prepared: PreparedData, folder: Path) -> None:

@@ -184,8 +184,8 @@ class ChatTokenizer:
                 spans = self._differences(whole, messages, tools)
             except UnmarkedCompletions as error:
                 raise UnmarkedCompletions(
-                    "a turn has no loss (such as weight 0), and the chat template rewrites earlier messages, so its "
-                    "tokens cannot be told from others; set data.loss_on to completions"
+                    "a turn has a weight of 0, and the chat template rewrites earlier turns, so its tokens cannot be "
+                    "told from others; set data.loss_on to completions"
                 ) from error
         offsets = self._offsets(whole)[1]
         left_out = [span for span, turn in zip(spans, turns, strict=True) if turn.get("train") is False]

@@ -296,7 +296,7 @@ TURNS = {
     ),
     "tool call without the key function": Breakage(example=call(tool_calls=[CALL["function"]])),
     "tool call with arguments that are no JSON": Breakage(
-        "DAT003", "arguments of a tool call of turn 2 are {train: 3; expected a JSON object", -1,
+        "DAT003", "the arguments of a tool call of turn 2 are no JSON object", -1,
         example=call(tool_calls=[{"function": {"name": "timetable", "arguments": "{train: 3"}}])
     ),
     "tools are invalid JSON": Breakage(
