@@ -43,7 +43,7 @@ WITHOUT_MEANING = {
 }  # fmt: skip
 READ = {key for keys in KEYS.values() for key in keys} | {"tool_calls", "function_call", "name", "tool_call_id"}
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what a model thinks before it answers
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 MEDIA_FILE = re.compile(r".+\.(jpe?g|png|webp|gif|bmp|tiff?|mp4|mkv|webm|avi|mov|wav|mp3|flac|ogg|m4a)", re.IGNORECASE)
 PLACEHOLDER = re.compile(r"<(image|video|audio)>|<\|?(image|video|audio|vision)_?(pad|start)?\|?>")
 MAX_COLUMNS, MAX_SHOWN = 10, 60  # columns, and characters of a value, that a message shows
@@ -114,6 +114,8 @@ def _turn(value: Any, number: int, turn_format: str) -> dict[str, Any]:
 def _more(value: Mapping[str, Any], role: str, number: int) -> dict[str, Any]:
     """What else a turn says, for a chat template that reads it, such as reasoning; and train: False for an assistant
     turn without a loss. Raises InvalidExample."""
+    if value.keys() <= READ:
+        return {}
     said = {key: part for key, part in value.items() if isinstance(key, str) and part not in (None, "", [], {})}
     found = {key: part for key, part in said.items() if key not in READ and key.lower() not in WITHOUT_MEANING}
     given = {key: found[key] for key in (*WEIGHTS, *SWITCHES) if key in found}
@@ -154,8 +156,8 @@ def with_loss_mask(turns: Turns, example: Example) -> Turns:
 
 def refuse_media(example: Example) -> None:
     """Raise InvalidExample for images, audio or video in a column of their own: the model would not see them."""
-    for name in MEDIA:
-        value = example.get(name)
+    for name in sorted(MEDIA & example.keys()):
+        value = example[name]
         if isinstance(value, str) and not MEDIA_FILE.fullmatch(value.strip()):
             continue  # a text about it
         if isinstance(value, str) and not PLACEHOLDER.search(str(example)):

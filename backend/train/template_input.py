@@ -32,8 +32,11 @@ class TemplateInput:
 
     @classmethod
     def create(cls, tokenizer: Any, template: str) -> TemplateInput:
-        """What `template` reads. Raises TemplateError."""
-        keys, variables = names_in(template)
+        """What `template` reads; nothing, if it is not valid: then no conversation can be rendered."""
+        try:
+            keys, variables = names_in(template)
+        except TemplateError:
+            return PLAIN
         return cls(keys, "tools" in variables, "tool_calls" in keys and _expects_text(tokenizer, template))
 
     def __call__(self, messages: Messages) -> list[dict[str, Any]]:

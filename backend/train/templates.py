@@ -113,10 +113,7 @@ class ChatTokenizer:
                 marked = get_training_chat_template(tokenizer)
             except (ValueError, TemplateError):  # TRL does not know the template
                 marked = None
-        try:
-            inputs = [TemplateInput.create(tokenizer, each or template) for each in (template, marked)]
-        except TemplateError as error:
-            raise TrainError(f"The chat template cannot be used: {_reason(error)}.") from error
+        inputs = [TemplateInput.create(tokenizer, each or template) for each in (template, marked)]
         return cls(tokenizer, marked, all_tokens, *inputs)
 
     def unread(self, value: Mapping[str, Any]) -> set[str]:

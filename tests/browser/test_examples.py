@@ -17,7 +17,7 @@ SYSTEM = {"messages": [{"role": "system", "content": "Be brief."}, *TALK["messag
 NO_SYSTEM = """\
 {%- for message in messages -%}
 {%- if message['role'] == 'system' -%}{{- raise_exception('System role not supported') -}}{%- endif -%}
-[{{ message['role'] }}]{{ message['content'] }}[/]
+[{{ message['role'] }}]{{ message['content'] }}<|im_end|>
 {%- endfor -%}
 {%- if add_generation_prompt -%}[assistant]{%- endif -%}"""
 

@@ -167,7 +167,7 @@ def test_pointing_at_a_device_shows_its_groups(page):
     assert caption.bounding_box()["height"] == height  # nothing below moves
     groups = columns.evaluate_all("nodes => nodes.map((node) => node.dataset.group)")
     assert groups == ["none"] * 3 + ["replicate"] + ["none"] * 4 + ["shard"] * 3 + ["self"] + ["shard"] * 4
-    page.locator("h3", has_text="Memory").hover()
+    page.locator("#fp-build h3", has_text="Memory").hover()
     assert set(columns.evaluate_all("nodes => nodes.map((node) => node.dataset.group)")) == {""}
     columns.first.focus()
     page.keyboard.press("ArrowRight")
