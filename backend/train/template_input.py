@@ -71,7 +71,7 @@ class TemplateInput:
         """The parts of turns that the template does not read, as words."""
         found = {"the column tools"} if tools and not self.has_tools else set()
         for turn in turns:
-            weights = {key for key in (*WEIGHTS, *SWITCHES) if key in turn.keys() - {"train"}}
+            weights = {key for key in (*WEIGHTS, *SWITCHES) if key in turn and turn["role"] != "assistant"}
             found |= {f"{key} of a turn that is not an assistant turn" for key in weights}
             as_text = ("tool_calls",) if self != PLAIN else ()
             known = {*ALWAYS, "train", *as_text, *weights}

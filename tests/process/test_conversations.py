@@ -90,14 +90,14 @@ def test_reasoning_is_trained_where_the_template_has_it(tokenizer: Any, name: st
 
 def test_what_the_template_does_not_read_is_counted(tokenizer: Any) -> None:
     """With its name; ids, sources and the like are not. Reasoning may be read and left out all the same."""
-    more = {"reasoning_content": "Nine.", "emotion": "calm", "id": "7", "source": "web", "refusal": None}
+    more = {"reasoning_content": "Nine.", "emotion": "calm", "loss": 2.5, "id": "7", "source": "web", "refusal": None}
     value = converted({"messages": [QUESTION | {"weight": 1}, ANSWER | more], "tools": [TOOL]})
     found = count(ChatTokenizer.create(tokenizer, False), value)
     assert {key for key in found if key.startswith("unread")} == {
-        "unread reasoning_content", "unread emotion", OTHER_WEIGHT, "unread the column tools",
+        "unread reasoning_content", "unread emotion", "unread loss", OTHER_WEIGHT, "unread the column tools",
     }  # fmt: skip
     qwen = count(published(tokenizer, "qwen3"), value)
-    assert {key for key in qwen if key.startswith("unread")} == {"unread emotion", OTHER_WEIGHT}
+    assert {key for key in qwen if key.startswith("unread")} == {"unread emotion", "unread loss", OTHER_WEIGHT}
 
 
 @pytest.mark.parametrize(
