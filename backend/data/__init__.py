@@ -18,5 +18,5 @@ from backend.data.formats import (
     to_text,
 )
 from backend.data.preferences import PREFERENCES, label_problem, unpair
-from backend.data.reading import SUFFIXES, DataFileError, expand, file_patterns, read_examples
+from backend.data.reading import SUFFIXES, DataFileError, expand, file_patterns, read_examples, without_padding
 from backend.data.selection import sample, split, validation_size

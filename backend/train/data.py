@@ -34,6 +34,7 @@ from backend.data import (
     split,
     to_text,
     unpair,
+    without_padding,
 )
 from backend.data.formats import UNKNOWN_COLUMNS
 from backend.train import end_tokens
@@ -115,7 +116,9 @@ def _read_hub(spec: RunSpec) -> list[ConvertedExample]:
         table = load_dataset(data.hub_id, data.hub_config or None, split=data.hub_split)
     except Exception as error:  # of many kinds: network, name, split, configuration
         raise TrainError(f"data.hub_id: {data.hub_id} could not be loaded: {_first_line(error)}") from error
-    return list(_convert(spec, ((f"{data.hub_id}, row {n}", row) for n, row in enumerate(table, 1))))
+    return list(
+        _convert(spec, ((f"{data.hub_id}, row {n}", row) for n, row in enumerate(map(without_padding, table), 1)))
+    )
 
 
 def _convert(spec: RunSpec, located: Iterable[tuple[str, Example]]) -> Iterator[ConvertedExample]:

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow
 import pytest
 import trl
+from datasets import Dataset
 from fork_server import ForkServer
 from pyarrow import parquet
 from training_runs import make_spec
@@ -235,6 +236,15 @@ def test_parquet_gives_the_tokens_of_jsonl(tokenizer: Any, tmp_path: Path, in_pr
         for reader, name in ((read, "rows.parquet"), (read_examples, "rows.jsonl"))
     ]
     assert tokens[0] == tokens[1] and "null" not in chat.tokenizer.decode(tokens[0][0][0])
+
+
+def test_rows_of_the_hub_have_no_padding(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"messages": calling({"to": "Bern"})}, {"messages": calling({"from": "Biel"})}]
+    monkeypatch.setattr(data, "load_dataset", lambda *_, **__: Dataset.from_list(rows))
+    spec = make_spec({"data.source": "hub", "data.hub_id": "a/b", "data.validation": "none", "data.max_samples": 0})
+    prepared = data.prepare(spec, tokenizer, lambda done, of: True, print).train
+    expected = [ChatTokenizer.create(tokenizer, False).tokenize(converted(row)["messages"])[0] for row in rows]
+    assert sorted(prepared["input_ids"]) == sorted(expected)
 
 
 @pytest.mark.parametrize(
