@@ -125,7 +125,7 @@ def _more(value: Mapping[str, Any], role: str, number: int) -> dict[str, Any]:
         raise InvalidExample(
             f"the {wrong[0]} of turn {number} is {shown}; expected 1 for a turn with a loss, or 0 for one without"
         )
-    if role != "assistant":  # without a loss anyway; that a loss is asked for is named
+    if role != "assistant":  # it has no loss, and a weight of 1 is named
         return {key: part for key, part in found.items() if decisive.get(key) is not False}
     if len(set(decisive.values())) > 1:
         raise InvalidExample(

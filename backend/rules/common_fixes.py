@@ -19,6 +19,9 @@ ATTENTION_ONLY = Fix(
     "Adapt only the attention layers", {"lora.targets": "attention"}, safe=False, cost="experts are not adapted"
 )
 BF16 = Fix("Use bf16", {"precision.compute": "bf16"}, safe=False, cost="7 mantissa bits; fp16 has 10, fp32 has 23")
+OTHER_TEMPLATE = Fix(
+    "Use the ChatML template", {"data.chat_template": "chatml"}, False, "another chat format than the model's own"
+)
 NO_PACKING = Fix(
     "Disable packing", {"data.packing": False}, safe=False, cost="more padding tokens; fewer tokens in each step"
 )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.rules.base import Case, Example, Fix, Violation, names, warning
+from backend.rules.base import Case, Example, Violation, names, warning
+from backend.rules.common_fixes import OTHER_TEMPLATE
 from backend.rules.examples import USER_DATA, USER_DATA_FACTS
 from backend.wording import counted
 
-CHATML = Fix(
-    "Use the ChatML template", {"data.chat_template": "chatml"}, safe=False, cost="another format of conversations"
-)
 OWN_TEMPLATE = {**USER_DATA, "data.chat_template": "file", "data.chat_template_file": "template.jinja"}
 
 
@@ -54,4 +52,4 @@ def completions_without_an_end(case: Case) -> Violation | None:
         return None
     where = f"{endless:,} of {counted(case.facts.num_checked, 'checked example')}"
     message = f"In {where}, the last token with a loss is not special, so the model is not trained to end completions."
-    return Violation(message, (CHATML,))
+    return Violation(message, (OTHER_TEMPLATE,))

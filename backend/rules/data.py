@@ -12,7 +12,7 @@ from backend.inspect import DataIssue
 from backend.inspect.data_files import MAX_ISSUES
 from backend.inspect.facts import has_validation_split
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, label_of, names, set_to, warning
-from backend.rules.common_fixes import hub_id_violation
+from backend.rules.common_fixes import OTHER_TEMPLATE, hub_id_violation
 from backend.rules.examples import DEMO, GPT2, H100, USER_DATA, USER_DATA_FACTS, with_data_issue
 from backend.wording import counted
 
@@ -476,8 +476,7 @@ def unrenderable_examples(case: Case) -> Violation | None:
     if case.facts.num_unmarked:
         fixes.append(Fix("Train on all tokens", {"data.loss_on": "all_tokens"}, False, "prompts are trained on too"))
     if case.spec.data.chat_template != "chatml":
-        chatml = {"data.chat_template": "chatml"}
-        fixes.append(Fix("Use the ChatML template", chatml, False, "another chat format than the model's own"))
+        fixes.append(OTHER_TEMPLATE)
     return Violation(_summary(issues), tuple(fixes))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from transformers.utils import chat_template_utils
 
-from backend.data.chat import REASONING, SWITCHES, WEIGHTS
+from backend.data.chat import REASONING, SWITCHES, WEIGHTS, parse_json
 
 Messages = Sequence[Mapping[str, Any]]
 ALWAYS = ("role", "content", "name", "tool_call_id")  # without a template that reads them, nothing of meaning is lost
@@ -59,8 +59,8 @@ class TemplateInput:
         arguments = function.get("arguments")
         if self.arguments_as_text and isinstance(arguments, Mapping):
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        elif not self.arguments_as_text and isinstance(arguments, str):
-            function["arguments"] = _object(arguments)
+        elif not self.arguments_as_text and arguments is not None:
+            function["arguments"] = parse_json(arguments)
         return {**call, "function": function}
 
     def _reads(self, key: str) -> bool:
@@ -124,15 +124,6 @@ def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
     keys = {each.value for each in constants if isinstance(each, nodes.Const) and isinstance(each.value, str)}
     keys |= {node.attr for node in tree.find_all(nodes.Getattr)}
     return frozenset(keys), frozenset(node.name for node in tree.find_all(nodes.Name))
-
-
-def _object(text: str) -> Any:
-    """The object that a JSON text contains; other texts stay as they are."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def _expects_text(tokenizer: Any, template: str) -> bool:
