@@ -11,7 +11,18 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from backend.cli import commands, device_test, environments, export, export_metrics, rehearse, runs, runs_list, sweep
+from backend.cli import (
+    commands,
+    device_test,
+    environments,
+    export,
+    export_metrics,
+    rehearse,
+    runs,
+    runs_list,
+    show_data,
+    sweep,
+)
 from backend.config.options import SpecError
 from backend.environments import ENVIRONMENTS
 from backend.runs.folder import RunError
@@ -44,6 +55,7 @@ COMMANDS: Mapping[str, Command] = {
     "check": commands.check,
     "plan": commands.plan,
     "estimate": commands.estimate,
+    "data": show_data.start,
     "run": runs.run,
     "rehearse": rehearse.start,
     "test-devices": device_test.start,
@@ -116,8 +128,15 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _position(text: str) -> int:
+    """A number of examples. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text) <= 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1,000,000,000")
+    return int(text)
+
+
 def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
-    """check, plan, estimate, run, rehearse, test-devices, sweep."""
+    """check, plan, estimate, data, run, rehearse, test-devices, sweep."""
     spec = argparse.ArgumentParser(add_help=False)
     spec.add_argument("spec", metavar="SPEC", help="a YAML file with options, or the name of a preset")
     spec.add_argument(
@@ -133,6 +152,9 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     plan = command("plan", spec, machine, help="print the exact launch command and the files that it reads")
     plan.add_argument("--launcher", choices=commands.launchers(), help="override launch.launcher of SPEC")
     command("estimate", spec, machine, folder, help="print the memory and disk estimate item by item")
+    data = command("data", spec, help="print examples as the model sees them, with what is trained on")
+    data.add_argument("--first", type=_position, default=1, metavar="N", help="the first one (default: 1)")
+    data.add_argument("--count", type=_position, default=3, metavar="N", help="how many (default: 3)")
     exported = command("export", spec, machine, help="write a spec for LLaMA-Factory, Kubernetes or SkyPilot")
     exported.add_argument("--to", choices=export.TARGETS, required=True, help="what reads the files")
     exported.add_argument("--out", default="", metavar="FOLDER", help="where (default: the value of --to)")

@@ -23,6 +23,7 @@ STYLES = (
     "gradio.css",
     "build/form.css",
     "build/report.css",
+    "build/examples.css",
     "build/strategies.css",
     "vendor/uPlot.min.css",
     "run/run.css",
@@ -93,6 +94,17 @@ Start begins the training.">Try it</button>
   <section class="fp-card" id="fp-sweep-form" aria-label="Sweep" hidden></section>
   <section class="fp-card" id="fp-memory" aria-label="Memory"></section>
   <section id="fp-findings" aria-label="Findings"></section>
+  <details class="fp-card" id="fp-examples">
+    <summary><h3>Examples</h3> <span class="fp-dim">as the model sees them, token by token</span></summary>
+    <div class="fp-examples-head">
+      <button type="button" class="fp-chip" id="fp-example-previous">Previous</button>
+      <label>Example <input type="number" id="fp-example-number" min="1" value="1"></label>
+      <button type="button" class="fp-chip" id="fp-example-next">Next</button>
+      <span class="fp-gap"></span>
+      <span class="fp-dim"><span class="fp-trained">Trained on</span> or not</span>
+    </div>
+    <div id="fp-example"></div>
+  </details>
   <section class="fp-card" id="fp-preview" aria-label="Launch preview">
     <div class="fp-card-head"><h3>Launch preview</h3><span class="fp-gap"></span>
       <button type="button" class="fp-link" id="fp-copy-script">Copy as script</button></div>

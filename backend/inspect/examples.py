@@ -19,10 +19,11 @@ from backend.data import DataFileError, expand, file_patterns
 from backend.inspect.data_files import inspect_data_files
 from backend.inspect.facts import DataIssue, InputFacts
 from backend.inspect.model_folder import local_folder
-from backend.inspect.worker import Result, Show, WorkerCache, installed_versions, may_start
+from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed_versions, may_start
 from backend.paths import cache_folder
 
-FORMAT = 5  # raise it when the result of backend.train.tokenize_examples changes: it is part of the cache key
+# Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
+FORMAT = 6
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
 
 
@@ -32,9 +33,20 @@ class ExampleReports(WorkerCache):
     name, task, format = "examples", "tokenizing the examples", FORMAT
 
 
+class ShownExamples(WorkerCache):
+    """Some examples of a spec, token by token, from `backend.train.show_examples`."""
+
+    name, task, format = "shown_examples", "rendering the example", FORMAT
+
+
 @lru_cache(maxsize=8)
 def _reports(folder: Path) -> ExampleReports:
     return ExampleReports(folder, seconds=120)  # until the first progress report; the libraries load in 5 s
+
+
+@lru_cache(maxsize=8)
+def _shown(folder: Path) -> ShownExamples:
+    return ShownExamples(folder, seconds=60)
 
 
 def inspect_examples(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -76,20 +88,57 @@ def wait_for_examples(spec: RunSpec, base: Path, environment: Mapping[str, str],
     _reports(cache_folder(environment)).wait_for(_key(request), _body(request), seconds, show_progress)
 
 
-def _request(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """What the worker needs and the result depends on; None for data on the Hub, and where `inspect_data_files` finds
-    as much. Without a `folder`, examples are only read: the model is not downloaded, or its tokenizer has custom code,
-    which is not run while a form is filled in."""
-    folder = local_folder(spec, base, environment)
+def show_examples(
+    spec: RunSpec, base: Path, environment: Mapping[str, str], first: int, count: int, seconds: float
+) -> Result | str | None:
+    """`count` examples from the position `first`, 0 for the first of the training files, as `show` of
+    backend.train.show_examples returns them; or why they cannot be shown, as a sentence; None while the worker is busy
+    with them. Waits at most `seconds`."""
+    if spec.data.source == "hub":
+        return "Examples of datasets on the Hub are not shown. Download the dataset and set data.source to files."
+    if spec.launch.trainer == "llamafactory":
+        return "Examples are not shown: LLaMA-Factory renders and tokenizes them with its own code."
     try:
-        data = _files(_data_files(spec), base)
-        model = _files(TOKENIZER_FILES, folder) if folder and not spec.model.trust_remote_code else []
+        request = _inputs(spec, base, environment)
+    except (OSError, DataFileError) as error:
+        return f"The data files cannot be read: {error}."
+    if not request["folder"]:
+        return (
+            "The tokenizer has custom code, which is not run before the start."
+            if spec.model.trust_remote_code
+            else "The tokenizer is not on this machine yet. The first start of a run downloads it."
+        )
+    if not may_start(environment):
+        return f"The examples are not read because {SETTING} is off."
+    range_ = {"first": first, "count": count}
+    shown, key, body = _shown(cache_folder(environment)), _key({**request, **range_}), _body(request, **range_)
+    found = shown.find(key, body)
+    if found is None and seconds:
+        found = shown.wait_for(key, body, seconds, lambda progress: None)
+    return f"The example cannot be shown: {found}." if isinstance(found, str) else found
+
+
+def _request(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """As `_inputs`; None for data on the Hub, and where `inspect_data_files` finds as much."""
+    if spec.data.source == "hub":
+        return None
+    try:
+        request = _inputs(spec, base, environment)
     except (OSError, DataFileError):
         return None  # reported by the inspection of the files
-    if spec.data.source == "hub" or not data or (not model and inspect_data_files(spec, base)["counts_are_exact"]):
-        return None
+    known = not request["folder"] and inspect_data_files(spec, base)["counts_are_exact"]
+    return None if not request["files"] or known else request
+
+
+def _inputs(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the worker needs and the result depends on. Without a `folder`, examples are only read: the model is not
+    downloaded, or its tokenizer has custom code, which is not run while a form is filled in. Raises OSError,
+    DataFileError."""
+    folder = local_folder(spec, base, environment)
+    data = _files(_data_files(spec), base)
+    model = _files(TOKENIZER_FILES, folder) if folder and not spec.model.trust_remote_code else []
     place = str(folder) if model else ""
-    return {"spec": _inspected(spec), "base": str(base), "folder": place, "files": [*data, *model]}
+    return {"spec": _inspected(spec), "base": str(base), "folder": place, "files": [*data, *model] if data else []}
 
 
 def _inspected(spec: RunSpec) -> dict[str, Any]:
@@ -120,8 +169,8 @@ def _key(request: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _body(request: Mapping[str, Any]) -> Result:
-    return {"examples": {name: request[name] for name in ("spec", "base", "folder")}}
+def _body(request: Mapping[str, Any], **more: int) -> Result:
+    return {"examples": {**{name: request[name] for name in ("spec", "base", "folder")}, **more}}
 
 
 def _facts(found: Result, spec: RunSpec) -> dict[str, Any]:

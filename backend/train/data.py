@@ -170,6 +170,10 @@ class ExampleTokenizer:
                 labels.append(targets)
         return {"input_ids": ids, "labels": labels}, counts
 
+    def sequences(self, example: ConvertedExample) -> Iterator[tuple[str, list[int], list[int]]]:
+        """(name, ids, labels) of an example's only sequence, before it is truncated or split. Raises TrainError."""
+        yield ("", *self._tokenize(example))
+
     def _chunks(self, example: ConvertedExample, counts: Counter[str]) -> list[tuple[list[int], list[int]]]:
         ids, labels = self._tokenize(example)
         counts["tokens"] += len(ids)

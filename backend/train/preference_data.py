@@ -7,7 +7,7 @@ every stage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +41,23 @@ class PreferenceTokenizer:
                 columns.setdefault(name, []).append(value)
         return columns, counts
 
-    def _example(self, example: Any, counts: Counter[str]) -> dict[str, Any] | None:
+    def sequences(self, example: Any) -> Iterator[tuple[str, list[int], list[int]]]:
+        """(name, ids, labels) of the prompt with each completion, before they are truncated. Raises TrainError."""
+        prompt, completions = self._tokenize(example)
+        for name, ids in zip(_completion_names(example.value), completions, strict=True):
+            yield name, prompt + ids, [IGNORE_INDEX] * len(prompt) + ids
+
+    def _tokenize(self, example: Any) -> tuple[list[int], list[list[int]]]:
         value = example.value
-        names = ("completion",) if "completion" in value else ("chosen", "rejected")
+        completions = [value[name] for name in _completion_names(value)]
         try:
-            prompt, completions = self.chat.tokenize_completions(
-                value["prompt"], [value[n] for n in names], value.get("tools")
-            )
+            return self.chat.tokenize_completions(value["prompt"], completions, value.get("tools"))
         except UnsupportedConversation as error:
             raise TrainError(f"{example.location}: {error}.") from error
+
+    def _example(self, example: Any, counts: Counter[str]) -> dict[str, Any] | None:
+        value = example.value
+        prompt, completions = self._tokenize(example)
         counts["tokens"] += sum(len(prompt) + len(completion) for completion in completions)
         counts["longest_sequences"] += len(prompt) + max(map(len, completions))
         if self.stage != "reward":
@@ -85,6 +93,10 @@ class PreferenceTokenizer:
             columns[f"{name}_attention_mask"] = [1] * (len(prompt) + len(completion))
             columns[f"{name}_labels"] = [IGNORE_INDEX] * len(prompt) + completion
         return columns
+
+
+def _completion_names(value: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("completion",) if "completion" in value else ("chosen", "rejected")
 
 
 def count_unread(chat: ChatTokenizer | None, value: Mapping[str, Any], counts: Counter[str]) -> None:

@@ -1,10 +1,10 @@
 """`python -m backend.train.worker`: answers the inspection's requests that need torch, transformers or a tokenizer.
 
 Requests come on stdin and responses go to stdout, one JSON object per line: {"id": ..., "architecture":
-{...config.json}} or {"id": ..., "examples": {...}}, and {"id": ..., "result": {...}} or {"id": ..., "error": "reason"};
-before the result of examples, any number of {"id": ..., "progress": {...the result so far}}. A request that arrives
-during another one ends the other one. The process ends when stdin closes, when its parent process ends, when it takes
-too much memory, or after --idle seconds without a request.
+{...config.json}} or {"id": ..., "examples": {...}}, which has the position "first" if some of them are to be shown, and
+{"id": ..., "result": {...}} or {"id": ..., "error": "reason"}; before the result of examples, any number of {"id": ...,
+"progress": {...the result so far}}. A request that arrives during another one ends the other one. The process ends when
+stdin closes, when its parent process ends, when it takes too much memory, or after --idle seconds without a request.
 """
 
 from __future__ import annotations
@@ -80,8 +80,10 @@ def _respond(line: str, responses: TextIO, requests: queue.SimpleQueue[str]) -> 
         number = request["id"]
         if "examples" in request:
             # Imported here: it takes seconds more, and most requests are about architectures.
-            from backend.train import tokenize_examples  # noqa: PLC0415
+            from backend.train import show_examples, tokenize_examples  # noqa: PLC0415
 
+            if "first" in request["examples"]:
+                return {"id": number, "result": show_examples.show(**request["examples"])}
             os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
             return {"id": number, "result": tokenize_examples.inspect(**request["examples"], report=send_progress)}
         return {"id": number, "result": describe_model.describe(request["architecture"])}

@@ -91,3 +91,26 @@ def test_start_waits_until_all_examples_are_checked(page, server, tmp_path):
     expect(status).to_have_text("All 15,000 examples checked")
     expect(page.locator(".fp-range")).not_to_contain_text("still being read")
     assert not list((tmp_path / "runs").glob("2*"))
+
+
+def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
+    """Its tokens with the mask, the cut after an edit, and an example that cannot be rendered."""
+    open_draft(page, server, tmp_path, 3)
+    card, tokens = page.locator("#fp-examples"), page.locator("#fp-example .fp-tokens")
+    expect(tokens).to_have_count(0)
+    card.locator("summary").first.click()
+    trained = tokens.locator(".fp-trained")
+    expect(trained.first).to_be_visible(timeout=TIMEOUT)
+    assert "".join(trained.all_inner_texts()) == "At noon.<|im_end|>"
+    expect(card).to_contain_text("3.jsonl, line 1")
+    expect(card).to_contain_text("ends with <|im_end|>")
+    assert trained.first.get_attribute("title").startswith("Token")
+
+    page.locator("#data-max_length input").first.fill("12")
+    expect(tokens.locator(".fp-cut-mark")).to_have_text("max_length 12", timeout=TIMEOUT)
+    page.locator("#fp-example-next").click()
+    page.locator("#fp-example-next").click()
+    expect(card.locator(".fp-example-problem")).to_contain_text("System role not supported", timeout=TIMEOUT)
+    page.locator("#fp-example-next").click()
+    expect(card).to_contain_text("There is no such example", timeout=TIMEOUT)
+    expect(page.locator("#fp-example-next")).to_be_disabled()

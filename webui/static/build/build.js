@@ -5,6 +5,7 @@ import { $, address, download, el, notify, notifyError } from "../dom.js";
 import { diffList } from "../fixes.js";
 import { setPlaceholder } from "../gradio.js";
 import { draftId, editSaved, keepEdit, loadDraft, saveWhenLeaving, useDraft } from "./drafts.js";
+import { prepareExamples, refreshExamples } from "./examples.js";
 import * as form from "./form.js";
 import { forgetChanges } from "./history.js";
 import { editMachine } from "./machine_form.js";
@@ -81,6 +82,7 @@ async function check() {
     drawReport(report, { starting, edited: $("#fp-status").dataset.fresh !== "yes" });
     keepFocus(focused);
     setFresh(mine === seq);
+    refreshExamples(values);
     setPlaceholder("logging-run_name", report.title || "Run name");
     if (mine === seq && report.pending) timer = setTimeout(check, starting ? START_RETRY : RETRY);
   } catch (error) {
@@ -393,6 +395,7 @@ export function addBuildEvents(showView) {
   $("#fp-start").addEventListener("click", () => start(showView));
   $("#fp-try").addEventListener("click", () => startRehearsal(form.currentValues(), machine()));
   resumeRehearsal();
+  prepareExamples();
   prepareSweep((id) => showView("run", id));
   $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());
   $("#fp-import-file").addEventListener("change", importFile);

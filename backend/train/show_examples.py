@@ -1,0 +1,142 @@
+"""Examples as the model sees them, token by token, with what is trained on: made by the functions that the run uses.
+
+Called by `backend.train.worker`, for the page and for `footplate data`. It never downloads anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from backend import registry
+from backend.config import RunSpec
+from backend.data import (
+    DataFileError,
+    Example,
+    InvalidExample,
+    convert,
+    detect_format,
+    expand,
+    file_patterns,
+    read_examples,
+    unpair,
+)
+from backend.inspect.examples import FORMAT
+from backend.train import model
+from backend.train.data import ConvertedExample, ExampleTokenizer, tokenizer_for
+from backend.train.preference_data import PreferenceTokenizer
+from backend.train.run_log import TrainError
+from backend.train.templates import IGNORE_INDEX
+
+MAX_TOKENS = 4000  # of a sequence that are shown
+MAX_ROW = 20_000  # characters of the example in its file that are shown
+Tokenizer = ExampleTokenizer | PreferenceTokenizer
+Piece = tuple[str, list[int], bool]
+
+
+def show(spec: dict[str, Any], base: str, folder: str, first: int, count: int) -> dict[str, Any]:
+    """{"examples": [...]} of a spec (sections of a RunSpec; paths are relative to `base`) with the tokenizer in
+    `folder`: `count` of them from position `first`, fewer at the end of the files; the validation files come after the
+    training files. "problem" says why there are none.
+
+    Of each: "location", "row" (as in the file), "problem", and "sequences": one, or a completion each. Of a sequence:
+    "name", the numbers "tokens", "kept" (without those after data.max_length, unless the text is split) and "trained"
+    (of those that are kept), "end" (the token that ends the completion, or None), and "pieces" of the first MAX_TOKENS
+    tokens: (text, token ids, whether they have a loss)."""
+    run_spec = RunSpec.model_validate(spec)
+    found: dict[str, Any] = {"format": FORMAT, "examples": [], "problem": ""}
+    try:
+        tokenizer = model.load_tokenizer(run_spec, model.ModelSource(folder, {"local_files_only": True}))
+        rows = _rows(run_spec, Path(base))
+        head = next(rows, None)
+        if head is None:
+            return {**found, "problem": "The data files have no examples."}
+        format = _format(run_spec, head[1])
+        to_columns: Tokenizer | None = None
+        for location, row in islice(chain([head], rows), first, first + count):
+            examples, problem = _converted(run_spec, location, row, format)
+            if examples and to_columns is None:
+                to_columns = tokenizer_for(run_spec, tokenizer, examples)
+            shown: dict[str, Any] = {"location": location, "row": _row_text(row), "problem": problem, "sequences": []}
+            try:
+                for example in examples:
+                    assert to_columns
+                    shown["sequences"] += [_sequence(to_columns, *parts) for parts in to_columns.sequences(example)]
+            except TrainError as error:
+                text = str(error).removeprefix(f"{location}: ")
+                shown["problem"] = text[0].upper() + text[1:]
+            found["examples"].append(shown)
+    except (TrainError, DataFileError) as error:
+        found["problem"] = str(error).rstrip(".") + "."
+    return found
+
+
+def _rows(spec: RunSpec, base: Path) -> Iterator[tuple[str, Example]]:
+    for path in chain.from_iterable(expand(files, base) for files in file_patterns(spec.data)):
+        yield from ((f"{path}, line {line}", row) for line, row in read_examples(path))
+
+
+def _format(spec: RunSpec, first: Example) -> str:
+    """The format of all examples: the first one decides it, as in the run. Raises TrainError."""
+    formats = registry.STAGES[spec.train.stage].formats
+    is_set = spec.data.source != "builtin" and spec.data.format != "auto"
+    format = spec.data.format if is_set else detect_format(first, formats)
+    if format not in formats:
+        stage = registry.STAGES[spec.train.stage].label
+        raise TrainError(f"The examples do not have a format of the stage {stage}; the check report says which.")
+    return str(format)
+
+
+def _converted(spec: RunSpec, location: str, row: Example, format: str) -> tuple[list[ConvertedExample], str]:
+    """The examples of a row, more than one for a pair in KTO, and why it has none."""
+    try:
+        value = convert(row, format, spec.data)
+        values = unpair(value) if spec.train.stage == "kto" else [value]
+    except InvalidExample as error:
+        return [], f"This example {error}."
+    return [ConvertedExample(location, each) for each in values], ""
+
+
+def _row_text(row: Example) -> str:
+    text = json.dumps(row, ensure_ascii=False, indent=2, default=str)
+    return text if len(text) <= MAX_ROW else f"{text[:MAX_ROW]}\n… {len(text) - MAX_ROW:,} more characters"
+
+
+def _sequence(to_columns: Tokenizer, name: str, ids: list[int], labels: list[int]) -> dict[str, Any]:
+    splits = isinstance(to_columns, ExampleTokenizer) and to_columns.pretraining
+    kept = len(ids) if splits else to_columns.max_length
+    trained = [False, *(label != IGNORE_INDEX for label in labels[1:])]  # nothing predicts the first token
+    tokenizer = to_columns.tokenizer if isinstance(to_columns, ExampleTokenizer) else to_columns.chat.tokenizer
+    ends = to_columns.chat.ends(labels[:kept]) if to_columns.chat else []
+    end = ends[-1] if ends else None
+    return {
+        "name": name,
+        "tokens": len(ids),
+        "trained": sum(trained[:kept]),
+        "kept": min(kept, len(ids)),
+        "end": None if end is None else tokenizer.decode([end]),
+        "pieces": _pieces(tokenizer, ids[:MAX_TOKENS], trained),
+    }
+
+
+def _pieces(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> list[Piece]:
+    """The text of the tokens: of one each, or of several which are a character together."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # not a fast tokenizer
+        words = tokenizer.convert_ids_to_tokens(list(ids))
+        return [(str(word), [id], yes) for word, id, yes in zip(words, ids, trained, strict=False)]
+    stream, found, pending = DecodeStream(skip_special_tokens=False), list[Piece](), list[int]()
+    for id, is_trained in zip(ids, trained, strict=False):
+        pending.append(id)
+        text = stream.step(backend, id)
+        if text is not None:
+            found.append((text, pending, is_trained))
+            pending = []
+    if pending:
+        found.append((tokenizer.decode(pending), pending, trained[len(ids) - 1]))
+    return found

@@ -1,0 +1,108 @@
+// @ts-check
+// The card with examples of the form's data, token by token: what is trained on, and where they are cut.
+import { post } from "../api.js";
+import { $, el } from "../dom.js";
+
+const AGAIN = 400; // ms, while the worker renders the example
+const decides = (name) => /^(model|data)\.|^train\.stage$|^launch\.trainer$/.test(name);
+
+/** @type {Record<string, any>} */
+let values = {}; // of the form
+let drawn = ""; // the values that decide, and the position, of what is shown or requested
+let timer = 0;
+
+const card = () => $("#fp-examples");
+const field = () => $("#fp-example-number");
+const position = () => Math.max(0, (Math.floor(Number(field().value)) || 1) - 1);
+
+export function prepareExamples() {
+  const go = (to) => {
+    field().value = String(Math.max(1, to));
+    load();
+  };
+  card().addEventListener("toggle", load);
+  field().addEventListener("change", () => go(position() + 1));
+  $("#fp-example-previous").addEventListener("click", () => go(position()));
+  $("#fp-example-next").addEventListener("click", () => go(position() + 2));
+}
+
+/** The form has these values now. @param {Record<string, any>} now */
+export function refreshExamples(now) {
+  values = now;
+  load();
+}
+
+function load() {
+  if (!card().open) return;
+  const wanted = JSON.stringify([position(), Object.entries(values).filter(([name]) => decides(name))]);
+  if (wanted === drawn) return;
+  drawn = wanted;
+  clearTimeout(timer);
+  request(wanted);
+}
+
+/** @param {string} wanted what `drawn` is as long as nothing else is requested */
+async function request(wanted) {
+  try {
+    const found = await post("api/examples", { values, position: position() });
+    if (wanted !== drawn) return;
+    if (found.pending) {
+      if (!$("#fp-example").childElementCount) drawProblem("Loading the tokenizer");
+      timer = setTimeout(() => request(wanted), AGAIN);
+    } else draw(found);
+  } catch (error) {
+    if (wanted !== drawn) return;
+    drawn = ""; // requested again after the next check
+    drawProblem(error.message);
+  }
+}
+
+const drawProblem = (text) => $("#fp-example").replaceChildren(el("p.fp-dim", {}, text));
+
+function draw({ example, problem }) {
+  $("#fp-example-previous").disabled = position() === 0;
+  $("#fp-example-next").disabled = !example;
+  if (!example) return drawProblem(problem || "There is no such example: the data files have fewer.");
+  const unfolded = $("#fp-example details")?.open;
+  $("#fp-example").replaceChildren(
+    el("p.fp-example-place.fp-dim", {}, example.location),
+    example.problem && el("p.fp-example-problem", {}, example.problem),
+    ...example.sequences.flatMap(sequenceParts),
+    el(
+      "details",
+      { open: Boolean(unfolded) },
+      el("summary", {}, "In the data file"),
+      el("pre.fp-code", { tabindex: 0 }, example.row),
+    ),
+  );
+}
+
+function sequenceParts({ name, tokens, kept, trained, end, pieces }) {
+  const parts = [`${tokens.toLocaleString("en")} tokens`, `${trained.toLocaleString("en")} with a loss`];
+  if (end) parts.push(`ends with ${end}`);
+  if (kept < tokens) parts.push(`${(tokens - kept).toLocaleString("en")} after max_length`);
+  const nodes = [];
+  let shown = 0;
+  let isCut = false;
+  for (const [text, ids, isTrained] of pieces) {
+    if (!isCut && shown >= kept) nodes.push(cutMark(kept));
+    isCut = shown >= kept;
+    nodes.push(piece(text, ids, isCut ? "fp-cut" : isTrained ? "fp-trained" : ""));
+    shown += ids.length;
+  }
+  const more = shown < tokens && el("p.fp-dim", {}, `${(tokens - shown).toLocaleString("en")} more tokens`);
+  const title = name ? `${name[0].toUpperCase()}${name.slice(1)}: ` : "";
+  return [
+    el("p.fp-example-summary", {}, title + parts.join(", ")),
+    el("pre.fp-code.fp-tokens", { tabindex: 0 }, nodes),
+    more,
+  ].filter(Boolean);
+}
+
+const cutMark = (kept) => el("span.fp-cut-mark", {}, `max_length ${kept.toLocaleString("en")}`);
+
+/** Line feeds are shown, because they can be trained on. */
+function piece(text, ids, kind) {
+  const title = ids.length > 1 ? `Tokens ${ids.join(", ")}` : `Token ${ids[0]}`;
+  return el("span", { title, class: kind || null }, text.replaceAll("\n", "\u21b5\n"));
+}
