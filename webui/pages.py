@@ -95,7 +95,7 @@ Start begins the training.">Try it</button>
   <section class="fp-card" id="fp-memory" aria-label="Memory"></section>
   <section id="fp-findings" aria-label="Findings"></section>
   <details class="fp-card" id="fp-examples">
-    <summary><h3>Examples</h3> <span class="fp-dim">as the model sees them, token by token</span></summary>
+    <summary><h3>Examples</h3> <span class="fp-dim">as the model sees them</span></summary>
     <div class="fp-examples-head">
       <button type="button" class="fp-chip" id="fp-example-previous">Previous</button>
       <label>Example <input type="number" id="fp-example-number" min="1" value="1"></label>

@@ -36,6 +36,21 @@ def opened(page, server, width=1440):
     settled(page)
 
 
+COVERING = """() => {
+  const status = document.querySelector('#fp-status'), found = new Set();
+  for (let y = 600; y < 1400; y += 20) {
+    window.scrollTo(0, y);
+    const { left, top, width, height } = status.getBoundingClientRect();
+    for (let x = left + 8; x < left + width; x += 20)
+      for (let row = top + 8; row < top + height; row += 12) {
+        const seen = document.elementFromPoint(x, row);
+        if (seen && !status.contains(seen)) found.add(seen.outerHTML.slice(0, 80));
+      }
+  }
+  return [...found];
+}"""
+
+
 def settled(page):
     page.wait_for_function("() => document.querySelector('#fp-status').dataset.fresh === 'yes'")
 
@@ -49,6 +64,7 @@ def test_verdict_and_start_stay_in_sight(page, width):
     expect(page.locator("#fp-start")).to_be_in_viewport(ratio=1)
     expect(page.locator(".fp-status-text")).to_be_in_viewport(ratio=1)
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    assert page.evaluate(COVERING) == [], "what is scrolled under the status is not drawn over it"
 
 
 @pytest.mark.parametrize("width", [1440, 1240, 1024, 910, 800, 390])
