@@ -42,6 +42,9 @@ WITHOUT_MEANING = {
     "model", "num_tokens", "token_count", "metadata", "meta", "finish_reason", "refusal", "annotations", "synthetic",
 }  # fmt: skip
 READ = {key for keys in KEYS.values() for key in keys} | {"tool_calls", "function_call", "name", "tool_call_id"}
+# Columns with weights of a whole example, or masks in a form that no loss here knows.
+EXAMPLE_WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "mask", "masks", "train_on_turn")
+COLUMN = "the weights in column "  # before the name of such a column, in what is counted as not used
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what a model thinks before it answers
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 MEDIA_FILE = re.compile(r".+\.(jpe?g|png|webp|gif|bmp|tiff?|mp4|mkv|webm|avi|mov|wav|mp3|flac|ogg|m4a)", re.IGNORECASE)

@@ -78,10 +78,13 @@ def example_problem(example: Example, format: str, data: Data) -> str | None:
 
 def convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     """{"text"} for plain text; {"prompt"} with {"chosen", "rejected"} or {"completion", "label"} for preferences, with
-    {"completion"} for lists of turns; else {"messages"}; and "tools" if the example has some. Raises InvalidExample."""
+    {"completion"} for lists of turns; else {"messages"}; and "tools" if the example has some, and "unused_columns" with
+    weights that no loss uses. Raises InvalidExample."""
     found = _convert(example, format, data)
     chat.check_encodable(found)
-    return found
+    used = (data.prompt_column, data.completion_column, data.messages_column, data.text_column)
+    unused = [name for name in chat.EXAMPLE_WEIGHTS if name not in used and example.get(name) not in (None, "", 1)]
+    return {**found, "unused_columns": unused} if unused else found
 
 
 def _convert(example: Example, format: str, data: Data) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def unpair(converted: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A converted example as labeled completions: of a pair, the chosen one is desirable, the rejected one not."""
     if "chosen" not in converted:
         return [dict(converted)]
-    shared = {key: converted[key] for key in ("prompt", "tools") if key in converted}
+    shared = {key: converted[key] for key in ("prompt", "tools", "unused_columns") if key in converted}
     return [{**shared, "completion": converted[name], "label": name == "chosen"} for name in ("chosen", "rejected")]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from backend.data.chat import COLUMN
 from backend.rules.base import Case, Example, Violation, names, warning
 from backend.rules.common_fixes import OTHER_TEMPLATE
 from backend.rules.examples import USER_DATA, USER_DATA_FACTS
@@ -15,23 +16,26 @@ OWN_TEMPLATE = {**USER_DATA, "data.chat_template": "file", "data.chat_template_f
 @warning(
     "DAT024",
     fields=("data.chat_template",),
-    title="The chat template leaves out parts of the turns",
+    title="Parts of the examples are not used",
     source="the examples, the keys that the chat template reads, and the text that it makes",
-    manual_fix="Use a chat template that includes them, or remove them from the data.",
+    manual_fix="Use a chat template that includes them, or remove them from the data. To weight an example, repeat it.",
     fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20, unread_keys=(("reasoning", 20),))),
     passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20)),
 )
 def turns_without_some_parts(case: Case) -> str | None:
     """A chat template decides which parts of a turn become text, and the model never sees the parts that it leaves out,
     such as tool calls. Many templates leave out the reasoning of earlier turns on purpose. Only assistant turns have a
-    weight."""
+    weight; a weight of a whole example has no effect."""
     found = case.facts.unread_keys
     if not found:
         return None
-    most = max(count for _, count in found)
+    where = f"in {max(count for _, count in found):,} of {counted(case.facts.num_checked, 'checked example')}"
     by = "Pretraining, which uses the text of turns," if case.spec.train.stage == "pretraining" else "The chat template"
-    parts = names([part for part, _ in found])
-    return f"{by} leaves out {parts}, in {most:,} of {counted(case.facts.num_checked, 'checked example')}."
+    parts = [part for part, _ in found if not part.startswith(COLUMN)]
+    columns = [part for part, _ in found if part.startswith(COLUMN)]
+    left_out = f"{by} leaves out {names(parts)}, {where}." if parts else ""
+    unused = f"The loss does not use {names(columns)}{'' if parts else f', {where}'}." if columns else ""
+    return f"{left_out} {unused}".strip()
 
 
 @warning(

@@ -14,6 +14,7 @@ from typing import Any
 from datasets import Dataset
 
 from backend.config import RunSpec
+from backend.data.chat import COLUMN
 from backend.train import template_input
 from backend.train.end_tokens import END
 from backend.train.run_log import TrainError
@@ -100,8 +101,9 @@ def _completion_names(value: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def count_unread(chat: ChatTokenizer | None, value: Mapping[str, Any], counts: Counter[str]) -> None:
-    """Count an example for each part of its turns that is not trained on."""
-    for what in chat.unread(value) if chat else template_input.PLAIN.unread(template_input.turns_of(value)):
+    """Count an example for each part of its turns that is not trained on, and for each of its weights without a use."""
+    unread = chat.unread(value) if chat else template_input.PLAIN.unread(template_input.turns_of(value))
+    for what in unread | {f"{COLUMN}{name}" for name in value.get("unused_columns", ())}:
         counts[UNREAD + what] += 1
 
 

@@ -20,7 +20,7 @@ from training_runs import make_spec
 from transformers import AutoTokenizer, GenerationConfig
 
 from backend.config import Data
-from backend.data import InvalidExample, convert, read_examples
+from backend.data import InvalidExample, convert, read_examples, unpair
 from backend.data.reading import read_parquet_in_process
 from backend.runs import trained as trained_model
 from backend.runs.folder import Run
@@ -99,6 +99,17 @@ def test_what_the_template_does_not_read_is_counted(tokenizer: Any) -> None:
     }  # fmt: skip
     qwen = count(published(tokenizer, "qwen3"), value)
     assert {key for key in qwen if key.startswith("unread")} == {"unread emotion", "unread loss", OTHER_WEIGHT}
+
+
+def test_weights_of_examples_are_counted(tokenizer: Any) -> None:
+    """No loss uses them; a weight of 1 says nothing, and a column that an option names is not a weight."""
+    row = {"messages": [QUESTION, ANSWER], "weight": 0.5, "masks": [0, 1], "sample_weight": 1, "mask": None}
+    found = count(ChatTokenizer.create(tokenizer, False), converted(row))
+    unread = {key for key in found if key.startswith("unread")}
+    assert unread == {"unread the weights in column weight", "unread the weights in column masks"}
+    assert "unused_columns" not in convert({"mask": "A text."}, "text", Data(text_column="mask"))
+    pair = convert({"prompt": "?", "chosen": "A", "rejected": "B", "weight": 2}, "pairs", Data())
+    assert [each["unused_columns"] for each in unpair(pair)] == [["weight"], ["weight"]]
 
 
 @pytest.mark.parametrize(
