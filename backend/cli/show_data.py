@@ -40,6 +40,7 @@ def _lines(example: Mapping[str, Any]) -> Iterator[str]:
     yield example["location"]
     if example["problem"]:
         yield example["problem"]
+    yield from example["notes"]
     for sequence in example["sequences"]:
         name = f"{sequence['name']}: " if sequence["name"] else ""
         yield f"{name}{counted(sequence['tokens'], 'token')}, {_summary(sequence)}"
@@ -60,4 +61,4 @@ def _summary(sequence: Mapping[str, Any]) -> str:
     cut = sequence["tokens"] - sequence["kept"]
     after = f"; {cut:,} after data.max_length" if cut else ""
     end = f"; ends with {sequence['end']}" if sequence["end"] else ""
-    return f"{sequence['trained']:,} with a loss{after}{end}"
+    return f"{sequence['trained']:,} {sequence['use']}{after}{end}"

@@ -38,6 +38,9 @@ class ShownExamples(WorkerCache):
 
     name, task, format = "shown_examples", "rendering the example", FORMAT
 
+    def _store(self, key: str, result: Result) -> None:
+        """They are rendered again in an instant, and a folder of everything that was ever shown would only grow."""
+
 
 @lru_cache(maxsize=8)
 def _reports(folder: Path) -> ExampleReports:

@@ -46,6 +46,8 @@ class PreferenceTokenizer:
         """(name, ids, labels) of the prompt with each completion, before they are truncated. Raises TrainError."""
         prompt, completions = self._tokenize(example)
         for name, ids in zip(_completion_names(example.value), completions, strict=True):
+            if "label" in example.value:
+                name = f"{'desirable' if example.value['label'] else 'undesirable'} completion"
             yield name, prompt + ids, [IGNORE_INDEX] * len(prompt) + ids
 
     def _tokenize(self, example: Any) -> tuple[list[int], list[list[int]]]:

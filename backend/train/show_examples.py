@@ -29,12 +29,18 @@ from backend.data import (
 from backend.inspect.examples import FORMAT
 from backend.train import model
 from backend.train.data import ConvertedExample, ExampleTokenizer, tokenizer_for
-from backend.train.preference_data import PreferenceTokenizer
+from backend.train.preference_data import PreferenceTokenizer, unread_keys
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX
 
 MAX_TOKENS = 4000  # of a sequence that are shown
 MAX_ROW = 20_000  # characters of the example in its file that are shown
+NOTES = {
+    "dropped": "This example is dropped: it has no token with a loss within max_length.",
+    "long": "This example is dropped: it is longer than max_length, and the reward may depend on its end.",
+    "identical": "This example is dropped: the chosen and the rejected completion are the same within max_length.",
+    "endless": "No token that ends the completion has a loss.",
+}
 Tokenizer = ExampleTokenizer | PreferenceTokenizer
 Piece = tuple[str, list[int], bool]
 
@@ -44,9 +50,10 @@ def show(spec: dict[str, Any], base: str, folder: str, first: int, count: int) -
     `folder`: `count` of them from position `first`, fewer at the end of the files; the validation files come after the
     training files. "problem" says why there are none.
 
-    Of each: "location", "row" (as in the file), "problem", and "sequences": one, or a completion each. Of a sequence:
+    Of each: "location", "row" (as in the file), "problem", "notes" (why it is dropped, and what of it is not used), and
+    "sequences": one, or a completion each. Of a sequence:
     "name", the numbers "tokens", "kept" (without those after data.max_length, unless the text is split) and "trained"
-    (of those that are kept), "end" (the token that ends the completion, or None), and "pieces" of the first MAX_TOKENS
+    (of those that are kept), "use" (what is done with these), "end" (the token that ends the completion, or None), and "pieces" of the first MAX_TOKENS
     tokens: (text, token ids, whether they have a loss)."""
     run_spec = RunSpec.model_validate(spec)
     found: dict[str, Any] = {"format": FORMAT, "examples": [], "problem": ""}
@@ -62,11 +69,18 @@ def show(spec: dict[str, Any], base: str, folder: str, first: int, count: int) -
             examples, problem = _converted(run_spec, location, row, format)
             if examples and to_columns is None:
                 to_columns = tokenizer_for(run_spec, tokenizer, examples)
-            shown: dict[str, Any] = {"location": location, "row": _row_text(row), "problem": problem, "sequences": []}
+            shown: dict[str, Any] = {
+                "location": location,
+                "row": _row_text(row),
+                "problem": problem,
+                "notes": [],
+                "sequences": [],
+            }
             try:
                 for example in examples:
                     assert to_columns
                     shown["sequences"] += [_sequence(to_columns, *parts) for parts in to_columns.sequences(example)]
+                    shown["notes"] += _notes(to_columns, example)
             except TrainError as error:
                 text = str(error).removeprefix(f"{location}: ")
                 shown["problem"] = text[0].upper() + text[1:]
@@ -107,8 +121,16 @@ def _row_text(row: Example) -> str:
     return text if len(text) <= MAX_ROW else f"{text[:MAX_ROW]}\n… {len(text) - MAX_ROW:,} more characters"
 
 
+def _notes(to_columns: Tokenizer, example: ConvertedExample) -> list[str]:
+    """What the run would count for this example, as sentences."""
+    _, counts = to_columns([example])
+    notes = [text for name, text in NOTES.items() if counts[name]]
+    return notes + [f"Not used: {what}." for what in unread_keys(counts)]
+
+
 def _sequence(to_columns: Tokenizer, name: str, ids: list[int], labels: list[int]) -> dict[str, Any]:
     splits = isinstance(to_columns, ExampleTokenizer) and to_columns.pretraining
+    is_reward = isinstance(to_columns, PreferenceTokenizer) and to_columns.stage == "reward"
     kept = len(ids) if splits else to_columns.max_length
     trained = [False, *(label != IGNORE_INDEX for label in labels[1:])]  # nothing predicts the first token
     tokenizer = to_columns.tokenizer if isinstance(to_columns, ExampleTokenizer) else to_columns.chat.tokenizer
@@ -118,6 +140,7 @@ def _sequence(to_columns: Tokenizer, name: str, ids: list[int], labels: list[int
         "name": name,
         "tokens": len(ids),
         "trained": sum(trained[:kept]),
+        "use": "compared" if is_reward else "with a loss",
         "kept": min(kept, len(ids)),
         "end": None if end is None else tokenizer.decode([end]),
         "pieces": _pieces(tokenizer, ids[:MAX_TOKENS], trained),

@@ -14,7 +14,7 @@ from backend.__main__ import main
 from backend.config import RunSpec
 from backend.inspect import examples, worker
 from backend.train import data
-from backend.train.show_examples import MAX_TOKENS, show
+from backend.train.show_examples import MAX_TOKENS, NOTES, show
 
 FOX = "Ein 🦊 läuft.\n\nUnd 👩‍🔬?"  # characters of several tokens
 TURNS = [{"role": "user", "content": FOX}, {"role": "assistant", "content": "Ja 🦊."}]
@@ -110,6 +110,19 @@ def test_broken_examples_are_shown_with_their_problem(tmp_path: Path, tiny: Path
     other = spec_of(tmp_path, [{"frage": 1}])
     assert shown(other, tiny)["problem"].startswith("The examples do not have a format of the stage")
     assert shown(spec_of(tmp_path, []), tiny)["problem"] == "The data files have no examples."
+
+
+def test_why_an_example_is_dropped_is_said(tmp_path: Path, tiny: Path) -> None:
+    """As the run counts it, and what of it no loss or template uses."""
+    spec = spec_of(tmp_path, [{"messages": TURNS, "weight": 3}], data__max_length=20)
+    (example,) = shown(spec, tiny)["examples"]
+    assert example["notes"][0] == NOTES["dropped"] and "Not used: the weights in column weight." in example["notes"]
+    same = spec_of(tmp_path, [{**PAIR, "rejected": PAIR["chosen"]}], train__stage="dpo")
+    assert shown(same, tiny)["examples"][0]["notes"] == [NOTES["identical"]]
+    long = spec_of(tmp_path, [PAIR], train__stage="reward", data__max_length=20)
+    assert shown(long, tiny)["examples"][0]["notes"] == [NOTES["long"]]
+    labeled = shown(spec_of(tmp_path, [PAIR], train__stage="kto"), tiny)["examples"][0]
+    assert [each["name"] for each in labeled["sequences"]] == ["desirable completion", "undesirable completion"]
 
 
 def test_the_command_prints_what_has_a_loss(

@@ -66,7 +66,7 @@ function draw({ example, problem }) {
   const unfolded = $("#fp-example details")?.open;
   $("#fp-example").replaceChildren(
     el("p.fp-example-place.fp-dim", {}, example.location),
-    example.problem && el("p.fp-example-problem", {}, example.problem),
+    ...[example.problem, ...example.notes].filter(Boolean).map((text) => el("p.fp-example-problem", {}, text)),
     ...example.sequences.flatMap(sequenceParts),
     el(
       "details",
@@ -77,8 +77,8 @@ function draw({ example, problem }) {
   );
 }
 
-function sequenceParts({ name, tokens, kept, trained, end, pieces }) {
-  const parts = [`${tokens.toLocaleString("en")} tokens`, `${trained.toLocaleString("en")} with a loss`];
+function sequenceParts({ name, tokens, kept, trained, use, end, pieces }) {
+  const parts = [`${tokens.toLocaleString("en")} tokens`, `${trained.toLocaleString("en")} ${use}`];
   if (end) parts.push(`ends with ${end}`);
   if (kept < tokens) parts.push(`${(tokens - kept).toLocaleString("en")} after max_length`);
   const nodes = [];
