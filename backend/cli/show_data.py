@@ -19,21 +19,21 @@ INDENT = "        | "
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """Print some examples; 2 if there are none to print."""
+    """Print some examples; 2 if there are none, or if the files cannot be read as far as that."""
     first = arguments.first - 1
     found = show_examples(read_spec(arguments), Path.cwd(), os.environ, first, arguments.count, INSPECTION_SECONDS)
-    if found is None or isinstance(found, str) or found["problem"]:
-        print((found["problem"] if isinstance(found, Mapping) else found) or "No result.", file=sys.stderr)
+    if found is None or isinstance(found, str):
+        print(found or "The examples are still being rendered. Try again.", file=sys.stderr)
         return 2
     if arguments.json:
         print_json(found["examples"])
+    else:
+        for example in found["examples"]:
+            print(*_lines(example), "", sep="\n")
+    if not found["problem"] and found["examples"]:
         return 0
-    if not found["examples"]:
-        print(f"The data files have fewer than {arguments.first:,} examples.", file=sys.stderr)
-        return 2
-    for example in found["examples"]:
-        print(*_lines(example), "", sep="\n")
-    return 0
+    print(found["problem"] or f"The data files have fewer than {arguments.first:,} examples.", file=sys.stderr)
+    return 2
 
 
 def _lines(example: Mapping[str, Any]) -> Iterator[str]:

@@ -48,13 +48,13 @@ Piece = tuple[str, list[int], bool]
 def show(spec: dict[str, Any], base: str, folder: str, first: int, count: int) -> dict[str, Any]:
     """{"examples": [...]} of a spec (sections of a RunSpec; paths are relative to `base`) with the tokenizer in
     `folder`: `count` of them from position `first`, fewer at the end of the files; the validation files come after the
-    training files. "problem" says why there are none.
+    training files. "problem" says why there are no more.
 
     Of each: "location", "row" (as in the file), "problem", "notes" (why it is dropped, and what of it is not used), and
-    "sequences": one, or a completion each. Of a sequence:
-    "name", the numbers "tokens", "kept" (without those after data.max_length, unless the text is split) and "trained"
-    (of those that are kept), "use" (what is done with these), "end" (the token that ends the completion, or None), and "pieces" of the first MAX_TOKENS
-    tokens: (text, token ids, whether they have a loss)."""
+    "sequences": one, or one for each completion. Of a sequence: "name", the numbers "tokens", "kept" (without those
+    after data.max_length, unless the text is split) and "trained" (of those that are kept), "use" (what is done with
+    the latter), "end" (the token that ends the completion, or None), and "pieces" of the first MAX_TOKENS tokens:
+    (text, token ids, whether they have a loss)."""
     run_spec = RunSpec.model_validate(spec)
     found: dict[str, Any] = {"format": FORMAT, "examples": [], "problem": ""}
     try:
@@ -69,24 +69,24 @@ def show(spec: dict[str, Any], base: str, folder: str, first: int, count: int) -
             examples, problem = _converted(run_spec, location, row, format)
             if examples and to_columns is None:
                 to_columns = tokenizer_for(run_spec, tokenizer, examples)
-            shown: dict[str, Any] = {
-                "location": location,
-                "row": _row_text(row),
-                "problem": problem,
-                "notes": [],
-                "sequences": [],
-            }
-            try:
-                for example in examples:
-                    assert to_columns
-                    shown["sequences"] += [_sequence(to_columns, *parts) for parts in to_columns.sequences(example)]
-                    shown["notes"] += _notes(to_columns, example)
-            except TrainError as error:
-                text = str(error).removeprefix(f"{location}: ")
-                shown["problem"] = text[0].upper() + text[1:]
-            found["examples"].append(shown)
+            shown = {"location": location, "row": _row_text(row), "problem": problem}
+            found["examples"].append({**shown, **_tokenized(to_columns, examples, location)})
     except (TrainError, DataFileError) as error:
         found["problem"] = str(error).rstrip(".") + "."
+    return found
+
+
+def _tokenized(to_columns: Tokenizer | None, examples: Sequence[ConvertedExample], location: str) -> dict[str, Any]:
+    """The sequences of a row's examples and the notes, and the problem if there is one."""
+    found: dict[str, Any] = {"sequences": [], "notes": []}
+    try:
+        for example in examples:
+            assert to_columns
+            found["sequences"] += [_sequence(to_columns, *parts) for parts in to_columns.sequences(example)]
+            found["notes"] += _notes(to_columns, example)
+    except TrainError as error:
+        text = str(error).removeprefix(f"{location}: ")
+        found["problem"] = text[0].upper() + text[1:]
     return found
 
 

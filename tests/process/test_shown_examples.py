@@ -139,6 +139,10 @@ def test_the_command_prints_what_has_a_loss(
         assert "loss    | Ja " in "\n".join(lines) and any(line.startswith("cut     | ") for line in lines)
         assert main(["data", "first-run", *words, "--first", "2"]) == 2
         assert "fewer than 2 examples" in capsys.readouterr().err
+        file.write_text(file.read_text() + '{"messages"')
+        assert main(["data", "first-run", *words]) == 2, "what comes before a broken line is printed all the same"
+        printed = capsys.readouterr()
+        assert printed.out.startswith(f"{file}, line 1\n") and f"{file}, line 2" in printed.err
         assert main(["data", "first-run", *words, "--set", "data.source=hub", "--set", "data.hub_id=a/b"]) == 2
         assert "on the Hub are not shown" in capsys.readouterr().err
     finally:
