@@ -106,11 +106,7 @@ def show_examples(
     except (OSError, DataFileError) as error:
         return f"The data files cannot be read: {error}."
     if not request["folder"]:
-        return (
-            "The tokenizer has custom code, which is not run before the start."
-            if spec.model.trust_remote_code
-            else "The tokenizer is not on this machine yet. The first start of a run downloads it."
-        )
+        return _no_tokenizer(spec)
     if not may_start(environment):
         return f"The examples are not read because {SETTING} is off."
     range_ = {"first": first, "count": count}
@@ -119,6 +115,14 @@ def show_examples(
     if found is None and seconds:
         found = shown.wait_for(key, body, seconds, lambda progress: None)
     return f"The example cannot be shown: {found}." if isinstance(found, str) else found
+
+
+def _no_tokenizer(spec: RunSpec) -> str:
+    if spec.model.trust_remote_code:
+        return "The tokenizer may run custom code (trust_remote_code), so examples are not rendered before the start."
+    if spec.model.source == "path":
+        return "The model folder has no tokenizer files, so the examples cannot be rendered."
+    return "The tokenizer is not on this machine yet. The first start of a run downloads it."
 
 
 def _request(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any] | None:

@@ -102,7 +102,7 @@ def _format(spec: RunSpec, first: Example) -> str:
     format = spec.data.format if is_set else detect_format(first, formats)
     if format not in formats:
         stage = registry.STAGES[spec.train.stage].label
-        raise TrainError(f"The examples do not have a format of the stage {stage}; the check report says which.")
+        raise TrainError(f"The first example has no data format that {stage} can use; see the check report.")
     return str(format)
 
 

@@ -108,7 +108,7 @@ def test_broken_examples_are_shown_with_their_problem(tmp_path: Path, tiny: Path
     (tmp_path / "data.jsonl").write_text('{"messages": [\n')
     assert "data.jsonl, line 1" in shown(spec, tiny)["problem"]
     other = spec_of(tmp_path, [{"frage": 1}])
-    assert shown(other, tiny)["problem"].startswith("The examples do not have a format of the stage")
+    assert shown(other, tiny)["problem"].startswith("The first example has no data format that ")
     assert shown(spec_of(tmp_path, []), tiny)["problem"] == "The data files have no examples."
 
 
@@ -143,6 +143,11 @@ def test_the_command_prints_what_has_a_loss(
         assert main(["data", "first-run", *words]) == 2, "what comes before a broken line is printed all the same"
         printed = capsys.readouterr()
         assert printed.out.startswith(f"{file}, line 1\n") and f"{file}, line 2" in printed.err
+        folder = ["--set", "model.source=path", "--set", f"model.path={tmp_path}"]
+        assert main(["data", "first-run", *words, *folder]) == 2
+        assert "The model folder has no tokenizer files" in capsys.readouterr().err
+        assert main(["data", "first-run", *words, *folder, "--set", "model.trust_remote_code=true"]) == 2
+        assert "may run custom code" in capsys.readouterr().err
         assert main(["data", "first-run", *words, "--set", "data.source=hub", "--set", "data.hub_id=a/b"]) == 2
         assert "on the Hub are not shown" in capsys.readouterr().err
     finally:

@@ -62,7 +62,7 @@ const drawProblem = (text) => $("#fp-example").replaceChildren(el("p.fp-dim", {}
 function draw({ example, problem }) {
   $("#fp-example-previous").disabled = position() === 0;
   $("#fp-example-next").disabled = !example;
-  if (!example) return drawProblem(problem || "There is no such example: the data files have fewer.");
+  if (!example) return drawProblem(problem || "The data files have fewer examples.");
   const unfolded = $("#fp-example details")?.open;
   $("#fp-example").replaceChildren(
     el("p.fp-example-place.fp-dim", {}, example.location),
