@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from backend import registry
+from backend.config import merge
 from backend.config.fields import (
     CHAT,
     NEXT_TOKEN,
     SFT,
     USER_DATA,
+    JsonText,
     Lines,
     Section,
     Ui,
     one_of,
 )
 
+# Parameters of transformers' apply_chat_template and render_jinja_template, so no variables of a template.
+RESERVED_KWARGS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "documents",
+    "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
 WITH_PROMPT = ("prompt_completion", "alpaca", "pairs", "labels")
+
+
+def _template_variables(text: str) -> str:
+    names = merge.parse(text)
+    if wrong := [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
+        raise ValueError(f"has {wrong[0]!r}, which is not the name of a variable")
+    if reserved := RESERVED_KWARGS & names.keys():
+        raise ValueError(f"has {', '.join(sorted(reserved))}, which transformers sets itself")
+    return text
 
 
 class Data(Section):
@@ -69,6 +87,11 @@ class Data(Section):
     template."""
     chat_template_file: Annotated[str, Ui("Chat template file", when={**CHAT, "data.chat_template": ("file",)})] = ""
     """Path of a Jinja chat template, such as the chat_template.jinja of a tokenizer."""
+    chat_template_kwargs: Annotated[
+        JsonText, AfterValidator(_template_variables), Ui("Chat template kwargs (JSON)", when=CHAT, widget="text")
+    ] = ""
+    """Variables that the chat template reads, such as {"enable_thinking": false}. They become defaults of the template
+    that is saved with the trained model."""
     loss_on: Annotated[Literal["completions", "all_tokens"], Ui("Loss on", when=SFT)] = "completions"
     """Tokens that contribute to the SFT loss: those of every assistant turn or completion (usual), or all of the
     example."""
@@ -95,6 +118,11 @@ class Data(Section):
     """One path per line, in the same format as the data files."""
     dataset_num_proc: Annotated[int, Field(ge=1, le=256), Ui("Tokenization processes")] = 1
     """Processes that tokenize the dataset; more than 1 pays off from about 10,000 examples."""
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        return merge.parse(self.chat_template_kwargs)
 
     @property
     def name(self) -> str:

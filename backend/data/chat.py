@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from backend.config.data import RESERVED_KWARGS
+
 Example = Mapping[str, Any]
 Turns = list[dict[str, Any]]
 ROLES = {
@@ -45,6 +47,8 @@ READ = {key for keys in KEYS.values() for key in keys} | {"tool_calls", "functio
 # Columns with weights of a whole example, or masks in a form that no loss here knows.
 EXAMPLE_WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "mask", "masks", "train_on_turn")
 COLUMN = "the weights in column "  # before the name of such a column, in what is counted as not used
+TEMPLATE_KWARGS = "chat_template_kwargs"  # TRL's column with variables of the chat template
+VARIABLES = ("tools", "documents", TEMPLATE_KWARGS)  # of a converted example, for the chat template
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what a model thinks before it answers
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 MEDIA_FILE = re.compile(r".+\.(jpe?g|png|webp|gif|bmp|tiff?|mp4|mkv|webm|avi|mov|wav|mp3|flac|ogg|m4a)", re.IGNORECASE)
@@ -245,8 +249,22 @@ def with_system_prompt(turns: Turns, system: str) -> Turns:
     return [turn("system", system), *turns] if system and turns[0]["role"] != "system" else turns
 
 
-def tools(example: Example) -> dict[str, Any]:
-    """{"tools"} if the example has some. Raises InvalidExample."""
+def variables(example: Example) -> dict[str, Any]:
+    """Those VARIABLES that the example has. Raises InvalidExample."""
+    found = _tools(example)
+    documents = parse_json(example.get("documents"))
+    if isinstance(documents, list) and documents and all(isinstance(each, Mapping) for each in documents):
+        found["documents"] = documents
+    if kwargs := parse_json(example.get(TEMPLATE_KWARGS)):
+        if not isinstance(kwargs, Mapping):
+            raise InvalidExample(f"column {TEMPLATE_KWARGS} contains {type_name(kwargs)}; expected an object")
+        if reserved := RESERVED_KWARGS & kwargs.keys():
+            raise InvalidExample(f"column {TEMPLATE_KWARGS} has {', '.join(sorted(reserved))}, which is no variable")
+        found[TEMPLATE_KWARGS] = kwargs
+    return found
+
+
+def _tools(example: Example) -> dict[str, Any]:
     found = parse_json(example.get("tools"))
     if not found and isinstance(functions := parse_json(example.get("functions")), list):  # OpenAI's earlier form
         found = [{"type": "function", "function": each} for each in functions if isinstance(each, Mapping)]

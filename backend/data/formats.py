@@ -78,8 +78,8 @@ def example_problem(example: Example, format: str, data: Data) -> str | None:
 
 def convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     """{"text"} for plain text; {"prompt"} with {"chosen", "rejected"} or {"completion", "label"} for preferences, with
-    {"completion"} for lists of turns; else {"messages"}; and "tools" if the example has some, and "unused_columns" with
-    weights that no loss uses. Raises InvalidExample."""
+    {"completion"} for lists of turns; else {"messages"}; and those of chat.VARIABLES that the example has, and
+    "unused_columns" with weights that no loss uses. Raises InvalidExample."""
     found = _convert(example, format, data)
     chat.check_encodable(found)
     used = (data.prompt_column, data.completion_column, data.messages_column, data.text_column)
@@ -103,7 +103,7 @@ def _convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     if not any(turn["role"] == "assistant" for turn in found):
         raise InvalidExample("has no assistant turn, so there is no completion to train on")
     system = chat.optional_text(example, "system") if format != "messages" else ""
-    return {"messages": chat.with_system_prompt(found, system or data.system_prompt), **chat.tools(example)}
+    return {"messages": chat.with_system_prompt(found, system or data.system_prompt), **chat.variables(example)}
 
 
 def to_text(converted: Example) -> str:

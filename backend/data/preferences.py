@@ -51,7 +51,7 @@ def _pairs(example: Example, data: Data) -> dict[str, Any]:
         "prompt": _with_system_prompt(prompt, example, data),
         "chosen": chosen,
         "rejected": rejected,
-        **chat.tools(example),
+        **chat.variables(example),
     }
 
 
@@ -76,7 +76,7 @@ def _labels(example: Example, data: Data) -> dict[str, Any]:
         "prompt": _with_system_prompt(prompt, example, data),
         "completion": completion,
         "label": desirable,
-        **chat.tools(example),
+        **chat.variables(example),
     }
 
 
@@ -88,7 +88,7 @@ def prompt_and_completion(example: Example, prompt_column: str, column: str, dat
     return {
         "prompt": _with_system_prompt(prompt, example, data),
         "completion": completion,
-        **chat.tools(example),
+        **chat.variables(example),
     }
 
 
@@ -96,7 +96,8 @@ def unpair(converted: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A converted example as labeled completions: of a pair, the chosen one is desirable, the rejected one not."""
     if "chosen" not in converted:
         return [dict(converted)]
-    shared = {key: converted[key] for key in ("prompt", "tools", "unused_columns") if key in converted}
+    names = ("prompt", *chat.VARIABLES, "unused_columns")
+    shared = {key: converted[key] for key in names if key in converted}
     return [{**shared, "completion": converted[name], "label": name == "chosen"} for name in ("chosen", "rejected")]
 
 

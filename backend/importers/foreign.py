@@ -19,7 +19,7 @@ FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".arrow")
 BUILDERS = ("json", "parquet", "csv", "text")  # of the datasets library, named in place of a dataset
 NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
 # Switches of these tools that are on unless a file turns them off.
-ON_BY_DEFAULT = {"average_tokens_across_devices", "shuffle_merged_datasets", "enable_thinking"}
+ON_BY_DEFAULT = {"average_tokens_across_devices", "shuffle_merged_datasets"}
 
 TENSOR_WITH_FSDP = (
     "fsdp_config: with tensor parallelism, FSDP2 shards over the groups with its usual settings here "

@@ -133,6 +133,8 @@ def _data(found: Import) -> None:
         found.different.append(
             f"template: {template}: the tokenizer's own chat template is used (data.chat_template: model)"
         )
+    if found.get("enable_thinking") is False:
+        found.patch["data.chat_template_kwargs"] = '{"enable_thinking": false}'
     info = _dataset_info(found)
     files, validation = (_dataset(found, info, key) for key in ("dataset", "eval_dataset"))
     found.patch |= {"data.source": "files", "data.files": files}

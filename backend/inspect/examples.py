@@ -23,7 +23,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 6
+FORMAT = 7
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
 
 
@@ -63,9 +63,9 @@ def inspect_examples(spec: RunSpec, base: Path, environment: Mapping[str, str]) 
         return {"examples_problem": found}
     if found is None:
         progress = reports.progress(_key(request))
-        facts = _facts(progress, spec) if progress else {"num_checked": 0, "all_checked": False}
+        facts = facts_from(progress, spec) if progress else {"num_checked": 0, "all_checked": False}
         return {**facts, "examples_pending": True} if start else {}
-    return _facts(found, spec)
+    return facts_from(found, spec)
 
 
 def merge_facts(facts: Mapping[str, Any], examples: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +180,8 @@ def _body(request: Mapping[str, Any], **more: int) -> Result:
     return {"examples": {**{name: request[name] for name in ("spec", "base", "folder")}, **more}}
 
 
-def _facts(found: Result, spec: RunSpec) -> dict[str, Any]:
+def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
+    """InputFacts from what the worker has found."""
     option = "data.builtin" if spec.data.source == "builtin" else "data.files"
     validation = "data.builtin" if spec.data.source == "builtin" else "data.validation_files"
     facts: dict[str, Any] = {
@@ -200,6 +201,11 @@ def _facts(found: Result, spec: RunSpec) -> dict[str, Any]:
         "num_unmarked": found["counts"].get("unmarked", 0),
         "num_endless": found["counts"].get("endless", 0),
         "unread_keys": tuple(sorted(found["unread"].items())),
+        "special_tokens": tuple(sorted(found["special"].items())),
+        "start_difference": tuple(found["start"] or ()),
+        "start_kwargs": json.dumps(found["start_kwargs"]) if found["start_kwargs"] else "",
+        "num_starts": found["counts"].get("starts", 0),
+        "num_different_starts": found["counts"].get("different_starts", 0),
     }
     if found["complete"] and all(issue.is_example for issue in facts["data_issues"]):
         facts |= {"num_examples": found["num_train"], "counts_are_exact": True}

@@ -76,6 +76,11 @@ class InputFacts:
     num_unmarked: int = 0  # their completions cannot be told from their prompts, with this chat template or tokenizer
     num_endless: int = 0  # no token that ends the completion is trained
     unread_keys: tuple[tuple[str, int], ...] = ()  # of turns, that the chat template leaves out: (words, examples)
+    special_tokens: tuple[tuple[str, int], ...] = ()  # in the contents of turns: (token, examples)
+    num_starts: int = 0  # completions whose beginning was compared in generation and training
+    num_different_starts: int = 0  # it differs
+    start_difference: tuple[str, ...] = ()  # of the first of them: the text in generation, and in training
+    start_kwargs: str = ""  # JSON of data.chat_template_kwargs with which it does not differ
     template_problem: str = ""  # of the chat template file
     checkpoint_problem: str = ""  # of save.resume_path
     nvme_problem: str = ""  # of parallel.nvme_path

@@ -272,6 +272,10 @@ def _template(made: Export) -> None:
             "data.chat_template: LLaMA-Factory derives a template from the tokenizer's; compare the first example that "
             "it prints, and set template if it has one for the model"
         )
+    kwargs = made.spec.data.template_kwargs
+    if kwargs.keys() <= {"enable_thinking"}:
+        made.table |= kwargs
+        made.written.add("data.chat_template_kwargs")
     if prompt := made.value("data.system_prompt"):
         made.table["default_system"] = prompt
     made.written.add("data.chat_template_file")

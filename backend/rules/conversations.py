@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from backend.data.chat import COLUMN
-from backend.rules.base import Case, Example, Violation, names, warning
+from backend.rules.base import Case, Example, Fix, Violation, names, warning
 from backend.rules.common_fixes import OTHER_TEMPLATE
 from backend.rules.examples import USER_DATA, USER_DATA_FACTS
 from backend.wording import counted
@@ -57,3 +58,62 @@ def completions_without_an_end(case: Case) -> Violation | None:
     where = f"{endless:,} of {counted(case.facts.num_checked, 'checked example')}"
     message = f"In {where}, the last token with a loss is not special, so the model is not trained to end completions."
     return Violation(message, (OTHER_TEMPLATE,))
+
+
+THINKS = ("<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think></think>At nine.")
+WITHOUT_THINKING = '{"enable_thinking": false}'
+
+
+@warning(
+    "DAT026",
+    fields=("data.chat_template", "data.chat_template_kwargs"),
+    title="Completions begin differently in generation than in training",
+    source="the rendered examples, and the generation prompts that the chat template makes for them",
+    manual_fix="Add to the data what the generation prompt begins, such as reasoning. Or use a chat template whose "
+    "generation prompt is the beginning of what it makes of an assistant turn.",
+    fails_on=Example(
+        USER_DATA,
+        facts=replace(
+            USER_DATA_FACTS,
+            num_starts=20,
+            num_different_starts=20,
+            start_difference=THINKS,
+            start_kwargs=WITHOUT_THINKING,
+        ),
+    ),
+    passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_starts=20)),
+)
+def completions_with_another_start(case: Case) -> Violation | None:
+    """The trained model completes the generation prompt of the chat template. If the training text continues in another
+    way after the prompt, for example without the <think> that the generation prompts of reasoning models end with, the
+    model continues a text that it was not trained on. Many of these templates have a variable that decides it."""
+    facts = case.facts
+    switch, kwargs = json.loads(facts.start_kwargs or "{}"), case.spec.data.template_kwargs
+    if not facts.num_different_starts or (switch and switch.items() <= kwargs.items()):
+        return None
+    generated, trained = (json.dumps(text, ensure_ascii=False) for text in facts.start_difference)
+    where = f"{facts.num_different_starts:,} of {counted(facts.num_starts, 'checked example')}"
+    message = f"In {where}, the completion begins with {trained} in training, but with {generated} in generation."
+    option = {"data.chat_template_kwargs": json.dumps({**kwargs, **switch})}
+    fixes = [Fix(f"Set {name} to {json.dumps(value)}", option) for name, value in switch.items()]
+    return Violation(message, tuple(fixes))
+
+
+@warning(
+    "DAT027",
+    fields=("data.files", "data.hub_id"),
+    title="Texts in the data have special tokens",
+    source="the contents of the turns, and the special tokens of the tokenizer",
+    manual_fix="Remove them from the contents: the chat template writes them where they belong.",
+    fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20, special_tokens=(("<|im_end|>", 2),))),
+    passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20)),
+)
+def special_tokens_in_contents(case: Case) -> str | None:
+    """The tokenizer makes special tokens of them, so that they end a turn or begin another one in the middle of a text.
+    Usual causes are data that another chat template has rendered already, and texts about chat templates."""
+    found = case.facts.special_tokens
+    if not found:
+        return None
+    where = f"{max(count for _, count in found):,} of {counted(case.facts.num_checked, 'checked example')}"
+    tokens = names([token for token, _ in found])
+    return f"In {where}, the text of a turn has {tokens}. The model reads special tokens there."

@@ -202,13 +202,13 @@ class ExampleTokenizer:
             if eos is not None and ids[-1:] != [eos]:
                 ids.append(eos)
             return ids, list(ids)
-        value, tools = example.value, example.value.get("tools")
+        value = example.value
         try:
             if "prompt" in value:  # as in TRL, the loss is on the whole completion, and on no turn of the prompt
-                prompt, (completion,) = self.chat.tokenize_completions(value["prompt"], [value["completion"]], tools)
+                prompt, (completion,) = self.chat.tokenize_completions(value["prompt"], [value["completion"]], value)
                 ids = prompt + completion
                 return ids, list(ids) if self.chat.all_tokens else [IGNORE_INDEX] * len(prompt) + completion
-            return self.chat.tokenize(value["messages"], tools)
+            return self.chat.tokenize(value["messages"], value)
         except UnsupportedConversation as error:
             raise TrainError(f"{example.location}: {error}.") from error
 
@@ -313,10 +313,13 @@ def tokenizer_for(
 ) -> ExampleTokenizer | PreferenceTokenizer:
     """How the examples of `spec` are tokenized. Raises TrainError."""
     if spec.train.stage in registry.PREFERENCE_STAGES:
-        return PreferenceTokenizer(ChatTokenizer.create(tokenizer, True), spec.train.stage, spec.data.max_length)
+        chat = ChatTokenizer.create(tokenizer, True, spec.data.template_kwargs)
+        return PreferenceTokenizer(chat, spec.train.stage, spec.data.max_length)
     pretraining = spec.train.stage == "pretraining"
     text = pretraining or (bool(examples) and "text" in examples[0].value)
-    chat = None if text else ChatTokenizer.create(tokenizer, spec.data.loss_on == "all_tokens")
+    if text:
+        return ExampleTokenizer(tokenizer, None, pretraining, spec.data.max_length)
+    chat = ChatTokenizer.create(tokenizer, spec.data.loss_on == "all_tokens", spec.data.template_kwargs)
     return ExampleTokenizer(tokenizer, chat, pretraining, spec.data.max_length)
 
 

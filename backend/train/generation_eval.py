@@ -42,10 +42,10 @@ def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> l
     for example in examples:
         messages = example.value["messages"]
         last = max(n for n, message in enumerate(messages) if is_trained(message))
-        before, completion, tools = messages[:last], messages[last : last + 1], example.value.get("tools")
+        before, completion = messages[:last], messages[last : last + 1]
         try:
-            text = chat.render_prompt(before, tools)
-            target = chat.tokenize_completions(before, [completion], tools)[1][0]
+            text = chat.render_prompt(before, example.value)
+            target = chat.tokenize_completions(before, [completion], example.value)[1][0]
         except UnsupportedConversation as error:
             raise TrainError(f"{example.location}: {error}.") from error
         shown = [message["content"] for message in before if message["role"] != "system"]

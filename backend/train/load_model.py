@@ -64,7 +64,8 @@ def _use(spec: RunSpec, loaded: Any, tokenizer: Any) -> str:
     text = PROMPT
     if tokenizer.chat_template and spec.train.stage != "pretraining" and spec.data.format != "text":
         try:
-            text = ChatTokenizer.create(tokenizer, True).render_prompt([{"role": "user", "content": PROMPT}])
+            chat = ChatTokenizer.create(tokenizer, True, spec.data.template_kwargs)
+            text = chat.render_prompt([{"role": "user", "content": PROMPT}])
         except UnsupportedConversation as error:
             raise TrainError(f"The saved model cannot be prompted with a user turn: {error}.") from error
     batch = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(loaded.device)

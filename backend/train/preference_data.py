@@ -14,14 +14,14 @@ from typing import Any
 from datasets import Dataset
 
 from backend.config import RunSpec
-from backend.data.chat import COLUMN
+from backend.data.chat import COLUMN, VARIABLES
 from backend.train import template_input
 from backend.train.end_tokens import END
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
 
 Columns = dict[str, list[Any]]
-UNREAD = "unread "  # with a key: a count of examples
+UNREAD, SPECIAL = "unread ", "special "  # with a key, or a token in a content: a count of examples
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PreferenceTokenizer:
         value = example.value
         completions = [value[name] for name in _completion_names(value)]
         try:
-            return self.chat.tokenize_completions(value["prompt"], completions, value.get("tools"))
+            return self.chat.tokenize_completions(value["prompt"], completions, value)
         except UnsupportedConversation as error:
             raise TrainError(f"{example.location}: {error}.") from error
 
@@ -103,15 +103,18 @@ def _completion_names(value: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def count_unread(chat: ChatTokenizer | None, value: Mapping[str, Any], counts: Counter[str]) -> None:
-    """Count an example for each part of its turns that is not trained on, and for each of its weights without a use."""
-    unread = chat.unread(value) if chat else template_input.PLAIN.unread(template_input.turns_of(value))
+    """Count an example for each part of its turns that is not trained on, for each of its weights without a use, and
+    for each special token in a content."""
+    unread = chat.unread(value) if chat else template_input.PLAIN.unread(template_input.turns_of(value), value)
     for what in unread | {f"{COLUMN}{name}" for name in value.get("unused_columns", ())}:
         counts[UNREAD + what] += 1
+    for token in chat.special_tokens_in(value) if chat else ():
+        counts[SPECIAL + token] += 1
 
 
-def unread_keys(counts: Counter[str]) -> dict[str, int]:
-    """Part of turns -> examples that `count_unread` counted for it."""
-    return {name.removeprefix(UNREAD): count for name, count in sorted(counts.items()) if name.startswith(UNREAD)}
+def unread_keys(counts: Counter[str], kind: str = UNREAD) -> dict[str, int]:
+    """Part of turns, or special token in a content, -> examples that `count_unread` counted for it."""
+    return {name.removeprefix(kind): count for name, count in sorted(counts.items()) if name.startswith(kind)}
 
 
 def add_kl_completions(dataset: Dataset, spec: RunSpec) -> Dataset:
@@ -131,4 +134,4 @@ def as_conversation(value: dict[str, Any]) -> dict[str, Any] | None:
     preferred = value["chosen"] if "chosen" in value else value["completion"] if value.get("label", True) else None
     if preferred is None:
         return None
-    return {"messages": [*value["prompt"], preferred[0]], **{key: value[key] for key in ("tools",) if key in value}}
+    return {"messages": [*value["prompt"], preferred[0]], **{key: value[key] for key in VARIABLES if key in value}}

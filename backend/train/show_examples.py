@@ -27,9 +27,9 @@ from backend.data import (
     unpair,
 )
 from backend.inspect.examples import FORMAT
-from backend.train import model
+from backend.train import completion_start, model
 from backend.train.data import ConvertedExample, ExampleTokenizer, tokenizer_for
-from backend.train.preference_data import PreferenceTokenizer, unread_keys
+from backend.train.preference_data import SPECIAL, PreferenceTokenizer, unread_keys
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX
 
@@ -125,7 +125,11 @@ def _notes(to_columns: Tokenizer, example: ConvertedExample) -> list[str]:
     """What the run would count for this example, as sentences."""
     _, counts = to_columns([example])
     notes = [text for name, text in NOTES.items() if counts[name]]
-    return notes + [f"Not used: {what}." for what in unread_keys(counts)]
+    notes += [f"Not used: {what}." for what in unread_keys(counts)]
+    notes += [f"A text has {token}, which becomes a special token." for token in unread_keys(counts, SPECIAL)]
+    if to_columns.chat and (start := completion_start.difference(to_columns.chat, example.value)):
+        notes.append(f"Generation begins with {start[0]!r} here, but the training text is {start[1]!r}.")
+    return notes
 
 
 def _sequence(to_columns: Tokenizer, name: str, ids: list[int], labels: list[int]) -> dict[str, Any]:

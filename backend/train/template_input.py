@@ -4,31 +4,42 @@ expects."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, nodes
 from transformers.utils import chat_template_utils
 
-from backend.data.chat import REASONING, SWITCHES, WEIGHTS, parse_json
+from backend.data.chat import REASONING, SWITCHES, TEMPLATE_KWARGS, WEIGHTS, parse_json
 
 Messages = Sequence[Mapping[str, Any]]
 ALWAYS = ("role", "content", "name", "tool_call_id")  # without a template that reads them, nothing of meaning is lost
 COMPLETIONS = ("completion", "chosen", "rejected")
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)  # a content that begins with reasoning
+PROBE = "a-probe"
 ARGUMENTS = {"probe": "value"}
-TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
 PYTHON_OBJECT = "{'probe'"  # a template that writes the arguments where it expects a text
+TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "a00000000", "type": "function"}  # some templates require nine letters and digits
+USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
 
 
 @dataclass(frozen=True)
 class TemplateInput:
-    """`keys`: of turns that the template reads; `has_tools`: it reads the list of tools; `arguments_as_text`: it
-    expects the arguments of tool calls as JSON text."""
+    """What a template gets. `keys`: of turns that it reads; `variables`: that it reads besides; `arguments_as_text`:
+    it expects the arguments of tool calls as JSON text; `content_as_parts`: it expects lists of parts, as templates of
+    vision-language models do; `without`: contents that it leaves out, as words; `thinks_twice`: it writes an empty
+    reasoning before a content that begins with one."""
 
     keys: frozenset[str]
-    has_tools: bool
-    arguments_as_text: bool
+    variables: frozenset[str] = frozenset()
+    arguments_as_text: bool = False
+    content_as_parts: bool = False
+    without: frozenset[str] = frozenset()
+    thinks_twice: bool = False
 
     @classmethod
     def create(cls, tokenizer: Any, template: str) -> TemplateInput:
@@ -37,7 +48,11 @@ class TemplateInput:
             keys, variables = names_in(template)
         except TemplateError:
             return PLAIN
-        return cls(keys, "tools" in variables, "tool_calls" in keys and _expects_text(tokenizer, template))
+        probe = _Probe(tokenizer, template, keys)
+        as_parts = probe.expects_parts()
+        probe = _Probe(tokenizer, template, keys, as_parts)
+        as_text = "tool_calls" in keys and probe.expects_text()
+        return cls(keys, variables, as_text, as_parts, frozenset(probe.left_out(as_text)), probe.thinks_twice())
 
     def __call__(self, messages: Messages) -> list[dict[str, Any]]:
         """The turns as the template gets them."""
@@ -45,13 +60,27 @@ class TemplateInput:
 
     def _turn(self, message: Mapping[str, Any]) -> dict[str, Any]:
         turn = {key: value for key, value in message.items() if key in ALWAYS or self._reads(key)}
+        if turn["role"] == "assistant" and (thought := self._thought(turn)):
+            turn |= {"reasoning_content": thought[1].strip(), "content": thought[2]}
         calls = [self._call(call) for call in message.get("tool_calls", ())]
         if calls and "tool_calls" in self.keys:
             turn["tool_calls"] = calls
         elif calls:  # the template does not support them: they become text
             text = json.dumps([call["function"] for call in calls], ensure_ascii=False)
             turn["content"] = "\n".join(filter(None, (turn["content"], text)))
+        if self.content_as_parts:
+            turn["content"] = _parts(turn["content"])
         return turn
+
+    def _thought(self, turn: Mapping[str, Any]) -> re.Match[str] | None:
+        """The reasoning at the beginning of a content that the template would write twice: next to an empty one, or
+        next to the same one from another key."""
+        thought = THOUGHT.fullmatch(turn["content"])
+        given = [turn[key] for key in REASONING if key in turn]
+        if not thought or self.keys.isdisjoint(REASONING):
+            return None
+        same = all(isinstance(each, str) and each.strip() == thought[1].strip() for each in given)
+        return thought if same and (given or self.thinks_twice) else None
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """A tool call; its arguments may be an object, or the JSON text of one, as in OpenAI's format."""
@@ -67,19 +96,83 @@ class TemplateInput:
         """Whether the template reads a key of a turn. transformers gives reasoning to it under all of its names."""
         return key in self.keys or (key in REASONING and not self.keys.isdisjoint(REASONING))
 
-    def unread(self, turns: Messages, tools: Any = None) -> set[str]:
-        """The parts of turns that the template does not read, as words."""
-        found = {"the column tools"} if tools and not self.has_tools else set()
+    def unread(self, turns: Messages, example: Mapping[str, Any]) -> set[str]:
+        """The parts of a converted example, whose turns are `turns`, that the template does not read, as words."""
+        found = {f"the column {name}" for name in ("tools", "documents") if name in example.keys() - self.variables}
+        found |= {f"{name} of {TEMPLATE_KWARGS}" for name in example.get(TEMPLATE_KWARGS, {}).keys() - self.variables}
         for turn in turns:
             weights = {key for key in (*WEIGHTS, *SWITCHES) if key in turn and turn["role"] != "assistant"}
             found |= {f"{key} of a turn that is not an assistant turn" for key in weights}
             as_text = ("tool_calls",) if self != PLAIN else ()
             known = {*ALWAYS, "train", *as_text, *weights}
             found |= {key for key in turn.keys() - known if not self._reads(key)}
+            if self.without and turn["content"]:
+                found |= self.without & {f"the content of {turn['role']} turns"}
         return found
 
 
-PLAIN = TemplateInput(frozenset(), False, False)  # no template: the contents of the turns only
+PLAIN = TemplateInput(frozenset())  # no template: the contents of the turns only
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Renders small conversations with a template, to see what it does."""
+
+    tokenizer: Any
+    template: str
+    keys: frozenset[str]
+    as_parts: bool = False
+
+    def expects_parts(self) -> bool:
+        """Whether it renders contents that are lists of parts, but not texts."""
+        user = {**USER, "content": PROBE}
+        return PROBE not in self._text([user]) and PROBE in self._text([{**USER, "content": _parts(PROBE)}])
+
+    def expects_text(self) -> bool:
+        """Whether it renders arguments as JSON text only, or objects as Python writes them."""
+        return not self._renders_call(ARGUMENTS) and self._renders_call(json.dumps(ARGUMENTS))
+
+    def left_out(self, arguments_as_text: bool) -> Iterator[str]:
+        """Kinds of turns whose content it does not render, without an error."""
+        arguments = json.dumps(ARGUMENTS) if arguments_as_text else ARGUMENTS
+        call = {**ANSWER, "content": "", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": arguments}}]}
+        result = {"role": "tool", "content": PROBE, "name": "f", "tool_call_id": CALL["id"]}
+        conversations: list[list[dict[str, Any]]] = [
+            [{"role": "system", "content": PROBE}, USER, ANSWER],
+            [USER, call, result, ANSWER],
+        ]
+        for conversation in conversations:
+            text = self._text([self._with_parts(turn) for turn in conversation])
+            if text and PROBE not in text:
+                yield from (f"the content of {turn['role']} turns" for turn in conversation if PROBE in turn.values())
+
+    def thinks_twice(self) -> bool:
+        """Whether it writes two reasonings for a content that begins with one."""
+        turn = {**ANSWER, "content": f"<think>\n{PROBE}\n</think>\n\n!"}
+        return self._text([self._with_parts(each) for each in (USER, turn)]).count("<think>") > 1
+
+    def _with_parts(self, turn: dict[str, Any]) -> dict[str, Any]:
+        return {**turn, "content": _parts(turn["content"])} if self.as_parts else turn
+
+    def _renders_call(self, arguments: Any) -> bool:
+        call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+        turns = [self._with_parts(each) for each in (USER, {**ANSWER, "content": ""})]
+        text = self._text([turns[0], {**turns[1], "tool_calls": [call]}])
+        return bool(text) and PYTHON_OBJECT not in text
+
+    def _text(self, messages: Messages) -> str:
+        """What it makes of them; '' if it fails."""
+        try:
+            found = self.tokenizer.apply_chat_template(
+                messages, tools=[TOOL], chat_template=self.template, tokenize=False
+            )
+        except (TemplateError, TypeError, ValueError, KeyError):
+            return ""
+        return str(found)
 
 
 def turns_of(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -112,9 +205,12 @@ def lost(turns: Messages, text: str) -> set[str]:
             found.add("the content before </think>")
         if any(str(call["function"]["name"]) not in text for call in turn.get("tool_calls", ())):
             found.add("tool_calls")
+        if turn.get("tool_calls") and turn["content"].strip() not in text:
+            found.add("the text next to tool calls")
     return found
 
 
+@lru_cache(maxsize=16)
 def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
     """The keys and the variables that a chat template reads. Raises TemplateError."""
     tree = chat_template_utils._compile_jinja_template(template).environment.parse(template)  # knows {% generation %}
@@ -124,20 +220,3 @@ def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
     keys = {each.value for each in constants if isinstance(each, nodes.Const) and isinstance(each.value, str)}
     keys |= {node.attr for node in tree.find_all(nodes.Getattr)}
     return frozenset(keys), frozenset(node.name for node in tree.find_all(nodes.Name))
-
-
-def _expects_text(tokenizer: Any, template: str) -> bool:
-    """Whether only arguments as JSON text are rendered, or objects as Python writes them."""
-    text = json.dumps(ARGUMENTS)
-    return not _renders(tokenizer, template, ARGUMENTS) and _renders(tokenizer, template, text)
-
-
-def _renders(tokenizer: Any, template: str, arguments: Any) -> bool:
-    function = {"name": "f", "arguments": arguments}
-    call = {"id": "a00000000", "type": "function", "function": function}  # some require nine letters and digits
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tools=[TOOL], chat_template=template, tokenize=False)
-    except (TemplateError, TypeError, ValueError, KeyError):
-        return False
-    return PYTHON_OBJECT not in str(text)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -24,9 +25,11 @@ from trl.chat_template_utils import (
 from trl.data_utils import common_prefix_length
 
 from backend.config import RunSpec
+from backend.data.chat import TEMPLATE_KWARGS
 from backend.train.run_log import TrainError
 from backend.train.template_input import Messages, TemplateInput, conversations_of, lost, may_be_lost, turns_of
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 IGNORE_INDEX = -100  # the label of tokens without a loss
 # For models without a chat template. The loss is on what stands between {% generation %} and {% endgeneration %}:
 # the completion and its end. Where ChatML's tokens are not in the vocabulary, the tokenizer's EOS token follows, so
@@ -86,6 +89,19 @@ def set_chat_template(spec: RunSpec, tokenizer: Any) -> None:
             raise TrainError(f"data.chat_template_file: {path} cannot be read ({error}).") from error
 
 
+def set_defaults(spec: RunSpec, tokenizer: Any) -> None:
+    """Make data.chat_template_kwargs the defaults of the tokenizer's template, which is saved with the model."""
+    lines = [
+        f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif -%}}\n"
+        for name, value in spec.data.template_kwargs.items()
+    ]
+    template, defaults = tokenizer.chat_template, "".join(lines)
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: defaults + each for name, each in template.items()}
+    elif template:
+        tokenizer.chat_template = defaults + template
+
+
 @dataclass(frozen=True)
 class ChatTokenizer:
     """Turns conversations into token ids and labels; the label is -100 for tokens without a loss."""
@@ -93,12 +109,14 @@ class ChatTokenizer:
     tokenizer: Any
     marked_template: str | None  # one with {% generation %} markers that renders the same text
     all_tokens: bool  # the loss is on all tokens, not on completions only
+    kwargs: Mapping[str, Any]  # variables of the template
     input: TemplateInput
     marked_input: TemplateInput  # of marked_template
 
     @classmethod
-    def create(cls, tokenizer: Any, all_tokens: bool) -> ChatTokenizer:
-        """The best way for this tokenizer's template. Raises TrainError if it has none."""
+    def create(cls, tokenizer: Any, all_tokens: bool, kwargs: Mapping[str, Any] | None = None) -> ChatTokenizer:
+        """The best way for this tokenizer's template, which gets `kwargs` as variables. Raises TrainError if the
+        tokenizer has none."""
         template = tokenizer.chat_template
         if not template:
             raise TrainError(
@@ -114,19 +132,37 @@ class ChatTokenizer:
             except (ValueError, TemplateError):  # TRL does not know the template
                 marked = None
         inputs = [TemplateInput.create(tokenizer, each or template) for each in (template, marked)]
-        return cls(tokenizer, marked, all_tokens, *inputs)
+        return cls(tokenizer, marked, all_tokens, kwargs or {}, *inputs)
+
+    def _variables(self, example: Mapping[str, Any]) -> dict[str, Any]:
+        """What the template gets besides the turns."""
+        given = {name: example[name] for name in ("tools", "documents") if name in example}
+        return {**self.kwargs, **given, **example.get(TEMPLATE_KWARGS, {})}
 
     def unread(self, value: Mapping[str, Any]) -> set[str]:
         """The parts of a converted example's turns that are not trained on, as words."""
         read = self.marked_input if "messages" in value else self.input
-        found = read.unread(turns_of(value), value.get("tools"))
+        found = read.unread(turns_of(value), value)
+        found |= {f"{name} of data.{TEMPLATE_KWARGS}" for name in self.kwargs.keys() - read.variables}
         template = self.marked_template if "messages" in value else None
         for turns in conversations_of(value):
             if not any(map(may_be_lost, turns)):
                 continue
             with suppress(UnsupportedConversation):  # which tokenizing it says
-                found |= lost(turns, self._render(turns, None, chat_template=template))
+                found |= lost(turns, self.render(turns, value, chat_template=template))
         return found
+
+    def special_tokens_in(self, value: Mapping[str, Any]) -> set[str]:
+        """The tokenizer's special tokens in the contents of a converted example's turns. As text of a user they would
+        still end a turn, or begin one."""
+        known = self._special_tokens
+        return {token for turn in turns_of(value) for token in known.findall(turn["content"])} if known else set()
+
+    @cached_property
+    def _special_tokens(self) -> re.Pattern[str] | None:
+        added = (str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        tokens = {*added, *map(str, self.tokenizer.all_special_tokens)} - {""}
+        return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
 
     def ends(self, labels: Sequence[int]) -> list[int | None]:
         """The token that ends each part with a loss: one that the tokenizer was given as a whole, such as <|im_end|>,
@@ -146,39 +182,40 @@ class ChatTokenizer:
         """The tokens that are not made of text; the tokenizer takes a millisecond to list them."""
         return {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
 
-    def render_prompt(self, messages: Messages, tools: Any = None) -> str:
-        """The text that the model completes. Raises UnsupportedConversation."""
-        return self._render(messages, tools, add_generation_prompt=True)
+    def render_prompt(self, messages: Messages, example: Mapping[str, Any] = NOTHING) -> str:
+        """The text that the model completes; `example` has the tools and the like. Raises UnsupportedConversation."""
+        return self.render(messages, example, add_generation_prompt=True)
 
-    def tokenize(self, messages: Messages, tools: Any = None) -> tuple[list[int], list[int]]:
-        """(input ids, labels) of a conversation with the loss on every completion. Raises UnsupportedConversation."""
+    def tokenize(self, messages: Messages, example: Mapping[str, Any] = NOTHING) -> tuple[list[int], list[int]]:
+        """(input ids, labels) of a conversation with the loss on every completion; `example` has the tools and the
+        like. Raises UnsupportedConversation."""
         if self.marked_template is None:
-            return self._tokenize_by_difference(messages, tools)
+            return self._tokenize_by_difference(messages, example)
         try:
             encoded = self.tokenizer.apply_chat_template(
                 self.marked_input(messages),
-                tools=tools,
                 chat_template=self.marked_template,
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=not self.all_tokens,
+                **self._variables(example),
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
         ids = list(encoded["input_ids"])
         mask = [1] * len(ids) if self.all_tokens else encoded["assistant_masks"]
         if any(message.get("train") is False for message in messages):
-            mask = self._without_untrained(mask, messages, tools)
+            mask = self._without_untrained(mask, messages, example)
         return ids, [token if trained else IGNORE_INDEX for token, trained in zip(ids, mask, strict=True)]
 
-    def _without_untrained(self, mask: Sequence[int], messages: Messages, tools: Any) -> list[int]:
+    def _without_untrained(self, mask: Sequence[int], messages: Messages, example: Mapping[str, Any]) -> list[int]:
         """The mask without the assistant turns that say so."""
         turns = [message for message in messages if message["role"] == "assistant"]
-        whole = self._render(messages, tools, chat_template=self.marked_template)
-        spans = self._marked_spans(messages, tools)
+        whole = self.render(messages, example, chat_template=self.marked_template)
+        spans = self.marked_spans(messages, example)
         if len(spans) != len(turns):  # the template does not mark each turn
             try:
-                spans = self._differences(whole, messages, tools)
+                spans = self._differences(whole, messages, example)
             except UnmarkedCompletions as error:
                 raise UnmarkedCompletions(
                     "a turn has a weight of 0, and the chat template rewrites earlier turns, so its tokens cannot be "
@@ -191,51 +228,51 @@ class ChatTokenizer:
             for trained, (start, end) in zip(mask, offsets, strict=True)
         ]
 
-    def _marked_spans(self, messages: Messages, tools: Any) -> Sequence[tuple[int, int]]:
-        """Where the template's markers are in the rendered text."""
-        assert self.marked_template
-        if not has_generation_markers(self.marked_template):
+    def marked_spans(self, messages: Messages, example: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+        """Where the template's markers are in the rendered text; () without markers."""
+        if not self.marked_template or not has_generation_markers(self.marked_template):
             return ()
         spans: Sequence[tuple[int, int]] = render_jinja_template(
             [self.marked_input(messages)],
-            tools=tools,
             chat_template=self.marked_template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
+            **self._variables(example),
         )[1][0]
         return spans
 
     def tokenize_completions(
-        self, prompt: Messages, completions: Sequence[Messages], tools: Any = None
+        self, prompt: Messages, completions: Sequence[Messages], example: Mapping[str, Any] = NOTHING
     ) -> tuple[list[int], list[list[int]]]:
         """Ids of a prompt, and of what each completion adds: from the first id that differs from the prompt's, because
         some templates and tokenizers render its end differently if a completion follows. Raises
         UnsupportedConversation."""
-        alone = self._ids(self._render(prompt, tools, add_generation_prompt=True))
-        whole = [self._ids(self._render([*prompt, *completion], tools)) for completion in completions]
+        alone = self.ids(self.render(prompt, example, add_generation_prompt=True))
+        whole = [self.ids(self.render([*prompt, *completion], example)) for completion in completions]
         shared = min(common_prefix_length(alone, ids) for ids in whole)
         return alone[:shared], [ids[shared:] for ids in whole]
 
-    def _ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
+        """The token ids of a rendered text."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _tokenize_by_difference(self, messages: Messages, tools: Any) -> tuple[list[int], list[int]]:
-        whole = self._render(messages, tools)
+    def _tokenize_by_difference(self, messages: Messages, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        whole = self.render(messages, example)
         turns = [message for message in messages if message["role"] == "assistant"]
-        spans = self._differences(whole, messages, tools)
+        spans = self._differences(whole, messages, example)
         spans = [span for span, turn in zip(spans, turns, strict=True) if turn.get("train") is not False]
         ids, offsets = self._offsets(whole)
         trained = [any(start < b and end > a for a, b in spans) for start, end in offsets]
         return ids, [token if yes else IGNORE_INDEX for token, yes in zip(ids, trained, strict=True)]
 
-    def _differences(self, whole: str, messages: Messages, tools: Any) -> list[tuple[int, int]]:
+    def _differences(self, whole: str, messages: Messages, example: Mapping[str, Any]) -> list[tuple[int, int]]:
         """Where the text of each assistant turn is in the rendered text. Raises UnmarkedCompletions."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:number], tools, add_generation_prompt=True)
-            after = self._render(messages[: number + 1], tools)
+            before = self.render(messages[:number], example, add_generation_prompt=True)
+            after = self.render(messages[: number + 1], example)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise UnmarkedCompletions(
                     "the chat template rewrites earlier messages, so completions cannot be told from prompts; set "
@@ -255,11 +292,12 @@ class ChatTokenizer:
             ) from error
         return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 
-    def _render(self, messages: Messages, tools: Any, **more: Any) -> str:
+    def render(self, messages: Messages, example: Mapping[str, Any], **more: Any) -> str:
+        """The text of a conversation; `more` goes to apply_chat_template. Raises UnsupportedConversation."""
         if not messages:  # transformers raises "Cannot apply chat template to an empty conversation"
             raise UnsupportedConversation("begins with an assistant turn; add a user or system turn as its prompt")
         turns = (self.marked_input if more.get("chat_template") else self.input)(messages)
         try:
-            return str(self.tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, **more))
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **more, **self._variables(example)))
         except (TemplateError, TypeError, ValueError) as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error

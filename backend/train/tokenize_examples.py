@@ -27,14 +27,15 @@ from backend.data import (
     unpair,
 )
 from backend.inspect.examples import FORMAT
-from backend.train import model
+from backend.train import completion_start, model
 from backend.train.data import ConvertedExample, tokenizer_for
-from backend.train.preference_data import unread_keys
+from backend.train.preference_data import SPECIAL, unread_keys
 from backend.train.run_log import TrainError
-from backend.train.templates import UnmarkedCompletions
+from backend.train.templates import ChatTokenizer, UnmarkedCompletions, UnsupportedConversation
 
 MAX_ISSUES = 3  # of a data file; and that cannot be rendered
 MAX_LENGTHS = 2000
+MAX_STARTS = 200  # examples whose generation prompt is compared with their training text: it is rendered for that
 MAX_POSITIONS = 100_000  # training examples of which the unusable ones are listed; a check selects from them in 0.1 s
 BATCH = 16  # examples between two looks at the clock
 REPORT_SECONDS = 0.5  # between two progress reports
@@ -78,12 +79,15 @@ class ExampleFacts:
     token_lengths: list[int] = field(default_factory=list)  # of the first MAX_LENGTHS examples
     longest: int = 0  # of all examples that were tokenized
     counts: Counter[str] = field(default_factory=Counter)
+    start: tuple[str, str] | None = None  # of the first completion that generation begins in another way
+    start_kwargs: dict[str, bool] | None = None  # of the chat template, with which it does not
     next_report: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """As the client reads it."""
         facts = {name: value for name, value in vars(self).items() if name not in ("report", "next_report")}
-        return {"format": FORMAT, **facts, "counts": dict(self.counts), "unread": unread_keys(self.counts)}
+        found = {"unread": unread_keys(self.counts), "special": unread_keys(self.counts, SPECIAL)}
+        return {"format": FORMAT, **facts, "counts": dict(self.counts), **found}
 
     def add_tokenized(self, is_training: bool, usable: bool) -> None:
         """Count an example; `usable`: a token of it is trained. The training examples come first."""
@@ -96,6 +100,19 @@ class ExampleFacts:
             self.unusable = None
         elif not usable and self.unusable is not None:
             self.unusable.append(self.tokenized - 1)
+
+    def add_start(self, spec: RunSpec, chat: ChatTokenizer | None, value: dict[str, Any]) -> None:
+        """Compare how a completion begins in generation and in training, if it is one of the first ones."""
+        if chat is None or self.counts["starts"] >= MAX_STARTS or not registry.STAGES[spec.train.stage].generates:
+            return
+        self.counts["starts"] += 1
+        try:
+            start = completion_start.difference(chat, value)
+            if start and not self.start:
+                self.start, self.start_kwargs = start, completion_start.kwargs_without_difference(chat, value)
+        except UnsupportedConversation:  # a template without a generation prompt for it
+            return
+        self.counts["different_starts"] += start is not None
 
     def add_examples(self, is_training: bool, count: int) -> None:
         """Count examples that were read, and report the progress now and then."""
@@ -136,6 +153,7 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
             continue
         found.counts += counts
         found.add_tokenized(is_training, any(len(values) for values in columns.values()))
+        found.add_start(spec, to_columns.chat, example.value)
         if length := counts["longest_sequences"] or counts["tokens"]:  # of a pair, the longer sequence
             found.longest = max(found.longest, length)
             if len(found.token_lengths) < MAX_LENGTHS:

@@ -46,7 +46,7 @@ from backend.train.monitor import Monitor
 from backend.train.patches import accelerate_fsdp2_addresses, trl_precompute_hooks
 from backend.train.run_log import RunLog, Stopped, write_json
 from backend.train.skipped_steps import SkippedSteps
-from backend.train.templates import ChatTokenizer
+from backend.train.templates import ChatTokenizer, set_defaults
 
 PREPARED = ".prepared"  # tokenized examples, from rank 0 to the others
 
@@ -88,6 +88,7 @@ def train_in_phases(context: TrainContext) -> None:
     tokens = model.load_tokenizer(spec, source)
     prepared = _prepared(context, tokens)
     generation = _generation(context, tokens, prepared)
+    set_defaults(spec, tokens)  # the conversations are rendered; now it is saved with the model
     monitor = Monitor(context)
     progress = ProgressCallback(run_log, monitor)
     checkpoint = CheckpointCallback(spec, context.folder, group, run_log, monitor)
@@ -141,7 +142,8 @@ def _prepared(context: TrainContext, tokens: Any) -> data.PreparedData:
 def _generation(context: TrainContext, tokens: Any, prepared: data.PreparedData) -> Any:
     """The callback that generates outputs for validation examples."""
     spec, run, examples = context.spec, context.run, prepared.eval_examples
-    prompts = generation_eval.eval_prompts(ChatTokenizer.create(tokens, True), examples) if examples else []
+    chat = ChatTokenizer.create(tokens, True, spec.data.template_kwargs) if examples else None
+    prompts = generation_eval.eval_prompts(chat, examples) if chat else []
     generator = generation_eval.Generator.create(
         spec, tokens, context.group, device.DTYPES[run.compute_dtype], run.tensor_parallel_size
     )

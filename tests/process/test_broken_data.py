@@ -51,7 +51,7 @@ def inspect_in_this_process(spec: RunSpec, base: Path, environment: Mapping[str,
         return {}
     sections = json.loads(spec.model_dump_json(include={"model", "data", "train"}))
     found = tokenize_examples.inspect(sections, str(base), request["folder"])
-    return examples._facts(json.loads(json.dumps(found)), spec)
+    return examples.facts_from(json.loads(json.dumps(found)), spec)
 
 
 @pytest.fixture(autouse=True)

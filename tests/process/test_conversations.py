@@ -22,13 +22,15 @@ from transformers import AutoTokenizer, GenerationConfig
 from backend.config import Data
 from backend.data import InvalidExample, convert, read_examples, unpair
 from backend.data.reading import read_parquet_in_process
+from backend.inspect import examples
+from backend.inspect.facts import InputFacts
 from backend.runs import trained as trained_model
 from backend.runs.folder import Run
-from backend.train import data, end_tokens, generation_eval
+from backend.train import data, end_tokens, generation_eval, tokenize_examples
 from backend.train.data import ConvertedExample, ExampleTokenizer
 from backend.train.run_log import TrainError
 from backend.train.template_input import names_in
-from backend.train.templates import ChatTokenizer, UnmarkedCompletions
+from backend.train.templates import ChatTokenizer, UnmarkedCompletions, set_defaults
 
 PUBLISHED = Path(trl.__file__).parent / "chat_templates"
 QUESTION = {"role": "user", "content": "Next IC to Bern?"}
@@ -67,7 +69,7 @@ def converted(row: Mapping[str, Any], format: str = "messages") -> dict[str, Any
 
 def trained(chat: ChatTokenizer, value: Mapping[str, Any]) -> list[str]:
     """The parts with a loss, as text."""
-    ids, labels = chat.tokenize(value["messages"], value.get("tools"))
+    ids, labels = chat.tokenize(value["messages"], value)
     assert [label for label in labels if label != -100] == [
         i for i, label in zip(ids, labels, strict=True) if label >= 0
     ]
@@ -243,7 +245,7 @@ def test_parquet_gives_the_tokens_of_jsonl(tokenizer: Any, tmp_path: Path, in_pr
     read = read_parquet_in_process if in_process else read_examples
     chat = published(tokenizer, "qwen3")
     tokens = [
-        [chat.tokenize((value := converted(row))["messages"], value.get("tools")) for _, row in reader(tmp_path / name)]
+        [chat.tokenize((value := converted(row))["messages"], value) for _, row in reader(tmp_path / name)]
         for reader, name in ((read, "rows.parquet"), (read_examples, "rows.jsonl"))
     ]
     assert tokens[0] == tokens[1] and "null" not in chat.tokenizer.decode(tokens[0][0][0])
@@ -375,3 +377,96 @@ def test_the_log_names_what_is_not_used(tiny: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     data.prepare(make_spec(options), AutoTokenizer.from_pretrained(tiny), lambda done, of: True, lines.append)
     assert lines[-1].endswith("; reasoning left out in 1."), lines
+
+
+OPENS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def inspected(tiny: Path, tmp_path: Path, rows: Sequence[Mapping[str, Any]], **more: Any) -> InputFacts:
+    """What the check finds in rows, with the template above."""
+    (tmp_path / "t.jinja").write_text(OPENS_THINKING)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = {"data.source": "files", "data.files": ("rows.jsonl",), "data.validation": "none"}
+    template = {"data.chat_template": "file", "data.chat_template_file": str(tmp_path / "t.jinja")}
+    spec = make_spec({**files, **template, **more})
+    sections = {name: getattr(spec, name).model_dump() for name in ("model", "data", "train")}
+    found = json.loads(json.dumps(tokenize_examples.inspect(sections, str(tmp_path), str(tiny))))
+    return InputFacts(**examples.facts_from(found, spec))
+
+
+def test_another_start_is_found_with_its_way_out(tiny: Path, tmp_path: Path) -> None:
+    """And reasoning in the data is none: it begins as the generation prompt ends."""
+    thought = {**ANSWER, "content": "<think>\nNine.\n</think>\nAt nine."}
+    rows = [{"messages": [QUESTION, ANSWER]}] * 3 + [{"messages": [QUESTION, thought]}]
+    found = inspected(tiny, tmp_path, rows)
+    assert (found.num_different_starts, found.num_starts) == (3, 4)
+    assert found.start_difference[0] == "<|im_start|>assistant\n<think>\n"
+    assert found.start_difference[1].startswith("<|im_start|>assistant\nAt nine.")
+    assert found.start_kwargs == '{"enable_thinking": false}'
+    with_kwargs = {"data.chat_template_kwargs": found.start_kwargs}
+    assert inspected(tiny, tmp_path, rows[:3], **with_kwargs).num_different_starts == 0
+    assert inspected(tiny, tmp_path, rows[:3], **with_kwargs, **{"train.stage": "reward"}).num_starts == 0
+
+
+def test_special_tokens_in_contents_are_found(tiny: Path, tmp_path: Path) -> None:
+    wrong = {**QUESTION, "content": "What does <|im_end|> mean?"}
+    found = inspected(tiny, tmp_path, [{"messages": [wrong, ANSWER]}, {"messages": [QUESTION, ANSWER]}])
+    assert found.special_tokens == (("<|im_end|>", 1),) and found.num_checked == 2
+
+
+def test_variables_of_the_template(tokenizer: Any) -> None:
+    """From the option, and for an example from its row, as in TRL; what the template does not read is counted."""
+    tokenizer.chat_template = OPENS_THINKING
+    row = {"messages": [QUESTION, ANSWER], "documents": [{"title": "A"}]}
+    given = {**row, "chat_template_kwargs": '{"enable_thinking": false, "style": 1}'}
+    for kwargs, value, thinks in [({}, row, True), ({"enable_thinking": False}, row, False), ({}, given, False)]:
+        chat = ChatTokenizer.create(tokenizer, False, kwargs)
+        assert chat.render_prompt([QUESTION], converted(value)).endswith("<think>\n") == thinks
+    chat = ChatTokenizer.create(tokenizer, False, {"effort": "low"})
+    unread = {key.removeprefix("unread ") for key in count(chat, converted(given)) if key.startswith("unread")}
+    assert unread == {"the column documents", "style of chat_template_kwargs", "effort of data.chat_template_kwargs"}
+    for wrong, problem in [([1], "contains a list"), ({"tools": []}, "has tools, which is no variable")]:
+        with pytest.raises(InvalidExample, match=problem):
+            converted({**row, "chat_template_kwargs": wrong})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"tools": []}', "which transformers sets itself"),
+        ('{"a b": 1}', "not the name of a variable"),
+        ("[]", "object"),
+    ],
+)
+def test_wrong_variables_of_the_template(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Data(chat_template_kwargs=text)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_variables_become_defaults_of_the_saved_template(tokenizer: Any, several: bool) -> None:
+    """A user of the trained model gets the prompt of the training, and can still set another value."""
+    tokenizer.chat_template = {"default": OPENS_THINKING, "rag": OPENS_THINKING} if several else OPENS_THINKING
+    prompt = {"tokenize": False, "add_generation_prompt": True}
+    expected = tokenizer.apply_chat_template([QUESTION], enable_thinking=False, **prompt)
+    set_defaults(
+        make_spec({"data.chat_template_kwargs": '{"enable_thinking": false, "n": {"a": [null, "\'"]}}'}), tokenizer
+    )
+    assert tokenizer.apply_chat_template([QUESTION], **prompt) == expected
+    assert tokenizer.apply_chat_template([QUESTION], enable_thinking=True, **prompt).endswith("<think>\n")
+
+
+def test_contents_of_roles_that_a_template_leaves_out_are_counted(tokenizer: Any) -> None:
+    value = converted({"messages": calling({"to": "Bern"})})
+    assert "unread the content of tool turns" in count(published(tokenizer, "phi3"), value)
+
+
+def test_reasoning_is_not_written_twice(tokenizer: Any) -> None:
+    """Given in the content and in a key; reasonings that differ are both kept."""
+    chat = published(tokenizer, "glm4moe")
+    turn = {**ANSWER, "content": "<think>Nine.</think>At nine.", "reasoning_content": "Nine."}
+    assert "".join(trained(chat, converted({"messages": [QUESTION, turn]}))).count("Nine.") == 1

@@ -94,7 +94,8 @@ def test_defaults_are_those_of_llamafactory(tmp_path):
         ({"ddp_find_unused_parameters": True}, "parallel.ddp_find_unused_parameters", True),
         ({"val_size": 0.1, "evaluation_strategy": "epoch"}, "eval.strategy", "epoch"),
         ({"stage": "dpo", "dpo_beta": 0.3}, "preference.beta", 0.3),
-        ({"enable_thinking": False}, "llamafactory.extra_args", '{"enable_thinking": false}'),
+        ({"enable_thinking": False}, "data.chat_template_kwargs", '{"enable_thinking": false}'),
+        ({"enable_thinking": True}, "data.chat_template_kwargs", ""),
         ({"context_parallel_size": 4, "deepspeed": "ds_z3_config.json"}, "parallel.strategy", "zero3"),
         ({"context_parallel_size": 4, "deepspeed": "ds_z3_config.json"}, "llamafactory.backend", "transformers"),
         ({"context_parallel_size": 4, "fsdp": "full_shard"}, "llamafactory.extra_args", '{"context_parallel_size": 4}'),
@@ -131,7 +132,6 @@ def test_refused(tmp_path, given, named):
     ("given", "texts"),
     [
         ({"use_hyper_parallel": True}, ["use_hyper_parallel: True"]),
-        ({"enable_thinking": False}, ["enable_thinking: False"]),
         ({"context_parallel_size": 4, "fsdp": "full_shard"}, ["context_parallel_size: 4"]),
         ({"packing": True}, ["packing: packed examples do not attend"]),
         ({"val_size": 200}, ["val_size: 200"]),

@@ -42,7 +42,7 @@ def other(option):
             return {**other, "kubernetes.resources": ("a=1",)}.get(option.name, ("a", "b"))
         case "table":
             return {"A": "1"}
-        case _ if "extra_" in option.name:  # JSON
+        case _ if "extra_" in option.name or option.name.endswith("_kwargs"):  # JSON
             return '{"a": 1}'
         case _:
             other = {"slurm.time_limit": "12:00:00", "kubernetes.gpu_resource": "amd.com/gpu"}

@@ -40,7 +40,7 @@ from backend.rules.examples import (
 from backend.rules.memory import LLAMA_8B_FACTS, NO_REMEDY
 from backend.tasks.autofix import MAX_FIXES, AutofixResult, autofix
 
-COUNT = 283
+COUNT = 285
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -229,6 +229,16 @@ FACTS = (
         num_checked=9,
         num_usable=0,
         num_identical_pairs=9,
+    ),
+    replace(
+        DEMO,
+        num_checked=9,
+        num_endless=9,
+        unread_keys=(("name", 9),),
+        special_tokens=(("</s>", 9),),
+        num_starts=9,
+        num_different_starts=9,
+        start_difference=("a", "b"),
     ),
     InputFacts(),
     InputFacts(shape=GPT2, shape_unknown_reason="", num_examples=0, num_validation_examples=0, token_lengths=(0,)),

@@ -1,0 +1,61 @@
+"""How completions begin: in the prompt that generation completes, and in the text that is trained on.
+
+Some chat templates add more to a generation prompt than conversations have there, such as an open <think>. A model that
+was never trained to continue from it may generate anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from backend.train.template_input import Messages
+from backend.train.templates import ChatTokenizer, is_trained
+
+SHOWN = 20  # characters of a completion
+SWITCHES = ("enable_thinking", "thinking")  # variables of published templates for the start of completions
+Start = tuple[str, str]
+
+
+def difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> Start | None:
+    """How the last completion of a converted example begins in generation, and in training; None if the former is the
+    beginning of the latter, as text and as tokens, after which the loss begins; or where the template rewrites earlier
+    turns. Raises UnsupportedConversation."""
+    is_marked = "messages" in example
+    template = chat.marked_template if is_marked else None
+    prompt, completion = _last(example)
+    if not prompt:
+        return None
+    before = chat.render(prompt, example), chat.render(prompt, example, chat_template=template)
+    generated = chat.render(prompt, example, add_generation_prompt=True)
+    trained = chat.render(turns := [*prompt, *completion], example, chat_template=template)
+    if not (generated.startswith(before[0]) and trained.startswith(before[1])):
+        return None
+    generated, trained = generated[len(before[0]) :], trained[len(before[1]) :]
+    ids = chat.ids(generated)
+    if trained.startswith(generated) and chat.ids(trained)[: len(ids)] == ids:
+        spans = chat.marked_spans(turns, example) if is_marked and not chat.all_tokens else ()
+        starts = [start for start, _ in spans if start >= len(before[1])]
+        if not starts or starts[0] <= len(before[1]) + len(generated):
+            return None  # else what stands between the generation prompt and the loss is never generated
+    return generated, trained[: len(generated) + SHOWN]
+
+
+def kwargs_without_difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> dict[str, bool] | None:
+    """A variable of the template with which an example has no difference, if there is one."""
+    for name in SWITCHES:
+        for value in (False, True):
+            switched = replace(chat, kwargs={**chat.kwargs, name: value})
+            if name in chat.input.variables and difference(switched, example) is None:
+                return {name: value}
+    return None
+
+
+def _last(example: Mapping[str, Any]) -> tuple[Messages, Messages]:
+    """The prompt, and the last completion with a loss, of a pair the preferred one. () as prompt if there is none."""
+    if "messages" not in example:
+        return example["prompt"], example.get("chosen") or example["completion"]
+    turns = example["messages"]
+    last = max((n for n, turn in enumerate(turns) if is_trained(turn)), default=0)
+    return turns[:last], turns[last : last + 1]
