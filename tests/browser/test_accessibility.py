@@ -182,7 +182,7 @@ HELP_OUTSIDE = """async () => {
 }"""
 
 
-@pytest.mark.parametrize("width", [390, 800, 1024, 1440])
+@pytest.mark.parametrize("width", [390, *(pytest.param(w, marks=pytest.mark.soak) for w in (800, 1024, 1440))])
 def test_help_is_inside_the_window(page, width):
     page.set_viewport_size({"width": width, "height": 900})
     style = page.add_style_tag(content="* { transition: none !important; scroll-behavior: auto !important }")

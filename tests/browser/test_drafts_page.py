@@ -72,10 +72,8 @@ BEFORE, DURING, AFTER = 0, 10, 150  # ms after the key: the check of the edit is
     ("how", "delays"),
     [
         ("close", [BEFORE, DURING, AFTER]),
-        ("reload", [DURING]),
-        ("no server", [BEFORE]),
-        pytest.param("reload", [BEFORE, AFTER], marks=pytest.mark.soak),
-        pytest.param("no server", [DURING, AFTER], marks=pytest.mark.soak),
+        pytest.param("reload", [BEFORE, DURING, AFTER], marks=pytest.mark.soak),
+        pytest.param("no server", [BEFORE, DURING, AFTER], marks=pytest.mark.soak),
     ],
 )
 def test_the_last_key_before_leaving_is_kept(context, shared, how, delays):
@@ -159,6 +157,7 @@ def test_secrets_are_not_kept_in_the_browser(page):
     assert "mine" in kept and "hf_secret" not in kept
 
 
+@pytest.mark.soak
 def test_a_hugging_face_token_is_tested_and_stored(page, same_page, shared):
     """A refused download opens the field. What is typed is in one request, and nowhere in the page after that."""
     token = page.locator("#fp-hub-token")

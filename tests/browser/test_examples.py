@@ -61,6 +61,7 @@ def boxes(page):
     )
 
 
+@pytest.mark.soak
 def test_start_waits_until_all_examples_are_checked(page, server, tmp_path):
     """The last of 15,000 examples cannot be rendered: the form says how many were checked, Start waits for the others,
     and the run is not started."""

@@ -83,6 +83,7 @@ def test_three_runs_wait_and_the_order_is_changed(server, page):
     expect(page.locator(f'tr:has(a[href*="{fourth.id}"]) .fp-badge')).to_have_text("Done")
 
 
+@pytest.mark.soak
 def test_a_run_is_started_after_another_one(server, page):
     first = make(server, "first")
     page.goto(f"{server.url}/?tab=run&run={first.id}")

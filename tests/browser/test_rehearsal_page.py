@@ -61,6 +61,7 @@ def test_live_phases_stop_and_reload(server, page):
     expect(panel).to_be_hidden()
 
 
+@pytest.mark.soak
 def test_a_rehearsal_of_earlier_values_says_so(same_page):
     same_page.show_build()
     page = same_page.page

@@ -62,6 +62,7 @@ def value(page, name):
     return page.evaluate("name => footplate.values()[name]", name)
 
 
+@pytest.mark.soak
 def test_keyboard_only_from_the_first_page_to_the_result(same_page, shared):
     """No click, no pointer: skip link, menus, segments, search, strategy picker, Start, tabs and details of the run."""
     same_page.show_build()

@@ -69,6 +69,7 @@ def test_it_is_shown_and_resumed_and_deleted(earlier: Run) -> None:
     assert not earlier.path.exists()
 
 
+@pytest.mark.soak
 def test_its_script_resumes_it(earlier: Run) -> None:
     assert subprocess.run(["bash", str(earlier.path / "run.sh")], check=False).returncode == 0
     check_finished(earlier)

@@ -96,8 +96,11 @@ def test_broken_examples_deep_in_a_file_are_named(
     "template",
     [
         "{{ 'a' * 10**10 }}{{ messages }}",  # one call of C code, in which no thread of the worker runs
-        "{%- set n = namespace(x='a' * 1000) -%}{%- for i in range(99) -%}{%- set n.x = n.x + n.x -%}{%- endfor -%}"
-        "{{ messages }}",
+        pytest.param(
+            "{%- set n = namespace(x='a' * 1000) -%}{%- for i in range(99) -%}{%- set n.x = n.x + n.x -%}{%- endfor -%}"
+            "{{ messages }}",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_a_template_cannot_take_all_memory(tmp_path: Path, environment: dict[str, str], template: str) -> None:

@@ -75,6 +75,7 @@ def resumed(run: ClusterRun) -> list[int]:
     return [point["step"] for point in read_metrics(run.run.path) if point.get("event") == "resumed"]
 
 
+@pytest.mark.soak
 def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start, cluster) -> None:  # type: ignore[no-untyped-def]
     """The losses of all steps, before and after the stop, are those of one process."""
     alone = fork_server.train(root / "alone", make_spec({**FULL, "train.per_device_train_batch_size": 4}))

@@ -129,6 +129,7 @@ def test_saved_adapter_is_for_the_original_base_weights(trained: Any, cache: Pat
     assert adapter.peft_config["default"].r == 32, "rank 16 of the initial adapter is subtracted by another 16"
 
 
+@pytest.mark.soak
 def test_fsdp2_merges_the_adapter(trained: Any, cache: Path) -> None:
     """The rank is odd, so that no shard of an adapter is whole; rule STR004 refuses other sharded weights, and DoRA.
     The run ends with an evaluation that leaves the layers gathered."""

@@ -95,6 +95,7 @@ def _files(root: Path) -> None:
     template = "{% for m in messages %}{{ m['role'] + m['content'] + eos_token }}{% endfor %}"
     (root / "a.jinja").write_text(template)
     (root / "b.jinja").write_text(template.replace("'content'] +", "'content'] + '!' +"))
+    (root / "c.jinja").write_text("{{ greeting }}" + template)
 
 
 def argument(name: str) -> Observer:
@@ -498,6 +499,11 @@ CASES: dict[str, Case] = {
     "data.chat_template": Case("file", first_rows, {"data.chat_template_file": "INPUTS/a.jinja"}),
     "data.chat_template_file": Case(
         "INPUTS/b.jinja", first_rows, {"data.chat_template": "file", "data.chat_template_file": "INPUTS/a.jinja"}
+    ),
+    "data.chat_template_kwargs": Case(
+        '{"greeting": "Hello."}',
+        first_rows,
+        {"data.chat_template": "file", "data.chat_template_file": "INPUTS/c.jinja"},
     ),
     "data.loss_on": Case("all_tokens", first_rows),
     "data.max_length": Case(100, first_rows),

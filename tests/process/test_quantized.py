@@ -102,7 +102,7 @@ def test_losses_are_close_to_unquantized_training(
 @pytest.mark.parametrize(
     ("changes", "strategy"),
     [
-        (NF4, "ddp"),
+        pytest.param(NF4, "ddp", marks=pytest.mark.soak),
         pytest.param(INT8, "ddp", marks=pytest.mark.soak),
         pytest.param(NF4, "zero2", marks=pytest.mark.soak),
         (NF4, "zero3"),
@@ -135,9 +135,10 @@ def test_strategies_match_one_process(
 FP4 = {"method.quantization": "fp4", "method.bnb_4bit_use_double_quant": False, "precision.compute": "bf16"}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("changes", "ranks"),
-    [pytest.param(NF4, 2, marks=pytest.mark.soak), (FP4, 3)],
+    [(NF4, 2), (FP4, 3)],
     ids=["nf4-2", "fp4-bf16-3"],
 )
 def test_fsdp2_sends_quantized_weights_from_rank_0(

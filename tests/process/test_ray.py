@@ -69,6 +69,7 @@ def start(root: Path, cache: Path, cluster: RayCluster) -> Iterator[Callable[...
         assert not list((run.run.path / "ray-nodes").glob("*"))
 
 
+@pytest.mark.soak
 def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start, cluster) -> None:  # type: ignore[no-untyped-def]
     """The losses of all steps, before and after the stop, are those of one process."""
     name = f"alone-{type(cluster).__name__}"

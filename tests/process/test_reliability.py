@@ -217,7 +217,7 @@ training.main()
 """
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 0), ("fsdp2", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 0), pytest.param("fsdp2", 2, marks=pytest.mark.soak)])
 def test_a_run_that_is_renamed_trains_on(fork_server: ForkServer, root: Path, strategy: str, ranks: int) -> None:
     """Checkpoints, metrics, model and result are in the folder under its new name. Before, the run waited, and after
     five minutes it created the old folder again and finished there."""
@@ -249,7 +249,7 @@ lock.release()
 
 
 @pytest.mark.parametrize("kind", ["BuildLock", "FileBaton"])
-@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_build_continues_after_its_process_was_killed(tmp_path: Path, kind: str, killed: bool) -> None:
     """Also a build by a program without Footplate's lock. While the process lives, others wait."""
     path = tmp_path / "lock"
@@ -464,7 +464,7 @@ def explanations(folder: Path) -> Iterator[list[str]]:
     ("how", "strategy"),
     [
         ("preparation", "ddp"),
-        ("alive", "ddp"),
+        pytest.param("alive", "ddp", marks=pytest.mark.soak),
         ("step", "fsdp2"),
         pytest.param("step", "zero2", marks=pytest.mark.soak),
         pytest.param("alive", "zero3", marks=pytest.mark.soak),

@@ -18,7 +18,7 @@ from training_runs import make_spec
 
 from backend.config import RunSpec
 from backend.inspect import InputFacts, inspect_inputs
-from backend.inspect.examples import _facts, merge_facts
+from backend.inspect.examples import facts_from, merge_facts
 from backend.machine import Machine
 from backend.rules import Case, examine
 from backend.train import tokenize_examples
@@ -166,7 +166,7 @@ def facts_with_tokenizer(spec: RunSpec, folder: Path) -> InputFacts:
     sections = json.loads(spec.model_dump_json(include={"model", "data", "train"}))
     found = tokenize_examples.inspect(sections, str(folder), str(folder / "model"))
     found = json.loads(json.dumps(found))
-    return InputFacts(**merge_facts(vars(inspect_inputs(spec, folder)), _facts(found, spec)))
+    return InputFacts(**merge_facts(vars(inspect_inputs(spec, folder)), facts_from(found, spec)))
 
 
 @cites("DAT018", "MDL005", "MDL006")
