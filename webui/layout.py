@@ -73,7 +73,7 @@ def _data(form: Form) -> None:
             form.place("data.validation", "data.validation_split", "data.validation_files")
         with fields(more=True):
             form.place("data.chat_template", "data.chat_template_file", "data.max_samples", "data.dataset_num_proc")
-            form.place("data.packing", "data.chat_template_kwargs", "data.system_prompt")
+            form.place("data.packing", "data.drop_duplicates", "data.chat_template_kwargs", "data.system_prompt")
 
 
 def _method(form: Form) -> None:

@@ -204,6 +204,9 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         "special_tokens": tuple(sorted(found["special"].items())),
         "start_difference": tuple(found["start"] or ()),
         "start_kwargs": json.dumps(found["start_kwargs"]) if found["start_kwargs"] else "",
+        "num_copies": found["counts"].get("copies", 0),
+        "num_copies_in_validation": found["counts"].get("copies_in_validation", 0),
+        "num_contradictions": found["counts"].get("contradictions", 0),
         "num_starts": found["counts"].get("starts", 0),
         "num_different_starts": found["counts"].get("different_starts", 0),
     }

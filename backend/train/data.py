@@ -36,6 +36,7 @@ from backend.data import (
     unpair,
     without_padding,
 )
+from backend.data.copies import Seen
 from backend.data.formats import UNKNOWN_COLUMNS
 from backend.train import end_tokens
 from backend.train.end_tokens import END
@@ -75,15 +76,20 @@ class PreparedData:
     end_tokens: tuple[int, ...] = ()  # of the training examples' completions
 
 
-def load_examples(spec: RunSpec) -> tuple[list[ConvertedExample], list[ConvertedExample]]:
-    """(training examples, validation examples), in an order that train.seed decides. Raises TrainError."""
+def load_examples(
+    spec: RunSpec, info: Callable[[str], None] = lambda line: None
+) -> tuple[list[ConvertedExample], list[ConvertedExample]]:
+    """(training examples, validation examples), in an order that train.seed decides; `info` gets log lines. Raises
+    TrainError."""
     data, seed = spec.data, spec.train.seed
     train_files, validation_files = file_patterns(data)
     train = _read_hub(spec) if data.source == "hub" else _read_files(spec, train_files, "data.files")
     validation = []
     if data.source == "builtin" or data.validation == "files":
         validation = _read_files(spec, validation_files, "data.validation_files")
-    elif data.validation == "split":
+    if data.drop_duplicates:
+        train, validation = _without_copies(train, validation, info)
+    if data.source != "builtin" and data.validation == "split":
         if len(train) < 2:
             raise TrainError(
                 "data.validation: a dataset with one example cannot be split. Set it to none, or use validation files."
@@ -96,6 +102,19 @@ def load_examples(spec: RunSpec) -> tuple[list[ConvertedExample], list[Converted
         )
     # KTO trains in the order of the dataset.
     return sample(train, data.max_samples, seed, shuffles=spec.train.stage == "kto"), validation
+
+
+def _without_copies(
+    train: list[ConvertedExample], validation: list[ConvertedExample], info: Callable[[str], None]
+) -> tuple[list[ConvertedExample], list[ConvertedExample]]:
+    """The examples without copies, and without validation examples that are training examples."""
+    seen = Seen()
+    kept = [example for example in train if not seen.is_copy(example.value)]
+    others = [example for example in validation if not seen.is_copy(example.value, remember=False)]
+    for name, dropped in (("training", len(train) - len(kept)), ("validation", len(validation) - len(others))):
+        if dropped:
+            info(f"{counted(dropped, f'{name} example')} dropped: equal to a training example before.")
+    return kept, others
 
 
 def _read_files(spec: RunSpec, files: Sequence[str], option: str) -> list[ConvertedExample]:
@@ -348,7 +367,7 @@ def prepare(
 ) -> PreparedData:
     """Read and tokenize all examples; `info` gets log lines. `longest`: only so many of the longest training and
     validation examples, the longest first. Raises TrainError."""
-    train, validation = load_examples(spec)
+    train, validation = load_examples(spec, info)
     to_columns = tokenizer_for(spec, tokenizer, train)
     workers = spec.data.dataset_num_proc
     part, which = (partial(tokenize_longest, count=longest[0]), "The longest of ") if longest else (tokenize, "")

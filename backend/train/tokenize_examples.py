@@ -26,6 +26,7 @@ from backend.data import (
     read_examples,
     unpair,
 )
+from backend.data.copies import Seen
 from backend.inspect.examples import FORMAT
 from backend.train import completion_start, model
 from backend.train.data import ConvertedExample, tokenizer_for
@@ -81,11 +82,12 @@ class ExampleFacts:
     counts: Counter[str] = field(default_factory=Counter)
     start: tuple[str, str] | None = None  # of the first completion that generation begins in another way
     start_kwargs: dict[str, bool] | None = None  # of the chat template, with which it does not
+    seen: Seen = field(default_factory=Seen)
     next_report: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """As the client reads it."""
-        facts = {name: value for name, value in vars(self).items() if name not in ("report", "next_report")}
+        facts = {name: value for name, value in vars(self).items() if name not in ("report", "seen", "next_report")}
         found = {"unread": unread_keys(self.counts), "special": unread_keys(self.counts, SPECIAL)}
         return {"format": FORMAT, **facts, "counts": dict(self.counts), **found}
 
@@ -113,6 +115,14 @@ class ExampleFacts:
         except UnsupportedConversation:  # a template without a generation prompt for it
             return
         self.counts["different_starts"] += start is not None
+
+    def is_copy(self, is_training: bool, value: dict[str, Any]) -> bool:
+        """Whether an example is equal to a training example before it. Counts it, and contradictions."""
+        if self.seen.is_copy(value, remember=is_training):
+            self.counts["copies" if is_training else "copies_in_validation"] += 1
+            return True
+        self.counts["contradictions"] += is_training and self.seen.contradicts(value)
+        return False
 
     def add_examples(self, is_training: bool, count: int) -> None:
         """Count examples that were read, and report the progress now and then."""
@@ -194,6 +204,8 @@ def _converted(
             values: list[dict[str, Any]] = []
             try:
                 value = convert(row, format, data)
+                if found.is_copy(is_training, value) and data.drop_duplicates:
+                    continue
                 values = unpair(value) if spec.train.stage == "kto" else [value]
             except InvalidExample as error:
                 num_issues += 1

@@ -470,3 +470,25 @@ def test_reasoning_is_not_written_twice(tokenizer: Any) -> None:
     chat = published(tokenizer, "glm4moe")
     turn = {**ANSWER, "content": "<think>Nine.</think>At nine.", "reasoning_content": "Nine."}
     assert "".join(trained(chat, converted({"messages": [QUESTION, turn]}))).count("Nine.") == 1
+
+
+@pytest.mark.parametrize("stage", ["sft", "kto"])
+def test_copies_are_counted_and_dropped_as_the_run_drops_them(tiny: Path, tmp_path: Path, stage: str) -> None:
+    pair = {"prompt": "IC?", "chosen": "At nine.", "rejected": "No."}
+    row = {"messages": [QUESTION, ANSWER]} if stage == "sft" else pair
+    others = [{**row, "system": f"Rule {n}.", "messages": [{**QUESTION, "content": f"{n}?"}, ANSWER]} for n in range(3)]
+    (tmp_path / "validation.jsonl").write_text("\n".join(map(json.dumps, [row, others[0] | {"system": "New."}])))
+    files = {"data.validation": "files", "data.validation_files": (str(tmp_path / "validation.jsonl"),)}
+    options = {**files, "train.stage": stage}
+    rows = [row, *others, row, others[1], row]
+    found = inspected(tiny, tmp_path, rows, **options)
+    assert (found.num_copies, found.num_examples) == (3, 7 * (1 + (stage == "kto")))
+    options |= {"data.drop_duplicates": True, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)}
+    lines: list[str] = []
+    train, validation = data.load_examples(make_spec(options), lines.append)
+    found = inspected(tiny, tmp_path, rows, **options)
+    assert (found.num_examples, found.num_validation_examples) == (len(train), len(validation))
+    assert len(train) == 4 * (1 + (stage == "kto"))
+    assert lines[0] == "3 training examples dropped: equal to a training example before."
+    copies = 1 if stage == "kto" else 2  # in the format messages, the column system is not used
+    assert found.num_copies_in_validation == copies and f"{copies} validation example" in lines[1]

@@ -509,6 +509,7 @@ CASES: dict[str, Case] = {
     "data.max_length": Case(100, first_rows),
     "data.packing": Case(True, sequence_count),
     "data.max_samples": Case(7, examples),
+    "data.drop_duplicates": Case(True, examples, {**PAIR, "data.validation": "none"}),
     "data.validation": Case("none", examples, FILES),
     "data.validation_split": Case(0.5, examples, FILES),
     "data.validation_files": Case(

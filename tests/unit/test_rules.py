@@ -40,7 +40,7 @@ from backend.rules.examples import (
 from backend.rules.memory import LLAMA_8B_FACTS, NO_REMEDY
 from backend.tasks.autofix import MAX_FIXES, AutofixResult, autofix
 
-COUNT = 285
+COUNT = 287
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -234,6 +234,8 @@ FACTS = (
         DEMO,
         num_checked=9,
         num_endless=9,
+        num_copies=9,
+        num_contradictions=9,
         unread_keys=(("name", 9),),
         special_tokens=(("</s>", 9),),
         num_starts=9,

@@ -1,0 +1,47 @@
+"""Examples that are equal, and examples that contradict each other.
+
+The run drops copies with data.drop_duplicates, and the inspection counts both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+class Seen:
+    """The converted examples so far, as 8-byte hashes: about 100 bytes of memory for each example."""
+
+    def __init__(self) -> None:
+        self.examples: set[int] = set()
+        self.answers: dict[int, int] = {}  # of a prompt: its first completion
+
+    def is_copy(self, value: Mapping[str, Any], remember: bool = True) -> bool:
+        """Whether an equal example was here before; `remember`: a later one is a copy of this one."""
+        found = _hash(value)
+        if found in self.examples:
+            return True
+        if remember:
+            self.examples.add(found)
+        return False
+
+    def contradicts(self, value: Mapping[str, Any]) -> bool:
+        """Whether an example, which is no copy, has another answer than an earlier one: another completion of the same
+        prompt, the other completion preferred, or the other label."""
+        if "label" in value:
+            return _hash({**value, "label": not value["label"]}) in self.examples
+        if "chosen" in value:
+            return _hash({**value, "chosen": value["rejected"], "rejected": value["chosen"]}) in self.examples
+        if "text" in value:
+            return False
+        turns = value.get("messages") or [*value["prompt"], *value["completion"]]
+        last = max((n for n, turn in enumerate(turns) if turn["role"] == "assistant"), default=0)
+        answer = _hash(turns[last])
+        return self.answers.setdefault(_hash({**value, "messages": turns[:last], "completion": ()}), answer) != answer
+
+
+def _hash(value: Any) -> int:
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())

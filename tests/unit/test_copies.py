@@ -1,0 +1,53 @@
+"""Which examples are copies of others, and which contradict them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from backend.config import Data
+from backend.data import convert
+from backend.data.copies import Seen
+
+
+def talk(*contents: str, system: str = "") -> list[dict[str, str]]:
+    turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+    return [{"role": "system", "content": system}, *turns] if system else turns
+
+
+PAIR = {"prompt": "A?", "chosen": "Yes.", "rejected": "No."}
+CASES: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any], str]] = [
+    ("messages", {"messages": talk("A?", "Yes.")}, {"messages": talk("A?", "Yes."), "id": 7}, "copy"),
+    ("messages", {"messages": talk("A?", "Yes.")}, {"messages": talk("A?", "No.")}, "contradiction"),
+    ("messages", {"messages": talk("A?", "Yes.")}, {"messages": talk("A?", "Yes.", system="Be brief.")}, ""),
+    ("messages", {"messages": talk("A?", "Yes.", "B?", "No.")}, {"messages": talk("C?", "Yes.", "B?", "Yes.")}, ""),
+    ("messages", {"messages": talk("A?", "Yes.")}, {"messages": talk("A?", "Yes."), "tools": [{"name": "f"}]}, ""),
+    ("alpaca", {"instruction": "A?", "output": "Yes."}, {"instruction": "A?", "input": "", "output": "Yes."}, "copy"),
+    ("text", {"text": "A."}, {"text": "A."}, "copy"),
+    ("text", {"text": "A."}, {"text": "B."}, ""),
+    ("pairs", PAIR, {**PAIR, "chosen": "No.", "rejected": "Yes."}, "contradiction"),
+    ("pairs", PAIR, {**PAIR, "rejected": "Maybe."}, ""),
+    ("labels", {"prompt": "A?", "completion": "Yes.", "label": True},
+     {"prompt": "A?", "completion": "Yes.", "label": False}, "contradiction"),
+    ("labels", {"prompt": "A?", "completion": "Yes.", "label": True},
+     {"prompt": "A?", "completion": "No.", "label": False}, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "first", "second", "relation"), CASES)
+def test_relation_of_two_examples(
+    format: str, first: Mapping[str, Any], second: Mapping[str, Any], relation: str
+) -> None:
+    seen = Seen()
+    one, other = (convert(row, format, Data()) for row in (first, second))
+    assert not seen.is_copy(one) and not seen.contradicts(one)
+    assert seen.is_copy(other) == (relation == "copy")
+    assert relation == "copy" or seen.contradicts(other) == (relation == "contradiction")
+
+
+def test_an_example_that_is_not_remembered() -> None:
+    seen = Seen()
+    assert not seen.is_copy({"text": "A"}, remember=False) and not seen.is_copy({"text": "A"})
+    assert seen.is_copy({"text": "A"}, remember=False)
