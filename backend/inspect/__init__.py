@@ -18,7 +18,7 @@ from backend.inspect.chain import awaited_model, predecessor
 from backend.inspect.checkpoint import checkpoint_problem
 from backend.inspect.data_files import inspect_data_files
 from backend.inspect.disk import inspect_nvme_folder
-from backend.inspect.examples import inspect_examples, merge_facts, show_examples, wait_for_examples
+from backend.inspect.examples import inspect_examples, merge_facts, show_examples, summarize_examples, wait_for_examples
 from backend.inspect.facts import DataIssue, InputFacts
 from backend.inspect.hub_download import download_config, is_refused
 from backend.inspect.hub_token import TokenAnswer, check_token, store_token, token_state

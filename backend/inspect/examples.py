@@ -23,7 +23,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 7
+FORMAT = 8
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
 
 
@@ -115,6 +115,23 @@ def show_examples(
     if found is None and seconds:
         found = shown.wait_for(key, body, seconds, lambda progress: None)
     return f"The example cannot be shown: {found}." if isinstance(found, str) else found
+
+
+def summarize_examples(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What is known about all examples, for a picture: "complete", "tokenized" (examples); "lengths" in tokens, of the
+    first 2,000 examples, ascending, and "longest" of all; "places": kind of problem -> positions of examples that have
+    it, as `show_examples` counts them, the first 50. Only "complete" if nothing is known. Returns at once."""
+    request = _request(spec, base, environment)
+    if request is None:
+        return {"complete": True}
+    reports, key = _reports(cache_folder(environment)), _key(request)
+    result = reports.find(key, _body(request), may_start(environment))
+    found = result or reports.progress(key)
+    if not found or isinstance(found, str):
+        return {"complete": result is not None or not may_start(environment)}
+    lengths = sorted(found["token_lengths"])
+    state = {"complete": result is not None, "tokenized": found["tokenized"]}
+    return {**state, "lengths": lengths, "longest": found["longest"], "places": found["places"]}
 
 
 def _no_tokenizer(spec: RunSpec) -> str:

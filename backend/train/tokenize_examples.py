@@ -30,12 +30,14 @@ from backend.data.copies import Seen
 from backend.inspect.examples import FORMAT
 from backend.train import completion_start, model
 from backend.train.data import ConvertedExample, tokenizer_for
-from backend.train.preference_data import SPECIAL, unread_keys
+from backend.train.preference_data import SPECIAL, UNREAD, unread_keys
 from backend.train.run_log import TrainError
 from backend.train.templates import ChatTokenizer, UnmarkedCompletions, UnsupportedConversation
 
 MAX_ISSUES = 3  # of a data file; and that cannot be rendered
 MAX_LENGTHS = 2000
+MAX_PLACES = 50  # of each kind of problem
+NOTED = ("truncated", "dropped", "long", "identical", "endless")  # counts of an example that are problems of it
 MAX_STARTS = 200  # examples whose generation prompt is compared with their training text: it is rendered for that
 MAX_POSITIONS = 100_000  # training examples of which the unusable ones are listed; a check selects from them in 0.1 s
 BATCH = 16  # examples between two looks at the clock
@@ -82,14 +84,25 @@ class ExampleFacts:
     counts: Counter[str] = field(default_factory=Counter)
     start: tuple[str, str] | None = None  # of the first completion that generation begins in another way
     start_kwargs: dict[str, bool] | None = None  # of the chat template, with which it does not
+    places: dict[str, list[int]] = field(default_factory=dict)  # kind of problem -> rows of the files that have it
+    row: int = -1  # the row that was read last: 0 is the first of the training files
     seen: Seen = field(default_factory=Seen)
     next_report: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """As the client reads it."""
-        facts = {name: value for name, value in vars(self).items() if name not in ("report", "seen", "next_report")}
+        facts = {
+            name: value for name, value in vars(self).items() if name not in ("report", "row", "seen", "next_report")
+        }
         found = {"unread": unread_keys(self.counts), "special": unread_keys(self.counts, SPECIAL)}
         return {"format": FORMAT, **facts, "counts": dict(self.counts), **found}
+
+    def note(self, *kinds: str) -> None:
+        """Remember where problems are, as far as the page lets people walk through them."""
+        for kind in kinds:
+            places = self.places.setdefault(kind, [])
+            if len(places) < MAX_PLACES and self.row not in places[-1:]:
+                places.append(self.row)
 
     def add_tokenized(self, is_training: bool, usable: bool) -> None:
         """Count an example; `usable`: a token of it is trained. The training examples come first."""
@@ -114,14 +127,20 @@ class ExampleFacts:
                 self.start, self.start_kwargs = start, completion_start.kwargs_without_difference(chat, value)
         except UnsupportedConversation:  # a template without a generation prompt for it
             return
-        self.counts["different_starts"] += start is not None
+        if start:
+            self.counts["different_starts"] += 1
+            self.note("different_starts")
 
     def is_copy(self, is_training: bool, value: dict[str, Any]) -> bool:
         """Whether an example is equal to a training example before it. Counts it, and contradictions."""
         if self.seen.is_copy(value, remember=is_training):
-            self.counts["copies" if is_training else "copies_in_validation"] += 1
+            kind = "copies" if is_training else "copies_in_validation"
+            self.counts[kind] += 1
+            self.note(kind)
             return True
-        self.counts["contradictions"] += is_training and self.seen.contradicts(value)
+        if is_training and self.seen.contradicts(value):
+            self.counts["contradictions"] += 1
+            self.note("contradictions")
         return False
 
     def add_examples(self, is_training: bool, count: int) -> None:
@@ -156,12 +175,17 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
                 columns, counts = to_columns([example])
         except TrainError as error:
             found.add_tokenized(is_training, False)
+            found.note("unusable")
             found.counts["unmarked"] += isinstance(error.__cause__, UnmarkedCompletions)
             if len(found.unrenderable) < MAX_ISSUES:
                 reason = str(error).removeprefix(f"{example.location}: ").rstrip(".")
                 found.unrenderable.append((example.location, reason))
             continue
         found.counts += counts
+        found.note(
+            *(kind for kind in NOTED if counts[kind]),
+            *(kind for kind in (UNREAD, SPECIAL) if unread_keys(counts, kind)),
+        )
         found.add_tokenized(is_training, any(len(values) for values in columns.values()))
         found.add_start(spec, to_columns.chat, example.value)
         if length := counts["longest_sequences"] or counts["tokens"]:  # of a pair, the longer sequence
@@ -197,6 +221,7 @@ def _converted(
     data, formats, num_issues = spec.data, registry.STAGES[spec.train.stage].formats, 0
     try:
         for line, row in read_examples(path):
+            found.row += 1
             format = format or detect_format(row, formats) or ""
             if format not in formats:  # reported by the inspection of the data files, or by a rule
                 found.complete = False
@@ -209,6 +234,7 @@ def _converted(
                 values = unpair(value) if spec.train.stage == "kto" else [value]
             except InvalidExample as error:
                 num_issues += 1
+                found.note("unusable")
                 if num_issues <= MAX_ISSUES:
                     found.data_issues.append((is_training, f"{path}, line {line}", str(error), True))
             found.add_examples(is_training, len(values) or 1)

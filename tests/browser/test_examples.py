@@ -109,8 +109,10 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
 
     page.locator("#data-max_length input").first.fill("12")
     expect(tokens.locator(".fp-cut-mark")).to_have_text("max_length 12", timeout=TIMEOUT)
-    page.locator("#fp-example-next").click()
-    page.locator("#fp-example-next").click()
+    expect(card.locator(".fp-lengths figcaption")).to_contain_text("max_length is 12.", timeout=TIMEOUT)
+    card.get_by_role("button", name="1 equal to an earlier one").click()
+    expect(card).to_contain_text("3.jsonl, line 2", timeout=TIMEOUT)
+    card.get_by_role("button", name="1 unusable").click()
     expect(card.locator(".fp-example-problem")).to_contain_text("System role not supported", timeout=TIMEOUT)
     page.locator("#fp-example-next").click()
     expect(card).to_contain_text("The data files have fewer examples.", timeout=TIMEOUT)

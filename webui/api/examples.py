@@ -8,9 +8,25 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from backend.inspect import show_examples
+from backend.inspect import show_examples, summarize_examples
 from webui.api.checking import parse_form
 from webui.api.requests import FormRequest
+
+BARS = 40
+KINDS = {  # of problems, in the order in which people want to see them
+    "unusable": "unusable",
+    "dropped": "without a token to train on",
+    "long": "longer than max_length",
+    "identical": "with equal completions",
+    "endless": "without a trained end",
+    "different_starts": "with another start in generation",
+    "truncated": "cut by max_length",
+    "unread ": "with unused parts",
+    "special ": "with special tokens in a text",
+    "copies": "equal to an earlier one",
+    "copies_in_validation": "evaluated and trained on",
+    "contradictions": "contradicting an earlier one",
+}
 
 
 class ExampleRequest(FormRequest):
@@ -21,9 +37,33 @@ class ExampleRequest(FormRequest):
 
 def show(body: ExampleRequest) -> dict[str, Any]:
     """The example, or None after the last one; "problem" says why it cannot be shown. "pending" while the worker
-    renders it: the page asks again."""
+    renders it: the page asks again. "lengths" and "kinds" are a summary of all examples: see `_summary`."""
     spec, _ = parse_form(body.values)
     found = show_examples(spec, Path.cwd(), os.environ, body.position, 1, 0)
     if found is None or isinstance(found, str):
         return {"example": None, "problem": found or "", "pending": found is None}
-    return {"example": next(iter(found["examples"]), None), "problem": found["problem"], "pending": False}
+    example = next(iter(found["examples"]), None)
+    summary = _summary(summarize_examples(spec, Path.cwd(), os.environ), spec.data.max_length)
+    return {"example": example, "problem": found["problem"], "pending": False, **summary}
+
+
+def _summary(found: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """What the card draws: "complete" (nothing more is to come); "lengths", None without any, with "bars" (how many
+    examples are in each of BARS ranges of tokens), "end" (of the last range), "limit" (max_length) and "text"; "kinds":
+    [words for a kind of problem, positions of the examples that have it]."""
+    lengths = found.get("lengths")
+    kinds = [[words, found["places"][kind]] for kind, words in KINDS.items() if kind in found.get("places", {})]
+    if not lengths:
+        return {"complete": found["complete"], "lengths": None, "kinds": kinds}
+    end = max(lengths[-1], 1)
+    bars = [0] * BARS
+    for length in lengths:
+        bars[min(BARS - 1, length * BARS // end)] += 1
+    number = f"{'' if found['tokenized'] == len(lengths) else 'the first '}{len(lengths):,}"
+    half, most = lengths[len(lengths) // 2], lengths[-1 - len(lengths) // 100]
+    text = (
+        f"Tokens of {number} examples: half have up to {half:,}, 99 % up to {most:,}; the longest has "
+        f"{found['longest']:,}. max_length is {max_length:,}."
+    )
+    picture = {"bars": bars, "end": end, "limit": max_length, "text": text}
+    return {"complete": found["complete"], "lengths": picture, "kinds": kinds}

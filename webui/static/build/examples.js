@@ -1,25 +1,28 @@
 // @ts-check
 // The card with examples of the form's data, token by token: what is trained on, and where they are cut.
 import { post } from "../api.js";
-import { $, el } from "../dom.js";
+import { $, chip, el, redraw } from "../dom.js";
 
+const MOST = 50; // positions that the server knows of each kind of problem
 const AGAIN = 400; // ms, while the worker renders the example
 const decides = (name) => /^(model|data)\.|^train\.stage$|^launch\.trainer$/.test(name);
 
 /** @type {Record<string, any>} */
 let values = {}; // of the form
 let drawn = ""; // the values that decide, and the position, of what is shown or requested
+let shown = ""; // the example
 let timer = 0;
 
 const card = () => $("#fp-examples");
 const field = () => $("#fp-example-number");
 const position = () => Math.max(0, (Math.floor(Number(field().value)) || 1) - 1);
 
+function go(to) {
+  field().value = String(Math.max(1, to));
+  load();
+}
+
 export function prepareExamples() {
-  const go = (to) => {
-    field().value = String(Math.max(1, to));
-    load();
-  };
   card().addEventListener("toggle", load);
   field().addEventListener("change", () => go(position() + 1));
   $("#fp-example-previous").addEventListener("click", () => go(position()));
@@ -49,7 +52,10 @@ async function request(wanted) {
     if (found.pending) {
       if (!$("#fp-example").childElementCount) drawProblem("Loading the tokenizer");
       timer = setTimeout(() => request(wanted), AGAIN);
-    } else draw(found);
+    } else {
+      draw(found);
+      if (!found.complete && !found.problem) timer = setTimeout(() => request(wanted), AGAIN);
+    }
   } catch (error) {
     if (wanted !== drawn) return;
     drawn = ""; // requested again after the next check
@@ -57,9 +63,16 @@ async function request(wanted) {
   }
 }
 
-const drawProblem = (text) => $("#fp-example").replaceChildren(el("p.fp-dim", {}, text));
+function drawProblem(text) {
+  shown = "";
+  $("#fp-example").replaceChildren(el("p.fp-dim", {}, text));
+}
 
-function draw({ example, problem }) {
+function draw({ example, problem, lengths, kinds }) {
+  drawSummary(lengths, kinds);
+  const now = JSON.stringify([example, problem]);
+  if (now === shown && $("#fp-example").childElementCount) return;
+  shown = now;
   $("#fp-example-previous").disabled = position() === 0;
   $("#fp-example-next").disabled = !example;
   if (!example) return drawProblem(problem || "The data files have fewer examples.");
@@ -75,6 +88,28 @@ function draw({ example, problem }) {
       el("pre.fp-code", { tabindex: 0 }, example.row),
     ),
   );
+}
+
+/** The lengths as a picture, and a way through the examples that have a problem. */
+function drawSummary(lengths, kinds) {
+  const problems = (kinds ?? []).map(([words, positions]) => {
+    const next = positions.find((each) => each > position()) ?? positions[0];
+    const count = positions.length >= MOST ? `${MOST}+` : `${positions.length}`;
+    const title = `Show the next one, example ${(next + 1).toLocaleString("en")}`;
+    return chip(`${count} ${words}`, () => go(next + 1), { title });
+  });
+  const parts = [lengths && histogram(lengths), problems.length && el("p.fp-example-kinds", {}, problems)];
+  redraw($("#fp-example-summary"), ...parts.filter(Boolean));
+}
+
+function histogram({ bars, end, limit, text }) {
+  const most = Math.max(...bars);
+  const drawn = bars.map((count, n) => {
+    const isCut = ((n + 0.5) * end) / bars.length > limit;
+    return el("i", { style: `height: ${count && Math.max(4, (100 * count) / most)}%`, class: isCut ? "fp-cut" : null });
+  });
+  const line = limit < end && el("b", { style: `left: ${(100 * limit) / end}%`, title: `max_length ${limit}` });
+  return el("figure.fp-lengths", {}, el("div", { "aria-hidden": "true" }, drawn, line), el("figcaption", {}, text));
 }
 
 function sequenceParts({ name, tokens, kept, trained, use, end, pieces }) {
