@@ -104,8 +104,7 @@ class Data(Section):
     max_samples: Annotated[int, Field(ge=0), Ui("Max training examples")] = 0
     """Trains on this many examples, drawn at random with train.seed, for example for a quick test; 0 uses all."""
     drop_duplicates: Annotated[bool, Ui("Drop duplicates", when=USER_DATA)] = False
-    """Trains once on examples that the data has several times, and does not evaluate on examples that are trained
-    on."""
+    """Keeps one copy of each training example, and drops validation examples that are also training examples."""
     validation: Annotated[Literal["none", "split", "files"], Ui("Validation set", when=USER_DATA)] = "split"
     """Examples for the eval loss and generation evaluation, never trained on: none, a split of the data, or files."""
     validation_split: Annotated[

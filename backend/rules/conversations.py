@@ -67,10 +67,10 @@ WITHOUT_THINKING = '{"enable_thinking": false}'
 @warning(
     "DAT026",
     fields=("data.chat_template", "data.chat_template_kwargs"),
-    title="Completions begin differently in generation than in training",
+    title="The generation prompt does not match the training text",
     source="the rendered examples, and the generation prompts that the chat template makes for them",
-    manual_fix="Add to the data what the generation prompt begins, such as reasoning. Or use a chat template whose "
-    "generation prompt is the beginning of what it makes of an assistant turn.",
+    manual_fix="Add the missing part, such as reasoning, to the data. Or use a chat template whose generation prompt "
+    "matches the start of its rendered assistant turns.",
     fails_on=Example(
         USER_DATA,
         facts=replace(
@@ -84,36 +84,39 @@ WITHOUT_THINKING = '{"enable_thinking": false}'
     passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_starts=20)),
 )
 def completions_with_another_start(case: Case) -> Violation | None:
-    """The trained model completes the generation prompt of the chat template. If the training text continues in another
-    way after the prompt, for example without the <think> that the generation prompts of reasoning models end with, the
-    model continues a text that it was not trained on. Many of these templates have a variable that decides it."""
+    """The trained model continues the generation prompt of the chat template. If assistant turns start differently in
+    training, such as without the <think> that ends the generation prompts of many reasoning models, it generates from a
+    prefix that training never had. Many templates have a variable for this."""
     facts = case.facts
     switch, kwargs = json.loads(facts.start_kwargs or "{}"), case.spec.data.template_kwargs
     if not facts.num_different_starts or (switch and switch.items() <= kwargs.items()):
         return None
     generated, trained = (json.dumps(text, ensure_ascii=False) for text in facts.start_difference)
     where = f"{facts.num_different_starts:,} of {counted(facts.num_starts, 'checked example')}"
-    message = f"In {where}, the completion begins with {trained} in training, but with {generated} in generation."
+    message = (
+        f"In {where}, the last assistant turn starts differently: {trained} in training, {generated} in generation."
+    )
     option = {"data.chat_template_kwargs": json.dumps({**kwargs, **switch})}
-    fixes = [Fix(f"Set {name} to {json.dumps(value)}", option) for name, value in switch.items()]
+    cost = "becomes a default of the saved chat template"
+    fixes = [Fix(f"Set {name} to {json.dumps(value)}", option, False, cost) for name, value in switch.items()]
     return Violation(message, tuple(fixes))
 
 
 @warning(
     "DAT027",
     fields=("data.files", "data.hub_id"),
-    title="Texts in the data have special tokens",
+    title="Special tokens in message contents",
     source="the contents of the turns, and the special tokens of the tokenizer",
-    manual_fix="Remove them from the contents: the chat template writes them where they belong.",
+    manual_fix="Remove or rewrite these tokens in the data; the chat template adds its own.",
     fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20, special_tokens=(("<|im_end|>", 2),))),
     passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20)),
 )
 def special_tokens_in_contents(case: Case) -> str | None:
-    """The tokenizer makes special tokens of them, so that they end a turn or begin another one in the middle of a text.
-    Usual causes are data that another chat template has rendered already, and texts about chat templates."""
+    """The tokenizer encodes these strings as special tokens, which can end a turn or start a new one in the middle of a
+    text. Usual causes are data that another chat template has rendered already, and texts about chat templates."""
     found = case.facts.special_tokens
     if not found:
         return None
     where = f"{max(count for _, count in found):,} of {counted(case.facts.num_checked, 'checked example')}"
     tokens = names([token for token, _ in found])
-    return f"In {where}, the text of a turn has {tokens}. The model reads special tokens there."
+    return f"In {where}, the content of a turn has {tokens}, which the tokenizer encodes as special tokens."

@@ -16,13 +16,13 @@ CHECKED = replace(USER_DATA_FACTS, num_checked=20)
     "DAT028",
     fields=("data.drop_duplicates",),
     title="Examples occur more than once",
-    source="the examples: equal after their conversion to the turns that are rendered",
+    source="the examples: identical after their conversion to messages",
     fails_on=Example(USER_DATA, facts=replace(CHECKED, num_copies=3)),
     passes_on=Example({**USER_DATA, "data.drop_duplicates": True}, facts=replace(CHECKED, num_copies=3)),
 )
 def copies_of_examples(case: Case) -> Violation | None:
-    """The model sees copies more often than other examples, and is more likely to repeat them word by word. With a
-    validation split, the copy of a training example can be a validation example, so that the eval loss is too low."""
+    """The model is trained on copies more often, and is more likely to reproduce them verbatim. With a validation
+    split, copies of training examples can become validation examples, which makes the eval loss too low."""
     facts, data = case.facts, case.spec.data
     if data.drop_duplicates or data.source == "builtin" or not (facts.num_copies or facts.num_copies_in_validation):
         return None
@@ -37,21 +37,18 @@ def copies_of_examples(case: Case) -> Violation | None:
 @advice(
     "DAT029",
     fields=("data.files", "data.hub_id"),
-    title="Examples contradict each other",
-    source="the examples: equal prompts after their conversion, with another completion, preference or label",
+    title="Examples may contradict each other",
+    source="the examples: the same prompt after conversion, with a different completion, preference or label",
     manual_fix="Remove the completions, preferences or labels that are wrong. Several right completions may stay.",
     fails_on=Example(USER_DATA, facts=replace(CHECKED, num_contradictions=3)),
     passes_on=Example(USER_DATA, facts=CHECKED),
 )
 def contradictory_examples(case: Case) -> str | None:
-    """If the same prompt has several completions, training divides the probability among them. In pairs, the
-    preferences for and against the same completion cancel each other."""
+    """If the same prompt has several completions, training divides the probability among them. Preference pairs that
+    are reversed (A over B, then B over A) cancel each other out."""
     found = case.facts.num_contradictions
     if not found or case.spec.data.source == "builtin":
         return None
-    what = {
-        "pairs": "prefer the other completion of an earlier pair",
-        "labels": "have the other label of an earlier one",
-    }
-    which = what.get(case.facts.format or "", "have the prompt of an earlier one, but another completion")
+    what = {"pairs": "reverse an earlier pair", "labels": "repeat an earlier one with the other label"}
+    which = what.get(case.facts.format, "repeat an earlier prompt with a different completion")
     return f"{found:,} of {counted(case.facts.num_checked, 'checked example')} {which}."
