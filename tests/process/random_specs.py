@@ -132,6 +132,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "data.label_column": ("", "label"),
     "data.text_column": ("", "text"),
     "data.system_prompt": ("", "Be brief."),
+    "data.chat_template_kwargs": ("", '{"enable_thinking": false}'),
     # The examples have 20 to 150 tokens. Without a worker process that tokenizes them (tests/conftest.py), the checks
     # only estimate that, so lengths in between have no certain outcome.
     "data.max_length": (8, 256, 512, 1024),
