@@ -170,7 +170,7 @@ class _Probe:
             found = self.tokenizer.apply_chat_template(
                 messages, tools=[TOOL], chat_template=self.template, tokenize=False
             )
-        except (TemplateError, TypeError, ValueError, KeyError):
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError):
             return ""
         return str(found)
 

@@ -7,6 +7,7 @@ rendered text, for templates that only append.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ from backend.train.run_log import TrainError
 from backend.train.template_input import Messages, TemplateInput, conversations_of, lost, may_be_lost, turns_of
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+# A variable of the chat template that has a value unless the caller sets another one.
+DEFAULT = re.compile(r"\{%- if (\w+) is not defined %\}\{% set \1 = .*? %\}\{% endif -%\}\n")
 IGNORE_INDEX = -100  # the label of tokens without a loss
 # For models without a chat template. The loss is on what stands between {% generation %} and {% endgeneration %}:
 # the completion and its end. Where ChatML's tokens are not in the vocabulary, the tokenizer's EOS token follows, so
@@ -92,7 +95,7 @@ def set_chat_template(spec: RunSpec, tokenizer: Any) -> None:
 def set_defaults(spec: RunSpec, tokenizer: Any) -> None:
     """Make data.chat_template_kwargs the defaults of the tokenizer's template, which is saved with the model."""
     lines = [
-        f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif -%}}\n"
+        f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif -%}}\n"  # as DEFAULT
         for name, value in spec.data.template_kwargs.items()
     ]
     template, defaults = tokenizer.chat_template, "".join(lines)
@@ -100,6 +103,19 @@ def set_defaults(spec: RunSpec, tokenizer: Any) -> None:
         tokenizer.chat_template = {name: defaults + each for name, each in template.items()}
     elif template:
         tokenizer.chat_template = defaults + template
+
+
+def _training_template(tokenizer: Any, template: str) -> str | None:
+    """TRL's version of a template for training, with the defaults that `set_defaults` has put before it in an earlier
+    run; None if TRL does not know the template."""
+    defaults = "".join(match[0] for match in DEFAULT.finditer(template))
+    without = copy.copy(tokenizer)
+    without.chat_template = template.removeprefix(defaults)
+    try:
+        found = get_training_chat_template(without)
+    except (ValueError, TemplateError):
+        return None
+    return defaults + found if found else None
 
 
 @dataclass(frozen=True)
@@ -127,10 +143,7 @@ class ChatTokenizer:
             template = template.get("default") or next(iter(template.values()))
         marked: str | None = template
         if not all_tokens and not has_generation_markers(template):
-            try:
-                marked = get_training_chat_template(tokenizer)
-            except (ValueError, TemplateError):  # TRL does not know the template
-                marked = None
+            marked = _training_template(tokenizer, template)
         inputs = [TemplateInput.create(tokenizer, each or template) for each in (template, marked)]
         return cls(tokenizer, marked, all_tokens, kwargs or {}, *inputs)
 

@@ -492,3 +492,13 @@ def test_copies_are_counted_and_dropped_as_the_run_drops_them(tiny: Path, tmp_pa
     assert lines[0] == "3 training examples dropped: equal to a training example before."
     copies = 1 if stage == "kto" else 2  # in the format messages, the column system is not used
     assert found.num_copies_in_validation == copies and f"{copies} validation example" in lines[1]
+
+
+def test_a_model_that_was_trained_with_variables_is_trained_again(tokenizer: Any) -> None:
+    """Its template has the defaults before it, and TRL knows the rest."""
+    turns = [QUESTION, ANSWER, QUESTION, ANSWER]
+    expected = published(tokenizer, "qwen3").tokenize(turns)
+    set_defaults(make_spec({"data.chat_template_kwargs": '{"enable_thinking": false, "n": "x %} y"}'}), tokenizer)
+    again = ChatTokenizer.create(tokenizer, False)
+    assert again.tokenize(turns) == expected
+    assert again.render_prompt(turns[:1]).endswith("<think>\n\n</think>\n\n")
