@@ -639,7 +639,7 @@ def test_a_run_stops_on_a_full_disk(make_run: MakeRun, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(runs, "replace_text", full)
     run.stop(save)
-    assert wait_until_ended(run).state == "stopped"
+    assert wait_until_ended(run, 90).state == "stopped"  # the program has 15 seconds for the request
     assert ("saved" in (run.path / LOG).read_text()) == save
 
 
