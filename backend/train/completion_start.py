@@ -7,11 +7,12 @@ was never trained to continue from it may generate anything.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from backend.train.template_input import Messages
-from backend.train.templates import ChatTokenizer, is_trained
+from backend.train.templates import ChatTokenizer, UnsupportedConversation, is_trained
 
 SHOWN = 20  # characters of a completion
 SWITCHES = ("enable_thinking", "thinking")  # variables of published templates for the start of completions
@@ -24,7 +25,7 @@ def difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> Start | None:
     turns. Raises UnsupportedConversation."""
     is_marked = "messages" in example
     template = chat.marked_template if is_marked else None
-    prompt, completion = _last(example)
+    prompt, completion = last_completion(example)
     if not prompt:
         return None
     before = chat.render(prompt, example), chat.render(prompt, example, chat_template=template)
@@ -47,12 +48,13 @@ def kwargs_without_difference(chat: ChatTokenizer, example: Mapping[str, Any]) -
     for name in SWITCHES:
         for value in (False, True):
             switched = replace(chat, kwargs={**chat.kwargs, name: value})
-            if name in chat.input.variables and difference(switched, example) is None:
-                return {name: value}
+            with suppress(UnsupportedConversation):  # with this value
+                if name in chat.input.variables and difference(switched, example) is None:
+                    return {name: value}
     return None
 
 
-def _last(example: Mapping[str, Any]) -> tuple[Messages, Messages]:
+def last_completion(example: Mapping[str, Any]) -> tuple[Messages, Messages]:
     """The prompt, and the last completion with a loss, of a pair the preferred one. () as prompt if there is none."""
     if "messages" not in example:
         return example["prompt"], example.get("chosen") or example["completion"]

@@ -15,11 +15,12 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from backend.config import RunSpec
 from backend.train import text_metrics
+from backend.train.completion_start import last_completion
 from backend.train.context import TrainContext
 from backend.train.data import ConvertedExample
 from backend.train.device import ProcessGroup
 from backend.train.run_log import TrainError, write_json
-from backend.train.templates import ChatTokenizer, UnsupportedConversation, is_trained
+from backend.train.templates import ChatTokenizer, UnsupportedConversation
 from backend.train.unsharded import unsharded_model
 from backend.wording import counted
 
@@ -40,9 +41,7 @@ def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> l
     """One prompt per example: everything before its last completion. Raises TrainError."""
     prompts = []
     for example in examples:
-        messages = example.value["messages"]
-        last = max(n for n, message in enumerate(messages) if is_trained(message))
-        before, completion = messages[:last], messages[last : last + 1]
+        before, completion = last_completion(example.value)
         try:
             text = chat.render_prompt(before, example.value)
             target = chat.tokenize_completions(before, [completion], example.value)[1][0]

@@ -31,7 +31,7 @@ from backend.train import completion_start, model
 from backend.train.data import ConvertedExample, ExampleTokenizer, tokenizer_for
 from backend.train.preference_data import SPECIAL, PreferenceTokenizer, unread_keys
 from backend.train.run_log import TrainError
-from backend.train.templates import IGNORE_INDEX
+from backend.train.templates import IGNORE_INDEX, UnsupportedConversation
 
 MAX_TOKENS = 4000  # of a sequence that are shown
 MAX_ROW = 20_000  # characters of the example in its file that are shown
@@ -127,9 +127,20 @@ def _notes(to_columns: Tokenizer, example: ConvertedExample) -> list[str]:
     notes = [text for name, text in NOTES.items() if counts[name]]
     notes += [f"Not used: {what}." for what in unread_keys(counts)]
     notes += [f"A text has {token}, which becomes a special token." for token in unread_keys(counts, SPECIAL)]
-    if to_columns.chat and (start := completion_start.difference(to_columns.chat, example.value)):
+    if start := _start(to_columns, example):
         notes.append(f"Generation begins with {start[0]!r} here, but the training text is {start[1]!r}.")
     return notes
+
+
+def _start(to_columns: Tokenizer, example: ConvertedExample) -> completion_start.Start | None:
+    """How its completion begins in generation and in training, if that differs and the trained model generates."""
+    is_reward = isinstance(to_columns, PreferenceTokenizer) and to_columns.stage == "reward"
+    if to_columns.chat is None or is_reward:
+        return None
+    try:
+        return completion_start.difference(to_columns.chat, example.value)
+    except UnsupportedConversation:  # a template without a generation prompt for it
+        return None
 
 
 def _sequence(to_columns: Tokenizer, name: str, ids: list[int], labels: list[int]) -> dict[str, Any]:

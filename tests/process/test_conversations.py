@@ -26,7 +26,7 @@ from backend.inspect import examples
 from backend.inspect.facts import InputFacts
 from backend.runs import trained as trained_model
 from backend.runs.folder import Run
-from backend.train import data, end_tokens, generation_eval, tokenize_examples
+from backend.train import completion_start, data, end_tokens, generation_eval, tokenize_examples
 from backend.train.data import ConvertedExample, ExampleTokenizer
 from backend.train.run_log import TrainError
 from backend.train.template_input import names_in
@@ -502,3 +502,12 @@ def test_a_model_that_was_trained_with_variables_is_trained_again(tokenizer: Any
     again = ChatTokenizer.create(tokenizer, False)
     assert again.tokenize(turns) == expected
     assert again.render_prompt(turns[:1]).endswith("<think>\n\n</think>\n\n")
+
+
+def test_a_value_that_the_template_refuses_is_no_way_out(tokenizer: Any) -> None:
+    """And the difference is found all the same."""
+    refuses = "{% if enable_thinking is defined and not enable_thinking %}{{ raise_exception('No.') }}{% endif %}"
+    tokenizer.chat_template = refuses + OPENS_THINKING
+    chat, value = ChatTokenizer.create(tokenizer, False), converted({"messages": [QUESTION, ANSWER]})
+    assert completion_start.difference(chat, value)
+    assert completion_start.kwargs_without_difference(chat, value) is None
