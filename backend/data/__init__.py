@@ -2,7 +2,7 @@
 
 Training and inspection use the same code, so both report the same problems. reading: files; chat: conversations;
 formats: one completion per example; preferences: chosen and rejected, or labeled completions; selection: the validation
-split and data.max_samples.
+split and data.max_samples; copies: equal examples and contradictions.
 """
 
 from __future__ import annotations
