@@ -69,7 +69,7 @@ def _data(form: Form) -> None:
             form.place("data.source", "data.builtin", "data.files", "data.hub_id", "data.hub_config")
             form.place("data.hub_split", "data.format", "data.messages_column", "data.prompt_column")
             form.place("data.completion_column", "data.chosen_column", "data.rejected_column", "data.label_column")
-            form.place("data.text_column", "data.loss_on", "data.max_length")
+            form.place("data.text_column", "data.system_column", "data.loss_on", "data.max_length")
             form.place("data.validation", "data.validation_split", "data.validation_files")
         with fields(more=True):
             form.place("data.chat_template", "data.chat_template_file", "data.max_samples", "data.dataset_num_proc")

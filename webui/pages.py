@@ -96,6 +96,11 @@ Start begins the training.">Try it</button>
   <section id="fp-findings" aria-label="Findings"></section>
   <details class="fp-card" id="fp-examples">
     <summary><h3>Examples</h3> <span class="fp-dim">as the model sees them</span></summary>
+    <details id="fp-columns" hidden>
+      <summary>Columns</summary>
+      <table aria-label="What each column is used for"><tbody></tbody></table>
+      <p class="fp-dim"></p>
+    </details>
     <div class="fp-examples-head">
       <button type="button" class="fp-chip" id="fp-example-previous">Previous</button>
       <label>Example <input type="number" id="fp-example-number" min="1" value="1"></label>

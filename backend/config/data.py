@@ -80,6 +80,10 @@ class Data(Section):
     """Column that is true for desirable and false for undesirable completions; defaults to label or kto_tag."""
     text_column: Annotated[str, Ui("Text column", when={**USER_DATA, "data.format": ("text",)})] = ""
     """Column with plain text; defaults to text."""
+    system_column: Annotated[
+        str, Ui("System prompt column", when={**USER_DATA, "data.format": (*WITH_PROMPT, "messages", "sharegpt")})
+    ] = "system"
+    """Column with the system prompt of an example, for data that has one; leave it empty to use none."""
     system_prompt: Annotated[str, Ui("System prompt", when=CHAT, widget="text")] = ""
     """Added to every conversation that has no system prompt; usually empty."""
     chat_template: Annotated[str, *one_of(registry.TEMPLATES), Ui("Chat template", when=CHAT)] = "model"

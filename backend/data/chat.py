@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from backend.config.data import RESERVED_KWARGS
+from backend.config.data import RESERVED_KWARGS, Data
 
 Example = Mapping[str, Any]
 Turns = list[dict[str, Any]]
@@ -247,6 +247,11 @@ def alpaca_prompt(example: Example, column: str) -> Turns:
 def with_system_prompt(turns: Turns, system: str) -> Turns:
     """The turns after a system prompt, unless they have their own."""
     return [turn("system", system), *turns] if system and turns[0]["role"] != "system" else turns
+
+
+def system_prompt(example: Example, data: Data) -> str:
+    """The system prompt of an example, else that of the data, '' for none. Raises InvalidExample."""
+    return optional_text(example, data.system_column) or data.system_prompt
 
 
 def variables(example: Example) -> dict[str, Any]:

@@ -102,8 +102,7 @@ def _convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     found = _CONVERSATIONS[format](example, names)
     if not any(turn["role"] == "assistant" for turn in found):
         raise InvalidExample("has no assistant turn, so there is no completion to train on")
-    system = chat.optional_text(example, "system") if format != "messages" else ""
-    return {"messages": chat.with_system_prompt(found, system or data.system_prompt), **chat.variables(example)}
+    return {"messages": chat.with_system_prompt(found, chat.system_prompt(example, data)), **chat.variables(example)}
 
 
 def to_text(converted: Example) -> str:

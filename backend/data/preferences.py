@@ -30,6 +30,22 @@ class Format:
     convert: Callable[[Example, Data], dict[str, Any]]
 
 
+def usual_columns(example: Example, data: Data, format: str) -> dict[str, str]:
+    """Option -> the column that is used: the one set in `data`, else the first usual one that `example` has."""
+    prompt = {"prompt_column": _first(example, data.prompt_column, PROMPTS)}
+    if format == "pairs":
+        return {
+            **prompt,
+            "chosen_column": data.chosen_column or "chosen",
+            "rejected_column": data.rejected_column or "rejected",
+        }
+    return {
+        **prompt,
+        "completion_column": _first(example, data.completion_column, COMPLETIONS),
+        "label_column": _first(example, data.label_column, LABELS),
+    }
+
+
 def _pairs(example: Example, data: Data) -> dict[str, Any]:
     """{"prompt", "chosen", "rejected"}, each a list of turns."""
     names = data.chosen_column or "chosen", data.rejected_column or "rejected"
@@ -114,7 +130,7 @@ def _words(turn: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _with_system_prompt(prompt: Turns, example: Example, data: Data) -> Turns:
-    return chat.with_system_prompt(prompt, chat.optional_text(example, "system") or data.system_prompt)
+    return chat.with_system_prompt(prompt, chat.system_prompt(example, data))
 
 
 def _prompt(example: Example, data: Data) -> Turns:

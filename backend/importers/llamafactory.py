@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from backend import registry
 from backend.config.other_trainer import TEMPLATE
 from backend.importers.foreign import Import, Table, with_current_names, words
+from backend.importers.llamafactory_data import take_datasets
 from backend.registry.llamafactory_names import ATTENTIONS, OPTION_NAMES, STAGES
-
-MAX_BYTES = 8 * 2**20  # of dataset_info.json
 
 # LLaMA-Factory's and the Trainer's defaults that differ from ours, or may.
 DEFAULTS: Table = {
@@ -135,9 +134,7 @@ def _data(found: Import) -> None:
         )
     if found.get("enable_thinking") is False:
         found.patch["data.chat_template_kwargs"] = '{"enable_thinking": false}'
-    info = _dataset_info(found)
-    files, validation = (_dataset(found, info, key) for key in ("dataset", "eval_dataset"))
-    found.patch |= {"data.source": "files", "data.files": files}
+    validation = take_datasets(found)
     share = found.number("val_size")
     if validation:
         found.patch |= {"data.validation": "files", "data.validation_files": validation}
@@ -147,33 +144,6 @@ def _data(found: Import) -> None:
         found.patch["data.validation"] = "none"
         if share:
             found.missing.append(f"val_size: {share} (a number of examples; data.validation_split is a fraction)")
-
-
-def _dataset_info(found: Import) -> Table:
-    """The content of dataset_info.json; empty if there is none."""
-    path = found.base / str(found.get("dataset_dir", "data")) / "dataset_info.json"
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            return {}
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return table if isinstance(table, dict) else {}
-
-
-def _dataset(found: Import, info: Table, key: str) -> list[str]:
-    """The files of the datasets in `dataset` or `eval_dataset`."""
-    files = []
-    for name in words(found.get(key)):
-        entry = info.get(name)
-        if not isinstance(entry, Mapping) or not entry.get("file_name"):
-            place = f"{found.get('dataset_dir', 'data')}/dataset_info.json"
-            found.missing.append(f"{key}: {name} (no file of it is known from {place}; select it in data.files)")
-            continue
-        files.append(str(Path(str(found.get("dataset_dir", "data"))) / str(entry["file_name"])))
-        if columns := entry.get("columns"):
-            found.different.append(f"{key}: {name}: its columns are detected, not read from {json.dumps(columns)}")
-    return files
 
 
 # -- training -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from backend import registry
 from backend.config import Data, RunSpec, merge
 from backend.config.options import Problem, SpecError, get, options, shown
 from backend.data.chat import InvalidExample
-from backend.data.formats import convert
+from backend.data.formats import DEFAULTS, convert, required_columns
 from backend.data.reading import DataFileError, expand, file_patterns, read_examples
 from backend.launch import accelerate_config
 from backend.paths import model_folder
@@ -46,6 +46,7 @@ ELSEWHERE = {
     "model.source", "model.builtin", "model.path", "model.hub_id", "data.source", "data.builtin", "data.files",
     "data.hub_id", "data.hub_config", "data.hub_split", "data.format", "data.messages_column", "data.prompt_column",
     "data.completion_column", "data.chosen_column", "data.rejected_column", "data.label_column", "data.text_column",
+    "data.system_column",
     "data.validation", "data.validation_files", "train.duration", "save.stop_timeout", "logging.level",
     "launch.place", "launch.launcher", "launch.device", "launch.devices", "launch.nproc_per_node", "launch.rendezvous",
     "launch.nnodes", "launch.min_nnodes", "launch.node_rank", "launch.master_addr", "launch.master_port",
@@ -63,6 +64,9 @@ COLUMNS = {
     "labels": {"messages": "messages", "kto_tag": "kto_tag"},
     "prompt_completion": {"messages": "messages"},
 }
+COLUMN_NAMES = {
+    "messages_column": "messages", "prompt_column": "prompt", "completion_column": "response", "text_column": "prompt",
+}  # fmt: skip
 TAGS = {
     "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
     "system_tag": "system", "observation_tag": "tool", "function_tag": "function_call",
@@ -314,30 +318,19 @@ def _add(made: Export, name: str, path: str) -> str:
     place = {"file_name": str(Path(path).absolute())} if is_file else {"hf_hub_url": path, "split": data.hub_split}
     if not is_file and data.hub_config:
         place["subset"] = data.hub_config
-    columns = {
-        "messages": {"messages": data.messages_column or "messages"},
-        "sharegpt": {"messages": data.messages_column or "conversations"},
-        "alpaca": {
-            "prompt": data.prompt_column or "instruction",
-            "query": "input",
-            "response": data.completion_column or "output",
-        },
-        "prompt_completion": {
-            "prompt": data.prompt_column or "prompt",
-            "response": data.completion_column or "completion",
-        },
-        "text": {"prompt": data.text_column or "text"},
-    }
-    with_turns = format == "prompt_completion" and made.converts and not _has_texts(Path(path), columns[format])
+    first = _first_example(Path(path)) if is_file else {}
+    columns = _columns(data, format, first)
+    texts = all(isinstance(first.get(columns[part]), str) for part in ("prompt", "response") if part in columns)
+    with_turns = format == "prompt_completion" and made.converts and bool(first) and not texts
     if made.converts and is_file and (format in ("pairs", "labels") or with_turns):
         place = {"file_name": _convert(made, name, Path(path), format)}
         made.datasets[name] = {**place, "formatting": "sharegpt", "columns": COLUMNS[format], "tags": TAGS}
         made.datasets[name] |= {"ranking": True} if format == "pairs" else {}
-    elif format in columns:
+    elif columns:
         # Not "openai" for messages: llamafactory 0.9.5 then adds "detailed thinking off" to each system prompt
         # (data/converter.py, OpenAIDatasetConverter).
         formatting = "sharegpt" if format in ("messages", "sharegpt") else "alpaca"
-        made.datasets[name] = {**place, "formatting": formatting, "columns": columns[format]}
+        made.datasets[name] = {**place, "formatting": formatting, "columns": columns}
         made.datasets[name] |= {"tags": TAGS} if format == "messages" else {}
     else:
         made.datasets[name] = place
@@ -377,13 +370,26 @@ def _conversation(example: Mapping[str, Any], format: str, data: Data) -> dict[s
     return {"messages": turns, **({"kto_tag": found["label"]} if format == "labels" else {})}
 
 
-def _has_texts(path: Path, columns: Mapping[str, str]) -> bool:
-    """Whether prompt and completion of the first example are texts, not lists of turns."""
+def _columns(data: Data, format: str, first: Mapping[str, Any]) -> dict[str, str]:
+    """LLaMA-Factory's names of the columns, for formats that it reads as they are; {} for others. It stops if a column
+    is not in the data, of which `first` is an example, {} if it is not known."""
+    if format not in DEFAULTS:
+        return {}
+    columns = {COLUMN_NAMES[option]: column for option, column in required_columns(data, format).items()}
+    usual = Data.model_fields["system_column"].default
+    if format == "alpaca" and (not first or "input" in first):
+        columns["query"] = "input"
+    if format != "text" and (data.system_column in first or (not first and data.system_column not in ("", usual))):
+        columns["system"] = data.system_column
+    return columns
+
+
+def _first_example(path: Path) -> Mapping[str, Any]:
+    """{} if there is none, or it cannot be read."""
     try:
-        example = next((row for _, row in read_examples(path, 1)), {})
+        return next((row for _, row in read_examples(path, 1)), {})
     except DataFileError:
-        return True
-    return all(isinstance(example.get(column), str) for column in columns.values())
+        return {}
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

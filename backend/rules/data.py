@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 from backend import registry
+from backend.config import Data
 from backend.config.options import by_name
+from backend.data.columns import column_options
 from backend.data.formats import UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
 from backend.inspect.data_files import MAX_ISSUES
@@ -102,15 +104,6 @@ COMPLETION_NAMES = ("answer", "response", "output", "completion", "target", "sol
 ID_NAMES = ("id", "idx", "index", "uuid", "key", "number")
 
 
-def _column_options(format: str) -> tuple[str, ...]:
-    """The options that name the columns of a data format."""
-    return tuple(
-        name
-        for name, option in by_name().items()
-        if name.endswith("_column") and any(format in condition.get("data.format", ()) for condition in option.when)
-    )
-
-
 def _guessed_formats(case: Case) -> list[Fix]:
     """Formats for columns that no supported format has: a prompt with a completion, and one column as text. Columns
     with unknown names are taken in their order."""
@@ -155,12 +148,32 @@ def malformed_examples(case: Case) -> Violation | None:
         fixes.append(Fix("Detect the format automatically", {"data.format": "auto"}, False))
     if format == "auto" or not all(issue.message.startswith("has no column ") for issue in issues):
         return Violation(_summary(issues), tuple(fixes))
-    options = _column_options(format)
+    options = tuple(name for name in column_options(format) if name != "data.system_column")
     if not fixes and case.facts.columns and case.spec.train.stage in registry.NEXT_TOKEN_STAGES:
         fixes = _guessed_formats(case)
     advice = f"Set {names(options)} to the names of columns in the file."
     title = "The data files do not have the columns of the data format"
     return Violation(f"{_summary(issues)} {advice}", tuple(fixes), ("data.files", "data.format", *options), title)
+
+
+@warning(
+    "DAT030",
+    fields=("data.system_column", "data.files"),
+    title="The data has no column with this system prompt",
+    source="the file itself",
+    fixes=(Fix("Use no column for the system prompt", {"data.system_column": ""}),),
+    fails_on=Example({**USER_DATA, "data.format": "messages", "data.system_column": "persona"}, facts=USER_DATA_FACTS),
+    passes_on=Example({**USER_DATA, "data.format": "messages"}, facts=USER_DATA_FACTS),
+)
+def missing_system_column(case: Case) -> str | None:
+    """Examples without the column get the system prompt of data.system_prompt, or none."""
+    data, facts = case.spec.data, case.facts
+    usual = Data.model_fields["system_column"].default
+    if data.source != "files" or not facts.columns or data.system_column in ("", usual, *facts.columns):
+        return None
+    if facts.format in ("", "text"):
+        return None
+    return f"The first example has no column {data.system_column}. Its columns are {', '.join(facts.columns[:10])}."
 
 
 @error(

@@ -135,6 +135,9 @@ def _read_hub(spec: RunSpec) -> list[ConvertedExample]:
         table = load_dataset(data.hub_id, data.hub_config or None, split=data.hub_split)
     except Exception as error:  # of many kinds: network, name, split, configuration
         raise TrainError(f"data.hub_id: {data.hub_id} could not be loaded: {_first_line(error)}") from error
+    if data.system_column not in ("", "system", *table.column_names) and data.format not in ("auto", "text"):
+        columns = ", ".join(table.column_names)
+        raise TrainError(f"data.system_column: the dataset has no column {data.system_column}; it has {columns}.")
     return list(
         _convert(spec, ((f"{data.hub_id}, row {n}", row) for n, row in enumerate(map(without_padding, table), 1)))
     )

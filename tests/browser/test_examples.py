@@ -33,7 +33,7 @@ def server(tmp_path, monkeypatch):
         yield started
 
 
-def open_draft(page, server, folder, examples):
+def open_draft(page, server, folder, examples, **more):
     """The Build view with the preset First run, and this many examples. The template cannot render the last one."""
     (folder / f"{examples}.jsonl").write_text((json.dumps(TALK) + "\n") * (examples - 1) + json.dumps(SYSTEM) + "\n")
     (folder / "template.jinja").write_text(NO_SYSTEM)
@@ -46,6 +46,7 @@ def open_draft(page, server, folder, examples):
         "eval.strategy": "no",
         "data.chat_template": "file",
         "data.chat_template_file": str(folder / "template.jinja"),
+        **more,
     }
     draft = f"draft-of-{examples}-examples"
     made = page.request.post(f"{server.url}/api/check", data={"draft": draft, "values": {**preset, **changes}})
@@ -117,3 +118,27 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
     page.locator("#fp-example-next").click()
     expect(card).to_contain_text("The data files have fewer examples.", timeout=TIMEOUT)
     expect(page.locator("#fp-example-next")).to_be_disabled()
+
+
+def test_columns_are_chosen_by_clicking(page, server, tmp_path):
+    """From a finding to the menus; two choices later the example is trained on, and one Undo takes the last back."""
+    rows = [{"nr": n, "frage": f"Wann fährt Zug {n}?", "antwort": f"Um {n} Uhr."} for n in range(1, 4)]
+    (tmp_path / "fahrplan.csv").write_text(
+        "nr,frage,antwort\n" + "".join(f"{','.join(map(str, row.values()))}\n" for row in rows)
+    )
+    open_draft(
+        page, server, tmp_path, 3, **{"data.files": str(tmp_path / "fahrplan.csv"), "data.chat_template": "chatml"}
+    )
+    page.get_by_role("button", name="Choose columns").click()
+    menus = page.locator("#fp-columns")
+    expect(menus.locator("tr").first).to_contain_text("1")
+    expect(menus.get_by_label("Use of column frage")).to_have_value("")
+    menus.get_by_label("Use of column frage").select_option("Prompt")
+    expect(page.locator("#data-prompt_column textarea, #data-prompt_column input")).to_have_value("frage")
+    menus.get_by_label("Use of column antwort").select_option("Completion")
+    trained = page.locator("#fp-example .fp-trained")
+    expect(trained.first).to_be_visible(timeout=TIMEOUT)
+    assert "".join(trained.all_inner_texts()).startswith("Um 1 Uhr.")
+    expect(page.locator("[data-code=DAT002], [data-code=DAT003]")).to_have_count(0)
+    page.locator("#fp-undo").click()
+    expect(menus.get_by_label("Use of column antwort")).to_have_value("")

@@ -131,6 +131,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "data.rejected_column": ("", "rejected", "chosen"),
     "data.label_column": ("", "label"),
     "data.text_column": ("", "text"),
+    "data.system_column": ("system", "", "persona"),
     "data.system_prompt": ("", "Be brief."),
     "data.chat_template_kwargs": ("", '{"enable_thinking": false}'),
     # The examples have 20 to 150 tokens. Without a worker process that tokenizes them (tests/conftest.py), the checks

@@ -495,6 +495,7 @@ CASES: dict[str, Case] = {
     "data.rejected_column": Case("worse", examples, PAIRS),
     "data.label_column": Case("good", examples, LABELS),
     "data.text_column": Case("q", examples, {**FILES, "data.format": "text"}),
+    "data.system_column": Case("q", examples, PAIR),
     "data.system_prompt": Case("Be brief.", examples, PAIR),
     "data.chat_template": Case("file", first_rows, {"data.chat_template_file": "INPUTS/a.jinja"}),
     "data.chat_template_file": Case(

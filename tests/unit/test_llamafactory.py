@@ -160,7 +160,7 @@ def test_every_named_option_exists():
     assert {*OPTION_NAMES.values()} <= by_name().keys()
 
 
-@pytest.mark.parametrize("info", ["[]", "{", '{"identity": 3}', '{"identity": {"hf_hub_url": "a/b"}}'])
+@pytest.mark.parametrize("info", ["[]", "{", '{"identity": 3}', '{"identity": {"script_url": "a"}}'])
 def test_a_damaged_dataset_info(tmp_path, info):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/dataset_info.json").write_text(info)
@@ -188,3 +188,57 @@ def test_what_is_left_is_kept_for_llamafactory_as_trainer(tmp_path):
     kept = json.loads(spec.llamafactory.extra_args)
     assert kept == {"mask_history": True, "rope_scaling": "yarn"}
     assert read(tmp_path, template="a b").spec.llamafactory.template == ""
+
+
+PARTS = {"prompt": "q", "response": "r", "system": "s"}
+TURNS = {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "talk"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "entry", "expected"),
+    [
+        ("sft", {"columns": PARTS}, {"format": "alpaca", "prompt_column": "q", "completion_column": "r"}),
+        ("sft", {"columns": PARTS}, {"system_column": "s"}),
+        ("sft", {"columns": {"prompt": "q"}}, {"completion_column": "output", "system_column": ""}),
+        ("sft", {}, {"format": "auto", "system_column": "system"}),
+        ("pt", {"columns": {"prompt": "body"}}, {"format": "text", "text_column": "body"}),
+        ("sft", TURNS, {"format": "sharegpt", "messages_column": "talk"}),
+        ("sft", {**TURNS, "tags": {"role_tag": "role"}}, {"format": "messages", "messages_column": "talk"}),
+        (
+            "dpo",
+            {**TURNS, "ranking": True, "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}},
+            {"format": "pairs", "prompt_column": "talk", "chosen_column": "good", "rejected_column": "bad"},
+        ),
+        ("kto", {"columns": {**PARTS, "kto_tag": "ok"}}, {"format": "labels", "label_column": "ok"}),
+    ],
+)
+def test_the_columns_of_dataset_info(tmp_path, stage, entry, expected):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"identity": {"file_name": "i.json", **entry}}))
+    data = read(tmp_path, stage=stage).spec.data
+    assert {name: getattr(data, name) for name in expected} == expected
+
+
+def test_other_datasets_of_dataset_info(tmp_path):
+    """A dataset on the Hub; two that are read alike or not; what has no counterpart."""
+    (tmp_path / "data").mkdir()
+    columns = {"prompt": "q", "query": "more", "images": "pictures"}
+    info = {
+        "hub": {"hf_hub_url": "a/b", "split": "test"},
+        "one": {"file_name": "1.json", "columns": columns, "num_samples": 5, "tags": {"user_tag": "client"}},
+        "two": {"file_name": "2.json"},
+    }
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    data = read(tmp_path, dataset="hub").spec.data
+    assert (data.source, data.hub_id, data.hub_split) == ("hub", "a/b", "test")
+    found = read(tmp_path, dataset="one,two")
+    assert found.spec.data.files == ("data/1.json", "data/2.json")
+    told = [*found.different, *found.missing]
+    for text in (
+        "dataset: two: all files are read in the format of one",
+        "dataset: one: columns.query: column more is not used unless it is renamed to input",
+        "dataset: one: columns.images: pictures",
+        "dataset: one: tags.user_tag: client: this role is not known here",
+        "dataset: one: num_samples: 5 (all examples are read)",
+    ):
+        assert text in told

@@ -144,3 +144,17 @@ def test_the_command(tmp_path, capsys):
     assert printed.out.startswith(f"cd {tmp_path}/out && ") and "llamafactory-cli train train.yaml" in printed.out
     assert "Different there: data.chat_template" in printed.err
     assert (tmp_path / "out/train.yaml").exists()
+
+
+def test_columns_of_the_first_example(tmp_path):
+    """LLaMA-Factory stops at a column that the data does not have."""
+    rows = {
+        "a": {"instruction": "Q", "output": "A"},
+        "b": {"instruction": "Q", "output": "A", "input": "", "system": ""},
+    }
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    found = made({"data.files": [str(tmp_path / f"{name}.jsonl") for name in rows]}, "alpaca")
+    first, second = (found.datasets[name]["columns"] for name in ("data_1", "data_2"))
+    assert first == {"prompt": "instruction", "response": "output"}
+    assert second == {**first, "query": "input", "system": "system"}

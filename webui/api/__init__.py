@@ -12,6 +12,7 @@ from fastapi import APIRouter
 
 from webui.api import (
     checking,
+    columns,
     compare_runs,
     drafts,
     examples,
@@ -67,6 +68,8 @@ POST: Mapping[str, Endpoint] = {
     "/api/drafts/{id}": drafts.save_draft,
     "/api/import": checking.import_yaml,
     "/api/examples": examples.show,
+    "/api/columns": columns.show,
+    "/api/columns/use": columns.use,
     "/api/export": checking.export_yaml,
     "/api/config": checking.download_model_config,
     "/api/fix": checking.apply_safe_fixes,

@@ -34,7 +34,7 @@ export const $ = (selector, parent = /** @type {ParentNode} */ (document)) => pa
  * was unfolded stays so.
  */
 export function redraw(node, ...children) {
-  const focusable = () => [...node.querySelectorAll("a, button, summary, [tabindex]")];
+  const focusable = () => [...node.querySelectorAll("a, button, select, summary, [tabindex]")];
   const at = focusable().indexOf(document.activeElement);
   const unfolded = [...node.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent);
   node.replaceChildren(...children);

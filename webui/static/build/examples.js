@@ -2,6 +2,7 @@
 // The card with examples of the form's data, token by token: what is trained on, and where they are cut.
 import { post } from "../api.js";
 import { $, chip, el, redraw } from "../dom.js";
+import { loadColumns } from "./columns.js";
 
 const MOST = 50; // positions that the server knows of each kind of problem
 const AGAIN = 400; // ms, while the worker renders the example
@@ -37,6 +38,7 @@ export function refreshExamples(now) {
 
 function load() {
   if (!card().open) return;
+  loadColumns(values);
   const wanted = JSON.stringify([position(), Object.entries(values).filter(([name]) => decides(name))]);
   if (wanted === drawn) return;
   drawn = wanted;

@@ -4,6 +4,7 @@ import { url } from "../api.js";
 import { $, canFocus, copy, el } from "../dom.js";
 import { diffList, fixNote, applyFix } from "../fixes.js";
 import { capitalized } from "../format.js";
+import { columnsLink } from "./columns.js";
 import { drawDevices } from "./devices.js";
 import * as form from "./form.js";
 import { drawMemory } from "./memory.js";
@@ -135,6 +136,7 @@ function findingCard(finding) {
     el("p", {}, message),
     reason ? el("p.fp-reason", {}, reason) : null,
     fieldLinks(fields),
+    columnsLink(finding),
     ...fixes.slice(0, MAX_FIXES).map(fixRow),
     findingDetails(finding),
   );

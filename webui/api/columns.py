@@ -1,0 +1,34 @@
+"""Endpoints of the menus that say what the columns of data files are used for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from backend.inspect.columns import describe_columns, use_column, uses_of
+from backend.rules import Fix
+from webui.api.checking import parse_form
+from webui.api.fixes import fix_json
+from webui.api.requests import ApiError, FormRequest
+
+
+class UseRequest(FormRequest):
+    """`use` of the column, '' for none: see `backend.inspect.columns`."""
+
+    column: str
+    use: str
+
+
+def show(body: FormRequest) -> dict[str, Any]:
+    """The columns of the form's data files: see `describe_columns`."""
+    spec, _ = parse_form(body.values)
+    return describe_columns(spec, Path.cwd())
+
+
+def use(body: UseRequest) -> dict[str, Any]:
+    """The change of the form that uses the column so."""
+    spec, _ = parse_form(body.values)
+    patch = use_column(spec, Path.cwd(), body.column, body.use)
+    if not patch:
+        raise ApiError(422, f"The column {body.column!r} cannot be used so: the data files have changed.")
+    return fix_json(Fix(f"Column {body.column}: {uses_of(spec).get(body.use, 'Not used')}", patch, safe=False), spec)

@@ -1,0 +1,75 @@
+// @ts-check
+// The columns of the data files, each with its first values and a menu of what it is used for.
+import { post } from "../api.js";
+import { $, el, notifyError, redraw } from "../dom.js";
+import { applyFix } from "../fixes.js";
+
+const decides = (name) => /^data\.(source|files|format|\w+_column)$|^train\.stage$/.test(name);
+const RULES = ["DAT002", "DAT003"]; // about columns that are missing or not recognized
+
+/** @type {Record<string, any>} */
+let values = {}; // of the form
+let drawn = ""; // the values that decide of what is shown or requested
+
+const box = () => $("#fp-columns");
+
+/** Draw the columns, unless these values are drawn already. @param {Record<string, any>} now the form's values */
+export async function loadColumns(now) {
+  values = now;
+  const wanted = JSON.stringify(Object.entries(values).filter(([name]) => decides(name)));
+  if (wanted === drawn) return;
+  drawn = wanted;
+  try {
+    const found = await post("api/columns", { values });
+    if (wanted === drawn) draw(found);
+  } catch {
+    if (wanted === drawn) drawn = ""; // requested again after the next check
+  }
+}
+
+function draw({ columns, more, uses }) {
+  box().hidden = !columns.length;
+  if (columns.every(({ use }) => !use)) box().open = true;
+  const rows = columns.map((column) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, el("span", { title: column.name }, column.name), menu(column, uses)),
+      el("td", {}, ...column.values.map((text) => el("p", { title: text }, text))),
+    ),
+  );
+  redraw($("#fp-columns tbody"), ...rows);
+  $("#fp-columns > p").textContent = more ? `${more.toLocaleString("en")} more columns are not shown.` : "";
+}
+
+function menu({ name, use, fixed, required }, uses) {
+  const select = el("select", { "aria-label": `Use of column ${name}`, disabled: fixed });
+  if (fixed) select.append(el("option", { value: "" }, "Used by its name"));
+  else if (!required) select.append(el("option", { value: "" }, "Not used"));
+  select.append(...Object.entries(uses).map(([value, label]) => el("option", { value }, label)));
+  select.value = use;
+  select.addEventListener("change", () => change(name, select.value));
+  return select;
+}
+
+async function change(column, use) {
+  try {
+    applyFix(await post("api/columns/use", { values, column, use }));
+  } catch (error) {
+    drawn = ""; // the menus show what is used
+    loadColumns(values);
+    notifyError(error);
+  }
+}
+
+/** A button that leads to the menus, for findings about columns; null for other findings. */
+export function columnsLink({ code, fields }) {
+  if (!RULES.includes(code) || !fields.includes("data.format")) return null;
+  const open = () => {
+    $("#fp-examples").open = true;
+    box().open = true;
+    $("summary", box()).focus({ preventScroll: true });
+    box().scrollIntoView({ block: "center", behavior: "smooth" });
+  };
+  return el("div.fp-fix", {}, el("button.fp-button", { type: "button", onclick: open }, "Choose columns"));
+}
