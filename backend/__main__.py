@@ -17,6 +17,7 @@ from backend.cli import (
     environments,
     export,
     export_metrics,
+    prepared_data,
     rehearse,
     runs,
     runs_list,
@@ -56,6 +57,8 @@ COMMANDS: Mapping[str, Command] = {
     "plan": commands.plan,
     "estimate": commands.estimate,
     "data": show_data.start,
+    "prepare": prepared_data.prepare,
+    "cache": prepared_data.cache,
     "run": runs.run,
     "rehearse": rehearse.start,
     "test-devices": device_test.start,
@@ -110,6 +113,8 @@ def parser() -> argparse.ArgumentParser:
     imported.add_argument(
         "--with-code", action="store_true", help="include what can run code, such as trust_remote_code and extra hosts"
     )
+    cache = command("cache", help="list the tokenized data that is kept for later runs, or remove it")
+    cache.add_argument("action", choices=("list", "clear"), metavar="list|clear", help="what to do")
     env = command("env", help="create a Python environment for another trainer, or list those that exist")
     env.add_argument("action", choices=("create", "list"), metavar="create|list", help="what to do")
     env.add_argument(
@@ -136,7 +141,7 @@ def _position(text: str) -> int:
 
 
 def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
-    """check, plan, estimate, data, run, rehearse, test-devices, sweep."""
+    """check, plan, estimate, data, prepare, run, rehearse, test-devices, sweep."""
     spec = argparse.ArgumentParser(add_help=False)
     spec.add_argument("spec", metavar="SPEC", help="a YAML file with options, or the name of a preset")
     spec.add_argument(
@@ -155,6 +160,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     data = command("data", spec, help="print examples as the model sees them, with what is trained on")
     data.add_argument("--first", type=_position, default=1, metavar="N", help="the first one (default: 1)")
     data.add_argument("--count", type=_position, default=3, metavar="N", help="how many (default: 3)")
+    command("prepare", spec, help="tokenize the data of a spec, for the runs that follow; no GPU is needed")
     exported = command("export", spec, machine, help="write a spec for LLaMA-Factory, Kubernetes or SkyPilot")
     exported.add_argument("--to", choices=export.TARGETS, required=True, help="what reads the files")
     exported.add_argument("--out", default="", metavar="FOLDER", help="where (default: the value of --to)")

@@ -6,12 +6,14 @@ the file of another user: none of these is read or written.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import stat
 from collections.abc import Container
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 SAFE = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 NOT_REGULAR = "Not a regular file"
@@ -66,3 +68,15 @@ def check_names(folder: Path, names: Container[str]) -> None:
             if entry.name in names and not entry.is_file(follow_symlinks=False):
                 is_folder = entry.is_dir(follow_symlinks=False)
                 raise IrregularFile(errno.EINVAL, os.strerror(errno.EISDIR) if is_folder else NOT_REGULAR, entry.path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` atomically by `value` as strict JSON."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(value, allow_nan=False, ensure_ascii=False), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

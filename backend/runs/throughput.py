@@ -11,6 +11,8 @@ from backend.wording import counted
 
 STALL_SECONDS = 60.0  # without a step, after which the status mentions it, if steps are usually faster
 # Phases between and after the steps whose duration is unknown: the status has the elapsed time instead of an estimate.
+PREPARING = "preparing data"
+LEFT_AFTER = 3.0  # seconds after which the speed of the preparation is known
 TIMED_PHASES = ("generating before", "evaluating", "checkpoint", "saving", "generating after")
 
 
@@ -50,8 +52,11 @@ def _phase_progress(progress: dict[str, Any], now: float) -> str:
         unit, of, whose = progress.get("unit", "").partition(" of ")  # "token of rank 0"
         total = counted(progress["total"], unit) if unit else f"{progress['total']:,}"
         parts.append(f"{progress.get('done', 0):,} of {total}{of}{whose}")
-    if progress.get("phase") in TIMED_PHASES and now - progress.get("since", now) >= 1:
-        parts.append(f"{duration(now - progress['since'])} so far")
+    elapsed = now - progress.get("since", now)
+    if progress.get("phase") in TIMED_PHASES and elapsed >= 1:
+        parts.append(f"{duration(elapsed)} so far")
+    if progress.get("phase") == PREPARING and (done := progress.get("done")) and elapsed >= LEFT_AFTER:
+        parts.append(f"about {duration(elapsed * (progress['total'] - done) / done)} left")
     return f" ({', '.join(parts)})" if parts else ""
 
 

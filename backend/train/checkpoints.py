@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from backend.runs import CHECKPOINTS, COMPLETE, checkpoint_files, lock_file, resume_point
+from backend.runs.files import write_json
 from backend.runs.resume_point import OPTIMIZER_STATES, complete, damage, has_optimizer_state, step_of  # noqa: F401 - read by others as checkpoints.damage
-from backend.train.run_log import RunLog, TrainError, write_json
+from backend.train.run_log import RunLog, TrainError
 
 UNIVERSAL = ".universal"  # in the run's folder: a converted checkpoint, until all ranks have loaded it
 DAMAGED = "damaged-"  # put before the name of a checkpoint that a run skipped

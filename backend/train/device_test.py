@@ -21,8 +21,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from backend import registry
 from backend.runs import RESULT, device_speeds
+from backend.runs.files import write_json
 from backend.train import device, exit, stacks, verify
-from backend.train.run_log import RunLog, write_json
+from backend.train.run_log import RunLog
 
 TIMEOUT = 60.0  # seconds; a collective that takes longer is an error that names the rank
 SECONDS = 3.0  # of each measurement

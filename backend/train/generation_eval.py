@@ -14,12 +14,13 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TrainerCallback
 
 from backend.config import RunSpec
+from backend.runs.files import write_json
 from backend.train import text_metrics
 from backend.train.completion_start import last_completion
 from backend.train.context import TrainContext
-from backend.train.data import ConvertedExample
 from backend.train.device import ProcessGroup
-from backend.train.run_log import TrainError, write_json
+from backend.train.examples import ConvertedExample
+from backend.train.run_log import TrainError
 from backend.train.templates import ChatTokenizer, UnsupportedConversation
 from backend.train.unsharded import unsharded_model
 from backend.wording import counted

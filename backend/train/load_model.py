@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from backend import registry
 from backend.config import RunSpec
 from backend.runs import LOCK, MODEL, RESULT
+from backend.runs.files import write_json
 from backend.train import device, exit, model, quantized, verify
-from backend.train.run_log import RunLog, TrainError, write_json
+from backend.train.run_log import RunLog, TrainError
 from backend.train.templates import ChatTokenizer, UnsupportedConversation
 from backend.wording import counted
 

@@ -19,9 +19,9 @@ import torch
 
 from backend.runs import MONITOR, STOP, health, request_stop
 from backend.runs.events import SAVED
+from backend.runs.files import write_json
 from backend.train import device
 from backend.train.context import TrainContext
-from backend.train.run_log import write_json
 
 FIRST_SECONDS, MEASURE_SECONDS = 1.0, 20.0  # until the first measurement; the pause doubles up to the second number
 KEPT_DURATIONS = 4096  # of steps; from then on a random sample of the run's steps

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 
 from backend.config import RunSpec
 from backend.data.chat import COLUMN, VARIABLES
@@ -123,9 +123,11 @@ def add_kl_completions(dataset: Dataset, spec: RunSpec) -> Dataset:
     too, as in TRL: with a batch size of 1 an example would be its own neighbor."""
     if spec.train.stage != "kto" or spec.preference.kto_loss_type != "kto" or not len(dataset):
         return dataset
-    completions, size = list(dataset["completion_ids"]), spec.train.per_device_train_batch_size
-    batches = [completions[start : start + size] for start in range(0, len(completions), size)]
-    return dataset.add_column("KL_completion_ids", [each for batch in batches for each in (batch[-1], *batch[:-1])])
+    count, size = len(dataset), spec.train.per_device_train_batch_size
+    batches = (range(start, min(start + size, count)) for start in range(0, count, size))
+    neighbors = dataset.select([row for batch in batches for row in (batch[-1], *batch[:-1])])
+    completions = neighbors.select_columns(["completion_ids"]).rename_column("completion_ids", "KL_completion_ids")
+    return concatenate_datasets([dataset, completions], axis=1)
 
 
 def as_conversation(value: dict[str, Any]) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from backend.runs import EVENTS, METRICS, PROGRESS, STOP, files, sweeps
 from backend.runs.events import RESUMED
+from backend.runs.files import write_json
 from backend.runs.lost_weights import ALL_WEIGHTS
 
 PROGRESS_INTERVAL_SECONDS = 0.25  # between two writes of progress.json within a phase
@@ -144,18 +145,6 @@ class RunLog:
             with contextlib.suppress(OSError):  # a full disk, on which no checkpoint can be saved either
                 if reason := sweeps.stop_if_behind(self.folder.resolve(), step):
                     self.info(f"Stopping early. {reason}")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace `path` atomically by `value` as strict JSON."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(value, allow_nan=False, ensure_ascii=False), encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def _append(path: Path, *values: Mapping[str, Any]) -> None:

@@ -28,7 +28,8 @@ from backend.data import (
 )
 from backend.inspect.examples import FORMAT
 from backend.train import completion_start, model
-from backend.train.data import ConvertedExample, ExampleTokenizer, tokenizer_for
+from backend.train.data import ExampleTokenizer, Tokenizer, tokenizer_for
+from backend.train.examples import ConvertedExample
 from backend.train.preference_data import SPECIAL, PreferenceTokenizer, unread_keys
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX, UnsupportedConversation
@@ -41,7 +42,6 @@ NOTES = {
     "identical": "This example is dropped: the chosen and the rejected completion are the same within max_length.",
     "endless": "No token that ends the completion has a loss.",
 }
-Tokenizer = ExampleTokenizer | PreferenceTokenizer
 Piece = tuple[str, list[int], bool]
 
 
@@ -68,7 +68,7 @@ def show(spec: dict[str, Any], base: str, folder: str, first: int, count: int) -
         for location, row in islice(chain([head], rows), first, first + count):
             examples, problem = _converted(run_spec, location, row, format)
             if examples and to_columns is None:
-                to_columns = tokenizer_for(run_spec, tokenizer, examples)
+                to_columns = tokenizer_for(run_spec, tokenizer, examples[0])
             shown = {"location": location, "row": _row_text(row), "problem": problem}
             found["examples"].append({**shown, **_tokenized(to_columns, examples, location)})
     except (TrainError, DataFileError) as error:

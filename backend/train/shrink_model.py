@@ -27,9 +27,10 @@ from backend.config import RunSpec
 from backend.config.options import effective
 from backend.presets import read
 from backend.runs import LOCK, RESULT, SPEC
+from backend.runs.files import write_json
 from backend.train import device, exit, model
 from backend.train.decoder_layers import decoder_layers
-from backend.train.run_log import RunLog, TrainError, write_json
+from backend.train.run_log import RunLog, TrainError
 
 Values = dict[str, Any]
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy
 from jinja2 import TemplateError
+from tokenizers import Encoding
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import (
     get_training_chat_template,
@@ -234,12 +236,8 @@ class ChatTokenizer:
                     "a turn has a weight of 0, and the chat template rewrites earlier turns, so its tokens cannot be "
                     "told from others; set data.loss_on to completions"
                 ) from error
-        offsets = self._offsets(whole)[1]
         left_out = [span for span, turn in zip(spans, turns, strict=True) if turn.get("train") is False]
-        return [
-            trained and not any(start < b and end > a for a, b in left_out)
-            for trained, (start, end) in zip(mask, offsets, strict=True)
-        ]
+        return list(map(int, numpy.array(mask, bool) & ~_overlaps(self._encode(whole), left_out)))
 
     def marked_spans(self, messages: Messages, example: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
         """Where the template's markers are in the rendered text; () without markers."""
@@ -274,9 +272,8 @@ class ChatTokenizer:
         turns = [message for message in messages if message["role"] == "assistant"]
         spans = self._differences(whole, messages, example)
         spans = [span for span, turn in zip(spans, turns, strict=True) if turn.get("train") is not False]
-        ids, offsets = self._offsets(whole)
-        trained = [any(start < b and end > a for a, b in spans) for start, end in offsets]
-        return ids, [token if yes else IGNORE_INDEX for token, yes in zip(ids, trained, strict=True)]
+        encoded = self._encode(whole)
+        return encoded.ids, numpy.where(_overlaps(encoded, spans), encoded.ids, IGNORE_INDEX).tolist()
 
     def _differences(self, whole: str, messages: Messages, example: Mapping[str, Any]) -> list[tuple[int, int]]:
         """Where the text of each assistant turn is in the rendered text. Raises UnmarkedCompletions."""
@@ -285,7 +282,7 @@ class ChatTokenizer:
             if message["role"] != "assistant":
                 continue
             before = self.render(messages[:number], example, add_generation_prompt=True)
-            after = self.render(messages[: number + 1], example)
+            after = self.render(messages[: number + 1], example) if number + 1 < len(messages) else whole
             if not (after.startswith(before) and whole.startswith(after)):
                 raise UnmarkedCompletions(
                     "the chat template rewrites earlier messages, so completions cannot be told from prompts; set "
@@ -294,16 +291,15 @@ class ChatTokenizer:
             spans.append((len(before), len(after.rstrip())))
         return spans
 
-    def _offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text, and where each token is in it. Raises UnmarkedCompletions."""
-        try:
-            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        except NotImplementedError as error:
+    def _encode(self, text: str) -> Encoding:
+        """The tokens of a text, with where each of them is in it. Raises UnmarkedCompletions."""
+        if not self.tokenizer.is_fast:
             raise UnmarkedCompletions(
                 "this tokenizer is not a fast tokenizer and has no character offsets, so completions cannot be told "
                 "from prompts; set data.loss_on to all_tokens"
-            ) from error
-        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+            )
+        found: Encoding = self.tokenizer(text, add_special_tokens=False).encodings[0]
+        return found
 
     def render(self, messages: Messages, example: Mapping[str, Any], **more: Any) -> str:
         """The text of a conversation; `more` goes to apply_chat_template. Raises UnsupportedConversation."""
@@ -314,3 +310,12 @@ class ChatTokenizer:
             return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **more, **self._variables(example)))
         except (TemplateError, TypeError, ValueError) as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
+
+
+def _overlaps(encoded: Encoding, spans: Sequence[tuple[int, int]]) -> Any:
+    """For each token, whether some of its characters are in one of the spans."""
+    starts, ends = numpy.array(encoded.offsets, int).reshape(-1, 2).T
+    found = numpy.zeros(len(starts), bool)
+    for start, end in spans:
+        found |= (starts < end) & (ends > start)
+    return found

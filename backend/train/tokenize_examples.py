@@ -29,7 +29,8 @@ from backend.data import (
 from backend.data.copies import Seen
 from backend.inspect.examples import FORMAT
 from backend.train import completion_start, model
-from backend.train.data import ConvertedExample, tokenizer_for
+from backend.train.data import tokenizer_for
+from backend.train.examples import ConvertedExample
 from backend.train.preference_data import SPECIAL, UNREAD, unread_keys
 from backend.train.run_log import TrainError
 from backend.train.templates import ChatTokenizer, UnmarkedCompletions, UnsupportedConversation
@@ -166,7 +167,7 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
                 continue
             try:
                 with _memory_errors_named(spec, example):
-                    to_columns = tokenizer_for(spec, tokenizer, [example])
+                    to_columns = tokenizer_for(spec, tokenizer, example)
             except TrainError as error:
                 tokenizer, found.problem = None, str(error)
                 continue

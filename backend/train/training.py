@@ -14,6 +14,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.resolve import ResolvedRun
 from backend.runs import MODEL, RESULT
+from backend.runs.files import write_json
 from backend.train import (
     adapters,
     checkpoint_weights,
@@ -44,7 +45,7 @@ from backend.train.engines import train_engine
 from backend.train.engines.deepspeed import TrainDeepSpeed
 from backend.train.monitor import Monitor
 from backend.train.patches import accelerate_fsdp2_addresses, trl_precompute_hooks
-from backend.train.run_log import RunLog, Stopped, write_json
+from backend.train.run_log import RunLog, Stopped
 from backend.train.skipped_steps import SkippedSteps
 from backend.train.templates import ChatTokenizer, set_defaults
 
@@ -124,19 +125,21 @@ def _source(context: TrainContext) -> model.ModelSource:
 
 
 def _prepared(context: TrainContext, tokens: Any) -> data.PreparedData:
-    spec, group, folder = context.spec, context.group, context.folder / PREPARED
+    spec, folder = context.spec, context.folder / PREPARED
     context.run_log.start_phase("preparing data", "Preparing data.")
 
-    def prepare() -> data.PreparedData:
-        tick = context.tick("preparing data", "Preparing data.")
-        made = data.prepare(spec, tokens, tick, context.run_log.info, rehearsal.dataset_sizes(context.run, spec))
-        if group.world > 1:
-            data.save(made, folder)
-        return made
+    def prepare() -> None:
+        tick = context.tick("preparing data", "Preparing data.", "example")
+        shutil.rmtree(folder, ignore_errors=True)
+        if longest := rehearsal.dataset_sizes(context.run, spec):
+            folder.mkdir()
+            data.save(data.prepare(spec, tokens, tick, context.run_log.info, longest, folder), folder)
+        else:
+            data.prepare_once(spec, tokens, tick, context.run_log.info, folder)
 
-    made: data.PreparedData | None = context.first(prepare)
-    # Several ranks all load the same files, so that each finds the cache that a trainer keeps next to them.
-    return made if made is not None and group.world == 1 else data.load(folder)
+    context.first(prepare)
+    # All ranks load the same files, so that each finds the cache that a trainer keeps next to them.
+    return data.load(folder)
 
 
 def _generation(context: TrainContext, tokens: Any, prepared: data.PreparedData) -> Any:

@@ -27,7 +27,9 @@ from backend.inspect.facts import InputFacts
 from backend.runs import trained as trained_model
 from backend.runs.folder import Run
 from backend.train import completion_start, data, end_tokens, generation_eval, tokenize_examples
-from backend.train.data import ConvertedExample, ExampleTokenizer
+from backend.train import examples as train_examples
+from backend.train.data import ExampleTokenizer
+from backend.train.examples import ConvertedExample
 from backend.train.run_log import TrainError
 from backend.train.template_input import names_in
 from backend.train.templates import ChatTokenizer, UnmarkedCompletions, set_defaults
@@ -253,7 +255,7 @@ def test_parquet_gives_the_tokens_of_jsonl(tokenizer: Any, tmp_path: Path, in_pr
 
 def test_rows_of_the_hub_have_no_padding(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"messages": calling({"to": "Bern"})}, {"messages": calling({"from": "Biel"})}]
-    monkeypatch.setattr(data, "load_dataset", lambda *_, **__: Dataset.from_list(rows))
+    monkeypatch.setattr(train_examples, "load_dataset", lambda *_, **__: Dataset.from_list(rows))
     spec = make_spec({"data.source": "hub", "data.hub_id": "a/b", "data.validation": "none", "data.max_samples": 0})
     prepared = data.prepare(spec, tokenizer, lambda done, of: True, print).train
     expected = [ChatTokenizer.create(tokenizer, False).tokenize(converted(row)["messages"])[0] for row in rows]
@@ -485,13 +487,12 @@ def test_copies_are_counted_and_dropped_as_the_run_drops_them(tiny: Path, tmp_pa
     assert (found.num_copies, found.num_examples) == (3, 7 * (1 + (stage == "kto")))
     options |= {"data.drop_duplicates": True, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)}
     lines: list[str] = []
-    train, validation = data.load_examples(make_spec(options), lines.append)
+    train, validation = train_examples.select(make_spec(options), lines.append)
     found = inspected(tiny, tmp_path, rows, **options)
     assert (found.num_examples, found.num_validation_examples) == (len(train), len(validation))
     assert len(train) == 4 * (1 + (stage == "kto"))
     assert lines[0] == "3 training examples dropped: equal to a training example before."
-    copies = 1 if stage == "kto" else 2  # in the format messages, the column system is not used
-    assert found.num_copies_in_validation == copies and f"{copies} validation example" in lines[1]
+    assert found.num_copies_in_validation == 1 and "1 validation example" in lines[1]
 
 
 def test_a_model_that_was_trained_with_variables_is_trained_again(tokenizer: Any) -> None:

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from backend.config import Data
 from backend.data import convert, unpair
 from backend.train import completion_start, generation_eval
-from backend.train.data import ConvertedExample, ExampleTokenizer
+from backend.train.data import ExampleTokenizer
+from backend.train.examples import ConvertedExample
 from backend.train.preference_data import PreferenceTokenizer
 from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
 

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,7 @@ from backend.train import (
 )
 from backend.train.callbacks import CheckpointCallback, EarlyStopping
 from backend.train.divergence import DivergenceCallback
+from backend.train.examples import select
 from backend.train.monitor import Monitor
 from backend.train.run_log import RunLog, TrainError
 from backend.train.training import TrainContext, _start
@@ -229,7 +231,7 @@ def highest_learning_rate(spec: RunSpec) -> Any:
 
 
 def examples(spec: RunSpec) -> Any:
-    return [[item.value for item in part] for part in data.load_examples(spec)]
+    return [[example.value for _, example in sorted(part, key=itemgetter(0))] for part in select(spec)]
 
 
 def prepared_data(spec: RunSpec) -> data.PreparedData:

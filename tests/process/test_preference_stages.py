@@ -32,6 +32,7 @@ from backend.config import RunSpec
 from backend.data import read_examples
 from backend.paths import ASSETS
 from backend.train import data
+from backend.train.examples import select
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 TrainedRun = Callable[[str, str], Path]
@@ -101,8 +102,8 @@ def test_reward_margin_rises(trained_run: TrainedRun, stage: str, kind: str) -> 
 
 def training_examples(stage: str) -> list[dict[str, Any]]:
     """The rows of train.jsonl that the runs above were trained on."""
-    examples = data.load_examples(spec(stage))[0]
-    prompts = [item.value["prompt"] for item in examples]
+    train, _ = select(spec(stage))
+    prompts = [example.value["prompt"] for _, example in train]
     rows = [row for _, row in read_examples(ASSETS / "train-pairs/train.jsonl") if row["prompt"] in prompts]
     return [dict(row) for row in rows]
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from backend.train.data import ConvertedExample, tokenize
+from backend.train.data import tokenize
+from backend.train.examples import ConvertedExample, Part
 from backend.train.run_log import TrainError
 
-EXAMPLES = [ConvertedExample(f"a.jsonl:{number}", {"number": number}) for number in range(2500)]
+ROWS = [ConvertedExample(f"a.jsonl:{number}", {"number": number}) for number in range(2500)]
+EXAMPLES = Part(ROWS, range(2500))
 ORPHANS = """\
 import os, signal
 from test_tokenization_processes import EXAMPLES, Numbers

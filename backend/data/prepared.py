@@ -1,0 +1,196 @@
+"""Prepared data is kept for the next run with the same files, tokenizer, template, options and code.
+
+An entry is a folder with what `backend.train.data.save` writes. It is made next to its place and renamed, so no entry
+is ever incomplete. A run links its files, so that an entry may be removed while a run uses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from backend.config import RunSpec
+from backend.data.reading import expand, file_patterns
+from backend.paths import HOME, prepared_folder
+from backend.runs.files import write_json
+
+MIN_SECONDS = 5.0  # a preparation that was quicker is not kept
+STALE_SECONDS = 24 * 3600.0  # after which a folder of a process that was killed is removed
+LIMIT = "FOOTPLATE_PREPARED_GB"
+DEFAULT_LIMIT = 100.0
+HASHES = "hashes.json"  # of data files: a file is hashed again only if one of its dates, its size or its inode changes
+ABOUT = "about.json"
+NEW = ".new-"
+# The code and the packages that decide which tokens an example becomes.
+MODULES = (
+    "config/data.py", "data/*.py", "train/data.py", "train/end_tokens.py", "train/examples.py",
+    "train/preference_data.py", "train/template_input.py", "train/templates.py",
+)  # fmt: skip
+PACKAGES = ("datasets", "jinja2", "numpy", "tokenizers", "transformers", "trl")
+# Options of data that are in the key as content, or decide no token.
+ELSEWHERE = {"dataset_num_proc", "files", "validation_files", "chat_template_file"}
+
+
+def key_of(spec: RunSpec, tokenizer: Any, hub: str = "") -> str:
+    """What the prepared data of a spec depends on, as a hash; '' if that cannot be told, as for a tokenizer in Python.
+    `hub`: the fingerprint of data on the Hub. Raises OSError and DataFileError."""
+    if not tokenizer.is_fast:
+        return ""
+    files = [[str(path.absolute()) for path in expand(part)] for part in file_patterns(spec.data)]
+    modules = sorted(chain.from_iterable((HOME / "backend").glob(pattern) for pattern in MODULES))
+    parts = {
+        "data": {name: value for name, value in spec.data if name not in ELSEWHERE},
+        "files": files,
+        "contents": [_content(Path(path)) for path in chain.from_iterable(files)],
+        "hub": hub,
+        "stage": [spec.train.stage, spec.train.seed, spec.eval.strategy != "no", spec.eval.num_generations],
+        "neighbors": [spec.preference.kto_loss_type, spec.train.per_device_train_batch_size]
+        * (spec.train.stage == "kto"),
+        "tokenizer": [tokenizer.backend_tokenizer.to_str(), type(tokenizer).__name__],
+        "special": [str(tokenizer.special_tokens_map), tokenizer.eos_token_id, tokenizer.chat_template],
+        "code": [module.read_text(encoding="utf-8") for module in modules],
+        "packages": [importlib.metadata.version(package) for package in PACKAGES],
+    }
+    return hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _content(path: Path) -> str:
+    """The hash of a file. Raises OSError."""
+    stat = path.stat()
+    state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    known = _hashes().get(str(path), [None, ""])
+    if known[0] == state:
+        return str(known[1])
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with suppress(OSError):  # a full disk, or a folder that cannot be written
+        prepared_folder().mkdir(parents=True, exist_ok=True)
+        others = {name: value for name, value in _hashes().items() if Path(name).exists()}
+        write_json(prepared_folder() / HASHES, {**others, str(path): [state, digest]})
+    return digest
+
+
+def _hashes() -> dict[str, Any]:
+    found = _read(prepared_folder() / HASHES)
+    return {name: value for name, value in found.items() if isinstance(value, list) and len(value) == 2}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def take(key: str, folder: Path) -> list[str] | None:
+    """Make `folder` with the files of an entry, as links where that is possible. The log lines of its preparation; None
+    without such an entry."""
+    entry = prepared_folder() / key
+    about = _read(entry / ABOUT) if key else {}
+    if not about:
+        return None
+    try:
+        os.utime(entry)  # the entry that was not used for the longest time is removed first
+        shutil.copytree(entry, folder, copy_function=_link)
+        if _sizes(folder) == about["sizes"]:
+            return [str(line) for line in about["lines"]]
+        _remove(entry)  # a file was cut, for example when the machine lost its power
+    except (OSError, KeyError):  # another process has removed it
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+def keep(key: str, folder: Path, name: str, lines: Sequence[str]) -> None:
+    """Make an entry of the files in `folder`, with the name of the data and the log lines of its preparation. Without
+    room on the disk there is none."""
+    place = prepared_folder()
+    new = place / f"{NEW}{uuid.uuid4().hex}"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(folder, new, copy_function=_link)
+        write_json(new / ABOUT, {"name": name, "lines": [*lines], "sizes": _sizes(new)})
+        new.rename(place / key)
+    except OSError:  # also if another process has made the entry
+        shutil.rmtree(new, ignore_errors=True)
+    _make_room()
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ABOUT)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+
+
+def limit() -> float:
+    """The most bytes that all entries together may have."""
+    try:
+        found = float(os.environ.get(LIMIT) or DEFAULT_LIMIT)
+    except ValueError:
+        found = math.nan
+    return (found if found >= 0 else DEFAULT_LIMIT) * 1e9
+
+
+def entries() -> list[tuple[Path, str, int, float]]:
+    """(folder, name of the data, bytes, time of the last use) of each entry, the last used first."""
+    found = []
+    for folder in _folders():
+        with suppress(OSError):
+            if about := _read(folder / ABOUT):
+                size = sum(_sizes(folder).values())
+                found.append((folder, str(about.get("name", "")), size, folder.stat().st_mtime))
+    return sorted(found, key=lambda entry: -entry[3])
+
+
+def _folders() -> Iterator[Path]:
+    with suppress(OSError):
+        yield from (each for each in prepared_folder().iterdir() if each.is_dir())
+
+
+def _make_room() -> None:
+    """Remove the entries that were not used for the longest time, as far as all exceed the limit, and what processes
+    that were killed have left."""
+    room = limit()
+    for entry, _, size, _ in entries():
+        room -= size
+        if room < 0:
+            _remove(entry)
+    for folder in _folders():
+        with suppress(OSError):
+            if folder.name.startswith(NEW) and time.time() - folder.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear() -> tuple[int, int]:
+    """Remove all entries: how many, and their bytes."""
+    found = entries()
+    for entry, *_ in found:
+        _remove(entry)
+    return len(found), sum(size for _, _, size, _ in found)
+
+
+def _remove(entry: Path) -> None:
+    """Remove an entry; nothing finds it while it is incomplete."""
+    gone = entry.with_name(f"{NEW}{uuid.uuid4().hex}")
+    with suppress(OSError):
+        entry.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)

@@ -1,0 +1,205 @@
+"""The examples of a run: read, converted and selected. They are read anew each time instead of being kept in memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+from datasets import load_dataset
+
+from backend import registry
+from backend.config import RunSpec
+from backend.data import (
+    DataFileError,
+    Example,
+    InvalidExample,
+    convert,
+    detect_format,
+    detection_problem,
+    expand,
+    file_patterns,
+    read_examples,
+    sample,
+    split,
+    unpair,
+    without_padding,
+)
+from backend.data.copies import Seen
+from backend.data.formats import UNKNOWN_COLUMNS
+from backend.train.run_log import Stopped, TrainError
+from backend.wording import counted
+
+Tick = Callable[[int, int], bool]  # (examples done, examples in total, 0 if not known) -> continue?
+ROWS_PER_TICK = 1000
+
+
+@dataclass(frozen=True)
+class ConvertedExample:
+    """An example as a conversation, a text or a preference, and its file and line for messages about it."""
+
+    location: str
+    value: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The training examples of a run, or the validation examples. `rows`: those of all files, which may be read any
+    number of times; `positions`: where the examples of this part are in them, in the order of the part. With `unpairs`,
+    a pair counts as two labeled completions, as in KTO."""
+
+    rows: Iterable[ConvertedExample]
+    positions: Sequence[int]
+    unpairs: bool = False
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __iter__(self) -> Iterator[tuple[int, ConvertedExample]]:
+        """The examples in the order of the files, each with its number in the order of the part. Raises TrainError."""
+        numbers = array("q", [-1]) * (1 + max(self.positions, default=-1))
+        for number, position in enumerate(self.positions):
+            numbers[position] = number
+        found = 0
+        for position, example in enumerate(islice(self._examples(), len(numbers))):
+            if numbers[position] >= 0:
+                found += 1
+                yield numbers[position], example
+        if found < len(self):
+            raise TrainError("The data files have changed while they were read. Start the run again.")
+
+    @property
+    def is_in_file_order(self) -> bool:
+        """Whether the order of the part is that of the files."""
+        return all(one < other for one, other in pairwise(self.positions))
+
+    def _examples(self) -> Iterator[ConvertedExample]:
+        if not self.unpairs:
+            yield from self.rows
+            return
+        for row in self.rows:
+            yield from (ConvertedExample(row.location, value) for value in unpair(row.value))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The converted examples of files or of a dataset on the Hub. Iterating raises TrainError."""
+
+    spec: RunSpec
+    read: Callable[[], Iterator[tuple[str, Example]]]  # (location, example as in the file)
+
+    def __iter__(self) -> Iterator[ConvertedExample]:
+        try:
+            yield from _converted(self.spec, self.read())
+        except DataFileError as error:
+            raise TrainError(f"{error}.") from error
+
+
+def select(
+    spec: RunSpec, info: Callable[[str], None] = lambda line: None, tick: Tick = lambda done, total: True
+) -> tuple[Part, Part]:
+    """The training and the validation part, in an order that train.seed decides; `info` gets log lines. Raises
+    TrainError, and Stopped when `tick` returns False."""
+    data, seed = spec.data, spec.train.seed
+    train_files, validation_files = file_patterns(data)
+    rows = _hub(spec) if data.source == "hub" else _files(spec, train_files, "data.files")
+    seen = Seen() if data.drop_duplicates else None
+    train, unpairs = _positions(rows, "training", seen, info, tick)
+    others, validation = rows, array("q")
+    if data.source == "builtin" or data.validation == "files":
+        others = _files(spec, validation_files, "data.validation_files")
+        validation, _ = _positions(others, "validation", seen, info, tick)
+    elif data.validation == "split":
+        if len(train) < 2:
+            raise TrainError(
+                "data.validation: a dataset with one example cannot be split. Set it to none, or use validation files."
+            )
+        train, validation = (array("q", part) for part in split(train, data.validation_split, seed))
+    if unpairs := unpairs and spec.train.stage == "kto":
+        train, validation = (
+            array("q", (n for row in part for n in (2 * row, 2 * row + 1))) for part in (train, validation)
+        )
+    # KTO trains in the order of the dataset.
+    train = array("q", sample(train, data.max_samples, seed, shuffles=spec.train.stage == "kto"))
+    return Part(rows, train, unpairs), Part(others, validation, unpairs)
+
+
+def _positions(
+    rows: Rows, name: str, seen: Seen | None, info: Callable[[str], None], tick: Tick
+) -> tuple[array[int], bool]:
+    """The positions of the rows, without copies of training examples if there is `seen`, and whether they are pairs."""
+    found, dropped, are_pairs = array("q"), 0, False
+    for position, row in enumerate(rows):
+        are_pairs = are_pairs or "chosen" in row.value
+        if seen and seen.is_copy(row.value, remember=name == "training"):
+            dropped += 1
+        else:
+            found.append(position)
+        if position % ROWS_PER_TICK == 0 and not tick(0, 0):
+            raise Stopped
+    if dropped:
+        info(f"{counted(dropped, f'{name} example')} dropped: equal to a training example before.")
+    return found, are_pairs
+
+
+def _files(spec: RunSpec, files: Sequence[str], option: str) -> Rows:
+    try:
+        paths = expand(files)
+    except DataFileError as error:
+        raise TrainError(f"{option}: {error}.") from error
+    return Rows(spec, lambda: ((f"{path}, line {line}", row) for path in paths for line, row in read_examples(path)))
+
+
+def hub_fingerprint(spec: RunSpec) -> str:
+    """What identifies the downloaded data of a dataset on the Hub. Raises TrainError."""
+    return str(_hub_table(spec)._fingerprint)
+
+
+def _hub_table(spec: RunSpec) -> Any:
+    data = spec.data
+    try:
+        return load_dataset(data.hub_id, data.hub_config or None, split=data.hub_split)
+    except Exception as error:  # of many kinds: network, name, split, configuration
+        raise TrainError(f"data.hub_id: {data.hub_id} could not be loaded: {_first_line(error)}") from error
+
+
+def _hub(spec: RunSpec) -> Rows:
+    data, table = spec.data, _hub_table(spec)
+    if data.system_column not in ("", "system", *table.column_names) and data.format not in ("auto", "text"):
+        columns = ", ".join(table.column_names)
+        raise TrainError(f"data.system_column: the dataset has no column {data.system_column}; it has {columns}.")
+    return Rows(
+        spec, lambda: ((f"{data.hub_id}, row {n}", row) for n, row in enumerate(map(without_padding, table), 1))
+    )
+
+
+def _converted(spec: RunSpec, located: Iterable[tuple[str, Example]]) -> Iterator[ConvertedExample]:
+    """Converted examples. With data.format auto, the first example decides the format. Raises TrainError."""
+    stage = registry.STAGES[spec.train.stage]
+    format, empty = spec.data.format if spec.data.source != "builtin" else "auto", True
+    for location, row in located:
+        empty = False
+        if format == "auto":
+            format = detect_format(row, stage.formats) or ""
+            if not format:
+                problem = detection_problem(row, stage.formats)
+                advice = " Set data.format and its column options." if problem.startswith(UNKNOWN_COLUMNS) else ""
+                raise TrainError(f"{location}: {problem}.{advice}")
+        if format not in stage.formats:
+            option = "data.builtin" if spec.data.source == "builtin" else "data.format"
+            raise TrainError(
+                f"{location}: {option}: {stage.label} needs the format {registry.FORMATS[stage.formats[0]].label}, but "
+                f"this example has the format {registry.FORMATS[format].label}."
+            )
+        try:
+            yield ConvertedExample(location, convert(row, format, spec.data))
+        except InvalidExample as error:
+            raise TrainError(f"{location}: {error}.") from error
+    if empty:
+        raise TrainError("The dataset has no examples. Check data.files, or data.hub_split.")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,66 @@
+"""`python -m backend.train.prepare_data FOLDER`: tokenize the data of FOLDER/spec.yaml, for the runs that follow.
+
+Called by `footplate prepare`. It needs no GPU.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from backend import presets
+from backend.runs import SPEC
+from backend.runs.throughput import duration
+from backend.train import data, model
+from backend.train.run_log import TrainError
+from backend.wording import counted
+
+FILES = "prepared"
+SECONDS = 2.0  # between two lines of progress
+
+
+class Progress:
+    """Prints how many examples are done, how many in a second, and how long the rest takes."""
+
+    def __init__(self) -> None:
+        self.began = self.printed = time.monotonic()
+
+    def tick(self, done: int, total: int) -> bool:
+        """So many examples are done. Always goes on."""
+        now = time.monotonic()
+        if done == 0:
+            self.began = now
+        elif now - self.printed >= SECONDS:
+            rate = done / (now - self.began)
+            left = duration((total - done) / rate)
+            print(f"{done:,} of {counted(total, 'example')}, {rate:,.0f} per second, about {left} left", flush=True)
+            self.printed = now
+        return True
+
+
+def main() -> None:
+    """Prints a line for what is done; exit code 1 with a sentence on stderr."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    folder = Path(sys.argv[1])
+    datasets.disable_progress_bars()
+    spec = presets.load((folder / SPEC).read_text(encoding="utf-8"))
+    try:
+        tokenizer = model.load_tokenizer(spec, model.locate(spec, _tell))
+        data.prepare_once(spec, tokenizer, Progress().tick, lambda line: print(line, flush=True), folder / FILES, 0.0)
+    except TrainError as error:
+        sys.exit(str(error))
+
+
+def _tell(text: str, fraction: Any) -> None:
+    """The progress of a model's download or conversion; its beginning is enough here."""
+    if not fraction:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

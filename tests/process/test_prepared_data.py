@@ -1,0 +1,205 @@
+"""Prepared data is used again by the next run with the same data, and by no other; nothing incomplete is ever used."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fork_server import ForkServer
+from training_runs import environment, log_text, losses, make_spec
+from transformers import AutoTokenizer
+
+from backend import presets
+from backend.config import RunSpec
+from backend.data import prepared
+from backend.paths import prepared_folder
+from backend.train import data, model
+from backend.train.training import PREPARED
+
+ROWS = [{"prompt": f"When does train {n} leave?", "completion": f"At {n}."} for n in range(40)]
+KEEPS = """\
+import sys
+from pathlib import Path
+from backend.data import prepared
+for number in range(10**6):
+    prepared.keep(f"{sys.argv[2]}{number % 5}", Path(sys.argv[1]), "data", ["line"])
+    print(number, flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/models").symlink_to(cache / "models")
+    monkeypatch.setenv("FOOTPLATE_CACHE", str(tmp_path / "cache"))
+
+
+def spec_of(folder: Path, **changes: Any) -> RunSpec:
+    path = folder / "rows.jsonl"
+    if not path.exists():
+        path.write_text("\n".join(map(json.dumps, ROWS)) + "\n")
+    return make_spec({"data.source": "files", "data.files": (str(path),), **changes})
+
+
+def tokenizer_of(tiny: Path, spec: RunSpec) -> Any:
+    return model.load_tokenizer(spec, model.ModelSource(str(tiny), {"local_files_only": True}))
+
+
+def prepare(spec: RunSpec, tokenizer: Any, folder: Path) -> tuple[data.PreparedData, list[str]]:
+    lines: list[str] = []
+    data.prepare_once(spec, tokenizer, lambda done, of: True, lines.append, folder, 0.0)
+    return data.load(folder), lines
+
+
+def test_it_is_used_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(tmp_path)
+    tokenizer = tokenizer_of(tiny, spec)
+    expected = data.prepare(spec, tokenizer, lambda done, of: True, print)
+    first, lines = prepare(spec, tokenizer, tmp_path / "one")
+    monkeypatch.setattr(data, "prepare", None)
+    again, more = prepare(spec, tokenizer, tmp_path / "two")
+    assert more == ["The data was prepared before, with the same files and options.", *lines]
+    for made in (first, again):
+        assert made.train[:] == expected.train[:]
+        assert (made.eval_examples, made.end_tokens) == (expected.eval_examples, expected.end_tokens)
+    names = {path.name for path in (tmp_path / "two").rglob("*.arrow")}
+    assert names == {"data-00000-of-00001.arrow"} and os.stat(next((tmp_path / "two").rglob("*.arrow"))).st_nlink == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data.max_length": 64}, {"data.loss_on": "all_tokens"}, {"data.validation_split": 0.2}, {"train.seed": 5},
+        {"data.max_samples": 3}, {"train.stage": "pretraining"}, {"data.chat_template_kwargs": '{"x": 1}'},
+        {"data.system_prompt": "Be brief."}, {"data.drop_duplicates": True}, {"eval.strategy": "epoch"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_another_option_is_another_key(tiny: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    spec, other = spec_of(tmp_path), spec_of(tmp_path, **change)
+    assert prepared.key_of(other, tokenizer_of(tiny, other)) != prepared.key_of(spec, tokenizer_of(tiny, spec))
+
+
+def test_what_decides_no_token_is_in_no_key(tiny: Path, tmp_path: Path) -> None:
+    spec, tokenizer = spec_of(tmp_path), AutoTokenizer.from_pretrained(tiny)
+    key = prepared.key_of(spec, tokenizer)
+    assert key == prepared.key_of(
+        spec_of(tmp_path, **{"train.learning_rate": 1.0, "data.dataset_num_proc": 9}), tokenizer
+    )
+    os.utime(tmp_path / "rows.jsonl", (1, 1))
+    assert key == prepared.key_of(spec, tokenizer), "the content is the same"
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    assert key != prepared.key_of(spec, tokenizer)
+
+
+def test_another_content_is_another_key_even_with_the_same_size_and_date(tiny: Path, tmp_path: Path) -> None:
+    spec, tokenizer = spec_of(tmp_path), AutoTokenizer.from_pretrained(tiny)
+    key, path = prepared.key_of(spec, tokenizer), tmp_path / "rows.jsonl"
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    path.write_text(path.read_text().replace("train 7", "train 8"))
+    os.utime(path, ns=times)
+    assert key != prepared.key_of(spec, tokenizer)
+
+
+def test_a_damaged_entry_is_not_used(tiny: Path, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    tokenizer = tokenizer_of(tiny, spec)
+    first, _ = prepare(spec, tokenizer, tmp_path / "one")
+    expected = first.train[:]
+    ((entry, name, size, _),) = prepared.entries()
+    assert name == "rows.jsonl" and size > 1000
+    file = next((entry / "train").glob("*.arrow"))
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[:-100])
+    again, lines = prepare(spec, tokenizer, tmp_path / "two")
+    assert again.train[:] == expected and "before" not in lines[0]
+    assert prepared.take("nothing", tmp_path / "three") is None and not (tmp_path / "three").exists()
+
+
+@pytest.mark.parametrize("ticks", range(5))
+def test_a_stop_leaves_no_entry(tiny: Path, tmp_path: Path, ticks: int) -> None:
+    """After so many batches of work. It is complete after four: the selection, its end, training, validation."""
+    spec = spec_of(tmp_path, **{"eval.strategy": "epoch"})
+    calls: list[int] = []
+
+    def tick(done: int, total: int) -> bool:
+        calls.append(done)
+        return len(calls) <= ticks
+
+    data.prepare_once(spec, tokenizer_of(tiny, spec), tick, print, tmp_path / "made", 0.0)
+    assert not prepared.entries()
+    assert not (tmp_path / "made").exists() or not list((tmp_path / "made").rglob("*.json"))
+
+
+def test_the_oldest_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/data").write_bytes(bytes(10**6))
+    monkeypatch.setenv(prepared.LIMIT, "0.0035")
+    for number in range(5):
+        prepared.keep(f"{number}", tmp_path / "files", f"data {number}", [])
+        os.utime(prepared_folder() / f"{number}", (number, number))
+        if number == 3:
+            assert prepared.take("1", tmp_path / "taken") == []  # it is the last used now
+    assert {name for _, name, *_ in prepared.entries()} == {"data 1", "data 3", "data 4"}
+    monkeypatch.setenv(prepared.LIMIT, "many")
+    assert prepared.limit() == prepared.DEFAULT_LIMIT * 1e9
+    assert prepared.clear() == (3, 3 * 10**6) and not prepared.entries()
+    assert (tmp_path / "taken/data").stat().st_size == 10**6, "a run keeps its files"
+
+
+def test_processes_that_are_killed_leave_no_incomplete_entry(tmp_path: Path) -> None:
+    """Two write the same entries, and are killed at random moments."""
+    (tmp_path / "files/train").mkdir(parents=True)
+    for number in range(20):
+        (tmp_path / f"files/train/{number}").write_bytes(bytes(1000))
+    drawn = random.Random(7)
+    for turn in range(3):
+        command = [sys.executable, "-c", KEEPS, str(tmp_path / "files"), f"{turn}-"]
+        writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+        for writer in writers:
+            assert writer.stdout
+            writer.stdout.readline()
+        time.sleep(drawn.uniform(0, 0.3))
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+            assert writer.wait() == -signal.SIGKILL
+            assert writer.stdout
+            writer.stdout.close()
+    found = prepared.entries()
+    assert found
+    for entry, *_ in found:
+        assert prepared.take(entry.name, tmp_path / entry.name) == ["line"]
+        assert len(list((tmp_path / entry.name / "train").iterdir())) == 20
+
+
+def test_a_run_uses_what_the_command_has_prepared(tmp_path: Path, fork_server: ForkServer) -> None:
+    """With one process, and with two, which load the same files; the losses are those without it."""
+    spec = spec_of(tmp_path)
+    (tmp_path / "spec.yaml").write_text(presets.dump(spec))
+    command = [sys.executable, "-m", "backend", "prepare", "spec.yaml"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(tmp_path, tmp_path / "cache"), capture_output=True, text=True,
+        timeout=240, check=True,
+    )  # fmt: skip
+    assert "38 training examples" in done.stdout, done.stderr
+    assert len(prepared.entries()) == 1
+    server = replace(fork_server, cache=tmp_path / "cache")
+    two = spec_of(tmp_path, **{"parallel.strategy": "ddp", "launch.nproc_per_node": 2})
+    found = [server.train(tmp_path / f"{ranks}", each, ranks) for ranks, each in ((0, spec), (2, two))]
+    prepared.clear()
+    expected = [server.train(tmp_path / f"{ranks} anew", each, ranks) for ranks, each in ((0, spec), (2, two))]
+    for folder, anew in zip(found, expected, strict=True):
+        assert log_text(folder).count("The data was prepared before") == 1
+        assert "prepared before" not in log_text(anew)
+        assert losses(folder) == losses(anew) != {}
+        assert not (folder / PREPARED).exists()
