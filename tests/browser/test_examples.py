@@ -33,9 +33,12 @@ def server(tmp_path, monkeypatch):
         yield started
 
 
-def open_draft(page, server, folder, examples, **more):
-    """The Build view with the preset First run, and this many examples. The template cannot render the last one."""
-    (folder / f"{examples}.jsonl").write_text((json.dumps(TALK) + "\n") * (examples - 1) + json.dumps(SYSTEM) + "\n")
+def open_draft(page, server, folder, examples, copies=0, **more):
+    """The Build view with the preset First run, and this many examples, `copies` of them equal to the first one. The
+    template cannot render the last one."""
+    asked = [TALK["messages"][0] | {"content": f"When {max(n, copies)}?"} for n in range(examples - 1)]
+    rows = [*({"messages": [question, TALK["messages"][1]]} for question in asked), SYSTEM]
+    (folder / f"{examples}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "template.jinja").write_text(NO_SYSTEM)
     preset = page.request.get(f"{server.url}/api/presets/first-run").json()["values"]
     changes = {
@@ -97,7 +100,7 @@ def test_start_waits_until_all_examples_are_checked(page, server, tmp_path):
 
 def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
     """Its tokens with the mask, the cut after an edit, and an example that cannot be rendered."""
-    open_draft(page, server, tmp_path, 3)
+    open_draft(page, server, tmp_path, 3, copies=1)
     card, tokens = page.locator("#fp-examples"), page.locator("#fp-example .fp-tokens")
     expect(tokens).to_have_count(0)
     card.locator("summary").first.click()
