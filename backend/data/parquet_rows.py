@@ -1,4 +1,4 @@
-"""`python -P parquet_rows.py PATH`: writes the rows of a Parquet file to stdout, with a limit of memory and CPU time.
+"""`python -P parquet_rows.py PATH`: writes the rows of a Parquet or Arrow file to stdout, limited in memory and time.
 
 Imports only the standard library and pyarrow, and nothing of Footplate. A few hundred bytes of Parquet can become
 gigabytes, inside of calls that no thread can interrupt, so the server does not read such files itself. Each message is
@@ -19,6 +19,7 @@ MAX_CPU_SECONDS = 20
 MAX_ROW_BYTES = 32 * MIB  # pickled
 BATCH_ROWS = 32
 LENGTH_BYTES = 8
+ARROW_FILE = b"ARROW1"
 TOO_LARGE = f"takes more than {MAX_BYTES // GIB} GiB of memory to read"
 
 
@@ -46,21 +47,45 @@ def limit() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def open_batches(path: str, rows: int) -> tuple[list[str], Iterator[Any]]:
+    """The names of the columns of a Parquet or Arrow file, and record batches of at most `rows` rows. Raises
+    pyarrow.ArrowException and OSError."""
+    if not path.lower().endswith(".arrow"):
+        file = import_module("pyarrow.parquet").ParquetFile(path, buffer_size=2**20)
+        return list(file.schema_arrow.names), file.iter_batches(batch_size=rows, use_threads=False)
+    arrow, ipc = import_module("pyarrow"), import_module("pyarrow.ipc")
+    source = arrow.memory_map(path)
+    is_stream = source.read(len(ARROW_FILE)) != ARROW_FILE  # the datasets library writes streams
+    source.seek(0)
+    reader = ipc.open_stream(source) if is_stream else ipc.open_file(source)
+    whole = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+    slices = (batch.slice(start, rows) for batch in whole for start in range(0, batch.num_rows, rows))
+    return list(reader.schema.names), slices
+
+
+def invalid(path: str, error: Exception) -> str:
+    """Why a file cannot be read, as the end of a sentence."""
+    kind = "Arrow" if path.lower().endswith(".arrow") else "Parquet"
+    return f"is not a valid {kind} file: {str(error).rstrip('.')}"
+
+
 def messages(path: str) -> Iterator[Any]:
     """The names of the columns, the rows, and the reason for the end: '' at the end of the file."""
-    pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")  # after the limits are set
+    pyarrow = import_module("pyarrow")  # after the limits are set
     try:
-        with parquet.ParquetFile(path, buffer_size=2**20) as file:
-            yield list(file.schema_arrow.names)
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, use_threads=False):
-                yield from batch.to_pylist()
+        names, batches = open_batches(path, BATCH_ROWS)
+        yield names
+        for batch in batches:
+            yield from batch.to_pylist()
         yield ""
     except UnicodeDecodeError:
         yield "contains text that is not UTF-8"
     except pyarrow.ArrowMemoryError:
         yield TOO_LARGE
     except pyarrow.ArrowException as error:
-        yield f"is not a valid Parquet file: {str(error).rstrip('.')}"
+        yield invalid(path, error)
+    except OSError as error:
+        yield f"cannot be read: {error.strerror or error}"
     except (ValueError, OverflowError) as error:  # such as a time after the year 9999
         yield f"contains a value that Python cannot represent: {error}"
 

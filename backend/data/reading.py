@@ -1,4 +1,4 @@
-"""Data files: which ones a run reads, and reading of .jsonl, .json, .csv and .parquet files, example by example."""
+"""Data files: which ones a run reads, and reading of them, example by example."""
 
 from __future__ import annotations
 
@@ -13,34 +13,39 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 from backend.config import Data
+from backend.data import parquet_rows
 from backend.data.chat import Example, shorten, type_name
+from backend.data.compression import COMPRESSED, ERRORS, TEXT, DamagedFile, data_suffix, open_bytes, open_text
 from backend.data.patterns import TooManyEntries, matches
 from backend.paths import ASSETS
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+SUFFIXES = (*TEXT, ".parquet", ".arrow")
 ICONV = "convert it, for example with iconv -f {} -t utf-8"
 # The first bytes of files that often have the wrong suffix, or are not the data at all.
 CONTENTS: tuple[tuple[tuple[bytes, ...], str], ...] = (
     ((b"version https://git-lfs.github.com/spec/",), "is a Git LFS pointer, not the file itself; run git lfs pull"),
-    ((b"\x1f\x8b",), "is compressed with gzip; decompress it"),
-    ((b"\x28\xb5\x2f\xfd",), "is compressed with zstd; decompress it"),
-    ((b"\xfd7zXZ\x00",), "is compressed with xz; decompress it"),
+    ((b"\x1f\x8b",), "is compressed with gzip; add .gz to its name"),
+    ((b"\x28\xb5\x2f\xfd",), "is compressed with zstd; add .zst to its name"),
+    ((b"\xfd7zXZ\x00",), "is compressed with xz; add .xz to its name"),
     ((b"PK\x03\x04",), "is a zip archive or an Excel workbook; extract it, or export it as CSV"),
     (tuple(bytes([0x80, version]) for version in range(2, 6)), "is a Python pickle; save it as .jsonl or .parquet"),
     ((b"\xff\xfe", b"\xfe\xff"), f"is UTF-16 text; {ICONV.format('utf-16')}"),
 )
 MIB = 2**20
 MAX_LINE = 64 * MIB  # characters of one example; the longest sequences have some MB
-MAX_JSON = 2 * 1024 * MIB  # bytes: a .json file is parsed as a whole
-PARQUET_ROWS = Path(__file__).with_name("parquet_rows.py")
+MAX_BLANK_LINES = 1_000_000  # in a row; a compressed file of some MB could have billions
+MAX_JSON = 2 * 1024 * MIB  # characters: a .json file is parsed as a whole
 PARQUET_SECONDS = 60.0  # starting Python and reading what a check needs takes 0.5 s
 LENGTH_BYTES = 8
+MAX_FILES = 10_000  # of a folder
+SUPPORTED = f"{', '.join(SUFFIXES)}, and texts with {', '.join(COMPRESSED)}"
 HTML = (b"<!doctype html", b"<html")
 
 
@@ -54,7 +59,8 @@ class DataFileError(ValueError):
 
 
 def file_patterns(data: Data) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(training, validation) files of a run, as paths and glob patterns. A dataset on the Hub has no training files."""
+    """(training, validation) files of a run, as paths, folders and glob patterns. A dataset on the Hub has no training
+    files."""
     if data.source == "builtin":
         folder = ASSETS / data.builtin
         return (str(folder / "train.jsonl"),), (str(folder / "validation.jsonl"),)
@@ -63,7 +69,8 @@ def file_patterns(data: Data) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
-    """The files that paths and glob patterns match, without duplicates; relative ones are resolved against `base`."""
+    """The files that paths, folders and glob patterns match, without duplicates; relative ones are resolved against
+    `base`. Of a folder, those whose name says that they are data files, in the order of their names."""
     found: dict[Path, None] = {}
     for name in files:
         pattern = str((base or Path()) / os.path.expanduser(name))  # Path.expanduser raises for unknown users
@@ -75,8 +82,22 @@ def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
             raise DataFileError(shorten(name), 0, f"cannot be read: {error.strerror or error}") from None
         if not paths:
             raise DataFileError(name, 0, _no_file_problem(name))
-        found.update(dict.fromkeys(map(Path, paths)))
+        for path in map(Path, paths):
+            found.update(dict.fromkeys(_files_in(path) if path.is_dir() else [path]))
     return list(found)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    try:
+        entries = [Path(entry.path) for entry in islice(os.scandir(folder), MAX_FILES + 1) if entry.is_file()]
+    except OSError as error:
+        raise DataFileError(folder, 0, f"cannot be read: {error.strerror or error}") from None
+    if len(entries) > MAX_FILES:
+        raise DataFileError(folder, 0, f"has more than {MAX_FILES:,} files; list some of them with a pattern")
+    found = sorted(path for path in entries if data_suffix(path) in SUFFIXES and path.name[0] not in "._")
+    if not found:
+        raise DataFileError(folder, 0, f"is a folder without data files; supported are {SUPPORTED}")
+    return found
 
 
 def _no_file_problem(name: str) -> str:
@@ -94,17 +115,16 @@ def read_examples(path: Path, limit: int = 0, in_server: bool = False) -> Iterat
     is read by a process with limits, since its reader cannot be interrupted.
     """
     parquet = read_parquet_in_process if in_server else _read_parquet
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": parquet}
-    reader = readers.get(path.suffix.lower())
+    readers: Mapping[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+        ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": partial(_read_csv, separator="\t"),
+        ".parquet": parquet, ".arrow": parquet,
+    }  # fmt: skip
+    reader = readers.get(data_suffix(path))
     try:
-        if path.is_dir():
-            suffix = path.suffix or ".jsonl"
-            raise DataFileError(path, 0, f"is a folder; list its files instead, such as {path}/*{suffix}")
         if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
             raise DataFileError(path, 0, "is not a regular file")
         if reader is None:
-            hint = "; decompress it" if path.suffix.lower() in COMPRESSED else ""
-            raise DataFileError(path, 0, f"has an unsupported file type{hint}; supported are {', '.join(SUFFIXES)}")
+            raise DataFileError(path, 0, f"has an unsupported file type; supported are {SUPPORTED}")
         if problem := _content_problem(path):
             raise DataFileError(path, 0, problem)
         for count, (line, example) in enumerate(reader(path), 1):
@@ -117,30 +137,34 @@ def read_examples(path: Path, limit: int = 0, in_server: bool = False) -> Iterat
         raise _encoding_error(path) from None
     except OSError as error:
         raise DataFileError(path, 0, f"cannot be read: {error.strerror or error}") from None
+    except ERRORS as error:
+        damage = str(error) if isinstance(error, DamagedFile) else f"cannot be decompressed: {error}"
+        raise DataFileError(path, 0, damage[:1].lower() + damage[1:]) from None
 
 
 def _content_problem(path: Path) -> str:
-    """What a file is, if its first bytes are not those of its suffix; '' if they may be. Raises OSError."""
-    with path.open("rb") as file:
+    """What a file is, if its first bytes are not those of its suffix; '' if they may be. Raises OSError and ERRORS."""
+    with open_bytes(path) as file:
         head = file.read(512)
     for starts, problem in CONTENTS:
         if head.startswith(starts):
             return problem
-    if head.startswith(b"PAR1") and path.suffix.lower() != ".parquet":
+    suffix = data_suffix(path)
+    if head.startswith(b"PAR1") and suffix != ".parquet":
         return "is a Parquet file; rename it to .parquet"
     if head.lstrip().lower().startswith(HTML):
         return "is an HTML page, not data: the download may have failed, or needs a login"
-    if len(head) > 1 and (head[0] == 0) != (head[1] == 0):
+    if suffix in TEXT and len(head) > 1 and (head[0] == 0) != (head[1] == 0):
         return f"is UTF-16 text; {ICONV.format('utf-16le' if head[0] else 'utf-16be')}"
     first = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if path.suffix.lower() == ".jsonl" and first == b"[":
+    if suffix == ".jsonl" and first == b"[":
         return "contains a JSON list, and a .jsonl file has one object per line; rename it to .json"
     return ""
 
 
 def _encoding_error(path: Path) -> DataFileError:
     """The first line of a file that is not UTF-8, and its first invalid byte."""
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         for line, text in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
             try:
                 text.decode()
@@ -151,7 +175,7 @@ def _encoding_error(path: Path) -> DataFileError:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8-sig") as file:
+    with open_text(path) as file:
         for line, text in enumerate(_lines(path, file), 1):
             if not text.strip():
                 continue
@@ -164,7 +188,11 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _lines(path: Path, file: TextIO) -> Iterator[str]:
     """The lines of a text file. Raises DataFileError for one that does not fit into memory."""
+    blank = 0
     for line, text in enumerate(iter(lambda: file.readline(MAX_LINE), ""), 1):
+        blank = 0 if text.strip() else blank + 1
+        if blank > MAX_BLANK_LINES:
+            raise DataFileError(path, line, f"ends more than {MAX_BLANK_LINES:,} empty lines")
         if len(text) == MAX_LINE and not text.endswith("\n"):
             raise DataFileError(path, line, f"is longer than {MAX_LINE // MIB} MiB; one example is expected per line")
         yield text
@@ -172,10 +200,13 @@ def _lines(path: Path, file: TextIO) -> Iterator[str]:
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     """A list of examples, or {"data": [...]}; decoded element by element, so that the line of each example is known."""
-    if (size := path.stat().st_size) > MAX_JSON:
-        sizes = f"has {size / 2**30:.1f} GiB; a .json file of more than {MAX_JSON // 2**30} GiB cannot be read"
-        raise DataFileError(path, 0, f"{sizes}: write one object per line into a .jsonl file")
-    text = path.read_text(encoding="utf-8-sig")
+    text, is_large = "", path.stat().st_size > MAX_JSON
+    if not is_large:
+        with open_text(path) as file:
+            text = file.read(MAX_JSON + 1)
+    if is_large or len(text) > MAX_JSON:
+        most = f"a .json file of more than {MAX_JSON // 2**30} GiB cannot be read"
+        raise DataFileError(path, 0, f"is too large: {most}; write one object per line into a .jsonl file")
     at = _list_start(text)
     if not at:
         raise DataFileError(
@@ -233,39 +264,43 @@ def _skip(text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
+def _read_csv(path: Path, separator: str = ",") -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(MAX_LINE)  # the default limit of 128 KiB is shorter than some completions
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader, line = csv.reader(_lines(path, file), strict=True), 1
+    with open_text(path, newline="") as file:
+        reader, line = csv.reader(_lines(path, file), strict=True, delimiter=separator), 1
         names: list[str] = []
         try:
             for fields in reader:
                 if names and fields:
-                    if problem := _row_problem(len(fields), len(names)):
+                    if problem := _row_problem(len(fields), len(names), separator):
                         raise DataFileError(path, line, problem)
                     yield line, dict(zip(names, fields, strict=True))
                 elif fields:
                     names = fields
-                    if problem := _header_problem(names):
+                    if problem := _header_problem(names, separator):
                         raise DataFileError(path, line, problem)
                 line = reader.line_num + 1
         except csv.Error as error:
             raise DataFileError(path, line, f"is not valid CSV: {error}") from None
 
 
-def _row_problem(fields: int, columns: int) -> str:
+def _row_problem(fields: int, columns: int, separator: str) -> str:
     """Why a row with so many fields does not fit the header; '' if it does."""
     if fields == columns:
         return ""
-    wrong, cause = ("more", "commas") if fields > columns else ("fewer", "line breaks")
+    separators = "commas" if separator == "," else "tabs"
+    wrong, cause = ("more", separators) if fields > columns else ("fewer", "line breaks")
     return f"has {wrong} fields ({fields}) than the header has columns ({columns}); quote fields that contain {cause}"
 
 
-def _header_problem(names: list[str]) -> str:
+def _header_problem(names: list[str], separator: str) -> str:
     """Why these column names are not a header; '' if they are."""
-    separator = next((each for each in (";", "\t") if len(names) == 1 and each in names[0]), "")
-    if separator:
-        return f"has columns that are separated by {separator!r}; separate them with commas"
+    other = next((each for each in (";", "\t", ",") if len(names) == 1 and each in names[0]), "")
+    if other == "\t":
+        return "has columns that are separated by tabs; rename it to .tsv"
+    if other:
+        expected = "commas" if separator == "," else "tabs"
+        return f"has columns that are separated by {other!r}; separate them with {expected}"
     return _duplicate_problem(names)
 
 
@@ -276,24 +311,24 @@ def _duplicate_problem(names: Iterable[str]) -> str:
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        parquet = importlib.import_module("pyarrow.parquet")  # imported here: 0.2 s, and most data is not Parquet
+        arrow = importlib.import_module("pyarrow")  # imported here: 0.2 s, and most data is not Parquet
     except ImportError:
         raise DataFileError(path, 0, "cannot be read without pyarrow: pip install pyarrow") from None
     try:
         number = 0
-        with parquet.ParquetFile(path) as file:
-            if problem := _duplicate_problem(file.schema_arrow.names):
-                raise DataFileError(path, 0, problem)
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, without_padding(row)
+        names, batches = parquet_rows.open_batches(str(path), 256)
+        if problem := _duplicate_problem(names):
+            raise DataFileError(path, 0, problem)
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                yield number, without_padding(row)
     except DataFileError:
         raise
     except UnicodeDecodeError:
         raise DataFileError(path, 0, "contains text that is not UTF-8") from None
-    except importlib.import_module("pyarrow").ArrowException as error:
-        raise DataFileError(path, 0, f"is not a valid Parquet file: {str(error).rstrip('.')}") from None
+    except arrow.ArrowException as error:
+        raise DataFileError(path, 0, parquet_rows.invalid(str(path), error)) from None
     except (ValueError, OverflowError) as error:  # such as a time after the year 9999
         raise DataFileError(path, 0, f"contains a value that Python cannot represent: {error}") from None
 
@@ -302,7 +337,7 @@ def read_parquet_in_process(path: Path) -> Iterator[tuple[int, Any]]:
     """As `_read_parquet`, by a process with a limit of memory and a deadline (parquet_rows.py)."""
     if importlib.util.find_spec("pyarrow") is None:
         raise DataFileError(path, 0, "cannot be read without pyarrow: pip install pyarrow")
-    command = [sys.executable, "-P", str(PARQUET_ROWS), str(path)]
+    command = [sys.executable, "-P", parquet_rows.__file__, str(path)]
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     deadline = threading.Timer(PARQUET_SECONDS, process.kill)

@@ -11,6 +11,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.data import DataFileError, Example, expand, printable, read_examples
 from backend.data.columns import patch, read_by_name, uses, uses_of_columns
+from backend.data.compression import data_suffix, is_compressed
 
 MAX_COLUMNS = 100
 MAX_SHOWN = 200  # characters of a value
@@ -62,7 +63,7 @@ def _first_rows(spec: RunSpec, base: Path) -> list[Example]:
         return []
     try:
         path = expand(spec.data.files, base)[0]
-        if path.suffix.lower() == ".json" and path.stat().st_size > MAX_JSON:
+        if data_suffix(path) == ".json" and (is_compressed(path) or path.stat().st_size > MAX_JSON):
             return []
         return [row for _, row in read_examples(path, limit=ROWS, in_server=True)]
     except (DataFileError, OSError, IndexError):

@@ -29,6 +29,7 @@ from backend.data import (
     printable,
     read_examples,
 )
+from backend.data.compression import RATIO, data_suffix, is_compressed
 from backend.inspect.facts import DataIssue
 
 MAX_BYTES = 64 * 2**20
@@ -164,7 +165,7 @@ def _file(path: Path, modified_ns: int, size: int, read_as: _ReadAs, deadline: f
 
 def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _FileFacts:
     real = os.path.realpath(path)
-    if path.suffix.lower() == ".json" and size > MAX_BYTES:
+    if data_suffix(path) == ".json" and (size > MAX_BYTES or is_compressed(path)):
         return _FileFacts(0, False, 0, False, "", (), (), 0, (0, 0), (), path=real)  # a .json file is parsed as a whole
     columns = dict(zip(COLUMN_OPTIONS, read_as.columns, strict=True))
     data = Data().model_copy(update={**columns, "system_prompt": read_as.system_prompt})
@@ -277,7 +278,9 @@ def _turns_before_completion(turns: list[dict[str, Any]]) -> list[dict[str, Any]
 
 def _count_examples(path: Path, size: int, count: int, characters: int) -> int:
     """Examples of a file that was not read to its end: the lines of a .jsonl file up to 256 MiB, else extrapolated."""
-    if path.suffix.lower() == ".jsonl" and size <= 4 * MAX_BYTES:
+    if is_compressed(path):
+        size *= RATIO
+    elif path.suffix.lower() == ".jsonl" and size <= 4 * MAX_BYTES:
         with suppress(OSError), path.open("rb") as file:
             return max(count, sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")))
     return max(count, round(count * size / max(1, characters)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+from backend.data.compression import is_compressed
 from backend.launch.llamafactory import Export, export
 from backend.rules.base import Case, Example, Fix, Violation, error, warning
 from backend.rules.examples import DEMO, TWO_H100
@@ -104,7 +106,12 @@ def llamafactory_data(case: Case) -> str | None:
     """LLaMA-Factory reads conversations, instructions and plain text as they are. Of preferences, it reads one chosen
     and one rejected turn after a conversation."""
     made = _export(case)
-    if not made or not case.facts.format or not any(line.startswith("data.format:") for line in made.missing):
+    if not made:
+        return None
+    files = (Path(entry["file_name"]) for entry in made.datasets.values() if "file_name" in entry)
+    if unread := next((path for path in files if is_compressed(path) or path.suffix.lower() == ".tsv"), None):
+        return f"{unread} is {'compressed; decompress it' if is_compressed(unread) else 'no .csv file; convert it'}."
+    if not case.facts.format or not any(line.startswith("data.format:") for line in made.missing):
         return None
     return f"The data format is {case.facts.format}."
 

@@ -7,10 +7,12 @@ code the breakage is harmless, and `usable` is the number of training examples t
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import os
 import pickle
 import zipfile
@@ -602,7 +604,7 @@ LINES = {
     ),
     "Git LFS pointer": Breakage("DAT002", "is a Git LFS pointer.*git lfs pull", content=content(LFS)),
     "gzip under .jsonl": Breakage(
-        "DAT002", "is compressed with gzip; decompress it", content=lambda old: gzip.compress(old),
+        "DAT002", "is compressed with gzip; add .gz to its name", content=lambda old: gzip.compress(old),
     ),
     "zip under .jsonl": Breakage("DAT002", "is a zip archive or an Excel workbook", content=zipped),
     "zstd under .jsonl": Breakage("DAT002", "is compressed with zstd", content=content(b"\x28\xb5\x2f\xfd\x04\x58")),
@@ -672,7 +674,9 @@ TABLES = {
     "semicolons": Breakage(
         "DAT003", "separated by ';'; .*commas", 1, **CSV, content=lambda old: old.replace(b",", b";"),
     ),
-    "tabs": Breakage("DAT003", r"separated by '\\t'; .*commas", 1, **CSV, content=lambda old: old.replace(b",", b"\t")),
+    "tabs": Breakage(
+        "DAT003", "separated by tabs; rename it to .tsv", 1, **CSV, content=lambda old: old.replace(b",", b"\t"),
+    ),
     "more fields in one row": Breakage(
         "DAT003", "has more fields \\(3\\) than the header has columns \\(2\\)", 4, **CSV,
         content=replaces("Train 3?", "Train 3, or 4?"),
@@ -827,15 +831,28 @@ def next_to(name: str, text: str | bytes) -> Callable[[Path], None]:
     return write
 
 
+def zstd(content: bytes) -> bytes:
+    return bytes(arrow.compress(content, codec="zstd", asbytes=True))
+
+
+PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+
+
+def compressed(suffix: str, pack: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Compresses the file, and gives it this second suffix."""
+
+    def write(path: Path) -> None:
+        path.with_name(f"{path.name}{suffix}").write_bytes(pack(path.read_bytes()))
+        path.unlink()
+
+    return write
+
+
 PATHS = {
     "file is missing": Breakage("DAT002", "does not exist", names=("other.jsonl",)),
     "pattern matches no file": Breakage("DAT002", "matches no file", names=("*.csv",)),
-    "folder named like a file": Breakage(
-        "DAT002", "is a folder", files=folder_instead, run_words="Is a directory|is a folder",
-    ),
-    "folder instead of a pattern": Breakage(
-        "DAT002", "is a folder", names=(".",), run_words="unsupported file type|is a folder",
-    ),
+    "folder named like a file": Breakage("DAT002", "is a folder without data files", files=folder_instead),
+    "folder instead of a pattern": Breakage(names=(".",)),
     "broken symbolic link": Breakage("DAT002", "No such file|does not exist", files=broken_link),
     "circular symbolic link": Breakage("DAT002", "cannot be read: Too many levels", files=circular_link),
     "named pipe": Breakage("DAT002", "is not a regular file", files=pipe),
@@ -848,9 +865,28 @@ PATHS = {
     "unsupported suffix": Breakage(
         "DAT002", "unsupported file type", files=renamed("data.txt"), names=("data.txt",)
     ),
-    "compressed file": Breakage(
-        "DAT002", "unsupported file type.*decompress", files=next_to("data.jsonl.gz", gzip.compress(b"{}")),
-        names=("data.jsonl.gz",),
+    **{
+        f"compressed file {suffix}": Breakage(files=compressed(suffix, pack), names=(f"data.jsonl{suffix}",))
+        for suffix, pack in PACKED.items()
+    },
+    **{
+        f"cut file {suffix}": Breakage(
+            "DAT002", "cannot be (read|decompressed)", files=compressed(suffix, lambda old, pack=pack: pack(old)[:-9]),
+            names=(f"data.jsonl{suffix}",),
+        )
+        for suffix, pack in PACKED.items()
+    },
+    "zip archive": Breakage(
+        "DAT002", "unsupported file type", files=next_to("data.jsonl.zip", zipped(b"{}")), names=("data.jsonl.zip",),
+    ),
+    "text under .gz": Breakage("DAT002", "Not a gzipped file", files=renamed("a.jsonl.gz"), names=("a.jsonl.gz",)),
+    "bomb of empty lines": Breakage(
+        "DAT003", "ends more than 1,000,000 empty lines",
+        files=next_to("a.jsonl.gz", gzip.compress(b"\n" * 2_000_000)), names=("a.jsonl.gz",),
+    ),
+    "bomb of one line": Breakage(
+        "DAT003", "is longer than 64 MiB",
+        files=next_to("a.jsonl.gz", gzip.compress(bytes(70 * 2**20), 1)), names=("a.jsonl.gz",),
     ),
     "data pasted as a path": Breakage("DAT002", "is not a path|File name too long", names=(numbered(1) * 50,)),
     "home folder of an unknown user": Breakage("DAT002", "does not exist", names=("~nobody-here/data.jsonl",)),

@@ -89,7 +89,7 @@ def test_a_json_file_that_is_too_large_to_parse_is_named(tmp_path):
     path = tmp_path / "data.json"
     with path.open("wb") as file:
         file.truncate(3 * 2**30)
-    with pytest.raises(DataFileError, match=r"has 3\.0 GiB; a \.json file of more than 2 GiB cannot be read"):
+    with pytest.raises(DataFileError, match=r"is too large: a \.json file of more than 2 GiB cannot be read"):
         list(read_examples(path))
 
 
