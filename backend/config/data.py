@@ -50,8 +50,8 @@ class Data(Section):
     )
     """Small demo datasets that need no network."""
     files: Annotated[Lines, Ui("Data files", when={"data.source": ("files",)}, widget="lines")] = ()
-    """One path per line: .jsonl, .json, .csv, .tsv, .parquet or .arrow, texts also with .gz, .bz2, .xz or .zst; a folder,
-    or a glob pattern such as data/*.jsonl."""
+    """One path per line: .jsonl, .json, .csv, .tsv, .parquet or .arrow, texts also with .gz, .bz2, .xz or .zst; also
+    folders, and glob patterns such as data/*.jsonl."""
     hub_id: Annotated[str, Ui("Hub dataset ID", when={"data.source": ("hub",)})] = ""
     """Dataset on the Hugging Face Hub, such as HuggingFaceH4/ultrachat_200k."""
     hub_config: Annotated[str, Ui("Dataset config", when={"data.source": ("hub",)})] = ""
