@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from cluster_runs import FULL, LONG, ON_TWO_NODES, ClusterRun
-from ray_cluster import RayCluster, fake_cluster, real_cluster
+from ray_cluster import FakeCluster, RayCluster, fake_cluster, real_cluster
 from training_runs import (
     REORDERING_TOLERANCE,
     last_step,
@@ -74,7 +74,8 @@ def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start, c
     """The losses of all steps, before and after the stop, are those of one process."""
     name = f"alone-{type(cluster).__name__}"
     alone = fork_server.train(root / name, make_spec({**FULL, "train.per_device_train_batch_size": 4}))
-    started = start(FULL, fork_server.python)
+    # The fork server's processes are on this host, and not in the networks of the real cluster's nodes.
+    started = start(FULL, fork_server.python if isinstance(cluster, FakeCluster) else sys.executable)
     started.wait_for_step(2)
     run = started.run
     assert run.state in ("running", "done")
