@@ -113,8 +113,10 @@ def parser() -> argparse.ArgumentParser:
     imported.add_argument(
         "--with-code", action="store_true", help="include what can run code, such as trust_remote_code and extra hosts"
     )
-    cache = command("cache", help="list the tokenized data that is kept for later runs, or remove it")
-    cache.add_argument("action", choices=("list", "clear"), metavar="list|clear", help="what to do")
+    cache = command("cache", help="list the tokenized datasets that are kept for later runs, or remove them")
+    cache.add_argument(
+        "action", choices=("list", "clear"), metavar="list|clear", help="list the datasets, or remove all"
+    )
     env = command("env", help="create a Python environment for another trainer, or list those that exist")
     env.add_argument("action", choices=("create", "list"), metavar="create|list", help="what to do")
     env.add_argument(
@@ -160,7 +162,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     data = command("data", spec, help="print examples as the model sees them, with what is trained on")
     data.add_argument("--first", type=_position, default=1, metavar="N", help="the first one (default: 1)")
     data.add_argument("--count", type=_position, default=3, metavar="N", help="how many (default: 3)")
-    command("prepare", spec, help="tokenize the data of a spec, for the runs that follow; no GPU is needed")
+    command("prepare", spec, help="tokenize the dataset of a spec in advance, for later runs; needs no GPU")
     exported = command("export", spec, machine, help="write a spec for LLaMA-Factory, Kubernetes or SkyPilot")
     exported.add_argument("--to", choices=export.TARGETS, required=True, help="what reads the files")
     exported.add_argument("--out", default="", metavar="FOLDER", help="where (default: the value of --to)")

@@ -1,4 +1,4 @@
-"""`footplate prepare` and `footplate cache`: data that is tokenized before a run, and what is kept of it."""
+"""`footplate prepare` and `footplate cache`: datasets that are tokenized before a run, and the cache of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     """Tokenize the data of a spec; 1 if it cannot be."""
     spec = resolve_paths(effective(read_spec(arguments)), Path.cwd())
     if spec.launch.trainer == "llamafactory":
-        print("LLaMA-Factory tokenizes the data itself; nothing can be prepared for it.", file=sys.stderr)
+        print("LLaMA-Factory tokenizes the data itself when the run starts; footplate prepare cannot.", file=sys.stderr)
         return 2
     prepared_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=prepared.NEW, dir=prepared_folder()) as folder:  # on the same disk
@@ -44,7 +44,7 @@ def cache(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json({"removed": count, "bytes": size})
         else:
-            print(f"Removed {counted(count, 'prepared dataset')}, {_gigabytes(size)}.")
+            print(f"Removed {counted(count, 'tokenized dataset')}, {_gigabytes(size)}.")
         return 0
     found = prepared.entries()
     if arguments.json:
@@ -55,8 +55,8 @@ def cache(arguments: argparse.Namespace) -> int:
     for folder, name, size, used in found:
         print(f"{_gigabytes(size):>10}  {time.strftime('%F %H:%M', time.localtime(used))}  {name}  {folder.name[:12]}")
     total = _gigabytes(sum(size for _, _, size, _ in found))
-    most = f"at most {prepared.limit() / 1e9:,.0f} GB are kept ({prepared.LIMIT})"
-    print(f"{counted(len(found), 'prepared dataset')}, {total}; {most}, in {prepared_folder()}.")
+    most = f"{total} of at most {prepared.limit() / 1e9:,.6g} GB ({prepared.LIMIT})"
+    print(f"{counted(len(found), 'tokenized dataset')}, {most}, in {prepared_folder()}.")
     return 0
 
 

@@ -50,8 +50,8 @@ class Data(Section):
     )
     """Small demo datasets that need no network."""
     files: Annotated[Lines, Ui("Data files", when={"data.source": ("files",)}, widget="lines")] = ()
-    """One path per line: .jsonl, .json, .csv, .tsv, .parquet or .arrow, texts also with .gz, .bz2, .xz or .zst; also
-    folders, and glob patterns such as data/*.jsonl."""
+    """One path per line: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a compressed text file (.jsonl.gz), a
+    folder, or a glob pattern (data/*.jsonl)."""
     hub_id: Annotated[str, Ui("Hub dataset ID", when={"data.source": ("hub",)})] = ""
     """Dataset on the Hugging Face Hub, such as HuggingFaceH4/ultrachat_200k."""
     hub_config: Annotated[str, Ui("Dataset config", when={"data.source": ("hub",)})] = ""
@@ -84,7 +84,8 @@ class Data(Section):
     system_column: Annotated[
         str, Ui("System prompt column", when={**USER_DATA, "data.format": (*WITH_PROMPT, "messages", "sharegpt")})
     ] = "system"
-    """Column with the system prompt of an example, for data that has one; leave it empty to use none."""
+    """Column with the system prompt; examples without it use data.system_prompt. Usually system; empty ignores the
+    column."""
     system_prompt: Annotated[str, Ui("System prompt", when=CHAT, widget="text")] = ""
     """Added to every conversation that has no system prompt; usually empty."""
     chat_template: Annotated[str, *one_of(registry.TEMPLATES), Ui("Chat template", when=CHAT)] = "model"
@@ -110,6 +111,9 @@ class Data(Section):
     """Trains on this many examples, drawn at random with train.seed, for example for a quick test; 0 uses all."""
     drop_duplicates: Annotated[bool, Ui("Drop duplicates", when=USER_DATA)] = False
     """Keeps one copy of each training example, and drops validation examples that are also training examples."""
+    on_bad_example: Annotated[Literal["stop", "skip"], Ui("Bad examples", when=USER_DATA)] = "stop"
+    """What happens with an example that cannot be read, does not match the format, or that the chat template cannot
+    render: it stops the run, or is skipped and counted in the log."""
     validation: Annotated[Literal["none", "split", "files"], Ui("Validation set", when=USER_DATA)] = "split"
     """Examples for the eval loss and generation evaluation, never trained on: none, a split of the data, or files."""
     validation_split: Annotated[

@@ -1,7 +1,7 @@
 """Prepared data is kept for the next run with the same files, tokenizer, template, options and code.
 
-An entry is a folder with what `backend.train.data.save` writes. It is made next to its place and renamed, so no entry
-is ever incomplete. A run links its files, so that an entry may be removed while a run uses it.
+An entry is a folder with what `backend.train.data.save` writes. It is written to a temporary folder and renamed,
+so no entry is ever incomplete. A run hard-links its files, so an entry may be removed while a run uses it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ELSEWHERE = {"dataset_num_proc", "files", "validation_files", "chat_template_fil
 
 
 def key_of(spec: RunSpec, tokenizer: Any, hub: str = "") -> str:
-    """What the prepared data of a spec depends on, as a hash; '' if that cannot be told, as for a tokenizer in Python.
+    """What the prepared data of a spec depends on, as a hash; '' if it cannot be determined, as for a slow tokenizer.
     `hub`: the fingerprint of data on the Hub. Raises OSError and DataFileError."""
     if not tokenizer.is_fast:
         return ""
@@ -107,16 +107,16 @@ def take(key: str, folder: Path) -> list[str] | None:
         shutil.copytree(entry, folder, copy_function=_link)
         if _sizes(folder) == about["sizes"]:
             return [str(line) for line in about["lines"]]
-        _remove(entry)  # a file was cut, for example when the machine lost its power
+        _remove(entry)  # a file is truncated, for example after a power failure
     except (OSError, KeyError):  # another process has removed it
         pass
     shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
-def keep(key: str, folder: Path, name: str, lines: Sequence[str]) -> None:
-    """Make an entry of the files in `folder`, with the name of the data and the log lines of its preparation. Without
-    room on the disk there is none."""
+def keep(key: str, folder: Path, name: str, lines: Sequence[str]) -> bool:
+    """Make an entry of the files in `folder`, with the name of the data and the log lines of its preparation. Whether
+    there is one now: if the disk is full, no entry is made."""
     place = prepared_folder()
     new = place / f"{NEW}{uuid.uuid4().hex}"
     try:
@@ -127,6 +127,7 @@ def keep(key: str, folder: Path, name: str, lines: Sequence[str]) -> None:
     except OSError:  # also if another process has made the entry
         shutil.rmtree(new, ignore_errors=True)
     _make_room()
+    return (place / key).is_dir()
 
 
 def _sizes(folder: Path) -> dict[str, int]:

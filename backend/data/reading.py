@@ -22,7 +22,7 @@ from typing import IO, Any, TextIO
 from backend.config import Data
 from backend.data import parquet_rows
 from backend.data.chat import Example, shorten, type_name
-from backend.data.compression import COMPRESSED, ERRORS, TEXT, DamagedFile, data_suffix, open_bytes, open_text
+from backend.data.compression import ERRORS, TEXT, DamagedFile, data_suffix, open_bytes, open_text
 from backend.data.patterns import TooManyEntries, matches
 from backend.paths import ASSETS
 
@@ -31,9 +31,9 @@ ICONV = "convert it, for example with iconv -f {} -t utf-8"
 # The first bytes of files that often have the wrong suffix, or are not the data at all.
 CONTENTS: tuple[tuple[tuple[bytes, ...], str], ...] = (
     ((b"version https://git-lfs.github.com/spec/",), "is a Git LFS pointer, not the file itself; run git lfs pull"),
-    ((b"\x1f\x8b",), "is compressed with gzip; add .gz to its name"),
-    ((b"\x28\xb5\x2f\xfd",), "is compressed with zstd; add .zst to its name"),
-    ((b"\xfd7zXZ\x00",), "is compressed with xz; add .xz to its name"),
+    ((b"\x1f\x8b",), "is compressed with gzip; rename it, for example to train.jsonl.gz"),
+    ((b"\x28\xb5\x2f\xfd",), "is compressed with zstd; rename it, for example to train.jsonl.zst"),
+    ((b"\xfd7zXZ\x00",), "is compressed with xz; rename it, for example to train.jsonl.xz"),
     ((b"PK\x03\x04",), "is a zip archive or an Excel workbook; extract it, or export it as CSV"),
     (tuple(bytes([0x80, version]) for version in range(2, 6)), "is a Python pickle; save it as .jsonl or .parquet"),
     ((b"\xff\xfe", b"\xfe\xff"), f"is UTF-16 text; {ICONV.format('utf-16')}"),
@@ -45,7 +45,7 @@ MAX_JSON = 2 * 1024 * MIB  # characters: a .json file is parsed as a whole
 PARQUET_SECONDS = 60.0  # starting Python and reading what a check needs takes 0.5 s
 LENGTH_BYTES = 8
 MAX_FILES = 10_000  # of a folder
-SUPPORTED = f"{', '.join(SUFFIXES)}, and texts with {', '.join(COMPRESSED)}"
+SUPPORTED = f"{', '.join(TEXT)} (also compressed, such as .jsonl.gz), .parquet and .arrow"
 HTML = (b"<!doctype html", b"<html")
 
 
@@ -56,6 +56,9 @@ class DataFileError(ValueError):
     def __init__(self, path: str | Path, line: int, message: str) -> None:
         super().__init__(f"{path}, line {line}: {message}" if line else f"{path}: {message}")
         self.path, self.line, self.message = str(path), line, message
+
+
+Skip = Callable[[DataFileError], None]  # what happens with an example that cannot be read
 
 
 def file_patterns(data: Data) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -96,7 +99,9 @@ def _files_in(folder: Path) -> list[Path]:
         raise DataFileError(folder, 0, f"has more than {MAX_FILES:,} files; list some of them with a pattern")
     found = sorted(path for path in entries if data_suffix(path) in SUFFIXES and path.name[0] not in "._")
     if not found:
-        raise DataFileError(folder, 0, f"is a folder without data files; supported are {SUPPORTED}")
+        raise DataFileError(
+            folder, 0, f"contains no data files (subfolders are not searched); supported are {SUPPORTED}"
+        )
     return found
 
 
@@ -108,11 +113,14 @@ def _no_file_problem(name: str) -> str:
     return f"{problem}; write each path on a line of its own, without quotes or commas" if is_list else problem
 
 
-def read_examples(path: Path, limit: int = 0, in_server: bool = False) -> Iterator[tuple[int, Example]]:
+def read_examples(
+    path: Path, limit: int = 0, in_server: bool = False, skip: Skip | None = None
+) -> Iterator[tuple[int, Example]]:
     """(line number, example) of each example, `limit` of them at most (0: all). Raises DataFileError.
 
     The line is the one that an example begins in; of a Parquet file, the number of the row. `in_server`: a Parquet file
-    is read by a process with limits, since its reader cannot be interrupted.
+    is read by a process with limits, since its reader cannot be interrupted. `skip` gets the error of an example,
+    instead of raising it, where the next one can be read.
     """
     parquet = read_parquet_in_process if in_server else _read_parquet
     readers: Mapping[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
@@ -127,12 +135,7 @@ def read_examples(path: Path, limit: int = 0, in_server: bool = False) -> Iterat
             raise DataFileError(path, 0, f"has an unsupported file type; supported are {SUPPORTED}")
         if problem := _content_problem(path):
             raise DataFileError(path, 0, problem)
-        for count, (line, example) in enumerate(reader(path), 1):
-            if not isinstance(example, Mapping):
-                raise DataFileError(path, line, f"is {type_name(example)}; expected an object with named columns")
-            yield line, example
-            if count == limit:
-                return
+        yield from islice(_with_columns(path, reader(path), skip), limit or None)
     except UnicodeDecodeError:
         raise _encoding_error(path) from None
     except OSError as error:
@@ -140,6 +143,19 @@ def read_examples(path: Path, limit: int = 0, in_server: bool = False) -> Iterat
     except ERRORS as error:
         damage = str(error) if isinstance(error, DamagedFile) else f"cannot be decompressed: {error}"
         raise DataFileError(path, 0, damage[:1].lower() + damage[1:]) from None
+
+
+def _with_columns(path: Path, rows: Iterable[tuple[int, Any]], skip: Skip | None) -> Iterator[tuple[int, Example]]:
+    """The rows that are examples. An error in place of a row is raised, or given to `skip`."""
+    for line, row in rows:
+        if isinstance(row, Mapping):
+            yield line, row
+            continue
+        expected = f"is {type_name(row)}; expected an object with named columns"
+        error = row if isinstance(row, DataFileError) else DataFileError(path, line, expected)
+        if skip is None:
+            raise error
+        skip(error)
 
 
 def _content_problem(path: Path) -> str:
@@ -183,7 +199,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 yield line, json.loads(text)
             except (ValueError, RecursionError) as error:
                 hint = "; a .jsonl file has one object per line" if text.strip() == "{" else ""
-                raise DataFileError(path, line, _json_problem(error, text) + hint) from None
+                yield line, DataFileError(path, line, _json_problem(error, text) + hint)
 
 
 def _lines(path: Path, file: TextIO) -> Iterator[str]:
@@ -192,7 +208,7 @@ def _lines(path: Path, file: TextIO) -> Iterator[str]:
     for line, text in enumerate(iter(lambda: file.readline(MAX_LINE), ""), 1):
         blank = 0 if text.strip() else blank + 1
         if blank > MAX_BLANK_LINES:
-            raise DataFileError(path, line, f"ends more than {MAX_BLANK_LINES:,} empty lines")
+            raise DataFileError(path, line, f"follows more than {MAX_BLANK_LINES:,} empty lines; remove them")
         if len(text) == MAX_LINE and not text.endswith("\n"):
             raise DataFileError(path, line, f"is longer than {MAX_LINE // MIB} MiB; one example is expected per line")
         yield text
@@ -272,9 +288,8 @@ def _read_csv(path: Path, separator: str = ",") -> Iterator[tuple[int, Any]]:
         try:
             for fields in reader:
                 if names and fields:
-                    if problem := _row_problem(len(fields), len(names), separator):
-                        raise DataFileError(path, line, problem)
-                    yield line, dict(zip(names, fields, strict=True))
+                    problem = _row_problem(len(fields), len(names), separator)
+                    yield line, DataFileError(path, line, problem) if problem else dict(zip(names, fields, strict=True))
                 elif fields:
                     names = fields
                     if problem := _header_problem(names, separator):

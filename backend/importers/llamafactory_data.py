@@ -69,7 +69,8 @@ def _files(found: Import, info: Table, key: str) -> list[str]:
                 found.missing.append(f"{key}: {name}: num_samples: {entry['num_samples']} (all examples are read)")
         else:
             place = f"{found.get('dataset_dir', 'data')}/dataset_info.json"
-            found.missing.append(f"{key}: {name} (no file of it is known from {place}; select it in data.files)")
+            option = "data.validation_files" if key == "eval_dataset" else "data.files"
+            found.missing.append(f"{key}: {name} ({place} gives no file_name for it; add its file to {option})")
     return files
 
 
@@ -98,12 +99,12 @@ def _layout(found: Import, entry: Table, name: str) -> dict[str, Any]:
         patch["data.prompt_column"] = patch.pop("data.messages_column")
     for key, column in columns.items():
         if key in BY_NAME and column != BY_NAME[key]:
-            text = f"column {column} is not used unless it is renamed to {BY_NAME[key]}"
+            text = f"rename the column {column} to {BY_NAME[key]}; Footplate reads it only under that name"
             found.different.append(f"{name}: columns.{key}: {text}")
         elif key not in COLUMNS and key not in BY_NAME:
             found.missing.append(f"{name}: columns.{key}: {column}")
     wrong = [f"{key}: {tags[key]}" for key, known in NAMES.items() if tags.get(key, known[0]) not in known]
-    found.different += [f"{name}: tags.{each}: this role is not known here" for each in wrong]
+    found.different += [f"{name}: tags.{each}: Footplate does not recognize this role name" for each in wrong]
     return patch
 
 

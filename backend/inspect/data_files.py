@@ -51,6 +51,7 @@ class _ReadAs:
     format: str
     columns: tuple[str, ...]
     system_prompt: str
+    skips: bool  # examples that cannot be used
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class _FileFacts:
     text_columns: tuple[str, ...] = ()
     detected_format: str = ""
     path: str = ""  # without symbolic links
+    num_skipped: int = 0
+    skipped: tuple[str, ...] = ()
 
 
 COLUMN_OPTIONS = tuple(name for name in Data.model_fields if name.endswith("_column"))
@@ -110,6 +113,8 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
         "token_lengths": tuple(sorted(length for facts in train[0] for length in facts.token_lengths)),
         "min_prompt_tokens": min((facts.min_prompt_tokens for facts in train[0]), default=0),
         "label_counts": labels,
+        "num_skipped": sum(facts.num_skipped for facts in (*train[0], *validation[0])),
+        "skipped": tuple(text for facts in (*train[0], *validation[0]) for text in facts.skipped)[:MAX_ISSUES],
     }
 
 
@@ -128,7 +133,7 @@ def _files(
     found: dict[Path, _FileFacts] = {}
     issues: list[DataIssue] = []
     columns = tuple(getattr(data, name) for name in COLUMN_OPTIONS)
-    read_as = _ReadAs(formats, data.format, columns, data.system_prompt)
+    read_as = _ReadAs(formats, data.format, columns, data.system_prompt, data.on_bad_example == "skip")
     for name in names:
         try:
             for path in expand([name], base):
@@ -169,11 +174,12 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
         return _FileFacts(0, False, 0, False, "", (), (), 0, (0, 0), (), path=real)  # a .json file is parsed as a whole
     columns = dict(zip(COLUMN_OPTIONS, read_as.columns, strict=True))
     data = Data().model_copy(update={**columns, "system_prompt": read_as.system_prompt})
-    inspection = _Inspection(path, data, read_as.formats, "" if read_as.format == "auto" else read_as.format)
+    format = "" if read_as.format == "auto" else read_as.format
+    inspection = _Inspection(path, data, read_as.formats, format, read_as.skips)
     is_exact = all_read = True
     try:
         began = time.monotonic()
-        for line, example in read_examples(path, in_server=True):
+        for line, example in read_examples(path, in_server=True, skip=inspection.skip if read_as.skips else None):
             if not inspection.add(line, example):
                 all_read = False
                 break
@@ -188,6 +194,7 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
     count = inspection.count
     if not is_exact:
         count = _count_examples(path, size, inspection.count, inspection.characters)
+    count -= inspection.invalid if read_as.skips else 0
     return _FileFacts(
         count,
         is_exact,
@@ -202,6 +209,8 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
         inspection.text_columns,
         inspection.detected_format,
         real,
+        len(inspection.skipped),
+        tuple(inspection.skipped[:MAX_ISSUES]),
     )
 
 
@@ -213,6 +222,7 @@ class _Inspection:
     data: Data
     formats: tuple[str, ...]
     format: str
+    skips: bool
     columns: tuple[str, ...] = ()
     text_columns: tuple[str, ...] = ()
     detected_format: str = ""
@@ -223,6 +233,12 @@ class _Inspection:
     token_lengths: list[int] = field(default_factory=list)
     min_prompt_tokens: int = 0
     issues: list[tuple[str, str, bool]] = field(default_factory=list)
+    invalid: int = 0  # of the examples that were counted
+    skipped: list[str] = field(default_factory=list)
+
+    def skip(self, reason: object) -> None:
+        """An example that the run skips; the reason begins with its place."""
+        self.skipped.append(str(reason))
 
     def add(self, line: int, example: Mapping[str, Any]) -> bool:
         """Inspect one example; False if the rest of the file need not be read."""
@@ -241,7 +257,10 @@ class _Inspection:
         try:
             converted = convert(example, self.format, self.data)
         except InvalidExample as error:
-            if len(self.issues) < MAX_ISSUES:
+            self.invalid += 1
+            if self.skips:
+                self.skip(f"{self.path}, line {line}: {error}")
+            elif len(self.issues) < MAX_ISSUES:
                 self.issues.append((f"{self.path}, line {line}", str(error), True))
             return True
         if len(self.token_lengths) < MAX_LENGTHS:

@@ -23,7 +23,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 8
+FORMAT = 9
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
 
 
@@ -221,6 +221,8 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         "special_tokens": tuple(sorted(found["special"].items())),
         "start_difference": tuple(found["start"] or ()),
         "start_kwargs": json.dumps(found["start_kwargs"]) if found["start_kwargs"] else "",
+        "num_skipped": found["counts"].get("skipped", 0),
+        "skipped": tuple(found["skipped"]),
         "num_copies": found["counts"].get("copies", 0),
         "num_copies_in_validation": found["counts"].get("copies_in_validation", 0),
         "num_contradictions": found["counts"].get("contradictions", 0),

@@ -81,6 +81,8 @@ class InputFacts:
     num_different_starts: int = 0  # it differs
     start_difference: tuple[str, ...] = ()  # of the first of them: the text in generation, and in training
     start_kwargs: str = ""  # JSON of data.chat_template_kwargs with which it does not differ
+    num_skipped: int = 0  # examples that cannot be used, with data.on_bad_example skip
+    skipped: tuple[str, ...] = ()  # places and reasons of the first of them
     num_copies: int = 0  # training examples that are equal to an earlier one, unless they are dropped
     num_copies_in_validation: int = 0  # validation examples that are equal to a training example
     num_contradictions: int = 0  # training examples with another answer than an earlier one

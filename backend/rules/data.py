@@ -20,6 +20,7 @@ from backend.wording import counted
 
 BUILTIN_DATA = Fix("Use the demo dataset", {"data.source": "builtin"}, safe=False, cost="trains on other data")
 CHOOSE_FORMAT = f"Choose a {by_name()['data.format'].label.lower()}, and name the columns to use."
+SKIP = Fix("Skip such examples", {"data.on_bad_example": "skip"}, safe=False, cost="fewer examples")
 NO_EVALUATION = {"data.validation": "none", "eval.strategy": "no"}
 
 
@@ -147,7 +148,7 @@ def malformed_examples(case: Case) -> Violation | None:
     if format != "auto" and detected and detected != format:
         fixes.append(Fix("Detect the format automatically", {"data.format": "auto"}, False))
     if format == "auto" or not all(issue.message.startswith("has no column ") for issue in issues):
-        return Violation(_summary(issues), tuple(fixes))
+        return Violation(_summary(issues), (*fixes, SKIP))
     options = tuple(name for name in column_options(format) if name != "data.system_column")
     if not fixes and case.facts.columns and case.spec.train.stage in registry.NEXT_TOKEN_STAGES:
         fixes = _guessed_formats(case)
@@ -159,21 +160,45 @@ def malformed_examples(case: Case) -> Violation | None:
 @warning(
     "DAT030",
     fields=("data.system_column", "data.files"),
-    title="The data has no column with this system prompt",
+    title="The system prompt column is missing",
     source="the file itself",
-    fixes=(Fix("Use no column for the system prompt", {"data.system_column": ""}),),
+    fixes=(Fix("Do not read system prompts from a column", {"data.system_column": ""}, False),),
     fails_on=Example({**USER_DATA, "data.format": "messages", "data.system_column": "persona"}, facts=USER_DATA_FACTS),
     passes_on=Example({**USER_DATA, "data.format": "messages"}, facts=USER_DATA_FACTS),
 )
 def missing_system_column(case: Case) -> str | None:
-    """Examples without the column get the system prompt of data.system_prompt, or none."""
+    """Examples without this column get data.system_prompt; if that is empty, they have no system prompt."""
     data, facts = case.spec.data, case.facts
     usual = Data.model_fields["system_column"].default
     if data.source != "files" or not facts.columns or data.system_column in ("", usual, *facts.columns):
         return None
     if facts.format in ("", "text"):
         return None
-    return f"The first example has no column {data.system_column}. Its columns are {', '.join(facts.columns[:10])}."
+    columns = ", ".join(facts.columns[:10])
+    return f"data.system_column is {data.system_column}; the first example has the columns {columns}."
+
+
+@warning(
+    "DAT031",
+    fields=("data.on_bad_example",),
+    title="Some examples are skipped",
+    source="the file itself",
+    manual_fix="Correct these examples, or set data.on_bad_example to stop, so that the run does not start with them.",
+    fails_on=Example(
+        {**USER_DATA, "data.on_bad_example": "skip"},
+        facts=replace(USER_DATA_FACTS, num_skipped=4, skipped=("data.jsonl, line 3: column text is empty",)),
+    ),
+    passes_on=Example({**USER_DATA, "data.on_bad_example": "skip"}, facts=USER_DATA_FACTS),
+)
+def skipped_examples(case: Case) -> str | None:
+    """Examples that cannot be read, do not match the data format, or that the chat template cannot render are left out
+    of the training and of the evaluation."""
+    facts = case.facts
+    if not facts.num_skipped:
+        return None
+    more = facts.num_skipped - len(facts.skipped)
+    others = f" And {counted(more, 'more example')}." if more > 0 else ""
+    return " ".join(f"{text}." for text in facts.skipped) + others
 
 
 @error(
@@ -490,7 +515,7 @@ def unrenderable_examples(case: Case) -> Violation | None:
         fixes.append(Fix("Train on all tokens", {"data.loss_on": "all_tokens"}, False, "prompts are trained on too"))
     if case.spec.data.chat_template != "chatml":
         fixes.append(OTHER_TEMPLATE)
-    return Violation(_summary(issues), tuple(fixes))
+    return Violation(_summary(issues), (*fixes, SKIP))
 
 
 @error(

@@ -104,13 +104,14 @@ def llamafactory_strategy(case: Case) -> str | None:
 )
 def llamafactory_data(case: Case) -> str | None:
     """LLaMA-Factory reads conversations, instructions and plain text as they are. Of preferences, it reads one chosen
-    and one rejected turn after a conversation."""
+    and one rejected turn after a conversation. It reads no compressed files and no .tsv files."""
     made = _export(case)
     if not made:
         return None
     files = (Path(entry["file_name"]) for entry in made.datasets.values() if "file_name" in entry)
     if unread := next((path for path in files if is_compressed(path) or path.suffix.lower() == ".tsv"), None):
-        return f"{unread} is {'compressed; decompress it' if is_compressed(unread) else 'no .csv file; convert it'}."
+        kind = "compressed files; decompress" if is_compressed(unread) else ".tsv files; convert to .csv"
+        return f"LLaMA-Factory does not read {kind} {unread}."
     if not case.facts.format or not any(line.startswith("data.format:") for line in made.missing):
         return None
     return f"The data format is {case.facts.format}."

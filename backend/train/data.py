@@ -23,7 +23,7 @@ from backend.config import RunSpec
 from backend.data import DataFileError, prepared, to_text
 from backend.train import end_tokens
 from backend.train.end_tokens import END
-from backend.train.examples import ConvertedExample, Part, Tick, hub_fingerprint, select
+from backend.train.examples import ConvertedExample, Part, Tick, hub_fingerprint, select, tell_skipped
 from backend.train.preference_data import (
     Columns,
     PreferenceTokenizer,
@@ -38,6 +38,7 @@ from backend.train.worker_processes import in_processes
 from backend.wording import counted
 
 TRAIN, VALIDATION = "train", "validation"  # folders with datasets
+SKIPPED = "skipped"  # a count of examples; with a reason behind it, of examples with this reason
 OTHERS = "others.json"  # what PreparedData has besides the datasets
 BATCH_SIZE = 200  # examples between two checks for a stop request
 
@@ -130,7 +131,8 @@ def tokenize(
     counts, tokens = Counter[str](), _Tokens(path)
     order, sizes = array("q"), array("q", [0]) * len(part)  # examples as they are read; rows of each example
     processes = workers if len(part) > BATCH_SIZE else 1
-    with contextlib.closing(in_processes(partial(_tokenized, to_columns), _batches(part), processes)) as found:
+    function = partial(_tokenized, to_columns, part.skips)
+    with contextlib.closing(in_processes(function, _batches(part), processes)) as found:
         for numbers, columns, more, rows in found:
             tokens.write(columns)
             counts.update(more)
@@ -150,13 +152,19 @@ def _batches(part: Part) -> Iterator[list[tuple[int, ConvertedExample]]]:
 
 
 def _tokenized(
-    to_columns: Tokenizer, batch: Sequence[tuple[int, ConvertedExample]]
+    to_columns: Tokenizer, skips: bool, batch: Sequence[tuple[int, ConvertedExample]]
 ) -> tuple[list[int], Columns, Counter[str], list[int]]:
-    """The numbers of the examples, their columns and counts, and how many rows of the columns each example has."""
+    """The numbers of the examples, their columns and counts, and how many rows of the columns each example has. With
+    `skips`, an example that cannot be rendered has none."""
     columns: Columns = {}
     counts, rows = Counter[str](), []
     for _, example in batch:
-        found, more = to_columns([example])
+        try:
+            found, more = to_columns([example])
+        except TrainError as error:
+            if not skips:
+                raise
+            found, more = {}, Counter({SKIPPED: 1} | ({f"{SKIPPED} {error}": 1} if not counts[SKIPPED] else {}))
         counts.update(more)
         for name, values in found.items():
             columns.setdefault(name, []).extend(values)
@@ -258,6 +266,8 @@ def prepare(
         if name == TRAIN and counts["endless"]:
             examples = counted(counts["endless"], "example")
             info(f"In {examples}, no token that ends the completion has a loss, so generation may not stop.")
+        reasons = unread_keys(counts, f"{SKIPPED} ")
+        tell_skipped(counts[SKIPPED], reasons, "training" if name == TRAIN else "validation", info)
         which = "The longest of " if longest else ""
         info(which + _summary("training example" if name == TRAIN else "validation example", len(part), counts, spec))
         return add_kl_completions(found, spec), counts
@@ -270,13 +280,16 @@ def prepare(
         raise TrainError(_no_example_left(len(train), counts, spec))
     eval_dataset = tokens_of(validation, VALIDATION, most_evaluated, len(train))[0] if evaluated else None
     generates = registry.STAGES[spec.train.stage].generates
-    conversations = list(islice(_conversations(validation), spec.eval.num_generations)) if generates else []
+    found = islice(_conversations(validation, to_columns), spec.eval.num_generations)
+    conversations = list(found) if generates else []
     return PreparedData(dataset, eval_dataset or None, conversations, end_tokens.counted(counts))
 
 
-def _conversations(part: Part) -> Iterator[ConvertedExample]:
+def _conversations(part: Part, to_columns: Tokenizer) -> Iterator[ConvertedExample]:
     """Validation examples as conversations that end with the reference completion, without those that begin with it."""
     for _, example in part:
+        if part.skips and _tokenized(to_columns, True, [(0, example)])[2][SKIPPED]:
+            continue
         value = as_conversation(example.value) if "prompt" in example.value else example.value
         if value and any(map(is_trained, value.get("messages", ())[1:])):
             yield ConvertedExample(example.location, value)
@@ -314,16 +327,17 @@ def prepare_once(
     info: Callable[[str], None],
     folder: Path,
     min_seconds: float = prepared.MIN_SECONDS,
-) -> None:
+) -> bool:
     """Make `folder` with what `load` reads: from an earlier preparation of the same data, else by `prepare`, which is
-    kept for the next one if it takes `min_seconds`. Nothing is in it if `tick` returns False. Raises TrainError."""
+    cached for the next one if it takes `min_seconds`. Nothing is in it if `tick` returns False. Whether it is in the
+    cache now. Raises TrainError."""
     began, lines = time.monotonic(), list[str]()
     key = _key(spec, tokenizer)
     if (known := prepared.take(key, folder)) is not None:
-        info("The data was prepared before, with the same files and options.")
+        info("Reusing the cached tokenized dataset, of the same files, tokenizer and options.")
         for line in known:
             info(line)
-        return
+        return True
 
     def tell(line: str) -> None:
         lines.append(line)
@@ -332,16 +346,16 @@ def prepare_once(
     folder.mkdir()
     made = prepare(spec, tokenizer, tick, tell, folder=folder)
     if not tick(0, 0):
-        return
+        return False
     save(made, folder)
-    if time.monotonic() - began >= min_seconds and _key(spec, tokenizer) == key != "":
-        prepared.keep(key, folder, spec.data.name, lines)
+    is_slow = time.monotonic() - began >= min_seconds
+    return is_slow and _key(spec, tokenizer) == key != "" and prepared.keep(key, folder, spec.data.name, lines)
 
 
 def _key(spec: RunSpec, tokenizer: Any) -> str:
     try:
         return prepared.key_of(spec, tokenizer, hub_fingerprint(spec) if spec.data.source == "hub" else "")
-    except (OSError, DataFileError):  # preparing says what is wrong
+    except (OSError, DataFileError):  # `prepare` reports the error
         return ""
 
 

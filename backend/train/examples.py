@@ -1,10 +1,10 @@
-"""The examples of a run: read, converted and selected. They are read anew each time instead of being kept in memory."""
+"""The examples of a run: read, converted and selected. They are read again each time, and never kept in memory."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
@@ -34,6 +34,7 @@ from backend.wording import counted
 
 Tick = Callable[[int, int], bool]  # (examples done, examples in total, 0 if not known) -> continue?
 ROWS_PER_TICK = 1000
+REASONS = 5  # of skipped examples that are logged
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,12 @@ class ConvertedExample:
 class Part:
     """The training examples of a run, or the validation examples. `rows`: those of all files, which may be read any
     number of times; `positions`: where the examples of this part are in them, in the order of the part. With `unpairs`,
-    a pair counts as two labeled completions, as in KTO."""
+    a pair counts as two labeled completions, as in KTO. With `skips`, examples that cannot be rendered are left out."""
 
     rows: Iterable[ConvertedExample]
     positions: Sequence[int]
     unpairs: bool = False
+    skips: bool = False
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -68,7 +70,7 @@ class Part:
                 found += 1
                 yield numbers[position], example
         if found < len(self):
-            raise TrainError("The data files have changed while they were read. Start the run again.")
+            raise TrainError("The data files changed while they were being read. Start again when they are complete.")
 
     @property
     def is_in_file_order(self) -> bool:
@@ -85,16 +87,23 @@ class Part:
 
 @dataclass(frozen=True)
 class Rows:
-    """The converted examples of files or of a dataset on the Hub. Iterating raises TrainError."""
+    """The converted examples of files or of a dataset on the Hub. Iterating raises TrainError, except for examples that
+    data.on_bad_example skips: those are in `skipped`, as sentences, in the order in which they were found first."""
 
     spec: RunSpec
-    read: Callable[[], Iterator[tuple[str, Example]]]  # (location, example as in the file)
+    read: Callable[[Callable[[Exception], None] | None], Iterator[tuple[str, Example]]]
+    """Gives (location, example as in the file); the argument gets examples that cannot be read, or is None."""
+    skipped: dict[str, None] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[ConvertedExample]:
+        skip = self._skip if self.spec.data.on_bad_example == "skip" else None
         try:
-            yield from _converted(self.spec, self.read())
+            yield from _converted(self.spec, self.read(skip), skip)
         except DataFileError as error:
             raise TrainError(f"{error}.") from error
+
+    def _skip(self, error: Exception) -> None:
+        self.skipped[f"{error}."] = None
 
 
 def select(
@@ -123,7 +132,8 @@ def select(
         )
     # KTO trains in the order of the dataset.
     train = array("q", sample(train, data.max_samples, seed, shuffles=spec.train.stage == "kto"))
-    return Part(rows, train, unpairs), Part(others, validation, unpairs)
+    skips = data.on_bad_example == "skip"
+    return Part(rows, train, unpairs, skips), Part(others, validation, unpairs, skips)
 
 
 def _positions(
@@ -140,8 +150,20 @@ def _positions(
         if position % ROWS_PER_TICK == 0 and not tick(0, 0):
             raise Stopped
     if dropped:
-        info(f"{counted(dropped, f'{name} example')} dropped: equal to a training example before.")
+        info(f"{counted(dropped, f'{name} example')} dropped: equal to an earlier training example.")
+    tell_skipped(len(rows.skipped), rows.skipped, name, info)
     return found, are_pairs
+
+
+def tell_skipped(count: int, reasons: Iterable[str], name: str, info: Callable[[str], None]) -> None:
+    """Log how many examples were skipped, and the first reasons."""
+    if count:
+        info(f"{counted(count, f'{name} example')} skipped (data.on_bad_example), for these reasons:")
+    shown = list(islice(reasons, REASONS))
+    for reason in shown:
+        info(f"  {reason}")
+    if count > len(shown) > 0:
+        info(f"  and {count - len(shown):,} more")
 
 
 def _files(spec: RunSpec, files: Sequence[str], option: str) -> Rows:
@@ -149,7 +171,10 @@ def _files(spec: RunSpec, files: Sequence[str], option: str) -> Rows:
         paths = expand(files)
     except DataFileError as error:
         raise TrainError(f"{option}: {error}.") from error
-    return Rows(spec, lambda: ((f"{path}, line {line}", row) for path in paths for line, row in read_examples(path)))
+    return Rows(
+        spec,
+        lambda skip: ((f"{path}, line {line}", row) for path in paths for line, row in read_examples(path, skip=skip)),
+    )
 
 
 def hub_fingerprint(spec: RunSpec) -> str:
@@ -171,16 +196,18 @@ def _hub(spec: RunSpec) -> Rows:
         columns = ", ".join(table.column_names)
         raise TrainError(f"data.system_column: the dataset has no column {data.system_column}; it has {columns}.")
     return Rows(
-        spec, lambda: ((f"{data.hub_id}, row {n}", row) for n, row in enumerate(map(without_padding, table), 1))
+        spec, lambda _: ((f"{data.hub_id}, row {n}", row) for n, row in enumerate(map(without_padding, table), 1))
     )
 
 
-def _converted(spec: RunSpec, located: Iterable[tuple[str, Example]]) -> Iterator[ConvertedExample]:
-    """Converted examples. With data.format auto, the first example decides the format. Raises TrainError."""
+def _converted(
+    spec: RunSpec, located: Iterable[tuple[str, Example]], skip: Callable[[Exception], None] | None
+) -> Iterator[ConvertedExample]:
+    """Converted examples. With data.format auto, the first example decides the format. `skip` gets the error of an
+    example that does not match it. Raises TrainError."""
     stage = registry.STAGES[spec.train.stage]
     format, empty = spec.data.format if spec.data.source != "builtin" else "auto", True
     for location, row in located:
-        empty = False
         if format == "auto":
             format = detect_format(row, stage.formats) or ""
             if not format:
@@ -194,11 +221,17 @@ def _converted(spec: RunSpec, located: Iterable[tuple[str, Example]]) -> Iterato
                 f"this example has the format {registry.FORMATS[format].label}."
             )
         try:
-            yield ConvertedExample(location, convert(row, format, spec.data))
+            value = convert(row, format, spec.data)
         except InvalidExample as error:
-            raise TrainError(f"{location}: {error}.") from error
+            if not skip:
+                raise TrainError(f"{location}: {error}.") from error
+            skip(InvalidExample(f"{location}: {error}"))
+            continue
+        empty = False
+        yield ConvertedExample(location, value)
     if empty:
-        raise TrainError("The dataset has no examples. Check data.files, or data.hub_split.")
+        usable = "usable examples" if skip else "examples"
+        raise TrainError(f"The dataset has no {usable}. Check data.files, or data.hub_split.")
 
 
 def _first_line(error: Exception) -> str:

@@ -21,6 +21,7 @@ from backend.train.run_log import TrainError
 from backend.wording import counted
 
 FILES = "prepared"
+SLOW = "this model has a slow (Python) tokenizer, so each run tokenizes again"
 SECONDS = 2.0  # between two lines of progress
 
 
@@ -31,14 +32,14 @@ class Progress:
         self.began = self.printed = time.monotonic()
 
     def tick(self, done: int, total: int) -> bool:
-        """So many examples are done. Always goes on."""
+        """Report progress. Always continues."""
         now = time.monotonic()
         if done == 0:
             self.began = now
         elif now - self.printed >= SECONDS:
             rate = done / (now - self.began)
             left = duration((total - done) / rate)
-            print(f"{done:,} of {counted(total, 'example')}, {rate:,.0f} per second, about {left} left", flush=True)
+            print(f"{done:,} of {counted(total, 'example')}, {rate:,.0f} examples/s, about {left} left", flush=True)
             self.printed = now
         return True
 
@@ -51,13 +52,17 @@ def main() -> None:
     spec = presets.load((folder / SPEC).read_text(encoding="utf-8"))
     try:
         tokenizer = model.load_tokenizer(spec, model.locate(spec, _tell))
-        data.prepare_once(spec, tokenizer, Progress().tick, lambda line: print(line, flush=True), folder / FILES, 0.0)
+        show = Progress().tick
+        cached = data.prepare_once(spec, tokenizer, show, lambda line: print(line, flush=True), folder / FILES, 0.0)
     except TrainError as error:
         sys.exit(str(error))
+    if not cached:
+        reason = "the cache has no room for it, or cannot be written, or a file changed" if tokenizer.is_fast else SLOW
+        sys.exit(f"The tokenized dataset was not kept: {reason}.")
 
 
 def _tell(text: str, fraction: Any) -> None:
-    """The progress of a model's download or conversion; its beginning is enough here."""
+    """The progress of a model's download or conversion; only its start is printed."""
     if not fraction:
         print(text, flush=True)
 

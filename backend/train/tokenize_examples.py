@@ -79,6 +79,7 @@ class ExampleFacts:
     usable: int = 0  # training examples with a trained token
     unusable: list[int] | None = field(default_factory=list)  # positions of the others; None: too many to report
     usable_validation: int = 0  # validation examples with a trained token
+    skipped: list[str] = field(default_factory=list)  # the first examples that the run skips, and why
     unrenderable: list[tuple[str, str]] = field(default_factory=list)  # location, reason
     token_lengths: list[int] = field(default_factory=list)  # of the first MAX_LENGTHS examples
     longest: int = 0  # of all examples that were tokenized
@@ -144,6 +145,22 @@ class ExampleFacts:
             self.note("contradictions")
         return False
 
+    def add_unrenderable(self, spec: RunSpec, location: str, error: TrainError) -> None:
+        """Note an example that cannot be tokenized, and why."""
+        self.note("unusable")
+        if spec.data.on_bad_example == "skip":
+            self.skip(error)
+            return
+        self.counts["unmarked"] += isinstance(error.__cause__, UnmarkedCompletions)
+        if len(self.unrenderable) < MAX_ISSUES:
+            self.unrenderable.append((location, str(error).removeprefix(f"{location}: ").rstrip(".")))
+
+    def skip(self, reason: object) -> None:
+        """Count an example that the run skips; the reason begins with its place."""
+        self.counts["skipped"] += 1
+        if len(self.skipped) < MAX_ISSUES:
+            self.skipped.append(str(reason).rstrip("."))
+
     def add_examples(self, is_training: bool, count: int) -> None:
         """Count examples that were read, and report the progress now and then."""
         if is_training:
@@ -176,11 +193,7 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
                 columns, counts = to_columns([example])
         except TrainError as error:
             found.add_tokenized(is_training, False)
-            found.note("unusable")
-            found.counts["unmarked"] += isinstance(error.__cause__, UnmarkedCompletions)
-            if len(found.unrenderable) < MAX_ISSUES:
-                reason = str(error).removeprefix(f"{example.location}: ").rstrip(".")
-                found.unrenderable.append((example.location, reason))
+            found.add_unrenderable(spec, example.location, error)
             continue
         found.counts += counts
         found.note(
@@ -221,7 +234,7 @@ def _converted(
     format: the first example decides it, also for the next files, as in the run."""
     data, formats, num_issues = spec.data, registry.STAGES[spec.train.stage].formats, 0
     try:
-        for line, row in read_examples(path):
+        for line, row in read_examples(path, skip=found.skip if data.on_bad_example == "skip" else None):
             found.row += 1
             format = format or detect_format(row, formats) or ""
             if format not in formats:  # reported by the inspection of the data files, or by a rule
@@ -236,6 +249,9 @@ def _converted(
             except InvalidExample as error:
                 num_issues += 1
                 found.note("unusable")
+                if data.on_bad_example == "skip":
+                    found.skip(f"{path}, line {line}: {error}")
+                    continue
                 if num_issues <= MAX_ISSUES:
                     found.data_issues.append((is_training, f"{path}, line {line}", str(error), True))
             found.add_examples(is_training, len(values) or 1)

@@ -1,5 +1,5 @@
 """Processes that compute a function of batches. They end with the process that started them; one that is killed is an
-error, instead of a wait without end."""
+error, instead of blocking forever."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AHEAD = 4
 
 
 class _Worker:
-    """A process that computes `function` of batches. It has a pipe of its own, whose end tells that it was killed."""
+    """A process that computes `function` of batches. It has its own pipe; the end of it tells that it was killed."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         context = multiprocessing.get_context("fork")

@@ -604,7 +604,7 @@ LINES = {
     ),
     "Git LFS pointer": Breakage("DAT002", "is a Git LFS pointer.*git lfs pull", content=content(LFS)),
     "gzip under .jsonl": Breakage(
-        "DAT002", "is compressed with gzip; add .gz to its name", content=lambda old: gzip.compress(old),
+        "DAT002", "is compressed with gzip; rename it", content=lambda old: gzip.compress(old),
     ),
     "zip under .jsonl": Breakage("DAT002", "is a zip archive or an Excel workbook", content=zipped),
     "zstd under .jsonl": Breakage("DAT002", "is compressed with zstd", content=content(b"\x28\xb5\x2f\xfd\x04\x58")),
@@ -851,7 +851,7 @@ def compressed(suffix: str, pack: Callable[[bytes], bytes]) -> Callable[[Path], 
 PATHS = {
     "file is missing": Breakage("DAT002", "does not exist", names=("other.jsonl",)),
     "pattern matches no file": Breakage("DAT002", "matches no file", names=("*.csv",)),
-    "folder named like a file": Breakage("DAT002", "is a folder without data files", files=folder_instead),
+    "folder named like a file": Breakage("DAT002", "contains no data files", files=folder_instead),
     "folder instead of a pattern": Breakage(names=(".",)),
     "broken symbolic link": Breakage("DAT002", "No such file|does not exist", files=broken_link),
     "circular symbolic link": Breakage("DAT002", "cannot be read: Too many levels", files=circular_link),
@@ -881,7 +881,7 @@ PATHS = {
     ),
     "text under .gz": Breakage("DAT002", "Not a gzipped file", files=renamed("a.jsonl.gz"), names=("a.jsonl.gz",)),
     "bomb of empty lines": Breakage(
-        "DAT003", "ends more than 1,000,000 empty lines",
+        "DAT003", "follows more than 1,000,000 empty lines",
         files=next_to("a.jsonl.gz", gzip.compress(b"\n" * 2_000_000)), names=("a.jsonl.gz",),
     ),
     "bomb of one line": Breakage(

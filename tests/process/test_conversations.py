@@ -491,7 +491,7 @@ def test_copies_are_counted_and_dropped_as_the_run_drops_them(tiny: Path, tmp_pa
     found = inspected(tiny, tmp_path, rows, **options)
     assert (found.num_examples, found.num_validation_examples) == (len(train), len(validation))
     assert len(train) == 4 * (1 + (stage == "kto"))
-    assert lines[0] == "3 training examples dropped: equal to a training example before."
+    assert lines[0] == "3 training examples dropped: equal to an earlier training example."
     assert found.num_copies_in_validation == 1 and "1 validation example" in lines[1]
 
 

@@ -94,6 +94,7 @@ def _files(root: Path) -> None:
         (hub / "two.jsonl").write_text("\n".join(map(json.dumps, part[:3])))
         configs = "".join(f"- config_name: {c}\n  data_files: {c}.jsonl\n" for c in ("one", "two"))
         (hub / "README.md").write_text(f"---\nconfigs:\n{configs}---\n".replace("one\n", "one\n  default: true\n", 1))
+    (root / "bad.jsonl").write_text("\n".join((*map(json.dumps, examples), "not JSON")))
     template = "{% for m in messages %}{{ m['role'] + m['content'] + eos_token }}{% endfor %}"
     (root / "a.jinja").write_text(template)
     (root / "b.jinja").write_text(template.replace("'content'] +", "'content'] + '!' +"))
@@ -512,6 +513,7 @@ CASES: dict[str, Case] = {
     "data.max_length": Case(100, first_rows),
     "data.packing": Case(True, sequence_count),
     "data.max_samples": Case(7, examples),
+    "data.on_bad_example": Case("skip", examples_or_error, {**FILES, "data.files": ("INPUTS/bad.jsonl",)}),
     "data.drop_duplicates": Case(True, examples, {**PAIR, "data.validation": "none"}),
     "data.validation": Case("none", examples, FILES),
     "data.validation_split": Case(0.5, examples, FILES),

@@ -67,7 +67,7 @@ def test_it_is_used_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     first, lines = prepare(spec, tokenizer, tmp_path / "one")
     monkeypatch.setattr(data, "prepare", None)
     again, more = prepare(spec, tokenizer, tmp_path / "two")
-    assert more == ["The data was prepared before, with the same files and options.", *lines]
+    assert more == ["Reusing the cached tokenized dataset, of the same files, tokenizer and options.", *lines]
     for made in (first, again):
         assert made.train[:] == expected.train[:]
         assert (made.eval_examples, made.end_tokens) == (expected.eval_examples, expected.end_tokens)
@@ -122,7 +122,7 @@ def test_a_damaged_entry_is_not_used(tiny: Path, tmp_path: Path) -> None:
     file.unlink()
     file.write_bytes(content[:-100])
     again, lines = prepare(spec, tokenizer, tmp_path / "two")
-    assert again.train[:] == expected and "before" not in lines[0]
+    assert again.train[:] == expected and "Reusing" not in lines[0]
     assert prepared.take("nothing", tmp_path / "three") is None and not (tmp_path / "three").exists()
 
 
@@ -199,7 +199,7 @@ def test_a_run_uses_what_the_command_has_prepared(tmp_path: Path, fork_server: F
     prepared.clear()
     expected = [server.train(tmp_path / f"{ranks} anew", each, ranks) for ranks, each in ((0, spec), (2, two))]
     for folder, anew in zip(found, expected, strict=True):
-        assert log_text(folder).count("The data was prepared before") == 1
-        assert "prepared before" not in log_text(anew)
+        assert log_text(folder).count("Reusing the cached") == 1
+        assert "Reusing" not in log_text(anew)
         assert losses(folder) == losses(anew) != {}
         assert not (folder / PREPARED).exists()

@@ -236,9 +236,9 @@ def test_other_datasets_of_dataset_info(tmp_path):
     told = [*found.different, *found.missing]
     for text in (
         "dataset: two: all files are read in the format of one",
-        "dataset: one: columns.query: column more is not used unless it is renamed to input",
+        "dataset: one: columns.query: rename the column more to input; Footplate reads it only under that name",
         "dataset: one: columns.images: pictures",
-        "dataset: one: tags.user_tag: client: this role is not known here",
+        "dataset: one: tags.user_tag: client: Footplate does not recognize this role name",
         "dataset: one: num_samples: 5 (all examples are read)",
     ):
         assert text in told

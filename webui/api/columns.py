@@ -26,9 +26,11 @@ def show(body: FormRequest) -> dict[str, Any]:
 
 
 def use(body: UseRequest) -> dict[str, Any]:
-    """The change of the form that uses the column so."""
+    """The changes of the form that give the column this use."""
     spec, _ = parse_form(body.values)
     patch = use_column(spec, Path.cwd(), body.column, body.use)
     if not patch:
-        raise ApiError(422, f"The column {body.column!r} cannot be used so: the data files have changed.")
+        raise ApiError(
+            422, f"The column {body.column} cannot be used: the data files have changed. Open Columns again."
+        )
     return fix_json(Fix(f"Column {body.column}: {uses_of(spec).get(body.use, 'Not used')}", patch, safe=False), spec)

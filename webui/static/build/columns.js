@@ -16,14 +16,14 @@ const box = () => $("#fp-columns");
 /** Draw the columns, unless these values are drawn already. @param {Record<string, any>} now the form's values */
 export async function loadColumns(now) {
   values = now;
-  const wanted = JSON.stringify(Object.entries(values).filter(([name]) => decides(name)));
-  if (wanted === drawn) return;
-  drawn = wanted;
+  const requested = JSON.stringify(Object.entries(values).filter(([name]) => decides(name)));
+  if (requested === drawn) return;
+  drawn = requested;
   try {
     const found = await post("api/columns", { values });
-    if (wanted === drawn) draw(found);
+    if (requested === drawn) draw(found);
   } catch {
-    if (wanted === drawn) drawn = ""; // requested again after the next check
+    if (requested === drawn) drawn = ""; // requested again after the next check
   }
 }
 
@@ -39,12 +39,13 @@ function draw({ columns, more, uses }) {
     ),
   );
   redraw($("#fp-columns tbody"), ...rows);
-  $("#fp-columns > p").textContent = more ? `${more.toLocaleString("en")} more columns are not shown.` : "";
+  const rest = more === 1 ? "1 more column is" : `${more.toLocaleString("en")} more columns are`;
+  $("#fp-columns > p").textContent = more ? `${rest} not shown.` : "";
 }
 
 function menu({ name, use, fixed, required }, uses) {
   const select = el("select", { "aria-label": `Use of column ${name}`, disabled: fixed });
-  if (fixed) select.append(el("option", { value: "" }, "Used by its name"));
+  if (fixed) select.append(el("option", { value: "" }, "Recognized by name"));
   else if (!required) select.append(el("option", { value: "" }, "Not used"));
   select.append(...Object.entries(uses).map(([value, label]) => el("option", { value }, label)));
   select.value = use;

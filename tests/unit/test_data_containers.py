@@ -1,0 +1,129 @@
+"""The same rows from every kind of data file, compressed or not, and from folders."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import ipc, parquet
+
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.data import DataFileError, expand, read_examples
+from backend.inspect.data_files import inspect_data_files
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "Wann f\u00e4hrt\u2028er?", "completion": 'Um "9",\ngenau.\tJa.'},
+    {"prompt": "a" * 5000, "completion": "\U0001f682"},
+]
+
+
+def separated(rows: list[dict[str, Any]], separator: str) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), delimiter=separator)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def arrow(rows: list[dict[str, Any]], writer: Callable[..., Any]) -> bytes:
+    table, stream = pyarrow.Table.from_pylist(rows), io.BytesIO()
+    with writer(stream, table.schema) as file:
+        file.write_table(table, 1)
+    return stream.getvalue()
+
+
+def parquet_file(rows: list[dict[str, Any]]) -> bytes:
+    stream = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), stream)
+    return stream.getvalue()
+
+
+WRITERS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
+    "a.jsonl": lambda rows: "\n".join(map(json.dumps, rows)).encode(),
+    "a.json": lambda rows: json.dumps(rows).encode(),
+    "a.csv": lambda rows: separated(rows, ","),
+    "a.tsv": lambda rows: separated(rows, "\t"),
+    "a.parquet": parquet_file,
+    "stream.arrow": lambda rows: arrow(rows, ipc.new_stream),
+    "file.ARROW": lambda rows: arrow(rows, ipc.new_file),
+}
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress, ".GZ": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
+    ".zst": lambda content: pyarrow.compress(content, codec="zstd", asbytes=True),
+}  # fmt: skip
+PACKED = [f"a{kind}{suffix}" for kind in (".jsonl", ".json", ".csv", ".tsv") for suffix in PACK]
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    path = folder / name
+    suffix = path.suffix if name not in WRITERS else ""
+    content = WRITERS[name.removesuffix(suffix)](rows)
+    path.write_bytes(PACK[suffix](content) if suffix else content)
+    return path
+
+
+@pytest.mark.parametrize("in_server", [False, True])
+@pytest.mark.parametrize("name", [*WRITERS, *PACKED])
+def test_the_rows_are_the_same(tmp_path: Path, name: str, in_server: bool) -> None:
+    path = write(tmp_path, name, ROWS)
+    assert [row for _, row in read_examples(path, in_server=in_server)] == ROWS
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_cut_file_is_named(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, name, [{"prompt": str(n**9), "completion": "b"} for n in range(9000)])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataFileError, match=r"cannot be (read|decompressed)"):
+        list(read_examples(path))
+
+
+@pytest.mark.parametrize("name", ["stream.arrow", "file.ARROW", "a.parquet"])
+@pytest.mark.parametrize("in_server", [False, True])
+def test_a_cut_arrow_file_is_named(tmp_path: Path, name: str, in_server: bool) -> None:
+    path = write(tmp_path, name, [{"prompt": str(n**9), "completion": "b"} for n in range(900)])
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DataFileError, match=r"is not a valid (Arrow|Parquet) file|cannot be read"):
+        list(read_examples(path, in_server=in_server))
+
+
+def test_a_folder_is_its_data_files(tmp_path: Path) -> None:
+    """In the order of their names, without others and without hidden ones."""
+    for name in ("b.jsonl", "a.csv.gz", "c.parquet", "README.md", "._a.jsonl", "_SUCCESS.json"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "more.jsonl").mkdir()
+    assert [path.name for path in expand([str(tmp_path)])] == ["a.csv.gz", "b.jsonl", "c.parquet"]
+    with pytest.raises(DataFileError, match="contains no data files"):
+        expand([str(tmp_path / "more.jsonl")])
+
+
+def test_the_examples_of_a_compressed_file_are_estimated(tmp_path: Path) -> None:
+    """Its size is that of the compressed text; a compressed .json file is left to the other process."""
+    rows = [{"prompt": f"When does train {n} leave?", "completion": "At nine. " * 20} for n in range(3)]
+    for name in ("a.jsonl.gz", "a.json.gz"):
+        write(tmp_path, name, rows)
+    spec = edit(RunSpec(), {"data.source": "files", "data.files": ("a.jsonl.gz",)})
+    found = inspect_data_files(spec, tmp_path)
+    assert (found["num_examples"], found["counts_are_exact"], found["data_issues"]) == (3, True, ())
+    found = inspect_data_files(edit(spec, {"data.files": ("a.json.gz",)}), tmp_path)
+    assert not found["counts_are_exact"] and not found["data_issues"]
+
+
+def test_columns_with_the_wrong_separator(tmp_path: Path) -> None:
+    for name, content, expected in (
+        ("a.csv", "q\ta\nx\ty\n", "separated by tabs; rename it to .tsv"),
+        ("a.tsv", "q,a\nx,y\n", "separated by ','; separate them with tabs"),
+        ("b.csv", "q;a\nx;y\n", "separated by ';'; separate them with commas"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataFileError, match=expected):
+            list(read_examples(tmp_path / name))
