@@ -5,7 +5,6 @@ import { $, el, notifyError, redraw } from "../dom.js";
 import { applyFix } from "../fixes.js";
 
 const decides = (name) => /^data\.(source|files|format|\w+_column)$|^train\.stage$/.test(name);
-const RULES = ["DAT002", "DAT003"]; // about columns that are missing or not recognized
 
 /** @type {Record<string, any>} */
 let values = {}; // of the form
@@ -65,7 +64,8 @@ async function change(column, use) {
 
 /** A button that leads to the menus, for findings about columns; null for other findings. */
 export function columnsLink({ code, fields }) {
-  if (!RULES.includes(code) || !fields.includes("data.format")) return null;
+  const isUnknown = code === "DAT002" && fields.includes("data.format"); // no format has these columns
+  if (!isUnknown && !fields.some((name) => name.endsWith("_column"))) return null;
   const open = () => {
     $("#fp-examples").open = true;
     box().open = true;
