@@ -5,12 +5,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench import checking, page, run_list, training
+from tests.bench import checking, page, preparing, run_list, training
 
 CASES = {
     "check": checking.measure,
     "page": page.measure,
     "runs": run_list.measure,
+    "preparing": preparing.measure,
     "first step": training.first_step,
     "throughput": training.throughput,
     "callbacks": training.callbacks,
