@@ -26,7 +26,7 @@ def prepare(arguments: argparse.Namespace) -> int:
         print("LLaMA-Factory tokenizes the data itself when the run starts; footplate prepare cannot.", file=sys.stderr)
         return 2
     prepared_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=prepared.NEW, dir=prepared_folder()) as folder:  # on the same disk
+    with tempfile.TemporaryDirectory(prefix=".spec-", dir=prepared_folder()) as folder:  # on the same disk
         (Path(folder) / SPEC).write_text(presets.dump(spec), encoding="utf-8")
         out = sys.stderr if arguments.json else None
         code = subprocess.run(

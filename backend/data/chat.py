@@ -251,7 +251,8 @@ def with_system_prompt(turns: Turns, system: str) -> Turns:
 
 def system_prompt(example: Example, data: Data) -> str:
     """The system prompt of an example, else that of the data, '' for none. Raises InvalidExample."""
-    return optional_text(example, data.system_column) or data.system_prompt
+    own = optional_text(example, data.system_column) if data.system_column else ""
+    return own or data.system_prompt
 
 
 def variables(example: Example) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def _columns(example: Example, data: Data, format: str) -> dict[str, str]:
     if not format:
         return {}
     names = required_columns(data, format) if format in DEFAULTS else usual_columns(example, data, format)
-    system = {} if format == "text" else {"system": data.system_column}
+    system = {"system": data.system_column} if format != "text" and data.system_column else {}
     return {_use(option): column for option, column in names.items()} | system
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any, BinaryIO
 
@@ -59,8 +59,13 @@ def open_batches(path: str, rows: int) -> tuple[list[str], Iterator[Any]]:
     source.seek(0)
     reader = ipc.open_stream(source) if is_stream else ipc.open_file(source)
     whole = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-    slices = (batch.slice(start, rows) for batch in whole for start in range(0, batch.num_rows, rows))
-    return list(reader.schema.names), slices
+    return list(reader.schema.names), _slices(whole, rows)
+
+
+def _slices(batches: Iterable[Any], rows: int) -> Iterator[Any]:
+    for batch in batches:
+        batch.validate(full=True)  # Arrow reads past the end of a damaged batch
+        yield from (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
 
 def invalid(path: str, error: Exception) -> str:
@@ -82,7 +87,7 @@ def messages(path: str) -> Iterator[Any]:
         yield "contains text that is not UTF-8"
     except pyarrow.ArrowMemoryError:
         yield TOO_LARGE
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, SystemError) as error:
         yield invalid(path, error)
     except OSError as error:
         yield f"cannot be read: {error.strerror or error}"

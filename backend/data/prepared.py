@@ -43,42 +43,60 @@ ELSEWHERE = {"dataset_num_proc", "files", "validation_files", "chat_template_fil
 
 
 def key_of(spec: RunSpec, tokenizer: Any, hub: str = "") -> str:
-    """What the prepared data of a spec depends on, as a hash; '' if it cannot be determined, as for a slow tokenizer.
-    `hub`: the fingerprint of data on the Hub. Raises OSError and DataFileError."""
-    if not tokenizer.is_fast:
+    """What the prepared data of a spec depends on, as a hash; '' if it cannot be determined, as for a slow tokenizer or
+    one with its own code. `hub`: the fingerprint of data on the Hub. Raises OSError and DataFileError."""
+    if not tokenizer.is_fast or spec.model.trust_remote_code:
         return ""
-    files = [[str(path.absolute()) for path in expand(part)] for part in file_patterns(spec.data)]
+    paths = [[str(path.absolute()) for path in part] for part in _paths(spec)]
     modules = sorted(chain.from_iterable((HOME / "backend").glob(pattern) for pattern in MODULES))
+    template = str(tokenizer.chat_template)
     parts = {
         "data": {name: value for name, value in spec.data if name not in ELSEWHERE},
-        "files": files,
-        "contents": [_content(Path(path)) for path in chain.from_iterable(files)],
+        "files": paths,
+        "contents": _contents([*chain.from_iterable(paths)]),
         "hub": hub,
         "stage": [spec.train.stage, spec.train.seed, spec.eval.strategy != "no", spec.eval.num_generations],
         "neighbors": [spec.preference.kto_loss_type, spec.train.per_device_train_batch_size]
         * (spec.train.stage == "kto"),
-        "tokenizer": [tokenizer.backend_tokenizer.to_str(), type(tokenizer).__name__],
-        "special": [str(tokenizer.special_tokens_map), tokenizer.eos_token_id, tokenizer.chat_template],
+        "tokenizer": [tokenizer.backend_tokenizer.to_str(), type(tokenizer).__name__, str(tokenizer.init_kwargs)],
+        "special": [str(tokenizer.special_tokens_map), tokenizer.eos_token_id],
+        "template": [template, time.strftime("%F") if "strftime_now" in template else ""],
         "code": [module.read_text(encoding="utf-8") for module in modules],
         "packages": [importlib.metadata.version(package) for package in PACKAGES],
     }
     return hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _content(path: Path) -> str:
-    """The hash of a file. Raises OSError."""
+def file_states(spec: RunSpec) -> list[list[int]]:
+    """What changes with a data file: to be compared before and after it is read. Raises OSError and DataFileError."""
+    return [_state(path) for path in chain.from_iterable(_paths(spec))]
+
+
+def _paths(spec: RunSpec) -> list[list[Path]]:
+    return [expand(part) for part in file_patterns(spec.data)]
+
+
+def _state(path: Path) -> list[int]:
     stat = path.stat()
-    state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-    known = _hashes().get(str(path), [None, ""])
-    if known[0] == state:
-        return str(known[1])
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    with suppress(OSError):  # a full disk, or a folder that cannot be written
-        prepared_folder().mkdir(parents=True, exist_ok=True)
-        others = {name: value for name, value in _hashes().items() if Path(name).exists()}
-        write_json(prepared_folder() / HASHES, {**others, str(path): [state, digest]})
-    return digest
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def _contents(paths: Sequence[str]) -> list[str]:
+    """The hashes of files. Raises OSError."""
+    known, found = _hashes(), {}
+    for path in paths:
+        state = _state(Path(path))
+        if known.get(path, [None])[0] == state:
+            found[path] = known[path]
+            continue
+        with open(path, "rb") as file:
+            found[path] = [state, hashlib.file_digest(file, "sha256").hexdigest()]
+    if any(known.get(path) != value for path, value in found.items()):
+        with suppress(OSError, ValueError):  # a full disk, a folder that cannot be written, a name that is not UTF-8
+            prepared_folder().mkdir(parents=True, exist_ok=True)
+            others = {name: value for name, value in _hashes().items() if Path(name).exists()}
+            write_json(prepared_folder() / HASHES, {**others, **found})
+    return [str(found[path][1]) for path in paths]
 
 
 def _hashes() -> dict[str, Any]:
@@ -90,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -99,16 +117,17 @@ def take(key: str, folder: Path) -> list[str] | None:
     """Make `folder` with the files of an entry, as links where that is possible. The log lines of its preparation; None
     without such an entry."""
     entry = prepared_folder() / key
-    about = _read(entry / ABOUT) if key else {}
-    if not about:
+    if not key or not entry.is_dir():
         return None
+    about = _read(entry / ABOUT)
     try:
-        os.utime(entry)  # the entry that was not used for the longest time is removed first
+        with suppress(OSError):  # another user's entry
+            os.utime(entry)  # the entry that was not used for the longest time is removed first
         shutil.copytree(entry, folder, copy_function=_link)
-        if _sizes(folder) == about["sizes"]:
+        if _sizes(folder) == about.get("sizes") and isinstance(about.get("lines"), list):
             return [str(line) for line in about["lines"]]
         _remove(entry)  # a file is truncated, for example after a power failure
-    except (OSError, KeyError):  # another process has removed it
+    except OSError:  # another process has removed it
         pass
     shutil.rmtree(folder, ignore_errors=True)
     return None
@@ -124,7 +143,7 @@ def keep(key: str, folder: Path, name: str, lines: Sequence[str]) -> bool:
         shutil.copytree(folder, new, copy_function=_link)
         write_json(new / ABOUT, {"name": name, "lines": [*lines], "sizes": _sizes(new)})
         new.rename(place / key)
-    except OSError:  # also if another process has made the entry
+    except (OSError, ValueError):  # also if another process has made the entry
         shutil.rmtree(new, ignore_errors=True)
     _make_room()
     return (place / key).is_dir()
@@ -172,20 +191,28 @@ def _make_room() -> None:
     that were killed have left."""
     room = limit()
     for entry, _, size, _ in entries():
-        room -= size
-        if room < 0:
+        if size > room:
             _remove(entry)
+        else:
+            room -= size
+    _remove_leftovers(STALE_SECONDS)
+
+
+def _remove_leftovers(seconds: float) -> None:
+    """Remove the folders of processes that were killed this long ago."""
     for folder in _folders():
         with suppress(OSError):
-            if folder.name.startswith(NEW) and time.time() - folder.stat().st_mtime > STALE_SECONDS:
+            if folder.name.startswith(NEW) and time.time() - folder.stat().st_mtime > seconds:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear() -> tuple[int, int]:
     """Remove all entries: how many, and their bytes."""
     found = entries()
-    for entry, *_ in found:
-        _remove(entry)
+    for folder in _folders():
+        if not folder.name.startswith("."):
+            _remove(folder)
+    _remove_leftovers(0)
     return len(found), sum(size for _, _, size, _ in found)
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any, TextIO
 from backend.config import Data
 from backend.data import parquet_rows
 from backend.data.chat import Example, shorten, type_name
-from backend.data.compression import ERRORS, TEXT, DamagedFile, data_suffix, open_bytes, open_text
+from backend.data.compression import ERRORS, TEXT, DamagedFile, data_suffix, is_compressed, open_bytes, open_text
 from backend.data.patterns import TooManyEntries, matches
 from backend.paths import ASSETS
 
@@ -45,6 +45,7 @@ MAX_JSON = 2 * 1024 * MIB  # characters: a .json file is parsed as a whole
 PARQUET_SECONDS = 60.0  # starting Python and reading what a check needs takes 0.5 s
 LENGTH_BYTES = 8
 MAX_FILES = 10_000  # of a folder
+ABOUT_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")  # in a folder that `datasets` has saved
 SUPPORTED = f"{', '.join(TEXT)} (also compressed, such as .jsonl.gz), .parquet and .arrow"
 HTML = (b"<!doctype html", b"<html")
 
@@ -74,7 +75,7 @@ def file_patterns(data: Data) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
     """The files that paths, folders and glob patterns match, without duplicates; relative ones are resolved against
     `base`. Of a folder, those whose name says that they are data files, in the order of their names."""
-    found: dict[Path, None] = {}
+    found: dict[str, Path] = {}  # by its path without symbolic links
     for name in files:
         pattern = str((base or Path()) / os.path.expanduser(name))  # Path.expanduser raises for unknown users
         try:
@@ -86,8 +87,9 @@ def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
         if not paths:
             raise DataFileError(name, 0, _no_file_problem(name))
         for path in map(Path, paths):
-            found.update(dict.fromkeys(_files_in(path) if path.is_dir() else [path]))
-    return list(found)
+            for file in _files_in(path) if path.is_dir() else [path]:
+                found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -97,7 +99,8 @@ def _files_in(folder: Path) -> list[Path]:
         raise DataFileError(folder, 0, f"cannot be read: {error.strerror or error}") from None
     if len(entries) > MAX_FILES:
         raise DataFileError(folder, 0, f"has more than {MAX_FILES:,} files; list some of them with a pattern")
-    found = sorted(path for path in entries if data_suffix(path) in SUFFIXES and path.name[0] not in "._")
+    data = (path for path in entries if data_suffix(path) in SUFFIXES and path.name[0] not in "._")
+    found = sorted(path for path in data if path.name not in ABOUT_DATASETS)
     if not found:
         raise DataFileError(
             folder, 0, f"contains no data files (subfolders are not searched); supported are {SUPPORTED}"
@@ -136,7 +139,9 @@ def read_examples(
         if problem := _content_problem(path):
             raise DataFileError(path, 0, problem)
         yield from islice(_with_columns(path, reader(path), skip), limit or None)
-    except UnicodeDecodeError:
+    except UnicodeDecodeError as error:
+        if is_compressed(path):
+            raise DataFileError(path, 0, f"is damaged, or not UTF-8 text: {error.reason}") from None
         raise _encoding_error(path) from None
     except OSError as error:
         raise DataFileError(path, 0, f"cannot be read: {error.strerror or error}") from None
@@ -342,7 +347,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise
     except UnicodeDecodeError:
         raise DataFileError(path, 0, "contains text that is not UTF-8") from None
-    except arrow.ArrowException as error:
+    except (arrow.ArrowException, SystemError) as error:
         raise DataFileError(path, 0, parquet_rows.invalid(str(path), error)) from None
     except (ValueError, OverflowError) as error:  # such as a time after the year 9999
         raise DataFileError(path, 0, f"contains a value that Python cannot represent: {error}") from None

@@ -30,7 +30,7 @@ def describe_columns(spec: RunSpec, base: Path) -> dict[str, Any]:
     fixed = read_by_name(first, spec.data, formats)
     columns = [
         {
-            "name": printable(name),
+            "name": printable(name[:MAX_SHOWN]),
             "use": used.get(name, ""),
             "fixed": name in fixed and name not in used,
             "required": used.get(name, "system") != "system",
@@ -44,7 +44,7 @@ def describe_columns(spec: RunSpec, base: Path) -> dict[str, Any]:
 def use_column(spec: RunSpec, base: Path, column: str, use: str) -> Mapping[str, Any]:
     """The options with which `column` is used for `use`, a key of "uses", '' for nothing; {} without such a column."""
     first = next(iter(_first_rows(spec, base)), {})
-    if column not in first or use not in ("", *uses_of(spec)):
+    if not column or column not in first or use not in ("", *uses_of(spec)):
         return {}
     return patch(first, spec.data, _formats(spec), column, use)
 

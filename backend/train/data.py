@@ -332,7 +332,7 @@ def prepare_once(
     cached for the next one if it takes `min_seconds`. Nothing is in it if `tick` returns False. Whether it is in the
     cache now. Raises TrainError."""
     began, lines = time.monotonic(), list[str]()
-    key = _key(spec, tokenizer)
+    key, states = _key(spec, tokenizer)
     if (known := prepared.take(key, folder)) is not None:
         info("Reusing the cached tokenized dataset, of the same files, tokenizer and options.")
         for line in known:
@@ -348,15 +348,17 @@ def prepare_once(
     if not tick(0, 0):
         return False
     save(made, folder)
-    is_slow = time.monotonic() - began >= min_seconds
-    return is_slow and _key(spec, tokenizer) == key != "" and prepared.keep(key, folder, spec.data.name, lines)
+    is_slow, is_same = time.monotonic() - began >= min_seconds, _key(spec, tokenizer) == (key, states)
+    return bool(key) and is_slow and is_same and prepared.keep(key, folder, spec.data.name, lines)
 
 
-def _key(spec: RunSpec, tokenizer: Any) -> str:
+def _key(spec: RunSpec, tokenizer: Any) -> tuple[str, list[list[int]]]:
+    """The key of the data, and the states of its files."""
     try:
-        return prepared.key_of(spec, tokenizer, hub_fingerprint(spec) if spec.data.source == "hub" else "")
+        hub = hub_fingerprint(spec) if spec.data.source == "hub" else ""
+        return prepared.key_of(spec, tokenizer, hub), prepared.file_states(spec)
     except (OSError, DataFileError):  # `prepare` reports the error
-        return ""
+        return "", []
 
 
 def save(made: PreparedData, folder: Path) -> None:

@@ -116,24 +116,27 @@ def select(
     rows = _hub(spec) if data.source == "hub" else _files(spec, train_files, "data.files")
     seen = Seen() if data.drop_duplicates else None
     train, unpairs = _positions(rows, "training", seen, info, tick)
-    others, validation = rows, array("q")
+    others, validation, others_unpair = rows, array("q"), unpairs
     if data.source == "builtin" or data.validation == "files":
         others = _files(spec, validation_files, "data.validation_files")
-        validation, _ = _positions(others, "validation", seen, info, tick)
+        validation, others_unpair = _positions(others, "validation", seen, info, tick)
     elif data.validation == "split":
         if len(train) < 2:
             raise TrainError(
                 "data.validation: a dataset with one example cannot be split. Set it to none, or use validation files."
             )
         train, validation = (array("q", part) for part in split(train, data.validation_split, seed))
-    if unpairs := unpairs and spec.train.stage == "kto":
-        train, validation = (
-            array("q", (n for row in part for n in (2 * row, 2 * row + 1))) for part in (train, validation)
-        )
+    unpairs, others_unpair = (each and spec.train.stage == "kto" for each in (unpairs, others_unpair))
+    train, validation = _unpaired(train, unpairs), _unpaired(validation, others_unpair)
     # KTO trains in the order of the dataset.
     train = array("q", sample(train, data.max_samples, seed, shuffles=spec.train.stage == "kto"))
     skips = data.on_bad_example == "skip"
-    return Part(rows, train, unpairs, skips), Part(others, validation, unpairs, skips)
+    return Part(rows, train, unpairs, skips), Part(others, validation, others_unpair, skips)
+
+
+def _unpaired(positions: array[int], unpairs: bool) -> array[int]:
+    """The positions of labeled completions, two for each pair."""
+    return array("q", (n for p in positions for n in (2 * p, 2 * p + 1))) if unpairs else positions
 
 
 def _positions(

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from backend import presets
 from backend.config import RunSpec
+from backend.config.options import edit
 from backend.data import prepared
 from backend.paths import prepared_folder
 from backend.train import data, model
@@ -203,3 +204,82 @@ def test_a_run_uses_what_the_command_has_prepared(tmp_path: Path, fork_server: F
         assert "Reusing" not in log_text(anew)
         assert losses(folder) == losses(anew) != {}
         assert not (folder / PREPARED).exists()
+
+
+def test_the_tokenizer_s_settings_are_in_the_key(tiny: Path, tmp_path: Path) -> None:
+    """Also those that are not in tokenizer.json; and code of a model could be anything."""
+    spec, tokenizer = spec_of(tmp_path), AutoTokenizer.from_pretrained(tiny)
+    other = AutoTokenizer.from_pretrained(tiny, split_special_tokens=True)
+    assert prepared.key_of(spec, tokenizer) not in ("", prepared.key_of(spec, other))
+    remote = edit(spec, {"model.source": "path", "model.path": str(tiny), "model.trust_remote_code": True})
+    assert prepared.key_of(remote, tokenizer) == ""
+
+
+def test_data_that_changes_and_changes_back_is_not_kept(tiny: Path, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    path = tmp_path / "rows.jsonl"
+    content = path.read_text()
+
+    calls: list[int] = []
+
+    def change(done: int, total: int) -> bool:
+        calls.append(done)
+        path.write_text(content.replace("train 7", "train 8") if len(calls) <= 2 else content)
+        return True
+
+    tokenizer = tokenizer_of(tiny, spec)
+    assert not data.prepare_once(spec, tokenizer, change, print, tmp_path / "one", 0.0)
+    assert path.read_text() == content and not prepared.entries()
+
+
+def test_one_entry_that_is_too_large_removes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(prepared.LIMIT, "0.002")
+    for name, size in (("small", 10**6), ("large", 3 * 10**6)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_bytes(bytes(size))
+        assert prepared.keep(name, tmp_path / name, name, []) is (name == "small")
+    assert [name for _, name, *_ in prepared.entries()] == ["small"]
+
+
+def test_what_is_left_of_killed_processes_and_damaged_entries_goes(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/data").write_bytes(b"x")
+    assert prepared.keep("one", tmp_path / "files", "data", ["line"])
+    for about in ("", '{"sizes": {"data": 1}, "lines": null}', "[" * 10**5):
+        (prepared_folder() / "one" / prepared.ABOUT).write_text(about)
+        assert prepared.take("one", tmp_path / "taken") is None and not (tmp_path / "taken").exists()
+        assert prepared.keep("one", tmp_path / "files", "data", ["line"]), "a damaged entry is replaced"
+    (prepared_folder() / f"{prepared.NEW}left").mkdir()
+    (prepared_folder() / "one" / prepared.ABOUT).write_text("")
+    prepared.clear()
+    assert [path.name for path in prepared_folder().iterdir()] == []
+
+
+def test_many_files_are_hashed_in_linear_time(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "many").mkdir()
+    for number in range(1000):
+        (tmp_path / f"many/{number}.jsonl").write_text(json.dumps(ROWS[0]))
+    spec, tokenizer = (
+        spec_of(tmp_path, **{"data.files": (str(tmp_path / "many"),)}),
+        AutoTokenizer.from_pretrained(tiny),
+    )
+    began = time.monotonic()
+    assert prepared.key_of(spec, tokenizer) == prepared.key_of(spec, tokenizer)
+    assert time.monotonic() - began < 10, "it was 30 seconds when each file wrote the hashes of all"
+
+
+def test_pairs_and_labels_in_one_kto_run(tiny: Path, tmp_path: Path) -> None:
+    """Each part has the layout of its own files."""
+    pairs = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(6)]
+    labels = [{"prompt": f"{n}?", "completion": "Yes.", "label": n % 2 == 0} for n in range(6)]
+    for name, rows in (("pairs", pairs), ("labels", labels)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for train, validation, counts in (("pairs", "labels", (12, 6)), ("labels", "pairs", (6, 12))):
+        spec = spec_of(
+            tmp_path, **{"data.files": (str(tmp_path / f"{train}.jsonl"),), "data.validation": "files",
+            "data.validation_files": (str(tmp_path / f"{validation}.jsonl"),), "train.stage": "kto",
+            "eval.strategy": "epoch"},
+        )  # fmt: skip
+        made = data.prepare(spec, tokenizer_of(tiny, spec), lambda done, of: True, print)
+        assert made.validation
+        assert (len(made.train), len(made.validation)) == counts

@@ -150,3 +150,15 @@ def test_no_fix_of_data_leads_back(row: dict[str, Any], tmp_path: Path) -> None:
         for format in ("auto", *registry.FORMATS):
             spec = edit(RunSpec(), {**files, "train.stage": stage, "data.format": format})
             follow(spec, (spec,))
+
+
+def test_a_column_without_a_name_is_no_system_prompt(tmp_path: Path) -> None:
+    """As in a .csv file that pandas has written with its index."""
+    (tmp_path / "a.csv").write_text(",question,answer\n0,When?,At nine.\n")
+    spec = edit(RunSpec(), {"data.source": "files", "data.files": ("a.csv",)})
+    for column, use in (("question", "prompt"), ("answer", "completion")):
+        spec = edit(spec, use_column(spec, tmp_path, column, use))
+    row = {"": "0", "question": "When?", "answer": "At nine."}
+    assert convert(row, spec.data.format, spec.data) == {"messages": [USER, REPLY]}
+    assert [each["use"] for each in describe_columns(spec, tmp_path)["columns"]] == ["", "prompt", "completion"]
+    assert use_column(spec, tmp_path, "", "prompt") == {}

@@ -127,3 +127,35 @@ def test_columns_with_the_wrong_separator(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         with pytest.raises(DataFileError, match=expected):
             list(read_examples(tmp_path / name))
+
+
+def test_a_folder_that_datasets_has_saved(tmp_path: Path) -> None:
+    for name in ("dataset_info.json", "state.json"):
+        (tmp_path / name).write_text("{}")
+    path = write(tmp_path, "stream.arrow", ROWS)
+    assert expand([str(tmp_path)]) == [path]
+
+
+def test_one_file_with_several_names_is_read_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", ROWS)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    names = ["a.jsonl", "./a.jsonl", str(path), str(tmp_path / "more" / ".." / "a.jsonl"), "link.jsonl", "."]
+    (tmp_path / "more").mkdir()
+    assert expand(names, tmp_path) == [path]
+
+
+@pytest.mark.parametrize("in_server", [False, True])
+@pytest.mark.parametrize("offset", [-5, 2**31 - 1])
+def test_an_arrow_file_with_a_wrong_offset_is_named(tmp_path: Path, offset: int, in_server: bool) -> None:
+    """Arrow would read at that place in memory."""
+    table = pyarrow.table({"text": ["abcdefgh", "ijkl"]})
+    stream = io.BytesIO()
+    with ipc.new_file(stream, table.schema) as file:
+        file.write_table(table)
+    content = bytearray(stream.getvalue())
+    at = content.find(b"".join(number.to_bytes(4, "little") for number in (0, 8, 12)))
+    assert at > 0
+    content[at + 4 : at + 8] = offset.to_bytes(4, "little", signed=True)
+    (tmp_path / "a.arrow").write_bytes(content)
+    with pytest.raises(DataFileError, match=r"is not a valid Arrow file|takes too much memory"):
+        list(read_examples(tmp_path / "a.arrow", in_server=in_server))

@@ -33,7 +33,7 @@ function draw({ columns, more, uses }) {
     el(
       "tr",
       {},
-      el("th", { scope: "row" }, el("span", { title: column.name }, column.name), menu(column, uses)),
+      el("th", { scope: "row" }, el("span", { title: column.name }, column.name || "(no name)"), menu(column, uses)),
       el("td", {}, ...column.values.map((text) => el("p", { title: text }, text))),
     ),
   );
@@ -43,7 +43,7 @@ function draw({ columns, more, uses }) {
 }
 
 function menu({ name, use, fixed, required }, uses) {
-  const select = el("select", { "aria-label": `Use of column ${name}`, disabled: fixed });
+  const select = el("select", { "aria-label": `Use of column ${name}`, disabled: fixed || !name });
   if (fixed) select.append(el("option", { value: "" }, "Recognized by name"));
   else if (!required) select.append(el("option", { value: "" }, "Not used"));
   select.append(...Object.entries(uses).map(([value, label]) => el("option", { value }, label)));
