@@ -21,7 +21,9 @@ from backend.train.run_log import TrainError
 from backend.wording import counted
 
 FILES = "prepared"
+NO_ROOM = "the cache has no room for it or cannot be written, or a data file changed meanwhile"
 SLOW = "this model has a slow (Python) tokenizer, so each run tokenizes again"
+OWN_CODE = "model.trust_remote_code is on, and the tokenizer's own code may change, so each run tokenizes again"
 SECONDS = 2.0  # between two lines of progress
 
 
@@ -57,7 +59,7 @@ def main() -> None:
     except TrainError as error:
         sys.exit(str(error))
     if not cached:
-        reason = "the cache has no room for it, or cannot be written, or a file changed" if tokenizer.is_fast else SLOW
+        reason = OWN_CODE if spec.model.trust_remote_code else NO_ROOM if tokenizer.is_fast else SLOW
         sys.exit(f"The tokenized dataset was not kept: {reason}.")
 
 
