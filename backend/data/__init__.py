@@ -1,8 +1,9 @@
 """Data formats: reading files, detecting the format of an example, validating it, converting it.
 
-Training and inspection use the same code, so both report the same problems. reading: files; chat: conversations;
-formats: one completion per example; preferences: chosen and rejected, or labeled completions; selection: the validation
-split and data.max_samples; copies: equal examples and contradictions.
+Training and inspection use the same code, so both report the same problems. reading: files; compression: compressed
+files; chat: conversations; formats: one completion per example; preferences: chosen and rejected, or labeled
+completions; columns: what each column is used for; selection: the validation split and data.max_samples; copies: equal
+examples and contradictions; prepared: the cache of tokenized datasets.
 """
 
 from __future__ import annotations
