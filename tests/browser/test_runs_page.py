@@ -56,7 +56,7 @@ def test_search_star_tag_archive_sort_columns(server, page):
     page.goto(f"{server.url}/?tab=runs")
     expect(page.locator(".fp-runs-link")).to_have_count(5)
     page.set_viewport_size({"width": 1024, "height": 1000})
-    row = [page.get_by_label("Search runs"), page.locator("summary", has_text="Columns")]
+    row = [page.get_by_label("Search runs"), page.locator("#fp-runs-page summary", has_text="Columns")]
     assert len({round(node.bounding_box()["y"]) for node in row}) == 1
     page.set_viewport_size({"width": 1440, "height": 1000})
     search(page)
@@ -127,7 +127,7 @@ def change_several(page, runs):
 
 def choose_columns(page):
     """Another column, which sorts; the browser remembers both."""
-    page.get_by_text("Columns", exact=True).click()
+    page.locator("#fp-runs-page").get_by_text("Columns", exact=True).click()
     menu = page.locator(".fp-columns-menu")
     menu.get_by_label("Learning rate").check()
     menu.get_by_label("Loss", exact=True).uncheck()

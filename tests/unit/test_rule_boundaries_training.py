@@ -221,6 +221,7 @@ def prompt_columns(prompt: str, completion: str) -> Patch:
 
 
 GOOD_FILE = Setup(USER_DATA, USER_DATA_FACTS)
+SKIP = {"data.on_bad_example": "skip"}
 FILES = (
     facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("a.jsonl"), {"data.files": ("b.jsonl",)}, BUILTIN),
     facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("b.jsonl"), {"data.files": ("a.jsonl",)}, BUILTIN),
@@ -231,10 +232,10 @@ FILES = (
     Boundary("DAT002", GOOD_FILE, columns("id", "answer"), (text_column("id"), BUILTIN)),
     Boundary("DAT002", GOOD_FILE, replace(columns("prompt", "completion"), patch=USER_KTO), (BUILTIN,)),
     facts_boundary(
-        "DAT003", {**USER_DATA, "data.format": "messages"}, issues(0), DETECTED_ISSUE, {"data.format": "auto"}
+        "DAT003", {**USER_DATA, "data.format": "messages"}, issues(0), DETECTED_ISSUE, {"data.format": "auto"}, SKIP
     ),
-    facts_boundary("DAT003", {**USER_DATA, "data.format": "messages"}, issues(0), issues(1), NO_FIX),
-    facts_boundary("DAT003", USER_DATA, issues(0), issues(1), NO_FIX),
+    facts_boundary("DAT003", {**USER_DATA, "data.format": "messages"}, issues(0), issues(1), SKIP),
+    facts_boundary("DAT003", USER_DATA, issues(0), issues(1), SKIP),
 )
 UNBATCHED = {BATCH: 1, ACCUMULATION: 6}
 SPLIT = {**USER_DATA, LENGTH: 64, "data.validation": "split", "data.validation_split": 0.3}
