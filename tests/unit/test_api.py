@@ -16,6 +16,7 @@ import pytest
 from small import client
 
 from backend.config.options import by_name, options
+from backend.inspect import data_files
 from backend.machine import GIB, Gpu, Machine
 from backend.rules import OUTDATED, RULES, example_findings
 from backend.runs import LOG, METRICS, PLAN, RESULT, SPEC, Plan, processes
@@ -76,7 +77,9 @@ def check(api, values, **options):
 # -- Build view ----------------------------------------------------------------------------------------------
 
 
-def test_check_report_is_complete(api):
+def test_check_report_is_complete(api, monkeypatch):
+    monkeypatch.setattr(data_files, "MAX_SECONDS", 60)  # a loaded machine reads fewer examples in 0.2 s
+    monkeypatch.setattr(data_files, "_CACHE", {})
     report = check(api, VALUES)
     assert report["seq"] == 1 and report["title"] == "From a test" and report["invalid"] == []
     assert report["status"]["level"] in ("ok", "warning") and report["status"]["text"].startswith("Can run")
