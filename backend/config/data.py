@@ -27,6 +27,7 @@ RESERVED_KWARGS = {
     "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
     "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
+SYSTEM_COLUMN = "system"  # the usual name
 WITH_PROMPT = ("prompt_completion", "alpaca", "pairs", "labels")
 
 
@@ -83,7 +84,7 @@ class Data(Section):
     """Column with plain text; defaults to text."""
     system_column: Annotated[
         str, Ui("System prompt column", when={**USER_DATA, "data.format": (*WITH_PROMPT, "messages", "sharegpt")})
-    ] = "system"
+    ] = SYSTEM_COLUMN
     """Column with the system prompt; examples without it use data.system_prompt. Usually system; empty ignores the
     column."""
     system_prompt: Annotated[str, Ui("System prompt", when=CHAT, widget="text")] = ""

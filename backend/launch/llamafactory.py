@@ -17,6 +17,7 @@ import yaml
 
 from backend import registry
 from backend.config import Data, RunSpec, merge
+from backend.config.data import SYSTEM_COLUMN
 from backend.config.options import Problem, SpecError, get, options, shown
 from backend.data.chat import InvalidExample
 from backend.data.formats import DEFAULTS, convert, required_columns
@@ -376,10 +377,11 @@ def _columns(data: Data, format: str, first: Mapping[str, Any]) -> dict[str, str
     if format not in DEFAULTS:
         return {}
     columns = {COLUMN_NAMES[option]: column for option, column in required_columns(data, format).items()}
-    usual = Data.model_fields["system_column"].default
     if format == "alpaca" and (not first or "input" in first):
         columns["query"] = "input"
-    if format != "text" and (data.system_column in first or (not first and data.system_column not in ("", usual))):
+    if format != "text" and (
+        data.system_column in first or (not first and data.system_column not in ("", SYSTEM_COLUMN))
+    ):
         columns["system"] = data.system_column
     return columns
 

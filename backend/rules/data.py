@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from backend import registry
-from backend.config import Data
+from backend.config.data import SYSTEM_COLUMN
 from backend.config.options import by_name
 from backend.data.columns import column_options
 from backend.data.formats import UNKNOWN_COLUMNS
@@ -169,8 +169,7 @@ def malformed_examples(case: Case) -> Violation | None:
 def missing_system_column(case: Case) -> str | None:
     """Examples without this column get data.system_prompt; if that is empty, they have no system prompt."""
     data, facts = case.spec.data, case.facts
-    usual = Data.model_fields["system_column"].default
-    if data.source != "files" or not facts.columns or data.system_column in ("", usual, *facts.columns):
+    if data.source != "files" or not facts.columns or data.system_column in ("", SYSTEM_COLUMN, *facts.columns):
         return None
     if facts.format in ("", "text"):
         return None

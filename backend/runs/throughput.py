@@ -10,9 +10,9 @@ from typing import Any
 from backend.wording import counted
 
 STALL_SECONDS = 60.0  # without a step, after which the status mentions it, if steps are usually faster
-# Phases between and after the steps whose duration is unknown: the status has the elapsed time instead of an estimate.
 PREPARING = "preparing data"
 LEFT_AFTER = 3.0  # seconds after which the speed of the preparation is known
+# Phases between and after the steps whose duration is unknown: the status has the elapsed time instead of an estimate.
 TIMED_PHASES = ("generating before", "evaluating", "checkpoint", "saving", "generating after")
 
 

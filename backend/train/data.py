@@ -348,8 +348,9 @@ def prepare_once(
     if not tick(0, 0):
         return False
     save(made, folder)
-    is_slow, is_same = time.monotonic() - began >= min_seconds, _key(spec, tokenizer) == (key, states)
-    return bool(key) and is_slow and is_same and prepared.keep(key, folder, spec.data.name, lines)
+    if not key or time.monotonic() - began < min_seconds or _key(spec, tokenizer) != (key, states):
+        return False
+    return prepared.keep(key, folder, spec.data.name, lines)
 
 
 def _key(spec: RunSpec, tokenizer: Any) -> tuple[str, list[list[int]]]:

@@ -12,6 +12,7 @@ from datasets import load_dataset
 
 from backend import registry
 from backend.config import RunSpec
+from backend.config.data import SYSTEM_COLUMN
 from backend.data import (
     DataFileError,
     Example,
@@ -195,7 +196,7 @@ def _hub_table(spec: RunSpec) -> Any:
 
 def _hub(spec: RunSpec) -> Rows:
     data, table = spec.data, _hub_table(spec)
-    if data.system_column not in ("", "system", *table.column_names) and data.format not in ("auto", "text"):
+    if data.system_column not in ("", SYSTEM_COLUMN, *table.column_names) and data.format not in ("auto", "text"):
         columns = ", ".join(table.column_names)
         raise TrainError(f"data.system_column: the dataset has no column {data.system_column}; it has {columns}.")
     return Rows(
