@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -38,10 +39,7 @@ def main() -> int:
     server.sendall(text[1:])
     if (pid := _number(server)) is None:
         sys.exit(KILLED)
-    for number in FORWARDED:
-        signal.signal(number, lambda received, _: _forward(pid, received))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    if (status := _number(server)) is None:
+    if (status := _status(server, pid)) is None:
         sys.exit(KILLED)
     return _end(os.waitstatus_to_exitcode(status))
 
@@ -77,9 +75,23 @@ def _number(server: socket.socket) -> int | None:
     return int.from_bytes(data, "little")
 
 
-def _forward(pid: int, number: int) -> None:
-    with contextlib.suppress(OSError):  # it has just ended
-        os.kill(pid, number)
+def _status(server: socket.socket, pid: int) -> int | None:
+    """The status of the other process when it has ended; until then, signals are passed on to it.
+
+    Python runs a handler between two instructions, so a signal that comes just before a system call would wait for the
+    end of that call. The signals' numbers are read from a socket instead.
+    """
+    numbers, received = socket.socketpair()
+    received.setblocking(False)
+    signal.set_wakeup_fd(received.fileno())
+    for forwarded in FORWARDED:
+        signal.signal(forwarded, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    while server not in select.select([server, numbers], [], [])[0]:
+        for number in numbers.recv(64):
+            with contextlib.suppress(OSError):  # it has just ended
+                os.kill(pid, number)
+    return _number(server)
 
 
 def _end(code: int) -> int:

@@ -28,10 +28,11 @@ MODULES = {
     "exits": "import atexit, sys\natexit.register(print, 'at exit')\nsys.exit(7)\n",
     "killed": "import os\nos.kill(os.getpid(), 9)\n",
     "waits": (
-        "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "import os, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
         "print(os.getpid(), flush=True)\n"
-        "time.sleep(600)\n"
+        "signal.sigwait([signal.SIGTERM])\n"
+        "sys.exit(5)\n"
     ),
     "launches": (
         "import subprocess, sys\n"
