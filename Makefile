@@ -12,6 +12,9 @@ ARGS ?=
 export FOOTPLATE_TEST_CPU := $(CPU)
 export FOOTPLATE_TEST_THREADS := $(or $(THREADS),1)
 
+# Some environments forbid compiled modules, so that each of hundreds of processes would compile the project again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup run test check soak soak-cpu gpu bench docs pictures tools
 
 setup: $(VENV)/ready  ## a virtual environment with the versions of constraints.txt
@@ -79,7 +82,7 @@ ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 HEADERS = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 tools:
 	@missing=""; \
-	command -v chromium >/dev/null || command -v chromium-browser >/dev/null || missing="$$missing chromium"; \
+	command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || missing="$$missing chromium-headless-shell"; \
 	command -v c++ >/dev/null || missing="$$missing g++"; \
 	test -e "$(HEADERS)/Python.h" || missing="$$missing python3-dev"; \
 	test -e /usr/include/libaio.h || missing="$$missing libaio-dev"; \
@@ -87,8 +90,8 @@ tools:
 	test -n "$$missing" || exit 0; \
 	if ! command -v apt-get >/dev/null; then \
 		echo "The tests need these Debian packages, and this system has no apt-get:$$missing." >&2; \
-		echo "Install what corresponds to them: chromium is the browser, g++ a C++ compiler named c++," >&2; \
-		echo "python3-dev provides Python.h for $(PYTHON), libaio-dev provides /usr/include/libaio.h," >&2; \
+		echo "Install what corresponds to them: chromium-headless-shell is the browser, for which chromium is a slower" >&2; \
+		echo "replacement; g++ is a C++ compiler named c++, python3-dev provides Python.h for $(PYTHON), libaio-dev provides /usr/include/libaio.h," >&2; \
 		echo "slurm-wlm provides slurmctld and slurmd." >&2; \
 		exit 1; \
 	fi; \

@@ -11,11 +11,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from backend.runs import Plan, processes
 from backend.runs.folder import Run
+
+if TYPE_CHECKING:
+    from fork_server import ForkServer
 
 NOW = datetime(2026, 11, 21, 9, 5, 12)
 MakeRun = Callable[..., Run]
@@ -92,6 +96,16 @@ def _operators(item: pytest.Item) -> int:
     """How many of DeepSpeed's operators a test needs, by its name."""
     trains = OPERATORS.parent in item.path.parents
     return 0 if not trains or "zero" not in item.name else 2 if "offload" in item.name else 1
+
+
+@pytest.fixture(scope="session")
+def session_fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """The fork server of the session. It starts before the fixtures of any file, so it inherits none of their
+    environment."""
+    from fork_server import start_fork_server  # noqa: PLC0415 - in a folder of which other tests know nothing
+
+    with start_fork_server(tmp_path_factory.mktemp("fork-server")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from typing import IO, Any, ClassVar
 Result = Mapping[str, Any]
 Show = Callable[[str], None]  # gets the progress as a text, while a caller waits
 
-COMMAND = (sys.executable, "-m", "backend.train.worker")
+ARGUMENTS = ("-m", "backend.train.worker")  # of Python
 HOME = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SETTING = "FOOTPLATE_INSPECTION_WORKER"
@@ -223,7 +223,7 @@ class WorkerCache:
     seconds: float = 60.0
     start_seconds: float = 180.0
     idle_seconds: float = 300.0
-    command: Sequence[str] = COMMAND
+    command: Sequence[str] = field(default_factory=lambda: (sys.executable, *ARGUMENTS))
     _known: OrderedDict[str, Result | str] = field(default_factory=OrderedDict)
     _pending: dict[str, _Pending] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)

@@ -23,7 +23,7 @@ OPENED = ExitStack()
 
 @cache
 def browser_of_all():
-    assert CHROMIUM, "these tests need Debian's chromium: apt-get install chromium"
+    assert CHROMIUM, "these tests need Debian's Chromium: apt-get install chromium-headless-shell"
     playwright = OPENED.enter_context(sync_playwright())
     browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
     OPENED.callback(browser.close)
@@ -66,6 +66,13 @@ def pytest_sessionfinish():
 @pytest.fixture
 def server(tmp_path):
     with serving(tmp_path / "runs") as started:
+        yield started
+
+
+@pytest.fixture
+def warm_server(tmp_path, session_fork_server):
+    """Its runs start within a second."""
+    with serving(tmp_path / "runs", FOOTPLATE_TEST_PYTHON=str(session_fork_server.python)) as started:
         yield started
 
 

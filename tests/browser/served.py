@@ -1,6 +1,8 @@
 """The browser, and the page's server as a process. Asserts at the end that no process of it or of its runs is left.
 
-An import of the server takes seconds. So one process imports it, and forks a server for each test.
+An import of the server takes seconds. So one process imports it, and forks a server for each test. The libraries that
+train take even longer: with FOOTPLATE_TEST_PYTHON, a program that stands in for Python, the fork server of
+tests/process forks the runs and inspections of a server.
 """
 
 import atexit
@@ -25,7 +27,9 @@ from playwright.sync_api import Browser, BrowserContext
 from backend.paths import HOME
 from backend.runs.folder import ALIVE, runs
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+# Debian's Chromium without windows and without the services of a desktop browser, such as autofill, which examines each
+# field of a form again after each change: a page takes half of the CPU time.
+CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium") or shutil.which("chromium-browser")
 # The list of suggestions below the address bar is a page of its own for each window, and takes a second of CPU time.
 # Chromium reads the last list only, so the others are those of playwright.
 DISABLED = (
@@ -60,6 +64,7 @@ for line in sys.stdin:
     os.environ.clear(), os.environ.update(request["variables"])
     if seconds := os.environ.get("FOOTPLATE_TEST_START_SECONDS"):
         sys.modules["webui.api.runs"].INSPECTION_SECONDS = int(seconds)
+    sys.executable = os.environ.get("FOOTPLATE_TEST_PYTHON", sys.executable)
     sys.exit(page.main(request["arguments"]))
 """
 TIMEOUT = 60_000  # ms; other tests use the same cores, so that a page may take half a minute to open

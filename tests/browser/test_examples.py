@@ -23,13 +23,14 @@ NO_SYSTEM = """\
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def server(tmp_path, monkeypatch, session_fork_server):
     """A server whose checks read all examples; the tiny model is in its cache."""
     monkeypatch.setenv("FOOTPLATE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(SETTING, "on")
     builtin_models.prepare("tiny-llama", lambda *_: None)
     # Start goes on after 45 seconds, in which a machine with much other work does not check all of them.
-    with serving(tmp_path / "runs", FOOTPLATE_TEST_START_SECONDS="240") as started:
+    variables = {"FOOTPLATE_TEST_START_SECONDS": "240", "FOOTPLATE_TEST_PYTHON": str(session_fork_server.python)}
+    with serving(tmp_path / "runs", **variables) as started:
         yield started
 
 

@@ -143,9 +143,9 @@ def test_preview_has_a_command_per_node(build):
     assert not tabs.get_by_text("node-1", exact=True).count()
 
 
-def test_preset_error_fix_start_reload_results(without_runs, build):
+def test_preset_error_fix_start_reload_results(warm_server, page):
     """A complete journey: preset, an error, one click fixes it, start, loss decreases, reload, results."""
-    server, page = without_runs, build
+    open_page(page, warm_server)
     assert page.locator("#fp-presets").input_value() == "first-run"
     use_tiny_model(page, 12, evaluate=True)
     open_section(page, "launch")
@@ -161,7 +161,7 @@ def test_preset_error_fix_start_reload_results(without_runs, build):
     command = page.locator("#fp-preview-text").inner_text()
     page.evaluate("window.scrollTo(0, 400)")
     assert page.evaluate("window.scrollY") > 100
-    run = start_run(page, server)
+    run = start_run(page, warm_server)
     assert page.evaluate("window.scrollY") == 0
     assert run.plan().command() == command
     wait_for_state(page, "running")
@@ -184,11 +184,11 @@ def test_preset_error_fix_start_reload_results(without_runs, build):
     expect(page.locator("#fp-runs-page tr", has_text=run.name)).to_be_visible()
 
 
-def test_stop_with_checkpoint_and_resume_during_which_the_server_crashes(server, page):
+def test_stop_with_checkpoint_and_resume_during_which_the_server_crashes(warm_server, page):
     """The run continues without the server; the page reconnects by itself and shows all points and lines."""
-    open_page(page, server)
+    open_page(page, warm_server)
     use_tiny_model(page, 60)
-    run = start_run(page, server)
+    run = start_run(page, warm_server)
     wait_for_chart_step(page, "[1-9]")
     page.get_by_role("button", name="Stop and save").click()
     dialog = page.locator("dialog .fp-dialog-row button").last
@@ -207,11 +207,11 @@ def test_stop_with_checkpoint_and_resume_during_which_the_server_crashes(server,
     page.get_by_role("button", name=re.compile("^Resume")).click()
     page.wait_for_selector('.fp-run:not([data-state="stopped"])')
     wait_until(run, lambda: len(steps_on_disk(run)) > saved[-1])
-    server.kill()
+    warm_server.kill()
     before = len(steps_on_disk(run))
     wait_until(run, lambda: len(steps_on_disk(run)) > before)
     assert len(steps_on_disk(run)) > before, "the run stopped with the server"
-    server.start()
+    warm_server.start()
     wait_for_state(page, "done")  # the open page reconnected by itself
     wait_for_chart_step(page, 60)
     events = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fork_server import ForkServer, start_fork_server
+from fork_server import ForkServer
 from small_disk import mounted
 from training_runs import ignore_progress
 
@@ -32,14 +32,6 @@ def cache(root: Path) -> Iterator[Path]:
 def tiny(cache: Path) -> Path:
     """The folder of the tiny model."""
     return cache / "models/tiny-llama"
-
-
-@pytest.fixture(scope="session")
-def session_fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """The fork server of the session. It starts before the fixtures of any file, so it inherits none of their
-    environment."""
-    with start_fork_server(tmp_path_factory.mktemp("fork-server")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

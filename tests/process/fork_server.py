@@ -186,7 +186,7 @@ class ForkServer:
 @contextmanager
 def forked_inspection(server: ForkServer, folder: Path) -> Iterator[None]:
     """The checks of this process use inspection workers that the server forks, with their results in `folder`."""
-    command = (str(server.python), *worker.COMMAND[1:])
+    command = (str(server.python), *worker.ARGUMENTS)
     tables, reports = ModuleTables(folder, command=command), ExampleReports(folder, command=command)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(worker.SETTING, "on")

@@ -30,7 +30,7 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect import InputFacts, architecture
 from backend.inspect.architecture import ModuleTables
-from backend.inspect.worker import COMMAND
+from backend.inspect.worker import ARGUMENTS
 from backend.modelspec import NotCausalLM, UnknownArchitecture, all_parameters, trainable_parameters
 from backend.modelspec.from_table import shape_from_table
 from backend.paths import HOME
@@ -303,7 +303,7 @@ def test_worker_survives_invalid_configs(tables: ModuleTables, tmp_path: Path) -
 
 def warm_worker(fork_server: ForkServer) -> tuple[str, ...]:
     """The command of a worker that has the libraries already."""
-    return str(fork_server.python), *COMMAND[1:]
+    return str(fork_server.python), *ARGUMENTS
 
 
 def test_killed_worker_is_replaced(tmp_path: Path, fork_server: ForkServer) -> None:
@@ -330,7 +330,6 @@ import sys, time
 from pathlib import Path
 from backend.inspect import InputFacts, architecture
 from backend.inspect.architecture import ModuleTables
-from backend.inspect.worker import COMMAND
 tables = ModuleTables(Path(sys.argv[1]))
 tables.get({"model_type": "llama"})
 if sys.argv[2] == "ready":

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,9 +21,10 @@ from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.paths import HOME
 from backend.resolve import resolve
-from backend.runs import METRICS, RESULT, RUN_MARKER, SKIP_CHECKS, STOP, Plan, processes
-from backend.train.checkpoints import COMPLETE
-from backend.train.engines import TrainEngine, train_engine
+from backend.runs import COMPLETE, METRICS, RESULT, RUN_MARKER, SKIP_CHECKS, STOP, Plan, processes
+
+if TYPE_CHECKING:
+    from backend.train.engines import TrainEngine
 
 TINY_RUN = {
     "model.builtin": "tiny-llama",
@@ -66,6 +67,8 @@ def make_spec(changes: Mapping[str, Any] = {}) -> RunSpec:
 
 def make_engine(spec: RunSpec, world_size: int = 1, device: str = "cpu") -> TrainEngine:
     """The engine that trains `spec` in `world_size` processes."""
+    from backend.train.engines import train_engine  # noqa: PLC0415 - imports the libraries, which few files need
+
     return train_engine(spec, replace(resolve(spec, Machine()), device=device), world_size)
 
 
