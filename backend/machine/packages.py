@@ -12,12 +12,12 @@ from backend import registry
 
 TABLES = (registry.REPORTERS, registry.OPTIMIZERS, registry.FP8_BACKENDS)
 # Distributions whose presence or version a rule needs.
-PACKAGES = (
+PACKAGES = dict.fromkeys((
     "torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "gguf", "torch_npu",
     "flash_attn", "flash_attn_3", "liger-kernel", "unsloth", "causal_conv1d", "mamba_ssm", "flash-linear-attention",
     *(name for row in registry.PREQUANTIZED.values() for name in row.packages),
     *(row.package for table in TABLES for row in table.values() if row.package),
-)  # fmt: skip
+))  # fmt: skip
 
 
 def versions() -> dict[str, str]:
