@@ -23,7 +23,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 9
+FORMAT = 10
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
 
 
@@ -119,8 +119,9 @@ def show_examples(
 
 def summarize_examples(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """What is known about all examples, for a picture: "complete", "tokenized" (examples); "lengths" in tokens, of the
-    first 2,000 examples, ascending, and "longest" of all; "places": kind of problem -> positions of examples that have
-    it, as `show_examples` counts them, the first 50. Only "complete" if nothing is known. Returns at once."""
+    first 2,000 examples, ascending, and "longest" of all; "rows" (how many positions there are, as `show_examples`
+    counts them), "longest_row" (a position), and "places": kind of problem -> positions of examples that have it, the
+    first 50. Only "complete" if nothing is known. Returns at once."""
     request = _request(spec, base, environment)
     if request is None:
         return {"complete": True}
@@ -131,7 +132,7 @@ def summarize_examples(spec: RunSpec, base: Path, environment: Mapping[str, str]
         return {"complete": result is not None or not may_start(environment)}
     lengths = sorted(found["token_lengths"])
     state = {"complete": result is not None, "tokenized": found["tokenized"]}
-    return {**state, "lengths": lengths, "longest": found["longest"], "places": found["places"]}
+    return {**state, "lengths": lengths, **{name: found[name] for name in ("longest", "longest_row", "rows", "places")}}
 
 
 def _no_tokenizer(spec: RunSpec) -> str:

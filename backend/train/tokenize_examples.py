@@ -83,6 +83,7 @@ class ExampleFacts:
     unrenderable: list[tuple[str, str]] = field(default_factory=list)  # location, reason
     token_lengths: list[int] = field(default_factory=list)  # of the first MAX_LENGTHS examples
     longest: int = 0  # of all examples that were tokenized
+    longest_row: int = 0  # where it is
     counts: Counter[str] = field(default_factory=Counter)
     start: tuple[str, str] | None = None  # of the first completion that generation begins in another way
     start_kwargs: dict[str, bool] | None = None  # of the chat template, with which it does not
@@ -97,7 +98,7 @@ class ExampleFacts:
             name: value for name, value in vars(self).items() if name not in ("report", "row", "seen", "next_report")
         }
         found = {"unread": unread_keys(self.counts), "special": unread_keys(self.counts, SPECIAL)}
-        return {"format": FORMAT, **facts, "counts": dict(self.counts), **found}
+        return {"format": FORMAT, **facts, "counts": dict(self.counts), **found, "rows": self.row + 1}
 
     def note(self, *kinds: str) -> None:
         """Remember where problems are, as far as the page lets people walk through them."""
@@ -203,7 +204,8 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
         found.add_tokenized(is_training, any(len(values) for values in columns.values()))
         found.add_start(spec, to_columns.chat, example.value)
         if length := counts["longest_sequences"] or counts["tokens"]:  # of a pair, the longer sequence
-            found.longest = max(found.longest, length)
+            if length > found.longest:
+                found.longest, found.longest_row = length, found.row
             if len(found.token_lengths) < MAX_LENGTHS:
                 found.token_lengths.append(length)
 

@@ -122,6 +122,10 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
     page.locator("#fp-example-next").click()
     expect(card).to_contain_text("The data files have fewer examples.", timeout=TIMEOUT)
     expect(page.locator("#fp-example-next")).to_be_disabled()
+    card.get_by_role("button", name="Longest").click()
+    expect(card).to_contain_text("3.jsonl, line 1", timeout=TIMEOUT)
+    card.get_by_role("button", name="Random").click()
+    assert page.locator("#fp-example-number").input_value() in ("1", "2", "3")
 
 
 def test_columns_are_chosen_by_clicking(page, server, tmp_path):

@@ -12,11 +12,13 @@ from backend.config.options import edit
 from webui.api.examples import BARS, _summary, padding_share
 
 SPEC = edit(RunSpec(), {"data.max_length": 64, "train.per_device_train_batch_size": 1})
+FOUND = {"complete": True, "longest_row": 3, "rows": 5}
 
 
 def test_each_length_is_in_one_bar() -> None:
-    found = {"complete": True, "tokenized": 4, "lengths": [1, 50, 99, 100], "longest": 100, "places": {"copies": [2]}}
+    found = {**FOUND, "tokenized": 4, "lengths": [1, 50, 99, 100], "longest": 100, "places": {"copies": [2]}}
     made = _summary(found, SPEC)
+    assert (made["lengths"]["longest"], made["lengths"]["rows"]) == (3, 5)
     bars = made["lengths"]["bars"]
     assert (len(bars), sum(bars), bars[0], bars[20], bars[-1]) == (BARS, 4, 1, 1, 2)
     assert made["lengths"]["text"].startswith("Tokens of 4 examples: half have up to 99,")
@@ -51,7 +53,7 @@ def test_padding_is_what_random_batches_have() -> None:
     ],
 )
 def test_padding_is_said_where_it_is_wasted(changes: dict[str, Any], is_said: bool) -> None:
-    found = {"complete": True, "tokenized": 3, "lengths": [10, 20, 64], "longest": 64, "places": {}}
+    found = {**FOUND, "tokenized": 3, "lengths": [10, 20, 64], "longest": 64, "places": {}}
     spec = edit(SPEC, {"train.per_device_train_batch_size": 4, **changes})
     text = _summary(found, spec)["lengths"]["text"]
     assert text.endswith(" In batches of 4, about 43 % of the tokens are padding; packing avoids it.") == is_said

@@ -53,8 +53,9 @@ def show(body: ExampleRequest) -> dict[str, Any]:
 
 def _summary(found: dict[str, Any], spec: RunSpec) -> dict[str, Any]:
     """What the card draws: "complete" (nothing more is to come); "lengths", None without any, with "bars" (how many
-    examples are in each of BARS ranges of tokens), "end" (of the last range), "limit" (max_length) and "text"; "kinds":
-    [words for a kind of problem, positions of the examples that have it]."""
+    examples are in each of BARS ranges of tokens), "end" (of the last range), "limit" (max_length), "text", "longest"
+    (a position) and "rows" (how many positions there are); "kinds": [words for a kind of problem, positions of the
+    examples that have it]."""
     lengths, max_length = found.get("lengths"), spec.data.max_length
     kinds = [[words, found["places"][kind]] for kind, words in KINDS.items() if kind in found.get("places", {})]
     if not lengths:
@@ -70,6 +71,7 @@ def _summary(found: dict[str, Any], spec: RunSpec) -> dict[str, Any]:
         f"{found['longest']:,}. max_length is {max_length:,}.{_padding(lengths, spec)}"
     )
     picture = {"bars": bars, "end": end, "limit": max_length, "text": text}
+    picture |= {"longest": found["longest_row"], "rows": found["rows"]}
     return {"complete": found["complete"], "lengths": picture, "kinds": kinds}
 
 

@@ -120,7 +120,8 @@ torch.nn.init.ones_(layer.weight)
 model = FullyShardedDataParallel(layer, group, strategy, device_id=torch.device("cpu"))
 model(torch.full((1, 2), 1.0 + rank)).sum().backward()
 grad = next(model.parameters()).grad
-print(f"rank {rank}: {model.sharding_strategy.name} {float(grad.abs().max())}", flush=True)
+line = f"rank {rank}: {model.sharding_strategy.name} {float(grad.abs().max())}"
+os.write(1, f"{line}\\n".encode())  # print may write the end of the line after the other rank's line
 dist.barrier()  # a rank that leaves first breaks the connections of the other
 dist.destroy_process_group()
 """

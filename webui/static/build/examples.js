@@ -6,7 +6,8 @@ import { loadColumns } from "./columns.js";
 
 const MOST = 50; // positions that the server knows of each kind of problem
 const AGAIN = 400; // ms, while the worker renders the example
-const decides = (name) => /^(model|data)\.|^train\.stage$|^launch\.trainer$/.test(name);
+const TRAIN = ["stage", "per_device_train_batch_size", "train_sampling_strategy"].map((name) => `train.${name}`);
+const decides = (name) => /^(model|data)\./.test(name) || name === "launch.trainer" || TRAIN.includes(name);
 
 /** @type {Record<string, any>} */
 let values = {}; // of the form
@@ -100,9 +101,15 @@ function drawSummary(lengths, kinds) {
     const title = `Show the next one, example ${(next + 1).toLocaleString("en")}`;
     return chip(`${count} ${words}`, () => go(next + 1), { title });
   });
-  const parts = [lengths && histogram(lengths), problems.length && el("p.fp-example-kinds", {}, problems)];
+  const chips = [...(lengths ? places(lengths) : []), ...problems];
+  const parts = [lengths && histogram(lengths), chips.length && el("p.fp-example-kinds", {}, chips)];
   redraw($("#fp-example-summary"), ...parts.filter(Boolean));
 }
+
+const places = ({ longest, rows }) => [
+  chip("Random", () => go(Math.floor(Math.random() * rows) + 1), { title: "Show an example drawn at random" }),
+  chip("Longest", () => go(longest + 1), { title: "Show the example with the most tokens" }),
+];
 
 function histogram({ bars, end, limit, text }) {
   const most = Math.max(...bars);
