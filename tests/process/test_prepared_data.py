@@ -19,6 +19,7 @@ from training_runs import environment, log_text, losses, make_spec
 from transformers import AutoTokenizer
 
 from backend import presets
+from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.data import prepared
@@ -183,16 +184,18 @@ def test_processes_that_are_killed_leave_no_incomplete_entry(tmp_path: Path) -> 
         assert len(list((tmp_path / entry.name / "train").iterdir())) == 20
 
 
-def test_a_run_uses_what_the_command_has_prepared(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_a_run_uses_what_the_command_has_prepared(
+    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """With one process, and with two, which load the same files; the losses are those without it."""
     spec = spec_of(tmp_path)
     (tmp_path / "spec.yaml").write_text(presets.dump(spec))
-    command = [sys.executable, "-m", "backend", "prepare", "spec.yaml"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(tmp_path, tmp_path / "cache"), capture_output=True, text=True,
-        timeout=240, check=True,
-    )  # fmt: skip
-    assert "38 training examples" in done.stdout, done.stderr
+    monkeypatch.setattr(sys, "executable", str(fork_server.python))
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment(tmp_path, tmp_path / "cache").items():
+        monkeypatch.setenv(name, value)
+    assert main(["prepare", "spec.yaml"]) == 0
+    assert "38 training examples" in capfd.readouterr().out
     assert len(prepared.entries()) == 1
     server = replace(fork_server, cache=tmp_path / "cache")
     two = spec_of(tmp_path, **{"parallel.strategy": "ddp", "launch.nproc_per_node": 2})
