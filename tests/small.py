@@ -1,4 +1,6 @@
-"""A test client of the app with a minimal page, which is fast to build."""
+"""A test client of the app with a minimal page, which is built once."""
+
+from functools import cache
 
 import gradio as gr
 from starlette.testclient import TestClient
@@ -6,6 +8,7 @@ from starlette.testclient import TestClient
 from webui import server
 
 
+@cache
 def small_page():
     with gr.Blocks(analytics_enabled=False) as page:
         gr.HTML("page")

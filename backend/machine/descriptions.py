@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def read(source: str | Path) -> Machine:
         raise SpecError([Problem(p.field, f"{p.message} ({path})") for p in error.problems]) from None
 
 
+@lru_cache(maxsize=64)
 def parse(text: str) -> Machine:
     """A machine from YAML or JSON text. Raises SpecError."""
     return machine_from_mapping(load(text))
