@@ -91,8 +91,8 @@ tools:
 	if ! command -v apt-get >/dev/null; then \
 		echo "The tests need these Debian packages, and this system has no apt-get:$$missing." >&2; \
 		echo "Install what corresponds to them: chromium-headless-shell is the browser, for which chromium is a slower" >&2; \
-		echo "replacement; g++ is a C++ compiler named c++, python3-dev provides Python.h for $(PYTHON), libaio-dev provides /usr/include/libaio.h," >&2; \
-		echo "slurm-wlm provides slurmctld and slurmd." >&2; \
+		echo "replacement; g++ is a C++ compiler named c++, python3-dev provides Python.h for $(PYTHON), libaio-dev" >&2; \
+		echo "provides /usr/include/libaio.h, slurm-wlm provides slurmctld and slurmd." >&2; \
 		exit 1; \
 	fi; \
 	$(ROOT) apt-get update && $(ROOT) apt-get install -y --no-install-recommends $$missing

@@ -127,6 +127,14 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
     card.get_by_role("button", name="Random").click()
     assert page.locator("#fp-example-number").input_value() in ("1", "2", "3")
 
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "When?", "chosen": "At noon.", "rejected": "At dusk."}\n')
+    open_draft(page, server, tmp_path, 2, **{"data.files": str(tmp_path / "pairs.jsonl"), "train.stage": "dpo"})
+    card.locator("summary").first.click()
+    expect(tokens).to_have_count(2, timeout=TIMEOUT)
+    for sequence, rest in zip(tokens.all(), ("noon.", "dusk."), strict=True):
+        same, _, different = sequence.inner_text().partition("differs from here")
+        assert "When?" in same and "At" in same and rest in different
+
 
 def test_columns_are_chosen_by_clicking(page, server, tmp_path):
     """From a finding to the menus; two choices later the example is trained on, and one Undo takes the last back."""

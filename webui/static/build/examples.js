@@ -80,10 +80,11 @@ function draw({ example, problem, lengths, kinds }) {
   $("#fp-example-next").disabled = !example;
   if (!example) return drawProblem(problem || "The data files have fewer examples.");
   const unfolded = $("#fp-example details")?.open;
+  const differs = firstDifference(example.sequences);
   $("#fp-example").replaceChildren(
     el("p.fp-example-place.fp-dim", {}, example.location),
     ...[example.problem, ...example.notes].filter(Boolean).map((text) => el("p.fp-example-problem", {}, text)),
-    ...example.sequences.flatMap(sequenceParts),
+    ...example.sequences.flatMap((each) => sequenceParts(each, differs)),
     el(
       "details",
       { open: Boolean(unfolded) },
@@ -121,14 +122,22 @@ function histogram({ bars, end, limit, text }) {
   return el("figure.fp-lengths", {}, el("div", { "aria-hidden": "true" }, drawn, line), el("figcaption", {}, text));
 }
 
-function sequenceParts({ name, tokens, kept, trained, use, end, pieces }) {
+/** The first piece that differs between the two sequences of a pair; -1 if there is none. */
+function firstDifference(sequences) {
+  if (sequences.length !== 2) return -1;
+  const [one, other] = sequences.map(({ pieces }) => pieces.map(([text]) => text));
+  return one.findIndex((text, n) => text !== other[n]);
+}
+
+function sequenceParts({ name, tokens, kept, trained, use, end, pieces }, differs) {
   const parts = [`${tokens.toLocaleString("en")} tokens`, `${trained.toLocaleString("en")} ${use}`];
   if (end) parts.push(`ends with ${end}`);
   if (kept < tokens) parts.push(`${(tokens - kept).toLocaleString("en")} after max_length`);
   const nodes = [];
   let shown = 0;
   let isCut = false;
-  for (const [text, ids, isTrained] of pieces) {
+  for (const [n, [text, ids, isTrained]] of pieces.entries()) {
+    if (n === differs) nodes.push(el("span.fp-difference", {}, "differs from here"));
     if (!isCut && shown >= kept) nodes.push(cutMark(kept));
     isCut = shown >= kept;
     nodes.push(piece(text, ids, isCut ? "fp-cut" : isTrained ? "fp-trained" : ""));
