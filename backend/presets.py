@@ -42,7 +42,6 @@ def dump(spec: RunSpec) -> str:
     return yaml.dump(nest(plain), Dumper=DUMPER, sort_keys=False, allow_unicode=True) if plain else "{}\n"
 
 
-@lru_cache(maxsize=64)
 def load(text: str) -> RunSpec:
     """RunSpec from YAML text. Raises SpecError with the line, or with each invalid field."""
     return build({k: v for k, v in _mapping(text).items() if k not in HEADER})
@@ -69,17 +68,13 @@ def presets(folder: Path = PRESETS) -> list[Preset]:
     found, known = [], machines()
     order = list(known)
     for path in folder.glob("*.yaml"):
-        title, about, machine_name = _head(path.read_text(encoding="utf-8"))
+        head = _mapping(path.read_text(encoding="utf-8"))
+        title, about, machine_name = (str(head.get(key, "")) for key in HEADER)
         found.append(Preset(path.stem, title, about, machine_name, known[machine_name], read(path)))
     return sorted(found, key=lambda preset: (order.index(preset.machine_name), preset.name))
 
 
-@lru_cache(maxsize=64)
-def _head(text: str) -> tuple[str, ...]:
-    mapping = _mapping(text)
-    return tuple(str(mapping.get(key, "")) for key in HEADER)
-
-
+@lru_cache(maxsize=64)  # presets are read for their headings, and for their options
 def _mapping(text: str) -> Mapping[str, Any]:
     try:
         value = load_yaml(text)
