@@ -56,5 +56,5 @@ def test_padding_is_said_where_it_is_wasted(changes: dict[str, Any], is_said: bo
     found = {**FOUND, "tokenized": 3, "lengths": [10, 20, 64], "longest": 64, "places": {}}
     spec = edit(SPEC, {"train.per_device_train_batch_size": 4, **changes})
     text = _summary(found, spec)["lengths"]["text"]
-    assert text.endswith(" In batches of 4, about 43 % of the tokens are padding; packing avoids it.") == is_said
+    assert text.endswith(" In batches of 4, about 43% of the tokens are padding; packing avoids it.") == is_said
     assert ("padding" in text) == is_said

@@ -67,7 +67,7 @@ def _summary(found: dict[str, Any], spec: RunSpec) -> dict[str, Any]:
     number = f"{'' if found['tokenized'] == len(lengths) else 'the first '}{len(lengths):,}"
     half, most = lengths[len(lengths) // 2], lengths[-1 - len(lengths) // 100]
     text = (
-        f"Tokens of {number} examples: half have up to {half:,}, 99 % up to {most:,}; the longest has "
+        f"Tokens of {number} examples: half have up to {half:,}, 99% up to {most:,}; the longest has "
         f"{found['longest']:,}. max_length is {max_length:,}.{_padding(lengths, spec)}"
     )
     picture = {"bars": bars, "end": end, "limit": max_length, "text": text}
@@ -83,7 +83,7 @@ def _padding(lengths: Sequence[int], spec: RunSpec) -> str:
     share = padding_share([min(length, data.max_length) for length in lengths], batch)
     if share < WORTH_SAYING:
         return ""
-    return f" In batches of {batch}, about {100 * share:.0f} % of the tokens are padding; packing avoids it."
+    return f" In batches of {batch}, about {100 * share:.0f}% of the tokens are padding; packing avoids it."
 
 
 def padding_share(lengths: Sequence[int], batch: int) -> float:
