@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from backend.config import RunSpec
-from backend.config.options import Problem, SpecError, build, changes, nest
+from backend.config.options import Problem, SpecError, build, changes, sections
 from backend.config.yaml_text import load_yaml, syntax_problem
 from backend.machine import Machine, machines
 from backend.paths import PRESETS
@@ -38,8 +38,8 @@ class Preset:
 
 def dump(spec: RunSpec) -> str:
     """`spec` as YAML: the active options that differ from their defaults, by section."""
-    plain = {name: _plain(value) for name, value in changes(spec).items()}
-    return yaml.dump(nest(plain), Dumper=DUMPER, sort_keys=False, allow_unicode=True) if plain else "{}\n"
+    found = sections(changes(spec))
+    return yaml.dump(found, Dumper=DUMPER, sort_keys=False, allow_unicode=True) if found else "{}\n"
 
 
 def load(text: str) -> RunSpec:
@@ -87,7 +87,3 @@ def _mapping(text: str) -> Mapping[str, Any]:
         if key not in HEADER and key in RunSpec.model_fields and not isinstance(part, dict):
             raise SpecError([Problem(str(key), "is a section: put its options below it, one per line")])
     return {str(key): part for key, part in value.items()}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from backend import registry
-from backend.config.data import Data
+from backend.config.data import Data, Source
 from backend.config.fields import Condition, OneOf, Section, Ui
 from backend.config.kubernetes import Kubernetes
 from backend.config.launch import Launch

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from backend import registry
 from backend.config import merge
 from backend.config.fields import (
     CHAT,
     NEXT_TOKEN,
+    SEVERAL,
     SFT,
+    SOME_USER_DATA,
     USER_DATA,
     JsonText,
     Lines,
@@ -20,6 +22,7 @@ from backend.config.fields import (
     Ui,
     one_of,
 )
+from backend.config.sources import read_sources
 
 # Parameters of transformers' apply_chat_template and render_jinja_template, so no variables of a template.
 RESERVED_KWARGS = {
@@ -27,6 +30,7 @@ RESERVED_KWARGS = {
     "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
     "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
+MAX_SOURCES = 32
 SYSTEM_COLUMN = "system"  # the usual name
 WITH_PROMPT = ("prompt_completion", "alpaca", "pairs", "labels")
 
@@ -40,8 +44,8 @@ def _template_variables(text: str) -> str:
     return text
 
 
-class Data(Section):
-    """The training and validation data."""
+class Source(Section):
+    """One dataset."""
 
     source: Annotated[Literal["builtin", "files", "hub"], Ui("Data source")] = "builtin"
     """Where the dataset comes from: built into Footplate, local files, or the Hugging Face Hub (downloaded by the
@@ -89,6 +93,47 @@ class Data(Section):
     column."""
     system_prompt: Annotated[str, Ui("System prompt", when=CHAT, widget="text")] = ""
     """Added to every conversation that has no system prompt; usually empty."""
+    max_samples: Annotated[int, Field(ge=0), Ui("Max training examples")] = 0
+    """Trains on this many examples, drawn at random with train.seed, for example for a quick test; 0 uses all."""
+    validation: Annotated[Literal["none", "split", "files"], Ui("Validation set", when=USER_DATA)] = "split"
+    """Examples for the eval loss and generation evaluation, never trained on: none, a split of the data, or files."""
+    validation_split: Annotated[
+        float,
+        Field(gt=0, lt=1),
+        Ui("Validation split", when={**USER_DATA, "data.validation": ("split",)}),
+    ] = 0.05
+    """Fraction of the examples that becomes the validation set, drawn at random with train.seed; 0.01 to 0.1 is
+    usual."""
+    validation_files: Annotated[
+        Lines, Ui("Validation files", when={**USER_DATA, "data.validation": ("files",)}, widget="lines")
+    ] = ()
+    """One path per line, in the same format as the data files."""
+    weight: Annotated[float, Field(gt=0, le=1000), Ui("Weight", when=SEVERAL)] = 1.0
+    """Concatenated: how often an epoch has each example of this dataset; 0.5 draws half of them, 2 has each twice.
+    Interleaved: its share of the training examples, relative to the weights of the others."""
+
+    @property
+    def name(self) -> str:
+        """A short name: the built-in dataset, the name of the first data file, or the Hub ID."""
+        if self.source == "files":
+            more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+            return self.files[0].rstrip("/").rpartition("/")[2] + more if self.files else ""
+        return self.builtin if self.source == "builtin" else self.hub_id
+
+    @property
+    def splits(self) -> bool:
+        """Whether the validation set is split off the training data."""
+        return self.source != "builtin" and self.validation == "split"
+
+
+def _sources(value: Any) -> Any:
+    """Accept text, as the form and the command line send it."""
+    return read_sources(value) if isinstance(value, str) else value
+
+
+class Data(Source):
+    """The training and validation data: one dataset, or the first of several, and what is done with all of them."""
+
     chat_template: Annotated[str, *one_of(registry.TEMPLATES), Ui("Chat template", when=CHAT)] = "model"
     """Renders conversations to text and is saved with the trained model. Use ChatML for base models without a chat
     template."""
@@ -108,26 +153,30 @@ class Data(Section):
     packing: Annotated[bool, Ui("Packing", when=NEXT_TOKEN)] = False
     """Packs several examples into one sequence, without attention between them: less padding, so faster if examples are
     short."""
-    max_samples: Annotated[int, Field(ge=0), Ui("Max training examples")] = 0
-    """Trains on this many examples, drawn at random with train.seed, for example for a quick test; 0 uses all."""
-    drop_duplicates: Annotated[bool, Ui("Drop duplicates", when=USER_DATA)] = False
+    drop_duplicates: Annotated[bool, Ui("Drop duplicates", when=SOME_USER_DATA)] = False
     """Keeps one copy of each training example, and drops validation examples that are also training examples."""
-    on_bad_example: Annotated[Literal["stop", "skip"], Ui("Bad examples", when=USER_DATA)] = "stop"
+    on_bad_example: Annotated[Literal["stop", "skip"], Ui("Bad examples", when=SOME_USER_DATA)] = "stop"
     """What happens with an example that cannot be read, does not match the format, or that the chat template cannot
     render: it stops the run, or is skipped and counted in the log."""
-    validation: Annotated[Literal["none", "split", "files"], Ui("Validation set", when=USER_DATA)] = "split"
-    """Examples for the eval loss and generation evaluation, never trained on: none, a split of the data, or files."""
-    validation_split: Annotated[
-        float,
-        Field(gt=0, lt=1),
-        Ui("Validation split", when={**USER_DATA, "data.validation": ("split",)}),
-    ] = 0.05
-    """Fraction of the examples that becomes the validation set, drawn at random with train.seed; 0.01 to 0.1 is
-    usual."""
-    validation_files: Annotated[
-        Lines, Ui("Validation files", when={**USER_DATA, "data.validation": ("files",)}, widget="lines")
+    sources: Annotated[
+        tuple[Source, ...], Field(max_length=MAX_SOURCES), BeforeValidator(_sources), Ui("Datasets", widget="sources")
     ] = ()
-    """One path per line, in the same format as the data files."""
+    """Several datasets, each with the options of one, such as files, format and weight. The first one's may be set
+    outside of the list: data.files is data.sources[0].files."""
+    mixing: Annotated[
+        Literal["concatenate", "interleave_first", "interleave_all"],
+        Ui(
+            "Mixing",
+            when=SEVERAL,
+            choices={
+                "concatenate": "Concatenate",
+                "interleave_first": "Interleave until the first dataset ends",
+                "interleave_all": "Interleave until all datasets end",
+            },
+        ),
+    ] = "concatenate"
+    """How several datasets are put together. Concatenate uses all of each, times its weight. Interleave draws in the
+    proportions of the weights: until the first dataset is used up, or until all are, with others repeated."""
     dataset_num_proc: Annotated[int, Field(ge=1, le=256), Ui("Tokenization processes")] = 1
     """Processes that tokenize the dataset; more than 1 pays off from about 10,000 examples."""
 
@@ -137,9 +186,11 @@ class Data(Section):
         return merge.parse(self.chat_template_kwargs)
 
     @property
+    def datasets(self) -> tuple[Source, ...]:
+        """Every dataset; the first one has the options of this section."""
+        return (self, *self.sources[1:])
+
+    @property
     def name(self) -> str:
-        """A short name: the built-in dataset, the name of the first data file, or the Hub ID."""
-        if self.source == "files":
-            more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
-            return self.files[0].rstrip("/").rpartition("/")[2] + more if self.files else ""
-        return self.builtin if self.source == "builtin" else self.hub_id
+        """The names of the datasets."""
+        return " + ".join(super(Data, each).name if each is self else each.name for each in self.datasets)

@@ -23,7 +23,7 @@ class Ui:
 
     label: str
     when: When = field(default_factory=dict)
-    widget: Literal["", "lines", "text", "list"] = ""
+    widget: Literal["", "lines", "text", "list", "sources"] = ""
     unit: str = ""
     choices: Mapping[str, str] = field(default_factory=dict)  # labels of a Literal's values
 
@@ -209,6 +209,8 @@ OFFLOADED = (
     {**ZERO3, "parallel.offload_param": ("cpu", "nvme")},
 )
 USER_DATA: Condition = {"data.source": ("files", "hub")}
+SEVERAL: Condition = {"data.sources": ("several",)}
+SOME_USER_DATA = (USER_DATA, SEVERAL)
 FP8: Condition = {"precision.compute": ("fp8",)}
 EVALUATING: Condition = {"eval.strategy": ("steps", "epoch")}
 SAVING: Condition = {"save.strategy": ("steps", "epoch")}

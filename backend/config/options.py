@@ -6,6 +6,7 @@ and, with a dash, the element ID on the page.
 
 from __future__ import annotations
 
+import json
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
-from backend.config import Condition, OneOf, RunSpec, Ui, variables
+from backend.config import Condition, OneOf, RunSpec, Source, Ui, variables
+from backend.config.sources import KEY, SOURCES, SourceError, collected, key_of, with_first, without_first
 from backend.config.suggestions import suggest_option, suggest_section, suggest_value
 from backend.registry import Choice
 
@@ -25,7 +27,8 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Option:
-    """One option of RunSpec. `kind` is bool, int, float, str, choice, list or table; limits are inclusive or None.
+    """One option of RunSpec. `kind` is bool, int, float, str, choice, list, table or datasets; limits are inclusive or
+    None.
 
     It is visible if one of the conditions in `when` holds.
     """
@@ -71,6 +74,8 @@ class SpecError(ValueError):
 
 
 def _kind(annotation: Any, ui: Ui) -> tuple[str, Mapping[str, Choice]]:
+    if ui.widget == "sources":
+        return "datasets", {}
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
         labels = {v: v.replace("_", " ").capitalize() for v in typing.get_args(annotation)}
@@ -174,25 +179,42 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 def build(sections: Mapping[str, Any]) -> RunSpec:
     """RunSpec from nested values. Raises SpecError with a problem for each invalid field."""
     try:
+        if isinstance(data := sections.get("data"), dict):
+            sections = {**sections, "data": without_first(data)}
         return RunSpec.model_validate(sections)
+    except SourceError as error:
+        raise SpecError([Problem(error.field, str(error))]) from None
     except ValidationError as error:
         raise SpecError([_problem(e) for e in error.errors()]) from None
 
 
 def parse(values: Mapping[str, Any]) -> RunSpec:
     """RunSpec from dotted keys, as the form sends them. Raises SpecError."""
-    _known(values)
-    return build(nest(values))
+    return build(nest(_known(values)))
 
 
-def _known(values: Mapping[str, Any]) -> None:
-    if unknown := [_unknown(name) for name in values if name not in by_name()]:
+def find(name: str) -> Option | None:
+    """The option with this key, which may be that of a dataset: data.sources[1].weight."""
+    match = KEY.fullmatch(name)
+    return by_name().get(f"data.{match[2]}" if match and match[2] in Source.model_fields else name)
+
+
+def _known(values: Mapping[str, Any], sources: Sequence[Source] = ()) -> dict[str, Any]:
+    """The values by option; those of single datasets are part of data.sources, which has been `sources`. Raises
+    SpecError."""
+    if unknown := [_unknown(name) for name in values if find(name) is None]:
         raise SpecError(unknown)
+    try:
+        return collected(values, sources)
+    except SourceError as error:
+        raise SpecError([Problem(error.field, str(error))]) from None
 
 
 def _unknown(name: str) -> Problem:
     """The problem of an unknown key: names the option or section that it most likely means."""
     sections = RunSpec.model_fields
+    if match := KEY.fullmatch(name):
+        return _unknown_of_dataset(int(match[1]), match[2])
     if name in sections:
         return Problem(
             name, f"is a section; set one of its options, such as {name}.{next(iter(nest(by_name())[name]))}"
@@ -207,14 +229,34 @@ def _unknown(name: str) -> Problem:
     return Problem(name, f"unknown section; sections are {', '.join(sections)}")
 
 
+def _unknown_of_dataset(index: int, key: str) -> Problem:
+    """The problem of a key that no single dataset has."""
+    name = key_of(index, key) if index else f"{SOURCES}[0].{key}"
+    if f"data.{key}" in by_name():
+        return Problem(name, f"is the same for all datasets; set data.{key}")
+    own = [f"data.{field}" for field in Source.model_fields]
+    if suggestion := suggest_option(f"data.{key}", own):
+        return Problem(name, f"unknown option; did you mean {SOURCES}[{index}].{suggestion.removeprefix('data.')}?")
+    return Problem(name, f"unknown option; a dataset has {', '.join(Source.model_fields)}")
+
+
 def edit(spec: RunSpec, patch: Mapping[str, Any]) -> RunSpec:
     """`spec` with the options of `patch` (dotted keys) replaced. Raises SpecError."""
-    _known(patch)
-    changed: dict[str, dict[str, Any]] = {}  # only these sections are validated again
-    for name, value in patch.items():
-        section, _, key = name.partition(".")
-        changed.setdefault(section, {**vars(getattr(spec, section))})[key] = value
-    return build({**vars(spec), **changed})
+    changed = nest(_known(patch, spec.data.sources))  # only these sections are validated again
+    try:
+        if "data" in changed:
+            changed["data"] = without_first(changed["data"])
+    except SourceError as error:
+        raise SpecError([Problem(error.field, str(error))]) from None
+    return build({**vars(spec), **{name: {**vars(getattr(spec, name)), **part} for name, part in changed.items()}})
+
+
+def for_dataset(spec: RunSpec, index: int) -> RunSpec:
+    """`spec` with one of its datasets alone."""
+    if not spec.data.sources:
+        return spec
+    own = {name: getattr(spec.data.datasets[index], name) for name in Source.model_fields}
+    return spec.model_copy(update={"data": spec.data.model_copy(update={**own, "weight": 1.0, "sources": ()})})
 
 
 MESSAGES = {  # pydantic error type -> message
@@ -233,13 +275,14 @@ MESSAGES = {  # pydantic error type -> message
     "string_type": "must be text",
     "tuple_type": "must be a list",
     "dict_type": "must be a table of names and values",
+    "model_type": "must be a table of options",
 }
 
 
 def _problem(error: Any) -> Problem:
     """A pydantic error as a Problem: the field, its limits and the value."""
-    name = ".".join(str(part) for part in error["loc"][:2])
-    option, kind, value = by_name().get(name), error["type"], error.get("input")
+    name = _field(error["loc"])
+    option, kind, value = find(name), error["type"], error.get("input")
     if kind == "extra_forbidden":
         return _unknown(name)
     if option is not None and option.kind == "choice":
@@ -256,6 +299,14 @@ def _problem(error: Any) -> Problem:
         return Problem(name, str(error["msg"]))
     limits = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in error.get("ctx", {}).items()}
     return Problem(name, f"{MESSAGES[kind].format(**limits)}, but is {_shown_value(value)}")
+
+
+def _field(location: Sequence[str | int]) -> str:
+    """The key of an invalid field."""
+    if location[:2] == ("data", "sources") and len(location) > 2:
+        index, key = location[2], location[3] if len(location) > 3 else ""
+        return f"{SOURCES}[{index}].{key}" if key else f"{SOURCES}[{index}]"
+    return ".".join(str(part) for part in location[:2])
 
 
 def _choice_message(option: Option, value: Any) -> str:
@@ -293,6 +344,17 @@ def _hidden_options(values: tuple[Any, ...]) -> Mapping[str, Any]:
     return {option.name: option.default for option in options() if not _holds(option.when, words.__getitem__)}
 
 
+def _effective_datasets(spec: RunSpec) -> tuple[Source, ...]:
+    """The list data.sources with every hidden option at its default."""
+    found = [Source()]
+    for index, source in enumerate(spec.data.sources[1:], 1):
+        alone = _hidden(for_dataset(spec, index))
+        hidden = {name: alone[f"data.{name}"] for name in Source.model_fields if f"data.{name}" in alone}
+        hidden.pop("weight", None)
+        found.append(source.model_copy(update=hidden))
+    return tuple(found)
+
+
 def _hidden(spec: RunSpec) -> Mapping[str, Any]:
     return _hidden_options(_values(spec, controlling_options()))
 
@@ -304,7 +366,9 @@ def _values(spec: RunSpec, names: Iterable[str]) -> tuple[Any, ...]:
 
 
 def word(value: Any) -> str:
-    """A value as `when` writes it."""
+    """A value as `when` writes it; of a list, only whether it has several entries."""
+    if isinstance(value, tuple):
+        return "several" if value else ""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -313,6 +377,8 @@ def effective(spec: RunSpec) -> RunSpec:
     hidden = _hidden(spec)
     now = zip(hidden.items(), _values(spec, hidden), strict=True)
     patch = {name: default for (name, default), value in now if value != default}
+    if spec.data.sources and (datasets := _effective_datasets(spec)) != spec.data.sources:
+        patch[SOURCES] = datasets
     return edit(spec, patch) if patch else spec
 
 
@@ -337,7 +403,7 @@ def changes(spec: RunSpec) -> Values:
 @cache
 def _texts() -> tuple[Option, ...]:
     """The options that can contain any text, except launch.env, whose variables have names."""
-    return tuple(option for option in options() if option.kind in ("str", "list"))
+    return tuple(option for option in options() if option.kind in ("str", "list", "datasets"))
 
 
 def options_with_secrets(spec: RunSpec) -> list[str]:
@@ -352,6 +418,8 @@ def masked_value(value: Any) -> Any:
         return variables.masked(value)
     if isinstance(value, tuple):
         return tuple(map(masked_value, value))
+    if isinstance(value, Source):
+        return value.model_copy(update={name: masked_value(own) for name, own in value})
     return variables.hide_values(value) if isinstance(value, str) else value
 
 
@@ -361,4 +429,20 @@ def text(option: Option, value: Any) -> Any:
         return ("\n" if option.widget == "lines" else ", ").join(str(v) for v in value)
     if option.kind == "table" and not isinstance(value, str):
         return "\n".join(f"{k}={v}" for k, v in value.items())
+    if option.kind == "datasets" and not isinstance(value, str):
+        return json.dumps([plain(source) for source in value], ensure_ascii=False) if value else ""
     return value
+
+
+def plain(value: Any) -> Any:
+    """A value as lists and tables, as a file has it. Of a dataset, the options that differ from their defaults."""
+    if isinstance(value, Source):
+        known = type(value).model_fields
+        return {name: plain(own) for name, own in value if own != known[name].default}
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys -> sections as a file has them: of lists and tables, and with all datasets in one list."""
+    found = nest({name: plain(value) for name, value in values.items()})
+    return {**found, "data": with_first(found["data"], Source.model_fields)} if "data" in found else found
