@@ -190,7 +190,13 @@ class Data(Source):
         """Every dataset; the first one has the options of this section."""
         return (self, *self.sources[1:])
 
+    def title_of(self, index: int) -> str:
+        """A dataset in a sentence, such as "Dataset 2 (b.jsonl)"."""
+        each = self.datasets[index]
+        name = super().name if index == 0 else each.name
+        return f"Dataset {index + 1} ({name})" if name else f"Dataset {index + 1}"
+
     @property
     def name(self) -> str:
         """The names of the datasets."""
-        return " + ".join(super(Data, each).name if each is self else each.name for each in self.datasets)
+        return " + ".join([super().name, *(each.name for each in self.datasets[1:])])

@@ -7,6 +7,7 @@ and, with a dash, the element ID on the page.
 from __future__ import annotations
 
 import json
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -258,6 +259,13 @@ def for_dataset(spec: RunSpec, index: int) -> RunSpec:
     own = {name: getattr(spec.data.datasets[index], name) for name in Source.model_fields}
     return spec.model_copy(update={"data": spec.data.model_copy(update={**own, "weight": 1.0, "sources": ()})})
 
+
+def renamed(text: str, index: int) -> str:
+    """A text about the options of a single dataset, such as data.files, with the keys that they have in the list."""
+    return _OWN_KEY.sub(lambda match: key_of(index, match[1]), text) if index else text
+
+
+_OWN_KEY = re.compile(rf"\bdata\.({'|'.join(sorted(Source.model_fields, key=len, reverse=True))})\b(?!\.?\w)")
 
 MESSAGES = {  # pydantic error type -> message
     "greater_than_equal": "must be at least {ge}",

@@ -2,8 +2,8 @@
 
 Training and inspection use the same code, so both report the same problems. reading: files; compression: compressed
 files; chat: conversations; formats: one completion per example; preferences: chosen and rejected, or labeled
-completions; columns: what each column is used for; selection: the validation split and data.max_samples; copies: equal
-examples and contradictions; prepared: the cache of tokenized datasets.
+completions; columns: what each column is used for; selection: the validation split, data.max_samples and the mixture of
+datasets; copies: equal examples and contradictions; prepared: the cache of tokenized datasets.
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ from backend.data.formats import (
 )
 from backend.data.preferences import PREFERENCES, label_problem, unpair
 from backend.data.reading import SUFFIXES, DataFileError, expand, file_patterns, read_examples, without_padding
-from backend.data.selection import sample, split, validation_size
+from backend.data.selection import mixed, mixed_counts, sample, split, validation_size

@@ -73,7 +73,7 @@ def file_states(spec: RunSpec) -> list[list[int]]:
 
 
 def _paths(spec: RunSpec) -> list[list[Path]]:
-    return [expand(part) for part in file_patterns(spec.data)]
+    return [expand(part) for source in spec.data.datasets for part in file_patterns(source)]
 
 
 def _state(path: Path) -> list[int]:

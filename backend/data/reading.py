@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from backend.config import Data
+from backend.config import Source
 from backend.data import parquet_rows
 from backend.data.chat import Example, shorten, type_name
 from backend.data.compression import ERRORS, TEXT, DamagedFile, data_suffix, is_compressed, open_bytes, open_text
@@ -62,8 +62,8 @@ class DataFileError(ValueError):
 Skip = Callable[[DataFileError], None]  # what happens with an example that cannot be read
 
 
-def file_patterns(data: Data) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(training, validation) files of a run, as paths, folders and glob patterns. A dataset on the Hub has no training
+def file_patterns(data: Source) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(training, validation) files of a dataset, as paths, folders and glob patterns. One on the Hub has no training
     files."""
     if data.source == "builtin":
         folder = ASSETS / data.builtin

@@ -1,4 +1,5 @@
-"""Which examples a run trains on, and which it evaluates on: the validation split and data.max_samples.
+"""Which examples a run trains on, and which it evaluates on: the validation split, data.max_samples, and the mixture of
+several datasets.
 
 The run selects examples with these functions, and the inspection selects their positions, so that the checks know which
 examples are left.
@@ -7,7 +8,9 @@ examples are left.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -33,3 +36,29 @@ def sample(examples: Sequence[T], max_samples: int, seed: int, shuffles: bool = 
     if max_samples or shuffles:
         random.Random(seed).shuffle(drawn)
     return drawn[: max_samples or None]
+
+
+def mixed_counts(sizes: Sequence[int], weights: Sequence[float], mixing: str) -> list[int]:
+    """How many examples of each dataset an epoch has, at least one. `sizes`: its training examples; `mixing`: a value
+    of data.mixing."""
+    if mixing == "concatenate":
+        return [max(1, round(size * weight)) if size else 0 for size, weight in zip(sizes, weights, strict=True)]
+    limit = min if mixing == "interleave_first" else max
+    per_weight = limit(size / weight for size, weight in zip(sizes, weights, strict=True))
+    return [max(1, round(per_weight * weight)) if size else 0 for size, weight in zip(sizes, weights, strict=True)]
+
+
+def mixed(sizes: Sequence[int], weights: Sequence[float], mixing: str, seed: int, shuffles: bool = False) -> array[int]:
+    """The examples of an epoch in their order, as positions in all datasets one after the other. An example is repeated
+    only after all others of its dataset are used as often; `seed` decides which are used once more, and the order."""
+    starts = accumulate((0, *sizes))
+    parts = []
+    for start, size, count in zip(starts, sizes, mixed_counts(sizes, weights, mixing), strict=False):
+        chosen = sorted(random.Random(seed).sample(range(size), count % size)) if size else []
+        parts.append([*list(range(size)) * (count // size), *chosen] if size else [])
+        parts[-1] = [start + position for position in parts[-1]]
+    order = [number for number, part in enumerate(parts) for _ in part]
+    if mixing != "concatenate" or shuffles:
+        random.Random(seed).shuffle(order)
+    remaining = [iter(part) for part in parts]
+    return array("q", (next(remaining[number]) for number in order))

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import Data, RunSpec
-from backend.config.options import edit
+from backend.config.options import edit, for_dataset
 from backend.config.processes import rendezvous_port
 from backend.inspect.chain import awaited_model, predecessor
 from backend.inspect.checkpoint import checkpoint_problem
-from backend.inspect.data_files import inspect_data_files
+from backend.inspect.datasets import inspect_datasets
 from backend.inspect.disk import inspect_nvme_folder
-from backend.inspect.examples import inspect_examples, merge_facts, show_examples, summarize_examples, wait_for_examples
+from backend.inspect.examples import inspect_examples, show_examples, summarize_examples, wait_for_examples
 from backend.inspect.facts import DataIssue, InputFacts
 from backend.inspect.hub_download import download_config, is_refused
 from backend.inspect.hub_token import TokenAnswer, check_token, store_token, token_state
@@ -57,11 +57,12 @@ def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
 def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ) -> InputFacts:
     """Inspect every file that `spec` names; relative paths are resolved against `base`. Never raises."""
     awaited = awaited_model(spec, base)
-    data = inspect_data_files(spec, base)
-    spec = awaited.spec if awaited else spec
-    model = inspect_model(spec, base, environment) | (awaited.facts if awaited else {})
+    loaded = awaited.spec if awaited else spec
+    model = inspect_model(loaded, base, environment) | (awaited.facts if awaited else {})
+    found = inspect_datasets(spec, loaded, base, environment, model)
+    spec = loaded
     return InputFacts(
-        **merge_facts(model | data, inspect_examples(spec, base, environment)),
+        **found,
         template_problem=_template_problem(spec.data, base),
         checkpoint_problem=checkpoint_problem(spec, base),
         **inspect_trainer(spec, base),
@@ -79,9 +80,12 @@ def wait_for_worker(
     until = time.monotonic() + seconds
     awaited = awaited_model(spec, base)
     spec = awaited.spec if awaited else spec
-    inspect_examples(spec, base, environment)  # starts it, next to the architecture
+    alone = [for_dataset(spec, index) for index in range(len(spec.data.datasets))]
+    for each in alone:
+        inspect_examples(each, base, environment)  # starts it, next to the architecture
     wait_for_architecture(spec, base, environment, min(seconds, ARCHITECTURE_SECONDS), show)
-    wait_for_examples(spec, base, environment, until - time.monotonic(), show)
+    for each in alone:
+        wait_for_examples(each, base, environment, until - time.monotonic(), show)
 
 
 MAX_TEMPLATE = 1024 * 1024  # characters

@@ -24,6 +24,8 @@ from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
 FORMAT = 10
+# Options that decide nothing about a single example.
+LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
 
 
@@ -169,7 +171,7 @@ def _inputs(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[s
 def _inspected(spec: RunSpec) -> dict[str, Any]:
     """The sections that decide how examples are read, rendered and tokenized."""
     model = spec.model.model_dump(include={"source", "builtin", "hub_id", "revision", "path"})
-    data = spec.data.model_dump(exclude={"max_samples", "validation_split", "packing", "dataset_num_proc"})
+    data = spec.data.model_dump(exclude=LATER)
     return {"model": model, "data": data, "train": {"stage": spec.train.stage}}
 
 

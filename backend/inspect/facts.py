@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from backend.config import Data
-from backend.data import printable, sample, split, validation_size
+from backend.config import Data, Source
+from backend.data import mixed_counts, printable, sample, split, validation_size
 from backend.modelspec import ModelShape
 
 
@@ -86,6 +87,7 @@ class InputFacts:
     num_copies: int = 0  # training examples that are equal to an earlier one, unless they are dropped
     num_copies_in_validation: int = 0  # validation examples that are equal to a training example
     num_contradictions: int = 0  # training examples with another answer than an earlier one
+    datasets: tuple[InputFacts, ...] = ()  # of several: what is known about each alone; elsewhere, about all together
     template_problem: str = ""  # of the chat template file
     checkpoint_problem: str = ""  # of save.resume_path
     nvme_problem: str = ""  # of parallel.nvme_path
@@ -108,39 +110,55 @@ class InputFacts:
         """Tokens of the longest example that was read; 0 without any."""
         return self.token_lengths[-1] if self.token_lengths else 0
 
-    def num_train_examples(self, data: Data) -> int | None:
-        """Examples in the training set, after the validation split and data.max_samples."""
+    def num_train_examples(self, data: Source) -> int | None:
+        """Examples of an epoch, after the validation split, data.max_samples and the mixture of several datasets."""
+        if self.datasets and isinstance(data, Data):
+            sizes = self.sizes(data)
+            return None if sizes is None else sum(self.mixture(data, sizes))
         if self.num_examples is None:
             return None
-        count = self.num_examples - (self.num_eval_examples(data) or 0 if has_validation_split(data) else 0)
+        count = self.num_examples - (self.num_eval_examples(data) or 0 if data.splits else 0)
         return min(count, data.max_samples) if data.max_samples else count
 
-    def num_eval_examples(self, data: Data) -> int | None:
+    def sizes(self, data: Data) -> list[int] | None:
+        """The training examples of each of several datasets; None if one is not known."""
+        found = [each.num_train_examples(own) for each, own in zip(self.datasets, data.datasets, strict=True)]
+        known = [size for size in found if size is not None]
+        return known if len(known) == len(found) else None
+
+    @staticmethod
+    def mixture(data: Data, sizes: Sequence[int]) -> list[int]:
+        """How many examples of each dataset an epoch has."""
+        return mixed_counts(sizes, [source.weight for source in data.datasets], data.mixing)
+
+    def num_eval_examples(self, data: Source) -> int | None:
         """Examples in the validation set."""
+        if self.datasets and isinstance(data, Data):
+            found = [each.num_eval_examples(own) for each, own in zip(self.datasets, data.datasets, strict=True)]
+            return None if None in found else sum(count or 0 for count in found)
         if data.source != "builtin" and data.validation == "none":
             return 0
-        if has_validation_split(data):
+        if data.splits:
             if self.num_examples is None:
                 return None
             completions = self.completions_per_example
             return completions * validation_size(self.num_examples // completions, data.validation_split)
         return self.num_validation_examples
 
-    def usable_examples(self, data: Data, seed: int) -> tuple[int, int] | None:
+    def usable_examples(self, data: Source, seed: int) -> tuple[int, int] | None:
         """Examples of the training set and of the validation set of which a token is trained; None if unknown."""
+        if self.datasets and isinstance(data, Data):
+            found = [each.usable_examples(own, seed) for each, own in zip(self.datasets, data.datasets, strict=True)]
+            known = [counts for counts in found if counts is not None]
+            return (sum(n for n, _ in known), sum(n for _, n in known)) if len(known) == len(found) else None
         if self.num_usable is None or self.unusable_positions is None or not self.num_examples:
             return None
-        share = data.validation_split if has_validation_split(data) else 0.0
+        share = data.validation_split if data.splits else 0.0
         train, validation = self.num_train_examples(data) or 0, self.num_eval_examples(data) or 0
         if self.unusable_positions:
             selection = self.num_examples, self.completions_per_example, share, data.max_samples, seed
             train, validation = _usable_examples(self.unusable_positions, *selection)
         return train, validation if share else self.num_usable_validation
-
-
-def has_validation_split(data: Data) -> bool:
-    """Whether the validation set is split off the training data."""
-    return data.source != "builtin" and data.validation == "split"
 
 
 @lru_cache(maxsize=64)

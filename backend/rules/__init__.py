@@ -18,6 +18,7 @@ from backend.inspect import InputFacts
 from backend.machine import Machine
 from backend.rules.base import RULES as _REGISTERED
 from backend.rules.base import Case, Example, Finding, Fix, Rule, Violation
+from backend.rules.datasets import each_alone, findings
 from backend.rules.examples import DEMO, LAPTOP
 from backend.rules.outdated import OUTDATED, Outdated
 
@@ -58,7 +59,8 @@ def examine(case: Case, at_start: bool = True) -> tuple[Finding, ...]:
     """As `check`, for a case whose spec is effective: options that are hidden, and so have no effect, are at their
     defaults. Without `at_start`, rules about the moment before launch (ports, free disk, busy devices) are left out."""
     rules = (rule for rule in RULES if at_start or not rule.at_start)
-    found = [finding for rule in rules if (finding := rule.finding(case)) is not None]
+    alone = each_alone(case)
+    found = [finding for rule in rules for finding in findings(rule, case, alone)]
     return tuple(sorted(found, key=lambda finding: (LEVELS[finding.level], finding.code)))
 
 

@@ -12,7 +12,6 @@ from backend.data.columns import column_options
 from backend.data.formats import UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
 from backend.inspect.data_files import MAX_ISSUES
-from backend.inspect.facts import has_validation_split
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, label_of, names, set_to, warning
 from backend.rules.common_fixes import OTHER_TEMPLATE, hub_id_violation
 from backend.rules.examples import DEMO, GPT2, H100, USER_DATA, USER_DATA_FACTS, with_data_issue
@@ -314,7 +313,7 @@ def evaluation_without_validation_set(case: Case) -> Violation | None:
     strategy, data = case.spec.eval.strategy, case.spec.data
     if strategy == "no":
         return None
-    if data.source != "builtin" and data.validation == "none":
+    if all(each.source != "builtin" and each.validation == "none" for each in data.datasets):
         message = f"eval.strategy is {strategy} and data.validation is none. No evaluation would run."
         return Violation(message, (NO_EVAL_LOSS, VALIDATION_SPLIT))
     usable, count = case.facts.usable_examples(data, case.spec.train.seed), case.run.num_eval_examples
@@ -456,7 +455,7 @@ def _only_elsewhere(case: Case, what: str) -> Violation:
     facts, data, seed = case.facts, case.spec.data, case.spec.train.seed
     usable, count = facts.num_usable or 0, facts.num_train_examples(data) or 0
     settings: dict[str, float] = {"data.max_samples": data.max_samples} if data.max_samples else {}
-    if has_validation_split(data):
+    if data.splits:
         settings |= {"data.validation_split": data.validation_split}
     message = (
         f"The training set has {counted(count, 'example')} "

@@ -20,6 +20,7 @@ from backend.train.run_log import RunLog
 from backend.wording import counted
 
 LOGGED = ("loss", "learning_rate", "grad_norm", "epoch", "skipped_steps", "eval_loss")
+DATASET_LOSS = "eval_loss_"  # and the number of the dataset, from 1
 # Metrics of preference trainers under one name each: TRL's reward trainer uses different names.
 PREFERENCE_METRICS = {
     "rewards/chosen": "reward_chosen",
@@ -94,6 +95,7 @@ class ProgressCallback(TrainerCallback):
         self.run_log, self.monitor, self.clock = run_log, monitor, StepTimer()
         self.tokens, self._logged_tokens, self._logged_busy = 0, 0, 0.0
         self._start_step, self._first_seconds, self._eval_batches = 0, 0.0, 0
+        self._evaluated: Any = None  # the batches that are evaluated
         self.began = time.time()
         self.router_loss_weight = 0.0  # weight of the auxiliary loss that is added to the loss of a mixture of experts
 
@@ -133,7 +135,7 @@ class ProgressCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Write metrics and a log line."""
         logs = logs or {}
-        point = {key: logs[key] for key in LOGGED if key in logs} | preference_metrics(logs)
+        point = {key: logs[key] for key in LOGGED if key in logs} | dataset_losses(logs) | preference_metrics(logs)
         if "eval_loss" in logs:  # early stopping may end the training before the next point with a loss
             self.tokens = int(logs.get("eval_num_tokens", self.tokens))
         if "loss" in logs:
@@ -154,6 +156,8 @@ class ProgressCallback(TrainerCallback):
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
         """Write progress after each batch of an evaluation."""
         self.clock.pause()
+        if eval_dataloader is not self._evaluated:  # the next of several datasets
+            self._eval_batches, self._evaluated = 0, eval_dataloader
         self._eval_batches += 1
         total = len(eval_dataloader) if eval_dataloader is not None else 0
         fraction = min(1.0, self._eval_batches / total) if total else 0.0
@@ -173,9 +177,13 @@ class ProgressCallback(TrainerCallback):
         width = len(str(state.max_steps))
         start = f"step {state.global_step:>{width}}/{state.max_steps}"
         if "eval_loss" in point:
-            return "  ".join(
-                [start, f"validation loss {_number(point['eval_loss'])}", *_preference_words(point, "eval_")]
-            )
+            each = [
+                f"dataset {name.removeprefix(DATASET_LOSS)}: {_number(loss)}"
+                for name, loss in dataset_losses(point).items()
+            ]
+            of_each = f" ({', '.join(each)})" if each else ""
+            loss = f"validation loss {_number(point['eval_loss'])}{of_each}"
+            return "  ".join([start, loss, *_preference_words(point, "eval_")])
         words = [start, f"loss {_number(point['loss'])}", f"lr {point.get('learning_rate', 0):.2e}"]
         if "grad_norm" in point:
             words.append(f"grad norm {_number(point['grad_norm'])}")
@@ -248,6 +256,11 @@ class CheckpointCallback(TrainerCallback):
             self.run_log.info(f"Saved {saved.name}.")
             self.monitor.saved(saved, state.global_step)
         show_step(self.run_log, state)
+
+
+def dataset_losses(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The validation losses of single datasets in `logs`."""
+    return {name: loss for name, loss in logs.items() if name.startswith(DATASET_LOSS)}
 
 
 def preference_metrics(logs: Mapping[str, Any]) -> dict[str, Any]:

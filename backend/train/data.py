@@ -10,20 +10,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import pyarrow
-from datasets import Dataset, load_from_disk
+from datasets import Dataset, concatenate_datasets, load_from_disk
 from datasets.arrow_writer import ArrowWriter
 
 from backend import registry
 from backend.config import RunSpec
-from backend.data import DataFileError, prepared, to_text
+from backend.config.options import for_dataset
+from backend.data import DataFileError, mixed, mixed_counts, prepared, to_text
 from backend.train import end_tokens
 from backend.train.end_tokens import END
-from backend.train.examples import ConvertedExample, Part, Tick, hub_fingerprint, select, tell_skipped
+from backend.train.examples import (
+    ConvertedExample,
+    Part,
+    Tick,
+    about,
+    datasets,
+    hub_fingerprint,
+    select,
+    tell_skipped,
+    telling,
+)
 from backend.train.preference_data import (
     Columns,
     PreferenceTokenizer,
@@ -50,6 +61,7 @@ class PreparedData:
 
     train: Dataset
     validation: Dataset | None
+    validation_sizes: tuple[int, ...] = ()  # of several datasets, which follow each other in `validation`
     eval_examples: list[ConvertedExample] = field(default_factory=list)  # of the generation evaluation
     end_tokens: tuple[int, ...] = ()  # of the training examples' completions
 
@@ -232,9 +244,14 @@ def tokenize_longest(
         if len(dataset) >= count or taken >= len(ordered):
             break
         taken *= 4
+    return _longest(dataset, count), counts
+
+
+def _longest(dataset: Dataset, count: int) -> Dataset:
+    """At most `count` rows, those with the most tokens first."""
     columns = [name for name in dataset.column_names if name.endswith("ids")]
     tokens = [sum(map(len, lists)) for lists in zip(*(dataset[name] for name in columns), strict=True)]
-    return dataset.select(sorted(range(len(tokens)), key=lambda n: -tokens[n])[:count]), counts
+    return dataset.select(sorted(range(len(tokens)), key=lambda n: -tokens[n])[:count])
 
 
 def prepare(
@@ -247,42 +264,93 @@ def prepare(
 ) -> PreparedData:
     """Read and tokenize all examples, into files of `folder`, or into memory without one; `info` gets log lines.
     `longest`: only so many of the longest training and validation examples, the longest first. Raises TrainError."""
+    nothing = PreparedData(Dataset.from_dict({}), None)
     try:
-        train, validation = select(spec, info, tick)
+        parts = select(spec, info, tick)
     except Stopped:
-        return PreparedData(Dataset.from_dict({}), None)
-    evaluated = len(validation) if spec.eval.strategy != "no" else 0
-    total = len(train) + evaluated
+        return nothing
+    evaluates, most = spec.eval.strategy != "no", dict(zip((TRAIN, VALIDATION), longest or (0, 0), strict=True))
+    total, done = sum(len(train) + len(validation) * evaluates for train, validation in parts), 0
     if not tick(0, total):
-        return PreparedData(Dataset.from_dict({}), None)  # a stop was requested
-    to_columns = tokenizer_for(spec, tokenizer, next(iter(train))[1])
+        return nothing  # a stop was requested
+    tokenizers = [tokenizer_for(spec, tokenizer, next(iter(train))[1]) for train, _ in parts]
+    found: dict[str, list[Dataset]] = {TRAIN: [], VALIDATION: []}
+    ends = Counter[str]()
 
-    def tokens_of(part: Part, name: str, most: int, before: int) -> tuple[Dataset, Counter[str]]:
-        work = partial(tokenize_longest, count=most) if longest else tokenize
-        path = folder / f"{name}.arrow" if folder else None
-        found, counts = work(
-            part, to_columns, spec.data.dataset_num_proc, lambda done, _: tick(before + done, total), path
-        )
-        if name == TRAIN and counts["endless"]:
-            examples = counted(counts["endless"], "example")
-            info(f"In {examples}, no token that ends the completion has a loss, so generation may not stop.")
-        reasons = unread_keys(counts, f"{SKIPPED} ")
-        tell_skipped(counts[SKIPPED], reasons, "training" if name == TRAIN else "validation", info)
-        which = "The longest of " if longest else ""
-        info(which + _summary("training example" if name == TRAIN else "validation example", len(part), counts, spec))
-        return add_kl_completions(found, spec), counts
+    def tokens_of(index: int, name: str, part: Part, before: int) -> tuple[Dataset, Counter[str]]:
+        work = partial(tokenize_longest, count=most[name]) if longest else tokenize
+        path = folder / f"{name}-{index}.arrow" if folder else None
+        with about(spec, index):
+            return work(
+                part,
+                tokenizers[index],
+                spec.data.dataset_num_proc,
+                lambda count, _: tick(before + count, total),
+                path,
+            )
 
-    most_train, most_evaluated = longest or (0, 0)
-    dataset, counts = tokens_of(train, TRAIN, most_train, 0)
-    if not tick(len(train), total):
-        return PreparedData(dataset, None)  # a stop was requested
-    if not len(dataset):
-        raise TrainError(_no_example_left(len(train), counts, spec))
-    eval_dataset = tokens_of(validation, VALIDATION, most_evaluated, len(train))[0] if evaluated else None
+    for index, pair in enumerate(parts):
+        for name, part in zip((TRAIN, VALIDATION)[: 1 + evaluates], pair, strict=False):
+            dataset, counts = tokens_of(index, name, part, done)
+            done += len(part)
+            _tell(name, len(part), counts, for_dataset(spec, index), telling(spec, index, info), bool(longest))
+            if not tick(done, total):
+                return nothing  # a stop was requested
+            found[name].append(dataset)
+            if name == TRAIN:
+                ends += counts
+                _check_usable(spec, index, len(part), dataset, counts)
+    sizes = tuple(map(len, found[VALIDATION])) if spec.data.sources else ()
+    train = add_kl_completions(_mixture(spec, found[TRAIN], info, most[TRAIN]), spec)
+    validation = _one_after_another(found[VALIDATION])
+    if longest and spec.data.sources and validation is not None:
+        validation, sizes = _longest(validation, most[VALIDATION]), ()
     generates = registry.STAGES[spec.train.stage].generates
-    found = islice(_conversations(validation, to_columns), spec.eval.num_generations)
-    conversations = list(found) if generates else []
-    return PreparedData(dataset, eval_dataset or None, conversations, end_tokens.counted(counts))
+    conversations = zip_longest(*(_conversations(part, to) for (_, part), to in zip(parts, tokenizers, strict=True)))
+    each = islice(filter(None, chain.from_iterable(conversations)), spec.eval.num_generations if generates else 0)
+    return PreparedData(
+        train, validation and add_kl_completions(validation, spec), sizes, list(each), end_tokens.counted(ends)
+    )
+
+
+def _check_usable(spec: RunSpec, index: int, size: int, dataset: Dataset, counts: Counter[str]) -> None:
+    """Raise TrainError if no training example of a dataset is left."""
+    if not len(dataset):
+        where = f"{spec.data.title_of(index)}: " if spec.data.sources else ""
+        raise TrainError(where + _no_example_left(size, counts, spec))
+
+
+def _tell(
+    name: str, size: int, counts: Counter[str], spec: RunSpec, info: Callable[[str], None], longest: bool
+) -> None:
+    """Log what has become of the examples of a part."""
+    if name == TRAIN and counts["endless"]:
+        examples = counted(counts["endless"], "example")
+        info(f"In {examples}, no token that ends the completion has a loss, so generation may not stop.")
+    kind = "training" if name == TRAIN else "validation"
+    tell_skipped(counts[SKIPPED], unread_keys(counts, f"{SKIPPED} "), kind, info)
+    info(("The longest of " if longest else "") + _summary(f"{kind} example", size, counts, spec))
+
+
+def _one_after_another(found: Sequence[Dataset]) -> Dataset | None:
+    """The datasets as one, without empty ones, which have no columns; None without rows."""
+    usable = [dataset for dataset in found if len(dataset)]
+    return concatenate_datasets(usable) if len(usable) > 1 else usable[0] if usable else None
+
+
+def _mixture(spec: RunSpec, found: Sequence[Dataset], info: Callable[[str], None], longest: int) -> Dataset:
+    """The training set of an epoch: of several datasets, in the proportions of their weights."""
+    if not spec.data.sources:
+        return found[0]
+    together = concatenate_datasets(list(found))
+    if longest:
+        return _longest(together, longest)
+    sizes, weights = [*map(len, found)], [source.weight for source in spec.data.datasets]
+    chosen = mixed(sizes, weights, spec.data.mixing, spec.train.seed, shuffles=spec.train.stage == "kto")
+    for index, (size, count) in enumerate(zip(sizes, mixed_counts(sizes, weights, spec.data.mixing), strict=True)):
+        factor = f": each of the {size:,} is used {count / size:.3g} times" if count != size else ""
+        telling(spec, index, info)(f"{counted(count, 'sequence')} in each epoch{factor}.")
+    return together.select(chosen)
 
 
 def _conversations(part: Part, to_columns: Tokenizer) -> Iterator[ConvertedExample]:
@@ -356,7 +424,8 @@ def prepare_once(
 def _key(spec: RunSpec, tokenizer: Any) -> tuple[str, list[list[int]]]:
     """The key of the data, and the states of its files."""
     try:
-        hub = hub_fingerprint(spec) if spec.data.source == "hub" else ""
+        alone = [for_dataset(spec, index) for index in datasets(spec)]
+        hub = " ".join(hub_fingerprint(each) for each in alone if each.data.source == "hub")
         return prepared.key_of(spec, tokenizer, hub), prepared.file_states(spec)
     except (OSError, DataFileError):  # `prepare` reports the error
         return "", []
@@ -367,19 +436,21 @@ def save(made: PreparedData, folder: Path) -> None:
     made.train.save_to_disk(folder / TRAIN)
     if made.validation is not None:
         made.validation.save_to_disk(folder / VALIDATION)
-    for name in (TRAIN, VALIDATION):
-        (folder / f"{name}.arrow").unlink(missing_ok=True)
+    for path in folder.glob("*.arrow"):
+        path.unlink()
     examples = [[example.location, example.value] for example in made.eval_examples]
-    (folder / OTHERS).write_text(json.dumps([examples, made.end_tokens]), encoding="utf-8")
+    others = [examples, made.end_tokens, made.validation_sizes]
+    (folder / OTHERS).write_text(json.dumps(others), encoding="utf-8")
 
 
 def load(folder: Path) -> PreparedData:
     """What `save` wrote."""
     validation = folder / VALIDATION
-    examples, ends = json.loads((folder / OTHERS).read_text(encoding="utf-8"))
+    examples, ends, sizes = json.loads((folder / OTHERS).read_text(encoding="utf-8"))
     return PreparedData(
         load_from_disk(folder / TRAIN),
         load_from_disk(validation) if validation.exists() else None,
+        tuple(sizes),
         [ConvertedExample(location, value) for location, value in examples],
         tuple(ends),
     )

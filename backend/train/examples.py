@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from datasets import load_dataset
 from backend import registry
 from backend.config import RunSpec
 from backend.config.data import SYSTEM_COLUMN
+from backend.config.options import for_dataset, renamed
 from backend.data import (
     DataFileError,
     Example,
@@ -109,30 +111,72 @@ class Rows:
 
 def select(
     spec: RunSpec, info: Callable[[str], None] = lambda line: None, tick: Tick = lambda done, total: True
-) -> tuple[Part, Part]:
-    """The training and the validation part, in an order that train.seed decides; `info` gets log lines. Raises
-    TrainError, and Stopped when `tick` returns False."""
-    data, seed = spec.data, spec.train.seed
-    train_files, validation_files = file_patterns(data)
-    rows = _hub(spec) if data.source == "hub" else _files(spec, train_files, "data.files")
-    seen = Seen() if data.drop_duplicates else None
-    train, unpairs = _positions(rows, "training", seen, info, tick)
-    others, validation, others_unpair = rows, array("q"), unpairs
-    if data.source == "builtin" or data.validation == "files":
-        others = _files(spec, validation_files, "data.validation_files")
-        validation, others_unpair = _positions(others, "validation", seen, info, tick)
-    elif data.validation == "split":
-        if len(train) < 2:
-            raise TrainError(
-                "data.validation: a dataset with one example cannot be split. Set it to none, or use validation files."
-            )
-        train, validation = (array("q", part) for part in split(train, data.validation_split, seed))
-    unpairs, others_unpair = (each and spec.train.stage == "kto" for each in (unpairs, others_unpair))
-    train, validation = _unpaired(train, unpairs), _unpaired(validation, others_unpair)
-    # KTO trains in the order of the dataset.
-    train = array("q", sample(train, data.max_samples, seed, shuffles=spec.train.stage == "kto"))
-    skips = data.on_bad_example == "skip"
-    return Part(rows, train, unpairs, skips), Part(others, validation, others_unpair, skips)
+) -> list[tuple[Part, Part]]:
+    """The training and the validation part of each dataset, in an order that train.seed decides; `info` gets log lines.
+    Raises TrainError, and Stopped when `tick` returns False."""
+    seen = Seen() if spec.data.drop_duplicates else None
+    found = []
+    for index in datasets(spec):
+        with about(spec, index):
+            found.append(_Selection(for_dataset(spec, index), seen, telling(spec, index, info), tick))
+    parts = []
+    for index, selection in enumerate(found):
+        with about(spec, index):
+            parts.append(selection.parts())  # all training examples are known now
+    return parts
+
+
+def datasets(spec: RunSpec) -> range:
+    """The numbers of the datasets, from 0."""
+    return range(len(spec.data.datasets))
+
+
+@contextmanager
+def about(spec: RunSpec, index: int) -> Iterator[None]:
+    """Errors about one dataset name its options as they are written in the list."""
+    try:
+        yield
+    except TrainError as error:
+        raise TrainError(renamed(str(error), index)) from error
+
+
+def telling(spec: RunSpec, index: int, info: Callable[[str], None]) -> Callable[[str], None]:
+    """`info` for lines about one dataset, which is named where there are several."""
+    if not spec.data.sources:
+        return info
+    return lambda line: info(f"{spec.data.title_of(index)}: {line}")
+
+
+class _Selection:
+    """The examples of one dataset. `spec` has no other; `seen`: those of the datasets before."""
+
+    def __init__(self, spec: RunSpec, seen: Seen | None, info: Callable[[str], None], tick: Tick) -> None:
+        self.spec, self.seen, self.info, self.tick = spec, seen, info, tick
+        train_files, self.validation_files = file_patterns(spec.data)
+        self.rows = _hub(spec) if spec.data.source == "hub" else _files(spec, train_files, "data.files")
+        self.train, self.unpairs = _positions(self.rows, "training", seen, info, tick)
+
+    def parts(self) -> tuple[Part, Part]:
+        """The training and the validation part."""
+        spec, data, seed = self.spec, self.spec.data, self.spec.train.seed
+        rows, train, unpairs = self.rows, self.train, self.unpairs
+        others, validation, others_unpair = rows, array("q"), unpairs
+        if data.source == "builtin" or data.validation == "files":
+            others = _files(spec, self.validation_files, "data.validation_files")
+            validation, others_unpair = _positions(others, "validation", self.seen, self.info, self.tick)
+        elif data.validation == "split":
+            if len(train) < 2:
+                raise TrainError(
+                    "data.validation: a dataset with one example cannot be split. Set it to none, or use validation "
+                    "files."
+                )
+            train, validation = (array("q", part) for part in split(train, data.validation_split, seed))
+        unpairs, others_unpair = (each and spec.train.stage == "kto" for each in (unpairs, others_unpair))
+        train, validation = _unpaired(train, unpairs), _unpaired(validation, others_unpair)
+        # KTO trains in the order of the dataset.
+        train = array("q", sample(train, data.max_samples, seed, shuffles=spec.train.stage == "kto"))
+        skips = data.on_bad_example == "skip"
+        return Part(rows, train, unpairs, skips), Part(others, validation, others_unpair, skips)
 
 
 def _unpaired(positions: array[int], unpairs: bool) -> array[int]:

@@ -133,9 +133,12 @@ def build_trainer(
     if config.device.type == "cpu":
         trl_loss_positions.apply()
     accelerate_absent_layers.apply(model)
+    eval_parts: list[Any] = []
     validation, next_token = prepared.validation, spec.train.stage in registry.NEXT_TOKEN_STAGES
     if validation is not None and next_token:
-        validation = eval_loss.completed(validation, config.per_device_eval_batch_size * config.world_size)
+        multiple = config.per_device_eval_batch_size * config.world_size
+        eval_parts = eval_loss.parts(validation, prepared.validation_sizes, multiple)
+        validation = eval_loss.completed(validation, multiple)
     trl_expert_count.apply(model)
     trl_missing_router.apply(config, model)
     with trl_adapter_dtype.kept(model), trl_router_logits.kept(model):
@@ -148,6 +151,8 @@ def build_trainer(
             callbacks=callbacks,
             **trl_trainers.constructor_arguments(spec.train.stage, reference, prepared.train, validation),
         )
+    if eval_parts:
+        trainer.eval_parts = eval_parts
     if next_token and not spec.train.use_unsloth:
         trl_token_mean.apply(trainer)
     if spec.train.torch_compile:

@@ -1,0 +1,94 @@
+"""The facts about the data of a run: of one dataset, or of several, each alone and all together."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from backend.config import RunSpec
+from backend.config.options import for_dataset, renamed
+from backend.data import DataFileError, expand, file_patterns
+from backend.inspect.data_files import inspect_data_files
+from backend.inspect.examples import inspect_examples, merge_facts
+from backend.inspect.facts import DataIssue, InputFacts
+
+Facts = dict[str, Any]
+# How facts about all datasets follow from those about each; of others, the first that is set.
+SUMS = (
+    "num_examples", "num_validation_examples", "num_checked", "num_usable",
+    "num_usable_validation", "num_identical_pairs", "num_unmarked", "num_endless", "num_starts",
+    "num_different_starts", "num_skipped", "num_copies", "num_copies_in_validation", "num_contradictions",
+)  # fmt: skip
+TUPLES = ("data_issues", "unrenderable_examples", "skipped", "shared_files")
+COUNTED = ("unread_keys", "special_tokens")
+
+
+def inspect_datasets(spec: RunSpec, loaded: RunSpec, base: Path, environment: Mapping[str, str], model: Facts) -> Facts:
+    """The InputFacts about the model, `model`, and about the data. `loaded`: the spec with the model that is loaded,
+    which may be that of an earlier run. Of several datasets, "datasets" has what is known about each."""
+    found = []
+    for index in range(len(spec.data.datasets)):
+        files = inspect_data_files(for_dataset(spec, index), base)
+        found.append(merge_facts(model | files, inspect_examples(for_dataset(loaded, index), base, environment)))
+    if not spec.data.sources:
+        return found[0]
+    together = _shared_files(spec, base)
+    each = tuple(InputFacts(**{**facts, **shared}) for facts, shared in zip(found, together, strict=True))
+    return {**model, **combined(each, {name for facts in found for name in facts})}
+
+
+def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:
+    """For each dataset, the files that are training files of one dataset and validation files of another."""
+    files = []
+    for source in spec.data.datasets:
+        try:
+            files.append([{os.path.realpath(path) for path in expand(part, base)} for part in file_patterns(source)])
+        except (OSError, DataFileError):  # reported by the inspection of the files
+            files.append([set(), set()])
+    trained = set().union(*(train for train, _ in files))
+    return [{"shared_files": tuple(sorted(trained & validation))} for _, validation in files]
+
+
+def combined(each: Sequence[InputFacts], known: Collection[str]) -> Facts:
+    """The facts about all datasets; `known`: those that were inspected for each."""
+    named = [_renamed(facts, index) for index, facts in enumerate(each)]
+    facts: Facts = {"datasets": tuple(each)}
+    for name in {*known, "shared_files"} - {"unusable_positions"}:
+        values = [getattr(own, name) for own in named]
+        if name in SUMS:
+            facts[name] = None if None in values else sum(values)
+        elif name in TUPLES:
+            facts[name] = tuple(dict.fromkeys(item for value in values for item in value))
+        elif name in COUNTED:
+            counts = Counter[str]()
+            for value in values:
+                counts.update(dict(value))
+            facts[name] = tuple(sorted(counts.items()))
+        else:
+            facts[name] = next((value for value in values if value), values[0])
+    facts["token_lengths"] = tuple(sorted(length for own in each for length in own.token_lengths))
+    facts["tokenizer_size"] = max(own.tokenizer_size for own in each)
+    facts["min_prompt_tokens"] = min((own.min_prompt_tokens for own in each if own.min_prompt_tokens), default=0)
+    facts["counts_are_exact"] = all(own.counts_are_exact for own in each)
+    facts["all_checked"] = all(own.all_checked for own in each)
+    labels = [own.label_counts for own in each if own.label_counts]
+    facts["label_counts"] = tuple(map(sum, zip(*labels, strict=True))) if labels else None
+    facts["num_validation_examples"] = sum(own.num_validation_examples or 0 for own in each)
+    return facts
+
+
+def _renamed(facts: InputFacts, index: int) -> InputFacts:
+    """The facts, with the options of the dataset as they are written in the list."""
+
+    def issues(found: tuple[DataIssue, ...]) -> tuple[DataIssue, ...]:
+        return tuple(replace(issue, field=renamed(issue.field, index)) for issue in found)
+
+    return replace(
+        facts,
+        data_issues=issues(facts.data_issues),
+        unrenderable_examples=issues(facts.unrenderable_examples),
+    )
