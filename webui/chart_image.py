@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from backend.runs.events import RESUMED, SAVED
-from webui.run_image import DIM, EVAL, INK, TRAIN, drawable, encode, mark_best, style_axes
+from webui.run_image import DIM, EVAL, INK, MANY_COLORS, TRAIN, drawable, encode, mark_best, style_axes
 
 INCHES, DPI = (8.0, 4.0), 150
 PALE = "#abc1f2"
@@ -35,6 +35,7 @@ class Chart:
     smooth: bool = False
     log: bool = False
     best: str = ""  # min or max: which evaluation is marked
+    numbered: bool = False  # the key ends with 1, and there may be series with other numbers
 
 
 def _train_and_eval(key: str, title: str, log: bool = False, best: str = "") -> Chart:
@@ -43,6 +44,7 @@ def _train_and_eval(key: str, title: str, log: bool = False, best: str = "") -> 
 
 CHARTS: Mapping[str, Chart] = {
     "loss": _train_and_eval("loss", "Loss", log=True, best="min"),
+    "eval_loss_1": Chart("Validation loss of each dataset", "dataset 1", numbered=True),
     "reward_margin": _train_and_eval("reward_margin", "Reward margin"),
     "reward_accuracy": _train_and_eval("reward_accuracy", "Reward accuracy", best="max"),
     "reward_chosen": Chart("Rewards", "chosen", "reward_rejected", "rejected"),
@@ -155,7 +157,14 @@ def with_gaps(
 
 def _curves(axes: Axes, key: str, found: Mapping[str, Any], weight: float) -> None:
     chart, series, gaps = CHARTS[key], found["series"], found["gaps"]
-    if key in series:
+    if chart.numbered:
+        prefix = key.removesuffix("1")
+        for number in sorted(int(name.removeprefix(prefix)) for name in series if name.startswith(prefix)):
+            line, color = series[f"{prefix}{number}"], MANY_COLORS[(number - 1) % len(MANY_COLORS)]
+            axes.plot(
+                *with_gaps(line["x"], line["y"], gaps), color=color, marker="o", markersize=3, label=f"dataset {number}"
+            )
+    elif key in series:
         x, y = series[key]["x"], series[key]["y"]
         if chart.smooth and weight > 0 and len(x) > 2:
             axes.plot(*with_gaps(x, y, gaps), color=PALE, linewidth=0.8, label=chart.name)

@@ -11,14 +11,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from webui.run_image import DIM, INK, MIN_POINTS_TO_SMOOTH, drawable, smoothed, style_axes
+from webui.run_image import DIM, INK, MANY_COLORS, MIN_POINTS_TO_SMOOTH, drawable, smoothed, style_axes
 
 INCHES, DPI = (10.0, 7.5), 150
-# As --fp-run-1 to 20 in compare_runs.css.
-COLORS = (
-    "#1d4ed8", "#c2410c", "#15803d", "#a21caf", "#0e7490", "#b91c1c", "#6d28d9", "#a16207", "#475569", "#be185d",
-    "#6b9bff", "#f79a5b", "#5cc184", "#db8be8", "#45b8cf", "#f08080", "#a98bf0", "#d3ac3a", "#94a3b8", "#f07fb4",
-)  # fmt: skip
 PANELS = (  # metric, its validation metric, label
     ("loss", "eval_loss", "loss"),
     ("reward_margin", "eval_reward_margin", "reward margin"),
@@ -41,7 +36,7 @@ def draw(runs: Sequence[tuple[str, Series]], axis: str) -> bytes:
     handles: dict[str, Any] = {}
     for axes, (metric, validation, label) in zip(found[:, 0], panels, strict=True):
         for number, (name, series) in enumerate(runs):
-            color = COLORS[number % len(COLORS)]
+            color = MANY_COLORS[number % len(MANY_COLORS)]
             for key, style in ((metric, "-"), (validation, "--")):
                 if key not in series:
                     continue

@@ -299,7 +299,9 @@ def prepare(
             found[name].append(dataset)
             if name == TRAIN:
                 ends += counts
-                _check_usable(spec, index, len(part), dataset, counts)
+                if not len(dataset):
+                    with about(spec, index):
+                        raise TrainError(_no_example_left(len(part), counts, spec))
     sizes = tuple(map(len, found[VALIDATION])) if spec.data.sources else ()
     train = add_kl_completions(_mixture(spec, found[TRAIN], info, most[TRAIN]), spec)
     validation = _one_after_another(found[VALIDATION])
@@ -311,13 +313,6 @@ def prepare(
     return PreparedData(
         train, validation and add_kl_completions(validation, spec), sizes, list(each), end_tokens.counted(ends)
     )
-
-
-def _check_usable(spec: RunSpec, index: int, size: int, dataset: Dataset, counts: Counter[str]) -> None:
-    """Raise TrainError if no training example of a dataset is left."""
-    if not len(dataset):
-        where = f"{spec.data.title_of(index)}: " if spec.data.sources else ""
-        raise TrainError(where + _no_example_left(size, counts, spec))
 
 
 def _tell(

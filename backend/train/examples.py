@@ -137,7 +137,8 @@ def about(spec: RunSpec, index: int) -> Iterator[None]:
     try:
         yield
     except TrainError as error:
-        raise TrainError(renamed(str(error), index)) from error
+        where = f"{spec.data.title_of(index)}: " if spec.data.sources else ""
+        raise TrainError(where + renamed(str(error), index)) from error
 
 
 def telling(spec: RunSpec, index: int, info: Callable[[str], None]) -> Callable[[str], None]:
@@ -155,6 +156,11 @@ class _Selection:
         train_files, self.validation_files = file_patterns(spec.data)
         self.rows = _hub(spec) if spec.data.source == "hub" else _files(spec, train_files, "data.files")
         self.train, self.unpairs = _positions(self.rows, "training", seen, info, tick)
+        if not self.train:
+            raise TrainError(
+                "data.drop_duplicates: every example of this dataset is equal to one of the datasets before it. Remove "
+                "the dataset."
+            )
 
     def parts(self) -> tuple[Part, Part]:
         """The training and the validation part."""

@@ -307,4 +307,12 @@ def _data_options(rng: random.Random, stage: str) -> Patch:
     formats = registry.STAGES[stage].formats if rng.random() < 0.95 else tuple(EXAMPLES)
     format_ = rng.choice(formats)
     patch: Patch = {"data.source": "files", "data.files": (f"{format_}-train.jsonl",)}
+    if rng.random() < 0.2:
+        entry = {
+            "source": "files",
+            "files": [f"{rng.choice(formats)}-train.jsonl"],
+            "weight": rng.choice((0.5, 1.0, 2.0)),
+        }
+        patch["data.sources"] = json.dumps([{}, entry])
+        patch["data.mixing"] = rng.choice(("concatenate", "interleave_first", "interleave_all"))
     return patch | {"data.validation_files": (f"{format_}-validation.jsonl",)}

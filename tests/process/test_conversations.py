@@ -487,7 +487,7 @@ def test_copies_are_counted_and_dropped_as_the_run_drops_them(tiny: Path, tmp_pa
     assert (found.num_copies, found.num_examples) == (3, 7 * (1 + (stage == "kto")))
     options |= {"data.drop_duplicates": True, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)}
     lines: list[str] = []
-    train, validation = train_examples.select(make_spec(options), lines.append)
+    ((train, validation),) = train_examples.select(make_spec(options), lines.append)
     found = inspected(tiny, tmp_path, rows, **options)
     assert (found.num_examples, found.num_validation_examples) == (len(train), len(validation))
     assert len(train) == 4 * (1 + (stage == "kto"))

@@ -232,7 +232,9 @@ def highest_learning_rate(spec: RunSpec) -> Any:
 
 
 def examples(spec: RunSpec) -> Any:
-    return [[example.value for _, example in sorted(part, key=itemgetter(0))] for part in select(spec)]
+    return [
+        [example.value for _, example in sorted(part, key=itemgetter(0))] for parts in select(spec) for part in parts
+    ]
 
 
 def prepared_data(spec: RunSpec) -> data.PreparedData:
@@ -241,6 +243,10 @@ def prepared_data(spec: RunSpec) -> data.PreparedData:
 
 def first_rows(spec: RunSpec) -> Any:
     return prepared_data(spec).train[:5]
+
+
+def all_rows(spec: RunSpec) -> Any:
+    return prepared_data(spec).train[:]
 
 
 def eval_example_count(spec: RunSpec) -> Any:
@@ -448,6 +454,7 @@ def saved_model_files(spec: RunSpec) -> Any:
 FILES = {"data.source": "files", "data.files": ("INPUTS/a.jsonl",)}
 HUB = {"data.source": "hub", "data.hub_id": "INPUTS/hub-a", "data.hub_config": "one"}
 PAIR = {**FILES, "data.format": "prompt_completion"}
+TWO = {**FILES, "data.sources": '[{}, {"source": "files", "files": ["INPUTS/b.jsonl"]}]'}
 PAIRS = {**FILES, "data.format": "pairs", "train.stage": "dpo"}
 LABELS = {**FILES, "data.format": "labels", "train.stage": "kto"}
 DPO = {"train.stage": "dpo", "data.builtin": "train-pairs"}
@@ -522,6 +529,9 @@ CASES: dict[str, Case] = {
         examples,
         {**FILES, "data.validation": "files", "data.validation_files": ("INPUTS/b.jsonl",)},
     ),
+    "data.sources": Case('[{}, {"source": "files", "files": ["INPUTS/b.jsonl"]}]', examples, FILES),
+    "data.weight": Case(2.0, all_rows, TWO),
+    "data.mixing": Case("interleave_first", all_rows, TWO),
     "data.dataset_num_proc": Case(2, preparation_process_count, {"data.max_samples": 0}),
     "method.kind": Case("full", trainable_shapes),
     "lora.r": Case(3, trainable_shapes),
@@ -767,7 +777,10 @@ def test_hidden_options_have_no_effect(name: str, inputs: Path) -> None:
     for failing in itertools.product(*(condition.items() for condition in option.when)):
         hiding = {}
         for other, _ in failing:
-            values = [value for value, _ in by_name()[other].choices] or ["true", "false"]
+            kind = by_name()[other].kind
+            values = [value for value, _ in by_name()[other].choices] or (
+                [""] if kind == "datasets" else ["true", "false"]
+            )
             excluded = {value for key, allowed in failing if key == other for value in allowed}
             hiding[other] = next((value for value in values if word(value) not in excluded), None)
         if None in hiding.values():

@@ -102,7 +102,7 @@ def test_reward_margin_rises(trained_run: TrainedRun, stage: str, kind: str) -> 
 
 def training_examples(stage: str) -> list[dict[str, Any]]:
     """The rows of train.jsonl that the runs above were trained on."""
-    train, _ = select(spec(stage))
+    ((train, _),) = select(spec(stage))
     prompts = [example.value["prompt"] for _, example in train]
     rows = [row for _, row in read_examples(ASSETS / "train-pairs/train.jsonl") if row["prompt"] in prompts]
     return [dict(row) for row in rows]

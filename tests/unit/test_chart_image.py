@@ -134,8 +134,8 @@ def test_the_charts_are_those_of_the_page():
     for row, (key, chart) in zip(rows, chart_image.CHARTS.items(), strict=True):
         both = row.startswith("trainAndEval")
         assert f'"{key}", "{chart.title}"' in row if both else f'key: "{key}"' in row and f'"{chart.title}"' in row
-        flags = [both or "smooth: true" in row, "log: true" in row, "marksBest: true" in row]
-        assert flags == [chart.smooth, chart.log, bool(chart.best)], key
+        flags = [both or "smooth: true" in row, "log: true" in row, "marksBest: true" in row, "numbered: true" in row]
+        assert flags == [chart.smooth, chart.log, bool(chart.best), chart.numbered], key
         assert chart.second == f"eval_{key}" if both else f'second: "{chart.second}"' in row or not chart.second
 
 

@@ -2,14 +2,16 @@
 // The charts that runs have, and the values of their curves.
 
 /**
- * A chart: the series `key`, and a second one over it, of which the best point is marked if `marksBest`. The titles and
- * names are also those of the images: chart_image.py.
- * @typedef {{ key: string, title: string, name: string, second?: string, secondName?: string, smooth?: boolean,
- *   log?: boolean, best: "lowest" | "highest", marksBest?: boolean }} Chart
+ * A chart: the series `key`, and a second one over it, of which the best point is marked if `marksBest`; or, if it is
+ * `numbered`, the series with other numbers at the end. The titles and names are also those of the images:
+ * chart_image.py.
+ * @typedef {{ key: string, title: string, name: string, second?: string, secondName?: string, numbered?: boolean,
+ *   smooth?: boolean, log?: boolean, best: "lowest" | "highest", marksBest?: boolean }} Chart
  */
 /** @type {Chart[]} */
 export const CHARTS = [
   { ...trainAndEval("loss", "Loss"), log: true, best: "lowest", marksBest: true },
+  { key: "eval_loss_1", title: "Validation loss of each dataset", name: "dataset 1", numbered: true, best: "lowest" },
   trainAndEval("reward_margin", "Reward margin"),
   { ...trainAndEval("reward_accuracy", "Reward accuracy"), marksBest: true },
   {
@@ -31,6 +33,15 @@ export const CHARTS = [
 /** @returns {Chart} */
 function trainAndEval(key, title) {
   return { key, title, name: "train", second: `eval_${key}`, secondName: "validation", smooth: true, best: "highest" };
+}
+
+/** The series of a numbered chart: their numbers and keys. @param {Chart} chart @param {Record<string, any>} series */
+export function numberedKeys(chart, series) {
+  const start = chart.key.slice(0, -1);
+  const numbers = Object.keys(series).flatMap((key) =>
+    key.startsWith(start) ? [Number(key.slice(start.length))] : [],
+  );
+  return numbers.sort((a, b) => a - b).map((number) => ({ number, key: start + number }));
 }
 
 /** A bias-corrected exponential moving average. `weight` is 0 to 0.99. */

@@ -23,6 +23,8 @@ export const DISTANCES = [1, 2, 5]
 
 /** The value of a CSS variable. @param {string} name */
 export const color = (name) => getComputedStyle(document.body).getPropertyValue(name).trim();
+/** The color of one of many curves, by its number from 0. @param {number} number */
+export const curveColor = (number) => color(`--fp-run-${1 + (number % 20)}`);
 
 /**
  * `redraw` is called when the figure has got a size, `optionsOf` gets the curves of a new plot, `onBuild` is called

@@ -9,7 +9,8 @@ import { onThemeChange } from "../gradio.js";
 import { createPoller } from "../poll.js";
 import { isSame } from "../run/run_results.js";
 import { drawBadge, hasEnded } from "../run_state.js";
-import { AXES, createCompareCharts, runColor } from "./compare_runs_charts.js";
+import { curveColor } from "../plot.js";
+import { AXES, createCompareCharts } from "./compare_runs_charts.js";
 
 export const [LEAST, MOST] = [2, 20];
 const NONE = "\u2013";
@@ -157,7 +158,7 @@ function drawTables() {
 
 const swatch = (number) => {
   const key = el("i.fp-swatch");
-  key.style.background = runColor(number);
+  key.style.background = curveColor(number);
   return key;
 };
 

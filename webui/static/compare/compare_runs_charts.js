@@ -6,7 +6,7 @@ import { CHARTS, nearest, smoothed } from "../charts.js";
 import { el } from "../dom.js";
 import { integer, num, valueText } from "../format.js";
 import { onThemeChange } from "../gradio.js";
-import { DISTANCES, color, createPlot, plotOptions, tickText } from "../plot.js";
+import { DISTANCES, createPlot, curveColor, plotOptions, tickText } from "../plot.js";
 
 const MOST_POINTS = 12000; // of all runs together, per curve
 const FADED = 0.15; // opacity
@@ -25,8 +25,6 @@ export const AXES = {
   tokens: { name: "Tokens", text: (value) => tickText(value) },
   seconds: { name: "Wall time", text: clock },
 };
-
-export const runColor = (number) => color(`--fp-run-${1 + number}`);
 
 /**
  * @typedef {{ id: string, name: string, state: string }} Compared
@@ -179,7 +177,7 @@ function curvesOf(chart, { runs, found, weight }) {
   runs.forEach(({ id, name }, run) => {
     const { series, means } = found.get(id) || { series: {}, means: {} };
     const [first, second] = [series[chart.key], chart.second && series[chart.second]];
-    const common = { run, stroke: runColor(run), dotSize: 5, spanGaps: true };
+    const common = { run, stroke: curveColor(run), dotSize: 5, spanGaps: true };
     if (first && first.x.length) {
       const smooth = chart.smooth && weight > 0 && first.x.length > 2;
       const { x, y } = smooth ? smoothed(means[chart.key] || first, weight) : first;

@@ -2,10 +2,10 @@
 // A chart of a run: its curves with what happened, the best evaluation, a legend with the values at the pointer, a
 // sentence, and links.
 import { url } from "../api.js";
-import { nearest, smoothed } from "../charts.js";
+import { nearest, numberedKeys, smoothed } from "../charts.js";
 import { el } from "../dom.js";
 import { integer, num, valueText } from "../format.js";
-import { DISTANCES, color, createPlot, plotOptions } from "../plot.js";
+import { DISTANCES, color, createPlot, curveColor, plotOptions } from "../plot.js";
 import { bestOf, createBestMark, createTooltip, drawMarks, marksAt, textsOf } from "./chart_marks.js";
 
 /** @typedef {import("../charts.js").Chart} Chart */
@@ -80,6 +80,12 @@ function curvesOf(chart, { response, weight }) {
   const second = chart.second && all[chart.second];
   const accent = color("--fp-accent");
   const common = { hasDots: false, dotSize: 6, spanGaps: false };
+  if (chart.numbered) {
+    return numberedKeys(chart, all).map(({ number, key }) => {
+      const line = { ...common, stroke: curveColor(number - 1), width: 1.5, hasDots: true };
+      return { ...line, name: `dataset ${number}`, x: all[key].x, y: all[key].y };
+    });
+  }
   const curves = [];
   if (first && first.x.length) {
     const smooth = chart.smooth && weight > 0 && first.x.length > 2;
@@ -133,6 +139,11 @@ function stepRange({ zoom, range }, from, to) {
 function describe(chart, response, newest) {
   const last = newest[chart.key];
   if (!last) return "";
+  if (chart.numbered) {
+    const values = numberedKeys(chart, response.series).filter(({ key }) => newest[key]);
+    const texts = values.map(({ number, key }) => `dataset ${number} ${valueText(key, newest[key].value)}`);
+    return `At step ${integer(last.step)}: ${texts.join(", ")}.`;
+  }
   const extreme = chart.best === "lowest" ? response.min[chart.key] : response.max[chart.key];
   const text = (value) => valueText(chart.key, value);
   const parts = [`Latest ${text(last.value)} at step ${integer(last.step)}, ${chart.best} ${text(extreme)}`];

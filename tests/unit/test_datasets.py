@@ -1,0 +1,250 @@
+"""Several datasets: how they are written, mixed and checked."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backend import presets
+from backend.config import RunSpec, Source
+from backend.config.options import SpecError, by_name, edit, effective, for_dataset, options_with_secrets, text
+from backend.data import mixed, mixed_counts
+from backend.inspect import InputFacts, inspect_inputs
+from backend.inspect.datasets import combined
+from backend.rules import check
+from backend.rules.examples import LAPTOP
+
+YAML = """
+data:
+  max_length: 256
+  sources:
+  - source: files
+    files:
+    - a.jsonl
+    weight: 2.0
+  - source: files
+    files:
+    - b.jsonl
+    format: prompt_completion
+    prompt_column: q
+  - {}
+"""
+
+
+def test_the_first_dataset_is_that_of_the_section():
+    spec = presets.load(YAML)
+    assert (spec.data.files, spec.data.weight, spec.data.max_length) == (("a.jsonl",), 2.0, 256)
+    assert spec.data.sources[0] == Source()
+    assert [source.files for source in spec.data.datasets] == [("a.jsonl",), ("b.jsonl",), ()]
+    outside = "data: {source: files, files: [a.jsonl], weight: 2, max_length: 256, sources: [{}, "
+    assert presets.load(YAML) == presets.load(
+        outside + "{source: files, files: [b.jsonl], format: prompt_completion, prompt_column: q}, {}]}"
+    )
+
+
+def test_what_is_written_has_all_datasets_and_is_read_as_the_same():
+    spec = effective(presets.load(YAML))
+    assert presets.dump(spec).strip() == YAML.strip()
+    assert presets.load(presets.dump(spec)) == spec
+    assert edit(RunSpec(), {"data.sources": text(by_name()["data.sources"], spec.data.sources)}).data.sources == (
+        spec.data.sources
+    )
+
+
+def test_one_dataset_is_written_as_before():
+    spec = presets.load("data: {sources: [{source: files, files: [a.jsonl], weight: 3}]}")
+    assert spec.data.sources == () and presets.dump(effective(spec)) == (
+        "data:\n  source: files\n  files:\n  - a.jsonl\n"
+    )
+
+
+def test_hidden_options_of_a_dataset_have_no_effect():
+    spec = edit(presets.load(YAML), {"data.sources[2].prompt_column": "q", "data.sources[1].label_column": "l"})
+    assert effective(spec) == effective(presets.load(YAML))
+
+
+@pytest.mark.parametrize(
+    ("patch", "value"),
+    [
+        ({"data.sources[1].weight": "3"}, 3.0),
+        ({"data.sources[1].weight": 3, "data.sources[0].weight": 1}, 3.0),
+        ({"data.sources": '[{"files": ["x"]}, {"weight": 3}]'}, 3.0),
+        ({"data.sources": "- {}\n- weight: 3"}, 3.0),
+        ({"data.sources": '[{}, {"weight": 2}]', "data.sources[1].weight": 3}, 3.0),
+    ],
+)
+def test_an_option_of_a_dataset_is_set(patch, value):
+    assert edit(presets.load(YAML), patch).data.sources[1].weight == value
+
+
+def test_the_next_dataset_is_added():
+    spec = edit(RunSpec(), {"data.sources[1].source": "files", "data.sources[1].files": "b.jsonl\nc.jsonl"})
+    assert spec.data.source == "builtin" and spec.data.sources[1].files == ("b.jsonl", "c.jsonl")
+    assert edit(spec, {"data.sources": ""}) == RunSpec()
+
+
+@pytest.mark.parametrize(
+    ("patch", "field", "words"),
+    [
+        ({"data.sources[4].weight": 1}, "data.sources[4].weight", "there are 3 datasets, so the next one is"),
+        ({"data.sources[1].fils": 1}, "data.sources[1].fils", "did you mean data.sources[1].files?"),
+        ({"data.sources[1].max_length": 1}, "data.sources[1].max_length", "set data.max_length"),
+        ({"data.sources[1].xyz": 1}, "data.sources[1].xyz", "a dataset has source, builtin"),
+        ({"data.sources[1].weight": 0}, "data.sources[1].weight", "must be greater than 0"),
+        ({"data.sources[1].format": "alpacca"}, "data.sources[1].format", "did you mean alpaca?"),
+        ({"data.sources": "[{}, 7]"}, "data.sources[1]", "must be a table of options"),
+        ({"data.sources": "[{}, {files: 3}]"}, "data.sources[1].files", "must be a list"),
+        ({"data.sources": "[{}, {max_length: 3}]"}, "data.sources[1].max_length", "set data.max_length"),
+        ({"data.sources": "{a"}, "data.sources", "is not a list of datasets: invalid JSON"),
+        ({"data.sources": "files: a"}, "data.sources", "must be a list of datasets"),
+        ({"data.sources": json.dumps([{}] * 40)}, "data.sources", "must have at most 32 entries, but has 40"),
+        ({"data.sources[0].weight": 1, "data.weight": 2}, "data.sources[0].weight", "is set as data.weight too"),
+        (
+            {"data.sources": '[{"files": ["x"]}, {}]', "data.files": "y"},
+            "data.sources[0].files",
+            "is set as data.files",
+        ),
+        ({"data.sources[x].weight": 1}, "data.sources[x].weight", "unknown option"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_dataset(patch, field, words):
+    with pytest.raises(SpecError) as error:
+        edit(presets.load(YAML), patch)
+    problem = error.value.problems[0]
+    assert problem.field == field and words in problem.message
+
+
+def test_a_secret_in_a_dataset_is_found():
+    spec = edit(RunSpec(), {"data.sources[1].source": "hub", "data.sources[1].hub_id": "hf_" + "a" * 34})
+    assert options_with_secrets(spec) == ["data.sources"]
+
+
+# -- mixtures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mixing", "weights", "counts"),
+    [
+        ("concatenate", (1, 1), [100, 10]),
+        ("concatenate", (0.5, 3), [50, 30]),
+        ("concatenate", (0.001, 1), [1, 10]),
+        ("interleave_first", (1, 1), [10, 10]),
+        ("interleave_first", (3, 1), [30, 10]),
+        ("interleave_first", (20, 1), [100, 5]),
+        ("interleave_all", (1, 1), [100, 100]),
+        ("interleave_all", (3, 1), [100, 33]),
+    ],
+)
+def test_how_many_examples_of_each_dataset_an_epoch_has(mixing, weights, counts):
+    assert mixed_counts((100, 10), weights, mixing) == counts
+    order = mixed((100, 10), weights, mixing, seed=1)
+    assert [sum(n < 100 for n in order), sum(n >= 100 for n in order)] == counts
+    for part in (range(100), range(100, 110)):  # no example is used twice more often than another one of its dataset
+        used = Counter(n for n in order if n in part)
+        assert max(used.values()) - min(used.get(n, 0) for n in part) <= 1
+
+
+def test_the_order_of_a_mixture():
+    assert list(mixed((3, 2), (1, 1), "concatenate", seed=7)) == [0, 1, 2, 3, 4]
+    order = list(mixed((300, 200), (3, 2), "interleave_first", seed=7))
+    assert sorted(order) == list(range(500)) and [n for n in order if n < 300] == list(range(300))
+    assert 40 < sum(n < 300 for n in order[:100]) < 80
+    assert order == list(mixed((300, 200), (3, 2), "interleave_first", seed=7))
+    assert order != list(mixed((300, 200), (3, 2), "interleave_first", seed=8))
+    assert sorted(mixed((3, 2), (1, 1), "concatenate", seed=7, shuffles=True)) == [0, 1, 2, 3, 4]
+
+
+# -- checks -------------------------------------------------------------------------------------------------------
+
+
+def chat(count: int) -> str:
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]
+    return "\n".join([json.dumps({"messages": turns})] * count)
+
+
+def checked(tmp_path: Path, **more: object):
+    spec = edit(
+        RunSpec(),
+        {"data.sources[0].source": "files", "data.sources[0].files": "a.jsonl", "data.sources[1].source": "files"}
+        | {"data.sources[1].files": "b.jsonl", **more},
+    )
+    facts = inspect_inputs(spec, tmp_path, {"FOOTPLATE_INSPECTION_WORKER": "off"})
+    return effective(spec), facts, check(spec, LAPTOP, facts)
+
+
+def test_the_numbers_of_all_datasets(tmp_path):
+    (tmp_path / "a.jsonl").write_text(chat(100))
+    (tmp_path / "b.jsonl").write_text(chat(40))
+    spec, facts, _ = checked(tmp_path, **{"data.sources[1].weight": 3, "data.sources[1].validation": "none"})
+    assert facts.num_examples == 140 and len(facts.token_lengths) == 140
+    assert facts.num_train_examples(spec.data) == 95 + 120
+    assert facts.num_eval_examples(spec.data) == 5
+    spec, facts, _ = checked(tmp_path, **{"data.mixing": "interleave_first", "data.sources[1].max_samples": 7})
+    assert facts.num_train_examples(spec.data) == 14 and facts.num_eval_examples(spec.data) == 7
+
+
+def test_a_finding_names_the_dataset_and_its_fix_changes_only_that(tmp_path):
+    (tmp_path / "a.jsonl").write_text(chat(10))
+    spec, facts, found = checked(tmp_path)
+    (missing,) = (finding for finding in found if finding.code == "DAT002")
+    assert missing.fields == ("data.sources[1].files",)
+    assert missing.message == "Dataset 2 (b.jsonl): b.jsonl: does not exist."
+    assert [fix.patch for fix in missing.fixes] == [{"data.sources[1].source": "builtin"}]
+    assert facts.num_train_examples(spec.data) is None
+    fixed = edit(spec, missing.fixes[0].patch)
+    assert fixed.data.files == ("a.jsonl",) and fixed.data.sources[1].source == "builtin"
+
+
+def test_a_finding_about_both_datasets_is_one(tmp_path):
+    (tmp_path / "b.jsonl").write_text('{"frage": "2 + 2?", "antwort": "4."}\n' * 3)
+    _, _, found = checked(tmp_path, **{"data.sources[2].source": "files"})
+    codes = [finding.code for finding in found]
+    assert len(codes) == len(set(codes))
+    by_code = {finding.code: finding for finding in found}
+    assert by_code["DAT001"].fields == ("data.sources[2].files",)
+    both = by_code["DAT002"]
+    assert {"data.files", "data.sources[1].files"} <= set(both.fields)
+    assert "Dataset 1 (a.jsonl): a.jsonl: does not exist." in both.message
+    assert "Dataset 2 (b.jsonl)" in both.message and "data.sources[1].format" in both.message
+
+
+def test_training_files_of_one_dataset_are_no_validation_files_of_another(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(chat(10))
+    more = {"data.sources[1].validation": "files", "data.sources[1].validation_files": "a.jsonl"}
+    _, _, found = checked(tmp_path, **more)
+    (shared,) = (finding for finding in found if "data.sources[1].validation_files" in finding.fields)
+    assert "a.jsonl" in shared.message
+
+
+def test_no_evaluation_only_if_no_dataset_has_a_validation_set(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(chat(10))
+    none = {"data.validation": "none"}
+    assert "DAT007" not in {finding.code for finding in checked(tmp_path, **none)[2]}
+    assert "DAT007" in {
+        finding.code for finding in checked(tmp_path, **none, **{"data.sources[1].validation": "none"})[2]
+    }
+
+
+def test_every_fact_about_data_is_combined():
+    """Each fact that differs between datasets has a rule for all of them; a new fact needs one."""
+    one = InputFacts(num_copies=2, num_usable=3, special_tokens=(("<s>", 1),), counts_are_exact=True)
+    other = replace(one, num_usable=4, counts_are_exact=False, special_tokens=(("<s>", 2), ("</s>", 1)))
+    known = ("num_copies", "num_usable", "special_tokens", "counts_are_exact")
+    together = combined([one, other], known)
+    assert {name: together[name] for name in known} == {
+        "num_copies": 4, "num_usable": 7, "special_tokens": (("</s>", 1), ("<s>", 3)), "counts_are_exact": False,
+    }  # fmt: skip
+    assert combined([one, replace(other, num_usable=None)], known)["num_usable"] is None
+
+
+def test_a_dataset_alone():
+    spec = presets.load(YAML)
+    alone = for_dataset(spec, 1)
+    assert alone.data.files == ("b.jsonl",) and alone.data.sources == () and alone.data.max_length == 256
+    assert for_dataset(alone, 0) is alone
