@@ -108,6 +108,7 @@ Start begins the training.">Try it</button>
       <span class="fp-gap"></span>
       <span class="fp-dim"><span class="fp-trained">Trained on</span> or not</span>
     </div>
+    <div id="fp-example-datasets"></div>
     <div id="fp-example-summary"></div>
     <div id="fp-example"></div>
   </details>

@@ -26,6 +26,7 @@ from backend.cli import docs as documents
 from backend.cli.status_line import StatusLine
 from backend.config import Launch, RunSpec, consent
 from backend.config.options import Problem, SpecError, edit, word
+from backend.inspect import shares
 from backend.machine import Machine, describe, description, probe, read
 from backend.preflight import Report, estimate_json, preflight
 from backend.rules import Finding, Fix
@@ -111,6 +112,8 @@ def print_findings(report: Report) -> None:
     print(f"{report.verdict} ({describe(report.machine)})")
     if report.unchecked_note:
         print(report.unchecked_note)
+    for index, share in enumerate(shares(report.spec, report.facts)):
+        print(f"{report.spec.data.title_of(index)}: {share}")
     for finding in report.findings:
         print("", *_finding_lines(finding), sep="\n")
 

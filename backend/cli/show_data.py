@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.cli.commands import INSPECTION_SECONDS, print_json, read_spec
+from backend.config.options import for_dataset
 from backend.inspect import show_examples
 from backend.wording import counted
 
@@ -20,8 +21,15 @@ INDENT = "        | "
 
 def start(arguments: argparse.Namespace) -> int:
     """Print some examples; 2 if there are none, or if the files cannot be read as far as that."""
-    first = arguments.first - 1
-    found = show_examples(read_spec(arguments), Path.cwd(), os.environ, first, arguments.count, INSPECTION_SECONDS)
+    first, spec = arguments.first - 1, read_spec(arguments)
+    if arguments.dataset > len(spec.data.datasets):
+        print(
+            f"The spec has {counted(len(spec.data.datasets), 'dataset')}; --dataset {arguments.dataset} is none.",
+            file=sys.stderr,
+        )
+        return 2
+    spec = for_dataset(spec, arguments.dataset - 1)
+    found = show_examples(spec, Path.cwd(), os.environ, first, arguments.count, INSPECTION_SECONDS)
     if found is None or isinstance(found, str):
         print(found or "The examples are still being rendered. Try again.", file=sys.stderr)
         return 2

@@ -42,6 +42,16 @@ def read_sources(text: str) -> Any:
     return found
 
 
+def without_option(value: Any, field: str) -> Any:
+    """The list without an option of one dataset; without a dataset that has none, if that is what is invalid."""
+    entries, match = _entries(value), KEY.fullmatch(field)
+    index = int(match[1]) if match else len(entries)
+    if index >= len(entries) or not isinstance(entries[index], dict) or match is None:
+        return ()
+    entries[index].pop(match[2], None)
+    return entries
+
+
 def collected(values: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str, Any]:
     """Dotted keys in which those of single datasets, such as data.sources[1].weight, are part of data.sources. `known`:
     the list before. Raises SourceError."""

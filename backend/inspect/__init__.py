@@ -16,7 +16,7 @@ from backend.config.options import edit, for_dataset
 from backend.config.processes import rendezvous_port
 from backend.inspect.chain import awaited_model, predecessor
 from backend.inspect.checkpoint import checkpoint_problem
-from backend.inspect.datasets import inspect_datasets
+from backend.inspect.datasets import inspect_datasets, shares
 from backend.inspect.disk import inspect_nvme_folder
 from backend.inspect.examples import inspect_examples, show_examples, summarize_examples, wait_for_examples
 from backend.inspect.facts import DataIssue, InputFacts

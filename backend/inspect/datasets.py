@@ -15,6 +15,7 @@ from backend.data import DataFileError, expand, file_patterns
 from backend.inspect.data_files import inspect_data_files
 from backend.inspect.examples import inspect_examples, merge_facts
 from backend.inspect.facts import DataIssue, InputFacts
+from backend.wording import counted
 
 Facts = dict[str, Any]
 # How facts about all datasets follow from those about each; of others, the first that is set.
@@ -92,3 +93,21 @@ def _renamed(facts: InputFacts, index: int) -> InputFacts:
         data_issues=issues(facts.data_issues),
         unrenderable_examples=issues(facts.unrenderable_examples),
     )
+
+
+def shares(spec: RunSpec, facts: InputFacts) -> list[str]:
+    """What each of several datasets contributes to an epoch, a sentence each; none of one dataset."""
+    if not facts.datasets:
+        return []
+    sizes = facts.sizes(spec.data)
+    if sizes is None:
+        return ["The number of training examples is not known before the run."] * len(facts.datasets)
+    counts = facts.mixture(spec.data, sizes)
+    return [_share(*row, spec.data.max_length) for row in zip(sizes, counts, facts.datasets, strict=True)]
+
+
+def _share(size: int, count: int, facts: InputFacts, max_length: int) -> str:
+    lengths = [min(length, max_length) for length in facts.token_lengths]
+    tokens = f", about {counted(round(count * sum(lengths) / len(lengths)), 'token')}" if lengths else ""
+    times = f": each of the {size:,} is used {count / size:.3g} times" if count != size and size else ""
+    return f"{'' if facts.counts_are_exact else 'About '}{counted(count, 'example')} in each epoch{tokens}{times}."

@@ -12,7 +12,7 @@ from backend.config.options import edit, parse
 from backend.runs import LOCK, METRICS, RESULT, SPEC, Plan
 from backend.runs.folder import Run
 from backend.runs.metrics import read_points
-from webui import compare_runs_image
+from webui import compare_runs_image, run_image
 from webui.api.compare_runs import (
     MOST,
     csv_text,
@@ -121,7 +121,7 @@ def test_image(count):
     curve = {"x": [float(x) for x in range(30)], "y": [1.0] * 30}
     runs = [(f"$run$ {n}", {"loss": curve, "eval_loss": curve, "learning_rate": curve}) for n in range(count)]
     assert compare_runs_image.draw(runs, "seconds").startswith(b"\x89PNG")
-    assert len(set(compare_runs_image.COLORS)) == MOST
+    assert len(set(run_image.MANY_COLORS)) == MOST
 
 
 def test_runs_with_the_same_name_are_told_apart():

@@ -42,6 +42,8 @@ def other(option):
             return {**other, "kubernetes.resources": ("a=1",)}.get(option.name, ("a", "b"))
         case "table":
             return {"A": "1"}
+        case "datasets":
+            return SEVERAL
         case _ if "extra_" in option.name or option.name.endswith("_kwargs"):  # JSON
             return '{"a": 1}'
         case _:
@@ -60,6 +62,15 @@ def test_every_option_is_complete():
         assert option.label and option.help.endswith("."), option.name
 
 
+SEVERAL = '[{}, {"source": "files", "files": ["b.jsonl"]}]'
+
+
+def values_of(option):
+    """The words of a condition on an option."""
+    words = ["", "several"] if option.kind == "datasets" else ["true", "false"]
+    return [value for value, _ in option.choices] or words
+
+
 def implies(condition, other):
     """Whether `other` is true whenever `condition` is."""
     return all(name in condition and set(condition[name]) <= set(allowed) for name, allowed in other.items())
@@ -71,15 +82,14 @@ def test_conditions_name_options_and_include_their_conditions(option):
     for condition in option.when:
         for name, allowed in condition.items():
             decider = o.by_name()[name]
-            values = [v for v, _ in decider.choices] if decider.choices else ["true", "false"]
-            assert set(allowed) <= set(values)
+            assert set(allowed) <= set(values_of(decider))
             assert any(implies(condition, other) for other in decider.when), (
                 f"{option.name} can be shown while {name}, which decides it, is hidden"
             )
 
 
 def plain(value):
-    return value == "true" if value in ("true", "false") else value
+    return {"true": True, "false": False, "several": SEVERAL}.get(value, value)
 
 
 @pytest.mark.parametrize("option", [x for x in OPTIONS if not single(x)], ids=lambda x: x.name)
@@ -92,7 +102,7 @@ def test_only_visible_options_have_an_effect(option):
         assert dump(changed) != dump(base)
         for name in condition:
             decider = o.by_name()[name]
-            for value in [v for v, _ in decider.choices] if decider.choices else ["true", "false"]:
+            for value in values_of(decider):
                 hide = {name: plain(value)}
                 if not o.shown(o.edit(changed, hide), option):
                     assert dump(o.edit(changed, hide)) == dump(o.edit(base, hide))

@@ -12,6 +12,7 @@ from typing import Any
 from backend import importers, presets
 from backend.config import RunSpec, consent, variables
 from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
+from backend.config.sources import SOURCES, without_option
 from backend.importers.foreign import Imported
 from backend.inspect import download_config, is_refused
 from backend.launch.plan import ABOUT
@@ -178,12 +179,19 @@ def parse_form(values: Mapping[str, Any]) -> tuple[RunSpec, list[Problem]]:
             break
         except SpecError as error:
             problems += error.problems
-            invalid = {p.field for p in error.problems} & set(rest)
-            if not invalid:
+            if not (invalid := {p.field for p in error.problems if valid_without(rest, p.field) != rest}):
                 raise
-            rest = {name: value for name, value in rest.items() if name not in invalid}
+            for name in invalid:
+                rest = valid_without(rest, name)
     known = by_name()
     return spec, [p for p in problems if p.field not in known or shown(spec, known[p.field])]
+
+
+def valid_without(values: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """`values` without an invalid field, which may be an option of one of several datasets."""
+    if field.startswith(f"{SOURCES}["):
+        return {**values, SOURCES: without_option(values.get(SOURCES, ""), field)}
+    return {name: value for name, value in values.items() if name != field}
 
 
 def parse_valid_form(values: Mapping[str, Any]) -> RunSpec:

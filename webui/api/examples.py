@@ -11,7 +11,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from backend.config import RunSpec
-from backend.inspect import show_examples, summarize_examples
+from backend.config.data import MAX_SOURCES
+from backend.config.options import for_dataset
+from backend.inspect import inspect_inputs, shares, show_examples, summarize_examples
 from webui.api.checking import parse_form
 from webui.api.requests import FormRequest
 
@@ -34,21 +36,31 @@ KINDS = {  # of problems, in the order in which people want to see them
 
 
 class ExampleRequest(FormRequest):
-    """`position`: of the example, 0 for the first."""
+    """`position`: of the example, 0 for the first, in the dataset with this number, from 0."""
 
     position: Annotated[int, Field(ge=0, le=10**9)] = 0
+    dataset: Annotated[int, Field(ge=0, le=MAX_SOURCES)] = 0
 
 
 def show(body: ExampleRequest) -> dict[str, Any]:
     """The example, or None after the last one; "problem" says why it cannot be shown. "pending" while the worker
-    renders it: the page asks again. "lengths" and "kinds" are a summary of all examples: see `_summary`."""
-    spec, _ = parse_form(body.values)
+    renders it: the page asks again. "lengths" and "kinds" are a summary of all examples: see `_summary`. "datasets": of
+    several, the title of each and what it contributes to an epoch."""
+    whole, _ = parse_form(body.values)
+    spec = for_dataset(whole, min(body.dataset, len(whole.data.datasets) - 1))
     found = show_examples(spec, Path.cwd(), os.environ, body.position, 1, 0)
     if found is None or isinstance(found, str):
-        return {"example": None, "problem": found or "", "pending": found is None}
+        return {"example": None, "problem": found or "", "pending": found is None, "datasets": _datasets(whole)}
     example = next(iter(found["examples"]), None)
     summary = _summary(summarize_examples(spec, Path.cwd(), os.environ), spec)
-    return {"example": example, "problem": found["problem"], "pending": False, **summary}
+    return {"example": example, "problem": found["problem"], "pending": False, "datasets": _datasets(whole), **summary}
+
+
+def _datasets(spec: RunSpec) -> list[list[str]]:
+    if not spec.data.sources:
+        return []
+    found = shares(spec, inspect_inputs(spec, Path.cwd()))
+    return [[spec.data.title_of(index), share] for index, share in enumerate(found)]
 
 
 def _summary(found: dict[str, Any], spec: RunSpec) -> dict[str, Any]:

@@ -14,6 +14,7 @@ let values = {}; // of the form
 let drawn = ""; // the values that decide, and the position, of what is shown or requested
 let shown = ""; // the example
 let timer = 0;
+let dataset = 0; // of several, the one that is shown
 
 const card = () => $("#fp-examples");
 const field = () => $("#fp-example-number");
@@ -40,7 +41,7 @@ export function refreshExamples(now) {
 function load() {
   if (!card().open) return;
   loadColumns(values);
-  const wanted = JSON.stringify([position(), Object.entries(values).filter(([name]) => decides(name))]);
+  const wanted = JSON.stringify([dataset, position(), Object.entries(values).filter(([name]) => decides(name))]);
   if (wanted === drawn) return;
   drawn = wanted;
   clearTimeout(timer);
@@ -50,10 +51,11 @@ function load() {
 /** @param {string} wanted what `drawn` is as long as nothing else is requested */
 async function request(wanted) {
   try {
-    const found = await post("api/examples", { values, position: position() });
+    const found = await post("api/examples", { values, position: position(), dataset });
     if (wanted !== drawn) return;
     if (found.pending) {
       if (!$("#fp-example").childElementCount) drawProblem("Loading the tokenizer");
+      drawDatasets(found.datasets);
       timer = setTimeout(() => request(wanted), AGAIN);
     } else {
       draw(found);
@@ -71,7 +73,8 @@ function drawProblem(text) {
   $("#fp-example").replaceChildren(el("p.fp-dim", {}, text));
 }
 
-function draw({ example, problem, lengths, kinds }) {
+function draw({ example, problem, lengths, kinds, datasets }) {
+  drawDatasets(datasets);
   drawSummary(lengths, kinds);
   const now = JSON.stringify([example, problem]);
   if (now === shown && $("#fp-example").childElementCount) return;
@@ -92,6 +95,23 @@ function draw({ example, problem, lengths, kinds }) {
       el("pre.fp-code", { tabindex: 0 }, example.row),
     ),
   );
+}
+
+/** Of several datasets: a chip for each, and what the shown one contributes. @param {[string, string][]} datasets */
+function drawDatasets(datasets) {
+  dataset = Math.min(dataset, Math.max(0, datasets.length - 1));
+  const chips = datasets.map(([title], n) => {
+    const pressed = { "aria-pressed": String(n === dataset) };
+    return chip(title, () => choose(n), pressed);
+  });
+  const parts = chips.length ? [el("p.fp-example-kinds", {}, chips), el("p.fp-dim", {}, datasets[dataset][1])] : [];
+  redraw($("#fp-example-datasets"), ...parts);
+}
+
+function choose(number) {
+  dataset = number;
+  field().value = "1";
+  load();
 }
 
 /** The lengths as a picture, and a way through the examples that have a problem. */
