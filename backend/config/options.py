@@ -162,6 +162,12 @@ def get(spec: RunSpec, name: str) -> Any:
 _getter = cache(attrgetter)
 
 
+def value_of(spec: RunSpec, name: str) -> Any:
+    """The value of an option, which may be that of a dataset: data.sources[1].weight."""
+    match = KEY.fullmatch(name)
+    return getattr(spec.data.datasets[int(match[1])], match[2]) if match else get(spec, name)
+
+
 def flat(spec: RunSpec) -> Values:
     """Option key -> value, for every option."""
     return {o.name: get(spec, o.name) for o in options()}
