@@ -11,7 +11,7 @@ from typing import Any
 
 from backend import registry
 from backend.config import RunSpec
-from backend.config.options import Problem, SpecError, effective, value_of
+from backend.config.options import Problem, SpecError, effective, get
 from backend.engines import fsdp_keys
 
 Table = Mapping[str, Any]
@@ -83,7 +83,7 @@ class Import:
     def name_without_effect(self, spec: RunSpec) -> None:
         """Note the keys whose options have no effect in `spec`, which the file has become."""
         now = effective(spec)
-        lost = {key: option for option, key in self.keys.items() if value_of(now, option) != value_of(spec, option)}
+        lost = {key: option for option, key in self.keys.items() if get(now, option) != get(spec, option)}
         self.missing += [
             f"{key}: {self.table.get(key, self.patch[option])} ({option} has no effect with the other options)"
             for key, option in lost.items()
