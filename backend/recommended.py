@@ -31,7 +31,8 @@ def recommended_values(
     """The usual values for what `spec` still has from `preset`, by option; {} unless it is a demo preset whose model or
     data was replaced. There are at most as many generations as validation examples (None: unknown). A run that
     `total_steps` knows to be short is evaluated four times, and saved twice."""
-    if preset.data.source != "builtin" or (spec.model, spec.data.name) == (preset.model, preset.data.name):
+    is_demo = all(dataset.source == "builtin" for dataset in preset.data.datasets)
+    if not is_demo or (spec.model, spec.data.name) == (preset.model, preset.data.name):
         return {}
     usual = {name: by_name()[name].default for name in DEMO_VALUES}
     usual["train.learning_rate"] = usual_learning_rate(spec.train.stage, spec.method.kind)

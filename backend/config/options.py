@@ -156,7 +156,9 @@ def by_name() -> Mapping[str, Option]:
 
 
 def get(spec: RunSpec, name: str) -> Any:
-    """The value of `section.field`."""
+    """The value of an option, which may be that of a dataset: data.sources[1].weight."""
+    if match := KEY.fullmatch(name):
+        return getattr(spec.data.datasets[int(match[1])], match[2])
     return _getter(name)(spec)
 
 

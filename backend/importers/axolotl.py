@@ -6,15 +6,20 @@ What a file leaves out has axolotl's default, not ours, so that the same trainin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from backend import registry
-from backend.importers.foreign import TENSOR_WITH_FSDP, Import, Table, entries, local_files, with_current_names, words
+from backend.data.chat import KEYS, ROLES
+from backend.importers import datasets
+from backend.importers.datasets import Dataset
+from backend.importers.foreign import TENSOR_WITH_FSDP, Import, Table, with_current_names, words
 
 # Same meaning under another or the same name.
 SAME: Mapping[str, str] = {
     "revision_of_model": "model.revision", "trust_remote_code": "model.trust_remote_code",
     "sequence_len": "data.max_length", "sample_packing": "data.packing", "default_system_message": "data.system_prompt",
+    "dataset_exact_deduplication": "data.drop_duplicates", "exact_deduplication": "data.drop_duplicates",
     "dataset_num_proc": "data.dataset_num_proc", "dataset_processes": "data.dataset_num_proc",
     "lora_r": "lora.r", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout",
     "lora_modules_to_save": "lora.modules_to_save", "peft_use_dora": "lora.use_dora",
@@ -66,17 +71,25 @@ OPTIMIZER_NAMES = {
     "ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit", "adamw_torch_xla": "adamw_torch",
 }  # fmt: skip
 FORMATS = {"alpaca": "alpaca", "completion": "text", "pretrain": "text", "chat_template": "auto"}
-COLUMNS = {
-    "field_messages": "data.messages_column", "field_chosen": "data.chosen_column",
-    "field_rejected": "data.rejected_column", "field": "data.text_column", "text_column": "data.text_column",
+TEXT_COLUMNS = {"field": "text_column", "text_column": "text_column"}
+PAIR_COLUMNS = {
+    "field_messages": "prompt_column", "field_chosen": "chosen_column", "field_rejected": "rejected_column",
 }  # fmt: skip
 # Of a type with a format of its own: UserDefinedPrompterType, UserDefinedDPOType and UserDefinedKTOType.
 TYPE_COLUMNS = {
-    "field_prompt": "data.prompt_column", "field_instruction": "data.prompt_column",
-    "field_completion": "data.completion_column", "field_output": "data.completion_column",
-    "field_chosen": "data.chosen_column", "field_rejected": "data.rejected_column", "field_label": "data.label_column",
+    "field_prompt": "prompt_column", "field_instruction": "prompt_column", "field_completion": "completion_column",
+    "field_output": "completion_column", "field_chosen": "chosen_column", "field_rejected": "rejected_column",
+    "field_label": "label_column",
 }  # fmt: skip
 TYPE_FORMATS = {"dpo": "pairs", "orpo": "pairs", "reward": "pairs", "kto": "labels"}
+MESSAGE_KEYS = ("message_property_mappings", "message_field_role", "message_field_content")
+# What an entry of a list may have, with ds_type and preprocess_shards, which do not change the examples.
+ENTRY_KEYS = {
+    "path", "type", "data_files", "name", "split", "train_on_split", "ds_type", "trust_remote_code", "shards",
+    "shards_idx", "preprocess_shards", "chat_template", "chat_template_jinja", "roles", "roles_to_train",
+    "train_on_eos",
+}  # fmt: skip
+OWN_TEMPLATE = "tokenizer_default"  # the chat template of the tokenizer
 # What Footplate does anyway: it wraps each layer, and saves the final model unsharded.
 FSDP_DEFAULTS = {
     "auto_wrap_policy", "sync_module_states", "use_orig_params", "limit_all_gathers", "final_state_dict_type",
@@ -169,74 +182,161 @@ def _stage(found: Import) -> None:
 
 
 def _data(found: Import) -> None:
-    datasets = entries(found.get("datasets"))
-    if pretraining := entries(found.get("pretraining_dataset")):
-        datasets = [{"type": "pretrain", **entry} for entry in pretraining]
-    if not datasets:
+    given = datasets.listed(found, "datasets")
+    if pretraining := datasets.listed(found, "pretraining_dataset"):
+        given = [replace(each, table={"type": "pretrain", **each.table}) for each in pretraining]
+    if not given:
         raise found.fail("datasets", found.get("datasets"), "each entry needs a path")
-    kinds = {str(entry.get("type")).split(".")[0] for entry in datasets}
-    if kinds <= {"completion", "pretrain"} and found.patch["train.stage"] == "sft":
+    given = [one for each in given for one in _configs(each)]
+    if found.patch["train.stage"] == "sft" and {_kind(each) for each in given} <= {"completion", "pretrain"}:
         found.patch["train.stage"] = "pretraining"
-    found.source(datasets)
-    _format(found, datasets)
-    _template(found)
+    for each in given:
+        _read(found, each)
+        _take_share(found, each, len(given) == 1)
+    _template(found, given)
     if found.get("group_by_length"):
         found.set("group_by_length", "train.train_sampling_strategy", "group_by_length")
     if found.get("excess_length_strategy", "drop") == "drop":
         found.different.append("excess_length_strategy: longer examples are dropped there, cut off here")
-    validation = [path for entry in entries(found.get("test_datasets")) for path in local_files(found.base, entry)]
+    _validation(found, given)
+    datasets.put(found, given)
+
+
+def _validation(found: Import, given: Sequence[Dataset]) -> None:
+    tests = [one for each in datasets.listed(found, "test_datasets") for one in _configs(each)]
+    for test in tests:
+        _read(found, test)
+        test.fits_all = not test.table.get("type")
+        if shards := test.table.get("shards"):
+            found.missing.append(f"{test.place}.shards: {shards} (all of its examples are used)")
     share = found.number("val_set_size")
-    if validation:
-        found.patch |= {"data.validation": "files", "data.validation_files": validation}
-    elif 0 < share < 1:
-        found.patch |= {"data.validation": "split", "data.validation_split": share}
-    else:
-        found.patch["data.validation"] = "none"
-        if share or found.get("test_datasets"):
-            found.missing.append(f"val_set_size: {share}, test_datasets (a fraction or local files are known)")
+    datasets.set_validation(found, given, tests, share)
+    if share >= 1:
+        found.missing.append(f"val_set_size: {share} (a number of examples; data.validation_split is a fraction)")
+    elif tests and share:
+        found.missing.append(f"val_set_size: {share} (test_datasets are the validation set)")
 
 
-def _format(found: Import, datasets: Sequence[Table]) -> None:
-    """The format of the first dataset. Columns are detected unless they are named."""
-    first, is_pair = datasets[0], found.patch["train.stage"] in TYPE_FORMATS
-    kind = first.get("type")
-    name = str(kind).split(".")[0]
-    if isinstance(kind, Mapping):
-        _columns_of_type(found, kind)
-    elif name in FORMATS and not is_pair:
-        found.patch["data.format"] = FORMATS[name]
-    elif kind and (name != "chat_template" or not is_pair):
-        found.different.append(f"datasets: type {kind}: the format is detected, and the model's chat template is used")
-    found.patch |= {option: str(first[key]) for key, option in COLUMNS.items() if first.get(key)}
-    found.different += [
-        f"datasets: type {entry.get('type')} of {entry['path']}: all files are read in the format of the first"
-        for entry in datasets[1:]
-        if entry.get("type") != kind and found.patch["data.source"] == "files"
+def _configs(dataset: Dataset) -> list[Dataset]:
+    """A dataset for each configuration of the one on the Hub, which may be a list, with its split under one name."""
+    table = {**dataset.table, "split": dataset.table.get("split") or dataset.table.get("train_on_split")}
+    names = table.get("name")
+    return [
+        replace(dataset, table={**table, "name": name}, options={}, keys={})
+        for name in (names if isinstance(names, list) and names else [names])
     ]
-    known = {"path", "type", "data_files", "name", "split", "ds_type", "trust_remote_code", *COLUMNS}
-    for entry in datasets:
-        found.missing += [f"datasets: {key} of {entry['path']}" for key in entry if key not in known]
 
 
-def _columns_of_type(found: Import, kind: Table) -> None:
+def _kind(dataset: Dataset) -> str:
+    """The first part of a type such as chat_template.default."""
+    return str(dataset.table.get("type")).split(".")[0]
+
+
+def _read(found: Import, dataset: Dataset) -> None:
+    """Where a dataset is, and its format. Columns are detected unless they are named."""
+    datasets.locate(found, dataset)
+    stage, name, kind = found.patch["train.stage"], _kind(dataset), dataset.table.get("type")
+    used = {*ENTRY_KEYS}
+    if isinstance(kind, Mapping):
+        _take_type(found, dataset, kind)
+    elif name == "chat_template" and stage in TYPE_FORMATS:
+        dataset.take_columns(PAIR_COLUMNS)
+        used |= {*PAIR_COLUMNS, *MESSAGE_KEYS}
+        _turn_format(found, dataset)  # it is detected
+        if dataset.options.keys() & PAIR_COLUMNS.values():
+            dataset.options["format"] = TYPE_FORMATS[stage]
+    elif name in FORMATS and stage not in TYPE_FORMATS:
+        dataset.options["format"] = FORMATS[name]
+        if name == "chat_template":
+            used |= {"field_messages", *MESSAGE_KEYS}
+            _take_messages(found, dataset)
+        elif FORMATS[name] == "text":
+            used |= TEXT_COLUMNS.keys()
+            dataset.take_columns(TEXT_COLUMNS)
+    elif kind:
+        text = "the format is detected, and the model's chat template is used"
+        found.different.append(f"{dataset.place}.type: {kind}: {text}")
+    elif dataset.table.get("field_messages"):
+        used |= {"field_messages", *MESSAGE_KEYS}
+        _take_messages(found, dataset)
+    _name_turns(found, dataset)
+    datasets.name_unread(found, dataset, used)
+
+
+def _take_messages(found: Import, dataset: Dataset) -> None:
+    """The column of the conversations, and the names of the parts of a turn; both are detected unless they are
+    given."""
+    table = dataset.table
+    format, column = _turn_format(found, dataset), str(table.get("field_messages") or "messages")
+    if column != "messages" or any(table.get(key) for key in MESSAGE_KEYS):
+        dataset.options["format"] = format or "auto"
+        dataset.set("field_messages", "messages_column", column)
+
+
+def _turn_format(found: Import, dataset: Dataset) -> str:
+    """The format whose turns have the names that the file gives; '' if there is none."""
+    table, given = dataset.table, dataset.table.get("message_property_mappings")
+    names = {"role": table.get("message_field_role"), "content": table.get("message_field_content")}
+    names = {key: name for key, name in names.items() if name}
+    names |= {**given} if isinstance(given, Mapping) else {}
+    keys = (names.get("role", "role"), names.get("content", "content"))
+    format = next((format for format, known in KEYS.items() if known == keys), "")
+    others = {key: name for key, name in names.items() if key not in ("role", "content") and key != name}
+    if left := others if format else names:
+        found.missing.append(f"{dataset.place}.message_property_mappings: {left}")
+    return format
+
+
+def _take_type(found: Import, dataset: Dataset, kind: Table) -> None:
     """The columns that a type of the file's own names; its texts around them have no counterpart."""
     stage = found.patch["train.stage"]
-    patch = {option: str(kind[key]) for key, option in TYPE_COLUMNS.items() if kind.get(key)}
-    patch |= {"data.text_column": str(kind["field"])} if kind.get("field") and not patch else {}
-    if patch:
-        usual = "text" if "data.text_column" in patch else "prompt_completion"
-        found.patch |= {"data.format": TYPE_FORMATS.get(stage, usual), **patch}
+    columns = {option: str(kind[key]) for key, option in TYPE_COLUMNS.items() if kind.get(key)}
+    columns |= {"text_column": str(kind["field"])} if kind.get("field") and not columns else {}
+    if columns:
+        usual = "text" if "text_column" in columns else "prompt_completion"
+        dataset.options |= {"format": TYPE_FORMATS.get(stage, usual), **columns}
     used = {key for key in (*TYPE_COLUMNS, "field") if kind.get(key)}
-    found.missing += [f"datasets: type.{key}: {kind[key]}" for key in kind if key not in used and kind[key]]
+    found.missing += [f"{dataset.place}.type.{key}: {kind[key]}" for key in kind if key not in used and kind[key]]
 
 
-def _template(found: Import) -> None:
-    name = str(found.get("chat_template", "tokenizer_default"))
+def _name_turns(found: Import, dataset: Dataset) -> None:
+    """Note other names of roles, and other turns with a loss, than axolotl and Footplate have as defaults."""
+    table, known = dataset.table, {**ROLES["messages"], **ROLES["sharegpt"]}
+    roles = table.get("roles")
+    for target, names in roles.items() if isinstance(roles, Mapping) else ():
+        if any(known.get(name) != target for name in words(names)):
+            found.missing.append(f"{dataset.place}.roles.{target}: {names}")
+    if not {*words(table.get("roles_to_train"))} <= {"assistant", "gpt"}:
+        found.missing.append(f"{dataset.place}.roles_to_train: {table['roles_to_train']}")
+    if table.get("train_on_eos") not in (None, "turn"):
+        found.missing.append(f"{dataset.place}.train_on_eos: {table['train_on_eos']}")
+
+
+def _take_share(found: Import, dataset: Dataset, is_alone: bool) -> None:
+    """One of `shards` parts of a dataset that axolotl has shuffled."""
+    shards = dataset.table.get("shards")
+    if not shards:
+        return
+    if not isinstance(shards, int) or shards < 1:
+        raise found.fail(f"{dataset.place}.shards", shards, "it is a number of parts")
+    if shards > 1:
+        datasets.set_share(found, dataset, f"{dataset.place}.shards", shards, 1 / shards, is_alone)
+
+
+def _template(found: Import, given: Sequence[Dataset]) -> None:
+    """The chat template, which is the same for all datasets."""
+    usual = str(found.get("chat_template", OWN_TEMPLATE))
+    own = [str(each.table.get("chat_template") or usual) for each in given]
+    name = own[0] if len({*own}) == 1 else usual
+    for dataset, other in zip(given, own, strict=True):
+        if other != name:
+            found.missing.append(f"{dataset.place}.chat_template: {other} (all datasets have the same)")
+    with_text = [each for each in given if each.table.get("chat_template_jinja")]
     if name == "chatml":
         found.patch["data.chat_template"] = "chatml"
-    elif name == "jinja" or found.get("chat_template_jinja"):
+    elif name == "jinja" or found.get("chat_template_jinja") or with_text:
         found.missing.append("chat_template_jinja (save it as a file, and select it in data.chat_template_file)")
-    elif name != "tokenizer_default":
+    elif name != OWN_TEMPLATE:
         found.different.append(
             f"chat_template: {name}: the model's own chat template is used (data.chat_template: model)"
         )
@@ -295,7 +395,7 @@ def _saving(found: Import) -> None:
         if steps or (times or 1) != 1 or strategy not in ("no", "epoch", "steps"):
             given = f"{what}_steps: {steps}" if steps else f"{what}s_per_epoch: {times}" if times else strategy
             found.different.append(f"{given}: once per epoch here; set {option}.steps for another interval")
-    if found.patch["data.validation"] == "none":
+    if not datasets.has_validation(found):
         found.patch["eval.strategy"] = "no"
     found.patch["eval.per_device_eval_batch_size"] = found.get("eval_batch_size", found.get("micro_batch_size"))
     if path := found.get("resume_from_checkpoint"):

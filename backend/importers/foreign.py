@@ -15,8 +15,6 @@ from backend.config.options import Problem, SpecError, effective, get
 from backend.engines import fsdp_keys
 
 Table = Mapping[str, Any]
-FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".arrow")
-BUILDERS = ("json", "parquet", "csv", "text")  # of the datasets library, named in place of a dataset
 NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
 # Switches of these tools that are on unless a file turns them off.
 ON_BY_DEFAULT = {"average_tokens_across_devices", "shuffle_merged_datasets"}
@@ -87,7 +85,8 @@ class Import:
         now = effective(spec)
         lost = {key: option for option, key in self.keys.items() if get(now, option) != get(spec, option)}
         self.missing += [
-            f"{key}: {self.table[key]} ({option} has no effect with the other options)" for key, option in lost.items()
+            f"{key}: {self.table.get(key, self.patch[option])} ({option} has no effect with the other options)"
+            for key, option in lost.items()
         ]
 
     def name_missing(self, ignored: Collection[str]) -> dict[str, Any]:
@@ -119,20 +118,6 @@ class Import:
             self.patch |= {"lora.targets": "custom", "lora.target_modules": modules}
         else:
             self.different.append(f"{key}: PEFT's default for the model there, all linear layers here")
-
-    def source(self, datasets: Sequence[Table]) -> None:
-        """Datasets, each with a `path`: local files, or the first one of the Hugging Face Hub."""
-        files = [local_files(self.base, entry) for entry in datasets]
-        if all(files):
-            self.patch |= {"data.source": "files", "data.files": [path for paths in files for path in paths]}
-            return
-        first = datasets[0]
-        self.patch |= {"data.source": "hub", "data.hub_id": str(first["path"])}
-        self.patch["data.hub_config"] = str(first.get("name") or "")
-        self.patch["data.hub_split"] = str(first.get("split") or "train")
-        self.missing += [f"datasets: {entry['path']} (one dataset of the Hub at a time)" for entry in datasets[1:]]
-        if first.get("data_files"):
-            self.missing.append(f"datasets: data_files of {first['path']}")
 
     def choose(self, key: str, option: str, known: Collection[str]) -> None:
         """A value of `key` that the option knows too; otherwise the option keeps its default."""
@@ -210,23 +195,6 @@ def with_current_names(table: Table, former: Mapping[str, str]) -> dict[str, Any
     """`table` with the current names of keys that the tool has renamed: former name -> current one."""
     current = {former.get(key, key): value for key, value in table.items() if key in former}
     return {**current, **{key: value for key, value in table.items() if key not in former}}
-
-
-def entries(value: Any) -> list[Table]:
-    """The datasets of a list, or of a single path; those without a path are left out."""
-    parts = value if isinstance(value, list) else [value] if value else []
-    tables = [part if isinstance(part, Mapping) else {"path": part} for part in parts]
-    return [table for table in tables if table.get("path")]
-
-
-def local_files(base: Path, entry: Table) -> list[str]:
-    """The local files of a dataset; none if it is on the Hugging Face Hub."""
-    path, names = str(entry["path"]), words(entry.get("data_files"))
-    if path in BUILDERS:
-        return names
-    if path.endswith(FILES) or (base / path).is_file():
-        return [path]
-    return ([str(Path(path) / name) for name in names] or [path]) if (base / path).is_dir() else []
 
 
 def words(value: Any) -> list[str]:

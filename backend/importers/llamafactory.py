@@ -12,6 +12,7 @@ from pathlib import Path
 
 from backend import registry
 from backend.config.other_trainer import TEMPLATE
+from backend.importers.datasets import has_validation
 from backend.importers.foreign import Import, Table, with_current_names, words
 from backend.importers.llamafactory_data import take_datasets
 from backend.registry.llamafactory_names import ATTENTIONS, OPTION_NAMES, STAGES
@@ -134,16 +135,7 @@ def _data(found: Import) -> None:
         )
     if found.get("enable_thinking") is False:
         found.patch["data.chat_template_kwargs"] = '{"enable_thinking": false}'
-    validation = take_datasets(found)
-    share = found.number("val_size")
-    if validation:
-        found.patch |= {"data.validation": "files", "data.validation_files": validation}
-    elif 0 < share < 1:
-        found.patch |= {"data.validation": "split", "data.validation_split": share}
-    else:
-        found.patch["data.validation"] = "none"
-        if share:
-            found.missing.append(f"val_size: {share} (a number of examples; data.validation_split is a fraction)")
+    take_datasets(found)
 
 
 # -- training -------------------------------------------------------------------------------------------------------
@@ -202,7 +194,7 @@ def _saving(found: Import) -> None:
     found.patch["save.strategy"] = str(found.get("save_strategy"))
     found.patch["save.steps"] = found.get("save_steps")
     strategy = str(found.get("eval_strategy", "no"))
-    found.patch["eval.strategy"] = strategy if found.patch["data.validation"] != "none" else "no"
+    found.patch["eval.strategy"] = strategy if has_validation(found) else "no"
     if isinstance(path := found.get("resume_from_checkpoint"), str):
         found.patch |= {"save.resume_from": "path", "save.resume_path": path}
     found.reporter("report_to")

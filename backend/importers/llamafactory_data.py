@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from backend.config.options import Problem, SpecError
+from backend.config.sources import key_of
+from backend.importers import datasets
+from backend.importers.datasets import Dataset
 from backend.importers.foreign import Import, Table, words
 
 MAX_BYTES = 8 * 2**20  # of dataset_info.json
 COLUMNS = {
-    "prompt": "data.prompt_column", "response": "data.completion_column", "messages": "data.messages_column",
-    "system": "data.system_column", "chosen": "data.chosen_column", "rejected": "data.rejected_column",
-    "kto_tag": "data.label_column",
+    "prompt": "prompt_column", "response": "completion_column", "messages": "messages_column",
+    "system": "system_column", "chosen": "chosen_column", "rejected": "rejected_column", "kto_tag": "label_column",
 }  # fmt: skip
+# Without replacement, each example is in the mixture once, as with concat.
+MIXING = {
+    "concat": "concatenate", "interleave_under": "interleave_first", "interleave_over": "interleave_all",
+    "interleave_once": "concatenate",
+}  # fmt: skip
+INFO = "dataset_info.json"
+ONLINE = "ONLINE"  # a dataset_dir: names are IDs on the Hub
 BY_NAME = {"query": "input", "history": "history", "tools": "tools"}  # read by these names here
 PLACE = {
     "file_name", "hf_hub_url", "subset", "split", "formatting", "columns", "tags", "ranking", "ms_hub_url",
@@ -23,26 +33,92 @@ PLACE = {
 NAMES = {"user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",)}
 
 
-def take_datasets(found: Import) -> list[str]:
-    """Set the data source, format and columns; the files of `eval_dataset`."""
+def take_datasets(found: Import) -> None:
+    """Set all datasets, their mixture and their validation sets."""
     info = _dataset_info(found)
-    found.patch["data.source"] = "files"
-    names = words(found.get("dataset"))
-    entries = [entry for name in names if isinstance(entry := info.get(name), Mapping)]
-    if len(names) == 1 and entries and entries[0].get("hf_hub_url") and not entries[0].get("file_name"):
-        _take_hub(found, entries[0])
+    given = _listed(found, info, "dataset") or [Dataset("dataset", {}, {"source": "files", "files": []})]
+    tests = [each for each in _listed(found, info, "eval_dataset") if each.options]
+    _mix(found, given)
+    share = found.number("val_size")
+    datasets.set_validation(found, given, tests, share)
+    if share and not 0 < share < 1:
+        found.missing.append(f"val_size: {share} (a number of examples; data.validation_split is a fraction)")
+    most = found.patch.get("data.max_samples")
+    for dataset in given:
+        number = dataset.options.get("max_samples")
+        if isinstance(most, int) and isinstance(number, int) and 0 < most < number:
+            dataset.options["max_samples"] = most
+    datasets.put(found, given)
+
+
+def _mix(found: Import, given: Sequence[Dataset]) -> None:
+    """How the datasets are put together, and their weights."""
+    name, shares = str(found.get("mix_strategy", "concat")), words(found.get("interleave_probs"))
+    if name not in MIXING:
+        raise found.fail("mix_strategy", name, f"known are {', '.join(MIXING)}")
+    if len(given) == 1:
+        return
+    found.patch["data.mixing"] = MIXING[name]
+    if not shares:
+        return
+    if not MIXING[name].startswith("interleave"):
+        found.missing.append(f"interleave_probs: {','.join(shares)} (the mixture has each example once)")
+        return
+    if len(shares) != len(given):
+        text = f"interleave_probs must have a number for each of the {len(given)} datasets, but has {len(shares)}"
+        raise SpecError([Problem("", text)])
+    for dataset, share in zip(given, shares, strict=True):
+        dataset.options["weight"], dataset.keys["weight"] = share, "interleave_probs"
+
+
+def _listed(found: Import, info: Table, key: str) -> list[Dataset]:
+    """The datasets of `dataset` or `eval_dataset`. Those without a description keep their place in the list, so that
+    their files can be added."""
+    folder, names = str(found.get("dataset_dir", "data")), words(found.get(key))
+    return [_described(found, key, name, index, info.get(name), folder) for index, name in enumerate(names)]
+
+
+def _described(found: Import, key: str, name: str, index: int, entry: Any, folder: str) -> Dataset:
+    """A dataset with its entry in dataset_info.json."""
+    dataset = Dataset(f"{key}: {name}", entry if isinstance(entry, Mapping) else {})
+    entry = dataset.table
+    if folder == ONLINE:
+        dataset.options |= {"source": "hub", "hub_id": name}
+    elif entry.get("hf_hub_url"):
+        dataset.options |= {"source": "hub", "hub_id": str(entry["hf_hub_url"])}
+        dataset.options["hub_config"] = str(entry.get("subset") or "")
+        dataset.options["hub_split"] = str(entry.get("split") or "train")
+        _name_left(found, dataset, "folder")
+    elif entry.get("file_name"):
+        dataset.options |= {"source": "files", "files": [str(Path(folder) / str(entry["file_name"]))]}
+        _name_left(found, dataset, "subset", *(["split"] if entry.get("split") != "train" else []))
+    elif key == "eval_dataset":
+        place = f"{folder}/{INFO} gives no file_name for it; add its file to data.validation_files"
+        found.missing.append(f"{dataset.place} ({place})")
+        return dataset
     else:
-        found.patch["data.files"] = _files(found, info, "dataset")
-    if entries:
-        found.patch |= _layout(found, entries[0], f"dataset: {names[0]}")
-    others = [name for name in names[1:] if _described(info.get(name)) != _described(info.get(names[0]))]
-    found.different += [f"dataset: {name}: all files are read in the format of {names[0]}" for name in others]
-    return _files(found, info, "eval_dataset")
+        option = key_of(index, "files")
+        found.missing.append(f"{dataset.place} ({folder}/{INFO} gives no file_name for it; add its file to {option})")
+        dataset.options |= {"source": "files", "files": []}
+    dataset.options |= _layout(found, entry, dataset.place)
+    if (number := entry.get("num_samples")) and key == "eval_dataset":
+        found.missing.append(f"{dataset.place}: num_samples: {number} (all of its examples are used)")
+    elif number:
+        dataset.options["max_samples"] = number
+        dataset.keys["max_samples"] = f"{dataset.place}: num_samples"
+        text = "if the dataset has fewer examples, each is used once; there, some of them are repeated"
+        found.different.append(f"{dataset.place}: num_samples: {number}: {text}")
+    return dataset
+
+
+def _name_left(found: Import, dataset: Dataset, *keys: str) -> None:
+    """Note the keys that say which part of a dataset is used, where there is no counterpart."""
+    found.missing += [f"{dataset.place}: {key}: {dataset.table[key]}" for key in keys if dataset.table.get(key)]
 
 
 def _dataset_info(found: Import) -> Table:
     """The content of dataset_info.json; empty if there is none."""
-    path = found.base / str(found.get("dataset_dir", "data")) / "dataset_info.json"
+    path = found.base / str(found.get("dataset_dir", "data")) / INFO
     try:
         if path.stat().st_size > MAX_BYTES:
             return {}
@@ -52,37 +128,9 @@ def _dataset_info(found: Import) -> Table:
     return table if isinstance(table, dict) else {}
 
 
-def _take_hub(found: Import, entry: Table) -> None:
-    found.patch |= {"data.source": "hub", "data.hub_id": str(entry["hf_hub_url"])}
-    found.patch["data.hub_config"] = str(entry.get("subset") or "")
-    found.patch["data.hub_split"] = str(entry.get("split") or "train")
-
-
-def _files(found: Import, info: Table, key: str) -> list[str]:
-    """The files of the datasets in `dataset` or `eval_dataset`."""
-    files = []
-    for name in words(found.get(key)):
-        entry = info.get(name)
-        if isinstance(entry, Mapping) and entry.get("file_name"):
-            files.append(str(Path(str(found.get("dataset_dir", "data"))) / str(entry["file_name"])))
-            if entry.get("num_samples"):
-                found.missing.append(f"{key}: {name}: num_samples: {entry['num_samples']} (all examples are read)")
-        else:
-            place = f"{found.get('dataset_dir', 'data')}/dataset_info.json"
-            option = "data.validation_files" if key == "eval_dataset" else "data.files"
-            found.missing.append(f"{key}: {name} ({place} gives no file_name for it; add its file to {option})")
-    return files
-
-
-def _described(entry: Any) -> list[Any]:
-    """What decides how examples are read."""
-    keys = ("formatting", "columns", "tags", "ranking")
-    return [entry.get(key) for key in keys] if isinstance(entry, Mapping) else []
-
-
 def _layout(found: Import, entry: Table, name: str) -> dict[str, Any]:
     """The format and the columns of an entry; nothing where LLaMA-Factory's usual columns are detected as well."""
-    if not any(_described(entry)):
+    if not any(entry.get(key) for key in ("formatting", "columns", "tags", "ranking")):
         return {}
     columns, tags = (_table(entry.get(key)) for key in ("columns", "tags"))
     found.missing += [f"{name}: {key}: {entry[key]}" for key in entry if key not in PLACE and entry[key]]
@@ -90,13 +138,13 @@ def _layout(found: Import, entry: Table, name: str) -> dict[str, Any]:
     usual = {"messages": "conversations"} if has_turns else {"prompt": "instruction", "response": "output"}
     columns = {key: str(column) for key, column in {**usual, **columns}.items() if column}
     patch = {COLUMNS[key]: column for key, column in columns.items() if key in COLUMNS} | {
-        "data.format": _format(found, entry, columns, has_turns),
-        "data.system_column": columns.get("system", ""),
+        "format": _format(found, entry, columns, has_turns),
+        "system_column": columns.get("system", ""),
     }
-    if patch["data.format"] == "text":
-        patch = {"data.format": "text", "data.text_column": columns["prompt"]}
-    if has_turns and patch["data.format"] in ("pairs", "labels"):  # the conversation before the completion
-        patch["data.prompt_column"] = patch.pop("data.messages_column")
+    if patch["format"] == "text":
+        patch = {"format": "text", "text_column": columns["prompt"]}
+    if has_turns and patch["format"] in ("pairs", "labels"):  # the conversation before the completion
+        patch["prompt_column"] = patch.pop("messages_column")
     for key, column in columns.items():
         if key in BY_NAME and column != BY_NAME[key]:
             text = f"rename the column {column} to {BY_NAME[key]}; Footplate reads it only under that name"

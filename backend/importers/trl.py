@@ -7,11 +7,13 @@ reads it; some keys belong to one command only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from backend import registry
-from backend.importers.foreign import Import, Table, entries, with_current_names, words
+from backend.importers import datasets
+from backend.importers.datasets import Dataset
+from backend.importers.foreign import Import, Table, with_current_names, words
 
 # Same meaning under another or the same name.
 SAME: Mapping[str, str] = {
@@ -68,6 +70,11 @@ STRATEGIES = {
     "zero3": "zero3",
 }  # fmt: skip
 BEST = ("no", "steps", "epoch")
+FORMATS = {
+    frozenset({"messages"}): "messages", frozenset({"text"}): "text",
+    frozenset({"prompt", "completion"}): "prompt_completion", frozenset({"chosen", "rejected"}): "pairs",
+    frozenset({"prompt", "chosen", "rejected"}): "pairs", frozenset({"prompt", "completion", "label"}): "labels",
+}  # fmt: skip
 
 
 def is_trl(found: Table) -> bool:
@@ -132,24 +139,28 @@ def _model(found: Import) -> None:
 def _data(found: Import) -> None:
     mixture = found.get("dataset_mixture", {})  # of the alignment handbook
     mixture = mixture if isinstance(mixture, Mapping) else {}
-    datasets = entries(found.get("datasets")) or entries([_of_mixture(part) for part in mixture.get("datasets") or []])
-    datasets = datasets or _of_mixer(found)
-    if not datasets and (name := found.get("dataset_name")):
-        split = found.get("dataset_train_split")
-        datasets = [{"path": name, "name": found.get("dataset_config"), "split": split}]
-    if not datasets:
+    given = datasets.listed(found, "datasets") or _of_mixture(found, mixture) or _of_mixer(found)
+    if not given and (name := found.get("dataset_name")):
+        table = {"path": name, "name": found.get("dataset_config"), "split": found.get("dataset_train_split")}
+        given = [Dataset("dataset_name", table)]
+    if not given:
         raise found.fail("datasets", found.get("datasets"), "each entry needs a path")
-    found.source(datasets)
-    known = {"path", "name", "split", "data_files"}
-    for entry in datasets:
-        found.missing += [f"datasets: {key} of {entry['path']}" for key in entry if key not in known and entry[key]]
-    if (column := found.get("dataset_text_field", "text")) != "text":
-        found.patch["data.text_column"] = column
+    column = str(found.get("dataset_text_field", "text"))
+    for dataset in given:
+        datasets.locate(found, dataset)
+        _take_columns(found, dataset)
+        if column != "text" and found.patch["train.stage"] == "sft" and "format" not in dataset.options:
+            dataset.options |= {"format": "text", "text_column": column}
+            dataset.keys["text_column"] = "dataset_text_field"
+        if (weight := dataset.table.get("weight")) not in (None, 1):
+            datasets.set_share(found, dataset, f"{dataset.place}.weight", weight, weight, len(given) == 1)
+        datasets.name_unread(found, dataset, {"path", "name", "split", "data_files", "columns", "weight"})
     share = found.number("test_split_size", mixture.get("test_split_size") or 0)
     is_split = 0 < share < 1
-    found.patch |= (
-        {"data.validation": "split", "data.validation_split": share} if is_split else {"data.validation": "none"}
-    )
+    datasets.set_validation(found, given, [], share)
+    if share and not is_split:
+        found.missing.append(f"test_split_size: {share} (a number of examples; data.validation_split is a fraction)")
+    datasets.put(found, given)
     strategy = str(found.get("eval_strategy"))
     if strategy != "no" and not is_split:
         name = found.get("dataset_test_split")
@@ -165,25 +176,36 @@ def _data(found: Import) -> None:
             )
 
 
-def _of_mixer(found: Import) -> list[Table]:
+def _of_mixture(found: Import, mixture: Table) -> list[Dataset]:
+    """The datasets of a mixture of the alignment handbook, with TRL's names of their keys."""
+    names, parts = {"id": "path", "config": "name"}, mixture.get("datasets")
+    parts = parts if isinstance(parts, list) else []
+    tables = [{names.get(key, key): part[key] for key in part} if isinstance(part, Mapping) else part for part in parts]
+    return datasets.read_list(found, "dataset_mixture.datasets", tables)
+
+
+def _of_mixer(found: Import) -> list[Dataset]:
     """The datasets of the handbook before 2025: names with their shares, and names of splits."""
     mixer, splits = found.get("dataset_mixer"), words(found.get("dataset_splits"))
     train = next((name for name in splits if "train" in name), "train")
     shares = mixer if isinstance(mixer, Mapping) else {}
-    found.different += [
-        f"dataset_mixer: {share} of {name}: all of it here" for name, share in shares.items() if share != 1
+    configs = words(found.get("dataset_configs"))[: len(shares)]
+    given = [
+        Dataset(f"dataset_mixer.{name}", {"path": str(name), "name": config, "split": train, "weight": share})
+        for (name, share), config in zip_longest(shares.items(), configs)
     ]
-    configs = words(found.get("dataset_configs"))
-    return [
-        {"path": name, "name": configs[number] if number < len(configs) else None, "split": train}
-        for number, name in enumerate(shares)
-    ]
+    found.missing += [f"{each.place}: 0 (none of it is used)" for each in given if each.table["weight"] == 0]
+    return [each for each in given if each.table["weight"] != 0]
 
 
-def _of_mixture(part: Any) -> Any:
-    """A dataset of a mixture with TRL's names of its keys."""
-    names = {"id": "path", "config": "name"}
-    return {names.get(key, key): value for key, value in part.items()} if isinstance(part, Mapping) else part
+def _take_columns(found: Import, dataset: Dataset) -> None:
+    """The columns that are kept of a dataset: where they are those of a format of TRL, it is the format here."""
+    columns = dataset.table.get("columns")
+    names = {*columns} if isinstance(columns, list) and all(isinstance(each, str) for each in columns) else set()
+    if name := FORMATS.get(frozenset(names)):
+        dataset.set("columns", "format", name)
+    elif columns:
+        found.missing.append(f"{dataset.place}.columns: {columns}")
 
 
 def _training(found: Import) -> None:

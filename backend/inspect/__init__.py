@@ -14,6 +14,7 @@ from typing import Any
 from backend.config import Data, RunSpec
 from backend.config.options import edit, for_dataset
 from backend.config.processes import rendezvous_port
+from backend.config.sources import key_of
 from backend.inspect.chain import awaited_model, predecessor
 from backend.inspect.checkpoint import checkpoint_problem
 from backend.inspect.datasets import inspect_datasets, shares
@@ -47,10 +48,12 @@ def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
         )
         if value and absolute(value) != value
     }
-    for name, files in (("data.files", spec.data.files), ("data.validation_files", spec.data.validation_files)):
-        resolved = tuple(absolute(file) for file in files)
-        if resolved != files:
-            patch[name] = resolved
+    for index, dataset in enumerate(spec.data.datasets):
+        for name in ("files", "validation_files"):
+            files = getattr(dataset, name)
+            resolved = tuple(absolute(file) for file in files)
+            if resolved != files:
+                patch[key_of(index, name)] = resolved
     return edit(spec, patch) if patch else spec
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import yaml
 from backend import registry
 from backend.config import Data, RunSpec, merge
 from backend.config.data import SYSTEM_COLUMN
-from backend.config.options import Problem, SpecError, get, options, shown
+from backend.config.options import Problem, SpecError, for_dataset, get, options, shown
+from backend.config.sources import SOURCES, key_of
 from backend.data.chat import InvalidExample
-from backend.data.formats import DEFAULTS, convert, required_columns
+from backend.data.formats import DEFAULTS, convert, detect_format, required_columns
 from backend.data.reading import DataFileError, expand, file_patterns, read_examples
 from backend.launch import accelerate_config
 from backend.paths import model_folder
@@ -65,6 +66,7 @@ COLUMNS = {
     "labels": {"messages": "messages", "kto_tag": "kto_tag"},
     "prompt_completion": {"messages": "messages"},
 }
+MIXING = {"interleave_first": "interleave_under", "interleave_all": "interleave_over"}
 COLUMN_NAMES = {
     "messages_column": "messages", "prompt_column": "prompt", "completion_column": "response", "text_column": "prompt",
 }  # fmt: skip
@@ -289,19 +291,64 @@ def _template(made: Export) -> None:
 def _data(made: Export) -> None:
     data = made.spec.data
     made.table["dataset_dir"] = "."
-    patterns = file_patterns(data)
-    train, validation = (_paths(files) for files in patterns)
-    if data.source == "hub":
-        train = [data.hub_id]
-    made.table["dataset"] = ",".join(_add(made, f"data_{n}", path) for n, path in enumerate(train, 1))
+    made.written |= {"data.validation_split", SOURCES, "data.mixing", "data.weight"}
+    train: list[str] = []
+    validation: list[str] = []
+    is_one_file = []  # of each dataset
+    for index in range(len(data.datasets)):
+        dataset, before = for_dataset(made.spec, index).data, len(train)
+        format = made.format if index == 0 else _format_of(dataset)
+        described = _Described(dataset, format, key_of(index, "format"), dataset.source != "hub")
+        patterns = file_patterns(dataset)
+        for path in _paths(patterns[0]) if described.is_file else [dataset.hub_id]:
+            train.append(_add(made, f"data_{len(train) + 1}", path, described))
+        for path in _paths(patterns[1]):
+            validation.append(_add(made, f"eval_{len(validation) + 1}", path, replace(described, is_file=True)))
+        is_one_file.append(len(train) == before + 1)
+    made.table["dataset"] = ",".join(train)
     if validation:
-        made.table["eval_dataset"] = ",".join(_add(made, f"eval_{n}", path) for n, path in enumerate(validation, 1))
-    elif data.source != "builtin" and data.validation == "split":
+        made.table["eval_dataset"] = ",".join(validation)
+    elif data.splits:
         made.table["val_size"] = data.validation_split
-    made.written.add("data.validation_split")
+    if data.sources:
+        _mixture(made, all(is_one_file))
     if data.max_samples:
         made.different.append("data.max_samples: LLaMA-Factory takes the first examples of each file, not random ones")
     made.different.append("train.seed: LLaMA-Factory draws another order of the examples from the same seed")
+
+
+def _mixture(made: Export, are_single_files: bool) -> None:
+    """How several datasets are put together. Source: llamafactory 0.9.5 data/data_utils.py, merge_dataset and
+    split_dataset; hparams/data_args.py."""
+    data = made.spec.data
+    datasets, is_interleaved = data.datasets, data.mixing != "concatenate"
+    weights = [dataset.weight for dataset in datasets]
+    splits = {dataset.validation_split if dataset.splits else 0 for dataset in datasets}
+    if is_interleaved:
+        made.table["mix_strategy"] = MIXING[data.mixing]
+        made.table["interleave_probs"] = ",".join(f"{weight / sum(weights):.10g}" for weight in weights)
+    found = {
+        "has no weights for concatenated datasets": not is_interleaved and {*weights} != {1},
+        "interleaves files, so each dataset must be one file": is_interleaved and not are_single_files,
+        "has one system prompt for all datasets": len({dataset.system_prompt for dataset in datasets}) > 1,
+        "has one max_samples for all datasets": len({dataset.max_samples for dataset in datasets}) > 1,
+        "splits the same share off all datasets, or off none": len(splits) > 1,
+        "interleaves the validation files too": is_interleaved and "eval_dataset" in made.table,
+        "splits validation examples off the mixture, in which examples are repeated": splits != {0}
+        and data.mixing == "interleave_all",
+    }
+    for text in (text for text, holds in found.items() if holds):
+        made.lacks(SOURCES, f"LLaMA-Factory {text}")
+
+
+def _format_of(data: Data) -> str:
+    """The format of one of several datasets: the one that is set, or that of its first example; '' if not known."""
+    if data.source == "builtin":
+        return registry.DATASETS[data.builtin].format
+    if data.format != "auto":
+        return data.format
+    paths = _paths(file_patterns(data)[0])
+    return detect_format(_first_example(Path(paths[0]))) or "" if paths else ""
 
 
 def _paths(patterns: Iterable[str]) -> list[str]:
@@ -312,10 +359,19 @@ def _paths(patterns: Iterable[str]) -> list[str]:
         return list(patterns)
 
 
-def _add(made: Export, name: str, path: str) -> str:
+@dataclass(frozen=True)
+class _Described:
+    """What the entries of a dataset have in common."""
+
+    data: Data  # of the dataset alone
+    format: str
+    option: str  # that sets the format
+    is_file: bool
+
+
+def _add(made: Export, name: str, path: str, described: _Described) -> str:
     """Describe a file in dataset_info.json; the name of its entry."""
-    data, format = made.spec.data, made.format
-    is_file = data.source != "hub"
+    data, format, is_file = described.data, described.format, described.is_file
     place = {"file_name": str(Path(path).absolute())} if is_file else {"hf_hub_url": path, "split": data.hub_split}
     if not is_file and data.hub_config:
         place["subset"] = data.hub_config
@@ -324,7 +380,7 @@ def _add(made: Export, name: str, path: str) -> str:
     texts = all(isinstance(first.get(columns[part]), str) for part in ("prompt", "response") if part in columns)
     with_turns = format == "prompt_completion" and made.converts and bool(first) and not texts
     if made.converts and is_file and (format in ("pairs", "labels") or with_turns):
-        place = {"file_name": _convert(made, name, Path(path), format)}
+        place = {"file_name": _convert(made, name, Path(path), described)}
         made.datasets[name] = {**place, "formatting": "sharegpt", "columns": COLUMNS[format], "tags": TAGS}
         made.datasets[name] |= {"ranking": True} if format == "pairs" else {}
     elif columns:
@@ -335,17 +391,17 @@ def _add(made: Export, name: str, path: str) -> str:
         made.datasets[name] |= {"tags": TAGS} if format == "messages" else {}
     else:
         made.datasets[name] = place
-        made.lacks("data.format", f"the examples of {path} must be described in {DATASET_INFO}")
+        made.lacks(described.option, f"the examples of {path} must be described in {DATASET_INFO}")
     return name
 
 
-def _convert(made: Export, name: str, path: Path, format: str) -> str:
+def _convert(made: Export, name: str, path: Path, described: _Described) -> str:
     """Write a data file as conversations with one chosen and one rejected turn, or with a label, which is all that
     LLaMA-Factory reads; the name of the new file. Raises SpecError."""
     lines, left_out = [], 0
     try:
         for _, example in read_examples(path):
-            if turns := _conversation(example, format, made.spec.data):
+            if turns := _conversation(example, described.format, described.data):
                 lines.append(json.dumps(turns, ensure_ascii=False))
             else:
                 left_out += 1

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from backend.config.options import get
+from backend.config.sources import SOURCES
 from backend.data.compression import is_compressed
 from backend.launch.llamafactory import Export, export
 from backend.rules.base import Case, Example, Fix, Violation, error, warning
@@ -112,9 +115,20 @@ def llamafactory_data(case: Case) -> str | None:
     if unread := next((path for path in files if is_compressed(path) or path.suffix.lower() == ".tsv"), None):
         kind = "compressed files; decompress" if is_compressed(unread) else ".tsv files; convert to .csv"
         return f"LLaMA-Factory does not read {kind} {unread}."
-    if not case.facts.format or not any(line.startswith("data.format:") for line in made.missing):
-        return None
-    return f"The data format is {case.facts.format}."
+    options = [option for option, _, _ in (line.partition(":") for line in made.missing) if _is_format(option)]
+    if case.facts.format and "data.format" in options:
+        return f"The data format is {case.facts.format}."
+    if others := [option for option in options if option != "data.format"]:
+        format = get(case.spec, others[0])
+        if format == "auto":
+            return f"{others[0]} is auto, and the format of this dataset is not known before the run. Set it."
+        return f"{others[0]} is {format}, which LLaMA-Factory does not read as it is."
+    return None
+
+
+def _is_format(option: str) -> bool:
+    """Whether this is the option of the format of a dataset."""
+    return option.startswith("data.") and option.endswith(".format")
 
 
 @warning(
@@ -130,7 +144,7 @@ def llamafactory_ignores(case: Case) -> str | None:
     """These options are part of Footplate's own trainer, or of a library that LLaMA-Factory does not use."""
     made = _export(case)
     names = [line.partition(":")[0] for line in made.missing] if made else []
-    names = [name for name in names if name not in ("parallel.strategy", "data.format")]
+    names = [name for name in names if name not in ("parallel.strategy", SOURCES) and not _is_format(name)]
     return f"LLaMA-Factory has no counterpart of {', '.join(names)}." if names else None
 
 
@@ -261,3 +275,28 @@ def ktransformers_unsupported(case: Case) -> Violation | None:
     texts = [text for text, holds in found.items() if holds]
     fixes = (ACCELERATED,) if len(texts) == 1 and not is_launched else ()
     return Violation(" ".join(texts), fixes) if texts else None
+
+
+TWO_DATASETS: tuple[dict[str, Any], ...] = (
+    {},
+    {"source": "files", "files": ("data.jsonl",), "format": "messages", "validation": "none"},
+)
+
+
+@error(
+    "LLF009",
+    fields=("data.sources", "launch.trainer"),
+    title="LLaMA-Factory cannot mix these datasets",
+    source="llamafactory 0.9.5: data/data_utils.py, merge_dataset and split_dataset; hparams/data_args.py",
+    fixes=(OURS,),
+    manual_fix="Concatenate the datasets, with weight 1 and the same system prompt, limit and validation split.",
+    fails_on=Example({**WITH, "data.sources": TWO_DATASETS, "data.weight": 2}, TWO_H100, READABLE),
+    passes_on=Example({**WITH, "data.sources": TWO_DATASETS}, TWO_H100, READABLE),
+)
+def llamafactory_mixture(case: Case) -> str | None:
+    """LLaMA-Factory concatenates or interleaves files. What splits off validation examples, limits the number of
+    examples, or is added as the system prompt, is the same for all of them."""
+    made = _export(case)
+    start = f"{SOURCES}: "
+    found = [line.removeprefix(start) for line in made.missing if line.startswith(start)] if made else []
+    return " ".join(f"{text}." for text in found) or None

@@ -69,7 +69,7 @@ def missing_chat_template(case: Case) -> Violation | None:
     data, facts = case.spec.data, case.facts
     if case.spec.train.stage == "pretraining" or data.chat_template != "model" or facts.has_chat_template is not False:
         return None
-    if (facts.format if data.format == "auto" else data.format) == "text":
+    if all((facts.format if each.format == "auto" else each.format) == "text" for each in data.datasets):
         return None
     plain_text = Fix("Train on plain text", {"train.stage": "pretraining"}, safe=False, cost="no chat format")
     message = f"data.chat_template is model, and the tokenizer of {case.spec.model.name} has no chat template."

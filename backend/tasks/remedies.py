@@ -19,6 +19,7 @@ from backend import presets, wording
 from backend.config import RunSpec
 from backend.config.options import SpecError, edit
 from backend.config.processes import DEFAULT_PORT
+from backend.config.sources import key_of
 from backend.inspect.ports import inspect_port
 from backend.machine import Gpu, Machine
 from backend.memory import OVERHEAD, Estimate
@@ -36,7 +37,7 @@ from backend.wording import counted
 
 MAX_REMEDIES = 5
 RULE_CODE = re.compile(r"\[[A-Z]{3}\d{3}\]$")
-OPTION_KEY = re.compile(r"\b[a-z]+\.[a-z]\w+")
+OPTION_KEY = re.compile(r"\b[a-z]+\.[a-z]\w+(?:\[\d+\]\.\w+)?")
 AMPERE = (8, 0)  # CUDA compute capability with bf16, of devices that are known by their size only
 
 
@@ -111,15 +112,16 @@ def _fixes_of_errors(failed: Failed) -> tuple[Fix, ...]:
     """The fixes of what the checks find now and the run failed with, without those after which the error is still
     there. Other errors, such as those of a machine that is not the one the run was planned for, are left out."""
     fixes = []
-    for finding in filter(lambda finding: _is_about(failed.failure, finding), _errors(failed.case)):
+    for finding in filter(lambda finding: _is_about(failed, finding), _errors(failed.case)):
         useful = (f for f in finding.fixes if finding.code not in _error_codes(failed.changed(f.patch)))
         fixes += list(islice(useful, 2))
     return tuple(fixes)
 
 
-def _is_about(why: Mapping[str, Any], finding: Finding) -> bool:
+def _is_about(failed: Failed, finding: Finding) -> bool:
     """Whether the run failed with this finding, or with an error about the same options. An error of the checks
     (backend/train/verify.py) names code and title. The fields of errors about memory are what reduces it."""
+    why = failed.failure
     sentence = why["sentence"]
     if f"[{finding.code}]" in sentence or finding.title in sentence:
         return True
@@ -127,7 +129,7 @@ def _is_about(why: Mapping[str, Any], finding: Finding) -> bool:
         return False
     options = {*why["fields"], *OPTION_KEY.findall(sentence)}
     if why["kind"] == failure.COLUMNS:
-        options.add("data.files")
+        options |= {key_of(index, "files") for index in range(len(failed.spec.data.datasets))}
     return not finding.code.startswith("MEM") and not options.isdisjoint(finding.fields)
 
 
@@ -259,7 +261,9 @@ def _available_device(failed: Failed) -> Iterator[Fix]:
 
 def _detected_format(failed: Failed) -> Iterator[Fix]:
     yield from _fixes_of_errors(failed)
-    yield Fix("Detect the data format", {"data.format": "auto"})
+    others = enumerate(failed.spec.data.sources[1:], 1)
+    patch = {key_of(index, "format"): "auto" for index, dataset in others if dataset.format != "auto"}
+    yield Fix("Detect the data format", {"data.format": "auto", **patch})
 
 
 def _stable_training(failed: Failed) -> Iterator[Fix]:

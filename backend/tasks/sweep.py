@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend.config import RunSpec
-from backend.config.options import Problem, SpecError, by_name, edit, get
+from backend.config.options import Problem, SpecError, edit, find, get
 
 RANGE = re.compile(r"(?P<log>log:)?(?P<low>[^,]+?)\.\.(?P<high>[^,/]+)(?:/(?P<points>\d+))?")
 SEED = "train.seed"
@@ -54,7 +54,7 @@ class Values:
             value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
         else:
             value = self.low + share * (self.high - self.low)
-        return round(value) if by_name()[self.name].kind == "int" else float(f"{value:.4g}")
+        return round(value) if _kind(self.name) == "int" else float(f"{value:.4g}")
 
     def _text(self) -> str:
         return f"{'log:' * self.is_log}{self.low:g}..{self.high:g}"
@@ -65,7 +65,7 @@ def parse(text: str) -> Values:
     name, equals, values = (part.strip() for part in text.partition("="))
     if not equals or not values:
         raise _problem("", f"{text}: expected section.key=values, such as train.learning_rate=1e-5,1e-4")
-    if name not in by_name():
+    if find(name) is None:
         edit(RunSpec(), {name: values})  # raises SpecError, which names the closest option
     found = RANGE.fullmatch(values)
     if not found:
@@ -74,7 +74,7 @@ def parse(text: str) -> Values:
         low, high = float(found["low"]), float(found["high"])
     except ValueError:
         raise _problem(name, f"{values} is not a range of numbers") from None
-    if by_name()[name].kind not in ("int", "float"):
+    if _kind(name) not in ("int", "float"):
         raise _problem(name, "only numeric options can have a range; list the values, separated by commas")
     if int(found["points"] or 0) > MAX_POINTS:
         raise _problem(name, f"a range has at most {MAX_POINTS} grid points")
@@ -106,6 +106,12 @@ def patches(
         made = edit(spec, point)  # as typed -> as validated
         found.append({name: get(made, name) for name in point})
     return [patch for number, patch in enumerate(found) if patch not in found[:number]]
+
+
+def _kind(name: str) -> str:
+    """The kind of an option, which may be that of a dataset: data.sources[1].weight."""
+    option = find(name)
+    return option.kind if option else ""
 
 
 def _problem(name: str, message: str) -> SpecError:

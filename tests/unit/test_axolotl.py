@@ -1,10 +1,12 @@
 """axolotl's YAML as a spec: what is taken over, what means something else, and what is refused."""
 
+from copy import deepcopy
+
 import pytest
 import yaml
 
-from backend.config import RunSpec
-from backend.config.options import SpecError
+from backend.config import RunSpec, Source
+from backend.config.options import SpecError, effective, plain
 from backend.importers import detect_format, import_file
 
 LORA = {
@@ -73,11 +75,6 @@ def test_defaults_are_those_of_axolotl(tmp_path):
         ({"datasets": "-", "pretraining_dataset": "c/d"}, "train.stage", "pretraining"),
         ({"datasets": [{"path": "a/b", "name": "x", "split": "train[:5%]"}]}, "data.hub_split", "train[:5%]"),
         ({"datasets": [{"path": "json", "data_files": ["a.json", "b.json"]}]}, "data.files", ("a.json", "b.json")),
-        (
-            {"datasets": [{"path": "some.jsonl"}, {"path": "more.parquet"}]},
-            "data.files",
-            ("some.jsonl", "more.parquet"),
-        ),
         ({"datasets": [{"path": "a.jsonl", "field_messages": "talk"}]}, "data.messages_column", "talk"),
         ({"test_datasets": [{"path": "test.jsonl"}]}, "data.validation_files", ("test.jsonl",)),
         ({"train_on_inputs": True}, "data.loss_on", "all_tokens"),
@@ -131,6 +128,9 @@ def test_options(tmp_path, given, option, value):
         ({"adapter": "llama-adapter"}, "adapter: llama-adapter"),
         ({"process_reward_model": True}, "process_reward_model"),
         ({"datasets": [{"type": "alpaca"}]}, "datasets"),
+        ({"datasets": [3, None, {"path": ["a"]}]}, "datasets"),
+        ({"datasets": [{"path": f"a/{n}"} for n in range(33)]}, "must have at most 32 entries, but has 33"),
+        ({"datasets": [{"path": "a/b", "shards": "some"}]}, r"datasets\[0\].shards: some"),
         ({"learning_rate": "high"}, "train.learning_rate"),
         ({"max_steps": "many"}, "max_steps"),
         ({"sequence_len": [1]}, r"sequence_len \(data.max_length\): "),
@@ -151,15 +151,32 @@ def test_refused(tmp_path, given, named):
         ),
         ({"special_tokens": {"pad_token": "<pad>"}}, "special_tokens: "),
         ({"optimizer": "came_pytorch"}, "optimizer: came_pytorch"),
-        ({"datasets": [{"path": "a/b"}, {"path": "c/d"}]}, "datasets: c/d"),
-        ({"datasets": [{"path": "a/b", "roles_to_train": ["x"]}]}, "datasets: roles_to_train of a/b"),
+        ({"datasets": [{"path": "a/b", "roles_to_train": ["x"]}]}, "datasets[0].roles_to_train: ['x']"),
+        ({"datasets": [{"path": "a/b"}, {"path": "c/d", "train_on_eos": "all"}]}, "datasets[1].train_on_eos: all"),
+        ({"datasets": [{"path": "a/b", "roles": {"assistant": ["gpt", "bot"]}}]}, "datasets[0].roles.assistant: "),
+        ({"datasets": [{"path": "a/b", "shards": 4}]}, "datasets[0].shards: 4 (all examples are used"),
+        ({"datasets": [{"path": "a/b", "data_files": ["x.json"]}]}, "datasets[0].data_files: ['x.json']"),
+        ({"datasets": [{"path": "a/b", "revision": "v2"}]}, "datasets[0].revision: v2"),
+        ({"datasets": [{"path": "a.jsonl", "split": "train[:5%]"}]}, "datasets[0].split: train[:5%] (of local files)"),
+        ({"datasets": [{"path": "a/b", "type": "alpaca", "field_messages": "x"}]}, "datasets[0].field_messages: x"),
+        ({"datasets": [{"path": "a/b", "type": "sharegpt", "field_messages": "x"}]}, "datasets[0].field_messages: x"),
+        (
+            {"datasets": [{"path": "a/b", "type": "chat_template", "message_property_mappings": {"role": "who"}}]},
+            "datasets[0].message_property_mappings: {'role': 'who'}",
+        ),
+        (
+            {"chat_template": "chatml", "datasets": [{"path": "a/b"}, {"path": "c/d", "chat_template": "llama3"}]},
+            "datasets[1].chat_template: llama3",
+        ),
+        ({"test_datasets": [{"path": "a/b", "split": "test"}]}, "test_datasets[0]: a/b (validation files are local"),
+        ({"test_datasets": [{"path": "t.jsonl", "type": "completion"}]}, "test_datasets[0]: t.jsonl (no training"),
         ({"val_set_size": 20}, "val_set_size: 20"),
         ({"torch_compile": True, "deepspeed": "zero2.json"}, "torch_compile: True (train.torch_compile has no effect"),
         ({"gradient_checkpointing": "offload"}, "gradient_checkpointing: offload"),
         ({"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters"),
         (
             {"datasets": [{"path": "a/b", "type": {"field_output": "y", "format": "{instruction}"}}]},
-            "datasets: type.format: {instruction}",
+            "datasets[0].type.format: {instruction}",
         ),
         ({"shuffle_merged_datasets": False}, "shuffle_merged_datasets: False"),
         ({"wandb_project": "x", "use_mlflow": True}, "use_mlflow"),
@@ -173,9 +190,8 @@ def test_what_is_not_taken_over_is_named(tmp_path, given, named):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"rl": "kto", "datasets": [{"path": "a/b", "type": "llama3.ultra"}]}, "datasets: type llama3.ultra"),
-        ({"datasets": [{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl", "type": "completion"}]},
-         "datasets: type completion of b.jsonl"),
+        ({"rl": "kto", "datasets": [{"path": "a/b", "type": "llama3.ultra"}]}, "datasets[0].type: llama3.ultra"),
+        ({"datasets": [{"path": "a/b"}, {"path": "c/d", "shards": 4}]}, "datasets[1].shards: 4: the examples"),
         ({"dp_shard_size": 4}, "dp_shard_size: 4"),
         ({"fsdp": ["hybrid_shard"], "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "fsdp: hybrid_shard"),
     ],
@@ -189,6 +205,111 @@ def test_a_folder_of_files(tmp_path):
     found = read(tmp_path, base_model="mine", datasets=[{"path": "mine", "data_files": "a.jsonl"}])
     assert (found.spec.model.source, found.spec.model.path) == ("path", "mine")
     assert found.spec.data.files == ("mine/a.jsonl",)
+
+
+# Of examples/llama-3/lora-1b-deduplicate-dpo.yml; conversations of several datasets; instructions and plain text.
+PREFERENCES = {
+    "path": "fozziethebeat/alpaca_messages_2k_dpo_test", "type": "chat_template.default",
+    "field_messages": "conversation", "field_chosen": "chosen", "field_rejected": "rejected",
+    "message_property_mappings": {"role": "role", "content": "content"},
+    "roles": {"system": ["system"], "user": ["user"], "assistant": ["assistant"]},
+}  # fmt: skip
+CONVERSATIONS = [
+    {"path": "mlabonne/FineTome-100k", "type": "chat_template", "split": "train[:20%]",
+     "field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"},
+     "roles_to_train": ["assistant"], "train_on_eos": "turn"},
+    {"path": "HuggingFaceTB/smoltalk", "type": "chat_template", "name": ["everyday-conversations", "smol-magpie"]},
+    {"path": "data/sft_train.jsonl", "ds_type": "json", "type": "chat_template", "shards": 4, "shards_idx": 1},
+]  # fmt: skip
+INSTRUCTIONS = [
+    {"path": "mhenrichsen/alpaca_2k_test", "type": "alpaca"},
+    {"path": "json", "data_files": ["notes.jsonl", "more.jsonl"], "type": "completion", "field": "body"},
+    {"path": "own.jsonl", "type": {"field_instruction": "q", "field_output": "a"}},
+]  # fmt: skip
+
+
+def options_of(spec):
+    """The options of each dataset that are not its defaults."""
+    return [
+        plain(each)
+        for each in (Source(**{name: getattr(spec.data, name) for name in Source.model_fields}), *spec.data.sources[1:])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            CONVERSATIONS,
+            [
+                {"source": "hub", "hub_id": "mlabonne/FineTome-100k", "hub_split": "train[:20%]",
+                 "format": "sharegpt", "messages_column": "conversations"},
+                {"source": "hub", "hub_id": "HuggingFaceTB/smoltalk", "hub_config": "everyday-conversations"},
+                {"source": "hub", "hub_id": "HuggingFaceTB/smoltalk", "hub_config": "smol-magpie"},
+                {"source": "files", "files": ["data/sft_train.jsonl"], "weight": 0.25},
+            ],
+        ),
+        (
+            INSTRUCTIONS,
+            [
+                {"source": "hub", "hub_id": "mhenrichsen/alpaca_2k_test", "format": "alpaca"},
+                {"source": "files", "files": ["notes.jsonl", "more.jsonl"], "format": "text", "text_column": "body"},
+                {"source": "files", "files": ["own.jsonl"], "format": "prompt_completion", "prompt_column": "q",
+                 "completion_column": "a"},
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_every_dataset_of_a_list(tmp_path, given, expected):
+    found = read(tmp_path, datasets=given)
+    expected = [{**each, "validation_split": 0.1} for each in expected]
+    assert options_of(found.spec) == expected
+    assert (found.spec.data.mixing, found.spec.train.stage, found.missing) == ("concatenate", "sft", [])
+    assert effective(found.spec).data.datasets[1:] == found.spec.data.datasets[1:], "each option has an effect"
+
+
+def test_the_same_dataset_twice(tmp_path):
+    """dataset_exact_deduplication makes one copy of it."""
+    found = read(
+        tmp_path,
+        rl="dpo",
+        datasets=[PREFERENCES, deepcopy(PREFERENCES)],
+        dataset_exact_deduplication=True,
+        val_set_size=0,
+    )
+    one = {"source": "hub", "hub_id": PREFERENCES["path"], "format": "pairs", "prompt_column": "conversation",
+           "chosen_column": "chosen", "rejected_column": "rejected", "validation": "none"}  # fmt: skip
+    assert options_of(found.spec) == [one, one] and found.spec.data.drop_duplicates
+    assert [text for text in found.missing if text.startswith("datasets")] == []
+
+
+def test_test_datasets_belong_to_the_dataset_with_their_format(tmp_path):
+    tests = [
+        {"path": "talks.jsonl", "type": "chat_template"},
+        {"path": "facts.jsonl", "type": "alpaca"},
+        {"path": "more.jsonl", "type": "alpaca", "shards": 2},
+    ]
+    given = [{"path": "a/b", "type": "alpaca"}, {"path": "c/d", "type": "chat_template"}]
+    found = read(tmp_path, datasets=given, test_datasets=tests, val_set_size=0)
+    first, second = found.spec.data.datasets
+    assert (first.validation, first.validation_files) == ("files", ("facts.jsonl", "more.jsonl"))
+    assert (second.validation, second.validation_files) == ("files", ("talks.jsonl",))
+    assert found.missing == ["test_datasets[2].shards: 2 (all of its examples are used)"]
+    assert found.spec.eval.strategy == "epoch"
+
+
+def test_what_holds_for_all_datasets(tmp_path):
+    given = [{"path": "a/b", "type": "alpaca"}, {"path": "c/d", "chat_template": "chatml", "type": "chat_template"}]
+    found = read(tmp_path, datasets=given, default_system_message="Be brief.", chat_template="chatml")
+    assert [each.system_prompt for each in found.spec.data.datasets] == ["Be brief.", "Be brief."]
+    assert found.spec.data.chat_template == "chatml" and found.missing == []
+
+
+def test_a_dataset_without_a_path_is_named(tmp_path):
+    found = read(tmp_path, datasets=[{"type": "alpaca"}, "a/b", 3])
+    assert (found.spec.data.hub_id, found.spec.data.sources) == ("a/b", ())
+    assert [text.split(" (")[1] for text in found.missing] == ["a dataset needs a path)"] * 2
+    assert found.missing[1].startswith("datasets[2]: 3 ")
 
 
 @pytest.mark.parametrize(

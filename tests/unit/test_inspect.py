@@ -378,6 +378,11 @@ def test_relative_paths_are_resolved(tmp_path: Path) -> None:
     resolved = resolve_paths(files("a/*.jsonl", "/abs/b.jsonl", data__chat_template_file=""), tmp_path)
     assert resolved.data.files == (str(tmp_path / "a/*.jsonl"), "/abs/b.jsonl")
     assert resolve_paths(RunSpec(), tmp_path) == RunSpec()
+    sources = [{"source": "files", "files": ["a.jsonl"]}, {"source": "files", "files": ["b.jsonl", "/c.jsonl"]}]
+    sources[1] |= {"validation": "files", "validation_files": ["d.jsonl"]}
+    first, second = resolve_paths(edit(RunSpec(), {"data.sources": sources}), tmp_path).data.datasets
+    assert first.files == (f"{tmp_path}/a.jsonl",) and second.files == (f"{tmp_path}/b.jsonl", "/c.jsonl")
+    assert second.validation_files == (f"{tmp_path}/d.jsonl",)
 
 
 def test_a_port_in_use_is_found(tmp_path: Path) -> None:

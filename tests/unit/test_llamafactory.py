@@ -231,14 +231,126 @@ def test_other_datasets_of_dataset_info(tmp_path):
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
     data = read(tmp_path, dataset="hub").spec.data
     assert (data.source, data.hub_id, data.hub_split) == ("hub", "a/b", "test")
-    found = read(tmp_path, dataset="one,two")
-    assert found.spec.data.files == ("data/1.json", "data/2.json")
+    found = read(tmp_path, dataset="one,two", max_samples="-")
+    one, two = found.spec.data.datasets
+    assert (one.files, one.format, one.prompt_column, one.max_samples) == (("data/1.json",), "alpaca", "q", 5)
+    assert (two.files, two.format, two.prompt_column, two.max_samples) == (("data/2.json",), "auto", "", 0)
     told = [*found.different, *found.missing]
     for text in (
-        "dataset: two: all files are read in the format of one",
         "dataset: one: columns.query: rename the column more to input; Footplate reads it only under that name",
         "dataset: one: columns.images: pictures",
         "dataset: one: tags.user_tag: client: Footplate does not recognize this role name",
-        "dataset: one: num_samples: 5 (all examples are read)",
+        "dataset: one: num_samples: 5: if the dataset has fewer examples, each is used once; there, some of them are "
+        "repeated",
     ):
         assert text in told
+
+
+# Entries of LLaMA-Factory's own data/dataset_info.json.
+INFO = {
+    "identity": {"file_name": "identity.json"},
+    "alpaca_en_demo": {"file_name": "alpaca_en_demo.json"},
+    "glaive_toolcall_en_demo": {
+        "file_name": "glaive_toolcall_en_demo.json", "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "tools": "tools"},
+    },
+    "slimorca": {"hf_hub_url": "Open-Orca/SlimOrca", "formatting": "sharegpt"},
+    "openassistant": {"hf_hub_url": "OpenAssistant/oasst1", "ms_hub_url": "x/y", "subset": "en", "split": "train[:9%]"},
+    "ultrachat_200k": {
+        "hf_hub_url": "HuggingFaceH4/ultrachat_200k", "formatting": "sharegpt", "columns": {"messages": "messages"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "belle_2m": {"ms_hub_url": "AI-ModelScope/train_2M_CN"},
+}  # fmt: skip
+
+
+def with_info(tmp_path, **more):
+    (tmp_path / "data").mkdir(exist_ok=True)
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
+    return read(tmp_path, **more)
+
+
+def test_every_dataset_of_a_list(tmp_path):
+    """examples/train_lora/qwen3_lora_sft.yaml and more datasets; max_samples limits each of them."""
+    found = with_info(tmp_path, dataset="identity,alpaca_en_demo, glaive_toolcall_en_demo,ultrachat_200k,openassistant")
+    data = found.spec.data
+    files = [each.files for each in data.datasets[:3]]
+    assert files == [("data/identity.json",), ("data/alpaca_en_demo.json",), ("data/glaive_toolcall_en_demo.json",)]
+    assert [each.format for each in data.datasets] == ["auto", "auto", "sharegpt", "messages", "auto"]
+    assert [each.source for each in data.datasets[3:]] == ["hub", "hub"]
+    last = data.datasets[4]
+    assert (last.hub_id, last.hub_config, last.hub_split) == ("OpenAssistant/oasst1", "en", "train[:9%]")
+    assert {each.max_samples for each in data.datasets} == {1000}
+    assert {each.validation for each in data.datasets} == {"none"}
+    assert data.mixing == "concatenate" and found.missing == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shares", "mixing", "weights"),
+    [
+        ("interleave_under", "0.65,0.35", "interleave_first", [0.65, 0.35]),
+        ("interleave_over", "0.7, 0.3", "interleave_all", [0.7, 0.3]),
+        ("interleave_over", [7, 3], "interleave_all", [7, 3]),
+        ("interleave_under", None, "interleave_first", [1, 1]),
+        ("interleave_once", None, "concatenate", [1, 1]),
+        ("concat", None, "concatenate", [1, 1]),
+    ],
+)
+def test_the_mixture(tmp_path, strategy, shares, mixing, weights):
+    found = with_info(tmp_path, dataset="identity,slimorca", mix_strategy=strategy, interleave_probs=shares)
+    assert found.spec.data.mixing == mixing
+    assert [each.weight for each in found.spec.data.datasets] == weights
+    assert found.missing == [] and found.spec.llamafactory.extra_args == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"mix_strategy": "shuffle"}, "mix_strategy: shuffle"),
+        ({"interleave_probs": "0.7"}, "a number for each of the 2 datasets, but has 1"),
+        ({"interleave_probs": "1,0"}, r"interleave_probs \(data.sources\[1\].weight\): must be greater than 0"),
+        ({"interleave_probs": "1,x"}, r"interleave_probs \(data.sources\[1\].weight\): must be a number"),
+    ],
+)  # fmt: skip
+def test_a_mixture_without_a_counterpart(tmp_path, given, named):
+    with pytest.raises(SpecError, match=named):
+        with_info(tmp_path, dataset="identity,slimorca", **{"mix_strategy": "interleave_over", **given})
+
+
+def test_probabilities_without_interleaving_are_named(tmp_path):
+    found = with_info(tmp_path, dataset="identity,slimorca", interleave_probs="0.5,0.5")
+    assert found.missing == ["interleave_probs: 0.5,0.5 (the mixture has each example once)"]
+
+
+def test_datasets_without_a_description_keep_their_place(tmp_path):
+    found = with_info(tmp_path, dataset="identity,belle_2m,unknown,alpaca_en_demo")
+    assert [each.files for each in found.spec.data.datasets[1:3]] == [(), ()]
+    assert found.missing == [
+        f"dataset: {name} (data/dataset_info.json gives no file_name for it; add its file to data.sources[{n}].files)"
+        for n, name in ((1, "belle_2m"), (2, "unknown"))
+    ]
+
+
+def test_validation_files_belong_to_the_dataset_with_their_format(tmp_path):
+    given = "identity,glaive_toolcall_en_demo"
+    found = with_info(tmp_path, dataset=given, eval_dataset="glaive_toolcall_en_demo,alpaca_en_demo,slimorca")
+    first, second = found.spec.data.datasets
+    assert (first.validation, first.validation_files) == ("files", ("data/alpaca_en_demo.json",))
+    assert (second.validation, second.validation_files) == ("files", ("data/glaive_toolcall_en_demo.json",))
+    assert found.missing == ["eval_dataset: slimorca: Open-Orca/SlimOrca (validation files are local files)"]
+    found = with_info(tmp_path, dataset="slimorca", eval_dataset="alpaca_en_demo")
+    assert found.missing[0].startswith("eval_dataset: alpaca_en_demo: data/alpaca_en_demo.json (no training dataset")
+
+
+def test_names_on_the_hub(tmp_path):
+    spec = read(tmp_path, dataset_dir="ONLINE", dataset="llamafactory/demo_data,a/b").spec
+    assert [(each.source, each.hub_id) for each in spec.data.datasets] == [
+        ("hub", "llamafactory/demo_data"),
+        ("hub", "a/b"),
+    ]
+
+
+def test_one_system_prompt_for_all(tmp_path):
+    found = with_info(tmp_path, dataset="identity,slimorca", default_system="Be brief.", val_size=0.1)
+    assert [each.system_prompt for each in found.spec.data.datasets] == ["Be brief.", "Be brief."]
+    assert [each.validation_split for each in found.spec.data.datasets] == [0.1, 0.1]

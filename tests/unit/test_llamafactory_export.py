@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from specs import rule_finding
 
 from backend import presets
 from backend.__main__ import main
@@ -15,6 +16,8 @@ from backend.launch.llamafactory import export
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.resolve import resolve
+from backend.rules.examples import TWO_H100
+from backend.rules.llamafactory import READABLE, WITH
 
 FILES = {"data.source": "files", "data.validation": "none", "eval.strategy": "no"}
 EIGHT = Machine(device="cuda", gpus=gpus(8, "H100"), cores=96)
@@ -158,3 +161,79 @@ def test_columns_of_the_first_example(tmp_path):
     first, second = (found.datasets[name]["columns"] for name in ("data_1", "data_2"))
     assert first == {"prompt": "instruction", "response": "output"}
     assert second == {**first, "query": "input", "system": "system"}
+
+
+def test_every_dataset_is_written(tmp_path):
+    """Each file is an entry with the format and columns of its dataset, and validation files stay with them."""
+    talk = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]}
+    talks, facts = lines(tmp_path / "talks.jsonl", talk), lines(tmp_path / "facts.jsonl", {"q": "?", "a": "a"})
+    more = lines(tmp_path / "more.jsonl", talk)
+    second = {"source": "files", "files": [facts], "format": "prompt_completion", "prompt_column": "q"}
+    second |= {"completion_column": "a", "validation": "files", "validation_files": [facts]}
+    hub = {"source": "hub", "hub_id": "x/y", "hub_config": "en", "format": "sharegpt", "validation": "none"}
+    detected = {"source": "files", "files": [more], "validation": "none"}
+    found = made({"data.files": (talks, more), "data.sources": [{}, second, hub, detected]})
+    assert found.table["dataset"] == "data_1,data_2,data_3,data_4,data_5" and found.table["eval_dataset"] == "eval_1"
+    assert "mix_strategy" not in found.table and "val_size" not in found.table
+    entries = found.datasets
+    assert [entries[f"data_{n}"].get("file_name") for n in range(1, 6)] == [talks, more, facts, None, more]
+    assert entries["data_3"]["columns"] == entries["eval_1"]["columns"] == {"prompt": "q", "response": "a"}
+    assert (entries["data_4"]["hf_hub_url"], entries["data_4"]["subset"]) == ("x/y", "en")
+    assert entries["data_5"]["columns"] == {"messages": "messages"} and not found.missing
+
+
+MIX = {
+    "data.sources": [{}, {"source": "files", "files": ["/data/b.jsonl"], "format": "messages", "validation": "none"}]
+}
+
+
+@pytest.mark.parametrize("mixing", ["interleave_first", "interleave_all"])
+def test_an_exported_mixture_is_imported_again(tmp_path, mixing):
+    patch = {**MIX, "data.mixing": mixing, "data.weight": 3, "data.max_samples": 9, "data.sources[1].max_samples": 9}
+    patch |= {
+        "data.system_prompt": "Be brief.",
+        "data.sources[1].system_prompt": "Be brief.",
+        "data.format": "messages",
+    }
+    found = made(patch)
+    assert found.table["interleave_probs"] == "0.75,0.25" and not found.missing
+    for name, text in found.files.items():
+        (tmp_path / name).write_text(text)
+    again = import_file(found.files["train.yaml"], RunSpec(), tmp_path)
+    before, after = edit(RunSpec(), {**FILES, "data.files": ("/data/a.jsonl",), **patch}).data, again.spec.data
+    assert after.mixing == mixing and [each.weight for each in after.datasets] == [0.75, 0.25]
+    for one, other in zip(before.datasets, after.datasets, strict=True):
+        for name in ("source", "files", "format", "max_samples", "system_prompt", "validation"):
+            assert getattr(one, name) == getattr(other, name), name
+
+
+SPLIT = {"data.validation": "split", "data.sources[1].validation": "split"}
+
+
+@pytest.mark.parametrize(
+    ("patch", "text"),
+    [
+        ({"data.weight": 2}, "has no weights for concatenated datasets"),
+        ({"data.mixing": "interleave_first", "data.files": ("/a.jsonl", "/b.jsonl")}, "interleaves files, so each"),
+        ({"data.sources[1].system_prompt": "Be brief."}, "has one system prompt for all datasets"),
+        ({"data.max_samples": 9}, "has one max_samples for all datasets"),
+        ({"data.validation": "split"}, "splits the same share off all datasets, or off none"),
+        ({**SPLIT, "data.validation_split": 0.1}, "splits the same share off all datasets, or off none"),
+        ({"data.mixing": "interleave_first", "data.validation": "files", "data.validation_files": ("/v.jsonl",)},
+         "interleaves the validation files too"),
+        ({"data.mixing": "interleave_all", **SPLIT}, "splits validation examples off the mixture"),
+        ({"data.mixing": "interleave_first", **SPLIT}, ""),
+        (SPLIT, ""),
+    ],
+)  # fmt: skip
+def test_mixtures_that_llamafactory_does_not_have(patch, text):
+    found = [line for line in made({**MIX, **patch}).missing if line.startswith("data.sources: ")]
+    assert len(found) == bool(text) and "".join(found).startswith(f"data.sources: LLaMA-Factory {text}" if text else "")
+
+
+def test_a_second_dataset_of_preferences_or_an_unknown_format():
+    pairs = {"data.sources[1].format": "pairs", "data.sources[1].source": "hub", "data.sources[1].hub_id": "x/y"}
+    for patch in (pairs, {**pairs, "data.sources[1].format": "auto"}):
+        assert [line.partition(":")[0] for line in made({**MIX, **patch}).missing] == ["data.sources[1].format"]
+        finding = rule_finding("LLF004", {**MIX, **patch, **WITH}, TWO_H100, READABLE)
+        assert finding and finding.message.startswith(f"data.sources[1].format is {patch['data.sources[1].format']}, ")

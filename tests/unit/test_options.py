@@ -14,6 +14,7 @@ from backend.config import options as o
 from backend.config.aliases import ALIASES, GUESSES, VALUE_ALIASES
 from backend.presets import dump, load
 from backend.rules import Fix
+from webui.api.checking import form_values
 from webui.api.fixes import fix_json
 
 OPTIONS = o.options()
@@ -317,3 +318,11 @@ def test_a_fix_resets_the_options_that_it_makes_visible() -> None:
     fix = fix_json(Fix("Use FSDP2", fsdp2).for_spec(tensor), tensor)
     assert fix["patch"] == {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 1}
     assert [change["label"] for change in fix["diff"]] == ["Distributed strategy", "Context parallel size"]
+
+
+def test_a_fix_of_a_dataset_sets_the_list_in_the_form() -> None:
+    spec = o.edit(RunSpec(), {"data.sources": [{}, {"source": "files", "files": ["a.jsonl"], "format": "text"}]})
+    fix = fix_json(Fix("Detect the format", {"data.sources[1].format": "auto"}), spec)
+    assert [(change["label"], change["to"]) for change in fix["diff"]] == [("Data format", "Automatic")]
+    form = {**form_values(spec), **fix["patch"]}
+    assert o.parse(form) == o.edit(spec, {"data.sources[1].format": "auto"})

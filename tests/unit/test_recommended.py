@@ -37,6 +37,11 @@ def test_own_data_get_usual_values() -> None:
     assert set(found) >= {"eval.steps", "save.steps"}
 
 
+def test_another_dataset_next_to_that_of_the_demo_counts_as_other_data() -> None:
+    found = recommended_values(changed(data__sources=[{}, {"source": "files", "files": ["mine.jsonl"]}]), DEMO)
+    assert found["train.learning_rate"] == 2e-4
+
+
 def test_learning_rate_follows_method_and_stage() -> None:
     full = changed(model__builtin="tiny-llama", method__kind="full")
     assert recommended_values(full, DEMO)["train.learning_rate"] == 2e-5

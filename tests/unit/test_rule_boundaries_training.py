@@ -555,3 +555,29 @@ def test_the_number_of_examples_with_the_same_error_is_a_lower_bound_where_more_
     assert "least" not in message(("a.jsonl", 1), ("a.jsonl", 2), ("b.jsonl", 1))
     three = message(*(("a.jsonl", line) for line in range(MAX_ISSUES)))
     assert "At least 2 other examples have the same error." in three
+
+
+@pytest.mark.parametrize(
+    ("code", "stage", "second", "option", "fix"),
+    [
+        ("STG001", "dpo", {}, "data.sources[1].builtin", {"data.sources[1].builtin": "train-pairs"}),
+        ("STG002", "sft", {"source": "hub", "hub_id": "a/b", "format": "pairs"}, "data.sources[1].format",
+         {"data.sources[1].format": "auto"}),
+    ],
+)  # fmt: skip
+def test_a_second_dataset_fits_the_stage(
+    code: str, stage: str, second: dict[str, Any], option: str, fix: dict[str, Any]
+) -> None:
+    first = {**(DPO if stage == "dpo" else {}), "train.stage": stage}
+    finding = Setup({**first, "data.sources": ({}, second)}).finding(code)
+    assert finding and finding.fields == (option, "train.stage")
+    assert finding.fixes[0].patch == fix
+    assert Setup({**first, "data.sources": ({}, second), **fix}).finding(code) is None
+
+
+def test_only_plain_text_needs_no_chat_template() -> None:
+    model = {"model.source": "path", "model.path": "model", **USER_DATA, "data.format": "text"}
+    facts = replace(DEMO, has_chat_template=False)
+    sources = [({}, {"source": "files", "files": ("b.jsonl",), "format": name}) for name in ("text", "messages")]
+    found = [Setup({**model, "data.sources": each}, facts).finding("MDL003") for each in sources]
+    assert found[0] is None and found[1] is not None

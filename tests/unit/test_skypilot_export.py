@@ -50,3 +50,15 @@ def test_all_nodes_of_skypilot_start_in_the_folder_of_the_volume(tmp_path):
         )
         printed.append(done.stdout)
     assert printed == [f"spec.yaml\n{volume}/sky-7\n{rank} of 2\n" for rank in (0, 1)]
+
+
+def test_skypilot_copies_the_files_of_all_datasets(tmp_path):
+    names = ("a.jsonl", "b.jsonl", "v.jsonl", "other.jsonl")
+    paths = [str(tmp_path / name) for name in names]
+    for path in paths:
+        (tmp_path / path).touch()
+    hub = {"source": "hub", "hub_id": "x/y", "files": paths[3:], "validation": "files", "validation_files": paths[2:3]}
+    sources = [{"source": "files", "files": paths[:1]}, {"source": "files", "files": paths[:2]}, hub]
+    spec = edit(RunSpec(), {**ON_NODES, "data.sources": sources})
+    task = yaml.safe_load(skypilot.files(spec, MACHINE, InputFacts())["task.yaml"])
+    assert [path for path in task["file_mounts"] if path in paths] == paths[:3], "hidden options name no files"

@@ -53,6 +53,14 @@ def test_values(text: str, expected: list[Any]) -> None:
     assert [patch[name] for patch in patches(text)] == expected
 
 
+def test_the_weight_of_a_dataset() -> None:
+    spec = edit(RunSpec(), {"data.sources": [{}, {"builtin": "trains"}]})
+    varied = [sweep.parse("data.sources[1].weight=0.5..2/2")]
+    assert sweep.patches(spec, varied) == [{"data.sources[1].weight": 0.5}, {"data.sources[1].weight": 2.0}]
+    with pytest.raises(SpecError, match="there is one dataset"):
+        sweep.patches(RunSpec(), [sweep.parse("data.sources[2].weight=1,2")])
+
+
 def test_samples_are_inside_the_range_and_repeatable() -> None:
     found = patches(f"{RATE}=log:1e-6..1e-2", f"{RANK}=4..64", samples=40)
     assert found == patches(f"{RATE}=log:1e-6..1e-2", f"{RANK}=4..64", samples=40)

@@ -129,9 +129,11 @@ def test_keys_whose_option_is_hidden_are_named(tmp_path):
 def test_what_is_not_taken_over_is_named(tmp_path):
     given = {"eos_token": "<|im_end|>", "attn_implementation": "kernels-community/flash-attn", "eval_strategy": "steps"}
     given |= {"average_tokens_across_devices": False}
-    missing = read(tmp_path, **given, accelerate_config="my.yaml", datasets=[{"path": "a/b", "columns": ["x"]}]).missing
+    missing = read(
+        tmp_path, **given, accelerate_config="my.yaml", datasets=[{"path": "a/b", "columns": ["x"], "data_dir": "d"}]
+    ).missing
     keys = ("eos_token", "attn_implementation", "eval_strategy", "accelerate_config", "average_tokens_across_devices")
-    for named in (*keys, "push_to_hub", "datasets: columns of a/b"):
+    for named in (*keys, "push_to_hub", "datasets[0].columns", "datasets[0].data_dir"):
         assert any(text.startswith(named) for text in missing), (named, missing)
 
 
@@ -151,18 +153,29 @@ def test_the_mixture_of_the_alignment_handbook(tmp_path):
     table = {"model_name_or_path": "c/d", "dataset_mixture": {"datasets": parts, "test_split_size": 0.1}}
     assert detect_format(yaml.safe_dump(table)) == "trl"
     found = import_file(yaml.safe_dump({**table, "eval_strategy": "epoch"}), RunSpec(), tmp_path)
-    data = found.spec.data
-    assert (data.hub_id, data.hub_config, data.hub_split, data.validation_split) == (
-        "a/chat",
-        "default",
-        "train_sft",
-        0.1,
-    )
-    assert {text.split(" (")[0] for text in found.missing} == {
-        "datasets: b/chat",
-        "datasets: weight of a/chat",
-        "datasets: columns of a/chat",
-    }
+    first, second = found.spec.data.datasets
+    assert (first.hub_id, first.hub_config, first.hub_split) == ("a/chat", "default", "train_sft")
+    assert (first.format, first.weight, first.validation_split) == ("messages", 0.5, 0.1)
+    assert (second.hub_id, second.format, second.weight, second.validation_split) == ("b/chat", "auto", 1.0, 0.1)
+    assert found.missing == []
+    assert any(text.startswith("dataset_mixture.datasets[0].weight: 0.5: the exam") for text in found.different)
+
+
+def test_several_datasets(tmp_path):
+    """Of the Hub and of files; columns that are those of a format, or not; and one without a path."""
+    given = [
+        {"path": "trl-lib/tldr", "split": "train", "columns": ["prompt", "completion"]},
+        {"path": "json", "data_files": {"train": "a.jsonl", "test": "b.jsonl"}, "columns": ["messages"]},
+        {"path": "trl-lib/Capybara", "columns": ["messages", "source"], "name": "x"},
+        {"name": "y"},
+    ]
+    found = read(tmp_path, datasets=given, test_split_size=0.1)
+    first, second, third = found.spec.data.datasets
+    assert (first.hub_id, first.format, first.validation) == ("trl-lib/tldr", "prompt_completion", "split")
+    assert (second.source, second.files, second.format) == ("files", ("a.jsonl",), "messages")
+    assert (third.hub_id, third.hub_config, third.format) == ("trl-lib/Capybara", "x", "auto")
+    named = [text for text in found.missing if text.startswith("datasets")]
+    assert [text.split(":")[0] for text in named] == ["datasets[3]", "datasets[2].columns"]
 
 
 def test_the_mixer_of_the_earlier_alignment_handbook(tmp_path):
@@ -172,10 +185,18 @@ def test_the_mixer_of_the_earlier_alignment_handbook(tmp_path):
     }  # fmt: skip
     assert detect_format(yaml.safe_dump(table)) == "trl"
     found = import_file(yaml.safe_dump(table), RunSpec(), tmp_path)
-    assert (found.spec.data.hub_id, found.spec.data.hub_split, found.spec.train.stage) == (
-        "a/chat",
-        "train_prefs",
-        "dpo",
-    )
-    assert any(text.startswith("dataset_mixer: 0.5 of b/chat") for text in found.different)
-    assert any(text.startswith("datasets: b/chat (one dataset") for text in found.missing)
+    first, second = found.spec.data.datasets
+    assert (first.hub_id, first.hub_split, first.weight) == ("a/chat", "train_prefs", 1.0)
+    assert (second.hub_id, second.hub_split, second.weight) == ("b/chat", "train_prefs", 0.5)
+    assert found.spec.train.stage == "dpo"
+    assert any(text.startswith("dataset_mixer.b/chat.weight: 0.5: the examples are drawn") for text in found.different)
+
+
+def test_shares_and_configurations_of_the_mixer(tmp_path):
+    table = {"model_name_or_path": "c/d", "dataset_mixer": {"a/x": 0, "b/y": 0.5}, "dataset_configs": ["one", "two"]}
+    found = import_file(yaml.safe_dump(table), RunSpec(), tmp_path)
+    assert (found.spec.data.hub_id, found.spec.data.hub_config, found.spec.data.sources) == ("b/y", "two", ())
+    assert found.missing == [
+        "dataset_mixer.a/x: 0 (none of it is used)",
+        "dataset_mixer.b/y.weight: 0.5 (all examples are used; data.max_samples sets their number)",
+    ]

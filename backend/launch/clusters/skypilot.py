@@ -76,8 +76,10 @@ def refusals(spec: RunSpec, run: ResolvedRun) -> list[str]:
 def _inputs(spec: RunSpec) -> list[str]:
     """Files and folders of this machine that the trainer reads."""
     named = [spec.model.path if spec.model.source == "path" else ""]
-    named += [*spec.data.files, *spec.data.validation_files] if spec.data.source == "files" else []
-    return [str(Path(name).resolve()) for name in named if name and Path(name).exists()]
+    for dataset in spec.data.datasets:
+        named += [*dataset.files, *dataset.validation_files]
+    found = (str(Path(name).resolve()) for name in named if name and Path(name).exists())
+    return list(dict.fromkeys(found))
 
 
 def _cloud_name(gpu: str) -> str:
