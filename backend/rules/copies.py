@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.config import Data
 from backend.rules.base import Case, Example, Fix, Violation, advice, warning
 from backend.rules.examples import USER_DATA, USER_DATA_FACTS
 from backend.wording import counted
 
 DROP = Fix("Drop duplicates", {"data.drop_duplicates": True}, safe=False, cost="fewer training examples")
 CHECKED = replace(USER_DATA_FACTS, num_checked=20)
-
-
-def _is_builtin(data: Data) -> bool:
-    return all(dataset.source == "builtin" for dataset in data.datasets)
 
 
 @warning(
@@ -29,7 +24,7 @@ def copies_of_examples(case: Case) -> Violation | None:
     """The model is trained on copies more often, and is more likely to reproduce them verbatim. With a validation
     split, copies of training examples can become validation examples, which makes the eval loss too low."""
     facts, data = case.facts, case.spec.data
-    if data.drop_duplicates or _is_builtin(data) or not (facts.num_copies or facts.num_copies_in_validation):
+    if data.drop_duplicates or data.source == "builtin" or not (facts.num_copies or facts.num_copies_in_validation):
         return None
     found = []
     if facts.num_copies:
@@ -52,7 +47,7 @@ def contradictory_examples(case: Case) -> str | None:
     """If the same prompt has several completions, training divides the probability among them. Preference pairs that
     are reversed (A over B, then B over A) cancel each other out."""
     found = case.facts.num_contradictions
-    if not found or _is_builtin(case.spec.data):
+    if not found or case.spec.data.source == "builtin":
         return None
     what = {"pairs": "reverse an earlier pair", "labels": "repeat an earlier one with the other label"}
     which = what.get(case.facts.format, "repeat an earlier prompt with a different completion")

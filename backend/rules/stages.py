@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry, wording
-from backend.config.sources import key_of
 from backend.rules.base import Case, Example, Fix, Violation, advice, amount, error, set_to, warning
 from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100, USER_DATA, USER_DATA_FACTS
 
@@ -55,19 +54,17 @@ def _accepted(stage: registry.Stage) -> str:
 def builtin_dataset_for_other_stage(case: Case) -> Violation | None:
     """Preference stages need two completions for each prompt, or a label for each completion. Supervised fine-tuning
     and pretraining need one completion or a text."""
-    stage = _stage(case)
+    data, stage = case.spec.data, _stage(case)
+    format = registry.DATASETS[data.builtin].format
+    if data.source != "builtin" or format in stage.formats:
+        return None
     fitting = [name for name, row in registry.DATASETS.items() if row.format in stage.formats]
-    for index, data in enumerate(case.spec.data.datasets):
-        format, option = registry.DATASETS[data.builtin].format, key_of(index, "builtin")
-        if data.source != "builtin" or format in stage.formats:
-            continue
-        fixes = tuple(Fix(f"Use the dataset {name}", {option: name}, False) for name in fitting)
-        message = (
-            f"{stage.label} needs {_accepted(stage)}; the examples of the dataset {data.builtin} are "
-            f"{FORMAT_CONTENT[format]}."
-        )
-        return Violation(message, fixes, (option, "train.stage"))
-    return None
+    fixes = tuple(Fix(f"Use the dataset {name}", {"data.builtin": name}, False) for name in fitting)
+    message = (
+        f"{stage.label} needs {_accepted(stage)}; the examples of the dataset {data.builtin} are "
+        f"{FORMAT_CONTENT[format]}."
+    )
+    return Violation(message, fixes)
 
 
 @error(
@@ -82,26 +79,20 @@ def builtin_dataset_for_other_stage(case: Case) -> Violation | None:
 def data_format_for_other_stage(case: Case) -> Violation | None:
     """Preference stages need two completions for each prompt, or a label for each completion. Supervised fine-tuning
     and pretraining need one completion or a text."""
-    stage = _stage(case)
-    for index, data in enumerate(case.spec.data.datasets):
-        format = case.facts.format if index == 0 and data.format == "auto" else data.format
-        if data.source != "builtin" and format not in ("", "auto", *stage.formats):
-            return _format_violation(stage, format, key_of(index, "format"), data.format != "auto")
-    return None
-
-
-def _format_violation(stage: registry.Stage, format: str, option: str, is_set: bool) -> Violation:
-    """`option` is that of the dataset, and `is_set` whether it names the format."""
+    data, stage = case.spec.data, _stage(case)
+    format = data.format if data.format != "auto" else case.facts.format
+    if data.source == "builtin" or not format or format in stage.formats:
+        return None
     fitting = next(name for name, row in registry.STAGES.items() if format in row.formats)
     fixes = [
         Fix(f"Use the stage {registry.STAGES[fitting].label}", {"train.stage": fitting}, False, "another objective")
     ]
-    if is_set:
-        fixes.insert(0, Fix("Detect the format automatically", {option: "auto"}, False))
+    if data.format != "auto":
+        fixes.insert(0, Fix("Detect the format automatically", {"data.format": "auto"}, False))
     message = (
         f"{stage.label} needs {_accepted(stage)}; the examples have the format {format} ({FORMAT_CONTENT[format]})."
     )
-    return Violation(message, tuple(fixes), (option, "train.stage"))
+    return Violation(message, tuple(fixes))
 
 
 @error(

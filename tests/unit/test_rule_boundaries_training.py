@@ -18,7 +18,7 @@ from backend.inspect import DataIssue, InputFacts
 from backend.inspect.data_files import MAX_ISSUES
 from backend.machine import Machine
 from backend.modelspec import ModelShape, from_config
-from backend.rules import Case, Finding
+from backend.rules import Case, Finding, check
 from backend.rules.adapter import UNKNOWN_MOE
 from backend.rules.examples import (
     DEMO,
@@ -569,10 +569,11 @@ def test_a_second_dataset_fits_the_stage(
     code: str, stage: str, second: dict[str, Any], option: str, fix: dict[str, Any]
 ) -> None:
     first = {**(DPO if stage == "dpo" else {}), "train.stage": stage}
-    finding = Setup({**first, "data.sources": ({}, second)}).finding(code)
-    assert finding and finding.fields == (option, "train.stage")
-    assert finding.fixes[0].patch == fix
-    assert Setup({**first, "data.sources": ({}, second), **fix}).finding(code) is None
+    spec = edit(RunSpec(), {**first, "data.sources": ({}, second)})
+    facts = replace(DEMO, datasets=(DEMO, DEMO))
+    (finding,) = (found for found in check(spec, LAPTOP, facts) if found.code == code)
+    assert finding.fields == (option, "train.stage") and finding.fixes[0].patch == fix
+    assert code not in {found.code for found in check(edit(spec, fix), LAPTOP, facts)}
 
 
 def test_only_plain_text_needs_no_chat_template() -> None:
