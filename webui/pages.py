@@ -11,6 +11,7 @@ from typing import Any
 
 import gradio as gr
 
+from backend.config import Source
 from backend.config.options import by_name, text
 from webui.form import Form, field_kind
 from webui.layout import place_options
@@ -22,6 +23,7 @@ STYLES = (
     "page.css",
     "gradio.css",
     "build/form.css",
+    "build/datasets.css",
     "build/report.css",
     "build/examples.css",
     "build/strategies.css",
@@ -182,6 +184,9 @@ def _add_events(page: gr.Blocks, form: Form) -> None:
     page.load(None, inputs=None, js=START % json.dumps(_form_description(form)), **options)
 
 
+OF_A_DATASET = {f"data.{name}" for name in Source.model_fields}
+
+
 def _form_description(form: Form) -> dict[str, Any]:
     """What the scripts need to know of the options. `names` is in the order of the components."""
     known = by_name()
@@ -195,6 +200,7 @@ def _form_description(form: Form) -> dict[str, Any]:
                 "unit": known[name].unit,
                 "default": text(known[name], known[name].default),
                 "choices": dict(known[name].choices),
+                **({"help": known[name].help} if name in OF_A_DATASET else {}),
                 "when": [{k: list(v) for k, v in c.items()} for c in known[name].when],
             }
             for name in form.components

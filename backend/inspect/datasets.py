@@ -96,18 +96,23 @@ def _renamed(facts: InputFacts, index: int) -> InputFacts:
 
 
 def shares(spec: RunSpec, facts: InputFacts) -> list[str]:
-    """What each of several datasets contributes to an epoch, a sentence each; none of one dataset."""
+    """What each of several datasets contributes to an epoch, a sentence each, '' where that is not known; none of one
+    dataset."""
     if not facts.datasets:
         return []
     sizes = facts.sizes(spec.data)
-    if sizes is None:
-        return ["The number of training examples is not known before the run."] * len(facts.datasets)
-    counts = facts.mixture(spec.data, sizes)
-    return [_share(*row, spec.data.max_length) for row in zip(sizes, counts, facts.datasets, strict=True)]
+    known = [size for size in sizes if size is not None]
+    if spec.data.mixing != "concatenate" and len(known) < len(sizes):  # one decides about all
+        return [""] * len(sizes)
+    counts = facts.mixture(spec.data, [size or 0 for size in sizes])
+    return [
+        "" if size is None else _share(size, count, each, spec.data.max_length)
+        for size, count, each in zip(sizes, counts, facts.datasets, strict=True)
+    ]
 
 
 def _share(size: int, count: int, facts: InputFacts, max_length: int) -> str:
     lengths = [min(length, max_length) for length in facts.token_lengths]
-    tokens = f", about {counted(round(count * sum(lengths) / len(lengths)), 'token')}" if lengths else ""
-    times = f": each of the {size:,} is used {count / size:.3g} times" if count != size and size else ""
-    return f"{'' if facts.counts_are_exact else 'About '}{counted(count, 'example')} in each epoch{tokens}{times}."
+    times = f", each of the {size:,} used {count / size:.3g} times" if count != size and size else ""
+    tokens = f"; about {counted(round(count * sum(lengths) / len(lengths)), 'token')}" if lengths else ""
+    return f"{'' if facts.counts_are_exact else 'About '}{counted(count, 'example')} in each epoch{times}{tokens}."

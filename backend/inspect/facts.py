@@ -113,18 +113,16 @@ class InputFacts:
     def num_train_examples(self, data: Source) -> int | None:
         """Examples of an epoch, after the validation split, data.max_samples and the mixture of several datasets."""
         if self.datasets and isinstance(data, Data):
-            sizes = self.sizes(data)
-            return None if sizes is None else sum(self.mixture(data, sizes))
+            sizes = [size for size in self.sizes(data) if size is not None]
+            return sum(self.mixture(data, sizes)) if len(sizes) == len(self.datasets) else None
         if self.num_examples is None:
             return None
         count = self.num_examples - (self.num_eval_examples(data) or 0 if data.splits else 0)
         return min(count, data.max_samples) if data.max_samples else count
 
-    def sizes(self, data: Data) -> list[int] | None:
-        """The training examples of each of several datasets; None if one is not known."""
-        found = [each.num_train_examples(own) for each, own in zip(self.datasets, data.datasets, strict=True)]
-        known = [size for size in found if size is not None]
-        return known if len(known) == len(found) else None
+    def sizes(self, data: Data) -> list[int | None]:
+        """The training examples of each of several datasets; None of one that is not known."""
+        return [each.num_train_examples(own) for each, own in zip(self.datasets, data.datasets, strict=True)]
 
     @staticmethod
     def mixture(data: Data, sizes: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ from backend.config import RunSpec, consent, variables
 from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.config.sources import SOURCES, without_option
 from backend.importers.foreign import Imported
-from backend.inspect import download_config, is_refused
+from backend.inspect import download_config, is_refused, shares
 from backend.launch.plan import ABOUT
 from backend.machine import Machine
 from backend.preflight import Report, build_case, estimate_json, preflight
@@ -82,6 +82,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
             "measured": measured.as_json(report) if measured else None,
             "placement": report.placement,
         },
+        "datasets": shares(report.spec, report.facts),
         "devices": devices_json(report),
         "strategies": strategies_json(report, spec),
         "examples": {

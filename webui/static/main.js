@@ -9,6 +9,7 @@ import {
   loadMachines,
   selectPredecessor,
 } from "./build/build.js";
+import { drawDatasets } from "./build/datasets.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./build/form.js";
 import { mountHubToken } from "./build/hub_token.js";
 import { drawCheckFailed, script } from "./build/report.js";
@@ -97,11 +98,13 @@ function linkClicked(event) {
 /** Called by Gradio when the page is rendered. @param {any} description of the form: pages.py */
 async function start(description) {
   startForm(description);
+  drawDatasets();
   startSearch(description.search);
   dispatchEvent(new Event("footplate-rendered")); // page_theme.js
   startWelcome();
   void showLogout();
   on("edited", checkSoon);
+  on("edited", drawDatasets);
   on("clone", (wanted) => cloneRun(wanted, showView).catch(notifyError));
   on("after", (id) => {
     selectPredecessor(id);

@@ -25,9 +25,14 @@ let values = {};
 let toWrite = null; // values on their way into the components
 
 // What shows and changes an option in place of its own field, which form.css hides.
-const REPLACED = { "launch.devices": "fp-devices", "parallel.strategy": "fp-strategies" };
+const REPLACED = {
+  "launch.devices": "fp-devices",
+  "parallel.strategy": "fp-strategies",
+  "data.sources": "fp-datasets",
+};
 
-const elementId = (name) => name.replace(".", "-");
+/** data-files of data.files, and data-sources-1-files of data.sources[1].files. */
+const elementId = (name) => name.replace(/[.[\]]+/g, "-");
 /** What shows an option: its replacement, unless that is hidden. */
 function fieldOf(name) {
   const replacement = REPLACED[name] && document.getElementById(REPLACED[name]);
@@ -53,7 +58,12 @@ export function startForm(described) {
 export const currentValues = () => ({ ...values });
 export const defaults = () => Object.fromEntries(description.names.map((n) => [n, description.options[n].default]));
 export const option = (name) => description.options[name];
-export const label = (name) => description.options[name]?.label || name;
+/** @param {string} name of an option, which may be that of one of several datasets: data.sources[1].weight */
+export function label(name) {
+  const [, index, key] = name.match(/^data\.sources\[(\d+)\]\.(\w+)$/) || [];
+  if (!key) return option(name)?.label || name;
+  return `${option(`data.${key}`)?.label || key} of dataset ${Number(index) + 1}`;
+}
 
 // -- sections ---------------------------------------------------------------------------------------------------------
 
@@ -104,6 +114,7 @@ export const singular = (unit) =>
 
 function summaryPart(name, value) {
   const { kind, label, unit: units, choices } = option(name);
+  if (kind === "datasets") return "Several datasets";
   if (kind === "bool") return value ? label : "";
   if (value === "" || value === null || / n /.test(choices[value])) return ""; // "Every n steps": n follows
   if (choices[value]) return choices[value];
@@ -175,8 +186,9 @@ export const valuesToWrite = () => toWrite;
 
 // -- visibility -------------------------------------------------------------------------------------------------------
 
-const unmet = (condition) =>
-  Object.entries(condition).filter(([name, allowed]) => !allowed.includes(String(values[name])));
+/** A value as conditions have it. */
+const word = (name) => (option(name).kind === "datasets" ? values[name] && "several" : String(values[name])) || "";
+const unmet = (condition) => Object.entries(condition).filter(([name, allowed]) => !allowed.includes(word(name)));
 export const isVisible = (name) => option(name).when.some((condition) => !unmet(condition).length);
 
 /** Why an option is hidden: "Shown when Strategy is ZeRO-2 or ZeRO-3 and Method is LoRA". */
@@ -186,6 +198,7 @@ export function visibilityText(name) {
 }
 
 function conditionText([name, allowed]) {
+  if (option(name).kind === "datasets") return "there are several datasets";
   if (option(name).kind === "bool") return `${label(name)} is ${allowed.includes("true") ? "on" : "off"}`;
   const others = Object.keys(option(name).choices).filter((value) => !allowed.includes(value));
   if (others.length === 1 && allowed.length > 2) return `${label(name)} is not ${choiceLabel(name, others[0])}`;
@@ -274,7 +287,7 @@ export function outline(levels) {
     if (section && outlined.get(section) !== "error") outlined.set(section, level);
   }
   for (const node of document.querySelectorAll(
-    ":is(.fp-field, .fp-section, #fp-devices, #fp-strategies)[data-level]",
+    ":is(.fp-field, .fp-dataset-field, .fp-section, #fp-devices, #fp-strategies, #fp-datasets)[data-level]",
   )) {
     if (!outlined.has(node)) node.removeAttribute("data-level");
   }
@@ -288,6 +301,7 @@ export function goTo(name) {
   const section = field.closest(".fp-section");
   if (section) openSection(section, true);
   const advanced = field.closest(".fp-advanced");
+  field.closest("details")?.setAttribute("open", "");
   if (advanced) showAdvanced($(".fp-more", advanced.closest(".fp-body")), true);
   field.scrollIntoView({ block: "center", behavior: "smooth" });
   focusField(field);

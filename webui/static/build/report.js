@@ -5,6 +5,7 @@ import { $, canFocus, copy, el } from "../dom.js";
 import { diffList, fixNote, applyFix } from "../fixes.js";
 import { capitalized } from "../format.js";
 import { columnsLink } from "./columns.js";
+import { drawShares } from "./datasets.js";
 import { drawDevices } from "./devices.js";
 import * as form from "./form.js";
 import { drawMemory } from "./memory.js";
@@ -59,6 +60,7 @@ function drawContent(report) {
     report.examples.pending,
   );
   drawDevices(report.devices);
+  drawShares(report.datasets);
   drawStrategies(report.strategies, report.memory.placement.noun);
   outlineFields(findings, invalid); // which of them are shown is known now
   drawPreview(report.preview);

@@ -1,0 +1,142 @@
+// @ts-check
+// The datasets after the first one: a card for each, in place of the field data.sources, whose value is their JSON.
+import { $, chip, el } from "../dom.js";
+import { currentValues, edited, option, setValues } from "./form.js";
+
+const SOURCES = "data.sources";
+const FIRST = [
+  "source builtin files hub_id hub_split format messages_column prompt_column completion_column chosen_column",
+  "rejected_column label_column text_column validation validation_split validation_files weight",
+].flatMap((names) => names.split(" "));
+const MORE = ["hub_config", "system_column", "system_prompt", "max_samples"];
+
+/** @typedef {Record<string, any>} Dataset the options that differ from their defaults, without the section */
+let drawn = ""; // the value that the cards show
+/** @type {string[]} */
+let shares = []; // what each dataset contributes to an epoch, a sentence each
+
+const box = () => $("#fp-datasets");
+const own = (name) => option(`data.${name}`);
+const idOf = (index, name) => `data-sources-${index}-${name}`;
+
+/** @returns {Dataset[]} all datasets; the first one is empty: the form's own fields have its options */
+function datasets(text = currentValues()[SOURCES]) {
+  try {
+    const found = JSON.parse(text || "[]");
+    return Array.isArray(found) ? found.map((each) => ({ ...each })) : [];
+  } catch {
+    return []; // the check names what is wrong
+  }
+}
+
+const textOf = (all) => (all.length > 1 ? JSON.stringify(all) : "");
+
+/** Draw the cards, unless they show this already. @param {Record<string, any>} [values] of the form */
+export function drawDatasets(values = currentValues()) {
+  const text = values[SOURCES] || "";
+  if (text !== drawn || !box().childElementCount) {
+    drawn = text;
+    const open = [...box().querySelectorAll("details")].map((node) => node.open);
+    const cards = datasets(text)
+      .slice(1)
+      .map((dataset, n) => card(dataset, n + 1, open[n]));
+    box().replaceChildren(el("p.fp-dim.fp-dataset-share"), ...cards, chip("Add a dataset", add));
+  }
+  datasets(text).slice(1).forEach(showFields);
+  drawShares(shares);
+}
+
+/** @param {string[]} found of the check report */
+export function drawShares(found) {
+  shares = found;
+  [...box().querySelectorAll(".fp-dataset-share")].forEach((node, index) => {
+    node.textContent = shares[index] ? `${index ? "" : "Dataset 1: "}${shares[index]}` : "";
+  });
+}
+
+function card(dataset, index, open = false) {
+  const fields = (names) => names.map((name) => field(dataset, index, name));
+  return el(
+    "section.fp-dataset",
+    { "aria-label": `Dataset ${index + 1}` },
+    el(
+      "div.fp-dataset-head",
+      {},
+      el("h4", {}, `Dataset ${index + 1}`),
+      el("span.fp-dim.fp-dataset-share"),
+      chip("Remove", () => remove(index), { "aria-label": `Remove dataset ${index + 1}` }),
+    ),
+    el("div.fp-grid", {}, fields(FIRST)),
+    el("details", { open }, el("summary", {}, "More options"), el("div.fp-grid", {}, fields(MORE))),
+  );
+}
+
+function field(dataset, index, name) {
+  const { label, unit, help } = own(name);
+  const id = idOf(index, name);
+  const attributes = { id: `${id}-input`, "aria-describedby": `${id}-help` };
+  const input = /** @type {HTMLInputElement} */ (control(name, attributes));
+  const value = dataset[name] ?? own(name).default;
+  input.value = Array.isArray(value) ? value.join("\n") : String(value ?? "");
+  input.addEventListener("input", () => change(index, name, input));
+  return el(
+    "label.fp-dataset-field",
+    { id, title: help },
+    el("span", {}, unit ? `${label} (${unit})` : label),
+    input,
+    el("span", { id: `${id}-help`, hidden: true }, help),
+  );
+}
+
+function control(name, attributes) {
+  const { kind, field: type, choices } = own(name);
+  if (kind === "choice") {
+    const options = Object.entries(choices).map(([value, label]) => el("option", { value }, label));
+    return el("select", attributes, options);
+  }
+  if (kind === "int" || kind === "float") return el("input", { type: "number", step: "any", ...attributes });
+  return type === "lines" ? el("textarea", { rows: 2, ...attributes }) : el("input", { type: "text", ...attributes });
+}
+
+/** An edit in a card, which shows it already. */
+function change(index, name, input) {
+  const all = datasets();
+  const { kind, default: usual } = own(name);
+  let value = input.value;
+  if (kind === "list") value = value.split("\n").filter((line) => line.trim());
+  else if (kind === "int" || kind === "float") value = value === "" ? "" : Number(value);
+  if (String(value) === String(usual)) delete all[index][name];
+  else all[index][name] = value;
+  drawn = textOf(all);
+  edited(SOURCES, drawn);
+}
+
+function add() {
+  const all = datasets();
+  const source = currentValues()["data.source"];
+  if (!all.length) all.push({});
+  all.push(source === own("source").default ? {} : { source });
+  setValues({ [SOURCES]: textOf(all) });
+  $(`#${idOf(all.length - 1, "source")} select`).focus();
+}
+
+function remove(index) {
+  const all = datasets();
+  all.splice(index, 1);
+  setValues({ [SOURCES]: textOf(all) }, { undo: `Dataset ${index + 1} is removed.` });
+  /** @type {HTMLElement} */ (box().lastElementChild).focus();
+}
+
+/** Show the fields that have an effect: the conditions of the first dataset's, with this one's values. */
+function showFields(dataset, n) {
+  const valueOf = (key) => {
+    const name = key.replace("data.", "");
+    if (FIRST.includes(name) && key.startsWith("data.")) return String(dataset[name] ?? own(name).default);
+    return key === SOURCES ? "several" : String(currentValues()[key]);
+  };
+  const holds = (condition) => Object.entries(condition).every(([key, allowed]) => allowed.includes(valueOf(key)));
+  for (const name of [...FIRST, ...MORE]) {
+    const node = document.getElementById(idOf(n + 1, name));
+    if (node) node.hidden = !own(name).when.some(holds);
+  }
+}
