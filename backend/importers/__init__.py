@@ -67,7 +67,8 @@ def import_file(text: str, spec: RunSpec, base: Path) -> Imported:
     try:
         result = edit(RunSpec(), found.patch)
     except SpecError as error:
-        raise SpecError([_problem_of_file(found, problem) for problem in error.problems]) from None
+        by_key = {found.keys.get(problem.field, problem.field): problem for problem in reversed(error.problems)}
+        raise SpecError([_problem_of_file(found, problem) for problem in reversed(by_key.values())]) from None
     found.name_without_effect(result)
     return Imported(result, different=found.different, missing=found.missing)
 

@@ -354,3 +354,12 @@ def test_one_system_prompt_for_all(tmp_path):
     found = with_info(tmp_path, dataset="identity,slimorca", default_system="Be brief.", val_size=0.1)
     assert [each.system_prompt for each in found.spec.data.datasets] == ["Be brief.", "Be brief."]
     assert [each.validation_split for each in found.spec.data.datasets] == [0.1, 0.1]
+
+
+def test_a_mistake_in_what_all_datasets_share_is_reported_once(tmp_path):
+    with pytest.raises(SpecError) as caught:
+        with_info(tmp_path, dataset="identity,slimorca", max_samples="many", learning_rate="high")
+    assert [problem.message.split(":")[0] for problem in caught.value.problems] == [
+        "max_samples (data.max_samples)",
+        "learning_rate (train.learning_rate)",
+    ]
