@@ -143,6 +143,23 @@ def test_training_and_validation_loss_with_the_best_point(server, page, theme):
     expect(chart(page, "Gradient norm").locator(".fp-best-point")).to_be_hidden()
 
 
+def test_the_validation_loss_of_each_dataset(server, page):
+    run = plant(server, "datasets")
+    with (run.path / METRICS).open("a") as file:
+        for step, loss in EVALUATIONS.items():
+            file.write(lines({"step": step, "eval_loss_1": loss + 1, "eval_loss_2": loss / 2, "eval_loss_12": 2.0}))
+    open_run(page, run)
+    each = chart(page, "Validation loss of each dataset")
+    expect(each.locator(".fp-legend")).to_have_text("dataset 1dataset 2dataset 12")
+    expect(each.locator(".fp-chart-text")).to_have_text("At step 100: dataset 1 3.75, dataset 2 1.375, dataset 12 2.")
+    shown = [
+        key.evaluate("node => getComputedStyle(node).backgroundColor") for key in each.locator(".fp-legend i").all()
+    ]
+    assert len(set(shown)) == 3
+    image = page.request.get(each.get_by_role("link", name="as SVG").get_attribute("href")).text()
+    assert all(f">dataset {number}<" in image for number in (1, 2, 12))
+
+
 def test_events_are_marks_with_a_tooltip(server, page):
     loss = open_run(page, plant(server))
     expect(page.locator(".fp-marks")).to_have_text("CheckpointEvaluationResumed or restartedAlert")
