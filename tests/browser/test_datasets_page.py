@@ -77,3 +77,20 @@ def test_a_fix_changes_only_its_dataset(page, tmp_path):
     expect(card_field(page, 1, "source")).to_have_value("builtin")
     assert value(page, "data.source") == "builtin" and sources(page)[0] == {}
     settled(page)
+
+
+def test_columns_of_the_second_dataset_are_chosen_by_clicking(page, tmp_path):
+    (tmp_path / "rows.csv").write_text("frage,antwort\n" + "2 + 2?,Four.\n" * 9)
+    page.locator("#fp-datasets").get_by_role("button", name="Add a dataset").click()
+    card_field(page, 1, "source").select_option("files")
+    card_field(page, 1, "files").fill(str(tmp_path / "rows.csv"))
+    page.locator("#fp-findings").get_by_role("button", name="Choose columns").click()
+    for column, use in (("frage", "prompt"), ("antwort", "completion")):
+        page.get_by_label(f"Use of column {column}").select_option(label=use.capitalize())
+        expect(page.get_by_label(f"Use of column {column}")).to_have_value(use)
+    expect(page.locator("#fp-example-datasets")).to_contain_text("Dataset 2 (rows.csv)")
+    assert {"format": "prompt_completion", "prompt_column": "frage"}.items() <= sources(page)[1].items()
+    assert value(page, "data.format") == "auto" and value(page, "data.prompt_column") == ""
+    expect(card_field(page, 1, "prompt_column")).to_have_value("frage")
+    expect(page.locator("#fp-datasets")).to_contain_text("8 examples in each epoch")
+    settled(page)

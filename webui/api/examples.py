@@ -11,11 +11,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from backend.config import RunSpec
-from backend.config.data import MAX_SOURCES
 from backend.config.options import for_dataset
 from backend.inspect import inspect_inputs, shares, show_examples, summarize_examples
 from webui.api.checking import parse_form
-from webui.api.requests import FormRequest
+from webui.api.requests import DatasetRequest
 
 BARS = 40
 WORTH_SAYING = 0.05  # share of padding
@@ -35,11 +34,10 @@ KINDS = {  # of problems, in the order in which people want to see them
 }
 
 
-class ExampleRequest(FormRequest):
-    """`position`: of the example, 0 for the first, in the dataset with this number, from 0."""
+class ExampleRequest(DatasetRequest):
+    """`position`: of the example in its dataset, 0 for the first."""
 
     position: Annotated[int, Field(ge=0, le=10**9)] = 0
-    dataset: Annotated[int, Field(ge=0, le=MAX_SOURCES)] = 0
 
 
 def show(body: ExampleRequest) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def show(body: ExampleRequest) -> dict[str, Any]:
     renders it: the page asks again. "lengths" and "kinds" are a summary of all examples: see `_summary`. "datasets": of
     several, the title of each and what it contributes to an epoch."""
     whole, _ = parse_form(body.values)
-    spec = for_dataset(whole, min(body.dataset, len(whole.data.datasets) - 1))
+    spec = for_dataset(whole, body.dataset_of(whole))
     found = show_examples(spec, Path.cwd(), os.environ, body.position, 1, 0)
     if found is None or isinstance(found, str):
         return {"example": None, "problem": found or "", "pending": found is None, "datasets": _datasets(whole)}

@@ -19,11 +19,13 @@ import orjson
 from fastapi import Depends
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from backend.config import RunSpec
+from backend.config.data import MAX_SOURCES
 from backend.config.options import SpecError
 from backend.runs.files import IrregularFile
 from backend.runs.folder import RunError, damage
@@ -52,6 +54,16 @@ class FormRequest(RequestBody):
 
     values: dict[str, Any]
     machine: str = ""
+
+
+class DatasetRequest(FormRequest):
+    """`dataset`: of several, the number of one, from 0."""
+
+    dataset: Annotated[int, Field(ge=0, le=MAX_SOURCES)] = 0
+
+    def dataset_of(self, spec: RunSpec) -> int:
+        """The number of a dataset that `spec` has."""
+        return min(self.dataset, len(spec.data.datasets) - 1)
 
 
 async def _app_state(request: Request) -> AppState:

@@ -1,25 +1,26 @@
 // @ts-check
 // The columns of the data files, each with its first values and a menu of what it is used for.
 import { post } from "../api.js";
-import { $, el, notifyError, redraw } from "../dom.js";
+import { $, el, emit, notifyError, redraw } from "../dom.js";
 import { applyFix } from "../fixes.js";
 
-const decides = (name) => /^data\.(source|files|format|\w+_column)$|^train\.stage$/.test(name);
+const decides = (name) => /^data\.(sources?|files|format|\w+_column)$|^train\.stage$/.test(name);
 
 /** @type {Record<string, any>} */
 let values = {}; // of the form
+let dataset = 0; // of several
 let drawn = ""; // the values that decide of what is shown or requested
 
 const box = () => $("#fp-columns");
 
-/** Draw the columns, unless these values are drawn already. @param {Record<string, any>} now the form's values */
-export async function loadColumns(now) {
-  values = now;
-  const requested = JSON.stringify(Object.entries(values).filter(([name]) => decides(name)));
+/** Draw the columns of a dataset, unless they are drawn already. @param {Record<string, any>} now the form's values */
+export async function loadColumns(now, number = dataset) {
+  [values, dataset] = [now, number];
+  const requested = JSON.stringify([dataset, Object.entries(values).filter(([name]) => decides(name))]);
   if (requested === drawn) return;
   drawn = requested;
   try {
-    const found = await post("api/columns", { values });
+    const found = await post("api/columns", { values, dataset });
     if (requested === drawn) draw(found);
   } catch {
     if (requested === drawn) drawn = ""; // requested again after the next check
@@ -54,7 +55,7 @@ function menu({ name, use, fixed, required }, uses) {
 
 async function change(column, use) {
   try {
-    applyFix(await post("api/columns/use", { values, column, use }));
+    applyFix(await post("api/columns/use", { values, dataset, column, use }));
   } catch (error) {
     drawn = ""; // the menus show what is used
     loadColumns(values);
@@ -64,9 +65,11 @@ async function change(column, use) {
 
 /** A button that leads to the menus, for findings about columns; null for other findings. */
 export function columnsLink({ code, fields }) {
-  const isUnknown = code === "DAT002" && fields.includes("data.format"); // no format has these columns
+  const isUnknown = code === "DAT002" && fields.some((name) => /^data\.(.+\.)?format$/.test(name)); // of no format
   if (!isUnknown && !fields.some((name) => name.endsWith("_column"))) return null;
+  const [, number = "0"] = fields.join(" ").match(/data\.sources\[(\d+)\]/) || [];
   const open = () => {
+    emit("dataset", Number(number));
     $("#fp-examples").open = true;
     box().open = true;
     $("summary", box()).focus({ preventScroll: true });

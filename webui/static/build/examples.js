@@ -1,7 +1,7 @@
 // @ts-check
 // The card with examples of the form's data, token by token: what is trained on, and where they are cut.
 import { post } from "../api.js";
-import { $, chip, el, redraw } from "../dom.js";
+import { $, chip, el, on, redraw } from "../dom.js";
 import { loadColumns } from "./columns.js";
 
 const MOST = 50; // positions that the server knows of each kind of problem
@@ -27,6 +27,7 @@ function go(to) {
 
 export function prepareExamples() {
   card().addEventListener("toggle", load);
+  on("dataset", choose);
   field().addEventListener("change", () => go(position() + 1));
   $("#fp-example-previous").addEventListener("click", () => go(position()));
   $("#fp-example-next").addEventListener("click", () => go(position() + 2));
@@ -40,7 +41,7 @@ export function refreshExamples(now) {
 
 function load() {
   if (!card().open) return;
-  loadColumns(values);
+  loadColumns(values, dataset);
   const wanted = JSON.stringify([dataset, position(), Object.entries(values).filter(([name]) => decides(name))]);
   if (wanted === drawn) return;
   drawn = wanted;
