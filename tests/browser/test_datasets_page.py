@@ -73,8 +73,10 @@ def test_a_fix_changes_only_its_dataset(page, tmp_path):
     page.locator("#fp-datasets").get_by_role("button", name="Add a dataset").click()
     card_field(page, 1, "source").select_option("files")
     card_field(page, 1, "files").fill("nowhere.jsonl")
+    card_field(page, 1, "weight").fill("-1")
     page.locator("#fp-findings").get_by_role("button", name="Dataset 2: Use the demo dataset").click()
     expect(card_field(page, 1, "source")).to_have_value("builtin")
+    expect(card_field(page, 1, "weight")).to_have_value("-1")  # what was entered stays
     assert value(page, "data.source") == "builtin" and sources(page)[0] == {}
     settled(page)
 

@@ -17,6 +17,7 @@ from backend.inspect import InputFacts, inspect_inputs
 from backend.inspect.datasets import combined
 from backend.rules import check
 from backend.rules.examples import LAPTOP
+from webui.api.checking import parse_form
 
 YAML = """
 data:
@@ -248,3 +249,12 @@ def test_a_dataset_alone():
     alone = for_dataset(spec, 1)
     assert alone.data.files == ("b.jsonl",) and alone.data.sources == () and alone.data.max_length == 256
     assert for_dataset(alone, 0) is alone
+
+
+def test_what_is_wrong_in_a_hidden_field_of_a_dataset_has_no_effect():
+    hidden = '[{}, {"source": "files", "files": ["b.jsonl"], "validation": "none", "validation_split": 7, "weight": 0}]'
+    spec, problems = parse_form({"data.sources": hidden})
+    assert [problem.field for problem in problems] == ["data.sources[1].weight"]
+    assert spec.data.sources[1].files == ("b.jsonl",)
+    spec, problems = parse_form({"data.sources": "[{}, 7]", "data.files": "a"})
+    assert [problem.field for problem in problems] == ["data.sources[1]"] and spec.data.sources == ()

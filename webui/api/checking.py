@@ -11,8 +11,8 @@ from typing import Any
 
 from backend import importers, presets
 from backend.config import RunSpec, consent, variables
-from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
-from backend.config.sources import SOURCES, without_option
+from backend.config.options import Problem, SpecError, by_name, for_dataset, get, options, parse, shown, text
+from backend.config.sources import KEY, SOURCES, without_option
 from backend.importers.foreign import Imported
 from backend.inspect import download_config, is_refused, shares
 from backend.launch.plan import ABOUT
@@ -184,8 +184,15 @@ def parse_form(values: Mapping[str, Any]) -> tuple[RunSpec, list[Problem]]:
                 raise
             for name in invalid:
                 rest = valid_without(rest, name)
-    known = by_name()
-    return spec, [p for p in problems if p.field not in known or shown(spec, known[p.field])]
+    return spec, [p for p in problems if is_shown(spec, p.field)]
+
+
+def is_shown(spec: RunSpec, name: str) -> bool:
+    """Whether an option is visible; of one of several datasets, in its card. What is no option is."""
+    if (match := KEY.fullmatch(name)) and match[2] != "weight" and int(match[1]) < len(spec.data.datasets):
+        spec, name = for_dataset(spec, int(match[1])), f"data.{match[2]}"
+    option = by_name().get(name)
+    return option is None or shown(spec, option)
 
 
 def valid_without(values: Mapping[str, Any], field: str) -> dict[str, Any]:

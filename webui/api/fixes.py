@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from backend.config import RunSpec
-from backend.config.options import Option, by_name, edit, find, get, masked_value, text
-from backend.config.sources import KEY, SOURCES
+from backend.config.options import Option, find, get, masked_value, text
+from backend.config.sources import KEY
 from backend.rules import Fix
 
 ENV = "launch.env"
@@ -14,21 +14,17 @@ ENV = "launch.env"
 
 def fix_json(fix: Fix, spec: RunSpec) -> dict[str, Any]:
     """A fix with its patch in form values, limited to what it changes in `spec`."""
-    known = by_name()
     changed = {name: value for name, value in fix.patch.items() if get(spec, name) != value}
-    of_datasets = SOURCES in changed or any(KEY.fullmatch(name) for name in changed)
     diff = [
         {
             "name": name,
-            "label": _option(name).label,
+            "label": _label(name),
             "from": _display(name, get(spec, name)),
             "to": _display(name, value),
         }
         for name, value in changed.items()
     ]
-    patch = {name: text(known[name], value) for name, value in changed.items() if name in known}
-    if of_datasets:  # the form has one value for all of them
-        patch[SOURCES] = text(known[SOURCES], get(edit(spec, fix.patch), SOURCES))
+    patch = {name: text(_option(name), value) for name, value in changed.items()}
     return {"label": fix.label, "safe": fix.safe, "cost": fix.cost, "peak": fix.peak, "patch": patch, "diff": diff}
 
 
@@ -37,6 +33,12 @@ def _option(name: str) -> Option:
     option = find(name)
     assert option is not None
     return option
+
+
+def _label(name: str) -> str:
+    """As `label` in form.js."""
+    match = KEY.fullmatch(name)
+    return f"{_option(name).label} of dataset {int(match[1]) + 1}" if match else _option(name).label
 
 
 def _display(name: str, value: Any) -> Any:

@@ -364,7 +364,7 @@ function consentButton(file, consent) {
 }
 
 /** "Trust remote code (turned off)" for "model.trust_remote_code (turned off)". @param {string} text */
-const withLabel = (text) => text.replace(/^[\w.]+/, form.label);
+const withLabel = (text) => text.replace(/^[\w.[\]]+/, form.label);
 
 /** A title and a list of sentences, or nothing. @returns {Node[]} */
 function listed(title, texts) {

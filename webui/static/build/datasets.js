@@ -4,6 +4,7 @@ import { $, chip, el } from "../dom.js";
 import { currentValues, edited, option, setValues } from "./form.js";
 
 const SOURCES = "data.sources";
+const MOST = 32; // datasets: backend/config/data.py
 const FIRST = [
   "source builtin files hub_id hub_split format messages_column prompt_column completion_column chosen_column",
   "rejected_column label_column text_column validation validation_split validation_files weight",
@@ -37,10 +38,12 @@ export function drawDatasets(values = currentValues()) {
   if (text !== drawn || !box().childElementCount) {
     drawn = text;
     const open = [...box().querySelectorAll("details")].map((node) => node.open);
-    const cards = datasets(text)
-      .slice(1)
-      .map((dataset, n) => card(dataset, n + 1, open[n]));
-    box().replaceChildren(el("p.fp-dim.fp-dataset-share"), ...cards, chip("Add a dataset", add));
+    const focused = box().contains(document.activeElement) ? document.activeElement.id : "";
+    const all = datasets(text);
+    const cards = all.slice(1).map((dataset, n) => card(dataset, n + 1, open[n]));
+    const more = all.length < MOST ? [chip("Add a dataset", add)] : [];
+    box().replaceChildren(el("p.fp-dim.fp-dataset-share"), ...cards, ...more);
+    if (focused) document.getElementById(focused)?.focus();
   }
   datasets(text).slice(1).forEach(showFields);
   drawShares(shares);
@@ -81,10 +84,10 @@ function field(dataset, index, name) {
   input.addEventListener("input", () => change(index, name, input));
   return el(
     "label.fp-dataset-field",
-    { id, title: help },
+    { id },
     el("span", {}, unit ? `${label} (${unit})` : label),
     input,
-    el("span", { id: `${id}-help`, hidden: true }, help),
+    el("span.fp-dataset-help", { id: `${id}-help` }, help),
   );
 }
 
@@ -98,7 +101,6 @@ function control(name, attributes) {
   return type === "lines" ? el("textarea", { rows: 2, ...attributes }) : el("input", { type: "text", ...attributes });
 }
 
-/** An edit in a card, which shows it already. */
 function change(index, name, input) {
   const all = datasets();
   const { kind, default: usual } = own(name);
@@ -107,7 +109,7 @@ function change(index, name, input) {
   else if (kind === "int" || kind === "float") value = value === "" ? "" : Number(value);
   if (String(value) === String(usual)) delete all[index][name];
   else all[index][name] = value;
-  drawn = textOf(all);
+  drawn = textOf(all); // the card shows it already
   edited(SOURCES, drawn);
 }
 
@@ -124,7 +126,7 @@ function remove(index) {
   const all = datasets();
   all.splice(index, 1);
   setValues({ [SOURCES]: textOf(all) }, { undo: `Dataset ${index + 1} is removed.` });
-  /** @type {HTMLElement} */ (box().lastElementChild).focus();
+  /** @type {HTMLElement} */ (box().querySelector(":scope > .fp-chip"))?.focus();
 }
 
 /** Show the fields that have an effect: the conditions of the first dataset's, with this one's values. */

@@ -1,6 +1,6 @@
 // @ts-check
 // The form's values: read from Gradio, written back, with undo; sections, visibility, outlines of wrong fields.
-import { $, el, emit, notify, setAttribute, setText } from "../dom.js";
+import { $, emit, notify, setAttribute, setText } from "../dom.js";
 import { valueText } from "../format.js";
 import {
   closeLeftMenu,
@@ -31,10 +31,12 @@ const REPLACED = {
   "data.sources": "fp-datasets",
 };
 
+const OF_DATASET = /^data\.sources\[(\d+)\]\.(\w+)$/;
+
 /** data-files of data.files, and data-sources-1-files of data.sources[1].files. */
 const elementId = (name) => name.replace(/[.[\]]+/g, "-");
 /** What shows an option: its replacement, unless that is hidden. */
-function fieldOf(name) {
+export function fieldOf(name) {
   const replacement = REPLACED[name] && document.getElementById(REPLACED[name]);
   return replacement && !replacement.hidden ? replacement : document.getElementById(elementId(name));
 }
@@ -60,7 +62,7 @@ export const defaults = () => Object.fromEntries(description.names.map((n) => [n
 export const option = (name) => description.options[name];
 /** @param {string} name of an option, which may be that of one of several datasets: data.sources[1].weight */
 export function label(name) {
-  const [, index, key] = name.match(/^data\.sources\[(\d+)\]\.(\w+)$/) || [];
+  const [, index, key] = name.match(OF_DATASET) || [];
   if (!key) return option(name)?.label || name;
   return `${option(`data.${key}`)?.label || key} of dataset ${Number(index) + 1}`;
 }
@@ -158,21 +160,31 @@ function refresh(names) {
     const field = fieldOf(name);
     if (!field) continue;
     field.classList.toggle("fp-set", !equal(values[name], option(name).default));
-    markChosenNames(field, name);
   }
 }
 
 const pick = (from, names) => Object.fromEntries(names.map((name) => [name, from[name]]));
+
+/** Changes in which options of single datasets, such as data.sources[1].weight, are part of data.sources. */
+function gathered(changes) {
+  const parts = Object.entries(changes).map(([name, value]) => ({ of: name.match(OF_DATASET), value }));
+  if (!parts.some((part) => part.of)) return changes;
+  const all = JSON.parse(values["data.sources"] || "[]");
+  for (const { of, value } of parts) if (of) all[of[1]] = { ...all[of[1]], [of[2]]: value };
+  const others = Object.entries(changes).filter(([name]) => !OF_DATASET.test(name));
+  return { ...Object.fromEntries(others), "data.sources": JSON.stringify(all) };
+}
 
 /** The options that have other values in `changes` than in the form. @param {Record<string, any>} changes */
 export const differing = (changes) => Object.keys(changes).filter((name) => !equal(values[name], changes[name]));
 
 /**
  * Set some values. With `undo`, its text is shown with an Undo button. `remembered` is false for an undo or a redo.
- * @param {Record<string, any>} changes
+ * @param {Record<string, any>} wanted
  * @param {{ undo?: string, details?: Node | null, remembered?: boolean }} options
  */
-export function setValues(changes, { undo = "", details = null, remembered = true } = {}) {
+export function setValues(wanted, { undo = "", details = null, remembered = true } = {}) {
+  const changes = gathered(wanted);
   const edited = differing(changes);
   const before = pick(values, edited);
   if (remembered) remember(before, pick(changes, edited));
@@ -228,49 +240,12 @@ export function waysToShow(name) {
     const missing = unmet(condition);
     if (missing.length !== 1) continue;
     const [[controlling, allowed]] = missing;
-    if (!isVisible(controlling)) continue;
+    if (!isVisible(controlling) || option(controlling).kind === "datasets") continue;
     for (const value of allowed) {
       ways.push({ name: controlling, value: option(controlling).kind === "bool" ? value === "true" : value });
     }
   }
   return ways;
-}
-
-// -- module names -----------------------------------------------------------------------------------------------------
-
-const chosenNames = (name) =>
-  String(values[name] || "")
-    .split(/[\s,]+/)
-    .filter(Boolean);
-
-/** Offer the model's module names below the fields that take some: a click adds or removes one. */
-export function offerModuleNames(modules) {
-  for (const [name, names] of Object.entries(modules)) {
-    const field = fieldOf(name);
-    if (!field) continue;
-    let box = $(".fp-names", field);
-    if (!box) {
-      box = el("div.fp-names", { role: "group", "aria-label": "Modules of this model" });
-      field.append(box);
-    }
-    if (box.textContent !== names.join("")) {
-      const button = (one) => el("button.fp-name", { type: "button", onclick: () => toggleName(name, one) }, one);
-      box.replaceChildren(...names.map(button));
-    }
-    markChosenNames(field, name);
-  }
-}
-
-function toggleName(name, one) {
-  const chosen = chosenNames(name); // read now: two quick clicks add two names
-  const changed = chosen.includes(one) ? chosen.filter((n) => n !== one) : [...chosen, one];
-  setValues({ [name]: changed.join(", ") });
-}
-
-function markChosenNames(field, name) {
-  for (const button of field.querySelectorAll(".fp-name")) {
-    setAttribute(button, "aria-pressed", String(chosenNames(name).includes(button.textContent)));
-  }
 }
 
 // -- fields -----------------------------------------------------------------------------------------------------------

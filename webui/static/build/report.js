@@ -8,6 +8,7 @@ import { columnsLink } from "./columns.js";
 import { drawShares } from "./datasets.js";
 import { drawDevices } from "./devices.js";
 import * as form from "./form.js";
+import { offerModuleNames } from "./module_names.js";
 import { drawMemory } from "./memory.js";
 import { isRehearsing } from "./rehearsal.js";
 import { drawStrategies } from "./strategies.js";
@@ -52,7 +53,7 @@ function drawContent(report) {
   $(".fp-status-more", box).textContent = more;
   $("#fp-try").hidden = preventsStart(status); // Apply fixes is in its place
   drawFixAll(findings.filter((f) => f.level === "error"));
-  form.offerModuleNames(report.modules || {});
+  offerModuleNames(report.modules || {});
   $("#fp-findings").replaceChildren(...invalid.map(invalidCard), ...findings.map(findingCard));
   drawMemory(
     report.memory,

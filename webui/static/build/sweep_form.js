@@ -110,7 +110,10 @@ function addRow() {
 }
 
 const names = () => Object.keys(form.defaults());
-const isOffered = (name) => Boolean(form.option(name)) && form.isVisible(name);
+const isOffered = (name) => {
+  const option = form.option(name);
+  return Boolean(option) && option.kind !== "datasets" && form.isVisible(name);
+};
 
 /** The options that have an effect now, and the selected one, by section. */
 function optionGroups(selected) {
