@@ -323,6 +323,6 @@ def test_a_fix_resets_the_options_that_it_makes_visible() -> None:
 def test_a_fix_of_a_dataset_sets_the_list_in_the_form() -> None:
     spec = o.edit(RunSpec(), {"data.sources": [{}, {"source": "files", "files": ["a.jsonl"], "format": "text"}]})
     fix = fix_json(Fix("Detect the format", {"data.sources[1].format": "auto"}), spec)
-    assert [(change["label"], change["to"]) for change in fix["diff"]] == [("Data format", "Automatic")]
+    assert [(change["label"], change["to"]) for change in fix["diff"]] == [("Data format of dataset 2", "Automatic")]
     form = {**form_values(spec), **fix["patch"]}
     assert o.parse(form) == o.edit(spec, {"data.sources[1].format": "auto"})
