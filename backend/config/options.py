@@ -423,13 +423,13 @@ def options_with_secrets(spec: RunSpec) -> list[str]:
 
 
 def masked_value(value: Any) -> Any:
-    """An option's value with its secrets masked, to show it."""
+    """An option's value with its secrets masked, to show it; several datasets as JSON text."""
+    if isinstance(value, tuple) and value and isinstance(value[0], Source):
+        return variables.hide_values(json.dumps(plain(value), ensure_ascii=False))
     if isinstance(value, Mapping):
         return variables.masked(value)
     if isinstance(value, tuple):
         return tuple(map(masked_value, value))
-    if isinstance(value, Source):
-        return value.model_copy(update={name: masked_value(own) for name, own in value})
     return variables.hide_values(value) if isinstance(value, str) else value
 
 

@@ -49,7 +49,7 @@ def compared(spec: RunSpec) -> dict[str, Any]:
     """The options that differ from their default, as JSON has them; those that do not change what is trained are left
     out."""
     found = {name: value for name, value in declared.changes(spec).items() if name.split(".")[0] not in NOT_TRAINED}
-    return dict(json.loads(json.dumps(found, default=list)))
+    return dict(json.loads(json.dumps({name: declared.plain(value) for name, value in found.items()})))
 
 
 def differences(checkpoint: Path, spec: RunSpec) -> str:
@@ -71,4 +71,4 @@ def differences(checkpoint: Path, spec: RunSpec) -> str:
 
 def _default(name: str) -> Any:
     """The default of an option, as JSON has it."""
-    return json.loads(json.dumps(declared.by_name()[name].default, default=list))
+    return json.loads(json.dumps(declared.plain(declared.by_name()[name].default)))

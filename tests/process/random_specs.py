@@ -80,6 +80,7 @@ EXCLUDED: Mapping[str, str] = {
     "data.hub_config": "the tests have no access to the Hub",
     "data.hub_split": "the tests have no access to the Hub",
     "data.validation_files": "set with the data",
+    "data.sources": "set with the data",
     "data.chat_template_file": "set with the data",
     "train.use_unsloth": "tested by test_unsloth.py",
     "parallel.nvme_path": "set with the folder",
@@ -138,6 +139,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     # only estimate that, so lengths in between have no certain outcome.
     "data.max_length": (8, 256, 512, 1024),
     "data.max_samples": (0, 1, 2, 5, 8, 16),
+    "data.weight": (0.3, 1.0, 2.0),
     "data.validation_split": (0.0, 0.05, 0.2, 0.5, 0.9),
     "data.dataset_num_proc": (1, 2),
     "lora.r": (1, 3, 4, 8, 64, 200),

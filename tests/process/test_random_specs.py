@@ -21,7 +21,7 @@ from random_specs import EXCLUDED, VALUES, random_spec, write_inputs
 from report_files import Sections, read_sections, table, write_section
 from training_runs import environment, log_text, losses, result, without_checks, write_plan
 
-from backend.config.options import by_name, changes, edit
+from backend.config.options import by_name, changes, edit, plain
 from backend.inspect import inspect_inputs
 from backend.machine import Machine, probe
 from backend.paths import HOME
@@ -93,7 +93,7 @@ def test_accepted_specs_succeed_and_refused_specs_fail(seed: int, inputs: Path, 
     for number, report, fixed in generated(seed, inputs, machine, tally):
         folder = inputs / f"{seed}-{number}"
         failure = launch(report, folder, fork_server)
-        label = f"seed {seed}, spec {number}{', fixed' if fixed else ''}: {json.dumps(changes(report.spec))}\n"
+        label = f"seed {seed}, spec {number}{', fixed' if fixed else ''}: {json.dumps(changes(report.spec), default=plain)}\n"
         if report.can_run:
             tally.launched += 1
             tally.fixed += fixed

@@ -11,7 +11,16 @@ import pytest
 
 from backend import presets
 from backend.config import RunSpec, Source
-from backend.config.options import SpecError, by_name, edit, effective, for_dataset, options_with_secrets, text
+from backend.config.options import (
+    SpecError,
+    by_name,
+    edit,
+    effective,
+    for_dataset,
+    masked_value,
+    options_with_secrets,
+    text,
+)
 from backend.data import mixed, mixed_counts
 from backend.inspect import InputFacts, inspect_inputs
 from backend.inspect.datasets import combined
@@ -258,3 +267,10 @@ def test_what_is_wrong_in_a_hidden_field_of_a_dataset_has_no_effect():
     assert spec.data.sources[1].files == ("b.jsonl",)
     spec, problems = parse_form({"data.sources": "[{}, 7]", "data.files": "a"})
     assert [problem.field for problem in problems] == ["data.sources[1]"] and spec.data.sources == ()
+
+
+def test_datasets_are_shown_as_json_without_secrets():
+    spec = edit(presets.load(YAML), {"data.sources[1].hub_id": "hf_" + "a" * 34, "data.sources[1].source": "hub"})
+    shown = masked_value(spec.data.sources)
+    assert "a" * 34 not in shown and json.loads(shown)[2] == {}
+    assert json.loads(json.dumps(masked_value(RunSpec().data.sources))) == []
