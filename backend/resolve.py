@@ -107,7 +107,7 @@ def resolve(spec: RunSpec, machine: Machine, facts: InputFacts | None = None) ->
         optimizer_shards = max(world, parameter_shards)  # the distributed optimizer
     data_parallel = max(1, world // (model_parallel * context * sequence))
     device = device_type(spec, machine)
-    examples = facts.num_train_examples(spec.data)
+    examples = facts.num_in_epoch(spec)
     return ResolvedRun(
         strategy=spec.parallel.strategy,
         device=device,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from backend import registry
-from backend.config import merge
+from backend.config import merge, variables
 from backend.config.fields import (
     CHAT,
     NEXT_TOKEN,
@@ -109,8 +109,8 @@ class Source(Section):
     ] = ()
     """One path per line, in the same format as the data files."""
     weight: Annotated[float, Field(gt=0, le=1000), Ui("Weight", when=SEVERAL)] = 1.0
-    """Concatenated: how often an epoch has each example of this dataset; 0.5 draws half of them, 2 has each twice.
-    Interleaved: its share of the training examples, relative to the weights of the others."""
+    """Concatenated: how often each epoch uses every example of this dataset; 2 uses each twice, 0.5 uses half of them,
+    the same ones in every epoch. Interleaved: the proportion of its examples, relative to the other weights."""
 
     @property
     def name(self) -> str:
@@ -193,7 +193,7 @@ class Data(Source):
     def title_of(self, index: int) -> str:
         """A dataset in a sentence, such as "Dataset 2 (b.jsonl)"."""
         each = self.datasets[index]
-        name = super().name if index == 0 else each.name
+        name = variables.hide_values(super().name if index == 0 else each.name)
         return f"Dataset {index + 1} ({name})" if name else f"Dataset {index + 1}"
 
     @property

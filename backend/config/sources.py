@@ -60,15 +60,24 @@ def collected(values: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str,
     if not parts:
         return found
     entries = _entries(found.get(SOURCES, known)) or [{}]
+    count = len(entries)
     for index, name, value in sorted(parts, key=lambda part: part[0]):
         if index > len(entries):
-            count = "is one dataset" if len(entries) == 1 else f"are {len(entries)} datasets"
-            problem = f"there {count}, so the next one is {SOURCES}[{len(entries)}]"
+            problem = f"there {_are(len(entries))}, so the next one is {SOURCES}[{len(entries)}]"
             raise SourceError(f"{SOURCES}[{index}].{name}", problem)
         if index == len(entries):
             entries.append({})
         entries[index][name] = value
+    for index in range(count, len(entries)):
+        if "source" not in entries[index]:
+            name = next(name for number, name, _ in parts if number == index)
+            problem = f"there {_are(count)}; to add another one, set {SOURCES}[{index}].source too"
+            raise SourceError(f"{SOURCES}[{index}].{name}", problem)
     return {**found, SOURCES: entries}
+
+
+def _are(count: int) -> str:
+    return "is one dataset" if count == 1 else f"are {count} datasets"
 
 
 def without_first(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +115,10 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _table(entry: Any) -> Any:
-    """The options of a dataset that are set."""
+    """The options of a dataset that are set. Files or an ID on the Hub say what its source is."""
+    if isinstance(entry, Mapping) and "source" not in entry:
+        given = [source for name, source in (("files", "files"), ("hub_id", "hub")) if entry.get(name)]
+        return {**entry, **({"source": given[0]} if len(given) == 1 else {})}
     if hasattr(entry, "model_dump"):
         return {name: value for name, value in entry if value != type(entry).model_fields[name].default}
     return dict(entry) if isinstance(entry, Mapping) else entry

@@ -20,4 +20,4 @@ from backend.data.formats import (
 )
 from backend.data.preferences import PREFERENCES, label_problem, unpair
 from backend.data.reading import SUFFIXES, DataFileError, expand, file_patterns, read_examples, without_padding
-from backend.data.selection import mixed, mixed_counts, sample, split, validation_size
+from backend.data.selection import is_absurd, mixed, mixed_counts, sample, split, validation_size

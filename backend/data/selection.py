@@ -38,6 +38,14 @@ def sample(examples: Sequence[T], max_samples: int, seed: int, shuffles: bool = 
     return drawn[: max_samples or None]
 
 
+MOST_TIMES = 100  # as many examples as all datasets have
+
+
+def is_absurd(sizes: Sequence[int], counts: Sequence[int]) -> bool:
+    """Whether an epoch would be so much longer than the datasets that the weights must be wrong."""
+    return sum(counts) > MOST_TIMES * max(1, sum(sizes))
+
+
 def mixed_counts(sizes: Sequence[int], weights: Sequence[float], mixing: str) -> list[int]:
     """How many examples of each dataset an epoch has, at least one. `sizes`: its training examples; `mixing`: a value
     of data.mixing."""
@@ -53,8 +61,10 @@ def mixed(sizes: Sequence[int], weights: Sequence[float], mixing: str, seed: int
     only after all others of its dataset are used as often; `seed` decides which are used once more, and the order."""
     starts = accumulate((0, *sizes))
     parts = []
-    for start, size, count in zip(starts, sizes, mixed_counts(sizes, weights, mixing), strict=False):
-        chosen = sorted(random.Random(seed).sample(range(size), count % size)) if size else []
+    rows = zip(starts, sizes, mixed_counts(sizes, weights, mixing), strict=False)
+    for number, (start, size, count) in enumerate(rows):
+        draw = random.Random(f"{seed} {number}")  # else datasets of the same size would draw the same rows
+        chosen = sorted(draw.sample(range(size), count % size)) if size else []
         parts.append([*list(range(size)) * (count // size), *chosen] if size else [])
         parts[-1] = [start + position for position in parts[-1]]
     order = [number for number, part in enumerate(parts) for _ in part]

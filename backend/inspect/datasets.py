@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from backend.config import RunSpec
+from backend.config import RunSpec, Source
 from backend.config.options import for_dataset, renamed
 from backend.data import DataFileError, expand, file_patterns
 from backend.inspect.data_files import inspect_data_files
@@ -39,11 +39,27 @@ def inspect_datasets(spec: RunSpec, loaded: RunSpec, base: Path, environment: Ma
         return found[0]
     together = _shared_files(spec, base)
     each = tuple(InputFacts(**{**facts, **shared}) for facts, shared in zip(found, together, strict=True))
-    return {**model, **combined(each, {name for facts in found for name in facts})}
+    facts = {**model, **combined(each, {name for facts in found for name in facts})}
+    return {**facts, "label_counts": _label_counts(spec, InputFacts(**facts))}
+
+
+def _label_counts(spec: RunSpec, facts: InputFacts) -> tuple[int, int] | None:
+    """The desirable and undesirable completions of an epoch; None if a dataset has no labels or an unknown size."""
+    sizes, labels = facts.sizes(spec), [each.label_counts for each in facts.datasets]
+    if not all(sizes) or not all(map(any, (counts or () for counts in labels))):
+        return None
+    known = [size or 0 for size in sizes]
+    times = [count / size for count, size in zip(facts.mixture(spec.data, known), known, strict=True)]
+    pairs = [counts or (0, 0) for counts in labels]
+    desirable, undesirable = (
+        round(sum(factor * counts[side] for factor, counts in zip(times, pairs, strict=True))) for side in (0, 1)
+    )
+    return desirable, undesirable
 
 
 def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:
-    """For each dataset, the files that are training files of one dataset and validation files of another."""
+    """For each dataset, the validation files that any dataset trains on, and the files of which it splits off its
+    validation set, but another dataset does not split off the same part."""
     files = []
     for source in spec.data.datasets:
         try:
@@ -51,7 +67,22 @@ def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:
         except (OSError, DataFileError):  # reported by the inspection of the files
             files.append([set(), set()])
     trained = set().union(*(train for train, _ in files))
-    return [{"shared_files": tuple(sorted(trained & validation))} for _, validation in files]
+    found = []
+    for source, (train, validation) in zip(spec.data.datasets, files, strict=True):
+        shared = trained & validation
+        others = (
+            files[number][0]
+            for number, other in enumerate(spec.data.datasets)
+            if other is not source and not (other.splits and _selects_as(source, train, other, files[number][0]))
+        )
+        split = train & set().union(*others) if source.splits else set()
+        found.append({"shared_files": tuple(sorted(shared)), "split_files": tuple(sorted(split))})
+    return found
+
+
+def _selects_as(one: Source, its_files: set[str], other: Source, other_files: set[str]) -> bool:
+    """Whether two datasets split the same examples."""
+    return its_files == other_files and one.validation_split == other.validation_split
 
 
 def combined(each: Sequence[InputFacts], known: Collection[str]) -> Facts:
@@ -74,10 +105,10 @@ def combined(each: Sequence[InputFacts], known: Collection[str]) -> Facts:
     facts["token_lengths"] = tuple(sorted(length for own in each for length in own.token_lengths))
     facts["tokenizer_size"] = max(own.tokenizer_size for own in each)
     facts["min_prompt_tokens"] = min((own.min_prompt_tokens for own in each if own.min_prompt_tokens), default=0)
+    formats = {own.format for own in each}
+    facts["format"] = formats.pop() if len(formats) == 1 else ""  # no rule may take one for that of all
     facts["counts_are_exact"] = all(own.counts_are_exact for own in each)
     facts["all_checked"] = all(own.all_checked for own in each)
-    labels = [own.label_counts for own in each if own.label_counts]
-    facts["label_counts"] = tuple(map(sum, zip(*labels, strict=True))) if labels else None
     facts["num_validation_examples"] = sum(own.num_validation_examples or 0 for own in each)
     return facts
 
@@ -100,19 +131,31 @@ def shares(spec: RunSpec, facts: InputFacts) -> list[str]:
     dataset."""
     if not facts.datasets:
         return []
-    sizes = facts.sizes(spec.data)
+    sizes = facts.sizes(spec)
     known = [size for size in sizes if size is not None]
     if spec.data.mixing != "concatenate" and len(known) < len(sizes):  # one decides about all
         return [""] * len(sizes)
     counts = facts.mixture(spec.data, [size or 0 for size in sizes])
     return [
-        "" if size is None else _share(size, count, each, spec.data.max_length)
+        "" if size is None else _share(spec, size, count, each)
         for size, count, each in zip(sizes, counts, facts.datasets, strict=True)
     ]
 
 
-def _share(size: int, count: int, facts: InputFacts, max_length: int) -> str:
-    lengths = [min(length, max_length) for length in facts.token_lengths]
-    times = f", each of the {size:,} used {count / size:.3g} times" if count != size and size else ""
-    tokens = f"; about {counted(round(count * sum(lengths) / len(lengths)), 'token')}" if lengths else ""
-    return f"{'' if facts.counts_are_exact else 'About '}{counted(count, 'example')} in each epoch{times}{tokens}."
+def _share(spec: RunSpec, size: int, count: int, facts: InputFacts) -> str:
+    splits, limit = spec.train.stage == "pretraining", spec.data.max_length
+    lengths = [min(length, limit) for length in facts.token_lengths if length]
+    what = counted(count, "sequence" if splits else "example")
+    times = f", each of the {size:,} used {times_text(count / size)}" if count != size and size else ""
+    share = sum(facts.token_lengths if splits else lengths) / max(1, len(lengths))
+    if splits:  # into sequences
+        share /= max(1, sum(-(-length // limit) for length in facts.token_lengths) / max(1, len(lengths)))
+    tokens = f"; about {counted(round(count * share), 'token')}" if lengths else ""
+    sure = "" if facts.counts_are_exact else "About "
+    sure = "At most " if spec.data.drop_duplicates else sure  # copies in other datasets are not known before the run
+    return f"{sure}{what} in each epoch{times}{tokens}."
+
+
+def times_text(times: float) -> str:
+    """How often an example is used."""
+    return f"{times:,.0f} times" if times >= 100 else f"{times:.3g} times"

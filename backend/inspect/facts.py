@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from backend.config import Data, Source
+from backend.config import Data, RunSpec, Source
 from backend.data import mixed_counts, printable, sample, split, validation_size
 from backend.modelspec import ModelShape
 
@@ -52,6 +52,7 @@ class InputFacts:
     is_downloaded: bool = True  # False: the run downloads the model
     data_issues: tuple[DataIssue, ...] = ()
     shared_files: tuple[str, ...] = ()  # training files that are validation files too
+    split_files: tuple[str, ...] = ()  # the validation set is split off them, and another dataset trains on that part
     format: str = ""  # of the training data: the one that is set, or detected
     columns: tuple[str, ...] = ()
     text_columns: tuple[str, ...] = ()  # those of `columns` that hold text in the first example
@@ -110,19 +111,31 @@ class InputFacts:
         """Tokens of the longest example that was read; 0 without any."""
         return self.token_lengths[-1] if self.token_lengths else 0
 
+    def num_in_epoch(self, spec: RunSpec) -> int | None:
+        """Examples of an epoch; of several datasets, in their mixture."""
+        if not self.datasets:
+            return self.num_train_examples(spec.data)
+        sizes = [size for size in self.sizes(spec) if size is not None]
+        return sum(self.mixture(spec.data, sizes)) if len(sizes) == len(self.datasets) else None
+
     def num_train_examples(self, data: Source) -> int | None:
-        """Examples of an epoch, after the validation split, data.max_samples and the mixture of several datasets."""
-        if self.datasets and isinstance(data, Data):
-            sizes = [size for size in self.sizes(data) if size is not None]
-            return sum(self.mixture(data, sizes)) if len(sizes) == len(self.datasets) else None
+        """Examples in the training set of one dataset, after the validation split and data.max_samples."""
         if self.num_examples is None:
             return None
         count = self.num_examples - (self.num_eval_examples(data) or 0 if data.splits else 0)
         return min(count, data.max_samples) if data.max_samples else count
 
-    def sizes(self, data: Data) -> list[int | None]:
-        """The training examples of each of several datasets; None of one that is not known."""
-        return [each.num_train_examples(own) for each, own in zip(self.datasets, data.datasets, strict=True)]
+    def sizes(self, spec: RunSpec) -> list[int | None]:
+        """The training sequences of each of several datasets, without examples that are dropped; None where that is not
+        known."""
+        return [each._sequences(spec, own) for each, own in zip(self.datasets, spec.data.datasets, strict=True)]
+
+    def _sequences(self, spec: RunSpec, data: Source) -> int | None:
+        usable, count = self.usable_examples(data, spec.train.seed), self.num_train_examples(data)
+        if spec.train.stage == "pretraining" and count and self.token_lengths:  # long texts are split
+            sequences = sum(-(-length // spec.data.max_length) for length in self.token_lengths)
+            return round(count * sequences / len(self.token_lengths))
+        return count if usable is None else usable[0]
 
     @staticmethod
     def mixture(data: Data, sizes: Sequence[int]) -> list[int]:

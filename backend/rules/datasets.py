@@ -48,13 +48,19 @@ def _named(finding: Finding, case: Case, index: int) -> Finding:
         finding,
         message=renamed(f"{case.spec.data.title_of(index)}: {finding.message}", index),
         fields=tuple(renamed(name, index) for name in finding.fields),
-        fixes=tuple(_placed(fix, index) for fix in finding.fixes),
+        fixes=tuple(_placed(fix, case, index) for fix in finding.fixes),
     )
 
 
-def _placed(fix: Fix, index: int) -> Fix:
-    """A fix of a dataset's own options is named after it."""
+def _placed(fix: Fix, case: Case, index: int) -> Fix:
+    """A fix of a dataset's own options is named after it. It does not turn off the evaluation of other datasets."""
     if not OWN & fix.patch.keys():
         return fix
-    patch = {key_of(index, name.removeprefix("data.")) if name in OWN else name: fix.patch[name] for name in fix.patch}
+    others = (each for number, each in enumerate(case.spec.data.datasets) if number != index)
+    evaluates = any(each.source == "builtin" or each.validation != "none" for each in others)
+    patch = {
+        key_of(index, name.removeprefix("data.")) if name in OWN else name: value
+        for name, value in fix.patch.items()
+        if not (evaluates and name.startswith(("eval.", "save.")))
+    }
     return replace(fix, label=f"Dataset {index + 1}: {fix.label}", patch=patch)

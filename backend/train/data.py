@@ -21,7 +21,7 @@ from datasets.arrow_writer import ArrowWriter
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import for_dataset
-from backend.data import DataFileError, mixed, mixed_counts, prepared, to_text
+from backend.data import DataFileError, is_absurd, mixed, mixed_counts, prepared, to_text
 from backend.train import end_tokens
 from backend.train.end_tokens import END
 from backend.train.examples import (
@@ -341,8 +341,13 @@ def _mixture(spec: RunSpec, found: Sequence[Dataset], info: Callable[[str], None
     if longest:
         return _longest(together, longest)
     sizes, weights = [*map(len, found)], [source.weight for source in spec.data.datasets]
+    if is_absurd(sizes, counts := mixed_counts(sizes, weights, spec.data.mixing)):
+        raise TrainError(
+            f"data.weight: an epoch would have {sum(counts):,} examples of datasets with {sum(sizes):,}. Set weights "
+            "that are less different."
+        )
     chosen = mixed(sizes, weights, spec.data.mixing, spec.train.seed, shuffles=spec.train.stage == "kto")
-    for index, (size, count) in enumerate(zip(sizes, mixed_counts(sizes, weights, spec.data.mixing), strict=True)):
+    for index, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         factor = f": each of the {size:,} is used {count / size:.3g} times" if count != size else ""
         telling(spec, index, info)(f"{counted(count, 'sequence')} in each epoch{factor}.")
     return together.select(chosen)

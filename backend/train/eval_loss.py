@@ -71,4 +71,5 @@ def completed(examples: Dataset, multiple: int) -> Dataset:
 def parts(examples: Dataset, sizes: Sequence[int], multiple: int) -> list[Dataset]:
     """The validation examples of each dataset, which follow each other in `examples`, each as `completed`."""
     bounds = pairwise(accumulate((0, *sizes)))
-    return [completed(examples.select(range(start, end)), multiple) for start, end in bounds]
+    rows = [range(start, end) if end > start else [] for start, end in bounds]  # datasets refuses a range after the end
+    return [completed(examples.select(each), multiple) for each in rows]

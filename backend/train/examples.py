@@ -138,7 +138,7 @@ def about(spec: RunSpec, index: int) -> Iterator[None]:
         yield
     except TrainError as error:
         where = f"{spec.data.title_of(index)}: " if spec.data.sources else ""
-        raise TrainError(where + renamed(str(error), index)) from error
+        raise TrainError(where + renamed(str(error), index)) from None  # else the cause is reported, without the name
 
 
 def telling(spec: RunSpec, index: int, info: Callable[[str], None]) -> Callable[[str], None]:

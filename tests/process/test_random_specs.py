@@ -93,7 +93,8 @@ def test_accepted_specs_succeed_and_refused_specs_fail(seed: int, inputs: Path, 
     for number, report, fixed in generated(seed, inputs, machine, tally):
         folder = inputs / f"{seed}-{number}"
         failure = launch(report, folder, fork_server)
-        label = f"seed {seed}, spec {number}{', fixed' if fixed else ''}: {json.dumps(changes(report.spec), default=plain)}\n"
+        options = json.dumps(changes(report.spec), default=plain)
+        label = f"seed {seed}, spec {number}{', fixed' if fixed else ''}: {options}\n"
         if report.can_run:
             tally.launched += 1
             tally.fixed += fixed

@@ -22,7 +22,7 @@ from backend.config.options import (
     text,
 )
 from backend.data import mixed, mixed_counts
-from backend.inspect import InputFacts, inspect_inputs
+from backend.inspect import InputFacts, inspect_inputs, shares
 from backend.inspect.datasets import combined
 from backend.rules import check
 from backend.rules.examples import LAPTOP
@@ -118,6 +118,7 @@ def test_the_next_dataset_is_added():
             "data.sources[0].files",
             "is set as data.files",
         ),
+        ({"data.sources[3].weight": 1}, "data.sources[3].weight", "to add another one, set data.sources[3].source too"),
         ({"data.sources[x].weight": 1}, "data.sources[x].weight", "unknown option"),
     ],
 )
@@ -191,10 +192,10 @@ def test_the_numbers_of_all_datasets(tmp_path):
     (tmp_path / "b.jsonl").write_text(chat(40))
     spec, facts, _ = checked(tmp_path, **{"data.sources[1].weight": 3, "data.sources[1].validation": "none"})
     assert facts.num_examples == 140 and len(facts.token_lengths) == 140
-    assert facts.num_train_examples(spec.data) == 95 + 120
+    assert facts.num_in_epoch(spec) == 95 + 120
     assert facts.num_eval_examples(spec.data) == 5
     spec, facts, _ = checked(tmp_path, **{"data.mixing": "interleave_first", "data.sources[1].max_samples": 7})
-    assert facts.num_train_examples(spec.data) == 14 and facts.num_eval_examples(spec.data) == 7
+    assert facts.num_in_epoch(spec) == 14 and facts.num_eval_examples(spec.data) == 7
 
 
 def test_a_finding_names_the_dataset_and_its_fix_changes_only_that(tmp_path):
@@ -204,7 +205,7 @@ def test_a_finding_names_the_dataset_and_its_fix_changes_only_that(tmp_path):
     assert missing.fields == ("data.sources[1].files",)
     assert missing.message == "Dataset 2 (b.jsonl): b.jsonl: does not exist."
     assert [fix.patch for fix in missing.fixes] == [{"data.sources[1].source": "builtin"}]
-    assert facts.num_train_examples(spec.data) is None
+    assert facts.num_in_epoch(spec) is None
     fixed = edit(spec, missing.fixes[0].patch)
     assert fixed.data.files == ("a.jsonl",) and fixed.data.sources[1].source == "builtin"
 
@@ -274,3 +275,61 @@ def test_datasets_are_shown_as_json_without_secrets():
     shown = masked_value(spec.data.sources)
     assert "a" * 34 not in shown and json.loads(shown)[2] == {}
     assert json.loads(json.dumps(masked_value(RunSpec().data.sources))) == []
+
+
+def test_files_and_hub_ids_say_what_the_source_is():
+    spec = presets.load("data: {sources: [{files: [a.jsonl]}, {hub_id: a/b}, {weight: 2}]}")
+    assert [source.source for source in spec.data.datasets] == ["files", "hub", "builtin"]
+    assert effective(spec).data.files == ("a.jsonl",)
+
+
+def test_a_file_that_two_datasets_train_on_and_one_validates_on(tmp_path):
+    (tmp_path / "a.jsonl").write_text(chat(10))
+    same = {"data.sources[1].files": "a.jsonl"}
+    assert "DAT033" not in {finding.code for finding in checked(tmp_path, **same)[2]}, "both split the same examples"
+    for more in ({"data.sources[1].validation": "none"}, {"data.sources[1].validation_split": 0.2}):
+        (found,) = (finding for finding in checked(tmp_path, **same, **more)[2] if finding.code == "DAT033")
+        assert found.fields[0] == "data.validation" and "Dataset 1 (a.jsonl)" in found.message
+
+
+def test_a_fix_of_one_dataset_does_not_turn_off_the_evaluation_of_others(tmp_path):
+    (tmp_path / "a.jsonl").write_text(chat(10))
+    (tmp_path / "b.jsonl").write_text(chat(1))
+    _, _, found = checked(tmp_path)
+    (one,) = (finding for finding in found if finding.code == "DAT006")
+    assert one.fixes[0].patch == {"data.sources[1].validation": "none"}
+    assert "DAT006" not in {finding.code for finding in checked(tmp_path, **one.fixes[0].patch)[2]}
+
+
+def test_plain_text_and_conversations_have_no_common_format(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "Trains are late."}\n' * 9)
+    (tmp_path / "b.jsonl").write_text(chat(9))
+    _, facts, found = checked(tmp_path)
+    assert facts.format == "" and "DAT014" not in {finding.code for finding in found}
+    (tmp_path / "b.jsonl").write_text('{"text": "Trains are late."}\n' * 9)
+    assert "DAT014" in {finding.code for finding in checked(tmp_path)[2]}
+
+
+def test_labels_count_as_often_as_they_are_used(tmp_path):
+    row = {"prompt": "2 + 2?", "completion": "4."}
+    for name, good in (("a", 3), ("b", 8)):
+        rows = [{**row, "label": n < good} for n in range(10)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    none = {"train.stage": "kto", "data.validation": "none", "data.sources[1].validation": "none"}
+    assert checked(tmp_path, **none, **{"data.weight": 3})[1].label_counts == (3 * 3 + 8, 3 * 7 + 2)
+
+
+def test_dropped_examples_do_not_count():
+    spec = edit(RunSpec(), {"data.sources": "[{}, {}]", "data.mixing": "interleave_first"})
+    facts = InputFacts(num_examples=40, num_validation_examples=4, num_usable=40, unusable_positions=())
+    few = replace(facts, num_usable=5, unusable_positions=tuple(range(35)))
+    assert replace(facts, datasets=(facts, few)).num_in_epoch(spec) == 10
+    assert (
+        shares(spec, replace(facts, datasets=(facts, few)))[0]
+        == "5 examples in each epoch, each of the 40 used 0.125 times."
+    )
+    long = replace(facts, token_lengths=(1200,) * 40)
+    texts = edit(spec, {"train.stage": "pretraining", "data.mixing": "concatenate"})
+    assert (
+        shares(texts, replace(facts, datasets=(long, long)))[1] == "120 sequences in each epoch; about 48,000 tokens."
+    )

@@ -107,7 +107,7 @@ function change(index, name, input) {
   let value = input.value;
   if (kind === "list") value = value.split("\n").filter((line) => line.trim());
   else if (kind === "int" || kind === "float") value = value === "" ? "" : Number(value);
-  if (String(value) === String(usual)) delete all[index][name];
+  if (String(value) === String(usual) && name !== "source") delete all[index][name];
   else all[index][name] = value;
   drawn = textOf(all); // the card shows it already
   edited(SOURCES, drawn);
@@ -117,7 +117,7 @@ function add() {
   const all = datasets();
   const source = currentValues()["data.source"];
   if (!all.length) all.push({});
-  all.push(source === own("source").default ? {} : { source });
+  all.push({ source });
   setValues({ [SOURCES]: textOf(all) });
   $(`#${idOf(all.length - 1, "source")} select`).focus();
 }
