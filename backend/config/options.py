@@ -440,7 +440,7 @@ def text(option: Option, value: Any) -> Any:
     if option.kind == "table" and not isinstance(value, str):
         return "\n".join(f"{k}={v}" for k, v in value.items())
     if option.kind == "datasets" and not isinstance(value, str):
-        return json.dumps([plain(source) for source in value], ensure_ascii=False) if value else ""
+        return json.dumps(plain(value), ensure_ascii=False) if value else ""
     return value
 
 
@@ -449,6 +449,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, Source):
         known = type(value).model_fields
         return {name: plain(own) for name, own in value if own != known[name].default}
+    if isinstance(value, tuple) and value and isinstance(value[0], Source):
+        return [{}, *({"source": each.source, **plain(each)} for each in value[1:])]
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 

@@ -32,7 +32,7 @@ def test_a_dataset_is_added_described_and_removed(page, tmp_path):
     box.get_by_role("button", name="Add a dataset").click()
     expect(card_field(page, 1, "source")).to_be_focused()
     expect(weight).to_be_visible()
-    assert sources(page) == [{}, {}]
+    assert sources(page) == [{}, {"source": "builtin"}]
     expect(card_field(page, 1, "builtin")).to_be_visible()
     card_field(page, 1, "source").select_option("files")
     expect(card_field(page, 1, "builtin")).to_be_hidden()

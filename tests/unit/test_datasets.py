@@ -41,7 +41,7 @@ data:
     - b.jsonl
     format: prompt_completion
     prompt_column: q
-  - {}
+  - source: builtin
 """
 
 
@@ -273,7 +273,7 @@ def test_what_is_wrong_in_a_hidden_field_of_a_dataset_has_no_effect():
 def test_datasets_are_shown_as_json_without_secrets():
     spec = edit(presets.load(YAML), {"data.sources[1].hub_id": "hf_" + "a" * 34, "data.sources[1].source": "hub"})
     shown = masked_value(spec.data.sources)
-    assert "a" * 34 not in shown and json.loads(shown)[2] == {}
+    assert "a" * 34 not in shown and json.loads(shown)[2] == {"source": "builtin"}
     assert json.loads(json.dumps(masked_value(RunSpec().data.sources))) == []
 
 
