@@ -161,7 +161,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     command("estimate", spec, machine, folder, help="print the memory and disk estimate item by item")
     data = command("data", spec, help="print examples as the model sees them, with what is trained on")
     data.add_argument("--first", type=_position, default=1, metavar="N", help="the first one (default: 1)")
-    data.add_argument("--dataset", type=_position, default=1, metavar="N", help="of several datasets (default: 1)")
+    data.add_argument("--dataset", type=_position, default=1, metavar="N", help="dataset to print (default: 1)")
     data.add_argument("--count", type=_position, default=3, metavar="N", help="how many (default: 3)")
     command("prepare", spec, help="tokenize the dataset of a spec in advance, for later runs; needs no GPU")
     exported = command("export", spec, machine, help="write a spec for LLaMA-Factory, Kubernetes or SkyPilot")

@@ -28,3 +28,8 @@ def plural(noun: str) -> str:
     if re.search(r"(s|x|z|sh|(?<!epo)ch)$", noun):
         return f"{noun}es"
     return f"{noun[:-1]}ies" if re.search(r"[^aeiou]y$", noun) else f"{noun}s"
+
+
+def ratio(value: float) -> str:
+    """A factor, such as 0.5x."""
+    return f"{value:,.0f}x" if value >= 100 else f"{value:.3g}x"

@@ -113,7 +113,7 @@ def print_findings(report: Report) -> None:
     if report.unchecked_note:
         print(report.unchecked_note)
     for index, share in enumerate(shares(report.spec, report.facts)):
-        print(f"{report.spec.data.title_of(index)}: {share or 'not known before the run.'}")
+        print(f"{report.spec.data.title_of(index)}: {share or 'size not known before the run.'}")
     for finding in report.findings:
         print("", *_finding_lines(finding), sep="\n")
 

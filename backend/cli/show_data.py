@@ -23,10 +23,8 @@ def start(arguments: argparse.Namespace) -> int:
     """Print some examples; 2 if there are none, or if the files cannot be read as far as that."""
     first, spec = arguments.first - 1, read_spec(arguments)
     if arguments.dataset > len(spec.data.datasets):
-        print(
-            f"The spec has {counted(len(spec.data.datasets), 'dataset')}; --dataset {arguments.dataset} is none.",
-            file=sys.stderr,
-        )
+        count = counted(len(spec.data.datasets), "dataset")
+        print(f"--dataset is {arguments.dataset}, but the spec has {count}.", file=sys.stderr)
         return 2
     spec = for_dataset(spec, arguments.dataset - 1)
     found = show_examples(spec, Path.cwd(), os.environ, first, arguments.count, INSPECTION_SECONDS)

@@ -264,12 +264,17 @@ LLAMA_FACTORY: Mapping[str, str] = {
     "badam_switch_block": "train.badam_switch_block_every",
     "disable_gradient_checkpointing": "train.activation_checkpointing",
     "shift_attn": "model.attn_implementation",
+    "mix_strategy": "data.mixing",
+    "stopping_strategy": "data.mixing",
+    "interleave_probs": "data.weight",
+    "probabilities": "data.weight",
 }
 
 ALIASES: Mapping[str, str] = {**LLAMA_FACTORY, **LAUNCH, **FSDP, **DEEPSPEED, **TRL, **PEFT, **TRANSFORMERS}
 
 # Words that no library uses, but people may guess -> option keys.
 GUESSES: Mapping[str, str] = {
+    "data.datasets": "data.sources",
     "data.learn": "data.loss_on",
     "parallel.engine_keys": "parallel.extra_config",
     "evaluation.when": "eval.strategy",
@@ -278,6 +283,13 @@ GUESSES: Mapping[str, str] = {
 
 # Option -> value that other libraries use, or people may guess -> value.
 VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "data.mixing": {
+        "concat": "concatenate",
+        "first_exhausted": "interleave_first_exhausted",
+        "interleave_under": "interleave_first_exhausted",
+        "all_exhausted": "interleave_all_exhausted",
+        "interleave_over": "interleave_all_exhausted",
+    },
     "model.attn_implementation": {
         "flash_attention": "flash_attention_2",
         "flash_attn": "flash_attention_2",

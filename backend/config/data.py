@@ -92,9 +92,10 @@ class Source(Section):
     """Column with the system prompt; examples without it use data.system_prompt. Usually system; empty ignores the
     column."""
     system_prompt: Annotated[str, Ui("System prompt", when=CHAT, widget="text")] = ""
-    """Added to every conversation that has no system prompt; usually empty."""
+    """Added to conversations of this dataset that have none; usually empty."""
     max_samples: Annotated[int, Field(ge=0), Ui("Max training examples")] = 0
-    """Trains on this many examples, drawn at random with train.seed, for example for a quick test; 0 uses all."""
+    """Uses this many training examples of the dataset, drawn at random with train.seed, for example for a quick test; 0
+    uses all."""
     validation: Annotated[Literal["none", "split", "files"], Ui("Validation set", when=USER_DATA)] = "split"
     """Examples for the eval loss and generation evaluation, never trained on: none, a split of the data, or files."""
     validation_split: Annotated[
@@ -108,9 +109,9 @@ class Source(Section):
         Lines, Ui("Validation files", when={**USER_DATA, "data.validation": ("files",)}, widget="lines")
     ] = ()
     """One path per line, in the same format as the data files."""
-    weight: Annotated[float, Field(gt=0, le=1000), Ui("Weight", when=SEVERAL)] = 1.0
-    """Concatenated: how often each epoch uses every example of this dataset; 2 uses each twice, 0.5 uses half of them,
-    the same ones in every epoch. Interleaved: the proportion of its examples, relative to the other weights."""
+    weight: Annotated[float, Field(gt=0, le=1000), Ui("Dataset weight", when=SEVERAL)] = 1.0
+    """With Concatenate: repeats of the dataset per epoch; 2 uses each example twice, 0.5 the same half of them in every
+    epoch. With Interleave: sampling weight relative to the other datasets. 1 is usual."""
 
     @property
     def name(self) -> str:
@@ -132,7 +133,8 @@ def _sources(value: Any) -> Any:
 
 
 class Data(Source):
-    """The training and validation data: one dataset, or the first of several, and what is done with all of them."""
+    """The training and validation data. With data.sources, the options up to data.weight are those of the first
+    dataset."""
 
     chat_template: Annotated[str, *one_of(registry.TEMPLATES), Ui("Chat template", when=CHAT)] = "model"
     """Renders conversations to text and is saved with the trained model. Use ChatML for base models without a chat
@@ -161,22 +163,22 @@ class Data(Source):
     sources: Annotated[
         tuple[Source, ...], Field(max_length=MAX_SOURCES), BeforeValidator(_sources), Ui("Datasets", widget="sources")
     ] = ()
-    """Several datasets, each with the options of one, such as files, format and weight. The first one's may be set
-    outside of the list: data.files is data.sources[0].files."""
+    """List of datasets, each with its own source, format, columns, weight and validation set. data.files and the like
+    set those of the first one: data.sources[0].files."""
     mixing: Annotated[
-        Literal["concatenate", "interleave_first", "interleave_all"],
+        Literal["concatenate", "interleave_first_exhausted", "interleave_all_exhausted"],
         Ui(
             "Mixing",
             when=SEVERAL,
             choices={
                 "concatenate": "Concatenate",
-                "interleave_first": "Interleave until the first dataset ends",
-                "interleave_all": "Interleave until all datasets end",
+                "interleave_first_exhausted": "Interleave (first exhausted)",
+                "interleave_all_exhausted": "Interleave (all exhausted)",
             },
         ),
     ] = "concatenate"
-    """How several datasets are put together. Concatenate uses all of each, times its weight. Interleave draws in the
-    proportions of the weights: until the first dataset is used up, or until all are, with others repeated."""
+    """How datasets are combined. Concatenate uses all examples, times the weight. Interleave samples in proportion to
+    the weights until any dataset is exhausted, or until all are; the others are then repeated."""
     dataset_num_proc: Annotated[int, Field(ge=1, le=256), Ui("Tokenization processes")] = 1
     """Processes that tokenize the dataset; more than 1 pays off from about 10,000 examples."""
 

@@ -240,7 +240,7 @@ def _unknown_of_dataset(index: int, key: str) -> Problem:
     own = [f"data.{field}" for field in Source.model_fields]
     if suggestion := suggest_option(f"data.{key}", own):
         return Problem(name, f"unknown option; did you mean {SOURCES}[{index}].{suggestion.removeprefix('data.')}?")
-    return Problem(name, f"unknown option; a dataset has {', '.join(Source.model_fields)}")
+    return Problem(name, "unknown option; docs/options.md lists all options")
 
 
 def edit(spec: RunSpec, patch: Mapping[str, Any]) -> RunSpec:
@@ -285,7 +285,7 @@ MESSAGES = {  # pydantic error type -> message
     "string_type": "must be text",
     "tuple_type": "must be a list",
     "dict_type": "must be a table of names and values",
-    "model_type": "must be a table of options",
+    "model_type": "must be a mapping of options",
 }
 
 

@@ -63,7 +63,7 @@ def collected(values: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str,
     count = len(entries)
     for index, name, value in sorted(parts, key=lambda part: part[0]):
         if index > len(entries):
-            problem = f"there {_are(len(entries))}, so the next one is {SOURCES}[{len(entries)}]"
+            problem = f"there {_are(len(entries))}, so the next index is {SOURCES}[{len(entries)}]"
             raise SourceError(f"{SOURCES}[{index}].{name}", problem)
         if index == len(entries):
             entries.append({})
@@ -71,7 +71,7 @@ def collected(values: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str,
     for index in range(count, len(entries)):
         if "source" not in entries[index]:
             name = next(name for number, name, _ in parts if number == index)
-            problem = f"there {_are(count)}; to add another one, set {SOURCES}[{index}].source too"
+            problem = f"there {_are(count)}; to add one, also set {SOURCES}[{index}].source"
             raise SourceError(f"{SOURCES}[{index}].{name}", problem)
     return {**found, SOURCES: entries}
 
@@ -88,7 +88,7 @@ def without_first(data: Mapping[str, Any]) -> dict[str, Any]:
         return {**data}
     first, *others = entries
     if twice := [name for name in first if name in data]:
-        raise SourceError(f"{SOURCES}[0].{twice[0]}", f"is set as data.{twice[0]} too; set it once")
+        raise SourceError(f"{SOURCES}[0].{twice[0]}", f"is also set as data.{twice[0]}; set it once")
     return {**data, **first, "sources": ({}, *others) if others else ()}
 
 

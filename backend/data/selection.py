@@ -51,7 +51,7 @@ def mixed_counts(sizes: Sequence[int], weights: Sequence[float], mixing: str) ->
     of data.mixing."""
     if mixing == "concatenate":
         return [max(1, round(size * weight)) if size else 0 for size, weight in zip(sizes, weights, strict=True)]
-    limit = min if mixing == "interleave_first" else max
+    limit = min if mixing == "interleave_first_exhausted" else max
     per_weight = limit(size / weight for size, weight in zip(sizes, weights, strict=True))
     return [max(1, round(per_weight * weight)) if size else 0 for size, weight in zip(sizes, weights, strict=True)]
 

@@ -318,7 +318,7 @@ def _take_share(found: Import, dataset: Dataset, is_alone: bool) -> None:
     if not shards:
         return
     if not isinstance(shards, int) or shards < 1:
-        raise found.fail(f"{dataset.place}.shards", shards, "it is a number of parts")
+        raise found.fail(f"{dataset.place}.shards", shards, "must be a whole number")
     if shards > 1:
         datasets.set_share(found, dataset, f"{dataset.place}.shards", shards, 1 / shards, is_alone)
 
@@ -330,7 +330,7 @@ def _template(found: Import, given: Sequence[Dataset]) -> None:
     name = own[0] if len({*own}) == 1 else usual
     for dataset, other in zip(given, own, strict=True):
         if other != name:
-            found.missing.append(f"{dataset.place}.chat_template: {other} (all datasets have the same)")
+            found.missing.append(f"{dataset.place}.chat_template: {other} (one template for all datasets)")
     with_text = [each for each in given if each.table.get("chat_template_jinja")]
     if name == "chatml":
         found.patch["data.chat_template"] = "chatml"

@@ -76,7 +76,7 @@ def locate(found: Import, dataset: Dataset) -> None:
     if files := local_files(found.base, table):
         dataset.options |= {"source": "files", "files": files}
         left = {"name": name, "split": split if split != "train" else None}
-        found.missing += [f"{dataset.place}.{key}: {value} (of local files)" for key, value in left.items() if value]
+        found.missing += [f"{dataset.place}.{key}: {value} (local files)" for key, value in left.items() if value]
         return
     dataset.options |= {"source": "hub", "hub_id": str(table["path"]), "hub_split": split}
     dataset.options["hub_config"] = str(name or "")
@@ -110,7 +110,7 @@ def set_share(found: Import, dataset: Dataset, key: str, value: Any, share: Any,
         found.missing.append(f"{key}: {value} (all examples are used; data.max_samples sets their number)")
         return
     dataset.options["weight"], dataset.keys["weight"] = share, key
-    found.different.append(f"{key}: {value}: the examples are drawn at random, so they are others than there")
+    found.different.append(f"{key}: {value}: Footplate draws its own random sample, so the examples differ")
 
 
 def set_validation(found: Import, datasets: Sequence[Dataset], tests: Sequence[Dataset], share: float) -> None:
@@ -122,9 +122,9 @@ def set_validation(found: Import, datasets: Sequence[Dataset], tests: Sequence[D
     for test in tests:
         same = [each for each in datasets if test.fits_all or each.layout == test.layout]
         if not (files := test.options.get("files")):
-            found.missing.append(f"{test.place}: {test.name} (validation files are local files)")
+            found.missing.append(f"{test.place}: {test.name} (validation files must be local)")
         elif not same:
-            text = "no training dataset has its format and columns, and validation files have those of their dataset"
+            text = "no training dataset has the same format and columns, which validation files require"
             found.missing.append(f"{test.place}: {test.name} ({text})")
         else:
             before = same[0].options.get("validation_files", [])

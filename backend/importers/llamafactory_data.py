@@ -20,9 +20,11 @@ COLUMNS = {
 }  # fmt: skip
 # Without replacement, each example is in the mixture once, as with concat.
 MIXING = {
-    "concat": "concatenate", "interleave_under": "interleave_first", "interleave_over": "interleave_all",
+    "concat": "concatenate",
+    "interleave_under": "interleave_first_exhausted",
+    "interleave_over": "interleave_all_exhausted",
     "interleave_once": "concatenate",
-}  # fmt: skip
+}
 INFO = "dataset_info.json"
 ONLINE = "ONLINE"  # a dataset_dir: names are IDs on the Hub
 BY_NAME = {"query": "input", "history": "history", "tools": "tools"}  # read by these names here
@@ -106,7 +108,7 @@ def _described(found: Import, key: str, name: str, index: int, entry: Any, folde
     elif number:
         dataset.options["max_samples"] = number
         dataset.keys["max_samples"] = f"{dataset.place}: num_samples"
-        text = "if the dataset has fewer examples, each is used once; there, some of them are repeated"
+        text = "if the dataset has fewer examples, LLaMA-Factory repeats some; Footplate does not"
         found.different.append(f"{dataset.place}: num_samples: {number}: {text}")
     return dataset
 

@@ -15,7 +15,7 @@ from backend.data import DataFileError, expand, file_patterns
 from backend.inspect.data_files import inspect_data_files
 from backend.inspect.examples import inspect_examples, merge_facts
 from backend.inspect.facts import DataIssue, InputFacts
-from backend.wording import counted
+from backend.wording import counted, ratio
 
 Facts = dict[str, Any]
 # How facts about all datasets follow from those about each; of others, the first that is set.
@@ -146,16 +146,11 @@ def _share(spec: RunSpec, size: int, count: int, facts: InputFacts) -> str:
     splits, limit = spec.train.stage == "pretraining", spec.data.max_length
     lengths = [min(length, limit) for length in facts.token_lengths if length]
     what = counted(count, "sequence" if splits else "example")
-    times = f", each of the {size:,} used {times_text(count / size)}" if count != size and size else ""
+    times = f" from {size:,} ({ratio(count / size)})" if count != size and size else ""
     share = sum(facts.token_lengths if splits else lengths) / max(1, len(lengths))
     if splits:  # into sequences
         share /= max(1, sum(-(-length // limit) for length in facts.token_lengths) / max(1, len(lengths)))
     tokens = f"; about {counted(round(count * share), 'token')}" if lengths else ""
     sure = "" if facts.counts_are_exact else "About "
     sure = "At most " if spec.data.drop_duplicates else sure  # copies in other datasets are not known before the run
-    return f"{sure}{what} in each epoch{times}{tokens}."
-
-
-def times_text(times: float) -> str:
-    """How often an example is used."""
-    return f"{times:,.0f} times" if times >= 100 else f"{times:.3g} times"
+    return f"{sure}{what} per epoch{times}{tokens}."

@@ -66,7 +66,7 @@ COLUMNS = {
     "labels": {"messages": "messages", "kto_tag": "kto_tag"},
     "prompt_completion": {"messages": "messages"},
 }
-MIXING = {"interleave_first": "interleave_under", "interleave_all": "interleave_over"}
+MIXING = {"interleave_first_exhausted": "interleave_under", "interleave_all_exhausted": "interleave_over"}
 COLUMN_NAMES = {
     "messages_column": "messages", "prompt_column": "prompt", "completion_column": "response", "text_column": "prompt",
 }  # fmt: skip
@@ -332,10 +332,10 @@ def _mixture(made: Export, are_single_files: bool) -> None:
         "interleaves files, so each dataset must be one file": is_interleaved and not are_single_files,
         "has one system prompt for all datasets": len({dataset.system_prompt for dataset in datasets}) > 1,
         "has one max_samples for all datasets": len({dataset.max_samples for dataset in datasets}) > 1,
-        "splits the same share off all datasets, or off none": len(splits) > 1,
-        "interleaves the validation files too": is_interleaved and "eval_dataset" in made.table,
-        "splits validation examples off the mixture, in which examples are repeated": splits != {0}
-        and data.mixing == "interleave_all",
+        "uses one val_size for all datasets": len(splits) > 1,
+        "also interleaves eval_dataset": is_interleaved and "eval_dataset" in made.table,
+        "would put repeated training examples in the validation set": splits != {0}
+        and data.mixing == "interleave_all_exhausted",
     }
     for text in (text for text, holds in found.items() if holds):
         made.lacks(SOURCES, f"LLaMA-Factory {text}")

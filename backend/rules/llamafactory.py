@@ -121,8 +121,8 @@ def llamafactory_data(case: Case) -> str | None:
     if others := [option for option in options if option != "data.format"]:
         format = get(case.spec, others[0])
         if format == "auto":
-            return f"{others[0]} is auto, and the format of this dataset is not known before the run. Set it."
-        return f"{others[0]} is {format}, which LLaMA-Factory does not read as it is."
+            return f"{others[0]} is auto, and the format cannot be detected before the run. Set the option."
+        return f"{others[0]} is {format}, which LLaMA-Factory cannot read directly."
     return None
 
 
@@ -289,13 +289,13 @@ TWO_DATASETS: tuple[dict[str, Any], ...] = (
     title="LLaMA-Factory cannot mix these datasets",
     source="llamafactory 0.9.5: data/data_utils.py, merge_dataset and split_dataset; hparams/data_args.py",
     fixes=(OURS,),
-    manual_fix="Concatenate the datasets, with weight 1 and the same system prompt, limit and validation split.",
+    manual_fix="Concatenate with weight 1 and the same system_prompt, max_samples and validation_split for all.",
     fails_on=Example({**WITH, "data.sources": TWO_DATASETS, "data.weight": 2}, TWO_H100, READABLE),
     passes_on=Example({**WITH, "data.sources": TWO_DATASETS}, TWO_H100, READABLE),
 )
 def llamafactory_mixture(case: Case) -> str | None:
-    """LLaMA-Factory concatenates or interleaves files. What splits off validation examples, limits the number of
-    examples, or is added as the system prompt, is the same for all of them."""
+    """LLaMA-Factory concatenates or interleaves files, and applies one val_size, one max_samples and one default_system
+    to all of them."""
     made = _export(case)
     start = f"{SOURCES}: "
     found = [line.removeprefix(start) for line in made.missing if line.startswith(start)] if made else []

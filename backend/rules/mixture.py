@@ -17,12 +17,12 @@ TWO_FACTS = replace(DEMO, datasets=(DEMO, DEMO))
     fields=("data.mixing", "data.sources"),
     title="The weights make an epoch far longer than the datasets",
     source="arithmetic: an epoch of more than 100 times as many examples as there are",
-    fails_on=Example({**TWO, "data.mixing": "interleave_all", "data.weight": 0.001}, facts=TWO_FACTS),
-    passes_on=Example({**TWO, "data.mixing": "interleave_all", "data.weight": 0.1}, facts=TWO_FACTS),
+    fails_on=Example({**TWO, "data.mixing": "interleave_all_exhausted", "data.weight": 0.001}, facts=TWO_FACTS),
+    passes_on=Example({**TWO, "data.mixing": "interleave_all_exhausted", "data.weight": 0.1}, facts=TWO_FACTS),
 )
 def far_too_long_epoch(case: Case) -> Violation | None:
-    """With interleaving until all datasets end, a dataset with a small weight decides how often the others are
-    repeated. Such an epoch would take long to prepare, and hardly ever end."""
+    """With interleave_all_exhausted, a small weight repeats the other datasets many times; with concatenate, a large
+    weight repeats its own dataset. Such an epoch could take days."""
     if not case.facts.datasets:
         return None
     sizes = [size for size in case.facts.sizes(case.spec) if size is not None]
@@ -31,24 +31,26 @@ def far_too_long_epoch(case: Case) -> Violation | None:
     counts = case.facts.mixture(case.spec.data, sizes)
     if not is_absurd(sizes, counts):
         return None
-    message = f"An epoch would have {sum(counts):,} examples of datasets with {sum(sizes):,}. Set other weights."
-    until_first = Fix("End with the first dataset", {"data.mixing": "interleave_first"}, False, "a shorter epoch")
+    message = f"An epoch would repeat {sum(sizes):,} examples to {sum(counts):,}. Set more similar weights."
+    until_first = Fix(
+        "Stop at the first exhausted", {"data.mixing": "interleave_first_exhausted"}, False, "a shorter epoch"
+    )
     equal = {f"data.sources[{index}].weight": 1.0 for index in range(1, len(sizes))} | {"data.weight": 1.0}
-    return Violation(message, (until_first, Fix("Set all weights to 1", equal, False, "another mixture")))
+    return Violation(message, (until_first, Fix("Set all weights to 1", equal, False, "other proportions")))
 
 
 @warning(
     "DAT033",
     fields=("data.validation", "data.files"),
-    title="Another dataset trains on validation examples of this one",
+    title="Validation examples are in another training set",
     source="arithmetic: the validation split is taken from each dataset alone",
-    fixes=(Fix("Train without a validation set of this dataset", {"data.validation": "none"}, False, "no eval loss"),),
+    fixes=(Fix("Set no validation set for this dataset", {"data.validation": "none"}, False, "no eval loss of it"),),
     fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, split_files=("a.jsonl",))),
     passes_on=Example(USER_DATA, facts=USER_DATA_FACTS),
 )
 def validation_examples_in_another_dataset(case: Case) -> str | None:
     """The eval loss of examples that were trained on falls even if the model overfits. Datasets with the same files and
-    the same data.validation_split keep the same examples back."""
+    data.validation_split have the same validation set."""
     if not case.facts.split_files or not case.spec.data.splits:
         return None
-    return f"The validation set is a part of {names(case.facts.split_files)}, which another dataset trains on as well."
+    return f"The validation set is part of {names(case.facts.split_files)}, which another dataset uses for training."

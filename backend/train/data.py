@@ -46,7 +46,7 @@ from backend.train.preference_data import (
 from backend.train.run_log import Stopped, TrainError
 from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation, is_trained
 from backend.train.worker_processes import in_processes
-from backend.wording import counted
+from backend.wording import counted, ratio
 
 TRAIN, VALIDATION = "train", "validation"  # folders with datasets
 SKIPPED = "skipped"  # a count of examples; with a reason behind it, of examples with this reason
@@ -343,13 +343,13 @@ def _mixture(spec: RunSpec, found: Sequence[Dataset], info: Callable[[str], None
     sizes, weights = [*map(len, found)], [source.weight for source in spec.data.datasets]
     if is_absurd(sizes, counts := mixed_counts(sizes, weights, spec.data.mixing)):
         raise TrainError(
-            f"data.weight: an epoch would have {sum(counts):,} examples of datasets with {sum(sizes):,}. Set weights "
-            "that are less different."
+            f"data.weight: an epoch would repeat {sum(sizes):,} examples to {sum(counts):,}. Set more similar weights."
         )
     chosen = mixed(sizes, weights, spec.data.mixing, spec.train.seed, shuffles=spec.train.stage == "kto")
+    what = "sequence" if spec.train.stage == "pretraining" else "example"
     for index, (size, count) in enumerate(zip(sizes, counts, strict=True)):
-        factor = f": each of the {size:,} is used {count / size:.3g} times" if count != size else ""
-        telling(spec, index, info)(f"{counted(count, 'sequence')} in each epoch{factor}.")
+        factor = f" from {size:,} ({ratio(count / size)})" if count != size else ""
+        telling(spec, index, info)(f"{counted(count, what)} per epoch{factor}.")
     return together.select(chosen)
 
 

@@ -158,8 +158,8 @@ class _Selection:
         self.train, self.unpairs = _positions(self.rows, "training", seen, info, tick)
         if not self.train:
             raise TrainError(
-                "data.drop_duplicates: every example of this dataset is equal to one of the datasets before it. Remove "
-                "the dataset."
+                "data.drop_duplicates: every example of this dataset also occurs in an earlier dataset. Remove the "
+                "dataset."
             )
 
     def parts(self) -> tuple[Part, Part]:

@@ -51,7 +51,7 @@ def test_a_dataset_is_added_described_and_removed(page, tmp_path):
     # Typing keeps the focus; the card says what the dataset contributes.
     card_field(page, 1, "weight").fill("3")
     card_field(page, 1, "files").fill(str(tmp_path / "rows.jsonl"))
-    expect(box).to_contain_text("114 examples in each epoch, each of the 38 used 3 times")
+    expect(box).to_contain_text("114 examples per epoch from 38 (3x)")
     expect(card_field(page, 1, "files")).to_be_focused()
     wanted = [{}, {"source": "files", "weight": 3, "files": [str(tmp_path / "rows.jsonl")]}]
     assert sources(page) == wanted
@@ -94,5 +94,5 @@ def test_columns_of_the_second_dataset_are_chosen_by_clicking(page, tmp_path):
     assert {"format": "prompt_completion", "prompt_column": "frage"}.items() <= sources(page)[1].items()
     assert value(page, "data.format") == "auto" and value(page, "data.prompt_column") == ""
     expect(card_field(page, 1, "prompt_column")).to_have_value("frage")
-    expect(page.locator("#fp-datasets")).to_contain_text("8 examples in each epoch")
+    expect(page.locator("#fp-datasets")).to_contain_text("8 examples per epoch")
     settled(page)

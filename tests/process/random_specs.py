@@ -316,5 +316,5 @@ def _data_options(rng: random.Random, stage: str) -> Patch:
             "weight": rng.choice((0.5, 1.0, 2.0)),
         }
         patch["data.sources"] = json.dumps([{}, entry])
-        patch["data.mixing"] = rng.choice(("concatenate", "interleave_first", "interleave_all"))
+        patch["data.mixing"] = rng.choice(("concatenate", "interleave_first_exhausted", "interleave_all_exhausted"))
     return patch | {"data.validation_files": (f"{format_}-validation.jsonl",)}

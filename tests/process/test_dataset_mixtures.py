@@ -63,23 +63,24 @@ def test_each_dataset_has_the_tokens_that_it_has_alone(folder: Path, tiny: Path,
     rest = rows(found.train)[len(a) + 2 * len(b) :]
     half = rest[len(b) // 2 :]
     assert set(rest[: len(b) // 2]) < set(b) and set(half) < set(c) and len(half) == len(c) // 2
-    assert f"Dataset 2 (b.jsonl): {5 * len(b) // 2} sequences in each epoch: each of the {len(b)} is used" in lines[-2]
+    what = "example" if stage == "sft" else "sequence"
+    assert f"Dataset 2 (b.jsonl): {5 * len(b) // 2} {what}s per epoch from {len(b)} (2.5x)." in lines
 
 
 def test_interleaved_datasets(folder: Path, tiny: Path) -> None:
-    spec = spec_of(folder, "a", "b", **{"data.mixing": "interleave_all", "data.sources[1].weight": 2})
+    spec = spec_of(folder, "a", "b", **{"data.mixing": "interleave_all_exhausted", "data.sources[1].weight": 2})
     alone = [rows(prepare(for_dataset(spec, n), tiny)[0].train) for n in range(2)]
     found = rows(prepare(spec, tiny)[0].train)
     assert [row for row in found if row in alone[0]] == alone[0]
     assert [row for row in found if row in alone[1]] == alone[1] * 4
     assert found[:20] != alone[0]
-    until_first = rows(prepare(edit(spec, {"data.mixing": "interleave_first"}), tiny)[0].train)
+    until_first = rows(prepare(edit(spec, {"data.mixing": "interleave_first_exhausted"}), tiny)[0].train)
     assert sorted(row for row in until_first if row in alone[1]) == sorted(alone[1]) and len(until_first) == 15
 
 
 def test_weights_that_make_an_epoch_endless(folder: Path, tiny: Path) -> None:
-    spec = spec_of(folder, "a", "b", **{"data.mixing": "interleave_all", "data.weight": 1e-4})
-    with pytest.raises(TrainError, match=r"data.weight: an epoch would have 200,020 examples of datasets with 30"):
+    spec = spec_of(folder, "a", "b", **{"data.mixing": "interleave_all_exhausted", "data.weight": 1e-4})
+    with pytest.raises(TrainError, match=r"data.weight: an epoch would repeat 30 examples to 200,020"):
         prepare(spec, tiny)
 
 
@@ -142,7 +143,7 @@ def test_the_cache_knows_every_dataset(folder: Path, tiny: Path, tmp_path: Path)
         spec,
         with_other,
         edit(spec, {"data.sources[1].weight": 2}),
-        edit(spec, {"data.mixing": "interleave_all"}),
+        edit(spec, {"data.mixing": "interleave_all_exhausted"}),
     ]
     keys = [prepared.key_of(each, tokenizer) for each in changed]
     assert len(set(keys)) == len(keys)

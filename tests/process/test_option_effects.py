@@ -531,7 +531,7 @@ CASES: dict[str, Case] = {
     ),
     "data.sources": Case('[{}, {"source": "files", "files": ["INPUTS/b.jsonl"]}]', examples, FILES),
     "data.weight": Case(2.0, all_rows, TWO),
-    "data.mixing": Case("interleave_first", all_rows, TWO),
+    "data.mixing": Case("interleave_first_exhausted", all_rows, TWO),
     "data.dataset_num_proc": Case(2, preparation_process_count, {"data.max_samples": 0}),
     "method.kind": Case("full", trainable_shapes),
     "lora.r": Case(3, trainable_shapes),

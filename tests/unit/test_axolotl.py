@@ -157,7 +157,7 @@ def test_refused(tmp_path, given, named):
         ({"datasets": [{"path": "a/b", "shards": 4}]}, "datasets[0].shards: 4 (all examples are used"),
         ({"datasets": [{"path": "a/b", "data_files": ["x.json"]}]}, "datasets[0].data_files: ['x.json']"),
         ({"datasets": [{"path": "a/b", "revision": "v2"}]}, "datasets[0].revision: v2"),
-        ({"datasets": [{"path": "a.jsonl", "split": "train[:5%]"}]}, "datasets[0].split: train[:5%] (of local files)"),
+        ({"datasets": [{"path": "a.jsonl", "split": "train[:5%]"}]}, "datasets[0].split: train[:5%] (local files)"),
         ({"datasets": [{"path": "a/b", "type": "alpaca", "field_messages": "x"}]}, "datasets[0].field_messages: x"),
         ({"datasets": [{"path": "a/b", "type": "sharegpt", "field_messages": "x"}]}, "datasets[0].field_messages: x"),
         (
@@ -168,7 +168,7 @@ def test_refused(tmp_path, given, named):
             {"chat_template": "chatml", "datasets": [{"path": "a/b"}, {"path": "c/d", "chat_template": "llama3"}]},
             "datasets[1].chat_template: llama3",
         ),
-        ({"test_datasets": [{"path": "a/b", "split": "test"}]}, "test_datasets[0]: a/b (validation files are local"),
+        ({"test_datasets": [{"path": "a/b", "split": "test"}]}, "test_datasets[0]: a/b (validation files must be local"),
         ({"test_datasets": [{"path": "t.jsonl", "type": "completion"}]}, "test_datasets[0]: t.jsonl (no training"),
         ({"val_set_size": 20}, "val_set_size: 20"),
         ({"torch_compile": True, "deepspeed": "zero2.json"}, "torch_compile: True (train.torch_compile has no effect"),
@@ -191,7 +191,7 @@ def test_what_is_not_taken_over_is_named(tmp_path, given, named):
     ("given", "named"),
     [
         ({"rl": "kto", "datasets": [{"path": "a/b", "type": "llama3.ultra"}]}, "datasets[0].type: llama3.ultra"),
-        ({"datasets": [{"path": "a/b"}, {"path": "c/d", "shards": 4}]}, "datasets[1].shards: 4: the examples"),
+        ({"datasets": [{"path": "a/b"}, {"path": "c/d", "shards": 4}]}, "datasets[1].shards: 4: Footplate draws"),
         ({"dp_shard_size": 4}, "dp_shard_size: 4"),
         ({"fsdp": ["hybrid_shard"], "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "fsdp: hybrid_shard"),
     ],

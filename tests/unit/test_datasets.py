@@ -100,25 +100,25 @@ def test_the_next_dataset_is_added():
 @pytest.mark.parametrize(
     ("patch", "field", "words"),
     [
-        ({"data.sources[4].weight": 1}, "data.sources[4].weight", "there are 3 datasets, so the next one is"),
+        ({"data.sources[4].weight": 1}, "data.sources[4].weight", "there are 3 datasets, so the next index is"),
         ({"data.sources[1].fils": 1}, "data.sources[1].fils", "did you mean data.sources[1].files?"),
         ({"data.sources[1].max_length": 1}, "data.sources[1].max_length", "set data.max_length"),
-        ({"data.sources[1].xyz": 1}, "data.sources[1].xyz", "a dataset has source, builtin"),
+        ({"data.sources[1].xyz": 1}, "data.sources[1].xyz", "docs/options.md lists all options"),
         ({"data.sources[1].weight": 0}, "data.sources[1].weight", "must be greater than 0"),
         ({"data.sources[1].format": "alpacca"}, "data.sources[1].format", "did you mean alpaca?"),
-        ({"data.sources": "[{}, 7]"}, "data.sources[1]", "must be a table of options"),
+        ({"data.sources": "[{}, 7]"}, "data.sources[1]", "must be a mapping of options"),
         ({"data.sources": "[{}, {files: 3}]"}, "data.sources[1].files", "must be a list"),
         ({"data.sources": "[{}, {max_length: 3}]"}, "data.sources[1].max_length", "set data.max_length"),
         ({"data.sources": "{a"}, "data.sources", "is not a list of datasets: invalid JSON"),
         ({"data.sources": "files: a"}, "data.sources", "must be a list of datasets"),
         ({"data.sources": json.dumps([{}] * 40)}, "data.sources", "must have at most 32 entries, but has 40"),
-        ({"data.sources[0].weight": 1, "data.weight": 2}, "data.sources[0].weight", "is set as data.weight too"),
+        ({"data.sources[0].weight": 1, "data.weight": 2}, "data.sources[0].weight", "is also set as data.weight"),
         (
             {"data.sources": '[{"files": ["x"]}, {}]', "data.files": "y"},
             "data.sources[0].files",
-            "is set as data.files",
+            "is also set as data.files",
         ),
-        ({"data.sources[3].weight": 1}, "data.sources[3].weight", "to add another one, set data.sources[3].source too"),
+        ({"data.sources[3].weight": 1}, "data.sources[3].weight", "to add one, also set data.sources[3].source"),
         ({"data.sources[x].weight": 1}, "data.sources[x].weight", "unknown option"),
     ],
 )
@@ -143,11 +143,11 @@ def test_a_secret_in_a_dataset_is_found():
         ("concatenate", (1, 1), [100, 10]),
         ("concatenate", (0.5, 3), [50, 30]),
         ("concatenate", (0.001, 1), [1, 10]),
-        ("interleave_first", (1, 1), [10, 10]),
-        ("interleave_first", (3, 1), [30, 10]),
-        ("interleave_first", (20, 1), [100, 5]),
-        ("interleave_all", (1, 1), [100, 100]),
-        ("interleave_all", (3, 1), [100, 33]),
+        ("interleave_first_exhausted", (1, 1), [10, 10]),
+        ("interleave_first_exhausted", (3, 1), [30, 10]),
+        ("interleave_first_exhausted", (20, 1), [100, 5]),
+        ("interleave_all_exhausted", (1, 1), [100, 100]),
+        ("interleave_all_exhausted", (3, 1), [100, 33]),
     ],
 )
 def test_how_many_examples_of_each_dataset_an_epoch_has(mixing, weights, counts):
@@ -161,11 +161,11 @@ def test_how_many_examples_of_each_dataset_an_epoch_has(mixing, weights, counts)
 
 def test_the_order_of_a_mixture():
     assert list(mixed((3, 2), (1, 1), "concatenate", seed=7)) == [0, 1, 2, 3, 4]
-    order = list(mixed((300, 200), (3, 2), "interleave_first", seed=7))
+    order = list(mixed((300, 200), (3, 2), "interleave_first_exhausted", seed=7))
     assert sorted(order) == list(range(500)) and [n for n in order if n < 300] == list(range(300))
     assert 40 < sum(n < 300 for n in order[:100]) < 80
-    assert order == list(mixed((300, 200), (3, 2), "interleave_first", seed=7))
-    assert order != list(mixed((300, 200), (3, 2), "interleave_first", seed=8))
+    assert order == list(mixed((300, 200), (3, 2), "interleave_first_exhausted", seed=7))
+    assert order != list(mixed((300, 200), (3, 2), "interleave_first_exhausted", seed=8))
     assert sorted(mixed((3, 2), (1, 1), "concatenate", seed=7, shuffles=True)) == [0, 1, 2, 3, 4]
 
 
@@ -194,7 +194,9 @@ def test_the_numbers_of_all_datasets(tmp_path):
     assert facts.num_examples == 140 and len(facts.token_lengths) == 140
     assert facts.num_in_epoch(spec) == 95 + 120
     assert facts.num_eval_examples(spec.data) == 5
-    spec, facts, _ = checked(tmp_path, **{"data.mixing": "interleave_first", "data.sources[1].max_samples": 7})
+    spec, facts, _ = checked(
+        tmp_path, **{"data.mixing": "interleave_first_exhausted", "data.sources[1].max_samples": 7}
+    )
     assert facts.num_in_epoch(spec) == 14 and facts.num_eval_examples(spec.data) == 7
 
 
@@ -320,16 +322,11 @@ def test_labels_count_as_often_as_they_are_used(tmp_path):
 
 
 def test_dropped_examples_do_not_count():
-    spec = edit(RunSpec(), {"data.sources": "[{}, {}]", "data.mixing": "interleave_first"})
+    spec = edit(RunSpec(), {"data.sources": "[{}, {}]", "data.mixing": "interleave_first_exhausted"})
     facts = InputFacts(num_examples=40, num_validation_examples=4, num_usable=40, unusable_positions=())
     few = replace(facts, num_usable=5, unusable_positions=tuple(range(35)))
     assert replace(facts, datasets=(facts, few)).num_in_epoch(spec) == 10
-    assert (
-        shares(spec, replace(facts, datasets=(facts, few)))[0]
-        == "5 examples in each epoch, each of the 40 used 0.125 times."
-    )
+    assert shares(spec, replace(facts, datasets=(facts, few)))[0] == "5 examples per epoch from 40 (0.125x)."
     long = replace(facts, token_lengths=(1200,) * 40)
     texts = edit(spec, {"train.stage": "pretraining", "data.mixing": "concatenate"})
-    assert (
-        shares(texts, replace(facts, datasets=(long, long)))[1] == "120 sequences in each epoch; about 48,000 tokens."
-    )
+    assert shares(texts, replace(facts, datasets=(long, long)))[1] == "120 sequences per epoch; about 48,000 tokens."

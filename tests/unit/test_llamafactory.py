@@ -240,8 +240,8 @@ def test_other_datasets_of_dataset_info(tmp_path):
         "dataset: one: columns.query: rename the column more to input; Footplate reads it only under that name",
         "dataset: one: columns.images: pictures",
         "dataset: one: tags.user_tag: client: Footplate does not recognize this role name",
-        "dataset: one: num_samples: 5: if the dataset has fewer examples, each is used once; there, some of them are "
-        "repeated",
+        "dataset: one: num_samples: 5: if the dataset has fewer examples, LLaMA-Factory repeats some; Footplate does "
+        "not",
     ):
         assert text in told
 
@@ -288,10 +288,10 @@ def test_every_dataset_of_a_list(tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "shares", "mixing", "weights"),
     [
-        ("interleave_under", "0.65,0.35", "interleave_first", [0.65, 0.35]),
-        ("interleave_over", "0.7, 0.3", "interleave_all", [0.7, 0.3]),
-        ("interleave_over", [7, 3], "interleave_all", [7, 3]),
-        ("interleave_under", None, "interleave_first", [1, 1]),
+        ("interleave_under", "0.65,0.35", "interleave_first_exhausted", [0.65, 0.35]),
+        ("interleave_over", "0.7, 0.3", "interleave_all_exhausted", [0.7, 0.3]),
+        ("interleave_over", [7, 3], "interleave_all_exhausted", [7, 3]),
+        ("interleave_under", None, "interleave_first_exhausted", [1, 1]),
         ("interleave_once", None, "concatenate", [1, 1]),
         ("concat", None, "concatenate", [1, 1]),
     ],
@@ -337,7 +337,7 @@ def test_validation_files_belong_to_the_dataset_with_their_format(tmp_path):
     first, second = found.spec.data.datasets
     assert (first.validation, first.validation_files) == ("files", ("data/alpaca_en_demo.json",))
     assert (second.validation, second.validation_files) == ("files", ("data/glaive_toolcall_en_demo.json",))
-    assert found.missing == ["eval_dataset: slimorca: Open-Orca/SlimOrca (validation files are local files)"]
+    assert found.missing == ["eval_dataset: slimorca: Open-Orca/SlimOrca (validation files must be local)"]
     found = with_info(tmp_path, dataset="slimorca", eval_dataset="alpaca_en_demo")
     assert found.missing[0].startswith("eval_dataset: alpaca_en_demo: data/alpaca_en_demo.json (no training dataset")
 

@@ -187,7 +187,7 @@ MIX = {
 }
 
 
-@pytest.mark.parametrize("mixing", ["interleave_first", "interleave_all"])
+@pytest.mark.parametrize("mixing", ["interleave_first_exhausted", "interleave_all_exhausted"])
 def test_an_exported_mixture_is_imported_again(tmp_path, mixing):
     patch = {**MIX, "data.mixing": mixing, "data.weight": 3, "data.max_samples": 9, "data.sources[1].max_samples": 9}
     patch |= {
@@ -210,19 +210,22 @@ def test_an_exported_mixture_is_imported_again(tmp_path, mixing):
 SPLIT = {"data.validation": "split", "data.sources[1].validation": "split"}
 
 
+FIRST = {"data.mixing": "interleave_first_exhausted"}
+
+
 @pytest.mark.parametrize(
     ("patch", "text"),
     [
         ({"data.weight": 2}, "has no weights for concatenated datasets"),
-        ({"data.mixing": "interleave_first", "data.files": ("/a.jsonl", "/b.jsonl")}, "interleaves files, so each"),
+        ({**FIRST, "data.files": ("/a.jsonl", "/b.jsonl")}, "interleaves files, so each"),
         ({"data.sources[1].system_prompt": "Be brief."}, "has one system prompt for all datasets"),
         ({"data.max_samples": 9}, "has one max_samples for all datasets"),
-        ({"data.validation": "split"}, "splits the same share off all datasets, or off none"),
-        ({**SPLIT, "data.validation_split": 0.1}, "splits the same share off all datasets, or off none"),
-        ({"data.mixing": "interleave_first", "data.validation": "files", "data.validation_files": ("/v.jsonl",)},
-         "interleaves the validation files too"),
-        ({"data.mixing": "interleave_all", **SPLIT}, "splits validation examples off the mixture"),
-        ({"data.mixing": "interleave_first", **SPLIT}, ""),
+        ({"data.validation": "split"}, "uses one val_size for all datasets"),
+        ({**SPLIT, "data.validation_split": 0.1}, "uses one val_size for all datasets"),
+        ({**FIRST, "data.validation": "files", "data.validation_files": ("/v.jsonl",)},
+         "also interleaves eval_dataset"),
+        ({"data.mixing": "interleave_all_exhausted", **SPLIT}, "would put repeated training examples in"),
+        ({"data.mixing": "interleave_first_exhausted", **SPLIT}, ""),
         (SPLIT, ""),
     ],
 )  # fmt: skip

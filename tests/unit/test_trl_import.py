@@ -189,7 +189,7 @@ def test_the_mixer_of_the_earlier_alignment_handbook(tmp_path):
     assert (first.hub_id, first.hub_split, first.weight) == ("a/chat", "train_prefs", 1.0)
     assert (second.hub_id, second.hub_split, second.weight) == ("b/chat", "train_prefs", 0.5)
     assert found.spec.train.stage == "dpo"
-    assert any(text.startswith("dataset_mixer.b/chat.weight: 0.5: the examples are drawn") for text in found.different)
+    assert any(text.startswith("dataset_mixer.b/chat.weight: 0.5: Footplate draws") for text in found.different)
 
 
 def test_shares_and_configurations_of_the_mixer(tmp_path):

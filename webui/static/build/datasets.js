@@ -125,7 +125,7 @@ function add() {
 function remove(index) {
   const all = datasets();
   all.splice(index, 1);
-  setValues({ [SOURCES]: textOf(all) }, { undo: `Dataset ${index + 1} is removed.` });
+  setValues({ [SOURCES]: textOf(all) }, { undo: `Dataset ${index + 1} removed.` });
   /** @type {HTMLElement} */ (box().querySelector(":scope > .fp-chip"))?.focus();
 }
 
