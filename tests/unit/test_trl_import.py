@@ -158,7 +158,7 @@ def test_the_mixture_of_the_alignment_handbook(tmp_path):
     assert (first.format, first.weight, first.validation_split) == ("messages", 0.5, 0.1)
     assert (second.hub_id, second.format, second.weight, second.validation_split) == ("b/chat", "auto", 1.0, 0.1)
     assert found.missing == []
-    assert any(text.startswith("dataset_mixture.datasets[0].weight: 0.5: the exam") for text in found.different)
+    assert any(text.startswith("dataset_mixture.datasets[0].weight: 0.5: Footplate draws") for text in found.different)
 
 
 def test_several_datasets(tmp_path):
