@@ -189,7 +189,7 @@ def test_exactly_the_options_with_an_effect_are_shown(page):
             continue
         page.locator("#fp-presets").select_option(preset.name)
         settled(page)
-        in_place = {"launch.devices", "parallel.strategy"}  # other parts of the page show and change them
+        in_place = {"launch.devices", "parallel.strategy", "data.sources"}  # other parts of the page show them
         expected = {o.element_id: shown(preset.spec, o) for o in options() if o.name not in in_place}
         found = page.evaluate(SHOWN)
         assert {name: found[name] for name in expected} == expected, preset.name

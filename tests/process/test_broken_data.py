@@ -19,7 +19,7 @@ from broken_data import BREAKAGES, COUNT, LONG, Breakage, assistant, encode, tur
 from fork_server import ForkServer
 from training_runs import make_spec, soak_except
 
-import backend.inspect
+import backend.inspect.datasets
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect import data_files, examples, inspect_inputs
@@ -56,7 +56,7 @@ def inspect_in_this_process(spec: RunSpec, base: Path, environment: Mapping[str,
 
 @pytest.fixture(autouse=True)
 def worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend.inspect, "inspect_examples", inspect_in_this_process)
+    monkeypatch.setattr(backend.inspect.datasets, "inspect_examples", inspect_in_this_process)
 
 
 def spec_of(case: Breakage, files: tuple[str, ...], tiny: Path) -> RunSpec:

@@ -64,8 +64,9 @@ def test_evaluations_and_checkpoints_are_phases(tmp_path: Path) -> None:
 
     class Evaluates:
         def evaluate(self) -> None:
-            for _ in range(2):
-                callback.on_prediction_step(**at, eval_dataloader=[1, 2])
+            batches = [1, 2]
+            for _ in batches:
+                callback.on_prediction_step(**at, eval_dataloader=batches)
             callback.on_evaluate(**at)
 
     class Trainer(TrainerMixin, Evaluates):

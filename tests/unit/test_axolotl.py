@@ -168,7 +168,10 @@ def test_refused(tmp_path, given, named):
             {"chat_template": "chatml", "datasets": [{"path": "a/b"}, {"path": "c/d", "chat_template": "llama3"}]},
             "datasets[1].chat_template: llama3",
         ),
-        ({"test_datasets": [{"path": "a/b", "split": "test"}]}, "test_datasets[0]: a/b (validation files must be local"),
+        (
+            {"test_datasets": [{"path": "a/b", "split": "test"}]},
+            "test_datasets[0]: a/b (validation files must be local",
+        ),
         ({"test_datasets": [{"path": "t.jsonl", "type": "completion"}]}, "test_datasets[0]: t.jsonl (no training"),
         ({"val_set_size": 20}, "val_set_size: 20"),
         ({"torch_compile": True, "deepspeed": "zero2.json"}, "torch_compile: True (train.torch_compile has no effect"),
