@@ -200,5 +200,7 @@ class Data(Source):
 
     @property
     def name(self) -> str:
-        """The names of the datasets."""
-        return " + ".join([super().name, *(each.name for each in self.datasets[1:])])
+        """The names of the first two datasets, and how many more there are."""
+        first, *others = [super().name, *(each.name for each in self.datasets[1:])]
+        more = f" + {len(others) - 1} more" if len(others) > 1 else ""
+        return " + ".join([first, *others[:1]]) + more

@@ -56,6 +56,14 @@ def test_the_first_dataset_is_that_of_the_section():
     )
 
 
+def test_the_name_of_several_datasets_is_short():
+    names = [
+        edit(presets.load(YAML), {"data.sources[1].files": files}).data.name for files in ("b.jsonl", "b.jsonl\nc")
+    ]
+    assert names == ["a.jsonl + b.jsonl + 1 more", "a.jsonl + b.jsonl and 1 more + 1 more"]
+    assert presets.load("data: {sources: [{files: [a.jsonl]}, {hub_id: x/y}]}").data.name == "a.jsonl + x/y"
+
+
 def test_what_is_written_has_all_datasets_and_is_read_as_the_same():
     spec = effective(presets.load(YAML))
     assert presets.dump(spec).strip() == YAML.strip()
