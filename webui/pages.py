@@ -200,7 +200,7 @@ def _form_description(form: Form) -> dict[str, Any]:
                 "unit": known[name].unit,
                 "default": text(known[name], known[name].default),
                 "choices": dict(known[name].choices),
-                **({"help": known[name].help} if name in OF_A_DATASET else {}),
+                **({"of_dataset": True, "help": known[name].help} if name in OF_A_DATASET else {}),
                 "when": [{k: list(v) for k, v in c.items()} for c in known[name].when],
             }
             for name in form.components

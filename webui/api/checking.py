@@ -82,7 +82,9 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
             "measured": measured.as_json(report) if measured else None,
             "placement": report.placement,
         },
-        "datasets": shares(report.spec, report.facts),
+        "datasets": [
+            [report.spec.data.title_of(index), share] for index, share in enumerate(shares(report.spec, report.facts))
+        ],
         "devices": devices_json(report),
         "strategies": strategies_json(report, spec),
         "examples": {

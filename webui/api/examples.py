@@ -12,7 +12,7 @@ from pydantic import Field
 
 from backend.config import RunSpec
 from backend.config.options import for_dataset
-from backend.inspect import inspect_inputs, shares, show_examples, summarize_examples
+from backend.inspect import show_examples, summarize_examples
 from webui.api.checking import parse_form
 from webui.api.requests import DatasetRequest
 
@@ -42,23 +42,15 @@ class ExampleRequest(DatasetRequest):
 
 def show(body: ExampleRequest) -> dict[str, Any]:
     """The example, or None after the last one; "problem" says why it cannot be shown. "pending" while the worker
-    renders it: the page asks again. "lengths" and "kinds" are a summary of all examples: see `_summary`. "datasets": of
-    several, the title of each and what it contributes to an epoch."""
+    renders it: the page asks again. "lengths" and "kinds" are a summary of all examples: see `_summary`."""
     whole, _ = parse_form(body.values)
     spec = for_dataset(whole, body.dataset_of(whole))
     found = show_examples(spec, Path.cwd(), os.environ, body.position, 1, 0)
     if found is None or isinstance(found, str):
-        return {"example": None, "problem": found or "", "pending": found is None, "datasets": _datasets(whole)}
+        return {"example": None, "problem": found or "", "pending": found is None}
     example = next(iter(found["examples"]), None)
     summary = _summary(summarize_examples(spec, Path.cwd(), os.environ), spec)
-    return {"example": example, "problem": found["problem"], "pending": False, "datasets": _datasets(whole), **summary}
-
-
-def _datasets(spec: RunSpec) -> list[list[str]]:
-    if not spec.data.sources:
-        return []
-    found = shares(spec, inspect_inputs(spec, Path.cwd()))
-    return [[spec.data.title_of(index), share] for index, share in enumerate(found)]
+    return {"example": example, "problem": found["problem"], "pending": False, **summary}
 
 
 def _summary(found: dict[str, Any], spec: RunSpec) -> dict[str, Any]:

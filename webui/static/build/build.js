@@ -82,7 +82,7 @@ async function check() {
     drawReport(report, { starting, edited: $("#fp-status").dataset.fresh !== "yes" });
     keepFocus(focused);
     setFresh(mine === seq);
-    refreshExamples(values);
+    refreshExamples(values, report.datasets);
     setPlaceholder("logging-run_name", report.title || "Run name");
     if (mine === seq && report.pending) timer = setTimeout(check, starting ? START_RETRY : RETRY);
   } catch (error) {

@@ -1,23 +1,21 @@
 // @ts-check
 // The datasets after the first one: a card for each, in place of the field data.sources, whose value is their JSON.
 import { $, chip, el } from "../dom.js";
-import { currentValues, edited, option, setValues } from "./form.js";
+import { currentValues, edited, option, optionNames, setValues } from "./form.js";
 
 const SOURCES = "data.sources";
 const MOST = 32; // datasets: backend/config/data.py
-const FIRST = [
-  "source builtin files hub_id hub_split format messages_column prompt_column completion_column chosen_column",
-  "rejected_column label_column text_column validation validation_split validation_files weight",
-].flatMap((names) => names.split(" "));
 const MORE = ["hub_config", "system_column", "system_prompt", "max_samples"];
 
 /** @typedef {Record<string, any>} Dataset the options that differ from their defaults, without the section */
 let drawn = ""; // the value that the cards show
-/** @type {string[]} */
-let shares = []; // what each dataset contributes to an epoch, a sentence each
+/** @type {[string, string][]} */
+let shares = []; // the title of each dataset, and what it contributes to an epoch
 
 const box = () => $("#fp-datasets");
 const own = (name) => option(`data.${name}`);
+/** The options of a dataset, without the section, in the order of the form. */
+const ownNames = () => optionNames().flatMap((name) => (option(name).of_dataset ? [name.replace("data.", "")] : []));
 const idOf = (index, name) => `data-sources-${index}-${name}`;
 
 /** @returns {Dataset[]} all datasets; the first one is empty: the form's own fields have its options */
@@ -49,11 +47,12 @@ export function drawDatasets(values = currentValues()) {
   drawShares(shares);
 }
 
-/** @param {string[]} found of the check report */
+/** @param {[string, string][]} found of the check report */
 export function drawShares(found) {
   shares = found;
   [...box().querySelectorAll(".fp-dataset-share")].forEach((node, index) => {
-    node.textContent = shares[index] ? `${index ? "" : "Dataset 1: "}${shares[index]}` : "";
+    const [, share] = shares[index] || [];
+    node.textContent = share ? `${index ? "" : "Dataset 1: "}${share}` : "";
   });
 }
 
@@ -69,7 +68,7 @@ function card(dataset, index, open = false) {
       el("span.fp-dim.fp-dataset-share"),
       chip("Remove", () => remove(index), { "aria-label": `Remove dataset ${index + 1}` }),
     ),
-    el("div.fp-grid", {}, fields(FIRST)),
+    el("div.fp-grid", {}, fields(ownNames().filter((name) => !MORE.includes(name)))),
     el("details", { open }, el("summary", {}, "More options"), el("div.fp-grid", {}, fields(MORE))),
   );
 }
@@ -133,11 +132,11 @@ function remove(index) {
 function showFields(dataset, n) {
   const valueOf = (key) => {
     const name = key.replace("data.", "");
-    if (FIRST.includes(name) && key.startsWith("data.")) return String(dataset[name] ?? own(name).default);
+    if (option(key).of_dataset) return String(dataset[name] ?? own(name).default);
     return key === SOURCES ? "several" : String(currentValues()[key]);
   };
   const holds = (condition) => Object.entries(condition).every(([key, allowed]) => allowed.includes(valueOf(key)));
-  for (const name of [...FIRST, ...MORE]) {
+  for (const name of ownNames()) {
     const node = document.getElementById(idOf(n + 1, name));
     if (node) node.hidden = !own(name).when.some(holds);
   }

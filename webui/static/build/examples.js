@@ -14,7 +14,9 @@ let values = {}; // of the form
 let drawn = ""; // the values that decide, and the position, of what is shown or requested
 let shown = ""; // the example
 let timer = 0;
-let dataset = 0; // of several, the one that is shown
+/** @type {[string, string][]} */
+let datasets = []; // of several: the title of each, and what it contributes to an epoch
+let dataset = 0; // the one that is shown
 
 const card = () => $("#fp-examples");
 const field = () => $("#fp-example-number");
@@ -34,7 +36,9 @@ export function prepareExamples() {
 }
 
 /** The form has these values now. @param {Record<string, any>} now */
-export function refreshExamples(now) {
+export function refreshExamples(now, found = []) {
+  datasets = found;
+  drawDatasets();
   values = now;
   load();
 }
@@ -56,7 +60,6 @@ async function request(wanted) {
     if (wanted !== drawn) return;
     if (found.pending) {
       if (!$("#fp-example").childElementCount) drawProblem("Loading the tokenizer");
-      drawDatasets(found.datasets);
       timer = setTimeout(() => request(wanted), AGAIN);
     } else {
       draw(found);
@@ -74,8 +77,7 @@ function drawProblem(text) {
   $("#fp-example").replaceChildren(el("p.fp-dim", {}, text));
 }
 
-function draw({ example, problem, lengths, kinds, datasets }) {
-  drawDatasets(datasets);
+function draw({ example, problem, lengths, kinds }) {
   drawSummary(lengths, kinds);
   const now = JSON.stringify([example, problem]);
   if (now === shown && $("#fp-example").childElementCount) return;
@@ -98,8 +100,8 @@ function draw({ example, problem, lengths, kinds, datasets }) {
   );
 }
 
-/** Of several datasets: a chip for each, and what the shown one contributes. @param {[string, string][]} datasets */
-function drawDatasets(datasets) {
+/** Of several datasets: a chip for each, and what the shown one contributes. */
+function drawDatasets() {
   dataset = Math.min(dataset, Math.max(0, datasets.length - 1));
   const chips = datasets.map(([title], n) => {
     const pressed = { "aria-pressed": String(n === dataset) };
@@ -111,6 +113,7 @@ function drawDatasets(datasets) {
 
 function choose(number) {
   dataset = number;
+  drawDatasets();
   field().value = "1";
   load();
 }

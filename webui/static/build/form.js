@@ -60,6 +60,7 @@ export function startForm(described) {
 export const currentValues = () => ({ ...values });
 export const defaults = () => Object.fromEntries(description.names.map((n) => [n, description.options[n].default]));
 export const option = (name) => description.options[name];
+export const optionNames = () => description.names;
 /** @param {string} name of an option, which may be that of one of several datasets: data.sources[1].weight */
 export function label(name) {
   const [, index, key] = name.match(OF_DATASET) || [];
