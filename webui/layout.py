@@ -72,7 +72,7 @@ def _data(form: Form) -> None:
             form.place("data.text_column", "data.system_column", "data.loss_on", "data.max_length")
             form.place("data.validation", "data.validation_split", "data.validation_files", "data.weight")
             form.place("data.mixing", "data.sources")
-        _static('<div id="fp-datasets"></div>')
+        _static('<div class="fp-data-actions"><div id="fp-uploads"></div><div id="fp-datasets"></div></div>')
         with fields(more=True):
             form.place("data.chat_template", "data.chat_template_file", "data.max_samples", "data.dataset_num_proc")
             form.place("data.packing", "data.drop_duplicates", "data.chat_template_kwargs", "data.system_prompt")

@@ -54,7 +54,7 @@ class Source(Section):
         "trains"
     )
     """Small demo datasets that need no network."""
-    files: Annotated[Lines, Ui("Data files", when={"data.source": ("files",)}, widget="lines")] = ()
+    files: Annotated[Lines, Ui("Data files", when={"data.source": ("files",)}, widget="lines", path="data")] = ()
     """One path per line: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a compressed text file (.jsonl.gz), a
     folder, or a glob pattern (data/*.jsonl)."""
     hub_id: Annotated[str, Ui("Hub dataset ID", when={"data.source": ("hub",)})] = ""
@@ -106,7 +106,7 @@ class Source(Section):
     """Fraction of the examples that becomes the validation set, drawn at random with train.seed; 0.01 to 0.1 is
     usual."""
     validation_files: Annotated[
-        Lines, Ui("Validation files", when={**USER_DATA, "data.validation": ("files",)}, widget="lines")
+        Lines, Ui("Validation files", when={**USER_DATA, "data.validation": ("files",)}, widget="lines", path="data")
     ] = ()
     """One path per line, in the same format as the data files."""
     weight: Annotated[float, Field(gt=0, le=1000), Ui("Dataset weight", when=SEVERAL)] = 1.0
@@ -139,7 +139,9 @@ class Data(Source):
     chat_template: Annotated[str, *one_of(registry.TEMPLATES), Ui("Chat template", when=CHAT)] = "model"
     """Renders conversations to text and is saved with the trained model. Use ChatML for base models without a chat
     template."""
-    chat_template_file: Annotated[str, Ui("Chat template file", when={**CHAT, "data.chat_template": ("file",)})] = ""
+    chat_template_file: Annotated[
+        str, Ui("Chat template file", when={**CHAT, "data.chat_template": ("file",)}, path="file")
+    ] = ""
     """Path of a Jinja chat template, such as the chat_template.jinja of a tokenizer."""
     chat_template_kwargs: Annotated[
         JsonText, AfterValidator(_template_variables), Ui("Chat template kwargs (JSON)", when=CHAT, widget="text")

@@ -19,12 +19,13 @@ When = Condition | tuple[Condition, ...]
 @dataclass(frozen=True)
 class Ui:
     """The label, visibility and widget of an option. `when`: option -> allowed values, which must all hold; of several
-    conditions, one is enough."""
+    conditions, one is enough. `path`: what it names if it is a path: a folder, a data file or another file."""
 
     label: str
     when: When = field(default_factory=dict)
     widget: Literal["", "lines", "text", "list", "sources"] = ""
     unit: str = ""
+    path: Literal["", "folder", "data", "file"] = ""
     choices: Mapping[str, str] = field(default_factory=dict)  # labels of a Literal's values
 
 

@@ -25,7 +25,7 @@ class Model(Section):
         str, *one_of(registry.BUILTIN_MODELS), Ui("Built-in model", when={"model.source": ("builtin",)})
     ] = "smollm2-135m-instruct"
     """Models that need no account and no access to the Hugging Face Hub; SmolLM2 135M suits a first run."""
-    path: Annotated[str, Ui("Model folder", when={"model.source": ("path",)})] = ""
+    path: Annotated[str, Ui("Model folder", when={"model.source": ("path",)}, path="folder")] = ""
     """Folder with config.json, weights and tokenizer, as written by save_pretrained."""
     hub_id: Annotated[str, Ui("Hub model ID", when={"model.source": ("hub",)})] = ""
     """Model on the Hugging Face Hub, such as Qwen/Qwen3-8B. Gated models need a token: Hugging Face

@@ -28,8 +28,8 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Option:
-    """One option of RunSpec. `kind` is bool, int, float, str, choice, list, table or datasets; limits are inclusive or
-    None.
+    """One option of RunSpec. `kind` is bool, int, float, str, choice, list, table or datasets; `path` is that of Ui;
+    limits are inclusive or None.
 
     It is visible if one of the conditions in `when` holds.
     """
@@ -42,6 +42,7 @@ class Option:
     when: tuple[Condition, ...]
     widget: str
     unit: str
+    path: str = ""
     choices: tuple[tuple[str, str], ...] = ()  # (value, label)
     minimum: float | None = None
     maximum: float | None = None
@@ -136,6 +137,7 @@ def options() -> tuple[Option, ...]:
                     when=ui.when if isinstance(ui.when, tuple) else (ui.when,),
                     widget=ui.widget,
                     unit=ui.unit,
+                    path=ui.path,
                     choices=tuple((value, row.label) for value, row in table.items()),
                     minimum=_limit(leaf.metadata, "ge", "gt"),
                     maximum=_limit(leaf.metadata, "le", "lt"),

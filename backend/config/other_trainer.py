@@ -16,7 +16,7 @@ BACKENDS = {"transformers": "Transformers", "megatron": "Megatron-Core", "ktrans
 class LlamaFactory(Section):
     """LLaMA-Factory: where it is installed, and keys of its configuration that no option has."""
 
-    environment: Annotated[str, Ui("LLaMA-Factory environment", when=LLAMAFACTORY)] = ""
+    environment: Annotated[str, Ui("LLaMA-Factory environment", when=LLAMAFACTORY, path="folder")] = ""
     """Folder of the Python environment in which llamafactory is installed."""
     backend: Annotated[
         Literal["transformers", "megatron", "ktransformers"], Ui("Backend", when=LLAMAFACTORY, choices=BACKENDS)
@@ -39,7 +39,7 @@ class LlamaFactory(Section):
         Literal["AMXBF16", "AMXINT8", "AMXINT4"], Ui("Expert weights", when=KTRANSFORMERS, choices=EXPERTS)
     ] = "AMXBF16"
     """Format in which the CPU multiplies the weights of the experts."""
-    kt_weight_path: Annotated[str, Ui("Converted expert weights", when=KTRANSFORMERS)] = ""
+    kt_weight_path: Annotated[str, Ui("Converted expert weights", when=KTRANSFORMERS, path="folder")] = ""
     """Folder with expert weights that kt-kernel has converted to the format; empty uses those of the model."""
     kt_num_threads: Annotated[int, Field(ge=1, le=4096), Ui("CPU threads for experts", when=KTRANSFORMERS)] = 32
     """Threads that compute the experts; usually the physical CPU cores."""

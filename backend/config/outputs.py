@@ -67,7 +67,7 @@ class Save(Section):
     resume_from: Annotated[Literal["latest", "scratch", "path"], Ui("Resume from")] = "latest"
     """What a restarted run does: continue from the latest checkpoint, start from scratch, or resume from a checkpoint
     folder."""
-    resume_path: Annotated[str, Ui("Checkpoint folder", when={"save.resume_from": ("path",)})] = ""
+    resume_path: Annotated[str, Ui("Checkpoint folder", when={"save.resume_from": ("path",)}, path="folder")] = ""
     """A checkpoint-N folder of a run with the same model and method; with most strategies, the number of processes may
     differ."""
     stop_timeout: Annotated[int, Field(ge=1, le=604_800), Ui("Stop timeout", unit="s")] = 1800

@@ -51,7 +51,7 @@ class Parallel(Section):
     pin_memory: Annotated[bool, Ui("Pin memory", when=OFFLOADED)] = True
     """Uses page-locked CPU memory for offloaded tensors: faster copies, but that memory cannot be swapped. Usually
     on."""
-    nvme_path: Annotated[str, Ui("NVMe folder", when=NVME)] = ""
+    nvme_path: Annotated[str, Ui("NVMe folder", when=NVME, path="folder")] = ""
     """Folder on a local NVMe disk that holds offloaded tensors during the run."""
     nvme_buffer_count: Annotated[int, Field(ge=4, le=1024), Ui("NVMe buffer count", when=NVME)] = 5
     """Pinned CPU buffers for transfers to and from NVMe (buffer_count); 5 is usual."""

@@ -21,6 +21,20 @@ def card_field(page, index, name):
     return page.locator(f"#data-sources-{index}-{name} :is(input, select, textarea)")
 
 
+def drop(page, place, name, text):
+    """Drop a file on an element, as a browser does it."""
+    page.evaluate(
+        """([place, name, text]) => {
+          const dataTransfer = new DataTransfer();
+          dataTransfer.items.add(new File([text], name, { lastModified: 1 }));
+          for (const type of ["dragover", "drop"])
+            document.querySelector(place).dispatchEvent(
+              new DragEvent(type, { dataTransfer, bubbles: true, cancelable: true }));
+        }""",
+        [place, name, text],
+    )
+
+
 def sources(page):
     return json.loads(value(page, "data.sources") or "[]")
 
@@ -96,3 +110,95 @@ def test_columns_of_the_second_dataset_are_chosen_by_clicking(page, tmp_path):
     expect(card_field(page, 1, "prompt_column")).to_have_value("frage")
     expect(page.locator("#fp-datasets")).to_contain_text("8 examples per epoch")
     settled(page)
+
+
+def test_files_are_uploaded_where_they_are_dropped(page, shared):
+    """On a card, they are that dataset's; on the validation files, those; elsewhere, the first dataset's."""
+    folder = shared.runs / ".uploads"
+    rows = f"{json.dumps(ROW)}\n" * 30
+    page.locator("#fp-datasets").get_by_role("button", name="Add a dataset").click()
+    drop(page, ".fp-dataset h4", "card.jsonl", rows)
+    expect(card_field(page, 1, "files")).to_have_value(str(folder / "card.jsonl"))
+    assert sources(page)[1] == {"source": "files", "files": [str(folder / "card.jsonl")]}
+    drop(page, "#fp-section-model", "first.jsonl", rows + "\n")
+    expect(page.locator("#data-files textarea")).to_have_value(str(folder / "first.jsonl"))
+    page.locator("#data-validation").get_by_text("Local files", exact=True).click()
+    drop(page, "#data-validation_files textarea", "other.jsonl", rows + "\n\n")
+    expect(page.locator("#data-validation_files textarea")).to_have_value(str(folder / "other.jsonl"))
+    page.get_by_role("button", name="Undo").last.click()
+    expect(page.locator("#data-validation_files textarea")).to_have_value("")
+    drop(page, "#fp-section-data", "notes.docx", "x")
+    expect(page.locator("#fp-toasts")).to_contain_text("'notes.docx' is not that of a data file")
+    expect(page.locator("#data-files textarea")).to_have_value(str(folder / "first.jsonl"))
+
+    # The list: a file is used again, and deleted after a question.
+    page.get_by_role("button", name="Uploaded files").click()
+    dialog = page.get_by_role("dialog", name="Uploaded files")
+    expect(dialog.locator("li")).to_have_count(3)
+    expect(dialog.locator("li", has_text="first.jsonl").get_by_role("button", name="Use")).to_be_disabled()
+    dialog.locator("li", has_text="other.jsonl").get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").last.get_by_role("button", name="Delete").click()
+    expect(dialog.locator("li")).to_have_count(2)
+    assert not (folder / "other.jsonl").exists()
+    dialog.locator("li", has_text="card.jsonl").get_by_role("button", name="Use").click()
+    expect(page.locator("#data-files textarea")).to_have_value(str(folder / "card.jsonl"))
+
+
+def test_an_upload_survives_a_lost_connection_and_can_be_canceled(page, shared):
+    parts, row = [], page.locator("#fp-uploads")
+
+    def lose(route):
+        parts.append(route.request.url)
+        route.abort() if len(parts) in (2, 3) else route.continue_()
+
+    page.route("**/api/uploads?**", lose)
+    drop(page, "#fp-section-data", "long.jsonl", f"{json.dumps(ROW)}\n" * 90_000)  # two parts
+    expect(row).to_contain_text("long.jsonl: no connection, trying again")
+    path = shared.runs / ".uploads/long.jsonl"
+    expect(page.locator("#data-files textarea")).to_have_value(str(path))
+    assert path.stat().st_size == len(f"{json.dumps(ROW)}\n") * 90_000 > 4 * 2**20
+    assert len(parts) == 5
+
+    page.unroute("**/api/uploads?**")
+    page.route("**/api/uploads?**offset=4194304", lambda route: route.abort())
+    drop(page, "#fp-section-data", "large.jsonl", f"{json.dumps(ROW)} \n" * 90_000)
+    expect(row.get_by_role("progressbar")).to_be_visible()
+    expect(row).to_contain_text("large.jsonl: no connection, trying again")
+    row.get_by_role("button", name="Cancel").click()
+    expect(page.locator("#fp-toasts")).to_contain_text("Upload the same file again to continue it.")
+    expect(row.get_by_role("button", name="Upload files")).to_be_visible()
+    expect(page.locator("#data-files textarea")).to_have_value(str(path))
+    page.unroute("**/api/uploads?**offset=4194304")
+
+
+def test_paths_are_completed_with_the_keyboard(page, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for name in ("a.jsonl", "b.csv", "notes.txt"):
+        (tmp_path / "corpus" / name).write_text("")
+    page.locator("#data-source").get_by_text("Local files", exact=True).click()
+    field, names = page.locator("#data-files textarea"), page.locator("#fp-paths [role=option]")
+    field.fill(f"first.jsonl\n{tmp_path}/co")
+    expect(names).to_have_text(["corpus/"])
+    field.press("ArrowDown")
+    assert field.get_attribute("aria-activedescendant") == names.first.get_attribute("id")
+    field.press("Enter")
+    expect(names).to_have_text(["a.jsonl", "b.csv"])
+    field.press("ArrowUp")
+    field.press("Tab")
+    expect(names).to_have_count(0)
+    expect(field).to_have_value(f"first.jsonl\n{tmp_path}/corpus/b.csv")
+    expect(field).to_be_focused()
+    assert value(page, "data.files") == f"first.jsonl\n{tmp_path}/corpus/b.csv"
+    field.press("Backspace")
+    expect(names).to_have_text(["b.csv"])
+    names.first.click()
+    expect(field).to_be_focused()
+    field.press("Backspace")
+    expect(names).to_have_count(1)
+    field.press("Escape")
+    expect(names).to_have_count(0)
+    page.locator("#model-source").get_by_text("Local folder", exact=True).click()
+    folder = page.locator("#model-path :is(input, textarea)")
+    folder.fill(f"{tmp_path}/corpus/")
+    page.wait_for_timeout(300)
+    expect(names).to_have_count(0)  # it has no folders

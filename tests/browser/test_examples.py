@@ -5,8 +5,11 @@ import json
 import pytest
 from playwright.sync_api import expect
 from served import serving
+from test_datasets_page import drop
 
 from backend.inspect.worker import SETTING
+from backend.runs import processes
+from backend.runs.folder import runs
 from backend.train import builtin_models
 
 EXAMPLES = 15_000
@@ -136,15 +139,18 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
         assert "When?" in same and "At" in same and rest in different
 
 
-def test_columns_are_chosen_by_clicking(page, server, tmp_path):
-    """From a finding to the menus; two choices later the example is trained on, and one Undo takes the last back."""
-    rows = [{"nr": n, "frage": f"Wann fährt Zug {n}?", "antwort": f"Um {n} Uhr."} for n in range(1, 4)]
-    (tmp_path / "fahrplan.csv").write_text(
-        "nr,frage,antwort\n" + "".join(f"{','.join(map(str, row.values()))}\n" for row in rows)
-    )
-    open_draft(
-        page, server, tmp_path, 3, **{"data.files": str(tmp_path / "fahrplan.csv"), "data.chat_template": "chatml"}
-    )
+def test_from_a_dropped_file_to_a_run(page, server, tmp_path):
+    """A CSV with foreign column names is dropped, its columns are chosen by clicking, the mask is seen, the cut is fixed,
+    and the run trains on it."""
+    settings = {"data.chat_template": "chatml", "train.max_steps": 2, "save.strategy": "no", "data.max_length": 64}
+    open_draft(page, server, tmp_path, 3, **settings)
+    answers = [f"Um {n} Uhr." for n in range(1, 40)]
+    answers[10:20] = ["Nie. " * 40] * 10
+    rows = [f"{n},Wann fährt Zug {n}?,{answer}\n" for n, answer in enumerate(answers, 1)]
+    drop(page, "#fp-section-data", "fahrplan.csv", "nr,frage,antwort\n" + "".join(rows))
+    stored = server.runs / ".uploads" / "fahrplan.csv"
+    expect(page.locator("#data-files textarea")).to_have_value(str(stored))
+
     page.get_by_role("button", name="Choose columns").click()
     menus = page.locator("#fp-columns")
     expect(menus.locator("tr").first).to_contain_text("1")
@@ -158,3 +164,17 @@ def test_columns_are_chosen_by_clicking(page, server, tmp_path):
     expect(page.locator("[data-code=DAT002], [data-code=DAT003]")).to_have_count(0)
     page.locator("#fp-undo").click()
     expect(menus.get_by_label("Use of column antwort")).to_have_value("")
+    menus.get_by_label("Use of column antwort").select_option("Completion")
+
+    too_long = page.locator("[data-code=DAT009]")
+    expect(too_long).to_contain_text("26% of the examples are longer than", timeout=TIMEOUT)
+    too_long.get_by_role("button", name="Set max length to 256").click()
+    expect(too_long).to_have_count(0)
+    start = page.locator("#fp-start")
+    expect(start).to_be_enabled(timeout=TIMEOUT)
+    start.click()
+    page.wait_for_selector('.fp-run[data-state="done"]', timeout=TIMEOUT)
+    [run] = runs(server.runs)
+    assert run.result()["steps"] == 2
+    assert page.request.get(f"{server.url}/api/uploads").json()["files"][0]["runs"][0]["id"] == run.id
+    assert not processes.run_processes(run.path)

@@ -20,11 +20,13 @@ from webui.api import (
     hub_token,
     machines,
     model_zip,
+    paths,
     rehearsals,
     rules_page,
     runs,
     runs_list,
     sweeps,
+    uploads,
 )
 from webui.api.requests import ApiError, ApiRoute, json_endpoint
 
@@ -43,10 +45,12 @@ GET: Mapping[str, Endpoint] = {
     "/api/hub-token": hub_token.state,
     "/api/machines": machines.list_machines,
     "/api/machines/form": machines.show_form,
+    "/api/paths": paths.complete,
     "/api/runs": runs_list.list_runs,
     "/api/runs/{id}": runs.show,
     "/api/sweeps/{id}": sweeps.show,
     "/api/rehearsals/{id}": rehearsals.status,
+    "/api/uploads": uploads.list_uploads,
     "/api/comparison": compare_runs.compare,
     "/api/comparison/curves.csv": compare_runs.curves_csv,
     "/api/comparison/curves.png": compare_runs.image,
@@ -90,13 +94,18 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs/{id}/cleanup": runs.clean_up,
     "/api/runs/{id}/stacks": runs.explain_stacks,
 }
-DELETE: Mapping[str, Endpoint] = {"/api/runs/{id}": runs.delete, "/api/machines/{name}": machines.remove}
+PUT: Mapping[str, Endpoint] = {"/api/uploads": uploads.receive}
+DELETE: Mapping[str, Endpoint] = {
+    "/api/runs/{id}": runs.delete,
+    "/api/machines/{name}": machines.remove,
+    "/api/uploads/{name}": uploads.remove,
+}
 
 
 def router() -> APIRouter:
     """All routes, and a 404 response for every other path below /api."""
     found = APIRouter(route_class=ApiRoute)
-    for method, table in (("GET", GET), ("POST", POST), ("DELETE", DELETE)):
+    for method, table in (("GET", GET), ("POST", POST), ("PUT", PUT), ("DELETE", DELETE)):
         for path, endpoint in table.items():
             found.add_api_route(path, json_endpoint(endpoint), methods=[method], response_model=None)
     found.add_api_route("/api/{rest:path}", json_endpoint(_unknown), methods=["GET", "POST", "PUT", "DELETE"])

@@ -25,6 +25,7 @@ from backend.tasks.measured import MeasuredPeaks
 from webui.curves import Curves
 from webui.custom_machines import CustomMachines
 from webui.drafts import Drafts
+from webui.uploads import Uploads
 
 MACHINE_SECONDS = 5.0
 CHECKS_AT_ONCE = 4  # of the 40 threads of the server's endpoints
@@ -113,6 +114,7 @@ class AppState:
         self.machine = CachedMachine(lambda: detect_machine(root))
         self.machines = machines()
         self.custom_machines = CustomMachines(root / ".machines", self.machines)
+        self.uploads = Uploads((root / ".uploads").absolute())
         self.presets = cache(presets)
         self.checks = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._readers: OrderedDict[Path, Curves] = OrderedDict()

@@ -32,6 +32,7 @@ from backend.runs.folder import RunError, damage
 from backend.runs.json_values import as_unicode
 from webui.api.app_state import AppState
 from webui.drafts import DraftError
+from webui.uploads import UploadError
 
 
 class ApiError(Exception):
@@ -171,7 +172,7 @@ def error_response(error: Exception) -> Response:
         case SpecError():
             named = (f"{p.field}: {p.message}" if p.field else p.message for p in error.problems)
             return json({"error": "; ".join(named) + ".", "field": error.problems[0].field}, 422)
-        case DraftError():
+        case DraftError() | UploadError():
             return json({"error": str(error)}, 400)
         case RunError() | IrregularFile():
             return json({"error": damage(error) if isinstance(error, OSError) else str(error)}, 409)

@@ -3,6 +3,7 @@
 import { rootPath } from "./gradio.js";
 
 const GET_TIMEOUT = 30000; // ms; a lost request must not stop a poller forever
+const PUT_TIMEOUT = 120000; // ms for a part of a file, also over a slow line
 
 /** The URL of a path below the page's root, which a proxy may have moved. @param {string} path */
 export const url = (path) => `${rootPath()}/${path.replace(/^\//, "")}`;
@@ -20,17 +21,11 @@ export class RequestError extends Error {
   }
 }
 
-/** @returns {Promise<any>} the response's JSON; null for 204 */
-async function request(method, path, body = undefined) {
+/** @param {RequestInit} [options] @returns {Promise<any>} the response's JSON; null for 204 */
+async function request(method, path, options = {}) {
   let response;
   try {
-    response = await fetch(url(path), {
-      method,
-      headers: body === undefined ? {} : { "content-type": "application/json" },
-      body: body === undefined ? undefined : JSON.stringify(body),
-      cache: "no-store",
-      signal: method === "GET" ? AbortSignal.timeout(GET_TIMEOUT) : undefined,
-    });
+    response = await fetch(url(path), { method, cache: "no-store", ...options });
   } catch {
     throw new RequestError("The server does not respond.", { offline: true });
   }
@@ -43,8 +38,12 @@ async function request(method, path, body = undefined) {
   return data;
 }
 
-export const get = (path) => request("GET", path);
-export const post = (path, body = {}) => request("POST", path, body);
+export const get = (path) => request("GET", path, { signal: AbortSignal.timeout(GET_TIMEOUT) });
+export const post = (path, body = {}) =>
+  request("POST", path, { headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+/** @param {string} path @param {ArrayBuffer} body @param {AbortSignal} signal */
+export const put = (path, body, signal) =>
+  request("PUT", path, { body, signal: AbortSignal.any([signal, AbortSignal.timeout(PUT_TIMEOUT)]) });
 export const remove = (path) => request("DELETE", path);
 /** @returns {string} */
 export const randomId = () =>

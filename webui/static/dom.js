@@ -77,7 +77,7 @@ export function setAttribute(node, name, value) {
 
 /** @type {Record<string, Function[]>} */
 const listeners = {};
-/** Events between modules: edited, view, run, clone, after. */
+/** Events between modules: edited, view, run, clone, after, dataset, upload. */
 export const on = (event, listener) => (listeners[event] = listeners[event] || []).push(listener);
 export const emit = (event, detail = undefined) => (listeners[event] || []).forEach((listener) => listener(detail));
 

@@ -12,8 +12,10 @@ import {
 import { drawDatasets } from "./build/datasets.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./build/form.js";
 import { mountHubToken } from "./build/hub_token.js";
+import { completePaths } from "./build/paths.js";
 import { drawCheckFailed, script } from "./build/report.js";
 import { startSearch } from "./build/search.js";
+import { prepareUploads } from "./build/uploads.js";
 import { startWelcome } from "./build/welcome.js";
 import { mountCompareRuns } from "./compare/compare_runs.js";
 import {
@@ -112,6 +114,8 @@ async function start(description) {
   });
   addBuildEvents(showView);
   mountHubToken();
+  completePaths();
+  prepareUploads();
   $("#fp-skip").addEventListener("click", skipToContent);
   $("#fp-copy-script").addEventListener("click", () => copy(script(), "Script"));
   document.addEventListener("click", linkClicked);

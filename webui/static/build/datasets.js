@@ -1,6 +1,6 @@
 // @ts-check
 // The datasets after the first one: a card for each, in place of the field data.sources, whose value is their JSON.
-import { $, chip, el } from "../dom.js";
+import { $, chip, el, emit } from "../dom.js";
 import { currentValues, edited, option, optionNames, setValues } from "./form.js";
 
 const SOURCES = "data.sources";
@@ -28,6 +28,7 @@ function datasets(text = currentValues()[SOURCES]) {
   }
 }
 
+export const numberOfDatasets = () => Math.max(1, datasets().length);
 const textOf = (all) => (all.length > 1 ? JSON.stringify(all) : "");
 
 /** Draw the cards, unless they show this already. @param {Record<string, any>} [values] of the form */
@@ -66,6 +67,7 @@ function card(dataset, index, open = false) {
       {},
       el("h4", {}, `Dataset ${index + 1}`),
       el("span.fp-dim.fp-dataset-share"),
+      chip("Upload files", () => emit("upload", { dataset: index, validation: false })),
       chip("Remove", () => remove(index), { "aria-label": `Remove dataset ${index + 1}` }),
     ),
     el("div.fp-grid", {}, fields(ownNames().filter((name) => !MORE.includes(name)))),

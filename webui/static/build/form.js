@@ -40,6 +40,12 @@ export function fieldOf(name) {
   const replacement = REPLACED[name] && document.getElementById(REPLACED[name]);
   return replacement && !replacement.hidden ? replacement : document.getElementById(elementId(name));
 }
+/** The option whose field, or whose field in the card of a dataset, has an element; '' without one.
+ * @param {Element} node */
+export function optionAt(node) {
+  const id = node.closest?.(".fp-field, .fp-dataset-field")?.id || "";
+  return namesById.get(id.replace(/^data-sources-\d+-/, "data-")) || "";
+}
 const equal = (a, b) => String(a ?? "") === String(b ?? "");
 
 export function startForm(described) {

@@ -1,0 +1,170 @@
+"""Data files that users send from their browser, in one folder.
+
+A file arrives in parts, and has its name only when it is complete. What has arrived is kept, so that an upload
+continues after a lost connection, a reload of the page or a restart of the server.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import filecmp
+import hashlib
+import os
+import re
+import shutil
+import time
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from backend.data.compression import data_suffix, is_compressed
+from backend.data.reading import SUFFIXES, SUPPORTED
+from backend.runs.json_values import as_unicode
+
+MAX_BYTES = 20 * 10**9
+RESERVE = 10**9  # bytes of the disk that an upload leaves free
+MAX_NAME = 200  # bytes; a file system allows 255
+KEPT_SECONDS = 7 * 86_400  # parts of an upload that was not continued
+PARTS = ".parts"
+
+
+class UploadError(ValueError):
+    """A file that is not accepted; the message is a sentence."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file as the browser describes it: its name, its size in bytes, and when it was changed (in ms). The same file
+    is the same upload again."""
+
+    name: str
+    size: int
+    modified: int
+
+    @property
+    def id(self) -> str:
+        """The name of the file with the parts."""
+        text = f"{self.name}\n{self.size}\n{self.modified}".encode("utf-8", "surrogatepass")
+        return hashlib.sha256(text).hexdigest()[:32]
+
+
+class Uploads:
+    """The data files in a folder, which is created with the first one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def files(self) -> list[Path]:
+        """The complete files, newest first."""
+        found = [path for path in self.folder.glob("[!.]*") if path.is_file() and not path.is_symlink()]
+        return sorted(found, key=lambda path: (-path.stat().st_mtime_ns, path.name))
+
+    def receive(self, upload: Upload, offset: int, part: bytes) -> tuple[int, Path | None]:
+        """Store the bytes after the first `offset` ones. Returns how many have arrived in all, and the file if it is
+        complete. A part that does not continue what has arrived is ignored: the sender goes on from the returned
+        number. Raises UploadError."""
+        name = file_name(upload.name)
+        _check_size(upload)
+        with self._lock() as parts:
+            path = parts / upload.id
+            arrived = path.stat().st_size if path.exists() else 0
+            if offset + len(part) > upload.size:
+                raise UploadError(f"{name} changed while it was sent. Upload it again.")
+            self._check_space(name, upload.size - arrived)
+            if offset == arrived and part:
+                _append(path, arrived, part)
+                arrived += len(part)
+            return arrived, self._named(path, name) if arrived == upload.size else None
+
+    def remove(self, name: str) -> None:
+        """Delete a file. One that does not exist is deleted already."""
+        for path in self.files():
+            if path.name == name:
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _lock(self) -> Iterator[Path]:
+        """The folder of the parts; one request at a time, also of several servers with the same folder."""
+        parts = self.folder / PARTS
+        for folder in (self.folder, parts):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(parts / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _delete_old(parts)
+            yield parts
+        finally:
+            os.close(lock)
+
+    def _check_space(self, name: str, missing: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if free - RESERVE < missing:
+            raise UploadError(
+                f"{name} needs {_gb(missing)}, but the disk of {self.folder} has {_gb(free)} free, of which "
+                f"{_gb(RESERVE)} must stay free. Delete something, or copy the file to another disk and enter its path."
+            )
+
+    def _named(self, path: Path, name: str) -> Path:
+        """Give a complete file its name, with a number if another file has it. The same content is not stored twice."""
+        for number in count(1):
+            target = self.folder / (name if number == 1 else _numbered(name, number))
+            if not os.path.lexists(target):
+                path.rename(target)
+                return target
+            if filecmp.cmp(path, target, shallow=False):
+                path.unlink()
+                return target
+        raise AssertionError
+
+
+def file_name(text: str) -> str:
+    """The name that a file is stored with. Raises UploadError if it is not that of a data file."""
+    last = re.split(r"[/\\]", unicodedata.normalize("NFC", as_unicode(text)))[-1]
+    name = re.sub(r"[\x00-\x1f\x7f]", "_", last).strip().lstrip(".")
+    if data_suffix(Path(name)) not in SUFFIXES:
+        raise UploadError(
+            f"The name {text!r:.100} is not that of a data file; supported are {SUPPORTED}. To load a configuration, "
+            "use Import."
+        )
+    if len(name.encode()) > MAX_NAME:
+        raise UploadError(f"The name {name[:40]!r}... has more than {MAX_NAME} bytes. Rename the file.")
+    return name
+
+
+def _check_size(upload: Upload) -> None:
+    if upload.size == 0:
+        raise UploadError(f"{file_name(upload.name)} is empty.")
+    if upload.size > MAX_BYTES:
+        raise UploadError(
+            f"{file_name(upload.name)} has {_gb(upload.size)}; at most {_gb(MAX_BYTES)} can be uploaded. Copy it to "
+            "the server, for example with rsync, and enter its path."
+        )
+
+
+def _append(path: Path, offset: int, part: bytes) -> None:
+    """Write at `offset`, and wait until the disk has it. What an error leaves is the beginning of the part."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.seek(offset)
+        file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _delete_old(parts: Path) -> None:
+    for path in parts.glob("[!.]*"):
+        if time.time() - path.stat().st_mtime > KEPT_SECONDS:
+            path.unlink(missing_ok=True)
+
+
+def _numbered(name: str, number: int) -> str:
+    """train-2.jsonl.gz of train.jsonl.gz."""
+    path = Path(name)
+    suffix = "".join(path.suffixes[-2:] if is_compressed(path) else path.suffixes[-1:])
+    return f"{name.removesuffix(suffix)}-{number}{suffix}"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
