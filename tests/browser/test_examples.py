@@ -140,7 +140,7 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
 
 
 def test_from_a_dropped_file_to_a_run(page, server, tmp_path):
-    """A CSV with foreign column names is dropped, its columns are chosen by clicking, the mask is seen, the cut is fixed,
+    """A CSV with foreign column names is dropped, its columns are chosen by clicking, its mask is seen, its cut fixed,
     and the run trains on it."""
     settings = {"data.chat_template": "chatml", "train.max_steps": 2, "save.strategy": "no", "data.max_length": 64}
     open_draft(page, server, tmp_path, 3, **settings)
