@@ -20,6 +20,8 @@ from typing import Any
 import numpy
 from jinja2 import TemplateError
 from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
+from transformers.tokenization_utils_base import PaddingStrategy, TruncationStrategy
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import (
     get_training_chat_template,
@@ -204,53 +206,48 @@ class ChatTokenizer:
     def tokenize(self, messages: Messages, example: Mapping[str, Any] = NOTHING) -> tuple[list[int], list[int]]:
         """(input ids, labels) of a conversation with the loss on every completion; `example` has the tools and the
         like. Raises UnsupportedConversation."""
+        spans: Sequence[tuple[int, int]]
         if self.marked_template is None:
-            return self._tokenize_by_difference(messages, example)
+            text = self.render(messages, example)
+            spans = self._differences(text, messages, example)
+        else:
+            text, spans = self._marked(messages, example)
+        if not any(message.get("train") is False for message in messages):
+            return self._labeled(text, [(0, len(text))] if self.all_tokens else spans)
+        turns = [message for message in messages if message["role"] == "assistant"]
+        of_turns = spans if len(spans) == len(turns) else self._spans_of_turns(text, messages, example)
+        untrained = [span for span, turn in zip(of_turns, turns, strict=True) if turn.get("train") is False]
+        return self._labeled(text, [(0, len(text))] if self.all_tokens else spans, untrained)
+
+    def _spans_of_turns(self, text: str, messages: Messages, example: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+        """Where each assistant turn is in the rendered text, if the template does not mark each turn."""
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                self.marked_input(messages),
+            return self._differences(text, messages, example)
+        except UnmarkedCompletions as error:
+            raise UnmarkedCompletions(
+                "a turn has a weight of 0, and the chat template rewrites earlier turns, so its tokens cannot be "
+                "told from others; set data.loss_on to completions"
+            ) from error
+
+    def _marked(self, messages: Messages, example: Mapping[str, Any]) -> tuple[str, Sequence[tuple[int, int]]]:
+        """The text that `marked_template` renders, and where its markers are in it; () without markers."""
+        if not has_generation_markers(self.marked_template):
+            return self.render(messages, example, chat_template=self.marked_template), ()
+        try:
+            texts, spans = render_jinja_template(
+                [self.marked_input(messages)],
                 chat_template=self.marked_template,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=not self.all_tokens,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
                 **self._variables(example),
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
-        ids = list(encoded["input_ids"])
-        mask = [1] * len(ids) if self.all_tokens else encoded["assistant_masks"]
-        if any(message.get("train") is False for message in messages):
-            mask = self._without_untrained(mask, messages, example)
-        return ids, [token if trained else IGNORE_INDEX for token, trained in zip(ids, mask, strict=True)]
-
-    def _without_untrained(self, mask: Sequence[int], messages: Messages, example: Mapping[str, Any]) -> list[int]:
-        """The mask without the assistant turns that say so."""
-        turns = [message for message in messages if message["role"] == "assistant"]
-        whole = self.render(messages, example, chat_template=self.marked_template)
-        spans = self.marked_spans(messages, example)
-        if len(spans) != len(turns):  # the template does not mark each turn
-            try:
-                spans = self._differences(whole, messages, example)
-            except UnmarkedCompletions as error:
-                raise UnmarkedCompletions(
-                    "a turn has a weight of 0, and the chat template rewrites earlier turns, so its tokens cannot be "
-                    "told from others; set data.loss_on to completions"
-                ) from error
-        left_out = [span for span, turn in zip(spans, turns, strict=True) if turn.get("train") is False]
-        return list(map(int, numpy.array(mask, bool) & ~_overlaps(self._encode(whole), left_out)))
+        return str(texts[0]), spans[0]
 
     def marked_spans(self, messages: Messages, example: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
-        """Where the template's markers are in the rendered text; () without markers."""
-        if not self.marked_template or not has_generation_markers(self.marked_template):
-            return ()
-        spans: Sequence[tuple[int, int]] = render_jinja_template(
-            [self.marked_input(messages)],
-            chat_template=self.marked_template,
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-            **self._variables(example),
-        )[1][0]
-        return spans
+        """Where the template's markers are in the rendered text; () without markers. Raises UnsupportedConversation."""
+        return self._marked(messages, example)[1] if self.marked_template else ()
 
     def tokenize_completions(
         self, prompt: Messages, completions: Sequence[Messages], example: Mapping[str, Any] = NOTHING
@@ -265,15 +262,28 @@ class ChatTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """The token ids of a rendered text."""
+        if self._is_plain:
+            return list(self._encode(text).ids)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _tokenize_by_difference(self, messages: Messages, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        whole = self.render(messages, example)
-        turns = [message for message in messages if message["role"] == "assistant"]
-        spans = self._differences(whole, messages, example)
-        spans = [span for span, turn in zip(spans, turns, strict=True) if turn.get("train") is not False]
-        encoded = self._encode(whole)
-        return encoded.ids, numpy.where(_overlaps(encoded, spans), encoded.ids, IGNORE_INDEX).tolist()
+    def _labeled(
+        self, text: str, spans: Sequence[tuple[int, int]], without: Sequence[tuple[int, int]] = ()
+    ) -> tuple[list[int], list[int]]:
+        """The ids of a text, and its labels: a loss on the tokens that have characters in `spans` and none in
+        `without`."""
+        if spans == [(0, len(text))] and not without:
+            ids = self.ids(text)
+            return ids, list(ids)
+        encoded = self._encode(text)
+        ids = encoded.ids
+        labels = [IGNORE_INDEX] * len(ids)
+        for span in spans:
+            tokens = _tokens(encoded, *span)
+            labels[tokens] = ids[tokens]
+        for span in without:
+            tokens = _tokens(encoded, *span)
+            labels[tokens] = [IGNORE_INDEX] * len(ids[tokens])
+        return ids, labels
 
     def _differences(self, whole: str, messages: Messages, example: Mapping[str, Any]) -> list[tuple[int, int]]:
         """Where the text of each assistant turn is in the rendered text. Raises UnmarkedCompletions."""
@@ -298,8 +308,28 @@ class ChatTokenizer:
                 "this tokenizer is not a fast tokenizer and has no character offsets, so completions cannot be told "
                 "from prompts; set data.loss_on to all_tokens"
             )
-        found: Encoding = self.tokenizer(text, add_special_tokens=False).encodings[0]
+        if not self._is_plain:
+            found: Encoding = self.tokenizer(text, add_special_tokens=False).encodings[0]
+            return found
+        # As transformers does it, which takes half as long again to make its own result of it.
+        backend = self.tokenizer.backend_tokenizer
+        self.tokenizer.set_truncation_and_padding(
+            PaddingStrategy.DO_NOT_PAD, TruncationStrategy.DO_NOT_TRUNCATE, 0, 0, None, None
+        )
+        if backend.encode_special_tokens != self.tokenizer.split_special_tokens:
+            backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        found = backend.encode(text, add_special_tokens=False)
         return found
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether the tokenizer encodes a text as all fast tokenizers do."""
+        own = type(self.tokenizer)
+        return (
+            self.tokenizer.is_fast
+            and own.__call__ is PreTrainedTokenizerBase.__call__
+            and own._encode_plus is TokenizersBackend._encode_plus
+        )
 
     def render(self, messages: Messages, example: Mapping[str, Any], **more: Any) -> str:
         """The text of a conversation; `more` goes to apply_chat_template. Raises UnsupportedConversation."""
@@ -312,10 +342,13 @@ class ChatTokenizer:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
 
 
-def _overlaps(encoded: Encoding, spans: Sequence[tuple[int, int]]) -> Any:
-    """For each token, whether some of its characters are in one of the spans."""
-    starts, ends = numpy.array(encoded.offsets, int).reshape(-1, 2).T
-    found = numpy.zeros(len(starts), bool)
-    for start, end in spans:
-        found |= (starts < end) & (ends > start)
-    return found
+def _tokens(encoded: Encoding, start: int, end: int) -> slice:
+    """The tokens that have some of the characters from `start` to `end`: a part of a character is a token, too."""
+    first, last = (encoded.char_to_token(place) if start < end else None for place in (start, end - 1))
+    if first is None or last is None:  # at one end is a character without a token, or there is none at all
+        offsets = numpy.array(encoded.offsets, int).reshape(-1, 2)
+        found = numpy.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+        return slice(found[0], found[-1] + 1) if len(found) else slice(0)
+    while last + 1 < len(encoded) and (encoded.token_to_chars(last + 1) or (end,))[0] < end:
+        last += 1
+    return slice(first, last + 1)

@@ -240,6 +240,17 @@ def test_markers_that_leave_out_the_stop_token_are_reported(
     assert any("generation may not stop" in line for line in logged) == warned
 
 
+def test_a_last_character_of_several_tokens_is_trained_whole(tokenizer: Any) -> None:
+    """Where the markers end with the content, transformers' own mask leaves out all but the character's first token."""
+    content = "At noon \U0001f682"
+    tokenizer.chat_template = TEMPLATE_WITH_MARKERS.replace("INSIDE", "").replace("OUTSIDE", "<|im_end|>")
+    chat = ChatTokenizer.create(tokenizer, all_tokens=False)
+    _, labels = chat.tokenize([CONVERSATION[1], {"role": "assistant", "content": content}])
+    trained = [label for label in labels if label != -100]
+    assert trained == tokenizer(content, add_special_tokens=False)["input_ids"]
+    assert len(tokenizer("\U0001f682", add_special_tokens=False)["input_ids"]) > 1
+
+
 def test_builtin_templates_train_the_stop_token(tokenizer: Any) -> None:
     for template in (tokenizer.chat_template, chatml(tokenizer)):
         tokenizer.chat_template = template
