@@ -46,12 +46,11 @@ CHATML = """\
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
 {%- if message['role'] == 'assistant' -%}
 {%- generation -%}
-{{- message['content'] + '<|im_end|>' + END -}}
+{{- message['content'] + '<|im_end|>' + END + '\\n' -}}
 {%- endgeneration -%}
 {%- else -%}
-{{- message['content'] + '<|im_end|>' -}}
+{{- message['content'] + '<|im_end|>\\n' -}}
 {%- endif -%}
-{{- '\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}
@@ -298,7 +297,7 @@ class ChatTokenizer:
                     "the chat template rewrites earlier messages, so completions cannot be told from prompts; set "
                     "data.loss_on to all_tokens, or use a data.chat_template_file with {% generation %} markers"
                 )
-            spans.append((len(before), len(after.rstrip())))
+            spans.append((len(before), len(after)))
         return spans
 
     def _encode(self, text: str) -> Encoding:

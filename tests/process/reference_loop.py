@@ -105,14 +105,15 @@ class Trained:
 
 
 def conversation(tokenizer: Any, messages: Sequence[Any], all_tokens: bool) -> Tokens:
-    """A rendered conversation. Trained are all tokens, or each assistant turn from behind the generation prompt to its
-    end-of-turn token (the newline behind that token belongs to the template, and generation ends before it)."""
+    """A rendered conversation. Trained are all tokens, or each assistant turn from behind the generation prompt to the
+    newline behind its end-of-turn token, as in LLaMA-Factory and in TRL's templates."""
     render = tokenizer.apply_chat_template
     text, spans = render(messages, tokenize=False), []
     for position, message in enumerate(messages):
         if message["role"] == "assistant":
             start = len(render(messages[:position], tokenize=False, add_generation_prompt=True))
-            spans.append((start, text.index(tokenizer.eos_token, start) + len(tokenizer.eos_token)))
+            end = tokenizer.eos_token + "\n"
+            spans.append((start, text.index(end, start) + len(end)))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     trained = [all_tokens or any(a <= x and y <= b for a, b in spans) for x, y in encoded["offset_mapping"]]
     return Tokens(list(encoded["input_ids"]), trained)

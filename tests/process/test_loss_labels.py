@@ -57,7 +57,7 @@ def test_loss_is_on_every_completion_and_nothing_else(tokenizer: Any, template: 
         tokenizer.chat_template = TEMPLATE_WITHOUT_MARKERS
     chat = ChatTokenizer.create(tokenizer, all_tokens=False)
     assert (chat.marked_template is None) == (template == "plain")
-    assert trained_spans(tokenizer, chat, CONVERSATION) == ["At nine.<|im_end|>", "Platform 7, Bern.<|im_end|>"]
+    assert trained_spans(tokenizer, chat, CONVERSATION) == ["At nine.<|im_end|>\n", "Platform 7, Bern.<|im_end|>\n"]
     whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert tokenizer.decode(chat.tokenize(CONVERSATION)[0]) == whole
 
