@@ -7,18 +7,19 @@ continues after a lost connection, a reload of the page or a restart of the serv
 from __future__ import annotations
 
 import fcntl
-import filecmp
 import hashlib
+import json
 import os
 import re
 import shutil
 import time
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from stat import S_ISREG
 
 from backend.data.compression import data_suffix, is_compressed
 from backend.data.reading import SUFFIXES, SUPPORTED
@@ -29,6 +30,7 @@ RESERVE = 10**9  # bytes of the disk that an upload leaves free
 MAX_NAME = 200  # bytes; a file system allows 255
 KEPT_SECONDS = 7 * 86_400  # parts of an upload that was not continued
 PARTS = ".parts"
+RECORD = ".json"  # behind the id of a complete upload
 
 
 class UploadError(ValueError):
@@ -57,10 +59,14 @@ class Uploads:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def files(self) -> list[Path]:
+    def files(self) -> list[tuple[Path, os.stat_result]]:
         """The complete files, newest first."""
-        found = [path for path in self.folder.glob("[!.]*") if path.is_file() and not path.is_symlink()]
-        return sorted(found, key=lambda path: (-path.stat().st_mtime_ns, path.name))
+        found = []
+        for path in self.folder.glob("[!.]*"):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                found.append((path, path.lstat()))
+        regular = [(path, stat) for path, stat in found if S_ISREG(stat.st_mode)]
+        return sorted(regular, key=lambda each: (-each[1].st_mtime_ns, each[0].name))
 
     def receive(self, upload: Upload, offset: int, part: bytes) -> tuple[int, Path | None]:
         """Store the bytes after the first `offset` ones. Returns how many have arrived in all, and the file if it is
@@ -68,20 +74,23 @@ class Uploads:
         number. Raises UploadError."""
         name = file_name(upload.name)
         _check_size(upload)
+        if offset + len(part) > upload.size:
+            raise UploadError(f"{name} changed during the upload. Upload it again.")
         with self._lock() as parts:
+            if finished := self._finished(parts, upload):
+                return upload.size, finished
             path = parts / upload.id
             arrived = path.stat().st_size if path.exists() else 0
-            if offset + len(part) > upload.size:
-                raise UploadError(f"{name} changed while it was sent. Upload it again.")
-            self._check_space(name, upload.size - arrived)
+            if arrived < upload.size:
+                self._check_space(name, upload.size - arrived)
             if offset == arrived and part:
                 _append(path, arrived, part)
                 arrived += len(part)
-            return arrived, self._named(path, name) if arrived == upload.size else None
+            return arrived, self._finish(parts, upload, name) if arrived == upload.size else None
 
     def remove(self, name: str) -> None:
         """Delete a file. One that does not exist is deleted already."""
-        for path in self.files():
+        for path, _ in self.files():
             if path.name == name:
                 path.unlink(missing_ok=True)
 
@@ -103,32 +112,40 @@ class Uploads:
         free = shutil.disk_usage(self.folder).free
         if free - RESERVE < missing:
             raise UploadError(
-                f"{name} needs {_gb(missing)}, but the disk of {self.folder} has {_gb(free)} free, of which "
-                f"{_gb(RESERVE)} must stay free. Delete something, or copy the file to another disk and enter its path."
+                f"There is not enough space for {name}: it needs {_gb(missing)}, and the disk of {self.folder} has "
+                f"{_gb(max(0, free - RESERVE))} for uploads. Delete uploaded files or old runs, or copy the file to "
+                "another disk and enter its path."
             )
 
-    def _named(self, path: Path, name: str) -> Path:
-        """Give a complete file its name, with a number if another file has it. The same content is not stored twice."""
-        for number in count(1):
-            target = self.folder / (name if number == 1 else _numbered(name, number))
-            if not os.path.lexists(target):
-                path.rename(target)
-                return target
-            if filecmp.cmp(path, target, shallow=False):
-                path.unlink()
-                return target
-        raise AssertionError
+    def _finish(self, parts: Path, upload: Upload, name: str) -> Path:
+        """Give a complete file its name, with a number if another file has it, and remember that it is complete."""
+        names = (name if number == 1 else _numbered(name, number) for number in count(1))
+        target = next(path for path in map(self.folder.joinpath, names) if not os.path.lexists(path))
+        stat = (parts / upload.id).stat()
+        record = [target.name, stat.st_ino, stat.st_mtime_ns]
+        (parts / f"{upload.id}{RECORD}").write_text(json.dumps(record), encoding="utf-8")
+        (parts / upload.id).rename(target)
+        return target
+
+    def _finished(self, parts: Path, upload: Upload) -> Path | None:
+        """The file of an upload that is complete already: its last response was lost, or it is sent once more."""
+        try:
+            name, inode, modified = json.loads((parts / f"{upload.id}{RECORD}").read_text(encoding="utf-8"))
+            path = self.folder / name
+            stat = path.lstat()
+        except (OSError, ValueError):
+            return None
+        is_same = (stat.st_ino, stat.st_mtime_ns, stat.st_size) == (inode, modified, upload.size)
+        return path if is_same else None
 
 
 def file_name(text: str) -> str:
     """The name that a file is stored with. Raises UploadError if it is not that of a data file."""
     last = re.split(r"[/\\]", unicodedata.normalize("NFC", as_unicode(text)))[-1]
-    name = re.sub(r"[\x00-\x1f\x7f]", "_", last).strip().lstrip(".")
+    name = re.sub(r"[\x00-\x1f\x7f]", "_", last).strip().lstrip(". ")
     if data_suffix(Path(name)) not in SUFFIXES:
-        raise UploadError(
-            f"The name {text!r:.100} is not that of a data file; supported are {SUPPORTED}. To load a configuration, "
-            "use Import."
-        )
+        advice = " To load a configuration, use Import." if Path(name).suffix in (".yaml", ".yml") else ""
+        raise UploadError(f"{text!r:.100} is not a data file. Supported are {SUPPORTED}.{advice}")
     if len(name.encode()) > MAX_NAME:
         raise UploadError(f"The name {name[:40]!r}... has more than {MAX_NAME} bytes. Rename the file.")
     return name
@@ -139,8 +156,8 @@ def _check_size(upload: Upload) -> None:
         raise UploadError(f"{file_name(upload.name)} is empty.")
     if upload.size > MAX_BYTES:
         raise UploadError(
-            f"{file_name(upload.name)} has {_gb(upload.size)}; at most {_gb(MAX_BYTES)} can be uploaded. Copy it to "
-            "the server, for example with rsync, and enter its path."
+            f"{file_name(upload.name)} has {_gb(upload.size)}, and uploads are limited to {_gb(MAX_BYTES)}. Copy the "
+            "file to the server, for example with rsync, and enter its path."
         )
 
 

@@ -94,7 +94,7 @@ def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
 
 def _files_in(folder: Path) -> list[Path]:
     try:
-        entries = [Path(entry.path) for entry in islice(os.scandir(folder), MAX_FILES + 1) if entry.is_file()]
+        entries = [Path(entry.path) for entry in islice(os.scandir(folder), MAX_FILES + 1) if _is_file(entry)]
     except OSError as error:
         raise DataFileError(folder, 0, f"cannot be read: {error.strerror or error}") from None
     if len(entries) > MAX_FILES:
@@ -106,6 +106,13 @@ def _files_in(folder: Path) -> list[Path]:
             folder, 0, f"contains no data files (subfolders are not searched); supported are {SUPPORTED}"
         )
     return found
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a symbolic link that leads to itself
+        return False
 
 
 def _no_file_problem(name: str) -> str:

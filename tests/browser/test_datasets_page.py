@@ -128,7 +128,7 @@ def test_files_are_uploaded_where_they_are_dropped(page, shared):
     page.get_by_role("button", name="Undo").last.click()
     expect(page.locator("#data-validation_files textarea")).to_have_value("")
     drop(page, "#fp-section-data", "notes.docx", "x")
-    expect(page.locator("#fp-toasts")).to_contain_text("'notes.docx' is not that of a data file")
+    expect(page.locator("#fp-toasts")).to_contain_text("'notes.docx' is not a data file.")
     expect(page.locator("#data-files textarea")).to_have_value(str(folder / "first.jsonl"))
 
     # The list: a file is used again, and deleted after a question.
@@ -153,7 +153,7 @@ def test_an_upload_survives_a_lost_connection_and_can_be_canceled(page, shared):
 
     page.route("**/api/uploads?**", lose)
     drop(page, "#fp-section-data", "long.jsonl", f"{json.dumps(ROW)}\n" * 90_000)  # two parts
-    expect(row).to_contain_text("long.jsonl: no connection, trying again")
+    expect(row).to_contain_text("long.jsonl: the server does not respond, retrying")
     path = shared.runs / ".uploads/long.jsonl"
     expect(page.locator("#data-files textarea")).to_have_value(str(path))
     assert path.stat().st_size == len(f"{json.dumps(ROW)}\n") * 90_000 > 4 * 2**20
@@ -163,12 +163,38 @@ def test_an_upload_survives_a_lost_connection_and_can_be_canceled(page, shared):
     page.route("**/api/uploads?**offset=4194304", lambda route: route.abort())
     drop(page, "#fp-section-data", "large.jsonl", f"{json.dumps(ROW)} \n" * 90_000)
     expect(row.get_by_role("progressbar")).to_be_visible()
-    expect(row).to_contain_text("large.jsonl: no connection, trying again")
+    expect(row).to_contain_text("large.jsonl: the server does not respond, retrying")
     row.get_by_role("button", name="Cancel").click()
-    expect(page.locator("#fp-toasts")).to_contain_text("Upload the same file again to continue it.")
+    expect(page.locator("#fp-toasts")).to_contain_text("Upload the same file again within 7 days to continue it.")
     expect(row.get_by_role("button", name="Upload files")).to_be_visible()
     expect(page.locator("#data-files textarea")).to_have_value(str(path))
     page.unroute("**/api/uploads?**offset=4194304")
+
+
+def test_files_whose_dataset_was_removed_meanwhile_change_no_other(page, shared):
+    add = page.locator("#fp-datasets").get_by_role("button", name="Add a dataset")
+    add.click()
+    add.click()
+    card_field(page, 2, "source").select_option("files")
+    card_field(page, 2, "files").fill("third.jsonl")
+    third = sources(page)[2]
+    page.route("**/api/uploads?**", lambda route: route.abort())
+    drop(page, ".fp-dataset h4", "second.jsonl", f"{json.dumps(ROW)}\n" * 30)
+    expect(page.locator("#fp-uploads")).to_contain_text("second.jsonl: the server does not respond, retrying")
+    page.get_by_role("button", name="Remove dataset 2").click()
+    page.unroute("**/api/uploads?**")
+    expect(page.locator("#fp-toasts")).to_contain_text("its dataset changed meanwhile: choose it in Uploaded files.")
+    assert sources(page)[1:] == [third]
+    # That of a dataset that has another number now is its own.
+    add.click()
+    page.route("**/api/uploads?**", lambda route: route.abort())
+    drop(page, ".fp-dataset:last-of-type h4", "last.jsonl", f"{json.dumps(ROW)}\n" * 31)
+    page.get_by_role("button", name="Remove dataset 2").click()
+    page.unroute("**/api/uploads?**")
+    expect(page.locator("#fp-toasts")).to_contain_text("set as the data files of dataset 2.")
+    assert sources(page)[1]["files"] == [str(shared.runs / ".uploads/last.jsonl")]
+    drop(page, "#fp-section-data", "empty.jsonl", "")
+    expect(page.locator("#fp-toasts")).to_contain_text("empty.jsonl is empty.")
 
 
 def test_paths_are_completed_with_the_keyboard(page, tmp_path):
@@ -197,6 +223,21 @@ def test_paths_are_completed_with_the_keyboard(page, tmp_path):
     expect(names).to_have_count(1)
     field.press("Escape")
     expect(names).to_have_count(0)
+    # A first line that is empty; and an entry that does not begin with what was typed since is never accepted.
+    field.fill(f"\n{tmp_path}/corpus/")
+    expect(names).to_have_count(2)
+    held = []  # answers that are late
+    page.route("**/api/paths?**", held.append)
+    field.press_sequentially("b")
+    field.press("ArrowDown")
+    field.press("Enter")
+    expect(field).to_have_value(f"\n{tmp_path}/corpus/b.csv")
+    field.press("Control+Home")
+    field.press("Delete")
+    field.press("ArrowDown")
+    for route in held:
+        route.abort()
+    page.unroute("**/api/paths?**")
     page.locator("#model-source").get_by_text("Local folder", exact=True).click()
     folder = page.locator("#model-path :is(input, textarea)")
     folder.fill(f"{tmp_path}/corpus/")

@@ -18,6 +18,7 @@ from backend.machine import Machine
 from backend.runs import SPEC, Plan
 from backend.runs.folder import Run
 from webui import uploads
+from webui.api import paths
 from webui.uploads import Upload, UploadError, Uploads
 
 TEXT = b'{"text": "one"}\n' * 40
@@ -67,15 +68,23 @@ def test_a_file_arrives_in_parts_and_continues_after_a_restart(api, root):
     assert answer == {"arrived": len(TEXT), "path": str(path)} and path.read_bytes() == TEXT
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     assert [file["name"] for file in api.get("/api/uploads").json()["files"]] == ["train.jsonl"]
-    assert not list((root / ".uploads/.parts").glob("[!.]*"))
+    # The last part once more, because its response was lost, and the file once more: nothing is sent again.
+    assert put(api, TEXT[100:], 100).json() == put(api, b"", 0).json() == answer
+    api.delete("/api/uploads/train.jsonl")
+    assert put(api, b"", 0).json() == {"arrived": 0, "path": ""}
 
 
 def test_another_file_of_the_same_name_gets_a_number(api, root):
     folder = root / ".uploads"
     first = sent(api, b"a,b\n1,2\n", "x.csv")
     assert sent(api, b"a,b\n3,4\n", "x.csv", modified=2) == str(folder / "x-2.csv")
-    assert sent(api, b"a,b\n3,4\n", "x.csv", modified=3) == str(folder / "x-2.csv")  # the same content once
-    assert sent(api, b"a,b\n5,6\n", "x.csv", modified=4) == str(folder / "x-3.csv")
+    assert sent(api, b"a,b\n3,4\n", "x.csv", modified=2) == str(folder / "x-2.csv")  # the same file
+    (folder / "x-3.csv").symlink_to("nowhere")
+    assert sent(api, b"a,b\n5,6\n", "x.csv", modified=4) == str(folder / "x-4.csv")
+    # Another file that has taken the name of an upload is not mistaken for it.
+    Path(first).write_text("a,b\n7,8\n")
+    assert sent(api, b"a,b\n1,2\n", "x.csv") == str(folder / "x-5.csv")
+    Path(first).write_text("a,b\n1,2\n")
     assert sent(api, b"\x1f\x8b1", "y.jsonl.gz") and sent(api, b"\x1f\x8b2", "y.jsonl.gz", modified=2).endswith(
         "/y-2.jsonl.gz"
     )
@@ -87,7 +96,7 @@ def test_another_file_of_the_same_name_gets_a_number(api, root):
     [
         ("../../etc/x.csv", "x.csv"),
         ("C:\\Users\\me\\Über.JSONL", "Über.JSONL"),
-        (".hidden.csv", "hidden.csv"),
+        (". .hidden.csv", "hidden.csv"),
         ("two\nlines.csv", "two_lines.csv"),
         ("a[0]*?.csv", "a[0]*?.csv"),
         ("U\u0308.csv", "Ü.csv"),
@@ -101,13 +110,16 @@ def test_names(api, root, name, stored):
 @pytest.mark.parametrize(
     ("about", "part"),
     [
-        ({"name": "notes.docx"}, "The name 'notes.docx' is not that of a data file; supported are .jsonl"),
+        ({"name": "notes.docx"}, "'notes.docx' is not a data file. Supported are .jsonl"),
         ({"name": "run.yaml"}, "To load a configuration, use Import."),
-        ({"name": "jsonl"}, "is not that of a data file"),
+        ({"name": "jsonl"}, "'jsonl' is not a data file."),
         ({"name": "x" * 250 + ".csv"}, "has more than 200 bytes. Rename the file."),
         ({"size": 0}, "train.jsonl is empty."),
-        ({"size": 10**12}, "train.jsonl has 1000.0 GB; at most 20.0 GB can be uploaded. Copy it to the server"),
-        ({"size": 5}, "train.jsonl changed while it was sent. Upload it again."),
+        (
+            {"size": 10**12},
+            "train.jsonl has 1000.0 GB, and uploads are limited to 20.0 GB. Copy the file to the server",
+        ),
+        ({"size": 5}, "train.jsonl changed during the upload. Upload it again."),
         ({"size": -1}, "size must be at least 0."),
         ({"size": "many"}, "size must be an integer."),
     ],
@@ -122,7 +134,7 @@ def test_a_full_disk_is_told_before_the_file_is_sent(api, monkeypatch):
     usage = shutil._ntuple_diskusage(10**12, 10**12 - 5 * 10**9, 5 * 10**9)
     monkeypatch.setattr(uploads.shutil, "disk_usage", lambda _: usage)
     response = put(api, b"", 0, size=6 * 10**9)
-    assert "needs 6.0 GB" in response.json()["error"] and "has 5.0 GB free" in response.json()["error"]
+    assert "it needs 6.0 GB" in response.json()["error"] and "has 4.0 GB for uploads" in response.json()["error"]
     assert put(api, b"", 0, size=3 * 10**9).status_code == 200
 
 
@@ -140,7 +152,7 @@ def test_two_tabs_that_send_the_same_file_store_it_once(tmp_path):
 
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(send, range(4))) == {content}
-    assert [path.name for path in folder.files()] == ["x.jsonl"]
+    assert [path.name for path, _ in folder.files()] == ["x.jsonl"]
 
 
 def test_parts_of_forgotten_uploads_are_deleted(tmp_path):
@@ -166,13 +178,17 @@ def test_any_name_stays_in_the_folder():
 
 def test_the_list_names_the_runs_that_use_a_file(api, root, monkeypatch):
     path = sent(api, TEXT, "train.jsonl")
-    sent(api, b"a\n1\n", "unused.csv", modified=2)
+    sent(api, b"a\n1\n", "other.csv", modified=2)
     spec = f"data:\n  sources:\n  - {{}}\n  - source: files\n    files:\n    - {path}\n"
     run = Run.create(root, "My run", Plan(("true",), {}, {SPEC: spec}), datetime.now())
+    folder = f"data:\n  source: files\n  files: [{root}/.uploads, '{root}/.uploads/u*.csv', /nowhere]\n"
+    by_folder = Run.create(root, "Folder", Plan(("true",), {}, {SPEC: folder}), datetime.now())
     damaged = Run.create(root, "Damaged", Plan(("true",), {}, {SPEC: f"data: [.uploads {path}"}), datetime.now())
     listed = {file["name"]: file for file in api.get("/api/uploads").json()["files"]}
-    assert [used["name"] for used in listed["train.jsonl"]["runs"]] == ["My run"]
-    assert listed["unused.csv"]["runs"] == [] and listed["unused.csv"]["bytes"] == 4
+    assert {used["name"] for used in listed["train.jsonl"]["runs"]} == {"Folder", "My run"}
+    assert [used["name"] for used in listed["other.csv"]["runs"]] == ["Folder"] and listed["other.csv"]["bytes"] == 4
+    by_folder.delete()
+    assert {file["name"]: file for file in api.get("/api/uploads").json()["files"]}["other.csv"]["runs"] == []
 
     with monkeypatch.context() as running:
         running.setattr(Run, "state", "running")
@@ -180,7 +196,7 @@ def test_the_list_names_the_runs_that_use_a_file(api, root, monkeypatch):
     assert refused.status_code == 409 and "train.jsonl is in use by My run." in refused.json()["error"]
     assert api.delete("/api/uploads/train.jsonl").status_code == 200
     api.delete("/api/uploads/..%2F.index.json")
-    assert [file["name"] for file in api.get("/api/uploads").json()["files"]] == ["unused.csv"]
+    assert [file["name"] for file in api.get("/api/uploads").json()["files"]] == ["other.csv"]
     for each in (run, damaged):
         each.delete()
 
@@ -209,6 +225,15 @@ def test_paths_are_completed(api, tmp_path, monkeypatch):
     assert entries(api, "tr")["entries"] == ["trains/", "train.csv.gz", "Train.jsonl"]
     assert entries(api, "~/trains/x")["entries"] == ["~/trains/x.parquet"]
     assert entries(api, "")["entries"] == ["trains/", "train.csv.gz", "Train.jsonl"]
+
+
+def test_a_file_system_that_does_not_respond_keeps_few_threads(api, monkeypatch):
+    for _ in range(4):
+        assert paths.LOOKING.acquire(blocking=False)
+    assert entries(api, "/") == {"entries": [], "more": 0}
+    for _ in range(4):
+        paths.LOOKING.release()
+    assert entries(api, "/", "folder")["entries"]
 
 
 def test_of_a_large_folder_the_first_names_are_shown(api, tmp_path):

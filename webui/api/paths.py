@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any, Literal
 from backend.data.compression import data_suffix
 from backend.data.reading import SUFFIXES
 
-MAX_ENTRIES = 20_000  # of a folder that are looked at
+MAX_ENTRIES = 200_000  # of a folder that are looked at: a second
 MAX_SHOWN = 100
+# A file system that does not respond keeps a thread each; the others must stay for other requests.
+LOOKING = threading.BoundedSemaphore(4)
 
 # Which files a field is completed with, besides folders.
 FILES: Mapping[str, Callable[[str], bool]] = {
@@ -31,11 +34,15 @@ def complete(text: str, kind: Literal["folder", "data", "file"]) -> dict[str, An
     """
     typed, _, beginning = text.rpartition("/")
     folder = os.path.expanduser(f"{typed}/" if "/" in text else "./")
+    if not LOOKING.acquire(blocking=False):
+        return {"entries": [], "more": 0}
     try:
         with os.scandir(folder) as entries:
             found = [each for entry in islice(entries, MAX_ENTRIES) if (each := _name(entry, beginning, kind))]
     except (OSError, ValueError):  # ValueError: a null character
         return {"entries": [], "more": 0}
+    finally:
+        LOOKING.release()
     found.sort(key=lambda name: (not name.endswith("/"), name.casefold()))
     start = f"{typed}/" if "/" in text else ""
     return {"entries": [start + name for name in found[:MAX_SHOWN]], "more": max(0, len(found) - MAX_SHOWN)}

@@ -198,6 +198,7 @@ PROBLEMS = {
     "float_parsing": "must be a number",
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
     "too_long": "must have at most {max_length} entries",
     "string_too_long": "must have at most {max_length} characters",
 }

@@ -191,7 +191,10 @@ export function confirmDialog(text, label = "OK", destructive = false) {
 
 /** Cancel what is asked. */
 export const closeDialogs = () =>
-  document.querySelectorAll("dialog.fp-dialog").forEach((dialog) => dialog.dispatchEvent(new Event("cancel")));
+  document.querySelectorAll("dialog.fp-dialog").forEach((/** @type {any} */ dialog) => {
+    dialog.dispatchEvent(new Event("cancel"));
+    dialog.close(); // those without a question
+  });
 
 const enteredValues = (form) =>
   [...form.querySelectorAll("input, textarea, select")].map(({ value, checked }) => [value, checked]).join("\n");

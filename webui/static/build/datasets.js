@@ -28,7 +28,16 @@ function datasets(text = currentValues()[SOURCES]) {
   }
 }
 
-export const numberOfDatasets = () => Math.max(1, datasets().length);
+/** The entry of a dataset, as text; of the first one, what the form has of it. */
+export function entryText(index, names) {
+  if (index) return JSON.stringify(datasets()[index]);
+  return JSON.stringify(names.map((name) => currentValues()[`data.${name}`]));
+}
+/** The number of the dataset that has an entry, first the one that had it before; -1 without one. */
+export function datasetWith(text, index, names) {
+  if (entryText(index, names) === text) return index;
+  return index ? datasets().findIndex((dataset, n) => n > 0 && JSON.stringify(dataset) === text) : -1;
+}
 const textOf = (all) => (all.length > 1 ? JSON.stringify(all) : "");
 
 /** Draw the cards, unless they show this already. @param {Record<string, any>} [values] of the form */

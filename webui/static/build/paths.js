@@ -2,13 +2,12 @@
 // Completion of paths: below a field, what is in the folder that was typed so far.
 import { get } from "../api.js";
 import { el } from "../dom.js";
-import { countedMore } from "../format.js";
 import { option, optionAt } from "./form.js";
 
 const DELAY = 80; // ms after a key
 
 /** @typedef {HTMLInputElement | HTMLTextAreaElement} Input */
-/** @type {{ input: Input, items: HTMLElement[], node: HTMLElement } | null} */
+/** @type {{ input: Input, entries: string[], items: HTMLElement[], node: HTMLElement } | null} */
 let list = null;
 let active = -1; // the number of the marked entry
 let asked = 0;
@@ -24,8 +23,19 @@ export function completePaths() {
 function typed({ target }) {
   const input = /** @type {Input} */ (target);
   if (!pathKind(input)) return;
+  narrow(input);
   clearTimeout(timer);
   timer = setTimeout(() => suggest(input), DELAY);
+}
+
+/** Until the answer for what was typed arrives, only names that begin with it are shown. @param {Input} input */
+function narrow(input) {
+  if (!list) return;
+  const { start, end } = line(input);
+  const text = input.value.slice(start, end).toLowerCase();
+  const kept = list.entries.filter((entry) => entry.toLowerCase().startsWith(text));
+  if (kept.length) draw(input, kept, 0);
+  else close();
 }
 
 /** @param {any} input */
@@ -35,7 +45,7 @@ const pathKind = (input) => option(optionAt(input))?.path || "";
 function line(input) {
   const caret = input.selectionStart ?? input.value.length;
   const end = input.value.indexOf("\n", caret);
-  return { start: input.value.lastIndexOf("\n", caret - 1) + 1, end: end < 0 ? input.value.length : end };
+  return { start: caret && input.value.lastIndexOf("\n", caret - 1) + 1, end: end < 0 ? input.value.length : end };
 }
 
 /** @param {Input} input */
@@ -55,20 +65,27 @@ function draw(input, entries, more) {
   close();
   const items = entries.map((entry, number) => {
     const name = entry.replace(/^.*\/(?=.)/, "");
-    const choose = (event) => (event.preventDefault(), accept(entry)); // the field keeps the focus
-    return el("li", { role: "option", id: `fp-path-${number}`, "data-path": entry, onpointerdown: choose }, name);
+    return el("li", { role: "option", id: `fp-path-${number}`, onclick: () => accept(entry) }, name);
   });
   const rest = more
-    ? el("li.fp-dim", { role: "presentation" }, `${countedMore(more, "name", "names")}: type on`)
+    ? el("li.fp-dim", { role: "presentation" }, `${more.toLocaleString("en")} more; keep typing to narrow the list`)
     : null;
-  const node = el("ul", { id: "fp-paths", role: "listbox", "aria-label": "Paths" }, items, rest);
-  /** @type {any} */ (input.closest(".fp-field, .fp-dataset-field")).append(node);
+  const keepFocus = (event) => event.preventDefault(); // of the field, also while the list is scrolled
+  const node = el(
+    "ul",
+    { id: "fp-paths", role: "listbox", "aria-label": "Paths", onmousedown: keepFocus },
+    items,
+    rest,
+  );
+  const field = /** @type {any} */ (input.closest(".fp-field, .fp-dataset-field"));
+  field.append(node);
+  node.classList.toggle("fp-above", node.getBoundingClientRect().bottom > document.documentElement.clientHeight);
   for (const [name, value] of [
     ["aria-autocomplete", "list"],
     ["aria-controls", "fp-paths"],
   ])
     input.setAttribute(name, value);
-  list = { input, items, node };
+  list = { input, entries, items, node };
 }
 
 function close() {
@@ -89,7 +106,8 @@ function pressed(event) {
   const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
   if (step) mark((active + step + list.items.length + (active < 0 && step < 0 ? 1 : 0)) % list.items.length);
   else if (event.key === "Escape") close();
-  else if ((event.key === "Enter" || event.key === "Tab") && active >= 0) accept(list.items[active].dataset.path || "");
+  else if ((event.key === "Enter" || event.key === "Tab") && !event.shiftKey && active >= 0)
+    accept(list.entries[active]);
   else return;
   event.preventDefault();
   event.stopPropagation();

@@ -3,15 +3,15 @@
 import { get, put, remove } from "../api.js";
 import { $, chip, confirmDialog, el, notify, notifyError, on } from "../dom.js";
 import { bytes, countedMore, dateTime, duration, percent } from "../format.js";
-import { numberOfDatasets } from "./datasets.js";
+import { datasetWith, entryText } from "./datasets.js";
 import { currentValues, setValues } from "./form.js";
 
 const PART = 4 * 2 ** 20; // bytes; auth.py accepts no larger body
 const RETRY = 2000; // ms, while the server does not respond
 const MAX_RUNS = 3; // named in the list
 
-/** What a file becomes: the data files of a dataset, from 0, or its validation files.
- * @typedef {{ dataset: number, validation: boolean }} Target */
+/** What a file becomes: the data files of a dataset, from 0, or its validation files. `entry`: what the form had of it.
+ * @typedef {{ dataset: number, validation: boolean, entry?: string }} Target */
 /** @type {{ stop: AbortController, name: string, size: number, arrived: number, began: number, from: number,
  *   offline: boolean } | null} */
 let sending = null;
@@ -54,32 +54,46 @@ function dropped(event) {
   const card = place.closest(".fp-dataset");
   const dataset = card ? [...document.querySelectorAll(".fp-dataset")].indexOf(card) + 1 : 0;
   const validation = Boolean(place.closest("[id$='validation_files']"));
-  upload([...(event.dataTransfer?.files || [])], { dataset, validation });
+  const entries = [...(event.dataTransfer?.items || [])].map((item) => item.webkitGetAsEntry?.());
+  const folder = entries.find((entry) => entry?.isDirectory);
+  if (folder) notify(`${folder.name} is a folder. Drop its files instead.`, { level: "error" });
+  else upload([...(event.dataTransfer?.files || [])], { dataset, validation });
 }
 
 // -- sending ----------------------------------------------------------------------------------------------------------
 
+const named = (files) =>
+  files[0].name + (files.length > 1 ? ` and ${countedMore(files.length - 1, "file", "files")}` : "");
+const namesOf = ({ validation }) => (validation ? ["validation", "validation_files"] : ["source", "files"]);
+
 /** @param {File[]} files @param {Target} target */
 function upload(files, target) {
-  if (files.length) queue = queue.then(() => sendAll(files, target));
+  const of = target.dataset ? { ...target, entry: entryText(target.dataset, namesOf(target)) } : target;
+  if (files.length) queue = queue.then(() => sendAll(files, of));
 }
 
 /** @param {File[]} files @param {Target} target */
 async function sendAll(files, target) {
   const stop = new AbortController();
-  try {
-    const paths = [];
-    for (const file of files) paths.push(await send(file, stop));
-    use(paths, target, `${named(files)} uploaded`);
-  } catch (error) {
-    if (!stop.signal.aborted) notifyError(error);
+  const of = { ...target, entry: target.entry ?? entryText(target.dataset, namesOf(target)) };
+  const [paths, sent, problems] = [[], [], []];
+  for (const file of files) {
+    try {
+      paths.push(await send(file, stop));
+      sent.push(file);
+    } catch (error) {
+      if (stop.signal.aborted) break;
+      problems.push(error.message);
+    }
   }
   sending = null;
+  const hadFocus = box().contains(document.activeElement);
   draw();
+  if (hadFocus) box().querySelector("button").focus();
+  if (stop.signal.aborted) return;
+  if (paths.length) use(paths, of, `${named(sent)} uploaded`, problems);
+  else notify(problems.join(" "), { level: "error" });
 }
-
-const named = (files) =>
-  files[0].name + (files.length > 1 ? ` and ${countedMore(files.length - 1, "file", "files")}` : "");
 
 /** Send a file, and go on with it where an earlier attempt ended. @param {File} file @param {AbortController} stop
  * @returns {Promise<string>} its path on the server */
@@ -98,7 +112,12 @@ async function send(file, stop) {
     if (answer.path) return answer.path;
     now.arrived = answer.arrived;
     if (!now.began) [now.began, now.from] = [Date.now(), now.arrived];
-    part = await file.slice(now.arrived, now.arrived + PART).arrayBuffer();
+    part = await file
+      .slice(now.arrived, now.arrived + PART)
+      .arrayBuffer()
+      .catch(() => {
+        throw new Error(`${file.name} changed or was deleted during the upload. Upload it again.`);
+      });
   }
 }
 
@@ -117,15 +136,21 @@ async function sendPart(path, part, now) {
   }
 }
 
-/** Let the form use the files. @param {string[]} paths @param {Target} target @param {string} what happened */
-function use(paths, { dataset, validation }, what) {
-  if (dataset >= numberOfDatasets()) return notify(`${what}. Its dataset was removed: find it under Uploaded files.`);
+/** Let the form use the files. @param {string[]} paths @param {Target} target @param {string} what happened
+ * @param {string[]} problems with other files */
+function use(paths, target, what, problems = []) {
+  const [switched, name] = namesOf(target);
+  const dataset = datasetWith(target.entry, target.dataset, [switched, name]);
+  const more = problems.map((problem) => ` ${problem}`).join("");
+  if (dataset < 0) {
+    notify(`${what}, but its dataset changed meanwhile: choose it in Uploaded files.${more}`);
+    return;
+  }
   const prefix = dataset ? `data.sources[${dataset}].` : "data.";
-  const [switched, name] = validation ? ["validation", "validation_files"] : ["source", "files"];
-  const isText = !dataset; // the form's own field has lines
+  const where = dataset ? ` of dataset ${dataset + 1}` : "";
   setValues(
-    { [prefix + switched]: "files", [prefix + name]: isText ? paths.join("\n") : paths },
-    { undo: `${what}: used as the ${validation ? "validation files" : "data files"}.` },
+    { [prefix + switched]: "files", [prefix + name]: dataset ? paths : paths.join("\n") },
+    { undo: `${what} and set as the ${target.validation ? "validation files" : "data files"}${where}.${more}` },
   );
 }
 
@@ -144,7 +169,7 @@ function draw() {
   if (!box().querySelector("progress")) {
     const cancel = chip("Cancel", () => {
       sending?.stop.abort();
-      notify("The upload was canceled. Upload the same file again to continue it.");
+      notify("Upload canceled. Upload the same file again within 7 days to continue it.");
     });
     box().replaceChildren(
       el("progress", { max: 1, "aria-label": "Upload" }),
@@ -152,10 +177,10 @@ function draw() {
       cancel,
     );
   }
-  box().querySelector("progress").value = arrived / size;
+  box().querySelector("progress").value = size ? arrived / size : 0;
   const state = offline
-    ? "no connection, trying again"
-    : `${percent(Math.floor((100 * arrived) / size) / 100)} of ${bytes(size)}`;
+    ? "the server does not respond, retrying"
+    : `${percent(Math.floor((100 * arrived) / (size || 1)) / 100)} of ${bytes(size)}`;
   box().querySelector("span").textContent = `${name}: ${state}${timeLeft()}`;
 }
 
@@ -173,7 +198,7 @@ async function showList() {
   const { folder, files } = await get("api/uploads");
   const close = () => dialog.close();
   const list = el("ul", {}, files.map(item));
-  const none = el("p.fp-dim", {}, "No files were uploaded yet.");
+  const none = el("p.fp-dim", {}, "No files have been uploaded yet.");
   const dialog = el(
     "dialog.fp-dialog.fp-versions",
     { onclose: () => dialog.remove(), "aria-label": "Uploaded files" },
@@ -188,14 +213,19 @@ async function showList() {
   function item(file) {
     const choose = () => {
       close();
-      use([file.path], { dataset: 0, validation: false }, file.name);
+      setValues({ "data.source": "files", "data.files": file.path }, { undo: `Data files set to ${file.name}.` });
     };
     const drop = async () => {
       if (!(await confirmDialog(question(file), "Delete", true))) return;
       await remove(`api/uploads/${encodeURIComponent(file.name)}`);
       node.remove();
+      $(".fp-dialog-row button", dialog).focus();
     };
-    const used = file.path === currentValues()["data.files"];
+    /** @type {Record<string, any>} */
+    const values = currentValues();
+    const isUsed = values["data.source"] === "files" && values["data.files"] === file.path;
+    const button = (text, onclick, more = {}) =>
+      el("button.fp-button", { type: "button", onclick, "aria-label": `${text} ${file.name}`, ...more }, text);
     const node = el(
       "li",
       {},
@@ -203,8 +233,8 @@ async function showList() {
       el(
         "span.fp-uploads-actions",
         {},
-        el("button.fp-button", { type: "button", onclick: choose, disabled: used }, "Use"),
-        el("button.fp-button", { type: "button", onclick: () => drop().catch(notifyError) }, "Delete"),
+        button("Use", choose, { disabled: isUsed }),
+        button("Delete", () => drop().catch(notifyError)),
       ),
     );
     return node;
@@ -218,7 +248,12 @@ function about({ bytes: size, uploaded, runs }) {
   return el("span.fp-dim", {}, `${bytes(size)}, ${dateTime(uploaded)}, ${used}`);
 }
 
-function question({ name, bytes: size, runs }) {
-  const which = runs.length === 1 ? "The run that uses it" : `The ${runs.length} runs that use it`;
-  return `Delete ${name} (${bytes(size)}) from the server?${runs.length ? ` ${which} can then not be resumed.` : ""}`;
+function question({ name, path, bytes: size, runs }) {
+  /** @type {Record<string, any>} */
+  const values = currentValues();
+  const texts = [values["data.files"], values["data.validation_files"], values["data.sources"]];
+  const inForm = texts.some((text) => String(text || "").includes(path)) ? " The form uses it." : "";
+  const which = runs.length === 1 ? `Run ${runs[0].name} uses it and` : `${runs.length} runs use it and`;
+  const lost = runs.length ? ` ${which} could no longer be resumed.` : "";
+  return `Delete ${name} (${bytes(size)}) from the server?${inForm}${lost}`;
 }
