@@ -223,11 +223,24 @@ def test_paths_are_completed_with_the_keyboard(page, tmp_path):
     expect(names).to_have_count(1)
     field.press("Escape")
     expect(names).to_have_count(0)
-    # A first line that is empty; and an entry that does not begin with what was typed since is never accepted.
+    page.locator("#model-source").get_by_text("Local folder", exact=True).click()
+    folder = page.locator("#model-path :is(input, textarea)")
+    folder.fill(f"{tmp_path}/corpus/")
+    page.wait_for_timeout(300)
+    expect(names).to_have_count(0)  # it has no folders
+
+
+def test_only_paths_that_begin_with_what_was_typed_are_accepted(page, tmp_path):
+    """Also while the answer is late, and below a first line that is empty."""
+    (tmp_path / "corpus").mkdir()
+    for name in ("a.jsonl", "b.csv"):
+        (tmp_path / "corpus" / name).write_text("")
+    page.locator("#data-source").get_by_text("Local files", exact=True).click()
+    field, names = page.locator("#data-files textarea"), page.locator("#fp-paths [role=option]")
     field.fill(f"\n{tmp_path}/corpus/")
     expect(names).to_have_count(2)
     held = []  # answers that are late
-    page.route("**/api/paths?**", held.append)
+    page.route("**/api/paths?**", lambda route: held.append(route))
     field.press_sequentially("b")
     field.press("ArrowDown")
     field.press("Enter")
@@ -238,8 +251,3 @@ def test_paths_are_completed_with_the_keyboard(page, tmp_path):
     for route in held:
         route.abort()
     page.unroute("**/api/paths?**")
-    page.locator("#model-source").get_by_text("Local folder", exact=True).click()
-    folder = page.locator("#model-path :is(input, textarea)")
-    folder.fill(f"{tmp_path}/corpus/")
-    page.wait_for_timeout(300)
-    expect(names).to_have_count(0)  # it has no folders
