@@ -112,9 +112,9 @@ class InputFacts:
         return self.token_lengths[-1] if self.token_lengths else 0
 
     def num_in_epoch(self, spec: RunSpec) -> int | None:
-        """Examples of an epoch; of several datasets, in their mixture."""
+        """Sequences of an epoch, without examples that are dropped; of several datasets, in their mixture."""
         if not self.datasets:
-            return self.num_train_examples(spec.data)
+            return self._sequences(spec, spec.data)
         sizes = [size for size in self.sizes(spec) if size is not None]
         return sum(self.mixture(spec.data, sizes)) if len(sizes) == len(self.datasets) else None
 

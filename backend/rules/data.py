@@ -546,18 +546,22 @@ def identical_pairs(case: Case) -> str | Violation | None:
     return f"{count:,} of {facts.num_checked:,} pairs have identical completions within {limit:,} tokens."
 
 
+# Models whose positions are rows of a table; those of others are computed.
+POSITION_TABLES = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "gptj", "codegen", "biogpt", "openai-gpt", "ctrl")
+
+
 @error(
     "DAT010",
     fields=("data.max_length",),
     title="max_length exceeds the model's position embeddings",
-    source="transformers 5.23 modeling_gpt2.py: wpe is an embedding with n_positions rows",
+    source="transformers 5.23 modeling_gpt2.py: wpe is an embedding with n_positions rows; modeling_opt.py and others",
     fails_on=Example({"data.max_length": 2048}, facts=replace(DEMO, shape=GPT2)),
     passes_on=Example({"data.max_length": 1024}, facts=replace(DEMO, shape=GPT2)),
 )
 def max_length_exceeds_position_embeddings(case: Case) -> Violation | None:
-    """GPT-2 learns one embedding per position. A position beyond the last embedding raises an IndexError on a CPU and a
-    device-side assert on a GPU."""
-    if case.shape is None or case.shape.model_type != "gpt2":
+    """GPT-2, OPT and others have a table with an embedding per position. A position beyond its end raises an IndexError
+    on a CPU and a device-side assert on a GPU."""
+    if case.shape is None or case.shape.model_type not in POSITION_TABLES:
         return None
     return _too_many_positions(case.shape.max_positions, case, "position embeddings")
 
@@ -582,7 +586,7 @@ def _too_many_positions(most: int, case: Case, what: str) -> Violation | None:
 def max_length_exceeds_context(case: Case) -> Violation | None:
     """Rotary position embeddings can be computed for any position, so the run works, but attention at positions that
     the model has never seen is poor and the loss is high."""
-    if case.shape is None or case.shape.model_type == "gpt2":
+    if case.shape is None or case.shape.model_type in POSITION_TABLES:
         return None
     return _too_many_positions(case.shape.max_positions, case, "positions (max_position_embeddings)")
 

@@ -38,7 +38,9 @@ from backend.train.patches import (
     llama4_base_model,
     tensor_parallel_save,
     transformers_frozen_parameters,
+    transformers_generation_config,
     transformers_grouped_mm,
+    transformers_loss_type,
     transformers_quantize_on_device,
 )
 from backend.train.run_log import TrainError
@@ -127,6 +129,9 @@ def load(
     bitsandbytes_cpu_layout.apply(model)
     llama4_base_model.apply(model)
     transformers_frozen_parameters.apply(model)
+    transformers_generation_config.apply(model)
+    if not reward:
+        transformers_loss_type.apply(model)
     if registry.STRATEGIES[spec.parallel.strategy].zero_stage is not None:
         deepspeed_fp32_buffers.apply(model, DTYPES[precision])
     transformers_grouped_mm.apply()

@@ -132,6 +132,21 @@ def frozen_parameters_of_the_class_stay_frozen(folder: Path) -> bool:
     return not model.roformer.encoder.embed_positions.weight.requires_grad
 
 
+def settings_without_effect_can_be_saved(folder: Path) -> bool:
+    config = importlib.import_module("transformers").GenerationConfig(do_sample=False, temperature=0.6)
+    try:
+        config.save_pretrained(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def gpt2_has_the_loss_of_its_kind(_: Path) -> bool:
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    return bool(transformers.GPT2LMHeadModel(config).loss_type == "ForCausalLM")
+
+
 def each_iteration_begins_an_epoch(_: Path) -> bool:
     own = importlib.import_module(ULYSSES).UlyssesSPDataLoaderAdapter.__iter__
     is_patched = own.__module__.startswith("backend.")
@@ -163,7 +178,9 @@ REPAIRED: dict[str, Callable[[Path], bool]] = {
     "low_rank_optimizers": low_rank_groups_have_a_weight_decay,
     "schedule_free": schedule_free_warmup_is_converted_and_the_average_saved,
     "transformers_frozen_parameters": frozen_parameters_of_the_class_stay_frozen,
+    "transformers_generation_config": settings_without_effect_can_be_saved,
     "transformers_grouped_mm": grouped_mm_is_not_used_for_rows_of_24_bytes,
+    "transformers_loss_type": gpt2_has_the_loss_of_its_kind,
     "ulysses_epochs": each_iteration_begins_an_epoch,
     "ulysses_padding": router_loss_of_no_tokens_is_finite,
 }

@@ -1,0 +1,20 @@
+"""Of each sequence, the first token has no loss: nothing predicts it. The Trainer leaves it out of the number of tokens
+that it divides the loss by only if the name of the model's class contains ForCausalLM.
+
+transformers/trainer.py, `_loss_shifts_labels`. GPT2LMHeadModel and others have the same loss. Without the patch, theirs
+is too small by the share of first tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+LIBRARY, SEEN_IN = "transformers", "5.23.0"
+
+
+def apply(model: Any) -> None:
+    """Name the loss that the language model uses."""
+    if getattr(model, "loss_type", None) not in LOSS_MAPPING:
+        model.loss_type = "ForCausalLM"

@@ -1,0 +1,72 @@
+"""Base models whose files are unusual."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from fork_server import ForkServer
+from training_runs import losses, make_run_folder, result
+from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+from backend.train.patches import transformers_generation_config
+
+QUICK = {"model.source": "path", "train.max_steps": 1, "save.strategy": "no", "data.source": "files"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": None, "top_p": None}),
+        ({"num_beams": 1, "early_stopping": True, "length_penalty": 2.0}, {"early_stopping": None}),
+        ({"do_sample": True, "temperature": 0.6}, {"do_sample": True, "temperature": 0.6}),
+        ({"max_new_tokens": -5, "max_length": 7}, {"max_length": None}),
+    ],
+)
+def test_settings_of_the_generation_config_without_effect(settings: dict[str, object], kept: dict[str, object]) -> None:
+    class Model:
+        generation_config = GenerationConfig(eos_token_id=[1, 2], bos_token_id=3)
+
+    for name, value in settings.items():
+        setattr(Model.generation_config, name, value)
+    transformers_generation_config.apply(Model)
+    assert {name: getattr(Model.generation_config, name) for name in kept} == kept
+    assert (Model.generation_config.eos_token_id, Model.generation_config.bos_token_id) == ([1, 2], 3)
+    Model.generation_config.validate(strict=True)
+
+
+def test_a_generation_config_that_transformers_would_not_save(
+    tiny: Path, root: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+    unusual = {"do_sample": False, "temperature": 0.6, "eos_token_id": 2}
+    (model / "generation_config.json").write_text(json.dumps(unusual))
+    changes = {**QUICK, "model.path": str(model), "data.source": "builtin", "save.final_model": True}
+    folder = make_run_folder(root, "unsaved-config", changes)
+    assert fork_server.run(folder, 1) == 0
+    saved = json.loads((folder / result(folder)["model"] / "generation_config.json").read_text())
+    assert "temperature" not in saved and saved["eos_token_id"] == 2
+
+
+def test_the_first_token_of_gpt2_counts_neither_in_training_nor_in_evaluation(
+    tiny: Path, root: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """With a learning rate of almost 0, the loss of all texts in one step is their eval loss."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.save_pretrained(tmp_path / "model")
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    config = GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "Train {n}"}}\n' for n in range(6)))
+    changes = {
+        **QUICK, "model.path": str(tmp_path / "model"), "data.files": (str(tmp_path / "texts.jsonl"),),
+        "data.validation": "files", "data.validation_files": (str(tmp_path / "texts.jsonl"),), "data.max_length": 32,
+        "train.stage": "pretraining", "train.per_device_train_batch_size": 6, "train.learning_rate": 1e-12,
+        "method.kind": "full", "eval.strategy": "steps", "eval.steps": 1, "save.final_model": False,
+    }  # fmt: skip
+    folder = make_run_folder(root, "first-token", changes)
+    assert fork_server.run(folder, 1) == 0
+    assert losses(folder)[1] == pytest.approx(result(folder)["eval_loss"], rel=1e-4)
