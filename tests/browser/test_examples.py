@@ -110,7 +110,7 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
     card.locator("summary").first.click()
     trained = tokens.locator(".fp-trained")
     expect(trained.first).to_be_visible(timeout=TIMEOUT)
-    assert "".join(trained.all_inner_texts()) == "At noon.<|im_end|>\n"
+    assert "".join(trained.all_inner_texts()) == "At noon.<|im_end|>"
     expect(card).to_contain_text("3.jsonl, line 1")
     expect(card).to_contain_text("ends with <|im_end|>")
     assert trained.first.get_attribute("title").startswith("Token")
