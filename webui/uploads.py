@@ -23,6 +23,7 @@ from stat import S_ISREG
 
 from backend.data.compression import data_suffix, is_compressed
 from backend.data.reading import SUFFIXES, SUPPORTED
+from backend.runs import replace_text
 from backend.runs.json_values import as_unicode
 
 MAX_BYTES = 20 * 10**9
@@ -73,7 +74,7 @@ class Uploads:
         complete. A part that does not continue what has arrived is ignored: the sender goes on from the returned
         number. Raises UploadError."""
         name = file_name(upload.name)
-        _check_size(upload)
+        _check_size(name, upload.size)
         if offset + len(part) > upload.size:
             raise UploadError(f"{name} changed during the upload. Upload it again.")
         with self._lock() as parts:
@@ -123,7 +124,7 @@ class Uploads:
         target = next(path for path in map(self.folder.joinpath, names) if not os.path.lexists(path))
         stat = (parts / upload.id).stat()
         record = [target.name, stat.st_ino, stat.st_mtime_ns]
-        (parts / f"{upload.id}{RECORD}").write_text(json.dumps(record), encoding="utf-8")
+        replace_text(parts / f"{upload.id}{RECORD}", json.dumps(record), mode=0o600)
         (parts / upload.id).rename(target)
         return target
 
@@ -151,13 +152,13 @@ def file_name(text: str) -> str:
     return name
 
 
-def _check_size(upload: Upload) -> None:
-    if upload.size == 0:
-        raise UploadError(f"{file_name(upload.name)} is empty.")
-    if upload.size > MAX_BYTES:
+def _check_size(name: str, size: int) -> None:
+    if size == 0:
+        raise UploadError(f"{name} is empty.")
+    if size > MAX_BYTES:
         raise UploadError(
-            f"{file_name(upload.name)} has {_gb(upload.size)}, and uploads are limited to {_gb(MAX_BYTES)}. Copy the "
-            "file to the server, for example with rsync, and enter its path."
+            f"{name} has {_gb(size)}, and uploads are limited to {_gb(MAX_BYTES)}. Copy the file to the server, "
+            "for example with rsync, and enter its path."
         )
 
 
