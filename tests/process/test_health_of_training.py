@@ -31,7 +31,7 @@ SPIKE = """
 def damage(self, args, state, control, model=None, **more):
     if state.global_step == 30:
         for weight in model.parameters():
-            weight.data.mul_(3)
+            weight.data.mul_(5)
     begin_step(self, args, state, control, model=model, **more)
 callbacks.ProgressCallback.on_step_begin = damage
 """
