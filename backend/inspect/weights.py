@@ -51,7 +51,9 @@ def _file_state(folder: Path) -> FileState:
 @lru_cache(maxsize=16)
 def _weights_mismatch(folder: Path, files: FileState, shape: ModelShape) -> str:
     found = _weight_shapes(folder, files)
-    return _mismatch(found, shape) if found else ""
+    if found is None:
+        return ""
+    return _mismatch(found, shape) if found else "The weight files contain no tensors."
 
 
 @lru_cache(maxsize=16)

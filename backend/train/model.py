@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -145,10 +145,27 @@ def load(
 
 
 def _from_pretrained(kind: Any, name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Any:
-    if arguments.get("device_map") != quantized.HOST_RAM:
-        return kind.from_pretrained(name, dtype=dtype, **arguments)
-    with transformers_quantize_on_device.apply(PartialState().device):
-        return kind.from_pretrained(name, dtype=dtype, **arguments)
+    on_device = arguments.get("device_map") == quantized.HOST_RAM
+    with transformers_quantize_on_device.apply(PartialState().device) if on_device else contextlib.nullcontext():
+        model, loaded = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **arguments)
+    _require_all_weights(model, name, loaded["missing_keys"], new_head=kind is AutoModelForSequenceClassification)
+    return model
+
+
+def _require_all_weights(model: Any, name: str, missing: Collection[str], new_head: bool) -> None:
+    """Raise TrainError if the weight files of the model `name` lack parameters of it, other than those of a new head.
+    transformers 5.23 only logs that it initializes them at random."""
+    parameters = [parameter for parameter, _ in model.named_parameters()]
+    if new_head:
+        parameters = [parameter for parameter in parameters if parameter.startswith(f"{model.base_model_prefix}.")]
+    absent = sorted(set(parameters) & set(missing))
+    if absent:
+        examples = ", ".join(absent[:3]) + (" and others" if len(absent) > 3 else "")
+        raise TrainError(
+            f"The weight files of {name} have no values for {len(absent):,} of the {len(parameters):,} parameters of "
+            f"{type(model).__name__}: {examples}. Training would start from random values there. Use weight files and "
+            "a config.json of the same model."
+        )
 
 
 def saved_dtype(spec: RunSpec, source: ModelSource) -> torch.dtype:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from fork_server import ForkServer
-from training_runs import losses, make_run_folder, result
+from safetensors.torch import load_file, save_file
+from training_runs import log_text, losses, make_run_folder, result
 from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from backend.train.patches import transformers_generation_config
@@ -49,6 +50,27 @@ def test_a_generation_config_that_transformers_would_not_save(
     assert fork_server.run(folder, 1) == 0
     saved = json.loads((folder / result(folder)["model"] / "generation_config.json").read_text())
     assert "temperature" not in saved and saved["eos_token_id"] == 2
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2", "tensor"])
+def test_weights_that_the_files_lack_are_named(
+    strategy: str, tiny: Path, root: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """Inspection compares only the decoder layers."""
+    shutil.copytree(tiny, model := tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    changes = {
+        **QUICK,
+        "model.path": str(model),
+        "data.source": "builtin",
+        "parallel.strategy": strategy,
+        "method.kind": "full",
+    }
+    folder = make_run_folder(root, f"lacking-{strategy}", changes)
+    assert fork_server.run(folder, 2) != 0
+    assert "for 1 of the 39 parameters of LlamaForCausalLM: model.norm.weight." in log_text(folder)
 
 
 def test_the_first_token_of_gpt2_counts_neither_in_training_nor_in_evaluation(

@@ -143,6 +143,7 @@ def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
     assert "no weights for layer 3" in inspected(model_folder(tmp_path / "fewer", without_layer(3))).weights_problem
     wider = {name: (2 * shape[0], *shape[1:]) for name, shape in tensors().items()}
     assert "elements in the weight files" in inspected(model_folder(tmp_path / "wider", wider)).weights_problem
+    assert "contain no tensors" in inspected(model_folder(tmp_path / "empty", {})).weights_problem
 
 
 @pytest.mark.parametrize("form", ["base model", "multimodal", "further layers", "buffers", "tied head"])
