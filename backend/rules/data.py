@@ -354,6 +354,7 @@ def more_generations_than_examples(case: Case) -> Violation | None:
 
 
 MAX_TRUNCATED_SHARE = 0.1
+LIMIT = ("data.max_length",)
 PAIRS = replace(USER_DATA_FACTS, format="pairs", num_examples=20, num_checked=20)
 
 
@@ -387,7 +388,7 @@ def _max_length_fix(tokens: int) -> Fix:
 
 @error(
     "DAT017",
-    fields=("data.max_length",),
+    fields=("data.files", "data.max_length"),
     title="max_length leaves no completion in any training example",
     source="the examples: tokens as in DAT009; examples without a trainable token are dropped",
     fails_on=Example({"data.max_length": 16}, facts=replace(DEMO, min_prompt_tokens=40)),
@@ -412,7 +413,7 @@ def no_completion_within_max_length(case: Case) -> Violation | None:
         return None
     what = "shortest pair" if stage == "reward" else "shortest prompt"
     message = f"The {what} has about {shortest:,} tokens, and data.max_length is {limit:,}."
-    return Violation(message, (_max_length_fix(_fitting_max_length(case)),))
+    return Violation(message, (_max_length_fix(_fitting_max_length(case)),), LIMIT)
 
 
 def _training_set_is_empty(case: Case) -> bool:
@@ -438,7 +439,7 @@ def _none_usable(case: Case) -> Violation:
     message = f"{which} trained token within data.max_length ({limit:,} tokens); {longest} has {length}."
     longer = _longer(case)
     unweighted = "The first token of an example has no loss, and neither has a turn with a weight of 0."
-    return Violation(message if longer else f"{message} {unweighted}", longer)
+    return Violation(message if longer else f"{message} {unweighted}", longer, LIMIT)
 
 
 def _longer(case: Case) -> tuple[Fix, ...]:

@@ -338,3 +338,18 @@ def test_dropped_examples_do_not_count():
     long = replace(facts, token_lengths=(1200,) * 40)
     texts = edit(spec, {"train.stage": "pretraining", "data.mixing": "concatenate"})
     assert shares(texts, replace(facts, datasets=(long, long)))[1] == "120 sequences per epoch; about 48,000 tokens."
+
+
+def test_a_dataset_without_a_trained_token_is_named():
+    spec = edit(RunSpec(), {"data.sources": "[{}, {}]"})
+    facts = InputFacts(
+        num_examples=40, num_checked=40, num_usable=40, unusable_positions=(), token_lengths=(2000,) * 40
+    )
+    none = replace(facts, num_usable=0, unusable_positions=tuple(range(40)))
+    together = replace(facts, num_examples=80, num_checked=80, datasets=(facts, none))
+    found = [finding for finding in check(spec, LAPTOP, together) if finding.code == "DAT017"]
+    assert [finding.fields for finding in found] == [("data.max_length",)]
+    assert found[0].message.startswith("Dataset 2 (trains): None of the 40 examples has a trained token")
+    assert not [
+        each for each in check(spec, LAPTOP, replace(together, datasets=(facts, facts))) if each.code == "DAT017"
+    ]
