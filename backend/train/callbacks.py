@@ -252,7 +252,8 @@ class CheckpointCallback(TrainerCallback):
         disk_space.on_rank_0(self.group, lambda: disk_space.retry(self.run_log, saved.name, complete))
         if self.group.rank == 0:
             with contextlib.suppress(OSError):  # read-only meanwhile: the next checkpoint tries again
-                checkpoints.rotate(self.run, self.keep, state.best_model_checkpoint, self.keep_best, state.log_history)
+                best = state.best_model_checkpoint if args.load_best_model_at_end else None  # set with any evaluation
+                checkpoints.rotate(self.run, self.keep, best, self.keep_best, state.log_history)
             self.run_log.info(f"Saved {saved.name}.")
             self.monitor.saved(saved, state.global_step)
         show_step(self.run_log, state)

@@ -195,14 +195,17 @@ def kept_checkpoints(spec: RunSpec) -> list[int]:
         run, state = Path(name), TrainerState()
         monitor: Any = SimpleNamespace(saved=lambda *_: None)
         callback = CheckpointCallback(spec, run, device.ProcessGroup(), RunLog(run), monitor)
-        arguments = SimpleNamespace(output_dir=str(run / "checkpoints"))
+        best = {"load_best_model_at_end": spec.save.load_best_model_at_end}
+        arguments = SimpleNamespace(output_dir=str(run / "checkpoints"), **best)
         for step, loss in ((1, 3.0), (2, 1.0), (3, math.nan), (4, 2.0), (5, None)):
             state.global_step = step
             state.log_history += [
                 {"step": step, "loss": 0.5},
                 *([] if loss is None else [{"step": step, "eval_loss": loss}]),
             ]
-            (run / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
+            (saved := run / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
+            if step == 2:  # transformers keeps account of the best one with every evaluation
+                state.best_model_checkpoint = str(saved)
             callback.on_save(arguments, state, TrainerControl())
         return [checkpoints.step_of(folder) for folder in checkpoints.complete(run)]
 
@@ -768,6 +771,12 @@ def test_option_has_an_effect(name: str, inputs: Path) -> None:
     observed = case.observe(effective(before))
     assert observed == case.observe(effective(before)), "the observation must be deterministic"
     assert observed != case.observe(effective(after))
+
+
+def test_the_best_checkpoint_is_kept_only_for_the_end() -> None:
+    limited = {**SAVED, **EVALUATED, "save.total_limit": 1}
+    assert kept_checkpoints(make_spec(limited)) == [5]
+    assert kept_checkpoints(make_spec({**limited, "save.load_best_model_at_end": True})) == [2, 5]
 
 
 @pytest.mark.parametrize("name", [o.name for o in options() if o.when != ({},)])
