@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from backend import registry
 from backend.config import RunSpec
 from backend.train import unsloth
-from backend.train.patches import peft_dequantize
+from backend.train.patches import peft_dequantize, peft_reference_init
 from backend.train.run_log import TrainError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -40,6 +40,7 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
         peft_dequantize.apply()
     if not registry.LORA_INITS[spec.lora.init].changes_base_weights:
         return unsloth.add_adapter(spec, model, config) if spec.train.use_unsloth else get_peft_model(model, config)
+    peft_reference_init.apply()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:

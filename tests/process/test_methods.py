@@ -34,6 +34,7 @@ from backend.train import data, device, kernels, lora, trainers
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 # A constant, high learning rate, so that a few steps have a visible effect.
 FAST_LR = {"train.lr_scheduler_type": "constant", "train.learning_rate": 1e-2, "save.final_model": True}
+PAIRS = {"train.stage": "dpo", "data.builtin": "train-pairs"}
 # All variants that can be combined. The saved adapter still belongs to the original base weights.
 ALL_VARIANTS = {
     "lora.init": "pissa_fast",
@@ -115,10 +116,10 @@ def test_initializations_that_keep_the_base_weights(cache: Path, init: str) -> N
     "changes",
     [
         pytest.param({"lora.init": "pissa"}, marks=pytest.mark.soak),
-        {"lora.init": "olora", "lora.use_rslora": True},
+        {"lora.init": "olora", "lora.use_rslora": True, **PAIRS},
         ALL_VARIANTS,
     ],
-    ids=["pissa", "olora", "everything"],
+    ids=["pissa", "olora with a reference", "everything"],
 )
 def test_saved_adapter_is_for_the_original_base_weights(trained: Any, cache: Path, changes: dict[str, Any]) -> None:
     merged = AutoModelForCausalLM.from_pretrained(trained({**changes, "save.merge_adapter": True}) / "model")

@@ -54,6 +54,7 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
         "transformers.quantizers.auto:get_hf_quantizer", "GgufConfig(gguf_file=gguf_file)",
     ),
     "peft_dequantize": ("peft.utils.integrations:dequantize_module_weight", "module.weight = "),
+    "peft_reference_init": ("trl.trainer.dpo_trainer:DPOTrainer.__init__", 'add_adapter("ref", default_config)'),
     "tensor_parallel_save": ("transformers:PreTrainedModel.save_pretrained", "distributed_config"),
     "torch_build_lock": ("torch.utils.file_baton:FileBaton.wait", "while os.path.exists(self.lock_file_path)"),
     "transformers_quantize_on_device": (
