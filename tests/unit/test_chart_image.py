@@ -12,8 +12,8 @@ from small import client
 from backend.paths import HOME
 from backend.runs import EVENTS, METRICS, SPEC, Plan
 from backend.runs.folder import Run
-from webui import chart_image
 from webui.curves import Curves
+from webui.images import chart_image
 
 NAME = "<script>alert(1)</script> $x$"
 DEFAULT = chart_image.View()

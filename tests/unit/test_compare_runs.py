@@ -12,7 +12,6 @@ from backend.config.options import edit, parse
 from backend.runs import LOCK, METRICS, RESULT, SPEC, Plan
 from backend.runs.folder import Run
 from backend.runs.metrics import read_points
-from webui import compare_runs_image, run_image
 from webui.api.compare_runs import (
     MOST,
     csv_text,
@@ -22,6 +21,7 @@ from webui.api.compare_runs import (
     shared_samples,
 )
 from webui.curves import Curves
+from webui.images import compare_runs_image, run_image
 
 LORA = parse({"model.builtin": "tiny-llama", "method.kind": "lora"})
 

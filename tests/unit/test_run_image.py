@@ -11,8 +11,8 @@ from backend.memory.kinds import KINDS
 from backend.paths import HOME
 from backend.preflight import preflight
 from backend.presets import presets
-from webui import run_image
-from webui.placement_image import COLORS
+from webui.images import run_image
+from webui.images.placement_image import COLORS
 
 SUMMARY = {"name": "a $name$ with_underscores", "method": "LoRA", "model": "tiny", "sentence": "Done: 3 steps in 2 s."}
 

@@ -79,7 +79,7 @@ def image(state: State, ids: str, x: str = "step") -> Response:
     """An image of the curves over the axis `x`."""
     if x not in AXES:
         raise ApiError(422, f"The x axis must be one of {', '.join(AXES)}.")
-    compare_runs_image = importlib.import_module("webui.compare_runs_image")  # matplotlib
+    compare_runs_image = importlib.import_module("webui.images.compare_runs_image")  # matplotlib
     runs, _ = _find_runs(state, ids)
     names = distinct_names((run.id, run.name) for run in runs)
     drawn = [(names[run.id], state.curves(run.path / METRICS).series(IMAGE_POINTS, axis=x)["series"]) for run in runs]

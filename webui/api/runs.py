@@ -309,7 +309,9 @@ def bundle_zip(state: State, run: PathRun) -> Response:
 def report_image(run: PathRun, kind: str) -> Response:
     """An image of the run's curves and results."""
     kind = _image_kind(kind)
-    run_image = importlib.import_module("webui.run_image")  # matplotlib: half a second and 50 MB that most never need
+    run_image = importlib.import_module(
+        "webui.images.run_image"
+    )  # matplotlib: half a second and 50 MB that most never need
     image = run_image.draw(run.summary(), read_points(run.path / METRICS), run.result(), kind, run.estimate())
     return _image(image, run.id, kind)
 
@@ -320,7 +322,7 @@ def chart_image(
 ) -> Response:  # fmt: skip
     """An image of one chart from step `x0` to step `x1`, with the smoothing and the scale of the page."""
     kind = _image_kind(kind)
-    charts = importlib.import_module("webui.chart_image")
+    charts = importlib.import_module("webui.images.chart_image")
     if chart not in charts.CHARTS:
         raise ApiError(404, f"There is no chart {chart[:100]}; the charts are {', '.join(charts.CHARTS)}.")
     low, high = (x0, x1) if x0 is not None and x1 is not None and x0 < x1 else (None, None)

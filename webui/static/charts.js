@@ -4,7 +4,7 @@
 /**
  * A chart: the series `key`, and a second one over it, of which the best point is marked if `marksBest`; or, if it is
  * `numbered`, the series with other numbers at the end. The titles and names are also those of the images:
- * chart_image.py.
+ * images/chart_image.py.
  * @typedef {{ key: string, title: string, name: string, second?: string, secondName?: string, numbered?: boolean,
  *   smooth?: boolean, log?: boolean, best: "lowest" | "highest", marksBest?: boolean }} Chart
  */

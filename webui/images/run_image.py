@@ -1,6 +1,6 @@
 """An image of a run: loss, learning rate, preference metrics and results, as PNG or SVG.
 
-Imports matplotlib, so it is imported with the first request. No pyplot, which would keep figures open.
+No pyplot, which would keep figures open.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from webui.placement_image import draw_placement
+from webui.images.placement_image import draw_placement
 
 matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, which is smaller and can be edited
 matplotlib.rcParams["svg.hashsalt"] = "footplate"  # the same ids for the same image; the default is a random salt

@@ -1,7 +1,4 @@
-"""An image of the curves of several runs.
-
-Imports matplotlib, so it is imported with the first request, as `run_image`.
-"""
+"""An image of the curves of several runs."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from webui.run_image import DIM, INK, MANY_COLORS, MIN_POINTS_TO_SMOOTH, drawable, smoothed, style_axes
+from webui.images.run_image import DIM, INK, MANY_COLORS, MIN_POINTS_TO_SMOOTH, drawable, smoothed, style_axes
 
 INCHES, DPI = (10.0, 7.5), 150
 PANELS = (  # metric, its validation metric, label

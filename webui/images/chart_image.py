@@ -1,7 +1,4 @@
-"""An image of one chart of a run as the page shows it: with its zoom, smoothing and log scale, as PNG or SVG.
-
-Imports matplotlib, so it is imported with the first request, as `run_image`.
-"""
+"""An image of one chart of a run as the page shows it: with its zoom, smoothing and log scale, as PNG or SVG."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from backend.runs.events import RESUMED, SAVED
-from webui.run_image import DIM, EVAL, INK, MANY_COLORS, TRAIN, drawable, encode, mark_best, style_axes
+from webui.images.run_image import DIM, EVAL, INK, MANY_COLORS, TRAIN, drawable, encode, mark_best, style_axes
 
 INCHES, DPI = (8.0, 4.0), 150
 PALE = "#abc1f2"
