@@ -4,7 +4,7 @@ import { el } from "../dom.js";
 import { createLibraryFilter } from "./log_library.js";
 
 const LINES_PER_CHUNK = 200;
-const LINE_HEIGHT = 18; // px, as in charts.css
+const LINE_HEIGHT = 18; // px, as in log.css
 const ERROR = /\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent call last\)|\b[A-Z]\w*(Error|Exception)\b(:|$)/;
 const WARNING = /\bWARN(ING)?\b|\b[A-Z]\w*Warning\b/;
 const ANSI_CODES = /\u001b\[[0-9;?]*[A-Za-z]/g;
