@@ -35,7 +35,7 @@ NO_EVALUATION = {"data.validation": "none", "eval.strategy": "no"}
     proof="launch",
 )
 def missing_data_files(case: Case) -> str | None:
-    """Training needs at least one .json, .jsonl, .csv or .parquet file, or another data source."""
+    """Training needs at least one data file, such as a .jsonl, .json, .csv or .parquet file, or another data source."""
     data = case.spec.data
     return "data.source is files and data.files is empty." if data.source == "files" and not data.files else None
 

@@ -5,10 +5,10 @@ import json
 import pytest
 from playwright.sync_api import expect
 from served import serving
-from test_datasets_page import drop
+from test_datasets_page import card_field, drop
 
 from backend.inspect.worker import SETTING
-from backend.runs import processes
+from backend.runs import LOG, processes
 from backend.runs.folder import runs
 from backend.train import builtin_models
 
@@ -178,3 +178,34 @@ def test_from_a_dropped_file_to_a_run(page, server, tmp_path):
     assert run.result()["steps"] == 2
     assert page.request.get(f"{server.url}/api/uploads").json()["files"][0]["runs"][0]["id"] == run.id
     assert not processes.run_processes(run.path)
+
+
+@pytest.mark.soak
+def test_two_datasets_are_mixed_and_a_second_run_starts_from_the_cache(page, server, tmp_path):
+    """A dataset is added with a weight, and the first run tokenizes both; the second run does not tokenize again."""
+    question, answer = TALK["messages"]
+    rows = [{"messages": [question | {"content": f"When {n}? " * 30}, answer]} for n in range(EXAMPLES)]
+    (tmp_path / "many.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = {"data.chat_template": "chatml", "train.max_steps": 2, "save.strategy": "no"}
+    open_draft(page, server, tmp_path, 3, **settings, **{"data.files": str(tmp_path / "many.jsonl")})
+    page.locator("#fp-datasets").get_by_role("button", name="Add a dataset").click()
+    card_field(page, 1, "source").select_option("builtin")
+    card_field(page, 1, "weight").fill("2")
+    expect(page.locator("#fp-datasets")).to_contain_text("examples per epoch from", timeout=TIMEOUT)
+    logs = []
+    for _ in range(2):
+        before = set(runs(server.runs))
+        start = page.locator("#fp-start")
+        expect(start).to_be_enabled(timeout=TIMEOUT)
+        start.click()
+        page.wait_for_selector('.fp-run[data-state="done"]', timeout=TIMEOUT)
+        (run,) = (each for each in runs(server.runs) if each.path not in {known.path for known in before})
+        logs.append((run.path / LOG).read_text())
+        assert run.result()["steps"] == 2 and not processes.run_processes(run.path)
+        page.goto(f"{server.url}/?draft=draft-of-3-examples")
+        page.wait_for_selector("body[data-ready]", timeout=TIMEOUT)
+    first, second = logs
+    mixed = [line.partition(" ")[2] for line in first.splitlines() if "Dataset 2" in line]
+    assert mixed and all(line in second for line in mixed)
+    reused = "Reusing the cached tokenized dataset"
+    assert reused not in first and reused in second
