@@ -209,3 +209,18 @@ def test_two_datasets_are_mixed_and_a_second_run_starts_from_the_cache(page, ser
     assert mixed and all(line in second for line in mixed)
     reused = "Reusing the cached tokenized dataset"
     assert reused not in first and reused in second
+
+
+@pytest.mark.soak
+def test_a_template_that_never_stops_is_found_before_the_start(page, server, tmp_path):
+    settings = {"data.chat_template_file": str(tmp_path / "endless.jinja")}
+    (tmp_path / "endless.jinja").write_text(NO_SYSTEM.replace("<|im_end|>", "\n"))
+    open_draft(page, server, tmp_path, 3, copies=1, **settings)
+    endless, card = page.locator("[data-code=DAT025]"), page.locator("#fp-examples")
+    expect(endless).to_contain_text("In 2 of 3 checked examples", timeout=TIMEOUT)
+    card.locator("summary").first.click()
+    expect(card.locator(".fp-trained").first).to_be_visible(timeout=TIMEOUT)
+    assert "<|im_end|>" not in "".join(card.locator(".fp-trained").all_inner_texts())
+    endless.get_by_role("button", name="ChatML").click()
+    expect(endless).to_have_count(0, timeout=TIMEOUT)
+    expect(card).to_contain_text("ends with <|im_end|>", timeout=TIMEOUT)
