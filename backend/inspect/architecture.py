@@ -29,7 +29,7 @@ from backend.modelspec import (
 from backend.modelspec.from_table import shape_from_table
 from backend.paths import cache_folder
 
-FORMAT = 8  # raise it when the table of backend.train.describe_model changes: it is part of the cache key
+FORMAT = 9  # raise it when the table of backend.train.describe_model changes: it is part of the cache key
 OWN_CODE = "the model's own code (auto_map) is not run"  # the end of the reason why there is no module table
 # Keys of config.json that change neither the modules nor the facts of a table.
 IRRELEVANT = ("_name_or_path", "_commit_hash", "transformers_version", "quantization_config", "dtype", "torch_dtype")

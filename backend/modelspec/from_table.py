@@ -82,7 +82,7 @@ class TableReader:
             head_dim=self.head_dim,
             intermediate=self.experts_inner if self.experts else self.dense_inner,
             vocabulary=self._number("vocab_size") or self._embedding[0],
-            max_positions=max(0, self._number("max_position_embeddings")),
+            max_positions=max(0, self._number("max_position_embeddings", "max_seq_len")),
             tied=self.tied,
             gated_mlp=self.gated_mlp,
             dtype=dtype.removeprefix("torch."),

@@ -547,8 +547,8 @@ def identical_pairs(case: Case) -> str | Violation | None:
     return f"{count:,} of {facts.num_checked:,} pairs have identical completions within {limit:,} tokens."
 
 
-# Models whose positions are rows of a table; those of others are computed.
-POSITION_TABLES = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "gptj", "codegen", "biogpt", "openai-gpt", "ctrl")
+# Models whose positions are rows of a table, of MPT's distances too; those of others are computed.
+POSITION_TABLES = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "gptj", "codegen", "biogpt", "openai-gpt", "ctrl", "mpt")
 
 
 @error(

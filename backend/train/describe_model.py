@@ -39,7 +39,7 @@ MAX_LAYERS = 2000
 # to these.
 FACTS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size", "max_position_embeddings",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size", "max_position_embeddings", "max_seq_len",
     "sliding_window", "layer_types", "hidden_act", "activation_function", "hidden_activation", "tie_word_embeddings",
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok",
     "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "n_shared_experts",
