@@ -454,9 +454,10 @@ KINDS = {
     "batch": _batches,
     "length": _lengths,
 }
-# The last ones: they save memory of activations only.
+# Kinds of changes that reduce the memory of activations only.
 ACTIVATION_KINDS = ("eval batch", "checkpointing", "batch", "length")
-GRADUAL_KINDS = ("eval batch", "batch", "length")  # only the smallest sufficient change is offered; two of other kinds
+# Kinds with several sizes. Only the smallest sufficient one is offered; of each other kind, up to two changes.
+GRADUAL_KINDS = ("eval batch", "batch", "length")
 
 
 def smaller_batches(case: Case) -> Iterator[dict[str, Any]]:
