@@ -80,7 +80,7 @@ def _rendezvous(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, .
         nodes = (f"--nnodes={launch.nnodes}", f"--node-rank={node_rank}")
         return (*nodes, f"--master-addr={launch.master_addr}", f"--master-port={port}")
     nodes = (f"--nnodes={launch.min_nnodes}:{launch.nnodes}", f"--max-restarts={launch.max_restarts}")
-    # torchrun would compare the address with those of its host name, which is 127.0.1.1 in Debian's /etc/hosts.
+    # Without is_host, torchrun compares master_addr with its host's addresses: in Debian's /etc/hosts, 127.0.1.1.
     store = ("--rdzv-backend=c10d", f"--rdzv-conf=is_host={int(node_rank == 0)}")
     return (*nodes, *store, f"--rdzv-endpoint={launch.master_addr}:{port}")  # the ID is in the environment
 

@@ -91,7 +91,7 @@ class Export:
     different: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # combinations that LLaMA-Factory's own parser rejects
-    written: set[str] = field(default_factory=set)  # options
+    written: set[str] = field(default_factory=set)  # options that the files contain already
 
     @property
     def deepspeed(self) -> str:

@@ -70,7 +70,7 @@ class Node:
         return attempt
 
     def end_attempt(self, attempt: int, how: str) -> str:
-        """Tell the other pods that the attempt has ended; how it has, as the first of them says."""
+        """Record for all pods how the attempt ended. Returns the first record, which may be from another pod."""
         file = self.folder / f"ended-{attempt}"
         try:
             with file.open("x", encoding="utf-8") as new:
@@ -80,7 +80,7 @@ class Node:
         return how
 
     def has_ended(self, attempt: int) -> str:
-        """How another pod has seen the attempt end; '' before."""
+        """How the attempt ended, as recorded by the first pod that saw its end; '' before."""
         try:
             return files.read_text(self.folder / f"ended-{attempt}")
         except OSError:

@@ -90,7 +90,8 @@ def call(*command: str, seconds: float = COMMAND_SECONDS, text: str = "") -> str
 
 
 def jobs(max_age: float = POLL_SECONDS) -> dict[str, Job]:
-    """All jobs of this user that Slurm knows, by id; at most `max_age` seconds old. Raises ClusterError."""
+    """All jobs of this user that Slurm knows, by id. A list that is less than `max_age` seconds old is reused. Raises
+    ClusterError."""
     place = cache_folder(os.environ) / SNAPSHOT
     place.parent.mkdir(parents=True, exist_ok=True)
     with open(files.open_regular(place, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+", encoding="utf-8") as file:

@@ -89,7 +89,7 @@ def _status(server: socket.socket, pid: int) -> int | None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     while server not in select.select([server, numbers], [], [])[0]:
         for number in numbers.recv(64):
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the other process has just ended
                 os.kill(pid, number)
     return _number(server)
 

@@ -125,7 +125,7 @@ def last_size(run: Path) -> tuple[int, int]:
 
 
 def mark_complete(folder: Path, options: Mapping[str, Any] | None = None) -> None:
-    """Mark the checkpoint as complete: all ranks have written their part. `options`: those that it was trained with."""
+    """Mark the checkpoint as complete, once all ranks have written their part. `options`: those of the training."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / COMPLETE)
     files = {path.relative_to(folder).as_posix(): resume_point.fingerprint(path) for path in paths}
     start = lock_file.read(folder.parent.parent).start

@@ -48,7 +48,7 @@ def kwargs_without_difference(chat: ChatTokenizer, example: Mapping[str, Any]) -
     for name in SWITCHES:
         for value in (False, True):
             switched = replace(chat, kwargs={**chat.kwargs, name: value})
-            with suppress(UnsupportedConversation):  # with this value
+            with suppress(UnsupportedConversation):  # the template may reject this value
                 if name in chat.input.variables and difference(switched, example) is None:
                     return {name: value}
     return None

@@ -123,7 +123,8 @@ def start(state: State, body: StartRequest) -> Response:
     """Create a run from the values and start it. The same key, sent again, returns the same run."""
     if run_of_key(state, body.key) is None:
         spec, _ = parse_form(body.values)
-        run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)  # other starts need not wait too
+        # Before the lock, so that other starts do not wait for it.
+        run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)
     spec, _ = parse_form(body.values)
     after = predecessor(
         effective(spec), Path.cwd(), _find_run(state, body.after) if body.after else None, body.after_ok

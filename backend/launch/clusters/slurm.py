@@ -87,7 +87,7 @@ def header(spec: RunSpec, run: ResolvedRun, machine: Machine, variables: Iterabl
 
 
 def cpus(spec: RunSpec, run: ResolvedRun, machine: Machine) -> int:
-    """CPUs of the job on each node: those that are set, else the share that belongs to its GPUs, or all of a node."""
+    """CPUs of the job on each node: those that are set, else in proportion to its GPUs, or all without GPUs."""
     return spec.slurm.cpus or cpus_of_gpus(run, machine)
 
 

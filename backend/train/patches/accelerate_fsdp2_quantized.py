@@ -34,7 +34,7 @@ def apply() -> None:
             broadcast_from_rank0(module if isinstance(module, list | tuple) else [module], accelerator.device)
             return fully_shard(module, **options)
 
-        module_of_fsdp.fully_shard = broadcast_and_shard  # accelerate imports it from there in each call
+        module_of_fsdp.fully_shard = broadcast_and_shard  # each call of accelerate imports it from torch
         try:
             return fsdp_utils.fsdp2_prepare_model(accelerator, model)
         finally:

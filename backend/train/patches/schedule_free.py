@@ -23,7 +23,7 @@ def set_warmup_steps(optimizer: Any, steps: int) -> None:
 
 
 def use_average(optimizer: Any) -> None:
-    """Put the average into the weights."""
+    """Set the weights to their average, if the optimizer is schedule-free."""
     if hasattr(optimizer, "eval"):
         optimizer.eval()
 
