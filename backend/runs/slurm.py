@@ -41,7 +41,7 @@ ENDED: Mapping[str, tuple[str, str]] = {
 INTERRUPTED = "Slurm interrupted the job."
 # Why a job waits, in plain words (squeue(1), JOB REASON CODES). A key also covers the reasons that begin with it.
 REASONS: Mapping[str, str] = {
-    "None": "",  # the controller has not looked at it yet
+    "None": "",  # the controller has not considered it yet
     "Resources": "Waiting for free nodes.",
     "Priority": "Jobs with a higher priority are ahead.",
     "BeginTime": "Slurm waits a little before it starts the job again.",
@@ -152,7 +152,8 @@ class Slurm(Cluster):
                 raise
 
     def end(self, job: str) -> None:
-        """A machine without Slurm's commands, on which a run folder may be looked at, cannot cancel a job."""
+        """Cancel a job and wait until it has ended. A machine without Slurm's commands, which may have access to the
+        run's folder, cannot do that."""
         if shutil.which("scancel"):
             super().end(job)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from backend.runs import STACKS, files, json_values, processes, replace_text
 
-SECONDS = 8.0  # to wait for the ranks' files; a heartbeat thread looks for requests at least every five seconds
+SECONDS = 8.0  # to wait for the ranks' files; a heartbeat thread checks for requests at least every five seconds
 REQUEST = "request"  # in STACKS: its modification time is that of the last request
 BEHIND_SECONDS = 1.0  # after which a rank that has not entered a collective is named
 POLL_SECONDS = 0.05

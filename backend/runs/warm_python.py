@@ -95,7 +95,7 @@ def _status(server: socket.socket, pid: int) -> int | None:
 
 
 def _end(code: int) -> int:
-    """The exit code; does not return if the other process was ended by a signal: so is this one."""
+    """The exit code. If a signal ended the other process, does not return: the same signal ends this process."""
     if code < 0:
         if -code in (signal.SIGKILL, signal.SIGSTOP):
             os.kill(os.getpid(), -code)
