@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def offload_slowdown(self) -> int:
-        """As `step_slowdown`, with `offload_patch` applied."""
+        """Same as `step_slowdown`, with `offload_patch` applied."""
         return 0
 
     @property

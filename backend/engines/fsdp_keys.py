@@ -59,7 +59,7 @@ def as_switch(value: Any) -> bool | None:
 
 
 def normalize(settings: Table) -> dict[str, Any]:
-    """Settings without prefix, with names for numbers, and true and false for text. Raises SpecError."""
+    """Settings without the prefix, with names in place of numbers and booleans in place of text. Raises SpecError."""
     found = unprefixed(settings)
     for former, key in FORMER.items():
         if former in found:

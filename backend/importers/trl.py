@@ -199,7 +199,7 @@ def _of_mixer(found: Import) -> list[Dataset]:
 
 
 def _take_columns(found: Import, dataset: Dataset) -> None:
-    """The columns that are kept of a dataset: where they are those of a format of TRL, it is the format here."""
+    """Set the data format from the columns that the file keeps of a dataset, if they are those of a format of TRL."""
     columns = dataset.table.get("columns")
     names = {*columns} if isinstance(columns, list) and all(isinstance(each, str) for each in columns) else set()
     if name := FORMATS.get(frozenset(names)):

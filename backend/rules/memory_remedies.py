@@ -181,8 +181,9 @@ def _apply(before: _Applied, change: Change) -> _Applied | None:
 
 
 def _with_likely(search: _Search, found: list[Fix]) -> list[Fix]:
-    """`found`, and what likely fits: without any remedy that is certain, all combinations; if none of them keeps the
-    training result, a strategy that does; if all that keep it offload to the CPU, one that does not."""
+    """`found` and remedies that likely fit. If `found` is empty, these are all combinations. If no remedy in `found`
+    keeps the training result, or all that keep it offload to the CPU, it is one strategy that keeps it and, in the
+    second case, does not offload."""
     if not found:
         return list(islice(_combinations(search, POSSIBLE_EXCESS), MAX_REMEDIES))
     safe = [fix for fix in found if fix.safe]
