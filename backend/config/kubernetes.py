@@ -56,7 +56,8 @@ class Kubernetes(Section):
     resources: Annotated[Lines, AMOUNTS, Ui("Further resources per node", when=KUBERNETES, widget="lines")] = ()
     """Further resources of each pod, one NAME=amount per line, such as rdma/hca=1; usually empty."""
     tolerations: Annotated[Lines, TOLERATIONS, Ui("Tolerations", when=KUBERNETES, widget="lines")] = ()
-    """Taints of nodes that the pods tolerate, one KEY=value:effect per line; that of the GPU resource always is."""
+    """Taints of nodes that the pods tolerate, one KEY=value:effect per line; the taint of the GPU resource always is
+    tolerated."""
     priority_class: Annotated[str, NAME, Ui("Priority class", when=KUBERNETES)] = ""
     """Priority class of the pods; empty uses the cluster's default."""
     service_account: Annotated[str, NAME, Ui("Service account", when=KUBERNETES)] = ""

@@ -22,5 +22,5 @@ class Ray(Section):
     """Further resources to reserve on each node, one NAME=amount per line, such as accelerator_type:H100=0.001; usually
     empty."""
     python: Annotated[str, Ui("Python of the Ray job", when=RAY)] = "python"
-    """Python that has the cluster's version of ray, on the head node; python is that of Ray's own images. The training
-    itself uses Footplate's Python."""
+    """Python interpreter on the head node that has the cluster's version of ray; python works in Ray's own images. The
+    training itself uses Footplate's Python."""
