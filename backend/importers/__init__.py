@@ -32,8 +32,8 @@ MERGED: Mapping[str, tuple[Callable[[Table], bool], Callable[[Table, RunSpec], I
 
 
 def detect_format(text: str) -> str:
-    """'deepspeed', 'accelerate', one of TOOLS, or a file of these that does not train; '' if the text is none of
-    them."""
+    """'deepspeed', 'accelerate', one of TOOLS, or NO_TRAINING for a file of TOOLS that describes no training; '' for
+    any other text."""
     try:
         found = load_yaml(text)
     except yaml.YAMLError:

@@ -139,7 +139,8 @@ class Ray(Cluster):
         request(f"/api/jobs/{job}/stop", method="POST")
 
     def wait_for_processes(self) -> str:
-        """Each node has a file while processes of the job may be running there."""
+        """Wait for the end of the processes: each node has a file while some may be running there. Else a sentence
+        about them."""
         until = time.monotonic() + NODE_SECONDS
         while left := sorted(self.folder.joinpath(RAY_NODES).glob("*")):
             if time.monotonic() > until:

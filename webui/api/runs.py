@@ -206,7 +206,7 @@ def _everything(run: Run) -> dict[str, Any]:
 
 
 def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
-    """The changes after which a failed run can be started again, and what their peaks are about."""
+    """The changes after which a failed run can be started again, and what their peaks refer to."""
     found = remedies.find(run, state.machine.get(), Path.cwd())
     spec = presets.load(_spec_text(run)) if found.fixes else RunSpec()
     return {
@@ -217,8 +217,8 @@ def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
 
 
 def _place_in_queue(run: Run) -> dict[str, Any] | None:
-    """Whether a waiting run is held, whether it can be, which a job in a cluster's queue cannot here, and whether
-    another program uses its devices; None for other runs."""
+    """Whether a waiting run is held, whether it can be held (unlike a job in a cluster's queue), and whether another
+    program uses its devices; None for other runs."""
     if run.state != "queued":
         return None
     held = any(entry.held for entry in queue.entries() if entry.run == str(run.path))
