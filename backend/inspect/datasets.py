@@ -133,7 +133,7 @@ def shares(spec: RunSpec, facts: InputFacts) -> list[str]:
         return []
     sizes = facts.sizes(spec)
     known = [size for size in sizes if size is not None]
-    if spec.data.mixing != "concatenate" and len(known) < len(sizes):  # a single size changes all shares
+    if spec.data.mixing != "concatenate" and len(known) < len(sizes):  # an unknown size affects all shares
         return [""] * len(sizes)
     counts = facts.mixture(spec.data, [size or 0 for size in sizes])
     return [

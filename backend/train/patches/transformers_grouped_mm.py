@@ -1,8 +1,8 @@
 """transformers uses grouped_mm for experts whose weights torch's grouped_mm rejects.
 
 transformers integrations/moe.py, `_can_use_grouped_mm`: it does not check the sizes, but torch's grouped_mm needs rows
-of a multiple of 16 bytes, and tensor parallelism may divide them unevenly. Without the patch such models fail in the
-first step with "strides should be multiple of 16 bytes"; with it they use transformers' loop over the experts.
+of a multiple of 16 bytes, which the shards of tensor parallelism may not have. Without the patch such models fail in
+the first step with "strides should be multiple of 16 bytes"; with it they use transformers' loop over the experts.
 """
 
 from __future__ import annotations
