@@ -56,7 +56,7 @@ class Kubernetes(Section):
     resources: Annotated[Lines, AMOUNTS, Ui("Further resources per node", when=KUBERNETES, widget="lines")] = ()
     """Further resources of each pod, one NAME=amount per line, such as rdma/hca=1; usually empty."""
     tolerations: Annotated[Lines, TOLERATIONS, Ui("Tolerations", when=KUBERNETES, widget="lines")] = ()
-    """Taints of nodes that the pods tolerate, one KEY=value:effect per line; the taint of the GPU resource always is
+    """Taints of nodes that the pods tolerate, one KEY=value:effect per line; the taint of the GPU resource is always
     tolerated."""
     priority_class: Annotated[str, NAME, Ui("Priority class", when=KUBERNETES)] = ""
     """Priority class of the pods; empty uses the cluster's default."""

@@ -48,7 +48,7 @@ class Slurm(Section):
         each_matches(r"/[\w./@+-]*(:/[\w./@+-]*)?", "must have one path per line"),
         Ui("Container mounts", when=SLURM, widget="lines"),
     ] = ()
-    """Folders mounted into the container, one path or path:path in the container per line; the run's folder always is
+    """Folders mounted into the container, one path or path:path in the container per line; the run's folder is always
     mounted."""
     container_python: Annotated[str, Ui("Python in the container", when=SLURM)] = "python"
     """Python interpreter in the container; Footplate must be installed in it."""
