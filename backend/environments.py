@@ -16,7 +16,7 @@ from pathlib import Path
 
 from backend.paths import environment_folder
 
-COMPLETE = "footplate-complete"  # written last: an environment that was cut off does not have it
+COMPLETE = "footplate-complete"  # written last, so an incomplete environment does not have it
 
 
 @dataclass(frozen=True)

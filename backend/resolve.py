@@ -78,7 +78,7 @@ class ResolvedRun:
         return self.context_parallel_size * self.sequence_parallel_size
 
     def to_json(self) -> str:
-        """As the text of resolved.json."""
+        """The text of resolved.json."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod

@@ -119,7 +119,8 @@ class AccessControl:
         return any(h in self.hosts for h in WILDCARD) and _is_address(name)
 
     def _without_login(self, scope: Scope) -> Response | None:
-        """The page asks whether there is a login to log out of; an error status would show in the console."""
+        """The response to the page's question whether there is a login to log out of; None for other requests. An error
+        status would show in the browser's console."""
         asks = scope["type"] == "http" and scope["method"] == "HEAD" and scope["path"] == "/login"
         return Response(status_code=200) if asks and self.login is None else None
 
@@ -149,7 +150,7 @@ class AccessControl:
 
 
 def _nothing() -> None:
-    """What follows from a valid login where no connection waits for it, as in tests."""
+    """Does nothing after a valid login, where no connection waits for it, as in tests."""
 
 
 def error_response(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -182,7 +183,7 @@ def _is_address(name: str) -> bool:
 
 
 def _reject_framing(scope: Scope, headers: Headers) -> Response | None:
-    """The response to a body whose length has two meanings (request smuggling), or none."""
+    """The response to a body whose length is ambiguous (request smuggling) or missing; None to others."""
     if scope["type"] != "http" or "transfer-encoding" not in headers:
         return None
     if "content-length" in headers:

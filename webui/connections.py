@@ -3,8 +3,8 @@ number of lines that they can cause in the log.
 
 Without the limits, connections that never send a complete request would be kept, and the server would run out of file
 descriptors. When all are taken, a new connection replaces the oldest one without a login, of the address that has most
-of these. So who holds connections without a login, even from the same address, as every user of this machine, keeps
-nobody out.
+of these. So nobody can keep others out by holding connections without a login, even from the same address, which all
+users of this machine share.
 """
 
 from __future__ import annotations

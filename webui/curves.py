@@ -29,7 +29,7 @@ MAX_MEANS = 400
 BLOCK = 2**20  # bytes that are read at once
 END_BYTES = 64  # of what was read, kept to notice a replaced file
 MAX = sys.float_info.max
-LIMIT = 1e300  # what is larger counts as this, so that sums and differences are finite
+LIMIT = 1e300  # larger values are replaced by this, so that sums and differences are finite
 NUMBERS = {int, float}
 
 
@@ -136,7 +136,7 @@ class Axes:
             column.add(steps[kept], values[kept])
 
     def known(self, name: str) -> bool:
-        """Whether the run has logged this axis."""
+        """Whether the run has logged positions on this axis."""
         return name == "step" or self.columns[name].values[-1] > 0
 
     def place(self, name: str, steps: Sequence[float]) -> list[float]:

@@ -193,8 +193,8 @@ def _rule_section(rule: Rule) -> Iterator[str]:
 
 
 def _fix_words(fix: Fix) -> str:
-    notes = [fix.cost, "safe" if fix.safe else "changes the training result"]
-    return f"{fix.label} ({', '.join(note for note in notes if note)})"
+    notes = ["safe" if fix.safe else "changes the training result", fix.cost]
+    return f"{fix.label} ({'; '.join(note for note in notes if note)})"
 
 
 def _outdated_section(outdated: Outdated) -> Iterator[str]:

@@ -20,7 +20,7 @@ from backend.wording import counted
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Tokenize the data of a spec; 1 if it cannot be."""
+    """Tokenize the data of a spec; exit code 1 if that fails."""
     spec = resolve_paths(effective(read_spec(arguments)), Path.cwd())
     if spec.launch.trainer == "llamafactory":
         print("LLaMA-Factory tokenizes the data itself when the run starts; footplate prepare cannot.", file=sys.stderr)

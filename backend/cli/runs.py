@@ -74,7 +74,8 @@ def resume(arguments: argparse.Namespace) -> int:
 
 
 def retry(arguments: argparse.Namespace) -> int:
-    """Continue a run that diverged or stopped after a spike from before that, with half the learning rate."""
+    """Continue a run that diverged or stopped after a spike: from an earlier checkpoint, with half the learning
+    rate."""
     failed, machine = _find_run(arguments), probe(Path.cwd())
     if arguments.automatic and not retries.applies(failed):
         return 0

@@ -20,7 +20,7 @@ INDENT = "        | "
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """Print some examples; 2 if there are none, or if the files cannot be read as far as that."""
+    """Print some examples; exit code 2 if there are none, or if the files cannot be read up to them."""
     first, spec = arguments.first - 1, read_spec(arguments)
     if arguments.dataset > len(spec.data.datasets):
         count = counted(len(spec.data.datasets), "dataset")

@@ -82,8 +82,8 @@ def unlisted_variables(env: Mapping[str, str]) -> list[str]:
 
 
 def without_consent(spec: RunSpec, base: RunSpec) -> Imported:
-    """`spec` with the values of `base` for what needs consent and is not in `base` already. trust_remote_code is turned
-    off and not in the patch: the next check would already execute files of a model folder."""
+    """`spec`, but with the values of `base` where a different value needs consent. trust_remote_code is turned off and
+    not in the patch: the next check would already execute files of a model folder."""
     patch: dict[str, Any] = {name: get(spec, name) for name in _options(spec, base)}
     kept: dict[str, Any] = {name: get(base, name) for name in patch}
     asked_for = dict(patch)
@@ -115,7 +115,8 @@ def _options(spec: RunSpec, base: RunSpec) -> Iterator[str]:
 
 
 def _parts(text: str) -> tuple[str, str] | None:
-    """(the keys at the top with nothing but settings, the others) of a JSON text; None if it is no JSON object."""
+    """A JSON text in two parts: (top-level keys with nothing but settings, the other keys). None if it is no JSON
+    object."""
     with suppress(ValueError, RecursionError):
         table = json.loads(text)
         settings = {key: value for key, value in table.items() if _only_settings(json.dumps(value))}

@@ -31,7 +31,7 @@ class _Refused(ValueError):
 
 
 def load_json(text: str) -> Any:
-    """As json.loads, also with a byte order mark. Raises JsonError, also for a key that occurs twice."""
+    """Same as json.loads, but accepts a byte order mark. Raises JsonError, also for a duplicate key."""
     text = text.removeprefix(BYTE_ORDER_MARK)
     try:
         return json.loads(text, object_pairs_hook=_table, parse_int=_integer)

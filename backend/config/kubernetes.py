@@ -26,7 +26,7 @@ TOLERATIONS = each_matches(
 
 
 class Kubernetes(Section):
-    """The Kubernetes job: image, volumes, and what it requests for the pod on each node."""
+    """The Kubernetes job: its image and volumes, and the resources that it requests for each node's pod."""
 
     image: Annotated[
         str, matches(r"[\w./:@-]+", "must be the name of an image, such as registry/footplate:1"),
@@ -44,8 +44,8 @@ class Kubernetes(Section):
     """Labels that the nodes must have, one LABEL=value per line, such as
     nvidia.com/gpu.product=NVIDIA-H100-80GB-HBM3."""
     cpus: Annotated[int, Field(ge=0, le=4096), Ui("CPUs per node", when=KUBERNETES)] = 0
-    """CPUs to request on each node; 0 requests nine tenths of the share that belongs to the GPUs, and without GPUs of a
-    node, since each node also runs pods of the cluster."""
+    """CPUs to request on each node; 0 requests nine tenths of the CPUs in proportion to the GPUs used, or of all
+    CPUs without GPUs, since each node also runs pods of the cluster."""
     memory_gib: Annotated[int, Field(ge=0, le=2**16), Ui("Memory per node", when=KUBERNETES, unit="GiB")] = 0
     """RAM of each pod, which is killed if it uses more; 0 sets no limit."""
     gpu_resource: Annotated[
@@ -56,7 +56,8 @@ class Kubernetes(Section):
     resources: Annotated[Lines, AMOUNTS, Ui("Further resources per node", when=KUBERNETES, widget="lines")] = ()
     """Further resources of each pod, one NAME=amount per line, such as rdma/hca=1; usually empty."""
     tolerations: Annotated[Lines, TOLERATIONS, Ui("Tolerations", when=KUBERNETES, widget="lines")] = ()
-    """Taints of nodes that the pods tolerate, one KEY=value:effect per line; that of the GPU resource always is."""
+    """Taints of nodes that the pods tolerate, one KEY=value:effect per line; the taint of the GPU resource is always
+    tolerated."""
     priority_class: Annotated[str, NAME, Ui("Priority class", when=KUBERNETES)] = ""
     """Priority class of the pods; empty uses the cluster's default."""
     service_account: Annotated[str, NAME, Ui("Service account", when=KUBERNETES)] = ""
@@ -64,7 +65,7 @@ class Kubernetes(Section):
     secret: Annotated[str, NAME, Ui("Secret", when=KUBERNETES)] = ""
     """Secret whose entries become environment variables of the run, such as HF_TOKEN."""
     python: Annotated[str, Ui("Python in the image", when=KUBERNETES)] = "python"
-    """Python of the image that has Footplate."""
+    """Python interpreter in the image; Footplate must be installed in it."""
     kubeflow_runtime: Annotated[str, NAME, Ui("Kubeflow runtime", when=KUBERNETES)] = ""
     """Training runtime of Kubeflow Trainer, such as torch-distributed: the run becomes a TrainJob. Empty makes a Job,
     which needs no Kubeflow."""

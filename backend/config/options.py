@@ -205,8 +205,8 @@ def find(name: str) -> Option | None:
 
 
 def _known(values: Mapping[str, Any], sources: Sequence[Source] = ()) -> dict[str, Any]:
-    """The values by option; those of single datasets are part of data.sources, which has been `sources`. Raises
-    SpecError."""
+    """Option -> value. Values of single datasets, such as data.sources[1].weight, are merged into the list `sources`.
+    Raises SpecError."""
     if unknown := [_unknown(name) for name in values if find(name) is None]:
         raise SpecError(unknown)
     try:

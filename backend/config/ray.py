@@ -14,13 +14,13 @@ AMOUNTS = each_matches(
 
 
 class Ray(Section):
-    """The Ray job: what it reserves on each node."""
+    """The Ray job: the resources that it reserves on each node."""
 
     cpus: Annotated[int, Field(ge=0, le=4096), Ui("CPUs per node", when=RAY)] = 0
-    """CPUs to reserve on each node; 0 reserves the share that belongs to the GPUs, and without GPUs all of a node."""
+    """CPUs to reserve on each node; 0 reserves CPUs in proportion to the GPUs used, or all CPUs without GPUs."""
     resources: Annotated[Lines, AMOUNTS, Ui("Custom resources per node", when=RAY, widget="lines")] = ()
     """Further resources to reserve on each node, one NAME=amount per line, such as accelerator_type:H100=0.001; usually
     empty."""
     python: Annotated[str, Ui("Python of the Ray job", when=RAY)] = "python"
-    """Python that has the cluster's version of ray, on the head node; python is that of Ray's own images. The training
-    itself uses Footplate's Python."""
+    """Python interpreter on the head node that has the cluster's version of ray; python works in Ray's own images. The
+    training itself uses Footplate's Python."""

@@ -35,7 +35,7 @@ class Slurm(Section):
     ] = ""
     """Features that the nodes must have, such as a100|h100."""
     cpus: Annotated[int, Field(ge=0, le=4096), Ui("CPUs per node", when=SLURM)] = 0
-    """CPUs on each node; 0 requests the share that belongs to the GPUs, and without GPUs all of a node."""
+    """CPUs on each node; 0 requests CPUs in proportion to the GPUs used, or all CPUs without GPUs."""
     memory_gib: Annotated[int, Field(ge=0, le=2**16), Ui("Memory per node", when=SLURM, unit="GiB")] = 0
     """RAM on each node; 0 uses the cluster's default."""
     container: Annotated[
@@ -48,9 +48,10 @@ class Slurm(Section):
         each_matches(r"/[\w./@+-]*(:/[\w./@+-]*)?", "must have one path per line"),
         Ui("Container mounts", when=SLURM, widget="lines"),
     ] = ()
-    """Folders that the container sees, one path or path:path in the container per line; the run's folder always is."""
+    """Folders mounted into the container, one path or path:path in the container per line; the run's folder is always
+    mounted."""
     container_python: Annotated[str, Ui("Python in the container", when=SLURM)] = "python"
-    """Python of the container that has Footplate."""
+    """Python interpreter in the container; Footplate must be installed in it."""
     extra: Annotated[
         Lines,
         each_matches(r"-[^\r\n]+", "must have one sbatch option per line"),

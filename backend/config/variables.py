@@ -98,8 +98,8 @@ def hide_values(text: str) -> str:
 
 
 def hide_tokens(text: str) -> str:
-    """As `hide_values`, and with MASK in place of the values of assignments to variables that seem to hold a secret,
-    such as in a log or in a shell command."""
+    """Same as `hide_values`, but also masks the values in assignments to variables that seem to hold a secret, such as
+    in a log or a shell command."""
     return ASSIGNMENTS.sub(_masked_assignment, hide_values(text))
 
 

@@ -1,7 +1,7 @@
 """YAML and JSON text with bounds, so that a small file cannot keep the server busy for minutes.
 
-Aliases can multiply a few hundred bytes to gigabytes, and nested lists end the recursion of every reader. JSON is not
-read as YAML, in which no tab may indent a line, unless it is no valid JSON.
+Aliases can multiply a few hundred bytes to gigabytes, and nested lists end the recursion of every reader. Text that
+looks like JSON is read as YAML only if it is not valid JSON, because YAML allows no tabs as indentation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class InvalidJson(yaml.MarkedYAMLError):
 
 
 def load_yaml(text: str) -> Any:
-    """As yaml.safe_load, and JSON. Raises yaml.YAMLError, also for text beyond the bounds."""
+    """Same as yaml.safe_load, but also reads JSON. Raises yaml.YAMLError, also for text beyond the bounds."""
     if len(text) > MAX_CHARACTERS:
         raise yaml.MarkedYAMLError(problem=f"the text is longer than {MAX_CHARACTERS // 1024} KiB")
     text = text.removeprefix(BYTE_ORDER_MARK)

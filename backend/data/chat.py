@@ -367,7 +367,7 @@ def parse_json(value: Any) -> Any:
 
 
 def type_name(value: Any) -> str:
-    """The type of a value, with its article."""
+    """The name of a value's type with an article, such as 'a number'."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -19,7 +19,7 @@ class TooManyEntries(ValueError):
 
 
 def matches(pattern: str) -> list[str]:
-    """As glob.glob(pattern, recursive=True), except that `**` does not enter linked folders. Raises TooManyEntries."""
+    """Same as glob.glob(pattern, recursive=True), but `**` does not enter linked folders. Raises TooManyEntries."""
     root = "/" if pattern.startswith("/") else "."
     parts = [part for part in pattern.split("/") if part not in ("", ".")]
     return [path.removeprefix("./") for path in _Search().match(root, parts)] if parts else []

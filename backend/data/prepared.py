@@ -187,8 +187,8 @@ def _folders() -> Iterator[Path]:
 
 
 def _make_room() -> None:
-    """Remove the entries that were not used for the longest time, as far as all exceed the limit, and what processes
-    that were killed have left."""
+    """Remove the least recently used entries until the rest is within the limit, and what killed processes left
+    behind."""
     room = limit()
     for entry, _, size, _ in entries():
         if size > room:
@@ -199,7 +199,7 @@ def _make_room() -> None:
 
 
 def _remove_leftovers(seconds: float) -> None:
-    """Remove the folders of processes that were killed this long ago."""
+    """Remove folders that killed processes left behind at least STALE_SECONDS ago."""
     for folder in _folders():
         with suppress(OSError):
             if folder.name.startswith(NEW) and time.time() - folder.stat().st_mtime > seconds:

@@ -361,7 +361,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_parquet_in_process(path: Path) -> Iterator[tuple[int, Any]]:
-    """As `_read_parquet`, by a process with a limit of memory and a deadline (parquet_rows.py)."""
+    """Same as `_read_parquet`, in a process with a memory limit and a deadline (parquet_rows.py)."""
     if importlib.util.find_spec("pyarrow") is None:
         raise DataFileError(path, 0, "cannot be read without pyarrow: pip install pyarrow")
     command = [sys.executable, "-P", parquet_rows.__file__, str(path)]

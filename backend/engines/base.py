@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def offload_slowdown(self) -> int:
-        """As `step_slowdown`, with `offload_patch` applied."""
+        """Same as `step_slowdown`, with `offload_patch` applied."""
         return 0
 
     @property
@@ -134,7 +134,7 @@ class Engine:
         return ""
 
     def protected_options(self) -> dict[str, str]:
-        """Keys of `protected_values` whose value an option of the same values sets: dotted key -> option."""
+        """Keys of `protected_values` that an option sets, if both have the same values: dotted key -> option."""
         return {}
 
     def environment(self, device: str) -> dict[str, str]:

@@ -27,8 +27,8 @@ FILLED_IN_BLOCKS = {
     "bf16.enabled", "fp16.enabled", "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_param_persistence_threshold",
 }  # fmt: skip
-COMMENTS = ("_", "//", "#")  # first characters of keys that hold a comment, since JSON has none
-# Added by accelerate 1.15 utils/dataclasses.py and transformers, not read by DeepSpeedConfig.
+COMMENTS = ("_", "//", "#")  # keys that begin with these are comments, which JSON lacks
+# Keys that accelerate 1.15 utils/dataclasses.py and transformers add, and DeepSpeedConfig does not read.
 OTHER_READERS = {"msamp"}
 TRUE, FALSE = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")  # as pydantic reads text
 INTEGER = re.compile(r"\s*[+-]?\d+(_\d+)*(\.0+)?\s*")

@@ -57,7 +57,7 @@ class FSDP(Engine):
         return True
 
     def reduces_in_compute_dtype(self, spec: RunSpec) -> bool:
-        """As parallel.reduce_dtype says."""
+        """According to parallel.reduce_dtype."""
         return spec.parallel.reduce_dtype == "compute"
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from backend import registry
 from backend.config.options import Problem, SpecError
 
-# accelerate 1.15 utils/constants.py: their numbers, from 1, are accepted too.
+# accelerate 1.15 utils/constants.py; it also accepts a name's position, from 1.
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 STATE_DICTS = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
 NUMBERED = {
@@ -59,7 +59,7 @@ def as_switch(value: Any) -> bool | None:
 
 
 def normalize(settings: Table) -> dict[str, Any]:
-    """Settings without prefix, with names for numbers, and true and false for text. Raises SpecError."""
+    """Settings without the prefix, with names in place of numbers and booleans in place of text. Raises SpecError."""
     found = unprefixed(settings)
     for former, key in FORMER.items():
         if former in found:

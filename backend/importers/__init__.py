@@ -32,8 +32,8 @@ MERGED: Mapping[str, tuple[Callable[[Table], bool], Callable[[Table, RunSpec], I
 
 
 def detect_format(text: str) -> str:
-    """'deepspeed', 'accelerate', one of TOOLS, or a file of these that does not train; '' if the text is none of
-    them."""
+    """'deepspeed', 'accelerate', one of TOOLS, or NO_TRAINING for a file of TOOLS that describes no training; '' for
+    any other text."""
     try:
         found = load_yaml(text)
     except yaml.YAMLError:
@@ -80,7 +80,7 @@ def _problem_of_file(found: Import, problem: Problem) -> Problem:
 
 
 def parse_numbers(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with strings such as 5e8, which YAML does not read as numbers, as numbers, and 8.0 as 8."""
+    """The table with numbers for strings such as 5e8, which YAML reads as text, and with 8 for 8.0."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -101,8 +101,8 @@ def without(table: Table, removed: set[str], prefix: str = "") -> dict[str, Any]
 
 
 def _normalize(given: Table) -> dict[str, Any]:
-    """The configuration with one name of each key, names for numbers, and true and false for text. YAML reads an
-    unquoted NO, yes or on as a boolean, accelerate reads all of them."""
+    """The configuration with one spelling of each key, with names in place of numbers, and with booleans in place of
+    text. YAML turns an unquoted NO, yes or on into a boolean; accelerate accepts both forms."""
     table = accelerate_config.normalize(given).items()
     found = {key: value for key, value in table if value is not None and WITHOUT_EFFECT.get(key) != value}
     for key, word in (("distributed_type", "NO"), ("mixed_precision", "no"), ("downcast_bf16", "no")):

@@ -26,7 +26,7 @@ class Dataset:
     table: Table
     options: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)  # option -> the key of the file that has set it
-    fits_all: bool = False  # as validation files: without a format, so that of any dataset
+    fits_all: bool = False  # validation files without a format: they take that of any dataset
 
     def set(self, key: str, option: str, value: Any) -> None:
         """Set an option because of a key."""

@@ -43,11 +43,11 @@ class Import:
     table: Table
     base: Path  # what relative paths in the file are relative to
     tool: str
-    defaults: Table  # of the tool: what a file leaves out has them, so that the same training starts
+    defaults: Table  # the tool's, for what a file leaves out, so that the same training starts
     patch: dict[str, Any] = field(default_factory=dict)
     different: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    read: set[str] = field(default_factory=set)  # keys of the file that were looked at
+    read: set[str] = field(default_factory=set)  # keys of the file that were read
     keys: dict[str, str] = field(default_factory=dict)  # option -> the key of the file that has set it
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -90,8 +90,7 @@ class Import:
         ]
 
     def name_missing(self, ignored: Collection[str]) -> dict[str, Any]:
-        """Note the keys that nobody has looked at, and return them; `ignored` are those without an effect on the
-        training."""
+        """Note the keys that were not read, and return them; `ignored` are those without an effect on the training."""
         unread = {key: value for key, value in self.table.items() if key not in self.read and key not in ignored}
         left = {
             key: value

@@ -50,7 +50,7 @@ DEFAULTS: Table = {
     "save_strategy": "steps", "save_steps": 500, "save_total_limit": 0, "eval_strategy": "no", "logging_steps": 10,
     "dataset_train_split": "train", "dataset_test_split": "test",
 }  # fmt: skip
-# Of earlier versions: transformers before 4.46, TRL before 0.20; the last one is of the alignment handbook.
+# Old names: in transformers before 4.46, in TRL before 0.20, and in the alignment handbook.
 FORMER = {
     "evaluation_strategy": "eval_strategy", "max_seq_length": "max_length",
     "preprocessing_num_workers": "dataset_num_proc",
@@ -199,7 +199,7 @@ def _of_mixer(found: Import) -> list[Dataset]:
 
 
 def _take_columns(found: Import, dataset: Dataset) -> None:
-    """The columns that are kept of a dataset: where they are those of a format of TRL, it is the format here."""
+    """Set the data format from the columns that the file keeps of a dataset, if they are those of a format of TRL."""
     columns = dataset.table.get("columns")
     names = {*columns} if isinstance(columns, list) and all(isinstance(each, str) for each in columns) else set()
     if name := FORMATS.get(frozenset(names)):

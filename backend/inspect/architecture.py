@@ -46,7 +46,7 @@ class ModuleTables(WorkerCache):
         return self.find(cache_key(config), {"architecture": config}, start)
 
     def wait(self, config: Config, timeout: float = 30.0, show: Show = no_show) -> Result | str:
-        """As `get`, but waits for at most `timeout` seconds."""
+        """Same as `get`, but waits for at most `timeout` seconds."""
         request = {"architecture": config}
         return self.wait_for(cache_key(config), request, timeout, lambda _: show("Reading the model's architecture"))
 
@@ -102,7 +102,8 @@ def await_architecture(config: Config, environment: Mapping[str, str], seconds: 
 
 
 def _read_table(config: Config, environment: Mapping[str, str], reason: str, has_custom_code: bool) -> dict[str, Any]:
-    """As `read_architecture`, from a module table; `reason` is why the closed formulas do not cover the config."""
+    """Same as `read_architecture`, but from a module table; `reason` is why the closed formulas do not cover the
+    config."""
     model_type = str(config.get("model_type"))
     table = _tables(cache_folder(environment)).get(config, start=may_start(environment))
     if table is None or isinstance(table, str):

@@ -106,7 +106,7 @@ def combined(each: Sequence[InputFacts], known: Collection[str]) -> Facts:
     facts["tokenizer_size"] = max(own.tokenizer_size for own in each)
     facts["min_prompt_tokens"] = min((own.min_prompt_tokens for own in each if own.min_prompt_tokens), default=0)
     formats = {own.format for own in each}
-    facts["format"] = formats.pop() if len(formats) == 1 else ""  # no rule may take one for that of all
+    facts["format"] = formats.pop() if len(formats) == 1 else ""  # one format does not stand for all
     facts["counts_are_exact"] = all(own.counts_are_exact for own in each)
     facts["all_checked"] = all(own.all_checked for own in each)
     facts["num_validation_examples"] = sum(own.num_validation_examples or 0 for own in each)
@@ -133,7 +133,7 @@ def shares(spec: RunSpec, facts: InputFacts) -> list[str]:
         return []
     sizes = facts.sizes(spec)
     known = [size for size in sizes if size is not None]
-    if spec.data.mixing != "concatenate" and len(known) < len(sizes):  # one decides about all
+    if spec.data.mixing != "concatenate" and len(known) < len(sizes):  # an unknown size affects all shares
         return [""] * len(sizes)
     counts = facts.mixture(spec.data, [size or 0 for size in sizes])
     return [

@@ -41,7 +41,7 @@ class ShownExamples(WorkerCache):
     name, task, format = "shown_examples", "rendering the example", FORMAT
 
     def _store(self, key: str, result: Result) -> None:
-        """They are rendered again in an instant, and a folder of everything that was ever shown would only grow."""
+        """Store nothing: examples are quick to render again, and the folder would grow without a limit."""
 
 
 @lru_cache(maxsize=8)
@@ -146,7 +146,7 @@ def _no_tokenizer(spec: RunSpec) -> str:
 
 
 def _request(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """As `_inputs`; None for data on the Hub, and where `inspect_data_files` finds as much."""
+    """Same as `_inputs`, but None for data on the Hub, and if `inspect_data_files` finds as much."""
     if spec.data.source == "hub":
         return None
     try:

@@ -141,7 +141,7 @@ def _unreadable_files(folder: Path) -> str:
 
 @lru_cache(maxsize=64)
 def _cached_folder_facts(folder: Path, modified_ns: int, config_modified_ns: int) -> dict[str, Any]:
-    """As `_folder_facts`; the modification times are keys of the cache."""
+    """Same as `_folder_facts`, but cached; the modification times are part of the cache key."""
     if not folder.is_dir():
         problem = f"{folder} is a file: set the folder that contains it."
         return {"shape_unknown_reason": "model.path is a file", "model_problem": problem}

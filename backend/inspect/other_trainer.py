@@ -17,8 +17,8 @@ SUPPORTED = "0.9"  # llamafactory
 MCORE_ADAPTER = "mcore_adapter/trainer/dpo_config.py"
 MCORE_INSTALL = "pip install 'git+https://github.com/alibaba/ROLL.git#subdirectory=mcore_adapter'"
 CPU_INFO = Path("/proc/cpuinfo")
-KT_PACKAGES = ("kt_kernel", "transformers_kt", "accelerate_kt")  # llamafactory 0.9.5 hparams/parser.py
-CPU_FLAGS = ("amx_tile", "avx512f")  # either is enough, says KTransformers 0.7
+KT_PACKAGES = ("kt_kernel", "transformers_kt", "accelerate_kt")  # which llamafactory 0.9.5 hparams/parser.py requires
+CPU_FLAGS = ("amx_tile", "avx512f")  # KTransformers 0.7 requires one of these
 
 
 def inspect_trainer(spec: RunSpec, base: Path) -> dict[str, Any]:

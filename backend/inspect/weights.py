@@ -38,7 +38,7 @@ def weight_shapes(folder: Path) -> Shapes | None:
 
 def weights_mismatch(folder: Path, shape: ModelShape) -> str:
     """How the weights of `folder` differ from the model that config.json describes, a sentence; '' if they do not, or
-    if they are not in safetensors files. Cached as `weight_shapes`. Raises WeightsError, OSError."""
+    if they are not in safetensors files. Cached like `weight_shapes`. Raises WeightsError, OSError."""
     return _weights_mismatch(folder, _file_state(folder), shape)
 
 

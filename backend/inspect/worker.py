@@ -256,8 +256,8 @@ class WorkerCache:
         return None
 
     def wait_for(self, key: str, request: Result, timeout: float, show: Callable[[Result], None]) -> Result | str:
-        """As `find`, but waits for the worker, at most `timeout` seconds; the worker then continues. Meanwhile `show`
-        gets the last progress report, {} before the first one."""
+        """Same as `find`, but waits for the worker, at most `timeout` seconds, after which the worker continues.
+        Meanwhile `show` gets the last progress report, {} before the first one."""
         until = time.monotonic() + timeout
         while (found := self.find(key, request)) is None:
             left = until - time.monotonic()

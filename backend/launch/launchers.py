@@ -26,8 +26,9 @@ FILE_RENDEZVOUS = (
     "--rdzv-backend=c10d", f"--rdzv-conf={RENDEZVOUS_CONF}", f"--rdzv-endpoint={RENDEZVOUS_FILE}", "--rdzv-id=",
     "--local-addr=127.0.0.1",
 )  # fmt: skip
-# The same for accelerate 1.15, which passes two of them on, reads neither from its configuration file
-# (commands/launch.py, _validate_launch_command), and leaves the others to torchrun's environment variables.
+# The same for accelerate 1.15: it passes two of these arguments on to torchrun, but only from its command line, not
+# from its configuration file (commands/launch.py, _validate_launch_command). torchrun reads the others from environment
+# variables.
 ACCELERATE_FILE_RENDEZVOUS = ("--rdzv_backend=c10d", f"--rdzv_conf={RENDEZVOUS_CONF}")
 FILE_RENDEZVOUS_ENV = {"PET_RDZV_ENDPOINT": RENDEZVOUS_FILE, "PET_RDZV_ID": "", "PET_LOCAL_ADDR": "127.0.0.1"}
 
@@ -80,7 +81,7 @@ def _rendezvous(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, .
         nodes = (f"--nnodes={launch.nnodes}", f"--node-rank={node_rank}")
         return (*nodes, f"--master-addr={launch.master_addr}", f"--master-port={port}")
     nodes = (f"--nnodes={launch.min_nnodes}:{launch.nnodes}", f"--max-restarts={launch.max_restarts}")
-    # torchrun would compare the address with those of its host name, which is 127.0.1.1 in Debian's /etc/hosts.
+    # Without is_host, torchrun compares master_addr with its host's addresses: in Debian's /etc/hosts, 127.0.1.1.
     store = ("--rdzv-backend=c10d", f"--rdzv-conf=is_host={int(node_rank == 0)}")
     return (*nodes, *store, f"--rdzv-endpoint={launch.master_addr}:{port}")  # the ID is in the environment
 

@@ -84,14 +84,14 @@ class Export:
     spec: RunSpec
     run: ResolvedRun
     format: str  # of the training data
-    converts: bool = True  # data files that LLaMA-Factory cannot read as they are
+    converts: bool = True  # whether to convert data files that LLaMA-Factory cannot read as they are
     table: dict[str, Any] = field(default_factory=dict)
     datasets: dict[str, Any] = field(default_factory=dict)
-    converted: dict[str, str] = field(default_factory=dict)  # data files that LLaMA-Factory cannot read as they are
+    converted: dict[str, str] = field(default_factory=dict)  # the converted data files: name -> text
     different: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # combinations that LLaMA-Factory's own parser rejects
-    written: set[str] = field(default_factory=set)  # options
+    written: set[str] = field(default_factory=set)  # options that the files contain already
 
     @property
     def deepspeed(self) -> str:

@@ -239,7 +239,7 @@ def to_field(key: Key, value: Any) -> Any:
 
 
 def from_field(key: Key, value: Any) -> Any:
-    """As `to_field`, reversed. Bytes are rounded down to 0.0001 GiB."""
+    """The inverse of `to_field`. Bytes are rounded down to 0.0001 GiB."""
     if value is None:
         return None
     if key.kind == "gib":

@@ -14,7 +14,7 @@ from backend.memory.context import MemoryContext, Row, once
 from backend.modelspec import ModelShape, ModuleSpec, lora_modules
 from backend.resolve import before_ampere, selected_gpus
 
-EXPERT_INDEX_BYTES = 32  # per token and active expert: its position among the expert's tokens, in both directions
+EXPERT_INDEX_BYTES = 32  # per token and active expert: indices that sort tokens by expert, and back
 # Linear layers that write to the residual stream, and those that compute several projections at once.
 OUTPUT_PROJECTIONS = ("o_proj", "dense", "c_proj", "down_proj", "fc2", "dense_4h_to_h")
 FUSED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn")

@@ -136,7 +136,7 @@ class MemoryContext:
 
     @cached_property
     def param_offload(self) -> str:
-        """As `optimizer_offload`, of the parameters."""
+        """Where parameters are offloaded to: cpu, nvme, or '' if they stay on the device."""
         return self._other_place(self.run.param_offload)
 
     def _other_place(self, place: str) -> str:

@@ -162,7 +162,7 @@ def device_peak(ctx: MemoryContext) -> tuple[list[Row], tuple[Moment, ...]]:
 
 
 def known_device_rows(ctx: MemoryContext) -> list[Row]:
-    """As the rows of `device_peak`, without the moments that need a model of the activations: a lower bound."""
+    """The rows of `device_peak` without the moments that need a model of the activations: a lower bound."""
     persistent = persistent_rows(ctx)
     loading = Peak(LOADING, "", quantized_loading(ctx, persistent))
     return _with_largest(persistent, [loading, Peak(OPTIMIZER_STEP, "", optimizer_step(ctx))])

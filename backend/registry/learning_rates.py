@@ -21,8 +21,8 @@ def usual_learning_rate(stage: str, method: str) -> float:
 
 
 def lower_learning_rate(stage: str, method: str, optimizer: str, rate: float, factor: float) -> float:
-    """A learning rate for a run that diverged with `rate`: `factor` x the rate, or the usual one if that is still
-    higher than what is usual."""
+    """A learning rate for a run that diverged with `rate`: `factor` x the rate, or the usual rate if that product is
+    still above the usual range."""
     rates = PREFERENCE_RATES if stage in LOW_RATE_STAGES else SFT_RATES
     _, high, usual = rates[method]
     lower = float(f"{rate * factor:.3g}")

@@ -56,7 +56,7 @@ def check(spec: RunSpec, machine: Machine, facts: InputFacts) -> tuple[Finding, 
 
 
 def examine(case: Case, at_start: bool = True) -> tuple[Finding, ...]:
-    """As `check`, for a case whose spec is effective: options that are hidden, and so have no effect, are at their
+    """Same as `check`, for a case whose spec is effective: options that are hidden, and so have no effect, are at their
     defaults. Without `at_start`, rules about the moment before launch (ports, free disk, busy devices) are left out."""
     rules = (rule for rule in RULES if at_start or not rule.at_start)
     alone = each_alone(case)

@@ -57,8 +57,8 @@ def orthogonal_init_with_odd_rank(case: Case) -> Violation | None:
 )
 def init_rank_exceeds_layer(case: Case) -> Violation | None:
     """PiSSA and OLoRA take A and B from a decomposition of the base weight, whose rank is at most the smaller dimension
-    of the layer. PEFT then creates a smaller adapter than adapter_config.json says, and the adapter cannot be loaded
-    again."""
+    of the layer. For a higher lora.r, PEFT silently creates an adapter of lower rank than adapter_config.json states,
+    and the saved adapter cannot be loaded."""
     shape, rank = case.shape, case.spec.lora.r
     if not _uses_lora(case) or case.spec.lora.init not in INITS_FROM_WEIGHTS or shape is None:
         return None

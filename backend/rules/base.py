@@ -187,8 +187,9 @@ Check = Callable[[Case], "str | Violation | None"]
 
 @dataclass(frozen=True)
 class Rule:
-    """A preflight rule. `manual_fix`: what to do outside Footplate; `proof`: a test launches `fails_on`, which fails,
-    or that needs a GPU; `at_start`: it holds at the moment before launch only (ports, free disk, busy devices)."""
+    """A preflight rule. `manual_fix`: what to do outside Footplate; `proof`: "launch" if a test launches `fails_on`
+    and checks that it fails, "gpu" if that takes a GPU; `at_start`: whether it is checked only right before the launch
+    (ports, free disk, busy devices)."""
 
     code: str
     slug: str
@@ -212,9 +213,9 @@ class Rule:
 
     @property
     def proof_text(self) -> str:
-        """Who launches the failing example; '' if nobody does."""
+        """Which test launches the failing example; '' if none does."""
         return {
-            "launch": "a test launches the failing example, which fails",
+            "launch": "a test launches the failing example and checks that it fails",
             "gpu": "a test on a GPU launches the failing example",
         }.get(self.proof, "")
 

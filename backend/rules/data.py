@@ -132,7 +132,7 @@ def _guessed_formats(case: Case) -> list[Fix]:
     fields=("data.files", "data.format"),
     title="Some examples do not match the data format",
     source="the file itself",
-    manual_fix="Correct or delete these examples, or choose the format and the columns that they have.",
+    manual_fix="Correct or delete these examples, or set the data format and the columns to match them.",
     fails_on=Example(USER_DATA, facts=with_data_issue("data.files", "column messages holds a number", 3)),
     passes_on=Example(USER_DATA, facts=USER_DATA_FACTS),
     proof="launch",

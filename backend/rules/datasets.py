@@ -14,8 +14,8 @@ OWN = {f"data.{name}" for name in Source.model_fields}
 
 
 def findings(rule: Rule, case: Case, alone: Sequence[Case]) -> Iterator[Finding]:
-    """The finding of a rule about `case`. Of a rule about the options of a dataset, one about those of `alone` that it
-    applies to."""
+    """The finding of a rule about `case`. If the rule is about the options of a dataset, its findings about the cases
+    `alone`, joined into one."""
     if not alone or rule.fields[0] not in OWN:
         if finding := rule.finding(case):
             yield finding

@@ -68,7 +68,7 @@ def more_processes_than_devices(case: Case) -> Violation | None:
 
 
 def _single_process(case: Case, more: Mapping[str, object] = {}) -> Fix:
-    """A fix that runs one process. It keeps the global batch size by gradient accumulation, if it can."""
+    """A fix that runs one process and, where possible, keeps the global batch size by gradient accumulation."""
     patch = {"parallel.strategy": "single", **more}
     accumulation = case.spec.train.gradient_accumulation_steps * case.run.data_parallel_size
     same_batch = {**patch, "train.gradient_accumulation_steps": accumulation}
@@ -77,7 +77,7 @@ def _single_process(case: Case, more: Mapping[str, object] = {}) -> Fix:
 
 
 def _fewer_processes(case: Case, count: int) -> Fix:
-    """A fix that runs `count` processes. It keeps the global batch size by gradient accumulation, if it can."""
+    """A fix that runs `count` processes and, where possible, keeps the global batch size by gradient accumulation."""
     patch: dict[str, object] = {"launch.nproc_per_node": count}
     accumulation = case.spec.train.gradient_accumulation_steps * case.run.nproc_per_node
     if accumulation % count == 0:

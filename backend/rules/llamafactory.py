@@ -187,14 +187,15 @@ def megatron_unsupported(case: Case) -> str | None:
     and FSDP."""
     if case.spec.other_backend != "megatron":
         return None
-    model_type = case.shape.model_type if case.shape else ""
+    model_type, kind = case.shape.model_type if case.shape else "", case.spec.method.kind
+    stage = case.spec.train.stage
     found = {
-        f"It trains all parameters, and ignores the method {case.spec.method.kind}.": case.spec.method.kind != "full",
-        f"It has no stage {case.spec.train.stage}.": case.spec.train.stage not in ("pretraining", "sft", "dpo"),
-        "It needs NVIDIA GPUs.": case.run.device != "cuda",
-        "It replaces the strategy, which must be DDP.": case.run.strategy not in ("ddp", "single"),
-        "It does not quantize the model.": case.spec.method.quantization != "none",
-        f"It has no model of the type {model_type}.": bool(model_type) and model_type not in MEGATRON_MODELS,
+        f"Megatron-Core trains all parameters, and ignores the method {kind}.": kind != "full",
+        f"Megatron-Core has no stage {stage}.": stage not in ("pretraining", "sft", "dpo"),
+        "Megatron-Core needs NVIDIA GPUs.": case.run.device != "cuda",
+        "Megatron-Core replaces the strategy, which must be DDP.": case.run.strategy not in ("ddp", "single"),
+        "Megatron-Core does not quantize the model.": case.spec.method.quantization != "none",
+        f"Megatron-Core has no model of the type {model_type}.": bool(model_type) and model_type not in MEGATRON_MODELS,
     }
     return " ".join(text for text, holds in found.items() if holds) or None
 
@@ -265,11 +266,11 @@ def ktransformers_unsupported(case: Case) -> Violation | None:
         return None
     is_launched = case.run.strategy == "fsdp2" and case.spec.launch.launcher == "accelerate"
     found = {
-        "It trains adapters only (LoRA).": case.spec.method.kind != "lora",
-        f"It has no stage {case.spec.train.stage}.": case.spec.train.stage not in ("sft", "dpo"),
-        "It needs NVIDIA GPUs.": case.run.device != "cuda",
-        "It needs the strategy FSDP2 and the launcher accelerate.": not is_launched,
-        "It does not quantize the model.": case.spec.method.quantization != "none",
+        "KTransformers trains adapters only (LoRA).": case.spec.method.kind != "lora",
+        f"KTransformers has no stage {case.spec.train.stage}.": case.spec.train.stage not in ("sft", "dpo"),
+        "KTransformers needs NVIDIA GPUs.": case.run.device != "cuda",
+        "KTransformers needs the strategy FSDP2 and the launcher accelerate.": not is_launched,
+        "KTransformers does not quantize the model.": case.spec.method.quantization != "none",
         "The model has no experts.": case.shape is not None and not case.shape.experts,
     }
     texts = [text for text, holds in found.items() if holds]

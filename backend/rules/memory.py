@@ -76,7 +76,7 @@ def possible_device_out_of_memory(case: Case) -> Violation | None:
     found = case.estimate
     if found.fit not in (Fit.UNCERTAIN, Fit.UNLIKELY):
         return None
-    doubt = f"The peak may reach {amount(found.high_bytes)}." if found.fits else "The run most likely does not fit."
+    doubt = f"Peak memory may reach {amount(found.high_bytes)}." if found.fits else "The run most likely does not fit."
     title = "" if found.fits else "The run most likely does not fit into memory"
     return Violation(f"{doubt} {_message(case)}", tuple(find_remedies(case, 1.0)), _fields(case), title)
 

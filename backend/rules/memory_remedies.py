@@ -181,8 +181,9 @@ def _apply(before: _Applied, change: Change) -> _Applied | None:
 
 
 def _with_likely(search: _Search, found: list[Fix]) -> list[Fix]:
-    """`found`, and what likely fits: without any remedy that is certain, all combinations; if none of them keeps the
-    training result, a strategy that does; if all that keep it offload to the CPU, one that does not."""
+    """`found` and remedies that likely fit. If `found` is empty, these are all combinations. If no remedy in `found`
+    keeps the training result, or all that keep it offload to the CPU, it is one strategy that keeps it and, in the
+    second case, does not offload."""
     if not found:
         return list(islice(_combinations(search, POSSIBLE_EXCESS), MAX_REMEDIES))
     safe = [fix for fix in found if fix.safe]
@@ -454,9 +455,10 @@ KINDS = {
     "batch": _batches,
     "length": _lengths,
 }
-# The last ones: they save memory of activations only.
+# Kinds of changes that reduce the memory of activations only.
 ACTIVATION_KINDS = ("eval batch", "checkpointing", "batch", "length")
-GRADUAL_KINDS = ("eval batch", "batch", "length")  # only the smallest sufficient change is offered; two of other kinds
+# Kinds with several sizes. Only the smallest sufficient one is offered; of each other kind, up to two changes.
+GRADUAL_KINDS = ("eval batch", "batch", "length")
 
 
 def smaller_batches(case: Case) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,7 @@ def packed_batch_exceeds_attention_mask(case: Case) -> str | None:
         return None
     return (
         f"A batch of {size} packed sequences of {data.max_length:,} tokens exceeds the {shape.max_positions:,} tokens "
-        "of the model's attention mask. A smaller batch or max_length fits, or no packing."
+        "of the model's attention mask. Use a smaller batch or max_length, or no packing."
     )
 
 

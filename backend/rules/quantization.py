@@ -361,5 +361,5 @@ def prequantized_model_package_missing(case: Case) -> str | None:
     passes_on=Example(LOCAL_MODEL, HQQ_H100, HQQ_MODEL),
 )
 def prequantized_model_needs_gpu(case: Case) -> str | None:
-    """HQQ creates its layers on their final device, and transformers refuses a CPU as that device."""
+    """HQQ creates its layers directly on the device that runs them, and transformers does not accept a CPU there."""
     return unsupported_device(case, prequantized(case))

@@ -13,7 +13,7 @@ from backend.wording import counted
 
 EXTRA = "slurm.extra"
 SLURM_SPEC = {"launch.place": "slurm"}
-# sbatch's options that have an option of Footplate, for which the checks and the preview use that.
+# sbatch options with a counterpart in Footplate, whose value the checks and the preview use.
 OPTIONS = {
     "partition": "slurm.partition", "account": "slurm.account", "qos": "slurm.qos", "constraint": "slurm.constraint",
     "time": "slurm.time_limit", "cpus-per-task": "slurm.cpus", "mem": "slurm.memory_gib", "nodes": "launch.nnodes",
@@ -147,7 +147,7 @@ def _option_patch(option: SbatchOption) -> dict[str, object]:
 
 
 def _fixes(case: Case, options: list[SbatchOption]) -> tuple[Fix, ...]:
-    """Move the values to Footplate's options where there are, and remove what has none."""
+    """Move the values to Footplate's options where there is one, and remove sbatch options that have none."""
     removed = _removed(case, options)
     patch = dict(removed)
     for option in options:

@@ -197,8 +197,8 @@ def model_only_checkpoints(case: Case) -> str | None:
     proof="launch",
 )
 def unusable_checkpoint(case: Case) -> str | None:
-    """Resuming needs a complete checkpoint-N folder of a run with the same training method, from before the last step
-    of this run."""
+    """A run can resume only from a complete checkpoint-N folder that a run with the same training method has saved, at
+    a step before the end of the resumed run."""
     if case.spec.save.resume_from != "path":
         return None
     path, last = Path(case.spec.save.resume_path), case.run.total_steps

@@ -60,8 +60,8 @@ def unsloth_version_mismatch(case: Case) -> str | None:
     "UNS003",
     fields=("train.use_unsloth", "parallel.strategy"),
     title="Unsloth does not support sharded weights",
-    source="Unsloth 2026.10.9 loader_utils.py and fsdp2_launch.py: it passes a device_map, which ZeRO-3 rejects, and "
-    "has an FSDP2 wrapper of its own; verified by running",
+    source="Unsloth 2026.10.9 loader_utils.py and fsdp2_launch.py: Unsloth passes a device_map, which ZeRO-3 rejects, "
+    "and wraps the model for FSDP2 with its own code; verified by running",
     fixes=(WITHOUT_UNSLOTH, ZERO2, DDP),
     fails_on=Example({**UNSLOTH, "parallel.strategy": "zero3"}, TWO_WITH_UNSLOTH),
     passes_on=Example({**UNSLOTH, "parallel.strategy": "zero2"}, TWO_WITH_UNSLOTH),

@@ -63,7 +63,7 @@ class _Checkpoint:
         return above or self._exposure(target, target.parent)
 
     def _problem_of_path(self, folder: Path) -> str:
-        """Of a folder that belongs to the checkpoint, and of the folders above."""
+        """Why a folder of the checkpoint, or a folder above it, is not safe; '' if all are."""
         above = (self._exposure(parent, parent, is_above=True) for parent in folder.parents)
         return self._exposure(folder, folder) or next(filter(None, above), "")
 

@@ -38,7 +38,7 @@ def newest(folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 def alerts(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run that a user should look at."""
+    """The events of a run that need a user's attention."""
     return [event for event in read(folder) if event["kind"] in health.KINDS]
 
 

@@ -67,7 +67,7 @@ from backend.wording import counted
 
 PACKAGES = Path(__file__).resolve().parent.parent.parent  # the supervisor is imported from here
 KILLED = "the run's supervisor process was killed, or the machine shut down."
-# What reading a file raises that another program has changed, or that has an unexpected type.
+# What reading raises for a file that another program has changed, or that has an unexpected type.
 UNREADABLE = (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 MIN_FREE_BYTES = 2**16  # progress and metrics take a few blocks
 ENDS = ("done", "stopped", "failed")
@@ -94,7 +94,7 @@ class StopTimeouts:
     before_training: float = 2.0
 
     def text(self) -> str:
-        """As a command-line argument."""
+        """The timeouts as a command-line argument."""
         return ",".join(map(str, astuple(self)))
 
 
@@ -656,6 +656,6 @@ def _move_to_free_name(staging: Path, target: Path) -> Path:
 
 @lru_cache(maxsize=512)
 def _diagnosed(path: Path, since_ns: int, size: int, changed_ns: int, state: str) -> Failure:
-    """As `diagnose`, cached for each end of a run: lists of runs are polled."""
+    """Same as `diagnose`, but cached for each end of a run, since lists of runs are polled."""
     del size, changed_ns  # keys of the cache
     return diagnose(path, since_ns, json.loads(state))

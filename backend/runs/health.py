@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-KEPT, NEEDED = 50, 20  # figures that are compared with; fewer than NEEDED say nothing
-SPREADS = 6.0  # of the median absolute deviation, as a standard deviation
+KEPT, NEEDED = 50, 20  # earlier figures that a new one is compared with: at most, and at least
+SPREADS = 6.0  # standard deviations, estimated from the median absolute deviation
 DEVIATION = 1.4826  # a normal distribution's standard deviation in median absolute deviations
 ADOPTED = 10  # unusual figures in a row are a new level, which later ones are compared with
 
 FIRST_LOSSES, LAST_LOSSES = 3, 5  # what is compared for a rise over the whole run; a spike needs more points
 FEWEST_LOSSES = 2  # instead of LAST_LOSSES, with an evaluation or at the end
-# A loss far above all of the first ones, or very far above the least of them, after which it may have exploded at once:
-# both a multiple and a distance, since a loss near 0 easily multiplies.
+# (factor, distance) by which the loss is above all of the first losses, or above the least of them, after which it may
+# have exploded at once. Both must be exceeded, since a loss near 0 easily multiplies.
 ABOVE_ALL, ABOVE_LEAST = (3.0, 3.0), (10.0, 10.0)
 
 LOSS, GRADIENT, THROUGHPUT, NOT_FINITE = "loss spike", "gradient spike", "throughput drop", "non-finite loss"
@@ -45,7 +45,7 @@ BYTES_LEFT = 1024**3  # the same before the first checkpoint
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that a user should look at; `text` is one sentence."""
+    """Something that needs a user's attention; `text` is one sentence."""
 
     kind: str
     text: str

@@ -70,7 +70,7 @@ class Node:
         return attempt
 
     def end_attempt(self, attempt: int, how: str) -> str:
-        """Tell the other pods that the attempt has ended; how it has, as the first of them says."""
+        """Record for all pods how the attempt ended. Returns the first record, which may be from another pod."""
         file = self.folder / f"ended-{attempt}"
         try:
             with file.open("x", encoding="utf-8") as new:
@@ -80,7 +80,7 @@ class Node:
         return how
 
     def has_ended(self, attempt: int) -> str:
-        """How another pod has seen the attempt end; '' before."""
+        """How the attempt ended, as recorded by the first pod that saw its end; '' before."""
         try:
             return files.read_text(self.folder / f"ended-{attempt}")
         except OSError:
@@ -153,7 +153,7 @@ class Node:
         return self.folder / f"output-{self.rank if rank is None else rank}-{attempt}"
 
     def _write_output(self, output: IO[bytes], attempt: int) -> None:
-        """To kubectl logs, and to the log or this node's file."""
+        """Copy the launcher's output to kubectl logs, and to the run's log or this node's file."""
         with files.open_to_append(self._output_file(attempt)) if self.rank else contextlib.nullcontext() as file:
             log = Log(file.fileno()) if file else self.log
             for line in output:
@@ -174,7 +174,7 @@ class Node:
             self.copied[file] = at + len(new)
 
     def _copy_last_output(self, attempt: int) -> None:
-        """Also what the other nodes write while they end."""
+        """Append what the other nodes write while they end."""
         until = time.monotonic() + LOG_SECONDS
         others = [self._output_file(attempt, rank) for rank in range(1, int(os.environ["PET_NNODES"]))]
         while any(file.exists() and not file.with_suffix(".end").exists() for file in others):
@@ -185,7 +185,7 @@ class Node:
 
 
 def _say(text: str) -> None:
-    """To kubectl logs; the log of the run is about the training."""
+    """Print a line for kubectl logs only, since the run's log is about the training."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -132,7 +132,7 @@ class Snapshot(Run):
         self._points: list[Row] | None = None
 
     def last_points(self) -> list[Row]:
-        """As of Run."""
+        """Same as `Run.last_points`, but read once."""
         if self._points is None:
             self._points = super().last_points()
         return self._points
@@ -242,8 +242,8 @@ class RunList:
 
 
 def _stamp(path: str) -> int | None:
-    """Changes whenever the files of a run change that is not alive; None if this is not a run. The folder's own time
-    covers every file that is replaced, added or deleted; the others are written in place, or by hand."""
+    """A value that changes with the files of a run that is not alive; None if this is not a run. The folder's own time
+    changes with every file that is replaced, added or deleted; other files are written in place, or by hand."""
     try:
         plan = os.stat(f"{path}/{PLAN}")
     except (FileNotFoundError, NotADirectoryError):
@@ -277,7 +277,7 @@ def _load_index(root: Path) -> dict[str, tuple[int, Row]]:
 
 
 def _save_index(root: Path, entries: Mapping[str, Entry]) -> None:
-    """A disk without space, or a folder that only others may write to, costs only time."""
+    """Write the index; if the disk is full or the folder is read-only, the next process only takes longer."""
     settled = {name: entry for name, entry in entries.items() if entry.row["state"] in SETTLED}
     keys = next((list(entry.row) for entry in settled.values()), [])
     kept = {name: [entry.stamp, *map(entry.row.get, keys)] for name, entry in settled.items()}
@@ -286,7 +286,7 @@ def _save_index(root: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def _code() -> str:
-    """Changes with the code that computes rows."""
+    """A value that changes with the code that computes rows."""
     modules = sorted(Path(__file__).parent.glob("*.py"))
     statuses = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in modules]
     return hashlib.blake2s(repr(statuses).encode(), digest_size=8).hexdigest()

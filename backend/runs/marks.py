@@ -1,4 +1,4 @@
-"""The amber mark of a run whose result needs a look although it did not fail: a short name, and the reason."""
+"""The amber mark of a run whose result needs attention although it did not fail: a short name, and the reason."""
 
 from __future__ import annotations
 

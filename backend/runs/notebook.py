@@ -34,7 +34,7 @@ class Annotations:
     archived: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """As in annotations.json and in the list of runs."""
+        """The annotations in the form of annotations.json and of the list of runs."""
         return {**asdict(self), "tags": list(self.tags)}
 
 

@@ -1,7 +1,7 @@
 """Processes that the kernel has killed because memory ran out, as far as they can be those of a run.
 
 Imports only the standard library. The kernel counts them for each cgroup, such as that of a container, a Slurm job or a
-service; those of other cgroups are none of this run's.
+service; killed processes of other cgroups do not belong to this run.
 """
 
 from __future__ import annotations

@@ -257,8 +257,8 @@ def _lock(path: Path, holder: str, taken: list[int]) -> str:
 
 
 def _lock_shared(name: str, holder: str, taken: list[int]) -> str:
-    """As `_lock`, for the lease of all users. What others have made unusable is as if nobody held it; `_unusable` says
-    so in the log of the run."""
+    """Same as `_lock`, for the lease of all users. A lease that others have made unusable counts as free; `_unusable`
+    reports it in the log of the run."""
     if FOLDER in os.environ or _problem(SHARED_LEASES / name):
         return ""
     return _lock(SHARED_LEASES / name, holder, taken)

@@ -29,10 +29,10 @@ DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 REQUEST_SECONDS = 20.0
 NODE_SECONDS = 40.0  # for the end of the processes of a node after its job
-# Of the environment in which the job is submitted; the nodes have their own PATH and HOME.
+# Variables that a job gets from the environment of its submission; the nodes have their own PATH and HOME.
 INHERITED = ("XDG_CACHE_HOME", "FOOTPLATE_CACHE", "HF_HOME", "HF_HUB_CACHE")
 ENDED: Mapping[str, str] = {"SUCCEEDED": DONE, "STOPPED": STOPPED, "FAILED": FAILED}
-MESSAGE = 400  # characters of a job's message, which may have 20,000 of its log
+MESSAGE = 400  # characters that are kept of a job's message, which may quote 20,000 of its log
 
 
 def address(environment: Mapping[str, str] = os.environ) -> str:
@@ -139,7 +139,8 @@ class Ray(Cluster):
         request(f"/api/jobs/{job}/stop", method="POST")
 
     def wait_for_processes(self) -> str:
-        """Each node has a file while processes of the job may be running there."""
+        """Wait for the end of the processes: each node has a file while some may be running there. Else a sentence
+        about them."""
         until = time.monotonic() + NODE_SECONDS
         while left := sorted(self.folder.joinpath(RAY_NODES).glob("*")):
             if time.monotonic() > until:

@@ -217,7 +217,8 @@ class Driver:
             del self.unwritten[KEPT_BYTES:]
 
     def wait_for_nodes(self) -> None:
-        """Each node has a file while processes may be running there. That of a machine that failed stays."""
+        """Wait until no node has processes: each has a file while some may be running. A failed machine leaves its
+        file."""
         until = time.monotonic() + NODE_SECONDS
         while (left := list(Path(NODES).glob("*"))) and time.monotonic() < until:
             time.sleep(0.2)

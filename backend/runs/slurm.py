@@ -41,7 +41,7 @@ ENDED: Mapping[str, tuple[str, str]] = {
 INTERRUPTED = "Slurm interrupted the job."
 # Why a job waits, in plain words (squeue(1), JOB REASON CODES). A key also covers the reasons that begin with it.
 REASONS: Mapping[str, str] = {
-    "None": "",  # the controller has not looked at it yet
+    "None": "",  # the controller has not considered it yet
     "Resources": "Waiting for free nodes.",
     "Priority": "Jobs with a higher priority are ahead.",
     "BeginTime": "Slurm waits a little before it starts the job again.",
@@ -90,7 +90,8 @@ def call(*command: str, seconds: float = COMMAND_SECONDS, text: str = "") -> str
 
 
 def jobs(max_age: float = POLL_SECONDS) -> dict[str, Job]:
-    """All jobs of this user that Slurm knows, by id; at most `max_age` seconds old. Raises ClusterError."""
+    """All jobs of this user that Slurm knows, by id. A list that is less than `max_age` seconds old is reused. Raises
+    ClusterError."""
     place = cache_folder(os.environ) / SNAPSHOT
     place.parent.mkdir(parents=True, exist_ok=True)
     with open(files.open_regular(place, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+", encoding="utf-8") as file:
@@ -151,7 +152,8 @@ class Slurm(Cluster):
                 raise
 
     def end(self, job: str) -> None:
-        """A machine without Slurm's commands, on which a run folder may be looked at, cannot cancel a job."""
+        """Cancel a job and wait until it has ended. A machine without Slurm's commands, which may have access to the
+        run's folder, cannot do that."""
         if shutil.which("scancel"):
             super().end(job)
 

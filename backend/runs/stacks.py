@@ -21,7 +21,7 @@ from typing import Any
 
 from backend.runs import STACKS, files, json_values, processes, replace_text
 
-SECONDS = 8.0  # to wait for the ranks' files; a heartbeat thread looks for requests at least every five seconds
+SECONDS = 8.0  # to wait for the ranks' files; a heartbeat thread checks for requests at least every five seconds
 REQUEST = "request"  # in STACKS: its modification time is that of the last request
 BEHIND_SECONDS = 1.0  # after which a rank that has not entered a collective is named
 POLL_SECONDS = 0.05
@@ -62,8 +62,8 @@ def collect(folder: Path, seconds: float = SECONDS) -> list[RankStack]:
         return []
     alive = processes.run_processes(folder)
     asked = {rank: _ask(path, alive) for rank, path in sorted(headers.items())}
-    request = secrets.token_hex(8)  # answers name it: times would not tell after the clock was set back
-    with contextlib.suppress(OSError):  # a full disk: the stacks have no answer to wait for, but are written
+    request = secrets.token_hex(8)  # in each answer: a time would not do if the clock was set back
+    with contextlib.suppress(OSError):  # a full disk: the signal has requested the stacks all the same
         replace_text(place / REQUEST, request)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not all(

@@ -38,6 +38,6 @@ def withdraw(folder: Path, earlier: Version | None) -> None:
     except FileNotFoundError:
         return
     if _version(aside) != earlier:
-        with contextlib.suppress(FileExistsError):  # a still newer request
+        with contextlib.suppress(FileExistsError):  # a still newer request exists, which stays
             (folder / STOP).hardlink_to(aside)
     aside.unlink()

@@ -64,8 +64,8 @@ from backend.runs.output import Output
 from backend.runs.queue import Entry, Turn
 
 POLL_SECONDS = 0.1
-QUEUE_SECONDS, IN_USE_SECONDS = 0.5, 3.0  # between two looks at the queue; a program on a GPU is asked for less often
-TOUCH_SECONDS = 3600.0  # programs that clean /tmp delete what nobody has written for days
+QUEUE_SECONDS, IN_USE_SECONDS = 0.5, 3.0  # between two checks of the queue; the second if a program uses a GPU
+TOUCH_SECONDS = 3600.0  # programs that clean /tmp delete files that were not written for days
 FOLLOW_UP_SECONDS = 900.0  # checking all examples of a large dataset takes minutes
 WRITER_SECONDS = 10.0  # for the last lines of the log
 HERE = Path()  # the run's folder, as the working directory
@@ -337,7 +337,7 @@ class Supervisor:
                 log.write(f"{error}\n".encode())
 
     def _write(self) -> None:
-        """A full disk must not end the training: writing is tried again."""
+        """Write state.json. If that fails, it is tried again later: a full disk must not end the training."""
         try:
             replace_text(self.folder / STATE, json.dumps(self.state))
             self.state_unwritten = False

@@ -31,7 +31,7 @@ class Member:
     factor: int = 3
 
     def to_json(self) -> str:
-        """As the text of sweep.json."""
+        """The text of sweep.json."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def is_rung(self, step: int) -> bool:

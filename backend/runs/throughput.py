@@ -9,10 +9,10 @@ from typing import Any
 
 from backend.wording import counted
 
-STALL_SECONDS = 60.0  # without a step, after which the status mentions it, if steps are usually faster
+STALL_SECONDS = 60.0  # without a step: then the status says so, if steps are usually faster
 PREPARING = "preparing data"
-LEFT_AFTER = 3.0  # seconds after which the speed of the preparation is known
-# Phases between and after the steps whose duration is unknown: the status has the elapsed time instead of an estimate.
+LEFT_AFTER = 3.0  # seconds of preparation, after which its speed is known
+# Phases whose duration is unknown: the status has the elapsed time instead of an estimate of the remaining time.
 TIMED_PHASES = ("generating before", "evaluating", "checkpoint", "saving", "generating after")
 
 

@@ -17,7 +17,8 @@ from backend.runs.metrics import last_value, points_with
 
 
 def loss(folder: Path, result: Mapping[str, Any]) -> float | None:
-    """Of the model that the run saved; of the latest evaluation, if there is no result yet. None if not known."""
+    """The loss of the model that the run saved, or of the latest evaluation if there is no result yet. None if not
+    known."""
     found = result.get("eval_loss")
     found = last_value(folder / METRICS, "eval_loss") if found is None else found
     is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)

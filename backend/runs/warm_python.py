@@ -89,13 +89,13 @@ def _status(server: socket.socket, pid: int) -> int | None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     while server not in select.select([server, numbers], [], [])[0]:
         for number in numbers.recv(64):
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the other process has just ended
                 os.kill(pid, number)
     return _number(server)
 
 
 def _end(code: int) -> int:
-    """The exit code; does not return if the other process was ended by a signal: so is this one."""
+    """The exit code. If a signal ended the other process, does not return: the same signal ends this process."""
     if code < 0:
         if -code in (signal.SIGKILL, signal.SIGSTOP):
             os.kill(os.getpid(), -code)

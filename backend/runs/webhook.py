@@ -22,7 +22,7 @@ from backend.runs.folder import Run
 
 WEBHOOK = "FOOTPLATE_WEBHOOK"  # environment variable
 SECONDS = 10.0
-LOOK_SECONDS = 2.0  # between two looks for alerts
+LOOK_SECONDS = 2.0  # between two checks for alerts
 
 
 def watch(folder: Path, offset: int, ended: threading.Event) -> None:

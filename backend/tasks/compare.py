@@ -130,7 +130,7 @@ def variants(case: Case) -> list[Variant]:
 
 
 def _distinct(case: Case) -> list[Variant]:
-    """As `variants`, before any rule is checked."""
+    """The same as `variants`, but with `unrelated` empty, since no rule is checked yet."""
     current = effective(case.spec)
     found: list[Variant] = []
     for name, patch in _lines(case):

@@ -142,7 +142,7 @@ def on_cpu(report: Report, here: Machine, base: Path, folder: Path) -> Report:
         patch["parallel.nvme_path"] = str(folder / SCRATCH)
 
     def case_of(spec: RunSpec) -> Case:
-        """Without sizes of the model: those of the small one are not known yet."""
+        """The case without sizes of the model, since those of the small model are not known yet."""
         case = build_case(spec, here, base)
         return replace(case, facts=replace(case.facts, shape=None, nvme_problem="", nvme_slow_reason=""))
 
@@ -155,8 +155,8 @@ def on_cpu(report: Report, here: Machine, base: Path, folder: Path) -> Report:
 
 
 def _longest(report: Report, here: Machine, ranks: int) -> int:
-    """Tokens of the longest sequence whose logits leave half of the memory free, with copies for the loss and its
-    gradient, of a pair of answers and of a batch."""
+    """Tokens of the longest sequence whose logits leave half of the memory free, counting a whole batch of pairs, and
+    copies of the logits for the loss and its gradient."""
     vocabulary = report.facts.tokenizer_size or 2**17
     copies = 4 * 2 * MAX_BATCH
     return max(64, int(0.5 * here.ram_free_bytes / ranks / (4 * copies * vocabulary)))

@@ -109,8 +109,8 @@ def _error_codes(case: Case) -> set[str]:
 
 
 def _fixes_of_errors(failed: Failed) -> tuple[Fix, ...]:
-    """The fixes of what the checks find now and the run failed with, without those after which the error is still
-    there. Other errors, such as those of a machine that is not the one the run was planned for, are left out."""
+    """The fixes of errors that the checks find now and that the run failed with, without fixes that leave the error.
+    Other errors, such as those of a machine that is not the one the run was planned for, are left out."""
     fixes = []
     for finding in filter(lambda finding: _is_about(failed, finding), _errors(failed.case)):
         useful = (f for f in finding.fixes if finding.code not in _error_codes(failed.changed(f.patch)))
@@ -166,7 +166,8 @@ def _less_device_memory(failed: Failed) -> Remedies:
 
 def _less_on_devices_of_run(failed: Failed, ratio: float, needed: int) -> list[Fix]:
     """Single changes that keep the training result and reduce the peak on devices like those of the run, which this
-    machine does not have. Where that cannot be estimated, without other strategies, which may shard less."""
+    machine does not have. If the peak cannot be estimated, changes of the strategy are left out, because another one
+    may shard less."""
     resolved, free = failed.run.resolved(), int(failed.run.estimate().get("capacity_bytes") or 0)
     device, ids = str(resolved.get("device", "")), resolved.get("device_ids")
     if device not in ("", "cpu") and ids and free and needed:

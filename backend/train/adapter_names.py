@@ -2,8 +2,8 @@
 
 peft 0.21 (utils/transformers_weight_conversion.py) renames the layers of an adapter at load as transformers renames
 those of a published checkpoint, also if the adapter already has the names of the model. Where a pattern matches these
-too, the new name belongs to no layer, and peft ignores the tensor with a warning: of laguna the shared experts, of
-inkling2_text the short convolutions.
+too, the new name belongs to no layer, and peft ignores the tensor with a warning: the shared experts of laguna, the
+short convolutions of inkling2_text.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ OWN_FOLDER = "/proc/self/cwd/"
 def note_best(state: TrainerState) -> None:
     """Before the checkpoint of this step is saved: note whether it or an earlier one is the best.
 
-    transformers 5.23 (trainer.py, _save_checkpoint) takes the step with the lowest eval loss of all, and keeps the best
-    checkpoint of before if that step has no checkpoint, because checkpoints are saved less often than evaluated.
+    transformers 5.23 (trainer.py, _save_checkpoint) takes the step with the lowest eval loss of all, and keeps the
+    previous best checkpoint if that step has no checkpoint, because checkpoints are saved less often than evaluated.
     """
     losses = {point["step"]: point["eval_loss"] for point in state.log_history if "eval_loss" in point}
     best = step_of(Path(state.best_model_checkpoint)) if state.best_model_checkpoint else None

@@ -217,7 +217,7 @@ class CheckpointCallback(TrainerCallback):
         self.stopped = 0  # 1 without, 2 with a checkpoint, as RunLog.stop_requested
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The engine has created its process groups."""
+        """Set the timeout of collectives, now that the engine has created its process groups."""
         self.group.limit_collectives()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

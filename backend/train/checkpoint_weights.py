@@ -116,8 +116,9 @@ def _weight_files(folder: Path) -> list[Path]:
 def _converted_groups(
     model: Any, stored: Mapping[str, Read], target: Mapping[str, Any]
 ) -> tuple[dict[tuple[str, tuple[str, ...]], Any], list[str]]:
-    """(The first tensor of the model and the stored names) -> the transform that makes tensors of the model of them, as
-    in transformers' `convert_and_load_state_dict_in_model`; and the stored names that belong to no tensor of the model.
+    """(The first tensor of the model and the stored names) -> the transform that makes tensors of the model from them,
+    as in transformers' `convert_and_load_state_dict_in_model`; and the stored names that belong to no tensor of the
+    model.
     """
     mapping, prefix = get_model_conversion_mapping(model), model.base_model_prefix
     renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
@@ -185,7 +186,7 @@ def _load_adapter(model: Any, adapter: str, folder: Path) -> None:
 
 def check_engine_names(model: Any, folder: Path) -> None:
     """Raise TrainError unless a checkpoint of DeepSpeed or FSDP has the tensors of `model`, before the engine wraps it:
-    of adapters, of a universal checkpoint and of FSDP's files the engines load what they find."""
+    the engines load whatever they find of adapters, universal checkpoints and FSDP's files."""
     stored, own = _engine_names(folder), {name for name in model.state_dict() if not _is_no_weight(name)}
     needed = own
     if hasattr(model, "peft_config"):  # frozen weights are not saved

@@ -53,7 +53,8 @@ def latest(run: Path, run_log: RunLog, from_scratch: bool = False) -> Path | Non
 
 def check_owner(run: Path, folder: Path) -> None:
     """Raise TrainError if another user can have written the checkpoint in `folder`. The modes of a checkpoint of this
-    run do not matter where those of the run's own folder, which is created with 0700, are not kept."""
+    run are not checked on a file system that does not keep modes, as the run's folder shows, which is created with
+    0700."""
     is_own = folder.parent == run / CHECKPOINTS
     modes_are_kept = not run.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     if problem := checkpoint_files.problem(folder, check_modes=modes_are_kept or not is_own):
@@ -125,7 +126,7 @@ def last_size(run: Path) -> tuple[int, int]:
 
 
 def mark_complete(folder: Path, options: Mapping[str, Any] | None = None) -> None:
-    """Mark the checkpoint as complete: all ranks have written their part. `options`: those that it was trained with."""
+    """Mark the checkpoint as complete, once all ranks have written their part. `options`: those of the training."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / COMPLETE)
     files = {path.relative_to(folder).as_posix(): resume_point.fingerprint(path) for path in paths}
     start = lock_file.read(folder.parent.parent).start

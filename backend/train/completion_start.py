@@ -20,8 +20,8 @@ Start = tuple[str, str]
 
 
 def difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> Start | None:
-    """How the last completion of a converted example begins in generation, and in training; None if the former is the
-    beginning of the latter, as text and as tokens, after which the loss begins; or where the template rewrites earlier
+    """How the last completion of a converted example begins in generation, and in training. None if training has the
+    same beginning, as text and as tokens, and the loss starts right after it, or if the template rewrites earlier
     turns. Raises UnsupportedConversation."""
     is_marked = "messages" in example
     template = chat.marked_template if is_marked else None
@@ -48,7 +48,7 @@ def kwargs_without_difference(chat: ChatTokenizer, example: Mapping[str, Any]) -
     for name in SWITCHES:
         for value in (False, True):
             switched = replace(chat, kwargs={**chat.kwargs, name: value})
-            with suppress(UnsupportedConversation):  # with this value
+            with suppress(UnsupportedConversation):  # the template may reject this value
                 if name in chat.input.variables and difference(switched, example) is None:
                     return {name: value}
     return None

@@ -234,8 +234,8 @@ def tokenizer_for(spec: RunSpec, tokenizer: Any, first: ConvertedExample) -> Tok
 def tokenize_longest(
     part: Part, to_columns: Tokenizer, workers: int, tick: Tick, path: Path | None, count: int
 ) -> tuple[Dataset, Counter[str]]:
-    """As `tokenize`, of about the `count` longest examples, the longest first. Their text decides which are tokenized;
-    examples that cannot be used are replaced by the next ones."""
+    """Same as `tokenize`, but of about the `count` longest examples only, the longest first. Their text decides which
+    are tokenized; examples that cannot be used are replaced by the next ones."""
     lengths = dict(sorted((number, len(str(example.value))) for number, example in part))
     ordered, taken = sorted(lengths, key=lengths.__getitem__, reverse=True), count
     while True:
@@ -396,9 +396,9 @@ def prepare_once(
     folder: Path,
     min_seconds: float = prepared.MIN_SECONDS,
 ) -> bool:
-    """Make `folder` with what `load` reads: from an earlier preparation of the same data, else by `prepare`, which is
-    cached for the next one if it takes `min_seconds`. Nothing is in it if `tick` returns False. Whether it is in the
-    cache now. Raises TrainError."""
+    """Create `folder` with what `load` reads: from the cache if the same data was prepared before, else with `prepare`,
+    whose result is cached if it took at least `min_seconds`. The folder is empty if `tick` returned False. Returns
+    whether the result is in the cache now. Raises TrainError."""
     began, lines = time.monotonic(), list[str]()
     key, states = _key(spec, tokenizer)
     if (known := prepared.take(key, folder)) is not None:

@@ -119,7 +119,8 @@ class ProcessGroup:
         return _largest(number, self._group)
 
     def agree_on_step(self, number: int) -> int:
-        """As agree, right after a training step: a rank that does not come within parallel.ddp_timeout is an error."""
+        """Same as `agree`, right after a training step: a rank that does not come within parallel.ddp_timeout is an
+        error."""
         return _largest(number, self._step_group)
 
     def gather(self, value: Any) -> list[Any]:
@@ -127,7 +128,7 @@ class ProcessGroup:
         return self._gathered(value, self._group)
 
     def gather_on_step(self, value: Any) -> list[Any]:
-        """As gather, right after a training step, within parallel.ddp_timeout."""
+        """Same as `gather`, right after a training step and within parallel.ddp_timeout."""
         return self._gathered(value, self._step_group)
 
     def _gathered(self, value: Any, group: Any) -> list[Any]:

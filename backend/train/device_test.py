@@ -28,8 +28,8 @@ from backend.train.run_log import RunLog
 TIMEOUT = 60.0  # seconds; a collective that takes longer is an error that names the rank
 SECONDS = 3.0  # of each measurement
 MIN_REPEATS = 3
-MESSAGES = 8  # on each link
-# Large enough that the device, not the start of a kernel or a message, decides the time.
+MESSAGES = 8  # timed on each link
+# Large enough that the device's speed decides the time, not the latency of a kernel or message.
 MATRIX = {"cpu": 768}, 8192
 MESSAGE_BYTES = {"cpu": 4 * 2**20}, 64 * 2**20
 

@@ -24,8 +24,8 @@ class EvalLossMixin:
     _sums: list[float]  # of the losses of this process's tokens, and their number
 
     def evaluation_loop(self: Any, *args: Any, metric_key_prefix: str = "eval", **more: Any) -> Any:
-        """The Trainer's, with the mean over all tokens, and over those of each of several datasets. Its loss has no
-        auxiliary loss of a router, which is computed for whole batches."""
+        """The Trainer's evaluation loop with the mean loss over all tokens and, of several datasets, over the tokens of
+        each. A router's auxiliary loss, which is computed for whole batches, is left out."""
         loaders = [self.get_eval_dataloader(part) if len(part) else None for part in self.eval_parts] or [args[0]]
         with_router_loss, self.aux_loss_enabled = getattr(self, "aux_loss_enabled", False), False
         outputs, sums = [], []

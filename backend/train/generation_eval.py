@@ -30,8 +30,8 @@ BEFORE = "before.json"  # in the run's folder: the outputs before training
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """`text` is what the model completes, `prompt` the last message of it for display, `reference` the text of the
-    tokens that it is trained to complete it with, as an output is decoded."""
+    """`text` is what the model completes, `prompt` the last message of it for display, `reference` the completion that
+    it is trained on, decoded like an output."""
 
     text: str
     prompt: str
@@ -75,8 +75,8 @@ class Generator:
         return cls(tokenizer, group, batch_size, longest, dtype, tensor_parallel_size)
 
     def generate(self, model: Any, prompts: Sequence[EvalPrompt], tick: Callable[[int, int], bool]) -> list[str]:
-        """The outputs in the order of `prompts`; the ranks share the work. Where `tick` ended it, the rest are ''.
-        `tick` counts tokens: an output that ends early counts as one of max_new_tokens."""
+        """The outputs in the order of `prompts`; the ranks share the work. If `tick` returns False, the remaining
+        outputs are ''. `tick` counts tokens: an output that ends early counts as one of max_new_tokens."""
         size, world = self.tensor_parallel_size, self.group.world
         mine = list(range(self.group.rank // size, len(prompts), world // size))
         mine.sort(key=lambda number: len(prompts[number].text))  # similar lengths in a batch: less padding
@@ -100,8 +100,8 @@ class Generator:
         return [gathered.get(number, "") for number in range(len(prompts))]
 
     def _count(self, tick: Callable[[int, int], bool], before: int, outputs: int, total: int, new: int) -> bool:
-        """Count the `new` tokens of each output of a batch. Whether to go on; ranks that generate together agree on
-        that after each batch only."""
+        """Count the `new` tokens of each output of a batch. Returns whether to continue; ranks that generate together
+        agree on that only after each batch."""
         return tick(before + new * outputs, total) or self.tensor_parallel_size > 1
 
     def _batch(self, model: Any, texts: list[str], count: Callable[[int], bool]) -> list[str]:

@@ -33,9 +33,9 @@ VOTE_SECONDS = 3.0  # between the time-outs of ranks that wait in the same colle
 
 
 class Files:
-    """As torch's store, for ranks that meet in a FileStore in `folder`: a small file for each key. It is overwritten in
-    place, for which a full disk has room. FileStore appends: after a record that a full disk cut off, every later call
-    waits forever for the rest of it. The files stay open, so that the folder can be renamed."""
+    """Replaces torch's store for ranks that meet in a FileStore in `folder`: a small file for each key. It is
+    overwritten in place, for which a full disk has room. FileStore appends: after a record that a full disk cut off,
+    every later call waits forever for the rest of it. The files stay open, so that the folder can be renamed."""
 
     SIZE = 256  # bytes; longer than every value
 

@@ -115,14 +115,14 @@ class Monitor:
             write_json(self.folder / MONITOR, self._measured)
 
     def add(self, point: Mapping[str, Any], step: int) -> dict[str, float]:
-        """Look at a logged point; returns what was measured since the last one, for the same point."""
+        """Check a logged point; returns what was measured since the last one, to be added to this point."""
         for alert in self._curves.add(point):
             self._report(alert, step)
         latest, self._latest = self._latest, {}
         return latest
 
     def end(self, step: int) -> None:
-        """Look at the whole training when it ends. Nothing is left to stop."""
+        """Check the whole training when it ends. Nothing is left to stop."""
         self.stops = False
         if self._measured:  # a run shorter than the first pause was never measured
             self._write()

@@ -146,7 +146,7 @@ def state_summary(optimizer: Any) -> dict[str, Any]:
     sizes: dict[int, int] = {}
     for tensor in _tensors([base.state, [group.get("state") for group in base.param_groups]]):
         sizes[id(tensor)] = tensor.numel() * tensor.element_size()
-    masters = getattr(inner, "param_idx2hp", {}).values()  # BAdam's
+    masters = getattr(inner, "param_idx2hp", {}).values()  # BAdam's master weights
     kind = type(inner)
     return {
         "class": f"{kind.__module__}.{kind.__name__}",

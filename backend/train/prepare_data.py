@@ -47,7 +47,7 @@ class Progress:
 
 
 def main() -> None:
-    """Prints a line for what is done; exit code 1 with a sentence on stderr."""
+    """Prepare the dataset and print the progress. On failure, exit with code 1 and a sentence on stderr."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     folder = Path(sys.argv[1])
     datasets.disable_progress_bars()

@@ -46,8 +46,8 @@ def trainer_arguments() -> dict[str, Any]:
 
 
 def callbacks(context: TrainContext) -> list[TrainerCallback]:
-    """The callback that records phases, during a rehearsal; for the end of the Trainer's callbacks, after the one that
-    completes checkpoints."""
+    """The callback that records the phases of a rehearsal. It must be the last callback, after the one that completes
+    checkpoints."""
     return [RehearsalCallback(context)] if is_rehearsal() else []
 
 

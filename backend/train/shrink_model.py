@@ -164,7 +164,7 @@ def _smaller(values: Values, factor: int, layers: int | None, multiple: int) -> 
 
 
 def _divide_kv_heads(values: Values, new: Values, factor: int, multiple: int) -> None:
-    """Key and value heads divide the attention heads; as many stay as many."""
+    """Key and value heads must divide the attention heads. If their numbers are equal, they stay equal."""
     heads, left = (next((v[name] for name in HEADS if _is_count(v.get(name))), 0) for v in (values, new))
     for name in KV_HEADS:
         if not _is_count(count := values.get(name)) or not left:

@@ -1,5 +1,5 @@
-"""What a chat template gets of a conversation: the keys of its turns that it reads, and tool calls in the form that it
-expects."""
+"""What a chat template receives of a conversation: the keys of its turns that it reads, and tool calls in the form that
+it expects."""
 
 from __future__ import annotations
 

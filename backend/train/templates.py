@@ -169,8 +169,8 @@ class ChatTokenizer:
         return found
 
     def special_tokens_in(self, value: Mapping[str, Any]) -> set[str]:
-        """The tokenizer's special tokens in the contents of a converted example's turns. As text of a user they would
-        still end a turn, or begin one."""
+        """The tokenizer's special tokens in the contents of a converted example's turns. Even in a user's text they
+        would end a turn or begin one."""
         known = self._special_tokens
         return {token for turn in turns_of(value) for token in known.findall(turn["content"])} if known else set()
 
@@ -310,7 +310,7 @@ class ChatTokenizer:
         if not self._is_plain:
             found: Encoding = self.tokenizer(text, add_special_tokens=False).encodings[0]
             return found
-        # As transformers does it, which takes half as long again to make its own result of it.
+        # The same as in transformers, which takes half as long again to build its own result object.
         backend = self.tokenizer.backend_tokenizer
         self.tokenizer.set_truncation_and_padding(
             PaddingStrategy.DO_NOT_PAD, TruncationStrategy.DO_NOT_TRUNCATE, 0, 0, None, None

@@ -41,7 +41,7 @@ MAX_PLACES = 50  # of each kind of problem
 NOTED = ("truncated", "dropped", "long", "identical", "endless")  # counts of an example that are problems of it
 MAX_STARTS = 200  # examples whose generation prompt is compared with their training text: it is rendered for that
 MAX_POSITIONS = 100_000  # training examples of which the unusable ones are listed; a check selects from them in 0.1 s
-BATCH = 16  # examples between two looks at the clock
+BATCH = 16  # examples between two readings of the clock
 REPORT_SECONDS = 0.5  # between two progress reports
 
 
@@ -85,8 +85,8 @@ class ExampleFacts:
     longest: int = 0  # of all examples that were tokenized
     longest_row: int = 0  # where it is
     counts: Counter[str] = field(default_factory=Counter)
-    start: tuple[str, str] | None = None  # of the first completion that generation begins in another way
-    start_kwargs: dict[str, bool] | None = None  # of the chat template, with which it does not
+    start: tuple[str, str] | None = None  # how the first such completion begins in generation and in training
+    start_kwargs: dict[str, bool] | None = None  # variables of the chat template with which both begin alike
     places: dict[str, list[int]] = field(default_factory=dict)  # kind of problem -> rows of the files that have it
     row: int = -1  # the row that was read last: 0 is the first of the training files
     seen: Seen = field(default_factory=Seen)

@@ -99,7 +99,7 @@ def _eval_save_logging(spec: RunSpec) -> dict[str, Any]:
         "prediction_loss_only": True,
         "save_strategy": spec.save.strategy,
         "save_steps": spec.save.steps,
-        "save_total_limit": None,  # CheckpointCallback deletes old ones, only once the newer one is complete
+        "save_total_limit": None,  # CheckpointCallback deletes old ones once a newer one is complete
         "save_only_model": spec.save.only_model,
         "load_best_model_at_end": spec.save.load_best_model_at_end,
         "metric_for_best_model": "eval_loss" if compares_evaluations else None,

@@ -60,7 +60,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 def pytest_sessionfinish():
-    close_all()  # also after an interruption
+    close_all()  # after an interruption, no teardown has done so
 
 
 @pytest.fixture

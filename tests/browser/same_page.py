@@ -13,7 +13,7 @@ from served import TIMEOUT
 from backend.runs.folder import Run
 
 SIZE = {"width": 1440, "height": 1000}
-FIRST_VISIT = "", "first-run"  # the target machine, which is this one, and the preset
+FIRST_VISIT = "", "first-run"  # target machine ('' is this one) and preset
 SETTLED = "() => document.querySelector('#fp-status')?.dataset.fresh === 'yes'"
 # The form's values; then what the Build view and the header show, without the digits: figures of this machine change.
 FORM = r"""() => {

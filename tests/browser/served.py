@@ -27,8 +27,8 @@ from playwright.sync_api import Browser, BrowserContext
 from backend.paths import HOME
 from backend.runs.folder import ALIVE, runs
 
-# Debian's Chromium without windows and without the services of a desktop browser, such as autofill, which examines each
-# field of a form again after each change: a page takes half of the CPU time.
+# Debian's Chromium without windows and without a desktop browser's services, such as autofill, which examines all
+# fields of a form after each change. A page takes half as much CPU time as in the full browser.
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium") or shutil.which("chromium-browser")
 # The list of suggestions below the address bar is a page of its own for each window, and takes a second of CPU time.
 # Chromium reads the last list only, so the others are those of playwright.

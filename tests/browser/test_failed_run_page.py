@@ -20,7 +20,7 @@ from failed_runs import ended, failed_run, planted_run
 
 ERROR = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader"
 TRAINING_TIMEOUT = 180_000  # ms; other tests use the same cores
-PROCESS_BYTES = 6_300_000_000  # between the needs of 32 and 64 examples, both measured
+PROCESS_BYTES = 6_300_000_000  # between what batches of 32 and of 64 examples need, both measured
 LARGE_BATCH = """
 model: {{builtin: tiny-llama}}
 data: {{source: files, files: [{data}], max_length: 1024}}

@@ -169,7 +169,7 @@ def test_the_list_groups_the_runs_of_a_sweep(without_runs, same_page):
     heading.click()
     expect(links).to_have_text(["alone"])
     page.reload()
-    expect(links).to_have_text(["alone"])  # this browser remembers it
+    expect(links).to_have_text(["alone"])  # the browser remembers that the sweep is folded
     page.locator(".fp-runs-fold").click()
     expect(links).to_have_count(3)
     page.set_viewport_size({"width": 1024, "height": 900})

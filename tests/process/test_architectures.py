@@ -433,7 +433,7 @@ def test_loss_of_the_trainer_is_that_of_the_model(kind: str) -> None:
         add_fused_lm_head(model)
         mask = torch.ones_like(ids)
         fused = model(input_ids=ids, labels=ids, attention_mask=mask, fused_lm_head=True).loss
-    # Rounding changes the loss of 7.6 in its sixth decimal; a missing layer by 2e-4 and more.
+    # The loss is about 7.6. Rounding changes its sixth decimal; a missing layer changes it by at least 2e-4.
     is_same = bool(abs(own - fused) < 1e-4)
     assert is_same is not UNTRAINABLE.get(kind, "").startswith("TRL")
 

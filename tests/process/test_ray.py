@@ -74,7 +74,7 @@ def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start, c
     """The losses of all steps, before and after the stop, are those of one process."""
     name = f"alone-{type(cluster).__name__}"
     alone = fork_server.train(root / name, make_spec({**FULL, "train.per_device_train_batch_size": 4}))
-    # The fork server's processes are on this host, and not in the networks of the real cluster's nodes.
+    # The fork server's processes run on this host, outside the networks of a real cluster's nodes.
     started = start(FULL, fork_server.python if isinstance(cluster, FakeCluster) else sys.executable)
     started.wait_for_step(2)
     run = started.run

@@ -29,7 +29,7 @@ from backend.registry import SEQUENCE_PARALLEL_TYPES
 
 COUNT = 200  # tokens of the sequence: more than the sliding window of the models
 NEUTRAL = {"scaling", "dropout", "is_causal", "position_ids", "output_router_logits", "use_cache", "output_attentions"}
-NEUTRAL |= {"sliding_window"}  # rule STR056 compares it with the length of the sequences
+NEUTRAL |= {"sliding_window"}  # for rule STR056, which compares it with the length of the sequences
 FULL = {"method.kind": "full", "save.final_model": False, "data.max_length": 128}
 SEQUENCE = {"parallel.strategy": "zero2", "parallel.sequence_parallel_size": 2, "launch.nproc_per_node": 2}
 KINDS = ("qwen3_moe", "deepseek_v3", "gpt_neox", "mixtral", "diffllama", "gpt2", "minicpm3", "glm4_moe_lite")

@@ -159,7 +159,7 @@ def test_a_folder_without_permissions_is_named_by_every_request(
     (open_folder / "queue").mkdir(mode=0o700)
     for path in (root, open_folder / "queue", closed.path, *closed.path.iterdir()):
         os.chown(path, 65534, 65534)
-    for path in (healthy.path, *healthy.path.iterdir()):  # of the user whom the process belongs to
+    for path in (healthy.path, *healthy.path.iterdir()):  # still belongs to root, but others may read it
         path.chmod(0o755)
     closed.path.chmod(0)
     os.seteuid(65534)

@@ -47,8 +47,8 @@ def shape(layers: int, hidden: int, inner: int, heads: int, kv: int, words: int,
     )
 
 
-# Peak resident memory of real runs of backend.train on a CPU, torch 2.13, three steps, one thread a process:
-# (model, options other than batch size 4 and 512 tokens, MiB). The last ones were not used to set a constant.
+# Peak resident memory of real runs of backend.train: a CPU, torch 2.13, three steps, one thread per process.
+# (model, options besides batch size 4 and 512 tokens, MiB). The estimate's constants were not fitted to the last ones.
 TINY, MID, BIG = (
     shape(4, 128, 352, 4, 2, 2048),
     shape(12, 768, 2048, 12, 4, 32_000),

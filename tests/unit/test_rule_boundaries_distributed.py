@@ -284,7 +284,7 @@ def test_fields_of_an_out_of_memory_finding_belong_to_the_largest_part() -> None
 def test_a_run_that_exceeds_the_free_memory_is_said_to_not_fit() -> None:
     peak = case({}, H100).estimate.device_bytes
     fits, exceeds = (finding("MEM002", {}, with_free(peak - less)) for less in (0, 1))
-    assert fits is not None and fits.message.startswith("The peak may reach")
+    assert fits is not None and fits.message.startswith("Peak memory may reach")
     assert exceeds is not None and exceeds.message.startswith("The run most likely does not fit")
 
 

@@ -493,7 +493,9 @@ def test_the_largest_part_is_the_sum_that_the_memory_card_shows() -> None:
     assert sizes[kind] > max(row.bytes for row in case.estimate.rows if row.where == "device")
 
 
-@pytest.mark.parametrize(("share", "words"), [(1.0, "The peak may reach"), (0.95, "The run most likely does not fit")])
+@pytest.mark.parametrize(
+    ("share", "words"), [(1.0, "Peak memory may reach"), (0.95, "The run most likely does not fit")]
+)
 def test_uncertain_memory_fit_says_what_is_likely(share: float, words: str) -> None:
     need = Case(RunSpec(), LAPTOP, DEMO).estimate.device_bytes
     found = check(RunSpec(), replace(LAPTOP, ram_free_bytes=round(need * share)), DEMO)

@@ -30,7 +30,7 @@ from webui.uploads import Uploads
 MACHINE_SECONDS = 5.0
 CHECKS_AT_ONCE = 4  # of the 40 threads of the server's endpoints
 MAX_KEYS = 500
-MAX_CURVES_READERS = 24  # a comparison has 20 runs
+MAX_CURVES_READERS = 24  # more than the 20 runs of a comparison
 
 
 class CachedMachine:
@@ -78,7 +78,7 @@ class IdempotencyKeys:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """One start at a time, also across several servers on the same folder."""
+        """Allow one start at a time, even if several servers use the same folder."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:

@@ -190,7 +190,8 @@ def parse_form(values: Mapping[str, Any]) -> tuple[RunSpec, list[Problem]]:
 
 
 def is_shown(spec: RunSpec, name: str) -> bool:
-    """Whether an option is visible; of one of several datasets, in its card. What is no option is."""
+    """Whether an option is visible; an option of one of several datasets, in the dataset's card. True for any other
+    name."""
     if (match := KEY.fullmatch(name)) and match[2] != "weight" and int(match[1]) < len(spec.data.datasets):
         spec, name = for_dataset(spec, int(match[1])), f"data.{match[2]}"
     option = by_name().get(name)

@@ -18,7 +18,7 @@ from webui.api.requests import DatasetRequest
 
 BARS = 40
 WORTH_SAYING = 0.05  # share of padding
-KINDS = {  # of problems, in the order in which people want to see them
+KINDS = {  # of problems, the most important first
     "unusable": "unusable",
     "dropped": "without a token to train on",
     "long": "longer than max_length",

@@ -36,7 +36,7 @@ def _option(name: str) -> Option:
 
 
 def _label(name: str) -> str:
-    """As `label` in form.js."""
+    """Same as `label` in form.js."""
     match = KEY.fullmatch(name)
     return f"{_option(name).label} of dataset {int(match[1]) + 1}" if match else _option(name).label
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from backend.data.compression import data_suffix
 from backend.data.reading import SUFFIXES
 
-MAX_ENTRIES = 200_000  # of a folder that are looked at: a second
+MAX_ENTRIES = 200_000  # of a folder that are read, which takes a second
 MAX_SHOWN = 100
 # A file system that does not respond keeps a thread each; the others must stay for other requests.
 LOOKING = threading.BoundedSemaphore(4)

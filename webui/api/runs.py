@@ -123,7 +123,8 @@ def start(state: State, body: StartRequest) -> Response:
     """Create a run from the values and start it. The same key, sent again, returns the same run."""
     if run_of_key(state, body.key) is None:
         spec, _ = parse_form(body.values)
-        run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)  # other starts need not wait too
+        # Before the lock, so that other starts do not wait for it.
+        run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)
     spec, _ = parse_form(body.values)
     after = predecessor(
         effective(spec), Path.cwd(), _find_run(state, body.after) if body.after else None, body.after_ok
@@ -205,7 +206,7 @@ def _everything(run: Run) -> dict[str, Any]:
 
 
 def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
-    """The changes after which a failed run can be started again, and what their peaks are about."""
+    """The changes after which a failed run can be started again, and what their peaks refer to."""
     found = remedies.find(run, state.machine.get(), Path.cwd())
     spec = presets.load(_spec_text(run)) if found.fixes else RunSpec()
     return {
@@ -216,8 +217,8 @@ def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
 
 
 def _place_in_queue(run: Run) -> dict[str, Any] | None:
-    """Whether a waiting run is held, whether it can be, which a job in a cluster's queue cannot here, and whether
-    another program uses its devices; None for other runs."""
+    """Whether a waiting run is held, whether it can be held (unlike a job in a cluster's queue), and whether another
+    program uses its devices; None for other runs."""
     if run.state != "queued":
         return None
     held = any(entry.held for entry in queue.entries() if entry.run == str(run.path))

@@ -62,12 +62,12 @@ def list_runs(state: State, have: str = "") -> Response:
 
 
 def _without_blanks(row: dict[str, Any]) -> dict[str, Any]:
-    """Half of the bytes of a list of thousands of runs."""
+    """The rows without blank values, which are half of the bytes of a list of thousands of runs."""
     return {key: value for key, value in row.items() if value or (value == 0 and value is not False)}
 
 
 def waiting_runs(state: AppState) -> list[dict[str, Any]]:
-    """The waiting runs in order. Those of another folder (not `here`) can only be looked at."""
+    """The waiting runs in order. Those of another folder (not `here`) can only be viewed."""
     found = []
     for entry in queue.entries():
         run = Run(Path(entry.run))

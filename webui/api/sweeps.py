@@ -47,7 +47,7 @@ def check(state: State, body: SweepRequest) -> dict[str, Any]:
 
 def start(state: State, body: SweepRequest) -> Response:
     """Queue all runs, if all of them can run. The same key, sent again, returns the same sweep."""
-    _check(state, body, INSPECTION_SECONDS)  # other starts need not wait too
+    _check(state, body, INSPECTION_SECONDS)  # before the lock, so that other starts do not wait for it
     with state.keys.lock():
         if found := run_of_key(state, body.key):
             part = sweeps.member(found.path)

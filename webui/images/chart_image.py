@@ -130,7 +130,7 @@ def all_events(
 
 
 def smoothed(x: Sequence[float], y: Sequence[float], weight: float) -> tuple[list[float], list[float]]:
-    """As `smoothed` in charts.js: a bias-corrected exponential moving average."""
+    """Same as `smoothed` in charts.js: a bias-corrected exponential moving average."""
     values = []
     mean = total = 0.0
     for value in y:
@@ -143,7 +143,7 @@ def smoothed(x: Sequence[float], y: Sequence[float], weight: float) -> tuple[lis
 def with_gaps(
     x: Sequence[float], y: Sequence[float], gaps: Sequence[tuple[float, float]]
 ) -> tuple[list[float], list[float]]:
-    """As `withGaps` in plot.js: an empty point in each gap, so that no line is drawn over it."""
+    """Same as `withGaps` in plot.js: an empty point in each gap, so that no line is drawn over it."""
     steps, values = list(x), list(y)
     for after, _ in gaps:
         if 0 < (i := bisect_right(steps, after)) < len(steps):

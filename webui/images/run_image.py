@@ -28,13 +28,13 @@ TRAIN, EVAL, RATE = "#1d4ed8", "#c2410c", "#15703a"
 PREFERENCE = (("reward_margin", "reward margin"), ("reward_accuracy", "reward accuracy"))
 MAX_POINTS = 5000
 MAX_LINE_LENGTH = 130
-# As --fp-run-1 to 20 in compare_runs.css.
+# Same as --fp-run-1 to --fp-run-20 in compare_runs.css.
 MANY_COLORS = (
     "#1d4ed8", "#c2410c", "#15803d", "#a21caf", "#0e7490", "#b91c1c", "#6d28d9", "#a16207", "#475569", "#be185d",
     "#6b9bff", "#f79a5b", "#5cc184", "#db8be8", "#45b8cf", "#f08080", "#a98bf0", "#d3ac3a", "#94a3b8", "#f07fb4",
 )  # fmt: skip
 MIN_POINTS_TO_SMOOTH = 20
-LIMIT = 1e300  # what is larger is drawn here: the width of an axis and sums of values must be finite too
+LIMIT = 1e300  # larger values are drawn here, so that sums and the width of an axis are finite too
 
 
 def draw(

@@ -14,7 +14,7 @@ from backend.resolve import ResolvedRun
 from backend.runs.follower import ClusterError
 from backend.runs.ray import address, request, token
 
-ACCELERATOR = "accelerator_type:"  # Ray's name of the resource for a type of GPU
+ACCELERATOR = "accelerator_type:"  # prefix of Ray's resources for types of GPUs
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from backend.resolve import ResolvedRun, resolve
 
 
 def cpus_of_gpus(run: ResolvedRun, machine: Machine) -> int:
-    """The CPUs that belong to the GPUs of the run on each node; without GPUs, all of a node."""
+    """The CPUs on each node in proportion to the GPUs that the run uses there, or all CPUs without GPUs."""
     share = run.nproc_per_node / len(machine.gpus) if run.device == "cuda" and machine.gpus else 1
     return max(1, int(machine.cores * min(1, share)))
 

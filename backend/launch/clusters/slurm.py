@@ -23,7 +23,8 @@ from backend.runs.follower import SAYS
 from backend.runs.slurm import INTERRUPTED
 
 SIGTERM_SECONDS = 300  # before the time limit; Slurm sends it up to a minute early
-# Of the environment in which the job is submitted. Others, secrets among them, would be kept in Slurm's own files.
+# Variables that a job gets from the environment of its submission. Slurm would store all others, including secrets, in
+# its own files.
 INHERITED = ("HOME", "PATH", "USER", "LANG", "XDG_CACHE_HOME", "FOOTPLATE_CACHE", "HF_HOME", "HF_HUB_CACHE")
 APPTAINER = ".sif"
 WAIT_SECONDS = 60  # for the other nodes after the first one has ended
@@ -87,7 +88,7 @@ def header(spec: RunSpec, run: ResolvedRun, machine: Machine, variables: Iterabl
 
 
 def cpus(spec: RunSpec, run: ResolvedRun, machine: Machine) -> int:
-    """CPUs of the job on each node: those that are set, else the share that belongs to its GPUs, or all of a node."""
+    """CPUs of the job on each node: those that are set, else in proportion to its GPUs, or all without GPUs."""
     return spec.slurm.cpus or cpus_of_gpus(run, machine)
 
 

@@ -64,8 +64,8 @@ class TrainFSDP(TrainEngine):
         reduce_dtype = torch.float32 if parallel.reduce_dtype == "fp32" else dtype
         policy: Any = MixedPrecisionPolicy if fsdp2 else MixedPrecision
         config.fsdp_plugin_args["mixed_precision_policy"] = policy(param_dtype=dtype, reduce_dtype=reduce_dtype)
-        # Set in the environment, transformers would leave the buffers of all ranks but 0 at zero, and still read the
-        # file on every rank.
+        # If this were "true", transformers would leave the buffers of all ranks but 0 at zero, and still read the file
+        # on every rank.
         os.environ[f"FSDP_{RANK0_LOADING.upper()}"] = "false"
         if not fsdp2:  # accelerate prefers its own default over what the Trainer passes on
             os.environ["FSDP_SHARDING_STRATEGY"] = config.fsdp_plugin_args["reshard_after_forward"].upper()

@@ -24,7 +24,7 @@ class TrainTensorParallel(TrainEngine):
         return found | self._process_group() | SYNC_EACH_BATCH if self.world_size > 1 else found
 
     def start(self, config: Any) -> None:
-        """Nothing starts by itself; a CPU must count as an accelerator."""
+        """Let accelerate treat a CPU as an accelerator; nothing else has to be started."""
         if self.run.device == "cpu":
             accelerate_fsdp_on_cpu.apply()
 

@@ -13,5 +13,5 @@ LIBRARY, SEEN_IN = "accelerate", "1.15.0"
 
 
 def apply() -> None:
-    """Let accelerate see no DeepSpeed there. Only for runs that do not use it."""
+    """Hide DeepSpeed from accelerate there. Only for runs that do not use DeepSpeed."""
     accelerate.utils.other.is_deepspeed_available = lambda: False

@@ -1,4 +1,4 @@
-"""accelerate does not send the weights of a model that has 4-bit weights from rank 0.
+"""accelerate does not broadcast the weights of a model with 4-bit weights from rank 0.
 
 utils/fsdp_utils.py, `fsdp2_prepare_model`: with bitsandbytes' Params4bit, cpu_ram_efficient_loading is ignored. Without
 the patch, every rank must read all weights and hold the quantized base model in host RAM, and a rank whose model is on
@@ -34,7 +34,7 @@ def apply() -> None:
             broadcast_from_rank0(module if isinstance(module, list | tuple) else [module], accelerator.device)
             return fully_shard(module, **options)
 
-        module_of_fsdp.fully_shard = broadcast_and_shard  # accelerate imports it from there in each call
+        module_of_fsdp.fully_shard = broadcast_and_shard  # each call of accelerate imports it from torch
         try:
             return fsdp_utils.fsdp2_prepare_model(accelerator, model)
         finally:

@@ -13,5 +13,5 @@ LIBRARY, SEEN_IN = "accelerate", "1.15.0"
 
 
 def apply() -> None:
-    """Let accelerate take a CPU for an accelerator. Only for CPU runs."""
+    """Let accelerate treat a CPU as an accelerator. Only for CPU runs."""
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU

@@ -2,7 +2,7 @@
 
 adam_mini.py, `__init__`: `head_numel = dim * dim // n_heads`. Models with a head_dim of their own (Qwen3, Gemma) have
 other heads. Without the patch their query and key weights are divided in the middle of heads, or the step fails because
-the division leaves a rest.
+the division leaves a remainder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A generation config in which a setting has no effect, such as a temperature without sampling, is loaded, not saved.
+"""transformers loads, but refuses to save, a generation config with a setting that has no effect.
 
 transformers/generation/configuration_utils.py, `save_pretrained`. Published models have such files. Without the patch a
 run ends with an error when it saves its first checkpoint.
