@@ -87,15 +87,20 @@ def small_config(kind: str, layers: int = 4) -> dict[str, Any]:
     return found if found is not text else {**found, **cut, "num_hidden_layers": layers} if depth else found
 
 
+def workers() -> set[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return {child for child in children if "backend.train.worker" in " ".join(child.cmdline())}
+
+
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleTables]:
+    before = workers()
     made = ModuleTables(tmp_path_factory.mktemp("cache"))
     yield made
     pid = made.pid
     made.close()
     assert process_ended(pid)
-    left = [c for c in psutil.Process().children(recursive=True) if "backend.train.worker" in " ".join(c.cmdline())]
-    assert not left
+    assert workers() <= before
 
 
 def process_ended(pid: int | None, seconds: float = 60) -> bool:
