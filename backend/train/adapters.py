@@ -5,7 +5,7 @@ Trainable parameters are fp32, except in pure bf16; frozen ones have the compute
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -100,16 +100,14 @@ def _target_modules(spec: RunSpec, model: nn.Module) -> str | list[str]:
         if isinstance(module, nn.Linear | Conv1D) or quantized.is_quantized(module)
     ]
     if spec.lora.targets == "attention":
-        # The last two parts of a name, because GPT-2, for one, has a c_proj outside of attention too.
-        attention = [
-            name.split(".") for name in linear if any("attn" in p or "attention" in p for p in name.split("."))
-        ]
+        attention = [name for name in linear if any("attn" in p or "attention" in p for p in name.split("."))]
         if not attention:
             raise TrainError(
                 f"lora.targets: {type(model).__name__} has no linear layers with attn or attention in their name. Set "
                 f"lora.targets to custom and lora.target_modules to some of {_suffixes(linear)}."
             )
-        return sorted({".".join(parts[-2:]) for parts in attention})
+        others = set(linear).difference(attention)
+        return sorted({_distinct_suffix(name, others) for name in attention})
     names = list(spec.lora.target_modules)
     stacked = registry.STACKED_EXPERTS.get(model.config.model_type, ())  # peft knows stacked experts by these names
     _require_known("lora.target_modules", names, [*linear, *stacked], model)
@@ -120,6 +118,14 @@ def _target_modules(spec: RunSpec, model: nn.Module) -> str | list[str]:
             "it, or add it to lora.modules_to_save."
         )
     return names
+
+
+def _distinct_suffix(name: str, others: Collection[str]) -> str:
+    """The end of a module's name that none of `others` has: at least two parts, because GPT-2, for one, has a c_proj
+    outside of attention too."""
+    parts = name.split(".")
+    suffixes = (".".join(parts[start:]) for start in range(max(0, len(parts) - 2), -1, -1))
+    return next((suffix for suffix in suffixes if not any(_matches(other, suffix) for other in others)), name)
 
 
 def _unfrozen_modules(spec: RunSpec, model: Any) -> Iterable[str]:

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from fork_server import ForkServer, write_run
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from training_runs import (
     REORDERING_TOLERANCE,
@@ -28,7 +29,7 @@ from training_runs import (
 from transformers import AutoModelForCausalLM
 from untrained_models import tokenizer, untrained_model
 
-from backend.train import data, device, kernels, lora, trainers
+from backend.train import adapters, data, device, kernels, lora, trainers
 
 # peft uses a deprecated transformers attribute; the trainer filters these warnings too.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -103,6 +104,16 @@ def test_initializations_that_change_the_base_weights(cache: Path, init: str, pr
     other_seed = up_proj_layer(untrained_model({"lora.init": init, "train.seed": 7}, precision))
     # Exact: the same decomposition of the same weights in one process. A tolerance would hide randomness of the seed.
     assert torch.equal(other_seed.base_layer.weight, residual), "a resumed run must have the same initialization"
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("git", "attention.output.dense"), ("gpt2", "attn.c_proj")])
+def test_attention_targets_are_layers_of_the_attention_only(kind: str, expected: str) -> None:
+    """Layers outside of it have the same last name, in git even the same last two."""
+    model = architectures.build(kind)
+    targets = adapters.lora_config(make_spec({"lora.targets": "attention"}), model).target_modules
+    assert expected in targets
+    adapted = get_peft_model(model, LoraConfig(target_modules=targets)).targeted_module_names
+    assert adapted and all("attn" in name or "attention" in name for name in adapted)
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal"])
