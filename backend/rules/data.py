@@ -435,9 +435,12 @@ def _none_usable(case: Case) -> Violation:
     which, longest = f"None of the {facts.num_checked:,} examples has a", "the longest example"
     if facts.num_checked == 1:
         which, longest = "The only example has no", "it"
-    length = counted(facts.longest_example, "token")
+    length, longer = counted(facts.longest_example, "token"), _longer(case)
+    if case.spec.train.stage == "reward" and min(facts.token_lengths) > limit:  # its pairs are never truncated
+        pairs = "The only pair is" if facts.num_checked == 1 else f"All {facts.num_checked:,} pairs are"
+        too_long = f"{pairs} longer than data.max_length ({limit:,} tokens); {longest} has {length}."
+        return Violation(too_long, longer, LIMIT)
     message = f"{which} trained token within data.max_length ({limit:,} tokens); {longest} has {length}."
-    longer = _longer(case)
     unweighted = "The first token of an example has no loss, and neither has a turn with a weight of 0."
     return Violation(message if longer else f"{message} {unweighted}", longer, LIMIT)
 

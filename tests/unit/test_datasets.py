@@ -350,6 +350,12 @@ def test_a_dataset_without_a_trained_token_is_named():
     found = [finding for finding in check(spec, LAPTOP, together) if finding.code == "DAT017"]
     assert [finding.fields for finding in found] == [("data.max_length",)]
     assert found[0].message.startswith("Dataset 2 (trains): None of the 40 examples has a trained token")
+    (found_of_pairs,) = (
+        finding
+        for finding in check(edit(RunSpec(), {"train.stage": "reward"}), LAPTOP, none)
+        if finding.code == "DAT017"
+    )
+    assert found_of_pairs.message.startswith("All 40 pairs are longer than data.max_length (512 tokens); the longest")
     assert not [
         each for each in check(spec, LAPTOP, replace(together, datasets=(facts, facts))) if each.code == "DAT017"
     ]
