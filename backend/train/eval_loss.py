@@ -1,8 +1,9 @@
-"""The validation loss of SFT and pretraining: the mean over the trained tokens of all validation examples.
+"""The validation loss, and that of each of several datasets.
 
-So it does not depend on the batch size, the number of processes and the strategy. transformers' Trainer computes the
-mean of the means of batches, in which a token of a short example counts more than one of a long example, and accelerate
-completes the last batches of the processes with the first examples, which then count twice.
+That of SFT and pretraining is the mean over the trained tokens of all validation examples, so it does not depend on the
+batch size, the number of processes and the strategy. transformers' Trainer computes the mean of the means of batches,
+in which a token of a short example counts more than one of a long example, and accelerate completes the last batches of
+the processes with the first examples, which then count twice. Preference stages keep the means of TRL.
 """
 
 from __future__ import annotations
@@ -17,35 +18,49 @@ from datasets import Dataset, concatenate_datasets
 from backend.train.templates import IGNORE_INDEX
 
 
-class EvalLossMixin:
-    """For trainers of next-token stages, whose loss is a mean over the trained tokens of a batch."""
+class EvalPartsMixin:
+    """For all trainers: several datasets are evaluated one after another."""
 
     eval_parts: Sequence[Dataset] = ()  # of several datasets, the validation examples of each
+
+    def evaluation_loop(self: Any, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **more: Any) -> Any:
+        """The Trainer's evaluation loop. Of several datasets, the metrics have the mean loss of each, too."""
+        loaders = {
+            number: self.get_eval_dataloader(part) for number, part in enumerate(self.eval_parts, 1) if len(part)
+        }
+        outputs, means = [], {}
+        for number, loader in (loaders or {0: dataloader}).items():
+            output, *means[number] = self._evaluated(loader, *args, metric_key_prefix=metric_key_prefix, **more)
+            outputs.append(output)
+        metrics = {name: value for output in outputs for name, value in output.metrics.items()}
+        of_each = {f"{metric_key_prefix}_loss_{number}": mean for number, (mean, count) in means.items() if count}
+        metrics |= of_each if loaders else {}
+        total = sum(count for _, count in means.values())
+        metrics[f"{metric_key_prefix}_loss"] = sum(mean * (count / total) for mean, count in means.values())
+        return outputs[-1]._replace(metrics=metrics, num_samples=sum(output.num_samples for output in outputs))
+
+    def _evaluated(self: Any, loader: Any, *args: Any, **more: Any) -> tuple[Any, float, float]:
+        """The Trainer's output for one dataset, its mean loss, and what this mean counts: the examples."""
+        output = super().evaluation_loop(loader, *args, **more)  # type: ignore[misc]
+        return output, output.metrics[f"{more['metric_key_prefix']}_loss"], output.num_samples
+
+
+class EvalLossMixin(EvalPartsMixin):
+    """For trainers of next-token stages, whose loss is a mean over the trained tokens of a batch."""
+
     _sums: list[float]  # of the losses of this process's tokens, and their number
 
-    def evaluation_loop(self: Any, *args: Any, metric_key_prefix: str = "eval", **more: Any) -> Any:
-        """The Trainer's evaluation loop with the mean loss over all tokens and, of several datasets, over the tokens of
-        each. A router's auxiliary loss, which is computed for whole batches, is left out."""
-        loaders = [self.get_eval_dataloader(part) if len(part) else None for part in self.eval_parts] or [args[0]]
+    def _evaluated(self: Any, loader: Any, *args: Any, **more: Any) -> tuple[Any, float, float]:
+        """Same, but with the mean over all tokens, and their number. A router's auxiliary loss, which is computed for
+        whole batches, is left out."""
         with_router_loss, self.aux_loss_enabled = getattr(self, "aux_loss_enabled", False), False
-        outputs, sums = [], []
+        self._sums = [0.0, 0.0]
         try:
-            for loader in loaders:
-                self._sums = [0.0, 0.0]
-                if loader is not None:
-                    outputs.append(
-                        super().evaluation_loop(loader, *args[1:], metric_key_prefix=metric_key_prefix, **more)  # type: ignore[misc]
-                    )
-                sums.append([sum(values) for values in zip(*gather_object([self._sums]), strict=True)])
+            output, _, _ = super()._evaluated(loader, *args, **more)
         finally:
             self.aux_loss_enabled = with_router_loss
-        metrics = {name: value for output in outputs for name, value in output.metrics.items()}
-        loss, count = (sum(values) for values in zip(*sums, strict=True))
-        metrics[f"{metric_key_prefix}_loss"] = loss / count
-        for number, (own, tokens) in enumerate(sums if self.eval_parts else (), 1):
-            if tokens:
-                metrics[f"{metric_key_prefix}_loss_{number}"] = own / tokens
-        return outputs[-1]._replace(metrics=metrics, num_samples=sum(output.num_samples for output in outputs))
+        loss, count = (sum(values) for values in zip(*gather_object([self._sums]), strict=True))
+        return output, loss / count if count else 0.0, count
 
     def prediction_step(self: Any, model: Any, inputs: Mapping[str, Any], *args: Any, **more: Any) -> Any:
         """Add the losses of the tokens of a batch."""
@@ -68,7 +83,7 @@ def completed(examples: Dataset, multiple: int) -> Dataset:
     return concatenate_datasets([examples, Dataset.from_list([unlabeled] * missing, features=examples.features)])
 
 
-def parts(examples: Dataset, sizes: Sequence[int], multiple: int) -> list[Dataset]:
+def parts(examples: Dataset, sizes: Sequence[int], multiple: int = 1) -> list[Dataset]:
     """The validation examples of each dataset, which follow each other in `examples`, each as `completed`."""
     bounds = pairwise(accumulate((0, *sizes)))
     rows = [range(start, end) if end > start else [] for start, end in bounds]  # datasets refuses a range after the end

@@ -151,8 +151,9 @@ def build_trainer(
             callbacks=callbacks,
             **trl_trainers.constructor_arguments(spec.train.stage, reference, prepared.train, validation),
         )
-    if eval_parts:
-        trainer.eval_parts = eval_parts
+    if validation is not None and not next_token:  # TRL may have added columns, such as those of the reference
+        eval_parts = eval_loss.parts(trainer.eval_dataset, prepared.validation_sizes)
+    trainer.eval_parts = eval_parts
     if next_token and not spec.train.use_unsloth:
         trl_token_mean.apply(trainer)
     if spec.train.torch_compile:

@@ -23,7 +23,7 @@ from backend.train.best_checkpoint import note_best
 from backend.train.checkpoint_weights import CheckpointWeightsMixin
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
-from backend.train.eval_loss import EvalLossMixin
+from backend.train.eval_loss import EvalLossMixin, EvalPartsMixin
 from backend.train.monitor import Monitor
 from backend.train.patches import trl_orpo_dataset
 from backend.train.skipped_steps import SkippedSteps
@@ -49,7 +49,7 @@ TRL: Mapping[str, TrlClasses] = {
 }
 
 
-class TrainerMixin(optimizers.OptimizerMixin, CheckpointWeightsMixin):
+class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsMixin):
     """Added to every trainer: LoRA+, fp8, complete checkpoints, own intervals after a resume, no step after the last
     one, no model cards."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fork_server import ForkServer
-from training_runs import REORDERING_TOLERANCE, log_text, make_spec, read_metrics
+from training_runs import REORDERING_TOLERANCE, log_text, make_spec, read_metrics, soak_except
 
 from backend.config import RunSpec
 from backend.config.options import edit, for_dataset
@@ -16,6 +16,7 @@ from backend.data import prepared
 from backend.train import data, model
 from backend.train.run_log import TrainError
 
+HALVES = {"validation": "split", "validation_split": 0.5}
 TWO_RANKS = {"parallel.strategy": "ddp", "launch.nproc_per_node": 2}
 
 
@@ -186,3 +187,30 @@ def test_the_eval_loss_of_each_dataset(folder: Path, tiny: Path, tmp_path: Path,
     assert one["eval_loss"] == pytest.approx(mean, rel=REORDERING_TOLERANCE)
     assert f"(dataset 1: {one['eval_loss_1']:.4g}" in log_text(tmp_path / "mixed")
     assert not fork_server.leftover_processes()
+
+
+@pytest.mark.parametrize("stage", soak_except(("dpo", "kto", "reward", "orpo"), ("orpo",)))
+def test_the_eval_loss_of_each_dataset_of_preferences(
+    folder: Path, tmp_path: Path, fork_server: ForkServer, stage: str
+) -> None:
+    """On two processes; each is that of a run with this dataset alone."""
+    (folder / "others.jsonl").write_text((folder / "pairs.jsonl").read_text().replace("It is", "Perhaps it is"))
+    changes = {
+        "eval.strategy": "steps", "eval.steps": 1, "train.max_steps": 1, "train.learning_rate": 1e-12,
+        "train.stage": stage, "eval.per_device_eval_batch_size": 2, "data.max_length": 64, **TWO_RANKS,
+    }  # fmt: skip
+    if stage not in ("dpo", "kto"):  # whose losses with an untrained adapter are constant
+        changes["method.kind"] = "full"
+    halves = {f"data.sources[{n}].{key}": value for n in (0, 1) for key, value in HALVES.items()}
+    mixed = spec_of(folder, "pairs", "others", **halves, **changes)
+
+    def evaluated(name: str, spec: RunSpec) -> dict[str, float]:
+        (point,) = [p for p in read_metrics(fork_server.train(tmp_path / name, spec, 2)) if "eval_loss" in p]
+        return {key: value for key, value in point.items() if key.startswith("eval_loss")}
+
+    alone = [evaluated(str(n), for_dataset(mixed, n))["eval_loss"] for n in (0, 1)]
+    found = evaluated("mixed", mixed)
+    assert [found["eval_loss_1"], found["eval_loss_2"]] == pytest.approx(alone, rel=REORDERING_TOLERANCE)
+    assert found["eval_loss"] == pytest.approx(sum(alone) / 2, rel=REORDERING_TOLERANCE)
+    if stage not in ("dpo", "kto"):
+        assert alone[0] != pytest.approx(alone[1], rel=5e-4)
