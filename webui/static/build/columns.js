@@ -9,7 +9,7 @@ const decides = (name) => /^data\.(sources?|files|format|\w+_column)$|^train\.st
 /** @type {Record<string, any>} */
 let values = {}; // of the form
 let dataset = 0; // of several
-let drawn = ""; // the values that decide of what is shown or requested
+let drawn = ""; // the values that determine what is shown or requested
 
 const box = () => $("#fp-columns");
 
@@ -65,7 +65,7 @@ async function change(column, use) {
 
 /** A button that leads to the menus, for findings about columns; null for other findings. */
 export function columnsLink({ code, fields }) {
-  const isUnknown = code === "DAT002" && fields.some((name) => /^data\.(.+\.)?format$/.test(name)); // of no format
+  const isUnknown = code === "DAT002" && fields.some((name) => /^data\.(.+\.)?format$/.test(name)); // the columns are of no format
   if (!isUnknown && !fields.some((name) => name.endsWith("_column"))) return null;
   const [, number = "0"] = fields.join(" ").match(/data\.sources\[(\d+)\]/) || [];
   const open = () => {
