@@ -121,7 +121,7 @@ def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start) -
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["time limit", "preemption"])
 def test_an_interrupted_job_saves_and_continues(how: str, start, cluster) -> None:  # type: ignore[no-untyped-def]
-    """The time limit asks the batch script, a preemption all processes of the nodes, DataLoader workers among them."""
+    """A time limit signals the batch script, a preemption all processes of the nodes, including DataLoader workers."""
     started = start({**LONG, "train.dataloader_num_workers": 1})
     run = started.run
     started.wait_for_step(3)
@@ -330,7 +330,7 @@ EVENTS = ("preemption", "requeue", "time limit", "controller", "followers killed
 
 @pytest.mark.soak
 def test_random_scheduler_events(root, fork_server, start, cluster) -> None:  # type: ignore[no-untyped-def]
-    """At random moments, also before training begins: no point is lost or counted twice, the losses are those of one
+    """At random moments, even before training begins: no point is lost or counted twice, the losses are those of one
     process, and only a user's stop ends the run. FOOTPLATE_FAULTS and FOOTPLATE_FAULT_SEED as in test_faults.py."""
     seed = int(os.environ.get("FOOTPLATE_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
     count = int(os.environ.get("FOOTPLATE_FAULTS", "6"))

@@ -65,7 +65,7 @@ async function change(column, use) {
 
 /** A button that leads to the menus, for findings about columns; null for other findings. */
 export function columnsLink({ code, fields }) {
-  const isUnknown = code === "DAT002" && fields.some((name) => /^data\.(.+\.)?format$/.test(name)); // the columns are of no format
+  const isUnknown = code === "DAT002" && fields.some((name) => /^data\.(.+\.)?format$/.test(name)); // of no format
   if (!isUnknown && !fields.some((name) => name.endsWith("_column"))) return null;
   const [, number = "0"] = fields.join(" ").match(/data\.sources\[(\d+)\]/) || [];
   const open = () => {
