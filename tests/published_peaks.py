@@ -17,7 +17,7 @@ from backend.rules.examples import gpus
 
 
 def shape(kind: str, layers: int, hidden: int, inner: int, heads: int, kv: int, words: int) -> ModelShape:
-    """A model with an output layer of its own."""
+    """A model whose output layer is not tied to the embeddings."""
     return from_config(
         {
             "model_type": kind,

@@ -85,7 +85,7 @@ REPORT = """
     <p class="fp-status-text">Checking</p>
     <p class="fp-status-more"></p>
     <p class="fp-status-examples" aria-live="off"></p>
-    <p class="fp-status-slow" hidden>This report is of earlier values. The last edit is being checked.</p>
+    <p class="fp-status-slow" hidden>This report is about earlier values. The last edit is being checked.</p>
     <button type="button" class="fp-button" id="fp-fix-all" hidden>Apply all fixes</button>
     <button type="button" class="fp-button" id="fp-try" hidden
       title="A rehearsal, not the run: two steps on the longest examples, a crash, a resume and the saved model. \

@@ -261,9 +261,9 @@ def lora_on_every_expert(case: Case) -> str | None:
 def lora_on_unsupported_layers(case: Case) -> Violation | None:
     """An adapter adds its output to the output of a linear layer. Mamba layers read the weights of out_proj and dt_proj
     without calling these layers, and routers that are linear layers return several tensors. PEFT raises an error, or
-    the adapter has no effect. Other layers get a name that the model does not have when PEFT loads the trained adapter,
-    so PEFT ignores their adapters. PEFT takes an attention layer with the name of an expert projection, such as
-    gate_proj, for the experts. lora.targets: all-linear and attention include these layers."""
+    the adapter has no effect. When PEFT loads the trained adapter, it gives some other layers names that the model does
+    not have, and ignores their adapters. PEFT mistakes an attention layer with the name of an expert projection, such
+    as gate_proj, for the experts. lora.targets: all-linear and attention include these layers."""
     lora = case.spec.lora
     if not _uses_lora(case):
         return None
@@ -325,9 +325,9 @@ def lora_on_missing_attention(case: Case) -> str | None:
     passes_on=Example(facts=replace(DEMO, shape=replace(MOE, layer=(ATTENTION,)))),
 )
 def lora_leaves_out_linear_layers(case: Case) -> str | None:
-    """In a mixture of experts, PEFT takes names such as gate_proj for the stacked experts. Dense MLPs, shared experts
-    and gates with these names get no adapter and stay as in the base model, and so do stacked experts of which PEFT
-    does not know the names."""
+    """In a mixture of experts, PEFT takes names such as gate_proj for names of the stacked experts. Dense MLPs, shared
+    experts and gates with these names get no adapter and stay as in the base model, and so do stacked experts whose
+    names PEFT does not know."""
     if not _uses_lora(case) or case.spec.lora.targets != "all-linear" or case.shape is None:
         return None
     without = [

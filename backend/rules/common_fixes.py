@@ -20,7 +20,7 @@ ATTENTION_ONLY = Fix(
 )
 BF16 = Fix("Use bf16", {"precision.compute": "bf16"}, safe=False, cost="7 mantissa bits; fp16 has 10, fp32 has 23")
 OTHER_TEMPLATE = Fix(
-    "Use the ChatML template", {"data.chat_template": "chatml"}, False, "another chat format than the model's own"
+    "Use the ChatML template", {"data.chat_template": "chatml"}, False, "a chat format different from the model's own"
 )
 NO_PACKING = Fix(
     "Disable packing", {"data.packing": False}, safe=False, cost="more padding tokens; fewer tokens in each step"

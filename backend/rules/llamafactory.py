@@ -106,7 +106,7 @@ def llamafactory_strategy(case: Case) -> str | None:
     passes_on=Example(WITH, TWO_H100, READABLE),
 )
 def llamafactory_data(case: Case) -> str | None:
-    """LLaMA-Factory reads conversations, instructions and plain text as they are. Of preferences, it reads one chosen
+    """LLaMA-Factory reads conversations, instructions and plain text as they are. For preferences, it reads one chosen
     and one rejected turn after a conversation. It reads no compressed files and no .tsv files."""
     made = _export(case)
     if not made:

@@ -185,7 +185,7 @@ def _missing_modules(case: Case, option: str, unknown: list[str]) -> str:
 )
 def tied_embeddings_in_modules_to_save(case: Case) -> Violation | None:
     """The input embeddings and the output layer of this model are one tied weight. PEFT trains a copy for one of the
-    two, and the other one keeps the base weight. A merged model is right, but has both weights, with
+    two, and the other one keeps the base weight. A merged model computes the same logits, but has both weights, with
     tie_word_embeddings off: it is larger by one embedding matrix."""
     tied = _tied_modules(case)
     if not tied:

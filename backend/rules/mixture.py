@@ -31,7 +31,7 @@ def far_too_long_epoch(case: Case) -> Violation | None:
     counts = case.facts.mixture(case.spec.data, sizes)
     if not is_absurd(sizes, counts):
         return None
-    message = f"An epoch would repeat {sum(sizes):,} examples to {sum(counts):,}. Set more similar weights."
+    message = f"An epoch would have {sum(counts):,} examples, repeated from {sum(sizes):,}. Set more similar weights."
     until_first = Fix(
         "Stop at the first exhausted", {"data.mixing": "interleave_first_exhausted"}, False, "a shorter epoch"
     )

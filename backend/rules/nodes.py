@@ -134,7 +134,7 @@ def master_port_in_use(case: Case) -> Violation | None:
 @warning(
     "NOD016",
     fields=("launch.rendezvous",),
-    title="The elastic rendezvous lets whoever reaches its port run code",
+    title="Anyone who reaches the port of the elastic rendezvous can run code",
     source="torch 2.13 elastic/rendezvous/dynamic_rendezvous.py: unpickles what is in the TCPStore, which has no "
     "authentication and listens on all interfaces",
     fixes=(STATIC,),

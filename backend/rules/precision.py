@@ -242,7 +242,7 @@ def torch_compile_enables_tf32(case: Case) -> str | None:
 )
 def tf32_needs_ampere(case: Case) -> str | None:
     """TF32 multiplies fp32 matrices with a 10-bit mantissa on the tensor cores of NVIDIA GPUs from Ampere on.
-    transformers refuses tf32 on all other devices, also on AMD GPUs, some of which have TF32 through
+    transformers refuses tf32 on all other devices, including AMD GPUs, some of which have TF32 through
     hipBLASLt."""
     row = registry.PRECISIONS["tf32"] if case.spec.precision.compute == "tf32" else None
     return unsupported_capability(case, row, any_vendor=False)

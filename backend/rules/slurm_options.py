@@ -65,7 +65,7 @@ def _errors(case: Case, value: str) -> str:
 
 
 def _open_mode(case: Case, value: str) -> str:
-    return "" if value == "append" else "a job that comes back deletes the log of what it did before"
+    return "" if value == "append" else "a requeued job deletes its earlier log"
 
 
 def _export(case: Case, value: str) -> str:
@@ -104,7 +104,7 @@ BREAKING: Mapping[str, Reason] = {
 }  # fmt: skip
 
 REMARKS = {
-    "dependency": "the run waits for these jobs, and stays queued if they can never be satisfied",
+    "dependency": "the run waits for these jobs, and stays queued if the dependency can never be satisfied",
     "wrap": "sbatch ignores it in a batch script, so the command would not run; slurm.setup has commands",
 }
 
@@ -153,7 +153,7 @@ def _fixes(case: Case, options: list[SbatchOption]) -> tuple[Fix, ...]:
     for option in options:
         patch |= _option_patch(option)
     moved = (Fix("Move these values to Footplate's own options", patch, safe=False),) if patch != removed else ()
-    return (*moved, Fix("Remove these sbatch options", removed, safe=False, cost="the job no longer has what they set"))
+    return (*moved, Fix("Remove these sbatch options", removed, safe=False, cost="their settings are lost"))
 
 
 @error(

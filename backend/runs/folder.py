@@ -520,7 +520,7 @@ class Run:
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
         if job := follower.unended(self.path):
-            return f"Lost{at}: {KILLED} Its job {job} may go on; Resume follows it again, or starts another."
+            return f"Lost{at}: {KILLED} Its job {job} may continue; Resume follows it again, or starts another one."
         return f"Lost{at}: {KILLED} {resume}"
 
     def _disk_problem(self) -> str:

@@ -144,7 +144,7 @@ class Node:
             return 0
         if how == BROKEN and self.failures() > int(os.environ[ATTEMPTS]):
             return 1
-        _say("The pods of the run come back for the next attempt.")
+        _say("The pods of the run are replaced for the next attempt.")
         return COMES_BACK
 
     # -- output --------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not Path(given.folder, SPEC).is_file() or not os.access(given.folder, os.W_OK):
         where = Path(given.folder).resolve()
         _say(
-            f"The pod cannot read the run's folder {where}, or not write to it. It must be in one of "
+            f"The pod lacks read or write access to the run's folder {where}. It must be in one of "
             "kubernetes.volumes, under the same path as where the run was started, and belong to the user of the pod."
         )
         return 1

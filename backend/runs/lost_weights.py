@@ -74,7 +74,7 @@ def _resumed(run: Run) -> tuple[str, str] | None:
         return None
     if not lost[0]:
         return "was resumed from a checkpoint of another run", "Start it again."
-    return f"was resumed after step {lost[0]:,}", f"Start it again, or from checkpoint-{lost[0]} if it still exists."
+    return f"was resumed after step {lost[0]:,}", f"Start it again, from checkpoint-{lost[0]} if that still exists."
 
 
 def _loaded_best_model(run: Run) -> tuple[str, str] | None:

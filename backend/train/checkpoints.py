@@ -91,7 +91,7 @@ def _set_aside(folder: Path) -> None:
         folder.rename(target)
     except OSError as error:
         raise TrainError(
-            f"{folder.absolute()} cannot be used, and not be renamed ({error.strerror}). Move it away."
+            f"{folder.absolute()} cannot be used, and cannot be renamed ({error.strerror}). Move it away."
         ) from error
 
 

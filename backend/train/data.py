@@ -343,7 +343,8 @@ def _mixture(spec: RunSpec, found: Sequence[Dataset], info: Callable[[str], None
     sizes, weights = [*map(len, found)], [source.weight for source in spec.data.datasets]
     if is_absurd(sizes, counts := mixed_counts(sizes, weights, spec.data.mixing)):
         raise TrainError(
-            f"data.weight: an epoch would repeat {sum(sizes):,} examples to {sum(counts):,}. Set more similar weights."
+            f"data.weight: an epoch would have {sum(counts):,} examples, repeated from {sum(sizes):,}. Set more "
+            "similar weights."
         )
     chosen = mixed(sizes, weights, spec.data.mixing, spec.train.seed, shuffles=spec.train.stage == "kto")
     what = "sequence" if spec.train.stage == "pretraining" else "example"

@@ -98,7 +98,7 @@ class RunLog:
             self.flush()
         except OSError as error:
             if not waiting:
-                self.info(f"{METRICS} cannot be written ({error.strerror}). Training continues, and it is tried again.")
+                self.info(f"{METRICS} cannot be written ({error.strerror}). Training continues, and tries again.")
 
     def flush(self) -> None:
         """Write the metrics for which the disk had no room. Raises OSError."""

@@ -216,7 +216,7 @@ def write(spec: RunSpec, folder: Path, parameters: int, multiple: int, layers: i
     source = model.locate(spec, lambda text, fraction: log.progress("shrinking", text, fraction))
     if spec.model.trust_remote_code:
         raise TrainError(
-            "model.trust_remote_code: a model with code of its own cannot be rehearsed with a small model. Turn it off "
+            "model.trust_remote_code: a model with custom code cannot be rehearsed with a small model. Turn it off "
             "if transformers knows the architecture, or rehearse on the planned machine itself."
         )
     try:
@@ -239,9 +239,9 @@ def main() -> None:
     """Write the small model of the run in the working directory."""
     parser = argparse.ArgumentParser(prog="python -m backend.train.shrink_model", description="Write a small model.")
     parser.add_argument("folder", type=Path, help="where to write it")
-    parser.add_argument("--parameters", type=int, default=200_000_000, help="at most so many (default: 200,000,000)")
+    parser.add_argument("--parameters", type=int, default=200_000_000, help="maximum (default: 200,000,000)")
     parser.add_argument("--multiple", type=int, default=1, help="keep numbers of heads divisible by this (default: 1)")
-    parser.add_argument("--layers", type=int, default=2, help="at least so many (default: 2)")
+    parser.add_argument("--layers", type=int, default=2, help="minimum (default: 2)")
     given = parser.parse_args()
     sys.excepthook = exit.print_error
     run, started = Path.cwd(), (Path.cwd() / LOCK).stat().st_mtime

@@ -32,7 +32,7 @@ def browser_of_all():
 
 @cache
 def server_of_all():
-    """It has a home of huggingface_hub and a Hub of its own."""
+    """It has its own HF_HOME and its own stand-in for the Hub."""
     folder = Path(OPENED.enter_context(TemporaryDirectory(prefix="footplate-tests-")))
     address = OPENED.enter_context(fake_hub())
     hub = {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": address, "HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}

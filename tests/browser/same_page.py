@@ -1,4 +1,4 @@
-"""One page for many tests: a load of the page takes seconds, and bringing it back to its first state a tenth of one.
+"""One page for many tests: loading it takes seconds, and resetting it a tenth of a second.
 
 What a test changes is undone in the page. Then what the Build view shows is compared with what a page that was just
 loaded has shown; if it differs, the page is loaded again, without what the browser has stored.
@@ -75,7 +75,7 @@ class SamePage:
         self.first_states: dict[tuple[str, str], list[str]] = {}  # of a machine and a preset: values, what is shown
 
     def begin(self) -> Page:
-        """The page for the next test, without what the one before has routed, opened, resized or notified."""
+        """The page for the next test, without routes, other pages, window size and notifications of the last one."""
         self.errors.clear()
         self.context.clear_cookies()
         self.page.unroute_all(behavior="ignoreErrors")
@@ -106,7 +106,7 @@ class SamePage:
         self.first_states[wanted] = self.page.evaluate(FORM)
 
     def leave(self) -> None:
-        """The next test begins with another load of the page: the list of runs and others keep their state."""
+        """Load the page again for the next test, since the list of runs and other views keep their state."""
         self.page.evaluate("() => { delete window.firstState; }")
 
     def _load(self) -> None:

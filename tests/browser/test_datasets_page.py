@@ -52,7 +52,7 @@ def test_a_dataset_is_added_described_and_removed(page, tmp_path):
     expect(card_field(page, 1, "builtin")).to_be_hidden()
     expect(card_field(page, 1, "prompt_column")).to_be_hidden()
 
-    # What is wrong with it is said at its own field, to which the finding leads.
+    # An error of this dataset is shown at its own field, to which the finding leads.
     card_field(page, 1, "files").fill("nowhere.jsonl")
     expect(page.locator("#data-sources-1-files")).to_have_attribute("data-level", "error")
     expect(page.locator("#data-files")).not_to_have_attribute("data-level", "error")
@@ -185,7 +185,7 @@ def test_files_whose_dataset_was_removed_meanwhile_change_no_other(page, shared)
     page.unroute("**/api/uploads?**")
     expect(page.locator("#fp-toasts")).to_contain_text("its dataset changed meanwhile: choose it in Uploaded files.")
     assert sources(page)[1:] == [third]
-    # That of a dataset that has another number now is its own.
+    # A dataset whose number has changed still gets its file.
     add.click()
     page.route("**/api/uploads?**", lambda route: route.abort())
     drop(page, ".fp-dataset:last-of-type h4", "last.jsonl", f"{json.dumps(ROW)}\n" * 31)

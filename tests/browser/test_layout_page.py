@@ -101,7 +101,7 @@ def test_a_report_of_earlier_values_says_so_while_the_check_takes_long(page):
     expect(note).to_be_hidden()
     page.route("**/api/check", lambda route: held.append(route))
     page.locator("#train-learning_rate input").fill("0.0007")
-    expect(note).to_have_text("This report is of earlier values. The last edit is being checked.")
+    expect(note).to_have_text("This report is about earlier values. The last edit is being checked.")
     expect(note).to_be_visible()
     for route in held:
         route.continue_()

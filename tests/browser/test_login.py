@@ -66,7 +66,7 @@ def test_password_and_logout(page, tmp_path, password_file):
 
 @pytest.mark.soak
 def test_a_wrong_password_a_hundred_times(page, tmp_path, password_file):
-    """Few attempts are judged, the right password has to wait too, and it works afterwards."""
+    """Few attempts are checked; the right password has to wait too, and works afterwards."""
     with serving(tmp_path / "runs", login=True, FOOTPLATE_PASSWORD_FILE=password_file) as server:
         page.goto(server.url)
         answers = []

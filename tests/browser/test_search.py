@@ -101,7 +101,7 @@ def test_a_result_opens_its_section_and_the_rarely_used_options(page):
 
 
 def test_a_click_on_a_result_counts_when_the_view_can_have_the_focus(page):
-    """After the link "Skip to content", a press of the mouse moved the focus to the view, which closed the list."""
+    """After the link "Skip to content", pressing the mouse moved the focus to the view, which closed the list."""
     page.locator("#fp-skip").press("Enter")
     expect(page.locator("#fp-build")).to_be_focused()
     results(page, "eval_strategy")

@@ -109,14 +109,14 @@ def test_the_card_says_what_would_start(build):
 
 
 def test_a_late_answer_about_other_values_starts_nothing(build):
-    """The answer for the values before an edit arrives just after the edit, before the next question is asked."""
+    """The response for the values before an edit arrives just after the edit, before the next request is sent."""
     page, held = build, []
     page.route("**/api/sweeps/check", lambda route: held.append(route))
     card = enter(page, "1e-4, 1e-3", "2")
     expect(card.get_by_role("button", name="Start runs")).to_be_disabled()
     while not held:
         page.wait_for_timeout(20)
-    page.wait_for_timeout(600)  # longer than the pause before a check: nothing else is asked
+    page.wait_for_timeout(600)  # longer than the pause before a check: no other request is sent
     last = held.pop()
     card.get_by_label("Values of Learning rate").evaluate(
         """(field) => { field.value = "1e-4..1e-3"; field.dispatchEvent(new Event("input", { bubbles: true })); }"""
@@ -147,7 +147,8 @@ def test_a_sweep_from_the_page(server, new_page, tmp_path):
 
 
 def test_the_list_groups_the_runs_of_a_sweep(without_runs, same_page):
-    """And shows what differs first, also where the end of a name is cut. A run without a sweep stays by itself."""
+    """It shows what differs first, so that it stays visible where the end of a name is cut. A run without a sweep stays
+    by itself."""
     server, page = without_runs, same_page.page
     page.set_viewport_size({"width": 390, "height": 900})
     base = "smollm2-135m-instruct LoRA on a long name of a data set"

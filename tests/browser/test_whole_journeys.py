@@ -104,7 +104,7 @@ def test_keyboard_only_from_the_first_page_to_the_result(same_page, shared):
 
 @pytest.mark.soak  # tests/process/test_trained_model.py executes the code, too
 def test_own_model_and_data_to_code_that_is_executed(page, server, tmp_path):
-    """A model in a folder and a JSONL file of one's own; the code on the run's page generates with the result."""
+    """Your own model folder and JSONL file; the code on the run's page generates with the result."""
     data = tmp_path / "own.jsonl"
     lines = [{"prompt": f"When does train {i} leave?", "completion": f"At {i % 24}:15."} for i in range(60)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))

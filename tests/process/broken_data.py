@@ -58,7 +58,7 @@ STAGES = {"pairs": "dpo", "labels": "kto"}  # of the other formats: sft
 
 @dataclass(frozen=True)
 class Breakage:
-    """One way to break a data file, and what must come of it.
+    """One way to break a data file, and the expected result.
 
     `line` is the line that the message names, in a file of COUNT examples: 0 is the whole file, -1 the line of the
     broken example. `run_words` are words of the run's own error where it differs.

@@ -159,7 +159,7 @@ class FakeKubernetes:
             self.jobs[name]["spec"]["suspend"] = suspended
 
     def delete_job(self, name: str) -> None:
-        """As `kubectl delete job` does."""
+        """Same as `kubectl delete job`."""
         with self.lock:
             self.jobs[name]["metadata"]["deletionTimestamp"] = "now"
 
@@ -176,7 +176,7 @@ class FakeKubernetes:
             time.sleep(0.1)
 
     def _step(self, name: str) -> None:
-        """Bring the pods of a job closer to what it asks for."""
+        """Bring the pods of a job closer to what it requests."""
         job, pods = self.jobs[name], self.pods.setdefault(name, [])
         for pod in pods:
             if time.monotonic() > pod.killed_at:

@@ -87,7 +87,7 @@ class FakeCluster(RayCluster):
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def state(self, **changes: Any) -> None:
-        """Change what the stand-in's nodes are like."""
+        """Change the stand-in's nodes."""
         file = self.folder / "state.json"
         known = json.loads(file.read_text()) if file.exists() else {}
         new = self.folder / "state.new"

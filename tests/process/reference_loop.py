@@ -37,7 +37,7 @@ class Tokens:
 
     @property
     def trained_count(self) -> int:
-        """Number of trained tokens. Nothing comes before the first token, so it is never one of them."""
+        """Number of trained tokens. Nothing predicts the first token, so it is never one of them."""
         return sum(self.trained[1:])
 
     def truncated(self, length: int) -> Tokens:

@@ -183,7 +183,7 @@ def outcome(cell: Cell, models: Models, machine: Machine, fork_server: ForkServe
 
 
 def silent_problem(cell: Cell, models: Models) -> str:
-    """What is wrong with a run that ended well: what it trained is not what was requested."""
+    """Why a run that succeeded did not train what was requested; '' if it did."""
     model = _built(models.kind, ODD if cell.odd else EVEN)
     if not is_causal(model):
         return ENCODER
@@ -301,7 +301,7 @@ def test_packing_is_allowed_where_sequences_are_isolated(kind: str) -> None:
     assert isolated is (kind in PACKING_ISOLATED)
 
 
-# What transformers asks for once causal_conv1d is there, in a process of its own: it looks when a model is imported.
+# What transformers needs in addition to causal_conv1d. In a separate process: it checks when a model is imported.
 MORE_PACKAGES = """
 import json, re, sys, types
 from torch.nn.functional import conv1d
@@ -390,7 +390,7 @@ def test_modules_without_gradient_are_known(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", soak_except(model_types(), (*TRIED, "jamba")))
 def test_adapters_get_a_gradient(kind: str) -> None:
-    """Of the layers that all-linear adapts, without those of rule ADP010."""
+    """All layers that all-linear adapts, except those of rule ADP010."""
     try:
         model = build(kind)
         refused = describe(model.config.to_dict())

@@ -82,7 +82,7 @@ def test_concurrent_logins_are_counted_one_by_one(server):
 
 
 def test_body_with_two_lengths_is_not_read(server):
-    """A small content-length passes the limit, and the chunks after it would count: 600 MB were accepted so."""
+    """A small content-length passes the limit, but the chunks after it would be read: 600 MB were accepted that way."""
     process, port, _ = server
     before, sent = rss_bytes(process), 0
     chunk = b"%x\r\n%s\r\n" % (2**20, b"x" * 2**20)
@@ -134,7 +134,7 @@ def many_files():
 
 
 def test_connections_without_a_login_do_not_keep_the_user_out(server, many_files):
-    """1,500 connections from the user's own address: at most 400 are open, a page that was open goes on, and a new one
+    """1,500 connections from the user's own address: at most 400 are open, an open page keeps working, and a new one
     opens. With 1,500, the user got status 503, and the server wrote megabytes of errors."""
     process, port, token = server
     cookie = request(port, "GET", f"/?token={token}")[1]["set-cookie"].partition(";")[0]

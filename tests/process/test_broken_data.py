@@ -30,7 +30,7 @@ from backend.train.data import PreparedData, prepare
 from backend.train.run_log import TrainError
 
 DEEP = [name for name, case in BREAKAGES.items() if case.example]
-# Not in `make soak` only. Plain text and errors of the reader are quick to check.
+# In `make test` too: plain text and errors of the reader are quick to check.
 QUICK = {
     "text is null",
     "text of whitespace",

@@ -94,7 +94,7 @@ def test_reasoning_is_trained_where_the_template_has_it(tokenizer: Any, name: st
 
 
 def test_what_the_template_does_not_read_is_counted(tokenizer: Any) -> None:
-    """With its name; ids, sources and the like are not. Reasoning may be read and left out all the same."""
+    """By name, except ids, sources and the like. A template may read reasoning and still leave it out."""
     more = {"reasoning_content": "Nine.", "emotion": "calm", "loss": 2.5, "id": "7", "source": "web", "refusal": None}
     value = converted({"messages": [QUESTION | {"weight": 1}, ANSWER | more], "tools": [TOOL]})
     found = count(ChatTokenizer.create(tokenizer, False), value)
@@ -401,7 +401,7 @@ def inspected(tiny: Path, tmp_path: Path, rows: Sequence[Mapping[str, Any]], **m
 
 
 def test_another_start_is_found_with_its_way_out(tiny: Path, tmp_path: Path) -> None:
-    """And reasoning in the data is none: it begins as the generation prompt ends."""
+    """Reasoning in the data is no different start: it begins as the generation prompt ends."""
     thought = {**ANSWER, "content": "<think>\nNine.\n</think>\nAt nine."}
     rows = [{"messages": [QUESTION, ANSWER]}] * 3 + [{"messages": [QUESTION, thought]}]
     found = inspected(tiny, tmp_path, rows)
@@ -421,7 +421,7 @@ def test_special_tokens_in_contents_are_found(tiny: Path, tmp_path: Path) -> Non
 
 
 def test_variables_of_the_template(tokenizer: Any) -> None:
-    """From the option, and for an example from its row, as in TRL; what the template does not read is counted."""
+    """They come from the option, and for an example from its row, as in TRL; those that are not read are counted."""
     tokenizer.chat_template = OPENS_THINKING
     row = {"messages": [QUESTION, ANSWER], "documents": [{"title": "A"}]}
     given = {**row, "chat_template_kwargs": '{"enable_thinking": false, "style": 1}'}
@@ -506,7 +506,7 @@ def test_a_model_that_was_trained_with_variables_is_trained_again(tokenizer: Any
 
 
 def test_a_value_that_the_template_refuses_is_no_way_out(tokenizer: Any) -> None:
-    """And the difference is found all the same."""
+    """The difference is found anyway."""
     refuses = "{% if enable_thinking is defined and not enable_thinking %}{{ raise_exception('No.') }}{% endif %}"
     tokenizer.chat_template = refuses + OPENS_THINKING
     chat, value = ChatTokenizer.create(tokenizer, False), converted({"messages": [QUESTION, ANSWER]})

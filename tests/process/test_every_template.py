@@ -78,7 +78,7 @@ def conversations(tokenizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         value = convert({"messages": turns}, "messages", Data())
         try:
             ChatTokenizer.create(tokenizer, False).tokenize(value["messages"])
-        except UnsupportedConversation as error:  # with its reason, and for Gemma 4 with two ways out
+        except UnsupportedConversation as error:  # with its reason, and for Gemma 4 with two fixes
             assert case in ("system", "call", "call_and_text") and re.search("[Rr]oles? |cannot be told", str(error))
         else:
             yield case, value
@@ -148,7 +148,7 @@ def preference_ids(chat: ChatTokenizer, pair: dict[str, Any]) -> dict[str, list[
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_left_out_without_a_word(tiny: Path, name: str) -> None:
-    """Contents and reasoning are in the text, or what is not is counted; and nothing is in it twice."""
+    """Contents and reasoning are in the text, or counted if they are not; and nothing is in it twice."""
     tokenizer = own_tokenizer(tiny, name)
     chat = ChatTokenizer.create(tokenizer, False)
     for case, value in conversations(tokenizer):

@@ -180,7 +180,7 @@ def kill_page(trial: Trial) -> set[str]:
 
 
 def settle(trial: Trial) -> set[str]:
-    """The disk works again. Training goes on, or the checkpoint that could not be saved ends it: two points tell."""
+    """The disk works again. Wait until training has logged two points, or the checkpoint that failed has ended it."""
     lines = len(read_bytes(trial).splitlines())
     ended = ("done", "failed", "stopped", "lost")
     trial.wait_for(lambda: len(read_bytes(trial).splitlines()) > lines + 1 or trial.run.state in ended, "more points")
@@ -210,7 +210,7 @@ def no_inodes(trial: Trial) -> set[str]:
 
 
 def folder_renamed(trial: Trial) -> set[str]:
-    """For a while; the run must go on, and nothing may appear under the earlier name."""
+    """For a while: the run must continue, and nothing may appear under the earlier name."""
     other = trial.run.path.with_name("renamed")
     trial.run.path.rename(other)
     time.sleep(1 + trial.choice.random() * 3)
@@ -237,8 +237,8 @@ def checkpoints_moved(trial: Trial) -> set[str]:
 
 
 def folder_unreadable(trial: Trial) -> set[str]:
-    """Without permissions, for a client whose user root's rights do not apply to: the run stays in the list, it is not
-    started, and it goes on if it is alive."""
+    """Without permissions, for a client without root's rights: the run stays in the list, is not
+    started, and continues if it is alive."""
     if trial.choice.random() < 0.5:
         kill_all(trial)
     alive, points = processes.is_locked(trial.run.path), read_bytes(trial)

@@ -1,4 +1,4 @@
-"""The preset "First run", as a newcomer starts it from the shell: the real model, the demo's rows, the whole way."""
+"""The preset "First run", as a newcomer starts it from the shell: real model and demo examples, from start to end."""
 
 from __future__ import annotations
 

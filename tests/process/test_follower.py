@@ -105,7 +105,7 @@ def test_a_job_goes_on_when_the_machine_of_its_run_shuts_down(cluster: Cluster) 
     assert cluster.run.state in ("starting", "running") and not cluster.has("canceled")
     cluster.signal(signal.SIGTERM, "pid", "launcher")
     assert cluster.wait_for_state("lost", "stopped", "failed") == "lost"
-    assert "Its job 7 may go on" in cluster.run.summary()["sentence"]
+    assert "Its job 7 may continue" in cluster.run.summary()["sentence"]
     cluster.run.resume(timeouts=PATIENT)
     follow_again_and_stop(cluster)
 
@@ -120,7 +120,7 @@ def test_a_job_goes_on_when_the_machine_of_its_run_shuts_down_during_a_stop(clus
     assert cluster.run.state == "stopping" and not cluster.has("canceled")
     cluster.signal(signal.SIGTERM, "pid", "launcher")
     assert cluster.wait_for_state("lost", "stopped", "failed") == "lost"
-    assert "Its job 7 may go on" in cluster.run.summary()["sentence"]
+    assert "Its job 7 may continue" in cluster.run.summary()["sentence"]
     cluster.run.resume(timeouts=PATIENT)
     (cluster.folder / "hangs").unlink()
     follow_again_and_stop(cluster)

@@ -116,7 +116,7 @@ def test_a_run_waits_until_there_is_room(
     small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, root: Path,
     changes: Mapping[str, object], leave: int, said: str,
 ) -> None:  # fmt: skip
-    """Also after a write of the checkpoint has failed, which is deleted."""
+    """Even after writing a checkpoint has failed; that checkpoint is deleted."""
     ranks = int(str(changes.get("launch.nproc_per_node", 0)))
     reference = losses(
         fork_server.train(
@@ -166,7 +166,7 @@ def test_a_run_that_waits_for_room_is_stopped_and_resumed(
 def test_several_ranks_without_room_for_the_first_checkpoint_fail_and_resume(
     small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing tells how large the first one is, and ranks cannot try again together."""
+    """The size of the first checkpoint is unknown, and several ranks cannot try again together."""
     with started(small_disk, cache, {**DDP, "save.steps": 4}, monkeypatch) as run:
         wait_for(lambda: losses(run.path), run)
         filler = fill(small_disk, 500_000)

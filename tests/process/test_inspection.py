@@ -146,7 +146,7 @@ def test_ctrl_c_ends_the_worker(tmp_path: Path, environment: dict[str, str]) -> 
 
 
 def test_another_request_ends_the_one_in_progress(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the form is edited: what nobody asks for any more does not delay the next report."""
+    """As when the form is edited: a request that no client waits for does not delay the next report."""
     monkeypatch.setenv(worker.SETTING, "on")
     monkeypatch.setattr(worker, "ABANDONED_SECONDS", 1.0)
     (tmp_path / "long.jsonl").write_text((json.dumps(TALK) + "\n") * 100_000)

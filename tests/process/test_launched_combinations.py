@@ -60,7 +60,7 @@ BEST = {
 
 
 def launch(case: Launch, tiny: Path, server: ForkServer, root: Path) -> Path:
-    """Train three steps; the rules have nothing against it."""
+    """Train three steps; no rule refuses it."""
     model: dict[str, Any] = {}
     if case.kind:
         folder = architectures.save(architectures.build(case.kind), tiny, root / "model")
@@ -87,7 +87,8 @@ def test_adam_mini_trains(kind: str, tiny: Path, fork_server: ForkServer, tmp_pa
 def test_the_last_checkpoint_of_sharded_fsdp2_can_be_the_best(
     method: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """The ranks looked for its folder before one of them had made it, and disagreed on which checkpoint is the best."""
+    """Before, the ranks looked for its folder before one of them had made it, and disagreed on which checkpoint is the
+    best."""
     run = fork_server.train(tmp_path / "run", make_spec({**BEST, "method.kind": method}), 2)
     state = json.loads((run / "checkpoints/checkpoint-3/trainer_state.json").read_text())
     assert state["best_global_step"] == 3 and state["best_model_checkpoint"].endswith("checkpoint-3")

@@ -106,7 +106,7 @@ def test_ddp_trains_a_mixture_whose_router_biases_get_no_gradient(
 
 
 def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_trained(root: Path, fork_server: ForkServer) -> None:
-    """torch's grouped_mm accepts 12 elements in fp32, but not in bf16; tensor parallelism makes 12 of 24, and more."""
+    """torch's grouped_mm accepts 12 elements in fp32, but not in bf16; tensor parallelism divides 24 into 12."""
     model = write_mixture(root, "qwen3_moe", moe_intermediate_size=12)
     found = {}
     for precision in ("fp32", "pure_bf16"):

@@ -130,7 +130,7 @@ def test_a_damaged_entry_is_not_used(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ticks", range(5))
 def test_a_stop_leaves_no_entry(tiny: Path, tmp_path: Path, ticks: int) -> None:
-    """After so many batches of work. It is complete after four: the selection, its end, training, validation."""
+    """Stopped after so many batches. The entry is complete after four: the selection, its end, training, validation."""
     spec = spec_of(tmp_path, **{"eval.strategy": "epoch"})
     calls: list[int] = []
 

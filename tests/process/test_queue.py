@@ -349,7 +349,7 @@ def entry_of(make: MakeRun) -> tuple[queue.Entry, int]:
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder", "closed", "instead"])
 def test_leases_that_another_user_prepared(make: MakeRun, shared: Path, tmp_path: Path, kind: str) -> None:
-    """A pipe was waited for, and a folder of another user kept all runs from starting."""
+    """Before, a run waited for a pipe, and a folder of another user kept all runs from starting."""
     if kind == "instead":
         shared.touch()
     else:

@@ -221,7 +221,7 @@ def introduction(sections: Sections) -> str:
 
 
 def section(tally: Tally) -> str:
-    """The counts of one seed, and the rules that refused what was launched past them."""
+    """The counts of one seed, and the rules that refused the specs that were launched anyway."""
     counts = (
         f"{tally.drawn} specs were generated. {tally.launched} that passed the checks were launched, {tally.fixed} of "
     )

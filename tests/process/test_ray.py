@@ -166,7 +166,7 @@ def test_the_run_is_followed_again_after_its_supervisor_was_killed(start, cluste
     for pid in (state["pid"], state["launcher"]):
         os.kill(pid, signal.SIGKILL)
     started.wait("lost")
-    assert f"Its job {job} may go on" in run.summary()["sentence"]
+    assert f"Its job {job} may continue" in run.summary()["sentence"]
     run.resume()
     started.wait_for_step(last_step(run.path) + 2)
     assert cluster.unended() == [job], "not submitted again"

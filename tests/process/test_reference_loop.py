@@ -280,7 +280,7 @@ def test_one_process(comparison: Comparison, name: str) -> None:
 
 
 def test_micro_batches_of_a_model_with_a_vision_tower(comparison: Comparison, tiny: Path) -> None:
-    """Its class says that its own loss takes no number of tokens, which the Trainer would believe."""
+    """Its class says that its own loss takes no number of tokens; the Trainer would rely on that."""
     model = architectures.build("gemma4_unified")
     assert model.accepts_loss_kwargs is False
     architectures.save(model, tiny, comparison.models / "gemma4_unified")

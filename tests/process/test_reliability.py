@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_not_resumed(fork_server: ForkServer, root: Path
 
 
 def test_a_run_whose_checkpoints_are_away_hides_no_point(fork_server: ForkServer, root: Path) -> None:
-    """Before, it started at step 0 without a word, and after the next resume 9 of 12 points were gone."""
+    """Before, it silently started at step 0, and after the next resume 9 of 12 points were gone."""
     folder = fork_server.train(root / "away", make_spec({**SHORT, "train.max_steps": 6, "save.steps": 3}))
     before, saved, away = losses(folder), folder / "checkpoints", root / "away-checkpoints"
     (folder / "result.json").unlink()

@@ -61,7 +61,7 @@ UNSAFE = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npro
 
 
 def attack(marker: Path, addresses: list[str], host: NetworkHost | None = None) -> str:
-    """What the attack prints, made by another user, or from another host."""
+    """The output of the attack, by another user or from another host."""
     command = [sys.executable, "-c", ATTACK, str(OTHER_USER), str(marker), *addresses]
     if host:
         command = ["nsenter", "--target", str(host.init_pid), "--net", "--", *command]

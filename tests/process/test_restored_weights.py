@@ -81,7 +81,7 @@ def differing(expected: Any, found: Any) -> list[str]:
 
 
 def lacks_names(model: Any, folder: Path) -> bool:
-    """Whether a tensor of the model has no file entry of its name, nor has one that it is tied to."""
+    """Whether the file has an entry neither for a tensor of the model nor for one that it is tied to."""
     own = model.state_dict(keep_vars=True)
     saved = {id(own[name]) for name in load_file(folder / "model.safetensors") if name in own}
     return any(id(tensor) not in saved for tensor in own.values())

@@ -63,7 +63,7 @@ def test_config_says_a_dtype_that_holds_all_values(tmp_path: Path, found: Any, d
 
 
 def test_buffers_keep_their_dtype(tmp_path: Path) -> None:
-    """Integers are no weights in fp32."""
+    """Integers must not be converted like fp32 weights."""
     found = build("llama")
     found.model.layers[0].register_buffer("steps", torch.tensor([2**24 + 1]))
     model.save(found, TOKENIZER, tmp_path / "model", BF16)

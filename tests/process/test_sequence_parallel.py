@@ -1,8 +1,8 @@
 """Which model types DeepSpeed-Ulysses trains as one process does.
 
 Ulysses divides each sequence among the ranks and exchanges tokens for heads around transformers' attention function. So
-a type is right if that function is given, for the second half of a sequence, what it is given for the whole sequence,
-and needs nothing else: no mask but the causal one, no bias, and no other layer that mixes tokens.
+a type is trained correctly if that function gets the same for the second half of a sequence as for that half in the
+whole sequence, and needs nothing else: no mask but the causal one, no bias, and no other layer that mixes tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAMPLE = ("llama", "gpt2", "mistral", "llama4_text", "qwen3_next", "opt", "deeps
 
 
 class Recorder:
-    """An attention function in which no token sees another one; it keeps what it is called with."""
+    """An attention function in which no token sees another one; it records its arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[torch.Tensor, ...], torch.Tensor | None, Mapping[str, Any]]] = []
@@ -112,8 +112,8 @@ def test_losses_are_those_of_one_process(kind: str, tiny: Path, fork_server: For
 @cites("STR056")
 @pytest.mark.parametrize("kind", soak_except(("mistral", "bart"), ("mistral",)))
 def test_refused_types_compute_other_losses(kind: str, tiny: Path, fork_server: ForkServer, tmp_path: Path) -> None:
-    """Of a sliding window that is shorter than the sequences, and of positions that start again on each rank. Nothing
-    fails without the rules."""
+    """Because a sliding window is shorter than the sequences, or positions start again on each rank. Without the rules,
+    nothing fails."""
     one, single = train_in_one_process(kind, tiny, fork_server, tmp_path)
     two = edit(one, SEQUENCE)
     found = preflight(two, Machine(), tmp_path).findings

@@ -113,7 +113,7 @@ def test_broken_examples_are_shown_with_their_problem(tmp_path: Path, tiny: Path
 
 
 def test_why_an_example_is_dropped_is_said(tmp_path: Path, tiny: Path) -> None:
-    """As the run counts it, and what of it no loss or template uses."""
+    """The note has the reason that the run counts; another note has what no loss or template uses."""
     spec = spec_of(tmp_path, [{"messages": TURNS, "weight": 3}], data__max_length=20)
     (example,) = shown(spec, tiny)["examples"]
     assert example["notes"][0] == NOTES["dropped"] and "Not used: the weights in column weight." in example["notes"]

@@ -1,4 +1,4 @@
-"""SkyPilot's own parser accepts the exported tasks. In an environment of its own, since it needs older packages."""
+"""SkyPilot's own parser accepts the exported tasks. It has a separate environment, since it needs older packages."""
 
 import os
 import subprocess

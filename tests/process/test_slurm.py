@@ -121,7 +121,7 @@ def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start) -
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["time limit", "preemption"])
 def test_an_interrupted_job_saves_and_continues(how: str, start, cluster) -> None:  # type: ignore[no-untyped-def]
-    """The time limit asks the batch script, a preemption all processes of the nodes, DataLoader workers among them."""
+    """A time limit signals the batch script, a preemption all processes of the nodes, including DataLoader workers."""
     started = start({**LONG, "train.dataloader_num_workers": 1})
     run = started.run
     started.wait_for_step(3)
@@ -197,7 +197,7 @@ def test_the_run_is_followed_again_after_its_supervisor_was_killed(start, cluste
     for pid in (state["pid"], state["launcher"]):
         os.kill(pid, signal.SIGKILL)
     started.wait("lost")
-    assert f"Its job {job} may go on" in run.summary()["sentence"]
+    assert f"Its job {job} may continue" in run.summary()["sentence"]
     run.resume()
     started.wait_for_step(last_step(run.path) + 2)
     assert cluster.jobs() == [job], "not submitted again"
@@ -330,7 +330,7 @@ EVENTS = ("preemption", "requeue", "time limit", "controller", "followers killed
 
 @pytest.mark.soak
 def test_random_scheduler_events(root, fork_server, start, cluster) -> None:  # type: ignore[no-untyped-def]
-    """At random moments, also before training begins: no point is lost or counted twice, the losses are those of one
+    """At random moments, even before training begins: no point is lost or counted twice, the losses are those of one
     process, and only a user's stop ends the run. FOOTPLATE_FAULTS and FOOTPLATE_FAULT_SEED as in test_faults.py."""
     seed = int(os.environ.get("FOOTPLATE_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
     count = int(os.environ.get("FOOTPLATE_FAULTS", "6"))

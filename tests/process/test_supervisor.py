@@ -706,7 +706,7 @@ def test_a_lock_file_that_is_deleted_while_the_run_is_alive(make_run: MakeRun) -
 
 
 def test_a_run_that_is_renamed_while_it_is_alive(make_run: MakeRun) -> None:
-    """It goes on under its new name. Before, a stop was accepted and never seen, and files went to the old folder."""
+    """It continues under its new name. Before, a stop was accepted and never seen, and files went to the old folder."""
     run = make_run(WRITES_UNTIL_STOPPED)
     run.start()
     wait_for(lambda: run.state == "running")

@@ -63,7 +63,7 @@ def run_code(fork_server: ForkServer, folder: Path, code: str) -> str:
 
 
 def assert_scores_a_batch(fork_server: ForkServer, log: str, folder: Path, code: str) -> None:
-    """As the page says, and the log of an adapter: a batch needs a padding token, which the base model's config may not
+    """As the page and the log of an adapter say: a batch needs a padding token, which the base model's config may not
     have."""
     calls = re.findall(r"Load the reward model with (.*)\.$", log, re.MULTILINE)
     assert len(calls) == (folder / "model/adapter_config.json").exists()

@@ -263,8 +263,8 @@ def test_saved_models_load(one_process: dict[str, Path], cache: Path) -> None:
 
 
 def test_workers_change_no_random_number(fork_server: ForkServer, tmp_path: Path) -> None:
-    """A run with DataLoader workers trains as without, also after a resume and into the next epoch: workers that live
-    for several epochs would draw their seed once, and after a resume once more."""
+    """A run with DataLoader workers trains the same as without, even after a resume and into the next epoch: workers
+    that live for several epochs would draw their seed once, and after a resume once more."""
     changes = {"lora.dropout": 0.1, "train.max_steps": 6, "data.max_samples": 8, "save.strategy": "steps"}
     changes |= {"save.steps": 3, "save.total_limit": 0}
     without, one = (

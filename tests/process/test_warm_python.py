@@ -1,5 +1,4 @@
-"""A process that has imported the libraries forks the processes of a rehearsal: each runs, ends and is stopped like a
-Python of its own."""
+"""A process that has imported the libraries forks the processes of a rehearsal. Each behaves like its own Python."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_long_log_lines_take_linear_time(tmp_path, text):
 
 @pytest.mark.parametrize("key", ["model.path", "data.chat_template_file", "data.files", "launch.env"])
 def test_a_null_character_is_an_error_of_its_option(tmp_path, key):
-    """It was an internal error: Python raises ValueError for such a path."""
+    """Before, it was an internal error: Python raises ValueError for such a path."""
     value = "A=a\0b" if key == "launch.env" else "a\0b"
     shown = {"model.source": "path", "data.source": "files", "data.chat_template": "file"}
     body = json.dumps({"values": {key: value, **shown}})

@@ -33,7 +33,7 @@ FILES = [(kind, name) for kind, names in KINDS.items() for name in names]
 
 @pytest.fixture(autouse=True)
 def others_can_reach_it(tmp_path: Path) -> None:
-    """pytest's folders have mode 0700, in which modes do not matter; with xdist there is one more."""
+    """pytest's folders have mode 0700, which makes the modes in them irrelevant; with xdist there is one more."""
     temporary = Path(tempfile.gettempdir())
     for folder in (tmp_path, *tmp_path.parents):
         if folder == temporary:

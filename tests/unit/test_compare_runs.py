@@ -80,7 +80,7 @@ def test_generations_for_the_same_prompt():
 
 
 def test_axes_of_a_resumed_run(tmp_path):
-    """Tokens and seconds go on from the step that the second start resumes from."""
+    """Tokens and seconds continue from the step that the second start resumes from."""
     reader = points(
         tmp_path / "m", point(1, 100, 50, loss=5), point(2, 104, 90, loss=4), {"step": 2, "time": 106, "eval_loss": 3},
         point(3, 110, 130, loss=9), {"event": "resumed", "step": 2, "time": 900}, point(3, 902, 40, loss=2),

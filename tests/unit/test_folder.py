@@ -54,7 +54,7 @@ def alive(run: Run) -> Iterator[Run]:
 
 
 def test_a_released_lock_is_free_although_another_process_has_its_descriptor(run: Run) -> None:
-    """The process that forked the supervisor has it, and on a busy machine ends after a short run."""
+    """The process that forked the supervisor has it, and on a busy machine may end later than a short run."""
     lock = processes.acquire_lock(run.path)
     assert lock is not None
     other = subprocess.Popen(["sleep", "60"], pass_fds=[lock])
@@ -68,7 +68,7 @@ def test_a_released_lock_is_free_although_another_process_has_its_descriptor(run
 
 
 def put(run: Run, name: str, value: Any) -> None:
-    """Written after the lock, as by the last start."""
+    """Write a file after the lock, as the last start does."""
     (run.path / name).write_text(value if isinstance(value, str) else json.dumps(value))
 
 

@@ -100,7 +100,7 @@ def test_a_start_by_run_sh_after_the_clock_was_set_back(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_an_earlier_version_is_read() -> None:
-    """run.sh of a run that was created by it wrote no versions: then times decide."""
+    """run.sh of a run of an earlier version wrote no versions of files: then times decide."""
     assert lock_file.parse("shell\n17-3\n/runs/one\n") == lock_file.LockFile("shell", "17-3", "/runs/one", None)
     assert lock_file.parse("") == lock_file.LockFile()
     parsed = lock_file.parse("shell\n17-3\n/runs/one\nFiles before this start:\n\n")

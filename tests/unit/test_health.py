@@ -30,7 +30,7 @@ def test_healthy_curves(noise):
 
 
 def test_a_preference_loss_near_zero():
-    """DPO ends near 0 with single batches at a hundred times of that."""
+    """DPO's loss ends near 0, with single batches at a hundred times that value."""
     rng = random.Random(1)
     losses = [0.001 * math.exp(rng.gauss(0, 2)) for _ in range(2000)]
     assert not alerts(losses)

@@ -103,8 +103,8 @@ def test_time_limit_is_per_progress_report(make: MakeReports) -> None:
 
 
 def test_abandoned_request_is_superseded(make: MakeReports, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edit of the form makes another request; nobody asks for the old one any more, so it does not delay the new
-    one. The same process goes on."""
+    """An edit of the form sends another request; no client waits for the old one, so it does not delay the new
+    one. The same process continues."""
     monkeypatch.setattr(worker, "ABANDONED_SECONDS", 0.3)
     reports = make()
     assert reports.find("old", request("old", total=10**6)) is None
@@ -164,7 +164,7 @@ INVALID = {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "c
 
 
 class DirectReports:
-    """As ExampleReports, but the worker's function runs in this process. With `until`, it has not ended yet."""
+    """Same as ExampleReports, but the worker's function runs in this process. With `until`, it has not ended yet."""
 
     def __init__(self, until: int = 0) -> None:
         self.until = until

@@ -87,7 +87,7 @@ def test_presets_for_real_data_are_no_demos() -> None:
 
 
 def test_a_file_without_a_known_format_has_one_finding(tmp_path: Path) -> None:
-    """How many examples there are is not known, so nothing may follow from it; and no safe fix can help."""
+    """The number of examples is unknown, so no finding may depend on it; and no safe fix can help."""
     file = tmp_path / "wrong.jsonl"
     file.write_text("".join(f'{{"kunde": "Frage {i}", "meldung": "Antwort {i}"}}\n' for i in range(100)))
     for name, machine in (("first-run", "laptop"), ("lora-80gb", "1x80gb"), ("dpo", "1x80gb")):

@@ -1,5 +1,5 @@
-"""The checkpoint that a run resumes from: the page, the command line and the trainer find the same one, and none that
-is missing or cannot be read counts as "there is no checkpoint"."""
+"""The checkpoint that a run resumes from: the page, the command line and the trainer find the same one, and
+one that is missing or cannot be read does not count as "there is no checkpoint"."""
 
 from __future__ import annotations
 

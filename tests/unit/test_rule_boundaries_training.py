@@ -181,7 +181,7 @@ def lengths(*tokens: int, **more: Any) -> InputFacts:
 
 
 def issues(count: int) -> InputFacts:
-    """Facts with so many malformed examples."""
+    """Facts with this many malformed examples."""
     return replace(
         USER_DATA_FACTS, data_issues=tuple(DataIssue("data.files", f"line {n}", "is bad", True) for n in range(count))
     )
@@ -324,12 +324,12 @@ GOOD, BAD = "preference.desirable_weight", "preference.undesirable_weight"
 
 
 def labels(good: int, bad: int) -> InputFacts:
-    """Facts with so many desirable and undesirable completions."""
+    """Facts with this many desirable and undesirable completions."""
     return replace(LABELS_FACTS, label_counts=(good, bad))
 
 
 def llama_of(parameters: int) -> InputFacts:
-    """Facts with a model of exactly so many parameters."""
+    """Facts with a model of exactly this many parameters."""
     config = {
         "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 1, "intermediate_size": 1,
         "num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 0,

@@ -41,7 +41,7 @@ def is_sentence(text: str) -> bool:
 
 
 def banned(text: str, *, rows: bool = False) -> list[str]:
-    """The banned words in a text; `rows`: of something that has rows."""
+    """The banned words in a text; `rows`: whether it is about something that has rows."""
     rest = ALLOWED.sub(" ", text)
     return [match[0] for pattern in (BANNED_WORDS, *(() if rows else (ROWS,))) for match in pattern.finditer(rest)]
 

@@ -139,7 +139,7 @@ def test_options_that_replace_options(line: str, patch: dict[str, Any]) -> None:
     ("line", "part"),
     [
         ("--wrap='python train.py'", "sbatch ignores it in a batch script"),
-        ("--dependency=afterok:17", "stays queued if they can never be satisfied"),
+        ("--dependency=afterok:17", "stays queued if the dependency can never be satisfied"),
         ("--gres=gpu:8", "8 GPUs per node, of which the run uses 2"),
     ],
 )

@@ -24,7 +24,7 @@ KINDS = {  # of problems, the most important first
     "long": "longer than max_length",
     "identical": "with equal completions",
     "endless": "without a trained end",
-    "different_starts": "with another start in generation",
+    "different_starts": "with a different start in generation",
     "truncated": "cut by max_length",
     "unread ": "with unused parts",
     "special ": "with special tokens in a text",

@@ -18,7 +18,7 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** As `el`, for SVG. @returns {any} */
+/** Same as `el`, for SVG. @returns {any} */
 export function svg(tag, attributes = {}, ...children) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, String(value));
@@ -30,8 +30,8 @@ export function svg(tag, attributes = {}, ...children) {
 export const $ = (selector, parent = /** @type {ParentNode} */ (document)) => parent.querySelector(selector);
 
 /**
- * Replace a node's children. The focus stays in place: on what has the same number among those that can have it. What
- * was unfolded stays so.
+ * Replace a node's children. The focus moves to the focusable child with the same index. What was unfolded stays
+ * unfolded.
  */
 export function redraw(node, ...children) {
   const focusable = () => [...node.querySelectorAll("a, button, select, summary, [tabindex]")];
@@ -189,11 +189,11 @@ export function confirmDialog(text, label = "OK", destructive = false) {
   });
 }
 
-/** Cancel what is asked. */
+/** Close all dialogs; a question counts as canceled. */
 export const closeDialogs = () =>
   document.querySelectorAll("dialog.fp-dialog").forEach((/** @type {any} */ dialog) => {
     dialog.dispatchEvent(new Event("cancel"));
-    dialog.close(); // those without a question
+    dialog.close(); // for dialogs without a question
   });
 
 const enteredValues = (form) =>

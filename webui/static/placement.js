@@ -1,6 +1,6 @@
 // @ts-check
-// The placement picture: a column for each device of each node, filled with what it holds; pointing at one shows with
-// which others it shares what.
+// The placement picture: a column for each device of each node, filled with what it holds; pointing at one shows what
+// it shares, and with which others.
 import { el, setText, svg } from "./dom.js";
 import { bytes, capitalized, countedMore } from "./format.js";
 
@@ -187,7 +187,7 @@ function summary(memory, { nodes, per_node: perNode, noun, plural }) {
   return count === 1 ? `Memory of one ${noun}: ${used(memory)}` : `Memory of ${count} ${plural}: ${used(memory)} each`;
 }
 
-/** The peak, of the capacity if that is known. */
+/** The peak; with the capacity, if that is known. */
 export function used({ device_bytes: peak, capacity_bytes: capacity }) {
   return capacity ? `${bytes(peak)} of ${bytes(capacity)}` : bytes(peak);
 }

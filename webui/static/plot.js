@@ -153,7 +153,7 @@ export function yAxis(key, logScale) {
 }
 export const yScale = (logScale) => (logScale ? { distr: 3 } : { distr: 1, range: yRange });
 
-/** As uPlot's own range, but that of zeros ends at 1 instead of 100. */
+/** Same as uPlot's range, but if all values are 0 it ends at 1 instead of 100. */
 function yRange(_, from, to) {
   if (from === null) return [null, null];
   return from === 0 && to === 0 ? [0, 1] : window.uPlot.rangeNum(from, to, 0.1, true);

@@ -53,7 +53,7 @@ VALIDATED: dict[str, DeepSpeedKey] = {
         f"zero_optimization.leaf_module.{name}": DeepSpeedKey("names") for name in ("classes", "names", "name_suffixes")
     },
 }
-# Blocks that are asked for with `in`, so that their default does not show that they are blocks.
+# Blocks that DeepSpeed looks up with `in`, so that no default shows that they are blocks.
 BLOCKS = {
     "optimizer", "scheduler", "activation_checkpointing", "flops_profiler", "aio", "autotuning", "data_efficiency",
     "torch_autocast", "timers", "data_efficiency.data_sampling", "data_efficiency.data_routing", "checkpoint.writer",
@@ -72,7 +72,7 @@ OLD_BF16 = "bfloat16"
 
 
 class Recorder(dict[str, Any]):
-    """A dictionary that notes the keys that are asked for, with their defaults; `blocks` are those that it has."""
+    """A dictionary that records the keys that are read, with their defaults; `blocks` are those that it contains."""
 
     def __init__(self, path: str, seen: dict[str, Any], blocks: set[str]) -> None:
         super().__init__()

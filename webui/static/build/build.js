@@ -14,23 +14,23 @@ import { drawCheckFailed, drawReport, drawStart, keepFocus } from "./report.js";
 import { checkSweep, prepareSweep } from "./sweep_form.js";
 import { drawUndo, startHistory } from "./versions.js";
 
-const RETRY = 2000; // ms, also while examples are being checked
-const SLOW = 1000; // ms after an edit, when the report of earlier values says that it is one
+const RETRY = 2000; // ms to the next check while the server does not respond or examples are being checked
+const SLOW = 1000; // ms after an edit; then the report on the page says that it is about earlier values
 const START_RETRY = 400; // ms, while Start waits for the examples
 const DEFAULTS = " "; // the value of the menu's entry for the defaults; no preset has this name
 
 let seq = 0; // of the newest check
 let drawnSeq = 0;
-let isAsked = false; // a check follows as soon as the script that runs now is done
+let isAsked = false; // a check follows as soon as the running script is done
 let timer = 0;
 let slow = 0;
 const startKeys = createKeys();
 let lastReport = null;
 let starting = false;
 let presets = [];
-let chosen = Promise.resolve(); // the form has the values of the preset that was chosen in the menu
+let chosen = Promise.resolve(); // resolves when the form has the values of the preset that was chosen in the menu
 let setLoaded = () => {};
-const loaded = new Promise((resolve) => (setLoaded = () => resolve(undefined))); // the form has its first values
+const loaded = new Promise((resolve) => (setLoaded = () => resolve(undefined))); // when the form has its first values
 
 // -- check ------------------------------------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ export function checkSoon() {
   keepEdit(form.currentValues());
   drawUndo();
   compareRehearsal(form.currentValues(), machine());
-  if (!isAsked) queueMicrotask(check); // one check for what changes at the same time, sent before that is drawn
+  if (!isAsked) queueMicrotask(check); // one check for all changes of this moment, sent before they are drawn
   isAsked = true;
   checkSweep();
 }
@@ -246,7 +246,7 @@ async function start(showView) {
   drawStart(lastReport, true);
   try {
     await chosen;
-    const drawn = check(); // and again while examples are being checked
+    const drawn = check(); // repeated while examples are being checked
     if ($("#fp-status").dataset.fresh === "no") await drawn; // what starts is what the report shows
     const after = { after: address.get("after") || "", after_ok: address.get("after_any") !== "1" };
     const body = { values: form.currentValues(), ...after };

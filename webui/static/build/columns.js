@@ -9,7 +9,7 @@ const decides = (name) => /^data\.(sources?|files|format|\w+_column)$|^train\.st
 /** @type {Record<string, any>} */
 let values = {}; // of the form
 let dataset = 0; // of several
-let drawn = ""; // the values that decide of what is shown or requested
+let drawn = ""; // the values that determine what is shown or requested
 
 const box = () => $("#fp-columns");
 

@@ -28,12 +28,12 @@ function datasets(text = currentValues()[SOURCES]) {
   }
 }
 
-/** The entry of a dataset, as text; of the first one, what the form has of it. */
+/** The entry of a dataset as text; for the first one, its values in the form. */
 export function entryText(index, names) {
   if (index) return JSON.stringify(datasets()[index]);
   return JSON.stringify(names.map((name) => currentValues()[`data.${name}`]));
 }
-/** The number of the dataset that has an entry, first the one that had it before; -1 without one. */
+/** The number of the dataset that has this entry: `index` if it still does, else another one; -1 if none has it. */
 export function datasetWith(text, index, names) {
   if (entryText(index, names) === text) return index;
   return index ? datasets().findIndex((dataset, n) => n > 0 && JSON.stringify(dataset) === text) : -1;

@@ -25,8 +25,8 @@ export async function useDraft(id) {
   address.set({ draft }, { replace: true });
 }
 
-/** Whether no other tab edits this draft; if so, this tab does until it is closed. Without locks, which need https or
- * localhost, nobody knows. */
+/** Whether no other tab edits this draft; if so, this tab does until it is closed. Locks need https or localhost;
+ * without them this is not known. */
 async function isFree(id) {
   if (!navigator.locks) return true;
   for (let tries = 0; tries < LOCK_TRIES; tries++) {

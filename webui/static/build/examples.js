@@ -11,7 +11,7 @@ const decides = (name) => /^(model|data)\./.test(name) || name === "launch.train
 
 /** @type {Record<string, any>} */
 let values = {}; // of the form
-let drawn = ""; // the values that decide, and the position, of what is shown or requested
+let drawn = ""; // the values and the position that determine what is shown or requested
 let shown = ""; // the example
 let timer = 0;
 /** @type {[string, string][]} */

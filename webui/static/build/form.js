@@ -172,7 +172,7 @@ function refresh(names) {
 
 const pick = (from, names) => Object.fromEntries(names.map((name) => [name, from[name]]));
 
-/** Changes in which options of single datasets, such as data.sources[1].weight, are part of data.sources. */
+/** The changes, with options of single datasets, such as data.sources[1].weight, merged into data.sources. */
 function gathered(changes) {
   const parts = Object.entries(changes).map(([name, value]) => ({ of: name.match(OF_DATASET), value }));
   if (!parts.some((part) => part.of)) return changes;
@@ -205,7 +205,7 @@ export const valuesToWrite = () => toWrite;
 
 // -- visibility -------------------------------------------------------------------------------------------------------
 
-/** A value as conditions have it. */
+/** A value in the form in which conditions name it. */
 const word = (name) => (option(name).kind === "datasets" ? values[name] && "several" : String(values[name])) || "";
 const unmet = (condition) => Object.entries(condition).filter(([name, allowed]) => !allowed.includes(word(name)));
 export const isVisible = (name) => option(name).when.some((condition) => !unmet(condition).length);

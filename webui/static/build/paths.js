@@ -70,7 +70,7 @@ function draw(input, entries, more) {
   const rest = more
     ? el("li.fp-dim", { role: "presentation" }, `${more.toLocaleString("en")} more; keep typing to narrow the list`)
     : null;
-  const keepFocus = (event) => event.preventDefault(); // of the field, also while the list is scrolled
+  const keepFocus = (event) => event.preventDefault(); // in the field, even while the list is scrolled
   const node = el(
     "ul",
     { id: "fp-paths", role: "listbox", "aria-label": "Paths", onmousedown: keepFocus },
@@ -89,7 +89,7 @@ function draw(input, entries, more) {
 }
 
 function close() {
-  asked++; // an answer on its way is not shown
+  asked++; // discards a response on its way
   if (!list) return;
   list.node.remove();
   for (const name of ["aria-autocomplete", "aria-controls", "aria-activedescendant"]) list.input.removeAttribute(name);

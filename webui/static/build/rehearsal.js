@@ -24,7 +24,7 @@ function checksumOf(values, machine) {
   return sum;
 }
 
-/** The form has these values now: a rehearsal of other ones says so. @param {Record<string, any>} values
+/** The form has these values now: mark a rehearsal of other values. @param {Record<string, any>} values
  * @param {string} machine */
 export function compareRehearsal(values, machine) {
   if (!localStorage.getItem(STORED)) return;

@@ -63,7 +63,7 @@ function drawContent(report) {
   drawDevices(report.devices);
   drawShares(report.datasets);
   drawStrategies(report.strategies, report.memory.placement.noun);
-  outlineFields(findings, invalid); // which of them are shown is known now
+  outlineFields(findings, invalid); // now it is known which fields are shown
   drawPreview(report.preview);
 }
 

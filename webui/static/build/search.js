@@ -43,7 +43,7 @@ export function startSearch(described) {
   input().addEventListener("focus", () => show(input().value));
   input().addEventListener("keydown", keyPressed);
   document.addEventListener("keydown", focusBySlash);
-  // A press of the mouse would move the focus to the view around the list, where that can have it, and close the list.
+  // Pressing the mouse button would move the focus to the view around the list, if it is focusable, and close the list.
   list().addEventListener("mousedown", (event) => event.preventDefault());
   const whole = input().closest(".fp-search");
   whole.addEventListener("focusout", ({ relatedTarget: to }) => to && !whole.contains(to) && close());

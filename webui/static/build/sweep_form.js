@@ -140,7 +140,7 @@ function count(field, label, least) {
     entered[field] = Math.min(MAX_COUNT, Math.max(least, Math.round(Number(input.value)) || least));
     changed();
   });
-  input.addEventListener("change", () => (input.value = entered[field])); // what counts
+  input.addEventListener("change", () => (input.value = entered[field])); // the value that is used
   return el("label", {}, label, input);
 }
 
@@ -169,7 +169,7 @@ function changed() {
 export function checkSweep() {
   if (box().hidden) return;
   ready(0);
-  seq++; // the answer to a question asked before this edit is about other runs
+  seq++; // the response to an earlier request is about other runs
   clearTimeout(timer);
   timer = setTimeout(check, DEBOUNCE);
 }

@@ -95,7 +95,7 @@ async function sendAll(files, target) {
   else notify(problems.join(" "), { level: "error" });
 }
 
-/** Send a file, and go on with it where an earlier attempt ended. @param {File} file @param {AbortController} stop
+/** Send a file; continue where an earlier attempt ended. @param {File} file @param {AbortController} stop
  * @returns {Promise<string>} its path on the server */
 async function send(file, stop) {
   const about = new URLSearchParams({
@@ -105,7 +105,7 @@ async function send(file, stop) {
   });
   const now = { stop, name: file.name, size: file.size, arrived: 0, began: 0, from: 0, offline: false };
   sending = now;
-  let part = new ArrayBuffer(0); // asks how much has arrived
+  let part = new ArrayBuffer(0); // an empty part asks how much has arrived
   for (;;) {
     draw();
     const answer = await sendPart(`api/uploads?${about}&offset=${now.arrived}`, part, now);

@@ -135,7 +135,7 @@ function draw() {
   if (state === drawn) return;
   drawn = state;
   const shown = runs.map((run) => run.id).join();
-  if (shown !== page.node.dataset.runs) pinned = -1; // a number of other runs
+  if (shown !== page.node.dataset.runs) pinned = -1; // it was the number of another run
   page.node.dataset.runs = shown;
   page.charts.highlight(pinned);
   page.body.hidden = !runs.length;

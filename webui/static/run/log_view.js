@@ -56,7 +56,7 @@ export class LogView {
     this.foldedMessages.draw(this.lines.messages);
   }
 
-  /** More lines than anyone can read were written at once: show those from a byte. "Load earlier" loads the others. */
+  /** Show only lines from a byte on, after too many lines for a reader at once. "Load earlier" loads the others. */
   skipTo(start) {
     this.lines.clear(start);
     this.foldedMessages.draw(0);

@@ -39,7 +39,7 @@ export class RowsInSight {
     const end = Math.min(items.length, Math.ceil((innerHeight - top) / rowHeight) + AROUND);
     const first = Math.min(end, Math.max(0, Math.floor(-top / rowHeight) - AROUND));
     const inSight = items.slice(first, end);
-    // Nothing may ask for a size until all is in place: the document would be shorter meanwhile, and scroll.
+    // Nothing may read a size until all rows are in place: the document would be shorter until then, and scroll.
     this.#removeOthers(inSight);
     if (this.above.parentNode !== this.node) this.node.append(this.above, this.below);
     let previous = this.above;

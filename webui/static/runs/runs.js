@@ -211,7 +211,7 @@ function draw() {
   found = isKnown ? sortRuns(inGroup, view.sort, view.descending) : inGroup;
   page.head.hidden = !runs.length;
   page.scroller.hidden = !found.length;
-  // A column's order is that of all runs, so that only the list without one has groups.
+  // Sorting by a column orders all runs, so only an unsorted list groups the runs of a sweep.
   const rows = isKnown ? found : rowsOf(found, new Set(view.folded));
   page.table.draw(found, rows, shownColumns(columns, view), view);
   page.columns.draw(columns, view);

@@ -69,7 +69,7 @@ function createHead(handlers) {
   function draw(columns, order) {
     const column = (width) => el("col", width ? { style: `width: ${width}px` } : {});
     widths.replaceChildren(...widthsOf(columns).each.map(column));
-    // The whole cell can be clicked, but for the check box.
+    // The whole cell except the check box can be clicked.
     const heading = ({ key, label, kind }) =>
       el(
         "th",
