@@ -72,7 +72,7 @@ def test_removing_options_keeps_the_others() -> None:
         ("--output=slurm-%j.out", "slurm-%j.out instead of"),
         ("-o /dev/null", "footplate logs"),
         ("-e err.txt", "stderr goes to err.txt"),
-        ("--open-mode=truncate", "deletes the log"),
+        ("--open-mode=truncate", "deletes its earlier log"),
         ("--chdir=/tmp", "in the folder that it is submitted from"),
         ("-D /tmp", "in the folder that it is submitted from"),
         ("--export=ALL", "secrets included"),
