@@ -158,6 +158,10 @@ def test_the_validation_loss_of_each_dataset(server, page):
     assert len(set(shown)) == 3
     image = page.request.get(each.get_by_role("link", name="as SVG").get_attribute("href")).text()
     assert all(f">dataset {number}<" in image for number in (1, 2, 12))
+    page.set_viewport_size({"width": 390, "height": 800})
+    names = each.locator(".fp-legend span:visible")
+    expect(names.filter(has_text="dataset")).to_have_count(3)
+    expect(chart(page, "Loss").locator(".fp-legend span:visible").filter(has_text="train")).to_have_count(0)
 
 
 def test_events_are_marks_with_a_tooltip(server, page):

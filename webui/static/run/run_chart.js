@@ -90,7 +90,7 @@ function curvesOf(chart, { response, weight }) {
   if (first && first.x.length) {
     const smooth = chart.smooth && weight > 0 && first.x.length > 2;
     const line = smooth ? { stroke: color("--fp-pale"), width: 1 } : { stroke: accent, width: 1.6 };
-    curves.push({ ...common, ...line, name: chart.name, x: first.x, y: first.y });
+    curves.push({ ...common, ...line, name: chart.name, isRaw: smooth, x: first.x, y: first.y });
     const mean = { ...common, stroke: accent, width: 1.8, name: "smoothed" };
     if (smooth) curves.push({ ...mean, ...smoothed(response.means[chart.key] || first, weight) });
   }
@@ -106,10 +106,10 @@ function createLegend({ key }) {
   const node = el("div.fp-legend", { "aria-hidden": "true" });
 
   function draw(curves) {
-    const entry = ({ name, stroke }) => {
+    const entry = ({ name, stroke, isRaw }) => {
       const swatch = el("i");
       swatch.style.background = stroke;
-      return el("span", {}, curves.length > 1 ? [swatch, name] : [], el("b"));
+      return el(isRaw ? "span.fp-raw" : "span", {}, curves.length > 1 ? [swatch, name] : [], el("b"));
     };
     node.classList.toggle("fp-single", curves.length === 1);
     node.replaceChildren(el("span.fp-legend-step"), ...curves.map(entry));
