@@ -84,7 +84,19 @@ def _load_yaml(text: str) -> Any:
                 counts.append(0 if isinstance(event, yaml.MappingStartEvent) else -MAX_CHARACTERS)
             if problem := _problem(event, scalars, counts):
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)  # type: ignore[arg-type]
-    return yaml.safe_load(text)
+    return yaml.load(text, Loader=_LoaderOfDistinctKeys)
+
+
+class _LoaderOfDistinctKeys(yaml.SafeLoader):
+    """Same as SafeLoader, but refuses a mapping with the same key twice, of which YAML would use the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is set twice", problem_mark=key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
 
 
 def _problem(event: yaml.Event, values: int, counts: list[int]) -> str:

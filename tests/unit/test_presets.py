@@ -16,6 +16,7 @@ from backend.rules import Case, check
         ("train: 3\n", "is a section"),
         ("train:\n  epoch: 3\n", "train.epoch: unknown option; did you mean train.num_train_epochs?"),
         ("trian:\n  epochs: 3\n", "trian: unknown section; did you mean train?"),
+        ("train:\n  seed: 1\n  seed: 2\n", "line 3, column 3: seed is set twice"),
         ("train:\n  num_train_epochs: -1\n", "train.num_train_epochs: must be greater than 0, but is -1"),
     ],
 )
