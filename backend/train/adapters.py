@@ -30,9 +30,13 @@ def apply_method(spec: RunSpec, model: Any, precision: str, device: str = "") ->
         adapter_names.check(model)
     elif spec.method.kind == "freeze":
         trainable = {*_unfrozen_modules(spec, model), *_new_head(spec, model)}
-        for name, parameter in model.named_parameters():
-            chosen = any(name == n or name.startswith(f"{n}.") for n in trainable)
-            parameter.requires_grad_(chosen and parameter.requires_grad)  # some are frozen by the model's class
+        chosen = {
+            id(parameter)
+            for name, parameter in model.named_parameters(remove_duplicate=False)  # tied ones have several names
+            if any(name == n or name.startswith(f"{n}.") for n in trainable)
+        }
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in chosen and parameter.requires_grad)  # some classes freeze some
     _cast(model, torch.float32 if spec.fp32_master_weights else DTYPES[precision], DTYPES[precision])
     if device == "cpu" and spec.fp32_master_weights:
         _keep_layer_norms(model)
@@ -73,8 +77,8 @@ def _cast(model: Any, trainable: torch.dtype, frozen: torch.dtype) -> None:
 
 def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
     """peft's config of the adapter. Raises TrainError."""
-    full = list(spec.lora.modules_to_save)
-    _require_known("lora.modules_to_save", full, [name for name, _ in model.named_modules()], model)
+    full, modules = list(spec.lora.modules_to_save), [name for name, _ in model.named_modules()]
+    _require_known("lora.modules_to_save", full, modules, model)
     quantized_modules = [name for name, module in model.named_modules() if quantized.is_quantized(module)]
     if wrong := [suffix for suffix in full if any(f".{suffix}." in f".{name}." for name in quantized_modules)]:
         raise TrainError(f"lora.modules_to_save: {', '.join(wrong)} is quantized and cannot be trained. Remove it.")
@@ -84,7 +88,7 @@ def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
         lora_alpha=spec.lora.alpha,
         lora_dropout=spec.lora.dropout,
         target_modules=_target_modules(spec, model),
-        modules_to_save=full or None,
+        modules_to_save=[path for name in full for path in _saved_names(name, modules)] or None,
         use_dora=spec.lora.use_dora,
         use_rslora=spec.lora.use_rslora,
         init_lora_weights=registry.LORA_INITS[spec.lora.init].init_lora_weights,
@@ -154,6 +158,13 @@ def _new_head(spec: RunSpec, model: Any) -> list[str]:
 
 def _head(model: Any) -> Any:
     return model.get_output_embeddings()
+
+
+def _saved_names(suffix: str, modules: Collection[str]) -> list[str]:
+    """Names for peft's modules_to_save, which peft 0.21 takes for the end of a name: norm would select input_layernorm
+    too. Then they are whole names."""
+    selected = [name for name in modules if _matches(name, suffix)]
+    return [suffix] if all(_matches(name, suffix) for name in modules if name.endswith(suffix)) else selected
 
 
 def _matches(name: str, suffix: str) -> bool:

@@ -179,8 +179,10 @@ class _Selection:
             train, validation = (array("q", part) for part in split(train, data.validation_split, seed))
         unpairs, others_unpair = (each and spec.train.stage == "kto" for each in (unpairs, others_unpair))
         train, validation = _unpaired(train, unpairs), _unpaired(validation, others_unpair)
-        # KTO trains in the order of the dataset.
-        train = array("q", sample(train, data.max_samples, seed, shuffles=spec.train.stage == "kto"))
+        # KTO trains in the order of the dataset, and estimates the KL divergence with completions of the neighbors.
+        shuffles = spec.train.stage == "kto"
+        train = array("q", sample(train, data.max_samples, seed, shuffles=shuffles))
+        validation = array("q", sample(validation, 0, seed, shuffles=shuffles))
         skips = data.on_bad_example == "skip"
         return Part(rows, train, unpairs, skips), Part(others, validation, others_unpair, skips)
 

@@ -25,6 +25,7 @@ from backend.train.patches import (
 from backend.train.run_log import TrainError
 
 NamedParameters = list[tuple[str, nn.Parameter]]
+NO_DECAY = ("A_log", "D", "sinks")  # of state-space models, whose authors exclude them, and of attention
 
 
 def arguments(spec: RunSpec) -> dict[str, Any]:
@@ -76,6 +77,16 @@ class OptimizerMixin:
     def __init__(self, *arguments: Any, **more: Any) -> None:
         self.configured: list[dict[str, Any]] = []  # options of each parameter group; a copy of the trainer shares it
         super().__init__(*arguments, **more)
+
+    def get_decay_parameter_names(self: Any, model: Any) -> list[str]:
+        """Without all norms: transformers 5.23 knows those with names such as norm and input_layernorm only."""
+        spared = {
+            f"{path}.{name}"
+            for path, module in model.named_modules()
+            for name, _ in module.named_parameters(recurse=False)
+            if name in NO_DECAY or "norm" in type(module).__name__.lower()
+        }
+        return [name for name in super().get_decay_parameter_names(model) if name not in spared]  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> Any:
         """The optimizer of the spec."""
@@ -279,6 +290,7 @@ def _badam(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one line with the names of all fp32 parameters
         return badam_checkpoint.block_optimizer(
+            partial(_groups, spec, decaying=decaying),
             torch.optim.AdamW(_groups(spec, named, decaying), **_adam_options(spec)),
             named,
             blocks,

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Sampler
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from backend import registry
 from backend.config import RunSpec
@@ -49,6 +51,23 @@ TRL: Mapping[str, TrlClasses] = {
 }
 
 
+@dataclass(eq=False)
+class SeededSampler(Sampler[int]):
+    """A sampler whose order depends on the seed and the epoch only. That of transformers' LengthGroupedSampler depends
+    on the global random state, which differs after a resume, and between ranks that have drawn different dropout."""
+
+    sampler: LengthGroupedSampler
+    seed: int
+    epoch: Callable[[], int]
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch())
+        return iter(self.sampler)
+
+
 class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsMixin):
     """Added to every trainer: LoRA+, fp8, complete checkpoints, own intervals after a resume, no step after the last
     one, no model cards."""
@@ -79,6 +98,13 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         if self.skipped is not None and "loss" in logs:
             logs |= self.skipped.logged()
         super().log(logs, *more, **named)  # type: ignore[misc]
+
+    def _get_train_sampler(self: Any, *args: Any) -> Any:
+        """The order of the examples; grouped by length, it follows from the seed and the epoch."""
+        sampler = super()._get_train_sampler(*args)  # type: ignore[misc]
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        return SeededSampler(sampler, self.args.seed, lambda: int((self.state.epoch or 0) + 1e-6))
 
     def get_batch_samples(self: Any, epoch_iterator: Any, *args: Any, **more: Any) -> Any:
         """Take note of the time that this rank waits for batches."""

@@ -91,6 +91,12 @@ def test_kto_shuffles_all_datasets(folder: Path, tiny: Path) -> None:
     assert len(found) == 36 and {"KL_completion_ids", "completion_ids"} <= set(found.column_names)
     own, neighbors = found["completion_ids"][:4], found["KL_completion_ids"][:4]
     assert neighbors == [own[-1], *own[:-1]]  # of the batches that are trained on
+    halves = {f"data.sources[{n}].{key}": value for n in (0, 1) for key, value in HALVES.items()}
+    evaluated = spec_of(folder, "pairs", "pairs", **kto, **halves, **{"eval.strategy": "steps"})
+    validation = prepare(evaluated, tiny)[0].validation
+    prompts = [tuple(ids) for ids in validation["prompt_ids"]]
+    pairs = [one == other for one, other in zip(prompts[::2], prompts[1::2], strict=True)]
+    assert not all(pairs), "the completions of a pair are not neighbors, whose KL divergence would be estimated"
 
 
 def test_a_copy_in_another_dataset_is_dropped(folder: Path, tiny: Path) -> None:

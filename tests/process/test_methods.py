@@ -26,9 +26,10 @@ from training_runs import (
     same_losses,
     soak_except,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from untrained_models import tokenizer, untrained_model
 
+from backend.config.options import edit
 from backend.train import adapters, data, device, kernels, lora, trainers
 
 # peft uses a deprecated transformers attribute; the trainer filters these warnings too.
@@ -114,6 +115,23 @@ def test_attention_targets_are_layers_of_the_attention_only(kind: str, expected:
     assert expected in targets
     adapted = get_peft_model(model, LoraConfig(target_modules=targets)).targeted_module_names
     assert adapted and all("attn" in name or "attention" in name for name in adapted)
+
+
+def test_modules_are_saved_by_whole_names() -> None:
+    """peft takes the names for the ends of others: norm would be input_layernorm too."""
+    model = untrained_model({"lora.modules_to_save": ("norm",)})
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora" not in name]
+    assert trained == ["base_model.model.model.norm.modules_to_save.default.weight"]
+
+
+def test_a_tied_head_is_trained_under_each_of_its_names() -> None:
+    config = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    for name in ("lm_head", "embed_tokens"):
+        spec = make_spec({"method.kind": "freeze", "method.freeze_trainable_layers": 1})
+        spec = edit(spec, {"method.freeze_extra_modules": name})
+        model = LlamaForCausalLM(LlamaConfig(**config, num_hidden_layers=2, tie_word_embeddings=True))
+        adapters.apply_method(spec, model, "fp32")
+        assert model.lm_head.weight.requires_grad and not model.model.norm.weight.requires_grad
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal"])

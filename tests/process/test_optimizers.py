@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build, model_types
 from fork_server import ForkServer
 from safetensors.torch import load_file
 from training_runs import REORDERING_TOLERANCE, losses, make_spec, result, same_losses, soak_except
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification, Trainer
 from untrained_models import memory_context
 
 from backend import registry
@@ -299,3 +300,37 @@ def test_muon_does_not_orthogonalize_single_row_matrices() -> None:
     assert 1 in first_dimensions[False]
     assert first_dimensions[True]
     assert 1 not in first_dimensions[True]
+
+
+def test_badam_decays_the_weights_of_the_active_block_only() -> None:
+    """Not its norms. With gradients of 0, only the decay changes a weight."""
+    config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    decaying = {name for name in before if "norm" not in name}
+    spec = make_spec({**FULL, "train.optim": "badam", "train.weight_decay": 5.0, "train.learning_rate": 1e-2})
+    optimizer = optimizers.MAKERS["badam"](spec, model, decaying)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    factors = {name: float((weight.detach() / before[name]).mean()) for name, weight in model.named_parameters()}
+    assert {name for name, factor in factors.items() if factor != 1} == {n for n in decaying if ".layers.1." in n}
+    assert {round(factor, 6) for factor in factors.values()} == {1.0, 0.95}
+
+
+@pytest.mark.parametrize("kind", soak_except(model_types(), ("mamba", "gpt_oss", "qwen3_next")))
+def test_no_norm_decays(kind: str) -> None:
+    try:
+        model = build(kind)
+    except Exception as error:
+        pytest.skip(f"cannot be built: {error}")
+
+    class Names(optimizers.OptimizerMixin, Trainer):
+        spec = make_spec({})
+
+    decaying = Names.get_decay_parameter_names(Names.__new__(Names), model)
+    assert decaying
+    modules = dict(model.named_modules())
+    owners = [type(modules[name.rpartition(".")[0]]).__name__ for name in decaying]
+    assert not [owner for owner in owners if "norm" in owner.lower()]
+    assert not [name for name in decaying if name.rpartition(".")[2] in ("A_log", "D", "sinks", "bias")]

@@ -11,9 +11,11 @@ import pytest
 import torch
 from fork_server import ForkServer
 from safetensors.torch import load_file
-from training_runs import make_spec, read_metrics
+from training_runs import losses, make_spec, read_metrics
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from backend import registry
+from backend.train.trl_trainers import SeededSampler
 
 HALF, ALL, NEARLY_ZERO = 4, 8, 1e-12
 COMMON = {
@@ -71,3 +73,25 @@ def test_own_intervals(fork_server: ForkServer, tmp_path: Path) -> None:
     assert [point["step"] for point in points if "loss" in point] == [5, 6, 7, 8]
     assert [point["step"] for point in points if "eval_loss" in point] == [6, 8]  # and after the last step
     assert {path.name for path in (second / "checkpoints").iterdir()} == {"checkpoint-6", "checkpoint-8"}
+
+
+def test_grouped_by_length_in_a_later_epoch(fork_server: ForkServer, tmp_path: Path) -> None:
+    """Each epoch has every example once, also one that is resumed, and whatever else has drawn random numbers."""
+    changes = {
+        "train.train_sampling_strategy": "group_by_length", "data.max_samples": 8, "train.max_steps": ALL,
+        "save.steps": 2, "save.total_limit": 0, "lora.dropout": 0.1, "lora.init": "gaussian",
+    }  # fmt: skip
+    run = fork_server.train(tmp_path / "run", make_spec({**COMMON, **changes}))
+    before = losses(run)
+    fork_server.resume(run, HALF + 2)
+    assert losses(run) == before and len(set(before.values())) == ALL
+
+
+def test_the_order_by_length_is_that_of_all_ranks() -> None:
+    lengths, epoch = list(range(100)), [0]
+    orders = []
+    for epoch[0] in (0, 1, 1):
+        torch.rand(epoch[0] + len(orders))
+        sampler = LengthGroupedSampler(4, lengths=lengths)
+        orders.append(list(SeededSampler(sampler, 7, lambda: epoch[0])))
+    assert orders[1] == orders[2] != orders[0] and sorted(orders[0]) == sorted(orders[1]) == lengths
