@@ -10,7 +10,7 @@ from backend import registry, wording
 from backend.modelspec import ModuleSpec, is_attention, lora_modules, trainable_parameters
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, names, set_to, warning
 from backend.rules.common_fixes import ATTENTION_ONLY
-from backend.rules.examples import DEMO, GPT2, H100, MOE
+from backend.rules.examples import DEMO, EQUIPPED, GPT2, H100, MOE
 
 DEFAULT_INIT = Fix("Use the default initialization", {"lora.init": "default"}, safe=False, cost="slower convergence")
 INITS_FROM_WEIGHTS = tuple(name for name, row in registry.LORA_INITS.items() if row.changes_base_weights)
@@ -339,3 +339,59 @@ def lora_leaves_out_linear_layers(case: Case) -> str | None:
     if not left_out:
         return None
     return f"lora.targets is all-linear, but PEFT puts no adapter on {names(left_out)} of {case.shape.architecture}."
+
+
+ONE_RATE = ("lomo", "adalomo", "badam")  # optimizers that step with one learning rate for all parameters
+
+
+@error(
+    "ADP013",
+    fields=("lora.loraplus_lr_ratio", "train.optim"),
+    title="LoRA+ has no effect with this optimizer",
+    source="lomo_optim 0.1 lomo.py: fused_backward takes one learning rate; badam 1.4 block_optim.py: _update_lr uses "
+    "that of the first group",
+    fixes=(
+        Fix("Set loraplus_lr_ratio to 1", {"lora.loraplus_lr_ratio": 1.0}, False),
+        Fix("Use AdamW", {"train.optim": "adamw_torch"}, False, "more memory for the optimizer state"),
+    ),
+    fails_on=Example({"lora.loraplus_lr_ratio": 8.0, "train.optim": "badam"}, EQUIPPED),
+    passes_on=Example({"lora.loraplus_lr_ratio": 8.0}),
+)
+def loraplus_without_groups(case: Case) -> str | None:
+    """LoRA+ trains the B matrices with a higher learning rate. LOMO, AdaLOMO and BAdam have one learning rate for all
+    parameters."""
+    ratio, optimizer = case.spec.lora.loraplus_lr_ratio, case.spec.train.optim
+    if not _uses_lora(case) or ratio == 1 or optimizer not in ONE_RATE:
+        return None
+    return f"lora.loraplus_lr_ratio is {ratio:g}, and train.optim is {optimizer}."
+
+
+@error(
+    "ADP014",
+    fields=("lora.init", "save.merge_adapter"),
+    title="Adapters of layers that share weights would change them twice",
+    source="peft 0.21 tuners/lora: each adapted layer subtracts its initial adapter from the shared weight, and "
+    "merging adds each adapter to it; verified with Zamba2",
+    fails_on=Example({"save.merge_adapter": True}, facts=replace(DEMO, has_shared_layers=True, model_type="zamba2")),
+    passes_on=Example(facts=replace(DEMO, has_shared_layers=True, model_type="zamba2")),
+)
+def adapters_of_shared_layers(case: Case) -> Violation | None:
+    """In this architecture several decoder layers contain the same weights, and PEFT gives each layer an adapter of its
+    own. PiSSA and OLoRA subtract every one of them from the shared weight, and merging adds all of them to it, but each
+    layer is trained with its own adapter only."""
+    spec, initial = case.spec, {"lora.init": "default"}
+    if not _uses_lora(case) or not case.facts.has_shared_layers:
+        return None
+    merges = spec.save.merge_adapter and spec.save.final_model
+    if spec.lora.init not in INITS_FROM_WEIGHTS and not merges:
+        return None
+    what = [_init_label(case)] if spec.lora.init in INITS_FROM_WEIGHTS else []
+    what += ["merging the adapter"] if merges else []
+    patch = (initial if spec.lora.init in INITS_FROM_WEIGHTS else {}) | (
+        {"save.merge_adapter": False} if merges else {}
+    )
+    fix = Fix("Use the default initialization, without merging", patch, False, "only the adapter is saved")
+    message = (
+        f"Several decoder layers of {case.facts.model_type} share weights, which {names(what)} would change twice."
+    )
+    return Violation(message, (fix,))

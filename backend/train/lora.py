@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
@@ -39,7 +40,10 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
     if spec.lora.use_dora:
         peft_dequantize.apply()
     if not registry.LORA_INITS[spec.lora.init].changes_base_weights:
-        return unsloth.add_adapter(spec, model, config) if spec.train.use_unsloth else get_peft_model(model, config)
+        plain = unsloth.add_adapter(spec, model, config) if spec.train.use_unsloth else get_peft_model(model, config)
+        if spec.save.merge_adapter:
+            _check_shared_weights("save.merge_adapter: merging", plain)
+        return plain
     peft_reference_init.apply()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -47,6 +51,7 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
             adapted = get_peft_model(model, config)
         except RuntimeError as error:  # of linear algebra
             raise TrainError(f"lora.init: {str(error).splitlines()[0]}") from error
+    _check_shared_weights(f"lora.init: {spec.lora.init}", adapted)
     for parameter in adapted.parameters():
         if parameter.dim() > 1 and parameter.stride(-1) != 1:  # with rank 1; DeepSpeed copies weights as bytes
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
@@ -73,6 +78,17 @@ def _check_model(spec: RunSpec, model: Any) -> None:
     if spec.lora.init == "olora" and any(isinstance(module, Conv1D) for module in model.modules()):
         raise TrainError(
             "lora.init: peft's OLoRA does not support Conv1D layers, which this model has. Use another initialization."
+        )
+
+
+def _check_shared_weights(what: str, adapted: Any) -> None:
+    """Raise TrainError if adapters of several layers would change the same weight, each on its own."""
+    layers = (module.base_layer for module in adapted.modules() if isinstance(module, LoraLayer))
+    weights = [id(layer.weight) for layer in layers if hasattr(layer, "weight")]  # those of experts have other names
+    if len(set(weights)) < len(weights):
+        raise TrainError(
+            f"{what} would change the weights that several layers of this model share once for each of them. Use the "
+            "default initialization, and do not merge the adapter."
         )
 
 

@@ -31,6 +31,7 @@ from untrained_models import tokenizer, untrained_model
 
 from backend.config.options import edit
 from backend.train import adapters, data, device, kernels, lora, trainers
+from backend.train.run_log import TrainError
 
 # peft uses a deprecated transformers attribute; the trainer filters these warnings too.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -115,6 +116,15 @@ def test_attention_targets_are_layers_of_the_attention_only(kind: str, expected:
     assert expected in targets
     adapted = get_peft_model(model, LoraConfig(target_modules=targets)).targeted_module_names
     assert adapted and all("attn" in name or "attention" in name for name in adapted)
+
+
+@pytest.mark.parametrize("changes", [{"lora.init": "pissa_fast"}, {"save.merge_adapter": True}])
+def test_layers_that_share_weights(changes: dict[str, Any]) -> None:
+    """PEFT would subtract, or merge, the adapter of each layer, also where their weights are the same."""
+    model = architectures.build("zamba2")
+    with pytest.raises(TrainError, match="the weights that several layers of this model share"):
+        spec = make_spec(changes)
+        lora.add_adapter(spec, model, adapters.lora_config(spec, model))
 
 
 def test_modules_are_saved_by_whole_names() -> None:

@@ -286,3 +286,23 @@ def test_schedule_free_radam_makes_no_update_until_its_moving_average_is_long(
         assert (_rectified_length(step, beta2) > RECTIFIED_LENGTH) == bool((weight != 1).any())
         changed = changed or (step if bool((weight != 1).any()) else None)
     assert changed == first_update
+
+
+@cites("ADP013")
+@pytest.mark.parametrize("kind", [Lomo, BlockOptimizer])  # AdaLomo steps on a GPU only
+def test_one_learning_rate_for_all_parameters(kind: Any) -> None:
+    model = nn.ModuleDict({"lora_A": nn.Linear(4, 4, bias=False), "lora_B": nn.Linear(4, 4, bias=False)})
+    loss = sum(layer(torch.ones(1, 4)).sum() for layer in model.values())
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    if kind is BlockOptimizer:
+        groups = [{"params": [model["lora_A"].weight]}, {"params": [model["lora_B"].weight], "lr": 8e-2}]
+        blocks = [["lora"]]
+        optimizer = BlockOptimizer(torch.optim.AdamW(groups, lr=1e-2), [*model.named_parameters()], blocks, verbose=0)
+        loss.backward()
+        optimizer.step()
+    else:
+        optimizer = kind(model, 1e-2)
+        assert not optimizer.param_groups[1:], "there is nowhere to set another one"
+        optimizer.fused_backward(loss, 1e-2)
+    moved = [(weight.detach() - before[name]).abs().max().item() for name, weight in model.named_parameters()]
+    assert moved[0] > 0 and moved[0] == pytest.approx(moved[1], rel=0.2)

@@ -423,3 +423,20 @@ def test_lora_on_experts_rejects_dropout_dora_and_pissa(more: dict[str, Any]) ->
         into = conversion._MOE_TARGET_MODULE_MAPPING[like]
         assert [into[name] for name in layers] == ["gate_up_proj", "gate_up_proj", "down_proj", "gate.weight"]
         assert conversion._MOE_FUSED_TARGETS[like] == {"gate_up_proj": list(layers[:2])}
+
+
+@cites("ADP014")
+def test_adapters_of_layers_that_share_weights_change_them_twice() -> None:
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    layers[1].weight = layers[0].weight
+    inputs = torch.ones(1, 4)
+    adapted = get_peft_model(
+        nn.ModuleDict({"a": layers[0], "b": layers[1]}), LoraConfig(r=2, target_modules=["a", "b"])
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(1.0)
+        trained = adapted.base_model.model["a"](inputs)
+        merged = adapted.merge_and_unload()["a"](inputs)
+    assert (merged - trained).abs().max() > 1e-3
