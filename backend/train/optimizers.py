@@ -209,6 +209,12 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {})
         self._share_state()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as LoRA+ does, to the optimizer that it belongs to."""
+        super().add_param_group(param_group)
+        if hasattr(self, "parts"):
+            self._share_state()
+
     def _share_state(self) -> None:
         matrices = [group for group in self.param_groups if group["orthogonal"]]
         others = [group for group in self.param_groups if not group["orthogonal"]]

@@ -286,6 +286,20 @@ def test_badam_trains_the_layers_of_a_model_with_several_stacks() -> None:
     assert len(optimizer.block_prefix_list) == len(model.model.L_module.layers) + len(model.model.H_module.layers)
 
 
+def test_muon_steps_a_group_that_loraplus_adds() -> None:
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    optimizer = optimizers.MAKERS["muon"](make_spec({**FULL, "train.optim": "muon"}), model, set())
+    group = next(group for group in optimizer.param_groups if group["orthogonal"])
+    moved = group["params"].pop()
+    optimizer.add_param_group({**group, "params": [moved]})
+    before = moved.detach().clone()
+    moved.grad = torch.randn_like(moved)
+    optimizer.step()
+    assert not torch.equal(moved, before)
+
+
 def test_muon_does_not_orthogonalize_single_row_matrices() -> None:
     """The head of a reward model has one output: FSDP2 cannot give each rank a row of it."""
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
