@@ -125,7 +125,7 @@ class AccessControl:
         return Response(status_code=200) if asks and self.login is None else None
 
     async def _require_login(self, request: Request | None, headers: Headers) -> Response | None:
-        """The response to a request without a valid session; None with one. `request` is None for a WebSocket."""
+        """The response to a request without a valid session; None if it is valid. `request`: None for a WebSocket."""
         login = self.login
         assert login is not None
         session = _cookies(headers).get(login.cookie, "")
@@ -160,7 +160,7 @@ def error_response(status: int, sentence: str, headers: Mapping[str, str] | None
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without port and brackets; '' if the header is malformed."""
+    """The name in a Host header, without port or brackets; '' if the header is malformed."""
     try:
         parts = urlsplit(f"//{host}")
         _ = parts.port  # raises for a port that is not a number

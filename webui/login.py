@@ -131,8 +131,8 @@ class Login:
         key = load_or_create_key(folder)
         self.is_token = is_token
         self._password = password
-        # The password signs the sessions: changing it ends all of them. A token does not: pages stay open over restarts
-        # of the server.
+        # The password signs the sessions, so changing it ends all of them. A token does not sign them: each restart of
+        # the server makes a new token, and pages stay logged in.
         self.sessions = Sessions(
             folder / SESSIONS, hmac.digest(key, b"" if is_token else password.encode(), "sha256"), clock
         )

@@ -160,7 +160,7 @@ class Data(Source):
     drop_duplicates: Annotated[bool, Ui("Drop duplicates", when=SOME_USER_DATA)] = False
     """Keeps one copy of each training example, and drops validation examples that are also training examples."""
     on_bad_example: Annotated[Literal["stop", "skip"], Ui("Bad examples", when=SOME_USER_DATA)] = "stop"
-    """What happens with an example that cannot be read, does not match the format, or that the chat template cannot
+    """What to do with an example that cannot be read, does not match the format, or that the chat template cannot
     render: it stops the run, or is skipped and counted in the log."""
     sources: Annotated[
         tuple[Source, ...], Field(max_length=MAX_SOURCES), BeforeValidator(_sources), Ui("Datasets", widget="sources")

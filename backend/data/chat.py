@@ -35,7 +35,7 @@ ROLES = {
 }
 CALL_ROLES = ("function_call", "tool_call")  # whose content is a call, or a list of calls, as JSON
 KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
-# Whether the loss includes a turn: OpenAI's and axolotl's weight, axolotl's train, and the names of other tools.
+# Whether the loss includes a turn: OpenAI's and axolotl's weight, axolotl's train, and other tools' names for the same.
 WEIGHTS, SWITCHES = ("weight", "loss_weight"), ("train", "training", "trainable", "loss")
 # What a turn may say about itself that no model is trained on.
 WITHOUT_MEANING = {

@@ -54,7 +54,7 @@ def data_suffix(path: Path) -> str:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """The decompressed content. Raises OSError; reading raises those of ERRORS."""
+    """The decompressed content. Raises OSError; reading it may raise any of ERRORS."""
     found: IO[bytes] = _OPEN[path.suffix.lower()](path) if is_compressed(path) else path.open("rb")
     return found
 

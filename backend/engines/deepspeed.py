@@ -84,7 +84,7 @@ class DeepSpeed(Engine):
 
     @property
     def offload_patch(self) -> Mapping[str, Any]:
-        """None for stage 1: stage 2 also offloads the gradients."""
+        """The options that offload to the CPU; none for stage 1, since stage 2 offloads the gradients too."""
         optimizer = {"parallel.offload_optimizer": "cpu"}
         return {2: optimizer, 3: {**optimizer, "parallel.offload_param": "cpu"}}.get(self.zero_stage, {})
 

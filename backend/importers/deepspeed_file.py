@@ -72,7 +72,7 @@ def is_number(value: Any) -> bool:
 
 
 def table_at(parent: Table, key: str, prefix: str = "") -> Table:
-    """The table at `key`; empty if there is none. Raises SpecError; `prefix` completes the key in its message."""
+    """The table at `key`; empty if there is none. Raises SpecError, which names the key with `prefix` before it."""
     found = parent.get(key) or {}
     if not isinstance(found, Mapping):
         raise SpecError([Problem("", f"{prefix}{key} must contain keys and values, not {found!r}")])

@@ -18,7 +18,7 @@ from backend.inspect.facts import DataIssue, InputFacts
 from backend.wording import counted, ratio
 
 Facts = dict[str, Any]
-# How facts about all datasets follow from those about each; of others, the first that is set.
+# How the facts about each dataset are combined: added up, joined or counted; of any other fact, the first that is set.
 SUMS = (
     "num_examples", "num_validation_examples", "num_checked", "num_usable",
     "num_usable_validation", "num_identical_pairs", "num_unmarked", "num_endless", "num_starts",

@@ -49,7 +49,7 @@ class Estimate:
     certain_bytes: int = 0  # of the peak on a device: exact arithmetic, so the real peak is not below it
 
     def is_limited_by(self, phase: str) -> bool:
-        """Whether a moment of this phase is the peak, or its upper bound exceeds the free memory."""
+        """Whether memory peaks in this phase, or the upper bound of the phase exceeds the free memory."""
         least = min(self.device_bytes, self.capacity_bytes / self.ratios[1])
         return any(moment.phase == phase and moment.bytes >= least for moment in self.moments)
 
@@ -63,7 +63,7 @@ class Estimate:
         return tuple(largest.values())
 
     def total(self, where: str) -> int:
-        """Bytes of all rows of device, host or disk."""
+        """Bytes of all rows of one place: device, host or disk."""
         return sum(row.bytes for row in self.rows if row.where == where)
 
     @property
@@ -208,6 +208,6 @@ def quantized_loading(ctx: MemoryContext, persistent: list[Row]) -> list[Row]:
         return []
     scales = quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_matrices)
     whole = ctx.quantized_bytes + scales + ctx.unquantized_count * ctx.compute_bytes
-    more = whole - sum(row.bytes for row in persistent[:-1])  # without the overhead, which exists already
+    more = whole - sum(row.bytes for row in persistent[:-1])  # without the overhead, which is allocated before
     formula = f"{whole:,} bytes of the whole base model, less what the rows above count"
     return [Row("Loading the quantized base model", max(0, more), formula)]

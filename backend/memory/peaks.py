@@ -207,7 +207,7 @@ def optimizer_step(ctx: MemoryContext) -> list[Row]:
     row = ctx.optimizer.row
     temporaries = row.temporaries + (row.copies_decayed and ctx.spec.train.weight_decay > 0)
     stepped, shards = ctx.trainable_count, ctx.run.optimizer_shards
-    # DeepSpeed closes a group of tensors with the one that reaches the size.
+    # DeepSpeed adds tensors to a group until it reaches its size; the last one may exceed it.
     group = ctx.engine.step_elements(ctx.spec) * shards + ctx.optimizer.largest_tensor
     in_groups = group < stepped and not ctx.on_cpu
     count = min(stepped, largest) * 2 if ctx.on_cpu else int(min(stepped, group)) * temporaries

@@ -231,7 +231,7 @@ class TableReader:
 
     @cached_property
     def dense_inner(self) -> int:
-        """Inner width of the dense MLP: inputs of the linear layer that leads back to the hidden size."""
+        """Inner width of the dense MLP: the input size of its down projection."""
         down = [leaf.in_features for leaf in self._mlp if leaf.out_features == self.hidden]
         return max(down, default=self._number("intermediate_size"))
 

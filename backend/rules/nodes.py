@@ -107,8 +107,8 @@ def master_addr_is_loopback(case: Case) -> str | None:
     if address != "localhost" and (ip is None or not ip.is_loopback):
         return None
     return (
-        f"launch.master_addr is {address}, and the run has {case.run.nnodes} nodes, which cannot reach node 0 at this "
-        "address."
+        f"launch.master_addr is {address}, and the run has {case.run.nnodes} nodes; the others cannot reach node 0 at "
+        "this address."
     )
 
 

@@ -61,7 +61,7 @@ def builtin_dataset_for_other_stage(case: Case) -> Violation | None:
     fitting = [name for name, row in registry.DATASETS.items() if row.format in stage.formats]
     fixes = tuple(Fix(f"Use the dataset {name}", {"data.builtin": name}, False) for name in fitting)
     message = (
-        f"{stage.label} needs {_accepted(stage)}; the examples of the dataset {data.builtin} are "
+        f"{stage.label} needs {_accepted(stage)}; the examples of the built-in dataset {data.builtin} are "
         f"{FORMAT_CONTENT[format]}."
     )
     return Violation(message, fixes)

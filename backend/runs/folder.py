@@ -567,7 +567,7 @@ class Run:
         return None
 
     def _last_sign(self) -> float | None:
-        """When the run last wrote a file: the best guess for an end that was not recorded."""
+        """When the run last wrote a file: the best guess of when the run ended, if that was not recorded."""
         return max((s for name in (LOG, METRICS, PROGRESS, RESULT) if (s := self._stamp(name))), default=None)
 
     def _text(self, name: str) -> str:

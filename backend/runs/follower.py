@@ -155,7 +155,7 @@ class Follower:
         return self._end()
 
     def _find_earlier_job(self) -> bool:
-        """Whether to follow the job of an earlier start. If the cluster does not respond, the job may be running."""
+        """Whether to follow the job of an earlier start. Also true if the cluster does not respond."""
         self.job = Job(unended(self.folder), "")
         if not self.job.id:
             return False

@@ -182,7 +182,7 @@ class RunList:
     # -- scanning ------------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Scan the folder, unless a scan has started since this call, or a pause follows a long one."""
+        """Scan the folder, unless another scan starts during this call, or the pause after a long scan is not over."""
         called = time.monotonic()
         with self._lock:
             if self._started >= called or called < self._rest_until:

@@ -415,7 +415,7 @@ def main(arguments: Sequence[str]) -> int:
         if deletion.is_begun(HERE):
             sys.stderr.write("This run is being deleted, so it cannot be started.")
             return 1
-        stop_requests.withdraw(HERE, earlier)  # now the run is alive, and a newer request is for this start
+        stop_requests.withdraw(HERE, earlier)  # the run is alive now: a newer request is about this start
         start = secrets.token_hex(8)
         mark_lock(lock, start, str(given.folder))
         supervisor = Supervisor(HERE, given.from_scratch, given.timeouts, lock, given.after, not given.after_any, start)

@@ -200,7 +200,7 @@ def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, 
             break
     if not found_so_far:
         return None
-    _, best, reason = min(found_so_far, key=lambda entry: entry[0])  # the first of equal ones
+    _, best, reason = min(found_so_far, key=lambda entry: entry[0])  # on a tie, the first
     return best, reason
 
 

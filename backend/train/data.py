@@ -116,7 +116,9 @@ class ExampleTokenizer:
                     f"{example.location}: a turn has a weight of 0, and pretraining trains on the whole text. Set "
                     "train.stage to sft, or remove the weight."
                 )
-            ids = list(self.tokenizer(to_text(example.value), verbose=False)["input_ids"])  # long texts are split
+            ids = list(
+                self.tokenizer(to_text(example.value), verbose=False)["input_ids"]
+            )  # no warning about length: long texts are split
             eos = self.tokenizer.eos_token_id
             if eos is not None and ids[-1:] != [eos]:
                 ids.append(eos)

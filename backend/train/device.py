@@ -58,7 +58,7 @@ def fp8_recipe(backend: str) -> Any:
     utils: Any = importlib.import_module("accelerate.utils")
     if backend == "te":
         return utils.TERecipeKwargs()
-    # Weights that are cast before FSDP gathers them could not be saved; without it they stay ordinary tensors.
+    # If FSDP gathered weights in float8, they could not be saved.
     return utils.AORecipeKwargs(enable_fsdp_float8_all_gather=False)
 
 

@@ -35,7 +35,7 @@ from backend.train.preference_data import SPECIAL, UNREAD, unread_keys
 from backend.train.run_log import TrainError
 from backend.train.templates import ChatTokenizer, UnmarkedCompletions, UnsupportedConversation
 
-MAX_ISSUES = 3  # of a data file; and that cannot be rendered
+MAX_ISSUES = 3  # listed for a data file; also the most examples listed that cannot be rendered
 MAX_LENGTHS = 2000
 MAX_PLACES = 50  # of each kind of problem
 NOTED = ("truncated", "dropped", "long", "identical", "endless")  # counts of an example that are problems of it

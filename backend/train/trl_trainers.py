@@ -107,7 +107,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         return SeededSampler(sampler, self.args.seed, lambda: int((self.state.epoch or 0) + 1e-6))
 
     def get_batch_samples(self: Any, epoch_iterator: Any, *args: Any, **more: Any) -> Any:
-        """Take note of the time that this rank waits for batches."""
+        """Measure the time that this rank waits for batches."""
         batches = self.monitor.fetch(epoch_iterator) if self.monitor is not None else epoch_iterator
         return super().get_batch_samples(batches, *args, **more)  # type: ignore[misc]
 

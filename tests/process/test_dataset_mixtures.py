@@ -90,7 +90,7 @@ def test_kto_shuffles_all_datasets(folder: Path, tiny: Path) -> None:
     found = prepare(spec_of(folder, "pairs", "pairs", **kto), tiny)[0].train
     assert len(found) == 36 and {"KL_completion_ids", "completion_ids"} <= set(found.column_names)
     own, neighbors = found["completion_ids"][:4], found["KL_completion_ids"][:4]
-    assert neighbors == [own[-1], *own[:-1]]  # of the batches that are trained on
+    assert neighbors == [own[-1], *own[:-1]]  # within each batch
     halves = {f"data.sources[{n}].{key}": value for n in (0, 1) for key, value in HALVES.items()}
     evaluated = spec_of(folder, "pairs", "pairs", **kto, **halves, **{"eval.strategy": "steps"})
     validation = prepare(evaluated, tiny)[0].validation

@@ -92,7 +92,7 @@ def loaded_bytes(folder: Path) -> list[int]:
     return [rank["loaded_bytes"] for rank in result(folder)["ranks"]]
 
 
-# Name -> (options, change of the model).
+# Name -> (options, change to the model).
 RANK0_LOADED: dict[str, tuple[Mapping[str, Any], Callable[[Path], None] | None]] = {
     "freeze": (FREEZE, None),
     "tied": (FULL, tie_embeddings),

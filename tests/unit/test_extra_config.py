@@ -131,7 +131,7 @@ DDP = {"parallel.strategy": "ddp"}
         ("LCH013", {"mixed_precision": "bf16"}, {**DDP, "precision.compute": "fp32"}, True),
         ("LCH013", {"mixed_precision": "bf16"}, {**DDP, "precision.compute": "pure_bf16"}, True),
         ("LCH013", {"mixed_precision": "no"}, {**DDP, "precision.compute": "fp32"}, False),
-        ("LCH013", {"mixed_precision": "fp16"}, DDP, False),  # the trainer says bf16 itself
+        ("LCH013", {"mixed_precision": "fp16"}, DDP, False),  # the trainer sets bf16 itself
         ("LCH013", {"mixed_precision": "no"}, ZERO2, True),
         ("LCH013", {"deepspeed_config": {"zero_stage": 2}}, ZERO2, True),
         ("LCH013", {"deepspeed_config": {"deepspeed_moe_layer_cls_names": "X"}}, ZERO2, False),

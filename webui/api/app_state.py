@@ -71,7 +71,7 @@ class CachedMachine:
 
 
 class IdempotencyKeys:
-    """The run created for each start key: a double click, or a retry after a restart, creates one run."""
+    """The run created for each start key: a double click, or a retry after a restart, creates only one run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
