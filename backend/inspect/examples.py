@@ -23,7 +23,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 11
+FORMAT = 12
 # Options that decide nothing about a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -165,13 +165,20 @@ def _inputs(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[s
     data = _files(_data_files(spec), base)
     model = _files(TOKENIZER_FILES, folder) if folder and not spec.model.trust_remote_code else []
     place = str(folder) if model else ""
-    return {"spec": _inspected(spec), "base": str(base), "folder": place, "files": [*data, *model] if data else []}
+    return {
+        "spec": _inspected(spec, base),
+        "base": str(base),
+        "folder": place,
+        "files": [*data, *model] if data else [],
+    }
 
 
-def _inspected(spec: RunSpec) -> dict[str, Any]:
+def _inspected(spec: RunSpec, base: Path) -> dict[str, Any]:
     """The sections that decide how examples are read, rendered and tokenized."""
     model = spec.model.model_dump(include={"source", "builtin", "hub_id", "revision", "path"})
     data = spec.data.model_dump(exclude=LATER)
+    if template := spec.data.chat_template_file:
+        data["chat_template_file"] = str(base / Path(template).expanduser())
     return {"model": model, "data": data, "train": {"stage": spec.train.stage}}
 
 

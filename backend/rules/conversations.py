@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from backend.config import Source
+from backend.data import chat
 from backend.data.chat import COLUMN
-from backend.rules.base import Case, Example, Fix, Violation, names, warning
+from backend.rules.base import Case, Example, Fix, Violation, advice, names, warning
 from backend.rules.common_fixes import OTHER_TEMPLATE
 from backend.rules.examples import USER_DATA, USER_DATA_FACTS
 from backend.wording import counted
@@ -120,3 +122,38 @@ def special_tokens_in_contents(case: Case) -> str | None:
     where = f"{max(count for _, count in found):,} of {counted(case.facts.num_checked, 'checked example')}"
     tokens = names([token for token, _ in found])
     return f"In {where}, the content of a turn has {tokens}, which the tokenizer encodes as special tokens."
+
+
+# Columns of published datasets that say something about an example, and are no part of it.
+ABOUT = {
+    *chat.WITHOUT_MEANING, "category", "categories", "class", "conversation_id", "difficulty", "domain", "file",
+    "filename", "keywords", "label", "license", "prompt_id", "question_id", "row_id", "split", "subject", "tag", "tags",
+    "task", "task_type", "title", "topic", "type", "user", "username",
+}  # fmt: skip
+USED = {
+    *chat.READ, *chat.VARIABLES, *chat.REASONING, *chat.EXAMPLE_WEIGHTS, "prompt", "completion", "chosen", "rejected",
+    "instruction", "input", "output", "history", "system", "loss_mask",
+}  # fmt: skip
+FLAT = ("alpaca", "prompt_completion", "pairs", "labels")  # formats whose parts are columns
+WITH_CONTEXT = replace(USER_DATA_FACTS, format="prompt_completion", text_columns=("prompt", "completion", "context"))
+
+
+@advice(
+    "DAT034",
+    fields=("data.files", "data.format"),
+    title="Columns with text are not used",
+    source="the first example",
+    manual_fix="If the model should see them, add their text to the prompt, or name the column of a reasoning "
+    "reasoning_content.",
+    fails_on=Example(USER_DATA, facts=WITH_CONTEXT),
+    passes_on=Example(USER_DATA, facts=replace(WITH_CONTEXT, text_columns=("prompt", "completion", "source"))),
+)
+def text_in_other_columns(case: Case) -> str | None:
+    """Only the columns of the data format reach the model. Datasets often have the context of a prompt, or the
+    reasoning before a completion, in a column of its own."""
+    data, facts = case.spec.data, case.facts
+    if data.source != "files" or facts.format not in FLAT:
+        return None
+    chosen = {getattr(data, name) for name in Source.model_fields if name.endswith("_column")}
+    unused = [name for name in facts.text_columns if name not in chosen and name.lower() not in ABOUT | USED]
+    return f"The model does not see the text in {names([f'column {name}' for name in unused])}." if unused else None

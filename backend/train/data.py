@@ -23,7 +23,7 @@ from backend.config import RunSpec
 from backend.config.options import for_dataset
 from backend.data import DataFileError, is_absurd, mixed, mixed_counts, prepared, to_text
 from backend.train import end_tokens
-from backend.train.end_tokens import END
+from backend.train.end_tokens import END, INNER
 from backend.train.examples import (
     ConvertedExample,
     Part,
@@ -100,6 +100,8 @@ class ExampleTokenizer:
             ends = self.chat.ends(labels)
             counts["endless"] += ends[-1:] == [None]
             counts.update({f"{END}{token}" for token in ends if token is not None})
+            if not self.chat.all_tokens:
+                counts.update(f"{INNER}{token}" for token in self.chat.inner(labels).difference(ends[-1:]))
         if len(ids) <= self.max_length:
             return [(ids, labels)]
         if self.pretraining:  # a long text is split, so that all of it is trained on
@@ -120,6 +122,8 @@ class ExampleTokenizer:
                 self.tokenizer(to_text(example.value), verbose=False)["input_ids"]
             )  # no warning about length: long texts are split
             eos = self.tokenizer.eos_token_id
+            if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:  # the text has one, too
+                del ids[0]
             if eos is not None and ids[-1:] != [eos]:
                 ids.append(eos)
             return ids, list(ids)

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 END = "end "  # with a token id: a count of examples
+INNER = "inner "  # with a token id: a count of examples in which trained text follows the token
 RARE = 0.01  # of the examples: the end of a broken example would end generation too early
 
 
 def counted(counts: Counter[str]) -> tuple[int, ...]:
-    """The tokens that were counted in enough examples, the most frequent first."""
+    """The tokens that were counted in enough examples, the most frequent first; without those that text follows in as
+    many, which would be cut off."""
     found = Counter({int(key.removeprefix(END)): count for key, count in counts.items() if key.startswith(END)})
-    return tuple(token for token, count in found.most_common() if count >= RARE * max(found.values()))
+    enough = [token for token, count in found.most_common() if count >= RARE * max(found.values())]
+    return tuple(token for token in enough if counts[f"{INNER}{token}"] < found[token]) or tuple(enough)
 
 
 def apply(model: Any, tokenizer: Any, ends: Sequence[int]) -> None:

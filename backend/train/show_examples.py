@@ -114,7 +114,8 @@ def _converted(spec: RunSpec, location: str, row: Example, format: str) -> tuple
         value = convert(row, format, spec.data)
         values = unpair(value) if spec.train.stage == "kto" else [value]
     except InvalidExample as error:
-        return [], f"This example {error}."
+        sentence = str(error)
+        return [], f"This example {error}." if sentence.startswith(("has ", "is ")) else f"In this example, {error}."
     return [ConvertedExample(location, each) for each in values], ""
 
 

@@ -187,14 +187,16 @@ def conversations_of(value: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
     return [[*value["prompt"], *value[part]] for part in COMPLETIONS if part in value]
 
 
-def may_be_lost(turn: Mapping[str, Any]) -> bool:
-    """Whether a turn has reasoning or tool calls."""
-    return "tool_calls" in turn or "</think>" in turn["content"] or any(key in turn for key in REASONING)
+def may_be_lost(turns: Messages) -> bool:
+    """Whether turns have reasoning, tool calls or several system prompts."""
+    return sum(turn["role"] == "system" for turn in turns) > 1 or any(
+        "tool_calls" in turn or "</think>" in turn["content"] or any(key in turn for key in REASONING) for turn in turns
+    )
 
 
 def lost(turns: Messages, text: str) -> set[str]:
-    """The reasoning and tool calls of turns that the text made of them lacks, as words. Templates that read a key may
-    still leave it out, such as the reasoning of earlier turns."""
+    """The reasoning, tool calls and system prompts of turns that the text made of them lacks, as words. Templates that
+    read a key may still leave it out, such as the reasoning of earlier turns."""
     found = set()
     for turn in turns:
         for key in REASONING:
@@ -207,6 +209,8 @@ def lost(turns: Messages, text: str) -> set[str]:
             found.add("tool_calls")
         if turn.get("tool_calls") and turn["content"].strip() not in text:
             found.add("the text next to tool calls")
+        if turn["role"] == "system" and turn["content"].strip() not in text:
+            found.add("the content of some system turns")
     return found
 
 

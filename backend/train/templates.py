@@ -112,13 +112,13 @@ def _training_template(tokenizer: Any, template: str) -> str | None:
     """TRL's version of a template for training, with the defaults that `set_defaults` has put before it in an earlier
     run; None if TRL does not know the template."""
     defaults = "".join(match[0] for match in DEFAULT.finditer(template))
-    without = copy.copy(tokenizer)
-    without.chat_template = template.removeprefix(defaults)
-    try:
-        found = get_training_chat_template(without)
-    except (ValueError, TemplateError):
-        return None
-    return defaults + found if found else None
+    without, known = copy.copy(tokenizer), template.removeprefix(defaults)
+    for same in (known, known.removesuffix("\n"), f"{known}\n"):  # Jinja leaves out a newline at the end
+        without.chat_template = same
+        with suppress(ValueError, TemplateError):
+            if found := get_training_chat_template(without):
+                return defaults + str(found)
+    return None
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class ChatTokenizer:
         found |= {f"{name} of data.{TEMPLATE_KWARGS}" for name in self.kwargs.keys() - read.variables}
         template = self.marked_template if "messages" in value else None
         for turns in conversations_of(value):
-            if not any(map(may_be_lost, turns)):
+            if not may_be_lost(turns):
                 continue
             with suppress(UnsupportedConversation):  # which tokenizing it says
                 found |= lost(turns, self.render(turns, value, chat_template=template))
@@ -186,6 +186,20 @@ class ChatTokenizer:
         ids = [*labels, IGNORE_INDEX]
         lasts = [n for n, label in enumerate(labels) if label != IGNORE_INDEX == ids[n + 1]]
         return [self._end(ids[: last + 1]) for last in lasts]
+
+    def inner(self, labels: Sequence[int]) -> set[int]:
+        """The tokens that the tokenizer was given as a whole, and that text with a loss follows in the same part, such
+        as the <|end|> of gpt-oss between a reasoning and its answer."""
+        found, seen, known = set[int](), set[int](), self._whole_tokens
+        for label in labels:
+            if label in known:
+                seen.add(label)
+            elif seen:
+                if label != IGNORE_INDEX and not self.tokenizer.decode([label]).strip():
+                    continue
+                found |= seen if label != IGNORE_INDEX else set()
+                seen = set()
+        return found
 
     def _end(self, ids: Sequence[int]) -> int | None:
         known = self._whole_tokens

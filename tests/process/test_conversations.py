@@ -330,6 +330,53 @@ def test_ends_of_completions(tokenizer: Any) -> None:
     assert end_tokens.counted(Counter({"tokens": 9})) == ()
 
 
+def test_a_token_within_completions_does_not_end_them(tokenizer: Any) -> None:
+    """The <|end|> of gpt-oss ends earlier turns, and the reasoning before the last answer."""
+    special = ["<|end|>", "<|return|>", "<|start|>", "<|channel|>", "<|message|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    end, back = tokenizer.convert_tokens_to_ids(special[:2])
+    thinking = {**ANSWER, "thinking": "The next one leaves at nine."}
+    for last, ends in ((thinking, (back,)), (ANSWER, (end, back))):
+        chat = published(tokenizer, "gptoss")
+        counts = count(chat, converted({"messages": [QUESTION, ANSWER, QUESTION, last]}))
+        assert set(end_tokens.counted(counts)) == set(ends)
+    assert end_tokens.counted(Counter({"end 5": 9, "inner 5": 1})) == (5,), "one example has it in its text"
+
+
+def test_a_newline_at_the_end_of_a_template_changes_nothing(tokenizer: Any) -> None:
+    """Jinja leaves it out; editors add it."""
+    turns = [QUESTION, ANSWER, QUESTION, ANSWER]
+    expected = published(tokenizer, "qwen3").tokenize(turns)
+    text = (PUBLISHED / "qwen3.jinja").read_text()
+    for same in (text.removesuffix("\n"), text.removesuffix("\n") + "\n"):
+        tokenizer.chat_template = same
+        assert ChatTokenizer.create(tokenizer, False).tokenize(turns) == expected
+
+
+def test_a_text_that_begins_with_bos_has_no_second_one(tokenizer: Any) -> None:
+    tokenizer.add_bos_token = True
+    first = tokenizer("a")["input_ids"][0]
+    added = SimpleNamespace(bos_token_id=7, eos_token_id=None, eos_token=None)
+
+    def encode(text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [7, *([7] if text.startswith("<s>") else []), first]}
+
+    class Tokenizer(SimpleNamespace):
+        __call__ = staticmethod(encode)
+
+    to_columns = ExampleTokenizer(Tokenizer(**vars(added)), None, True, 99)
+    for text in ("<s>a", "a"):
+        assert to_columns([ConvertedExample("here", {"text": text})])[0]["input_ids"] == [[7, first]]
+
+
+def test_a_system_turn_that_the_template_replaces_is_named(tokenizer: Any) -> None:
+    chat = published(tokenizer, "deepseek_r1_distill")
+    first, second = ({"role": "system", "content": f"{name} rule."} for name in ("First", "Second"))
+    named = "unread the content of some system turns"
+    assert count(chat, converted({"messages": [first, second, QUESTION, ANSWER]}))[named] == 1
+    assert not count(chat, converted({"messages": [first, QUESTION, ANSWER]}))[named]
+
+
 @pytest.mark.parametrize(("known", "kept"), [(None, []), (0, [0]), ([0, 9], [0, 9])])
 @pytest.mark.parametrize(("template", "changed"), [("{{ x }}", True), ("{{ x }}{{ eos_token }}", False)])
 def test_a_model_gets_the_ends_that_it_does_not_know(
