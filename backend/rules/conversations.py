@@ -21,7 +21,7 @@ OWN_TEMPLATE = {**USER_DATA, "data.chat_template": "file", "data.chat_template_f
     fields=("data.chat_template",),
     title="Parts of the examples are not used",
     source="the examples, the keys that the chat template reads, and the text that it makes",
-    manual_fix="Use a chat template that includes them, or remove them from the data. To weight an example, repeat it.",
+    manual_fix="Use a chat template that includes them, or remove them from the data.",
     fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20, unread_keys=(("reasoning", 20),))),
     passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20)),
 )
@@ -37,7 +37,8 @@ def turns_without_some_parts(case: Case) -> str | None:
     parts = [part for part, _ in found if not part.startswith(COLUMN)]
     columns = [part for part, _ in found if part.startswith(COLUMN)]
     left_out = f"{by} leaves out {names(parts)}, {where}." if parts else ""
-    unused = f"The loss does not use {names(columns)}{'' if parts else f', {where}'}." if columns else ""
+    also = "" if parts else f", {where}"
+    unused = f"The loss does not use {names(columns)}{also}; to weight an example, repeat it." if columns else ""
     return f"{left_out} {unused}".strip()
 
 
