@@ -347,7 +347,8 @@ def _template(found: Import, given: Sequence[Dataset]) -> None:
 
 def _schedule(found: Import) -> None:
     found.choose("lr_scheduler", "train.lr_scheduler_type", registry.SCHEDULERS)
-    if share := found.number("cosine_min_lr_ratio"):
+    share = found.number("cosine_min_lr_ratio")
+    if share and str(found.get("lr_scheduler")) == "cosine":  # else axolotl ignores it
         found.patch["train.lr_scheduler_type"] = "cosine_with_min_lr"
         if share != 0.1:
             found.different.append(f"cosine_min_lr_ratio: the minimum is 0.1 of the peak here, {share} there")

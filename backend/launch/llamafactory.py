@@ -214,15 +214,17 @@ def _method(made: Export) -> None:
         _lora(made)
 
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+OF_ATTENTION = "the names q_proj, k_proj, v_proj and o_proj, which some models do not have"
+
+
 def _lora(made: Export) -> None:
     lora = made.spec.lora
     made.written |= {"lora.targets", "lora.target_modules", "lora.modules_to_save", "lora.init", "lora.alpha"}
-    names = {"custom": lora.target_modules, "attention": ("q_proj", "k_proj", "v_proj", "o_proj")}
+    names = {"custom": lora.target_modules, "attention": ATTENTION}
     made.table["lora_target"] = ",".join(names.get(lora.targets, ("all",)))
     if lora.targets == "attention":
-        made.different.append(
-            "lora.targets: the names q_proj, k_proj, v_proj and o_proj, which some models do not have"
-        )
+        made.different.append(f"lora.targets: {OF_ATTENTION}")
     made.table["lora_alpha"] = int(lora.alpha)
     if lora.alpha % 1:
         made.different.append(f"lora.alpha: {lora.alpha:g} is rounded, since LLaMA-Factory takes whole numbers only")
@@ -510,8 +512,11 @@ def _projected(made: Export, family: str, inner: str) -> None:
     made.table[f"{family}_rank"] = made.value("train.projection_rank")
     made.table[f"{family}_update_interval"] = made.value("train.update_proj_gap")
     made.table[f"{family}_scale"] = made.value(f"train.{family}_scale")
-    targets = made.value("train.optim_target_modules")
-    made.table[f"{family}_target"] = ",".join(targets) if made.value("train.optim_targets") == "custom" else "all"
+    names = {"custom": made.value("train.optim_target_modules"), "attention": ATTENTION}
+    targets = made.value("train.optim_targets")
+    made.table[f"{family}_target"] = ",".join(names.get(targets, ("all",)))
+    if targets == "attention":
+        made.different.append(f"train.optim_targets: {OF_ATTENTION}")
     if family == "galore":
         made.table["galore_proj_type"] = made.value("train.galore_proj_type")
     else:

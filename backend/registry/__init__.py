@@ -11,6 +11,7 @@ from backend.registry.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGET
 from backend.registry.architectures import (
     CONVERTED_WEIGHTS,
     NO_LAYER_LIST,
+    NO_PADDING,
     NO_TENSOR_PARALLELISM,
     NO_ZERO3,
     NOT_CALLED,

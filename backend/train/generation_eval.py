@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TrainerCallback
 
+from backend import registry
 from backend.config import RunSpec
 from backend.runs.files import write_json
 from backend.train import text_metrics
@@ -86,8 +87,9 @@ class Generator:
         model.eval()
         total = len(mine) * self.max_new_tokens
         tick(0, total)
-        for start in range(0, most, self.batch_size):
-            if numbers := mine[start : start + self.batch_size]:
+        together = 1 if model.config.model_type in registry.NO_PADDING else self.batch_size
+        for start in range(0, most, together):
+            if numbers := mine[start : start + together]:
                 before = len(outputs) * self.max_new_tokens
                 count = partial(self._count, tick, before, len(numbers), total)
                 texts = [prompts[number].text for number in numbers]

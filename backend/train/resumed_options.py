@@ -20,7 +20,10 @@ from backend.runs import resume_point
 
 # Sections whose options do not change what is trained.
 NOT_TRAINED = ("eval", "kubernetes", "launch", "llamafactory", "logging", "ray", "save", "slurm")
-OPTIONS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
+OPTIONS = (
+    "initial_lr", "weight_decay", "betas", "beta1", "beta2", "eps", "momentum", "warmup_steps", "scale",
+    "update_proj_gap", "proj", "proj_type", "scale_type",
+)  # fmt: skip
 
 
 def read(optimizer: Any) -> list[dict[str, Any]]:
@@ -35,12 +38,16 @@ def apply(optimizer: Any, scheduler: Any, configured: Sequence[dict[str, Any]]) 
         return
     for group, options in zip(groups, configured, strict=True):
         group.update(options)
+        for parameter in group["params"]:  # GaLore and APOLLO copy some of them into the state of a parameter
+            state = optimizer.state.get(parameter, {})
+            projector = state.get("projector") if isinstance(state, dict) else None
+            for name in options.keys() & vars(projector).keys() if projector is not None else ():
+                setattr(projector, name, options[name])
     peaks = [options.get("initial_lr") for options in configured]
-    if isinstance(schedule, LambdaLR):
-        if schedule.base_lrs != peaks:
-            schedule.base_lrs = peaks
-            factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
-            schedule._last_lr = [peak * factor for peak, factor in zip(peaks, factors, strict=True)]
+    if isinstance(schedule, LambdaLR) and None not in peaks:
+        schedule.base_lrs = peaks
+        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]  # of the run's own schedule
+        schedule._last_lr = [peak * factor for peak, factor in zip(peaks, factors, strict=True)]
         for group, rate in zip(groups, schedule.get_last_lr(), strict=True):
             group["lr"] = rate  # an optimizer without a state does not load its learning rate
 

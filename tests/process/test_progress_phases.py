@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from backend.runs import PROGRESS
@@ -50,12 +51,27 @@ def test_generation_counts_its_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Generator, "_batch", batch)
     generator = Generator(None, group, 2, 8, None)  # type: ignore[arg-type]
     callback = GenerationEvalCallback(context, generator, [EvalPrompt("a", "a", "out")] * 5)
-    callback.trainer = SimpleNamespace(training=True, eval=lambda: None, train=lambda _: None)
+    config = SimpleNamespace(model_type="llama")
+    callback.trainer = SimpleNamespace(training=True, eval=lambda: None, train=lambda _: None, config=config)
     assert callback._generate("before") == ["out"] * 5
     assert [(p["done"], p["total"], p["unit"]) for p in run_log.seen[1:]] == [
         (done, 40, "token") for done in (0, 2, 6, 16, 18, 22, 32, 33, 35, 40)
     ]
     assert {p["phase"] for p in run_log.seen} == {"generating before"} and len({p["since"] for p in run_log.seen}) == 1
+
+
+def test_prompts_are_not_padded_where_padding_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RWKV reads padding as if it was text."""
+    sizes: list[int] = []
+    monkeypatch.setattr(Generator, "_batch", lambda _, model, texts, count: sizes.append(len(texts)) or texts)
+    group: Any = SimpleNamespace(rank=0, world=1, gather=lambda value: [value], agree=lambda *_: 0)
+    prompts = [EvalPrompt(text, text, "") for text in ("b", "aa")]
+    for kind in ("rwkv", "llama"):
+        model = SimpleNamespace(training=True, eval=lambda: None, train=lambda _: None)
+        model.config = SimpleNamespace(model_type=kind)
+        generator = Generator(None, group, 2, 8, torch.float32)
+        assert generator.generate(model, prompts, lambda *_: True) == ["b", "aa"]
+    assert sizes == [1, 1, 2]
 
 
 def test_evaluations_and_checkpoints_are_phases(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from fork_server import ForkServer
 from safetensors.torch import load_file
 from training_runs import losses, make_spec, read_metrics
+from transformers import get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from backend import registry
+from backend.train import resumed_options
 from backend.train.trl_trainers import SeededSampler
 
 HALF, ALL, NEARLY_ZERO = 4, 8, 1e-12
@@ -85,6 +88,29 @@ def test_grouped_by_length_in_a_later_epoch(fork_server: ForkServer, tmp_path: P
     before = losses(run)
     fork_server.resume(run, HALF + 2)
     assert losses(run) == before and len(set(before.values())) == ALL
+
+
+def test_the_schedule_and_the_options_of_the_run_hold_from_its_first_step() -> None:
+    """Loading restores those of the checkpoint: its schedule of 10 steps is at its end."""
+    weight = torch.nn.Parameter(torch.ones(1))
+
+    def made(steps: int, beta: float) -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([{"params": [weight], "beta1": beta, "scale": beta}], lr=1e-3)
+        return optimizer, get_linear_schedule_with_warmup(optimizer, 0, steps)
+
+    before, schedule = made(10, 0.5)
+    before.state[weight]["projector"] = SimpleNamespace(scale=0.5)
+    for _ in range(10):
+        before.step()
+        schedule.step()
+    optimizer, longer = made(20, 0.9)
+    own = resumed_options.read(optimizer)
+    optimizer.load_state_dict(before.state_dict())
+    longer.load_state_dict(schedule.state_dict())
+    resumed_options.apply(optimizer, longer, own)
+    (group,) = optimizer.param_groups
+    assert group["lr"] == longer.get_last_lr()[0] == pytest.approx(5e-4)
+    assert group["beta1"] == group["scale"] == optimizer.state[weight]["projector"].scale == 0.9
 
 
 def test_the_order_by_length_is_that_of_all_ranks() -> None:

@@ -83,6 +83,7 @@ def test_defaults_are_those_of_axolotl(tmp_path):
         ({"warmup_steps": 0}, "train.warmup_steps", 0),
         ({"warmup_steps": 20, "warmup_ratio": "-"}, "train.warmup_steps", 20),
         ({"cosine_min_lr_ratio": 0.1}, "train.lr_scheduler_type", "cosine_with_min_lr"),
+        ({"cosine_min_lr_ratio": 0.1, "lr_scheduler": "linear"}, "train.lr_scheduler_type", "linear"),
         ({"optimizer": "ao_adamw_8bit"}, "train.optim", "adamw_torch_8bit"),
         ({"bf16": True}, "precision.compute", "bf16"),
         ({"bf16": False, "fp16": True}, "precision.compute", "fp16"),

@@ -72,6 +72,12 @@ def test_what_has_no_counterpart_is_named(patch, named):
     assert named in [line.partition(":")[0] for line in made(patch).missing]
 
 
+def test_projected_attention_layers_are_named():
+    export = made({"method.kind": "full", "train.optim": "galore_adamw", "train.optim_targets": "attention"})
+    assert export.table["galore_target"] == "q_proj,k_proj,v_proj,o_proj"
+    assert any(line.startswith("train.optim_targets: the names q_proj") for line in export.different)
+
+
 @pytest.mark.parametrize(
     ("patch", "word"),
     [
