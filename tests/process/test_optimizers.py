@@ -322,7 +322,8 @@ def test_badam_decays_the_weights_of_the_active_block_only() -> None:
     model = AutoModelForCausalLM.from_config(config)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     decaying = {name for name in before if "norm" not in name}
-    spec = make_spec({**FULL, "train.optim": "badam", "train.weight_decay": 5.0, "train.learning_rate": 1e-2})
+    badam = {**FULL, "train.optim": "badam", "train.badam_switch_mode": "descending"}
+    spec = make_spec({**badam, "train.weight_decay": 5.0, "train.learning_rate": 1e-2})
     optimizer = optimizers.MAKERS["badam"](spec, model, decaying)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
