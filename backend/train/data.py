@@ -118,9 +118,8 @@ class ExampleTokenizer:
                     f"{example.location}: a turn has a weight of 0, and pretraining trains on the whole text. Set "
                     "train.stage to sft, or remove the weight."
                 )
-            ids = list(
-                self.tokenizer(to_text(example.value), verbose=False)["input_ids"]
-            )  # no warning about length: long texts are split
+            # verbose warns about a long text, which is split.
+            ids = list(self.tokenizer(to_text(example.value), verbose=False)["input_ids"])
             eos = self.tokenizer.eos_token_id
             if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:  # the text has one, too
                 del ids[0]

@@ -198,6 +198,9 @@ def lost(turns: Messages, text: str) -> set[str]:
     """The reasoning, tool calls and system prompts of turns that the text made of them lacks, as words. Templates that
     read a key may still leave it out, such as the reasoning of earlier turns."""
     found = set()
+    systems = [turn["content"].strip() for turn in turns if turn["role"] == "system"]
+    if len(systems) > 1 and not all(content in text for content in systems):
+        found.add("the content of some system turns")
     for turn in turns:
         for key in REASONING:
             if key in turn and not (isinstance(turn[key], str) and turn[key].strip() in text):
@@ -209,8 +212,6 @@ def lost(turns: Messages, text: str) -> set[str]:
             found.add("tool_calls")
         if turn.get("tool_calls") and turn["content"].strip() not in text:
             found.add("the text next to tool calls")
-        if turn["role"] == "system" and turn["content"].strip() not in text:
-            found.add("the content of some system turns")
     return found
 
 
