@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler, nested_gather
 
 from backend import registry
 from backend.config import RunSpec
@@ -51,6 +51,9 @@ TRL: Mapping[str, TrlClasses] = {
 }
 
 
+UNLOGGED = "unlogged"  # in trainer_state.json: the sum of the losses since the last logged step, and this step
+
+
 @dataclass(eq=False)
 class SeededSampler(Sampler[int]):
     """A sampler whose order depends on the seed and the epoch only. That of transformers' LengthGroupedSampler depends
@@ -77,6 +80,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
     divergence: DivergenceCallback | None = None
     monitor: Monitor | None = None
     skipped: SkippedSteps | None = None
+    unlogged: dict[str, Any] | None = None
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The optimizer, with LoRA+'s learning rates."""
@@ -120,10 +124,16 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
+        self.unlogged = self.state.stateful_callbacks.pop(UNLOGGED, None)
         return trained
 
     def _run_epoch(self: Any, **more: Any) -> None:
-        """transformers 5.23 checks for the last step only after a step, so a run resumed there would train another."""
+        """transformers 5.23 checks for the last step only after a step, so a run resumed there would train another. And
+        it does not save the losses since the last point, so that the next one would be the mean of fewer steps."""
+        if self.unlogged:
+            self._tr_loss += self.unlogged["loss"]
+            self._globalstep_last_logged = self.unlogged["since"]
+            self.unlogged = None
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -132,6 +142,8 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
     def _save_checkpoint(self: Any, *args: Any) -> None:
         callbacks.show_checkpoint(self.context.run_log, self.state)
         note_best(self.state)
+        mean = nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()  # over the ranks
+        self.state.stateful_callbacks[UNLOGGED] = {"loss": mean, "since": self._globalstep_last_logged}
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         save = partial(super()._save_checkpoint, *args)
 

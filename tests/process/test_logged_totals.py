@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fork_server import ForkServer
-from training_runs import make_spec, read_metrics, result, same_losses
+from training_runs import losses, make_spec, read_metrics, result, same_losses
 
 STEPS, INTERVAL = 5, 3
 COMMON = {
@@ -34,6 +34,18 @@ def test_last_step(fork_server: ForkServer, tmp_path: Path) -> None:
     assert some == same_losses(means)
     assert found["train_loss"] == same_losses(sum(each.values()) / STEPS) == expected["train_loss"]
     assert found["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.soak)])
+def test_resumed_between_two_points(fork_server: ForkServer, tmp_path: Path, ranks: int) -> None:
+    """The next point is the mean of all steps since the one before the checkpoint."""
+    changes = {**COMMON, "train.max_steps": 8, "logging.steps": 4, "save.strategy": "steps", "save.steps": 3}
+    changes |= {"save.total_limit": 0} | ({"parallel.strategy": "ddp", "launch.nproc_per_node": 2} if ranks else {})
+    folder = fork_server.train(tmp_path / "run", make_spec(changes), ranks)
+    points, before = losses(folder), result(folder)
+    fork_server.resume(folder, 6, ranks)
+    assert losses(folder) == same_losses(points) and list(points) == [1, 4, 8]
+    assert result(folder)["train_loss"] == same_losses(before["train_loss"])
 
 
 @pytest.mark.parametrize(
