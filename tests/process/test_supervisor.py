@@ -687,7 +687,7 @@ def test_a_suspended_supervisor_is_named_and_continued(make_run: MakeRun) -> Non
     assert run.state == "stopping"
     assert re.search(rf"PID {supervisor}\) is stopped by a signal.*kill -CONT {supervisor}", run.summary()["sentence"])
     run.stop()
-    assert wait_until_ended(run, 5).state == "stopped"
+    assert wait_until_ended(run).state == "stopped"
 
 
 def test_a_lock_file_that_is_deleted_while_the_run_is_alive(make_run: MakeRun) -> None:
