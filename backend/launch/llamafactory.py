@@ -214,14 +214,13 @@ def _method(made: Export) -> None:
         _lora(made)
 
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 OF_ATTENTION = "the names q_proj, k_proj, v_proj and o_proj, which some models do not have"
 
 
 def _lora(made: Export) -> None:
     lora = made.spec.lora
     made.written |= {"lora.targets", "lora.target_modules", "lora.modules_to_save", "lora.init", "lora.alpha"}
-    names = {"custom": lora.target_modules, "attention": ATTENTION}
+    names = {"custom": lora.target_modules, "attention": registry.ATTENTION_MODULES}
     made.table["lora_target"] = ",".join(names.get(lora.targets, ("all",)))
     if lora.targets == "attention":
         made.different.append(f"lora.targets: {OF_ATTENTION}")
@@ -512,7 +511,7 @@ def _projected(made: Export, family: str, inner: str) -> None:
     made.table[f"{family}_rank"] = made.value("train.projection_rank")
     made.table[f"{family}_update_interval"] = made.value("train.update_proj_gap")
     made.table[f"{family}_scale"] = made.value(f"train.{family}_scale")
-    names = {"custom": made.value("train.optim_target_modules"), "attention": ATTENTION}
+    names = {"custom": made.value("train.optim_target_modules"), "attention": registry.ATTENTION_MODULES}
     targets = made.value("train.optim_targets")
     made.table[f"{family}_target"] = ",".join(names.get(targets, ("all",)))
     if targets == "attention":

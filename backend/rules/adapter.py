@@ -379,19 +379,17 @@ def adapters_of_shared_layers(case: Case) -> Violation | None:
     """In this architecture several decoder layers contain the same weights, and PEFT gives each layer an adapter of its
     own. PiSSA and OLoRA subtract every one of them from the shared weight, and merging adds all of them to it, but each
     layer is trained with its own adapter only."""
-    spec, initial = case.spec, {"lora.init": "default"}
     if not _uses_lora(case) or not case.facts.has_shared_layers:
         return None
-    merges = spec.save.merge_adapter and spec.save.final_model
-    if spec.lora.init not in INITS_FROM_WEIGHTS and not merges:
+    found: dict[str, dict[str, object]] = {}  # what changes the weights -> the options without it
+    if case.spec.lora.init in INITS_FROM_WEIGHTS:
+        found[_init_label(case)] = {"lora.init": "default"}
+    if case.spec.save.merge_adapter and case.spec.save.final_model:
+        found["merging the adapter"] = {"save.merge_adapter": False}
+    if not found:
         return None
-    what = [_init_label(case)] if spec.lora.init in INITS_FROM_WEIGHTS else []
-    what += ["merging the adapter"] if merges else []
-    patch = (initial if spec.lora.init in INITS_FROM_WEIGHTS else {}) | (
-        {"save.merge_adapter": False} if merges else {}
-    )
+    patch = {name: value for options in found.values() for name, value in options.items()}
     fix = Fix("Use the default initialization, without merging", patch, False, "only the adapter is saved")
-    message = (
-        f"Several decoder layers of {case.facts.model_type} share weights, which {names(what)} would change twice."
-    )
+    kind = case.facts.model_type
+    message = f"Several decoder layers of {kind} share weights, which {names(list(found))} would change twice."
     return Violation(message, (fix,))

@@ -135,6 +135,7 @@ USED = {
     *chat.READ, *chat.VARIABLES, *chat.REASONING, *chat.EXAMPLE_WEIGHTS, "prompt", "completion", "chosen", "rejected",
     "instruction", "input", "output", "history", "system", "loss_mask",
 }  # fmt: skip
+KNOWN = ABOUT | USED
 FLAT = ("alpaca", "prompt_completion", "pairs", "labels")  # formats whose parts are columns
 WITH_CONTEXT = replace(USER_DATA_FACTS, format="prompt_completion", text_columns=("prompt", "completion", "context"))
 
@@ -156,5 +157,5 @@ def text_in_other_columns(case: Case) -> str | None:
     if data.source != "files" or facts.format not in FLAT:
         return None
     chosen = {getattr(data, name) for name in Source.model_fields if name.endswith("_column")}
-    unused = [name for name in facts.text_columns if name not in chosen and name.lower() not in ABOUT | USED]
+    unused = [name for name in facts.text_columns if name not in chosen and name.lower() not in KNOWN]
     return f"The model does not see the text in {names([f'column {name}' for name in unused])}." if unused else None

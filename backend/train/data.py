@@ -23,7 +23,6 @@ from backend.config import RunSpec
 from backend.config.options import for_dataset
 from backend.data import DataFileError, is_absurd, mixed, mixed_counts, prepared, to_text
 from backend.train import end_tokens
-from backend.train.end_tokens import END, INNER
 from backend.train.examples import (
     ConvertedExample,
     Part,
@@ -99,9 +98,7 @@ class ExampleTokenizer:
         if self.chat is not None:
             ends = self.chat.ends(labels)
             counts["endless"] += ends[-1:] == [None]
-            counts.update({f"{END}{token}" for token in ends if token is not None})
-            if not self.chat.all_tokens:
-                counts.update(f"{INNER}{token}" for token in self.chat.inner(labels).difference(ends[-1:]))
+            counts.update(end_tokens.keys(ends, () if self.chat.all_tokens else self.chat.inner(labels)))
         if len(ids) <= self.max_length:
             return [(ids, labels)]
         if self.pretraining:  # a long text is split, so that all of it is trained on

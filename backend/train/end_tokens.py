@@ -7,13 +7,20 @@ template, such as <|im_end|>.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 END = "end "  # with a token id: a count of examples
 INNER = "inner "  # with a token id: a count of examples in which trained text follows the token
 RARE = 0.01  # of the examples: the end of a broken example would end generation too early
+
+
+def keys(ends: Sequence[int | None], inner: Collection[int]) -> set[str]:
+    """What to count for an example: the tokens that end its parts with a loss, and those within them."""
+    return {f"{END}{token}" for token in ends if token is not None} | {
+        f"{INNER}{n}" for n in inner if n not in ends[-1:]
+    }
 
 
 def counted(counts: Counter[str]) -> tuple[int, ...]:

@@ -25,18 +25,14 @@ class EvalPartsMixin:
 
     def evaluation_loop(self: Any, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **more: Any) -> Any:
         """The Trainer's evaluation loop. Of several datasets, the metrics have the mean loss of each, too."""
-        loaders = {
-            number: self.get_eval_dataloader(part) for number, part in enumerate(self.eval_parts, 1) if len(part)
-        }
-        outputs, means = [], {}
-        for number, loader in (loaders or {0: dataloader}).items():
-            output, *means[number] = self._evaluated(loader, *args, metric_key_prefix=metric_key_prefix, **more)
-            outputs.append(output)
+        parts = {n: self.get_eval_dataloader(part) for n, part in enumerate(self.eval_parts, 1) if len(part)}
+        more["metric_key_prefix"] = metric_key_prefix
+        found = {n: self._evaluated(loader, *args, **more) for n, loader in (parts or {0: dataloader}).items()}
+        outputs, total = [output for output, _, _ in found.values()], sum(count for _, _, count in found.values())
         metrics = {name: value for output in outputs for name, value in output.metrics.items()}
-        of_each = {f"{metric_key_prefix}_loss_{number}": mean for number, (mean, count) in means.items() if count}
-        metrics |= of_each if loaders else {}
-        total = sum(count for _, count in means.values())
-        metrics[f"{metric_key_prefix}_loss"] = sum(mean * (count / total) for mean, count in means.values())
+        if parts:
+            metrics |= {f"{metric_key_prefix}_loss_{n}": loss for n, (_, loss, count) in found.items() if count}
+        metrics[f"{metric_key_prefix}_loss"] = sum(loss * (count / total) for _, loss, count in found.values())
         return outputs[-1]._replace(metrics=metrics, num_samples=sum(output.num_samples for output in outputs))
 
     def _evaluated(self: Any, loader: Any, *args: Any, **more: Any) -> tuple[Any, float, float]:

@@ -15,8 +15,7 @@ from datasets import Dataset, concatenate_datasets
 
 from backend.config import RunSpec
 from backend.data.chat import COLUMN, VARIABLES
-from backend.train import template_input
-from backend.train.end_tokens import END
+from backend.train import end_tokens, template_input
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
 
@@ -65,7 +64,9 @@ class PreferenceTokenizer:
         counts["longest_sequences"] += len(prompt) + max(map(len, completions))
         if self.stage != "reward":
             counts["endless"] += self.chat.ends(completions[0])[-1:] == [None]
-        counts.update({f"{END}{token}" for ids in completions for token in self.chat.ends(ids) if token is not None})
+        counts.update(
+            {key for ids in completions for key in end_tokens.keys(self.chat.ends(ids), self.chat.inner(ids))}
+        )
         room = self.max_length - len(prompt)
         if any(len(completion) > room for completion in completions):
             if self.stage == "reward":  # the reward may depend on what would be cut off

@@ -30,6 +30,7 @@ from backend.train import completion_start, data, end_tokens, generation_eval, t
 from backend.train import examples as train_examples
 from backend.train.data import ExampleTokenizer
 from backend.train.examples import ConvertedExample
+from backend.train.preference_data import PreferenceTokenizer
 from backend.train.run_log import TrainError
 from backend.train.template_input import names_in
 from backend.train.templates import ChatTokenizer, UnmarkedCompletions, set_defaults
@@ -341,6 +342,10 @@ def test_a_token_within_completions_does_not_end_them(tokenizer: Any) -> None:
         counts = count(chat, converted({"messages": [QUESTION, ANSWER, QUESTION, last]}))
         assert set(end_tokens.counted(counts)) == set(ends)
     assert end_tokens.counted(Counter({"end 5": 9, "inner 5": 1})) == (5,), "one example has it in its text"
+    pair = {"prompt": [QUESTION], "chosen": [thinking], "rejected": [ANSWER]}
+    chat = ChatTokenizer.create(tokenizer, True)  # as for all preferences
+    _, counts = PreferenceTokenizer(chat, "dpo", 999)([ConvertedExample("here", converted(pair, "pairs"))])
+    assert (counts[f"inner {end}"], counts[f"end {back}"]) == (1, 1)
 
 
 def test_a_newline_at_the_end_of_a_template_changes_nothing(tokenizer: Any) -> None:
