@@ -19,5 +19,14 @@ from backend.data.formats import (
     to_text,
 )
 from backend.data.preferences import PREFERENCES, label_problem, unpair
-from backend.data.reading import SUFFIXES, DataFileError, expand, file_patterns, read_examples, without_padding
+from backend.data.reading import (
+    SUFFIXES,
+    DataFileError,
+    expand,
+    file_of,
+    file_patterns,
+    place,
+    read_examples,
+    without_padding,
+)
 from backend.data.selection import is_absurd, mixed, mixed_counts, sample, split, validation_size

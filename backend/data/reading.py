@@ -26,7 +26,8 @@ from backend.data.compression import ERRORS, TEXT, DamagedFile, data_suffix, is_
 from backend.data.patterns import TooManyEntries, matches
 from backend.paths import ASSETS
 
-SUFFIXES = (*TEXT, ".parquet", ".arrow")
+BINARY = (".parquet", ".arrow")
+SUFFIXES = (*TEXT, *BINARY)
 ICONV = "convert it, for example with iconv -f {} -t utf-8"
 # The first bytes of files that often have the wrong suffix, or are not the data at all.
 CONTENTS: tuple[tuple[tuple[bytes, ...], str], ...] = (
@@ -50,12 +51,25 @@ SUPPORTED = f"{', '.join(TEXT)} (also compressed, such as .jsonl.gz), .parquet a
 HTML = (b"<!doctype html", b"<html")
 
 
+ROW, LINE = ", row ", ", line "  # between a file and the number of an example
+
+
+def place(path: str | Path, line: int) -> str:
+    """Where an example is; `line` counts from 1, 0 is the whole file. The rows of binary files are not lines."""
+    return f"{path}{ROW if str(path).endswith(BINARY) else LINE}{line}" if line else str(path)
+
+
+def file_of(place: str) -> str:
+    """The file of a place."""
+    return re.split(f"{ROW}|{LINE}", place)[0]
+
+
 class DataFileError(ValueError):
     """A data file that cannot be read, or one invalid example: `line` counts from 1, 0 is the whole file. The message
     completes "FILE, line N: "."""
 
     def __init__(self, path: str | Path, line: int, message: str) -> None:
-        super().__init__(f"{path}, line {line}: {message}" if line else f"{path}: {message}")
+        super().__init__(f"{place(path, line)}: {message}")
         self.path, self.line, self.message = str(path), line, message
 
 

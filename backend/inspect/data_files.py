@@ -26,6 +26,7 @@ from backend.data import (
     detection_problem,
     expand,
     file_patterns,
+    place,
     printable,
     read_examples,
 )
@@ -188,7 +189,7 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
                 is_exact = all_read = False
                 break
     except DataFileError as error:
-        location = f"{path}, line {error.line}" if error.line else str(path)
+        location = place(path, error.line)
         inspection.issues.append((location, error.message, bool(error.line)))
         all_read = False
     count = inspection.count
@@ -250,7 +251,7 @@ class _Inspection:
         self.format = self.format or detect_format(example, self.formats) or ""
         if not self.format:
             problem = detection_problem(example, self.formats)
-            self.issues.append((f"{self.path}, line {line}", problem, False))
+            self.issues.append((place(self.path, line), problem, False))
             return False
         texts = _texts(example)
         self.characters += sum(map(len, texts))
@@ -259,9 +260,9 @@ class _Inspection:
         except InvalidExample as error:
             self.invalid += 1
             if self.skips:
-                self.skip(f"{self.path}, line {line}: {error}")
+                self.skip(f"{place(self.path, line)}: {error}")
             elif len(self.issues) < MAX_ISSUES:
-                self.issues.append((f"{self.path}, line {line}", str(error), True))
+                self.issues.append((place(self.path, line), str(error), True))
             return True
         if len(self.token_lengths) < MAX_LENGTHS:
             length, prompt_tokens = self._length(converted, texts)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from backend import registry
 from backend.config.data import SYSTEM_COLUMN
 from backend.config.options import by_name
+from backend.data import file_of
 from backend.data.columns import column_options
 from backend.data.formats import UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
@@ -55,7 +56,7 @@ def unreadable_data_file(case: Case) -> Violation | None:
     if not issues:
         return None
     data = case.spec.data
-    broken = {issue.location.partition(", line ")[0] for issue in issues}
+    broken = {file_of(issue.location) for issue in issues}
     kept = tuple(name for name in data.files if name not in broken)
     guesses = case.facts.columns and not case.facts.format and case.spec.train.stage in registry.NEXT_TOKEN_STAGES
     fixes = _guessed_formats(case) if guesses else []
@@ -96,7 +97,7 @@ def _summary(issues: list[DataIssue]) -> str:
 
 def _file_of(issue: DataIssue) -> str:
     """The file of an example, or the location of another issue."""
-    return issue.location.partition(", line ")[0] if issue.is_example else issue.location
+    return file_of(issue.location) if issue.is_example else issue.location
 
 
 PROMPT_NAMES = ("question", "query", "input", "prompt", "instruction", "source", "problem", "text")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
+from backend.data import place
 from backend.inspect import DataIssue, InputFacts
 from backend.machine import GIB, Gpu, Machine
 from backend.modelspec import ModelShape, from_config
@@ -93,7 +94,7 @@ LOCAL_MODEL = {"model.source": "path", "model.path": "model"}
 
 def with_data_issue(field: str, sentence: str, line: int = 0, name: str = "data.jsonl") -> InputFacts:
     """USER_DATA_FACTS with an issue in a file; of one example, where `line` is given."""
-    where = f"{name}, line {line}" if line else name
+    where = place(name, line)
     return replace(USER_DATA_FACTS, data_issues=(DataIssue(field, where, sentence, bool(line)),))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,12 +104,26 @@ class Rise:
         """The alert if the last losses, at least `needed`, are all far above the first ones."""
         if self._reported or len(self._last) < needed:
             return None
-        for start, (factor, distance) in ((max(self._first), ABOVE_ALL), (min(self._first), ABOVE_LEAST)):
-            if min(self._last) > max(factor * start, start + distance):
-                self._reported = True
-                text = f"The loss rose from {_figure(self._first[0])} to {_figure(self._last[-1])}."
-                return Alert(RISE, f"{text} Lower the learning rate.")
+        if min(self._last) <= _far_above(self._first):
+            return None
+        self._reported = True
+        text = f"The loss rose from {_figure(self._first[0])} to {_figure(self._last[-1])}."
+        return Alert(RISE, f"{text} Lower the learning rate.")
+
+
+def _far_above(first: Sequence[float]) -> float:
+    """What a loss must exceed to be far above the first ones."""
+    starts = ((max(first), ABOVE_ALL), (min(first), ABOVE_LEAST))
+    return min(max(factor * start, start + distance) for start, (factor, distance) in starts)
+
+
+def before_rise(losses: Iterable[tuple[int, float]]) -> int | None:
+    """The step of the last loss that was not far above the first ones, of (step, loss) in order; None without any."""
+    finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]
+    if not finite:
         return None
+    limit = _far_above([loss for _, loss in finite[:FIRST_LOSSES]])
+    return next(step for step, loss in reversed(finite) if loss <= limit)
 
 
 def _figure(loss: float) -> str:

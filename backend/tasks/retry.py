@@ -16,7 +16,7 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.preflight import Report
 from backend.registry import lower_learning_rate
-from backend.runs import CHECKPOINTS, SPEC, events, failure, files, health
+from backend.runs import CHECKPOINTS, METRICS, SPEC, events, failure, files, health, metrics
 from backend.runs.folder import Run, RunError
 
 FACTOR = 0.5  # times the learning rate
@@ -35,12 +35,8 @@ def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
     if not applies(run):
         problem = "neither diverged nor stopped after a spike, and its loss did not rise"
         raise RunError(f"{run.id} {problem}. Resume it, or start a new run.")
-    steps, spike = run.checkpoints(), _last_spike(run)
-    if spike is not None:
-        # A spike is reported with the second value in a row, a rise with the fifth, and each is the mean of a logging
-        # interval.
-        values = health.LAST_LOSSES if spike["kind"] == health.RISE else 2
-        steps = [step for step in steps if step <= spike["step"] - values * spec.logging.steps]
+    last = _last_usual_step(run, spec.logging.steps)
+    steps = [step for step in run.checkpoints() if last is None or step < last]
     if not steps or spec.save.only_model:
         raise RunError(f"{run.id} has no checkpoint from before the problem to continue from.")
     return {
@@ -48,6 +44,18 @@ def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
         "save.resume_from": "path",
         "save.resume_path": str(run.path / CHECKPOINTS / f"checkpoint-{steps[-1]}"),
     }
+
+
+def _last_usual_step(run: Run, interval: int) -> int | None:
+    """The last step whose logged loss, the mean of an interval, was usual; None if no step has a logged loss. The loss
+    of a step is that of the weights before it, so the step itself may have damaged them."""
+    spike = _last_spike(run)
+    if spike is None:  # the loss may have exploded long before it was NaN
+        points = metrics.points_with(run.path / METRICS, "loss")
+        return health.before_rise((int(point["step"]), float(point["loss"])) for point in points)
+    # A spike is reported with the second value in a row, a rise with the fifth.
+    values = health.LAST_LOSSES if spike["kind"] == health.RISE else 2
+    return int(spike["step"] - values * interval)
 
 
 def lower_rate(spec: RunSpec, factor: float) -> float:

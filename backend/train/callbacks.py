@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,7 +75,8 @@ class EarlyStopping(EarlyStoppingCallback):
         earlier = TrainerState()
         for value in (logs["eval_loss"] for logs in state.log_history if "eval_loss" in logs):
             self.check_metric_value(args, earlier, control, value)
-            earlier.best_metric = value if earlier.best_metric is None else min(value, earlier.best_metric)
+            best = math.inf if earlier.best_metric is None else earlier.best_metric
+            earlier.best_metric = value if value < best else best  # min would keep a loss that is NaN
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **more: Any) -> None:
         """Count evaluations without improvement."""

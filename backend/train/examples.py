@@ -24,6 +24,7 @@ from backend.data import (
     detection_problem,
     expand,
     file_patterns,
+    place,
     read_examples,
     sample,
     split,
@@ -229,7 +230,7 @@ def _files(spec: RunSpec, files: Sequence[str], option: str) -> Rows:
         raise TrainError(f"{option}: {error}.") from error
     return Rows(
         spec,
-        lambda skip: ((f"{path}, line {line}", row) for path in paths for line, row in read_examples(path, skip=skip)),
+        lambda skip: ((place(path, line), row) for path in paths for line, row in read_examples(path, skip=skip)),
     )
 
 

@@ -23,6 +23,7 @@ from backend.data import (
     detect_format,
     expand,
     file_patterns,
+    place,
     read_examples,
     unpair,
 )
@@ -94,7 +95,7 @@ def _rows(spec: RunSpec, base: Path) -> Iterator[tuple[str, Example]]:
     """The examples that can be read, as the inspection counts them."""
     skip = (lambda error: None) if spec.data.on_bad_example == "skip" else None
     for path in chain.from_iterable(expand(files, base) for files in file_patterns(spec.data)):
-        yield from ((f"{path}, line {line}", row) for line, row in read_examples(path, skip=skip))
+        yield from ((place(path, line), row) for line, row in read_examples(path, skip=skip))
 
 
 def _format(spec: RunSpec, first: Example) -> str:

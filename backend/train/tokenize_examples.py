@@ -23,6 +23,7 @@ from backend.data import (
     detect_format,
     expand,
     file_patterns,
+    place,
     read_examples,
     unpair,
 )
@@ -252,14 +253,14 @@ def _converted(
                 num_issues += 1
                 found.note("unusable")
                 if data.on_bad_example == "skip":
-                    found.skip(f"{path}, line {line}: {error}")
+                    found.skip(f"{place(path, line)}: {error}")
                     continue
                 if num_issues <= MAX_ISSUES:
-                    found.data_issues.append((is_training, f"{path}, line {line}", str(error), True))
+                    found.data_issues.append((is_training, place(path, line), str(error), True))
             found.add_examples(is_training, len(values) or 1)
-            yield from ((is_training, ConvertedExample(f"{path}, line {line}", each)) for each in values)
+            yield from ((is_training, ConvertedExample(place(path, line), each)) for each in values)
     except DataFileError as error:
-        location = f"{path}, line {error.line}" if error.line else str(path)
+        location = place(path, error.line)
         found.data_issues.append((is_training, location, error.message, bool(error.line)))
         found.complete = False
     return format

@@ -446,7 +446,8 @@ def test_a_start_that_waits_for_the_examples_does_not_block_others(app_folder, a
 
     def wait(spec, base, seconds, show):
         waits.append(seconds)
-        with (app_folder / "runs" / ".keys" / ".lock").open("r+b") as lock:
+        (app_folder / "runs" / ".keys").mkdir(exist_ok=True)
+        with (app_folder / "runs" / ".keys" / ".lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error while another process has it
 
     monkeypatch.setattr("backend.preflight.wait_for_worker", wait)

@@ -10,7 +10,7 @@ from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
-from backend.runs import CHECKPOINTS, COMPLETE, EVENTS
+from backend.runs import CHECKPOINTS, COMPLETE, EVENTS, METRICS
 from backend.runs.folder import RunError
 from backend.tasks import remedies, retry
 
@@ -51,9 +51,19 @@ def test_after_divergence(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("interval", "step"), [(1, 30), (5, 20), (11, 10)])
+def test_after_divergence_from_before_the_loss_exploded(tmp_path):
+    """The loss of step 11 is the first that is far above the first ones, and that of the weights after step 10."""
+    run = save(diverged(tmp_path), 5)
+    losses = {step: 5.0 + 0.1 * step for step in range(1, 11)} | {step: 20.0 * step for step in range(11, 31)}
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in losses.items()]
+    (run.path / METRICS).write_text("\n".join([*lines, '{"step": 31, "loss": NaN}', ""]))
+    assert retry.changes(run, SPEC)["save.resume_path"].endswith("checkpoint-5")
+
+
+@pytest.mark.parametrize(("interval", "step"), [(1, 20), (5, 20), (10, 10)])
 def test_after_a_spike_the_checkpoint_before_it_is_used(tmp_path, interval, step):
-    """The spike of step 32 was first seen in the interval before; weights of that time may be damaged."""
+    """The spike of step 32 was first seen in the interval before; weights of that time may be damaged, and those before
+    it, too: the loss of a step is that of the weights before it."""
     spec = edit(SPEC, {"logging.steps": interval})
     run = stopped(tmp_path)
     assert retry.changes(run, spec)["save.resume_path"].endswith(f"checkpoint-{step}")
@@ -67,7 +77,7 @@ def test_a_run_that_ended_with_a_loss_far_above_its_first_ones(tmp_path):
     run = ended(run, end="done", exit_code=0)
     assert run.state == "done" and retry.applies(run)
     assert retry.changes(run, edit(SPEC, {"logging.steps": 1}))["save.resume_path"].endswith("checkpoint-20")
-    assert retry.changes(run, edit(SPEC, {"logging.steps": 4}))["save.resume_path"].endswith("checkpoint-10")
+    assert retry.changes(run, edit(SPEC, {"logging.steps": 3}))["save.resume_path"].endswith("checkpoint-10")
 
 
 def test_a_run_that_the_user_stopped_is_not_continued(tmp_path):
@@ -115,9 +125,9 @@ def test_a_run_that_stopped_after_a_spike_has_remedies_and_one_that_the_user_sto
     machine = probe(Path.cwd())
     found = remedies.find(stopped(tmp_path / "spike"), machine, Path.cwd()).fixes
     assert [fix.label for fix in found[:2]] == [
-        "Continue from checkpoint-30 with learning rate 1.5e-4",
+        "Continue from checkpoint-20 with learning rate 1.5e-4",
         "Learning rate 6e-5",
     ]
     assert main(["show", str(next((tmp_path / "spike").iterdir()))]) == 0
-    assert "Suggested changes for a new run.\n  Continue from checkpoint-30" in capsys.readouterr().out
+    assert "Suggested changes for a new run.\n  Continue from checkpoint-20" in capsys.readouterr().out
     assert remedies.find(stopped(tmp_path / "user", cause=""), machine, Path.cwd()).fixes == ()
