@@ -156,7 +156,8 @@ ROWS: Mapping[str, Optimizer] = {
     "paged_lion_8bit": _paged("Lion", states=1, bits=8, reads=LION),
     "muon": Optimizer(
         "Muon",
-        "Orthogonalized momentum for hidden weight matrices, AdamW for the rest; AdamW's learning rates work.",
+        "Orthogonalized momentum for hidden weight matrices, AdamW for the rest, such as experts that are stacked in "
+        "one tensor; AdamW's learning rates work.",
         states=2,
         state_layout="matrix_momentum",
         reads=ADAM | {"momentum"},
