@@ -211,11 +211,13 @@ class ProgressCallback(TrainerCallback):
 class CheckpointCallback(TrainerCallback):
     """Marks checkpoints as complete, deletes old ones, and ends the training when a stop is requested."""
 
-    def __init__(self, spec: RunSpec, run: Path, group: ProcessGroup, run_log: RunLog, monitor: Monitor) -> None:
+    def __init__(
+        self, spec: RunSpec, run: Path, group: ProcessGroup, run_log: RunLog, monitor: Monitor, examples: str = ""
+    ) -> None:
         self.keep, self.keep_best = spec.save.total_limit, spec.save.keep_best
         self.run, self.group, self.run_log = run, group, run_log
         self.monitor = monitor
-        self.options = resumed_options.compared(spec)
+        self.options = resumed_options.compared(spec, examples)
         self.stopped = 0  # 1 without, 2 with a checkpoint, as RunLog.stop_requested
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

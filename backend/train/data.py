@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
 from array import array
@@ -50,6 +51,7 @@ from backend.wording import counted, ratio
 TRAIN, VALIDATION = "train", "validation"  # folders with datasets
 SKIPPED = "skipped"  # a count of examples; with a reason behind it, of examples with this reason
 OTHERS = "others.json"  # what PreparedData has besides the datasets
+COMPARED_ROWS = 64
 BATCH_SIZE = 200  # examples between two checks for a stop request
 
 
@@ -432,6 +434,13 @@ def _key(spec: RunSpec, tokenizer: Any) -> tuple[str, list[list[int]]]:
         return prepared.key_of(spec, tokenizer, hub), prepared.file_states(spec)
     except (OSError, DataFileError):  # `prepare` reports the error
         return "", []
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """Tells whether tokens are those of an earlier start, also after an upgrade: how many rows, and some of them."""
+    rows = dataset.select(range(0, len(dataset), max(1, len(dataset) // COMPARED_ROWS)))
+    tokens = {name: rows[name][:] for name in sorted(rows.column_names) if name.endswith("ids")}
+    return hashlib.sha256(json.dumps([len(dataset), tokens]).encode()).hexdigest()
 
 
 def save(made: PreparedData, folder: Path) -> None:

@@ -2,13 +2,13 @@
 
 A checkpoint of an optimizer and of a learning rate schedule contains them, and loading it restores them (torch 2.13
 Optimizer.load_state_dict, LambdaLR.load_state_dict). For a run that resumes its own checkpoint they are the same,
-unless its spec was edited meanwhile: then the log names the difference.
+unless its spec was edited meanwhile: then the log names the difference. It also says if the data differ.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ OPTIONS = (
     "initial_lr", "weight_decay", "betas", "beta1", "beta2", "eps", "momentum", "warmup_steps", "scale",
     "update_proj_gap", "proj", "proj_type", "scale_type",
 )  # fmt: skip
+EXAMPLES = "examples"  # next to the options: what identifies the tokenized training examples
 
 
 def read(optimizer: Any) -> list[dict[str, Any]]:
@@ -52,28 +53,35 @@ def apply(optimizer: Any, scheduler: Any, configured: Sequence[dict[str, Any]]) 
             group["lr"] = rate  # an optimizer without a state does not load its learning rate
 
 
-def compared(spec: RunSpec) -> dict[str, Any]:
-    """The options that differ from their default, as JSON has them; those that do not change what is trained are left
-    out."""
+def compared(spec: RunSpec, examples: str) -> dict[str, Any]:
+    """The options that differ from their default, as JSON has them, and what identifies the training examples. Options
+    that do not change what is trained are left out."""
     found = {name: value for name, value in declared.changes(spec).items() if name.split(".")[0] not in NOT_TRAINED}
-    return dict(json.loads(json.dumps({name: declared.plain(value) for name, value in found.items()})))
+    plain = {name: declared.plain(value) for name, value in found.items()}
+    return {**json.loads(json.dumps(plain)), EXAMPLES: examples}
 
 
-def differences(checkpoint: Path, spec: RunSpec) -> str:
-    """How the options differ from those that the checkpoint was trained with, as a sentence; '' if they do not, or if
-    the checkpoint does not have them."""
+def differences(checkpoint: Path, now: Mapping[str, Any]) -> str:
+    """How `now`, which `compared` returned, differs from what the checkpoint was trained with, as sentences; '' if it
+    does not, or if the checkpoint does not say it."""
     try:
         before = resume_point.read_mark(checkpoint).get("options")
     except (OSError, ValueError, TypeError):
         before = None
-    now, known = compared(spec), declared.by_name()
     if not isinstance(before, dict):
         return ""
-    names = [name for name in known if before.get(name, _default(name)) != now.get(name, _default(name))]
-    texts = [f"{name} was {before.get(name, _default(name))}, is {now.get(name, _default(name))}" for name in names]
-    return (
-        f"The options differ from those that {checkpoint.name} was trained with: {'; '.join(texts)}." if texts else ""
-    )
+    known = {name: _default(name) for name in declared.by_name()}
+    names = [name for name in known if before.get(name, known[name]) != now.get(name, known[name])]
+    texts = [f"{name} was {before.get(name, known[name])}, is {now.get(name, known[name])}" for name in names]
+    found = []
+    if texts:
+        found.append(f"The options differ from those that {checkpoint.name} was trained with: {'; '.join(texts)}.")
+    if before.get(EXAMPLES, now[EXAMPLES]) != now[EXAMPLES]:
+        found.append(
+            f"The tokenized training examples are not those that {checkpoint.name} was trained with. Training goes on "
+            "at the same place of the new ones, so some may be trained twice in this epoch, or not at all."
+        )
+    return " ".join(found)
 
 
 def _default(name: str) -> Any:

@@ -92,14 +92,14 @@ def train_in_phases(context: TrainContext) -> None:
     set_defaults(spec, tokens)  # the conversations are rendered; now it is saved with the model
     monitor = Monitor(context)
     progress = ProgressCallback(run_log, monitor)
-    checkpoint = CheckpointCallback(spec, context.folder, group, run_log, monitor)
+    checkpoint = CheckpointCallback(spec, context.folder, group, run_log, monitor, data.fingerprint(prepared.train))
     divergence = DivergenceCallback(spec, context.folder, group, run_log)
     skipped = SkippedSteps(context)
     callbacks = [generation, skipped, progress, checkpoint, divergence, *rehearsing, *_early_stopping(context)]
     generation.trainer = trainer = _trainer(context, config, source, tokens, prepared, callbacks)
     trainer.divergence, trainer.monitor, trainer.skipped = divergence, monitor, skipped
     progress.router_loss_weight = trainers.router_loss_coefficient(trainer)
-    start = _start(context)
+    start = _start(context, checkpoint.options)
     _check_checkpoint(context, trainer, start)
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers
     if context.engine.preparation:
@@ -194,8 +194,9 @@ def _trainer(
     return trainer
 
 
-def _start(context: TrainContext) -> Path | None:
-    """The checkpoint to resume from; None for step 0. Marks the resume in metrics.jsonl."""
+def _start(context: TrainContext, options: Mapping[str, Any]) -> Path | None:
+    """The checkpoint to resume from; None for step 0. Marks the resume in metrics.jsonl, and logs how `options` differ
+    from those of the checkpoint."""
 
     def choose() -> Path | None:
         start = checkpoints.latest(context.folder, context.run_log, context.from_scratch)
@@ -211,7 +212,7 @@ def _start(context: TrainContext) -> Path | None:
         checkpoints.delete_incomplete(context.folder, context.from_scratch)  # the mark comes first: it explains this
         if start:
             context.run_log.info(f"Resuming from {start.name}.")
-            if different := resumed_options.differences(start, context.spec):
+            if different := resumed_options.differences(start, options):
                 context.run_log.info(different)
         return start
 

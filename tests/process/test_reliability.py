@@ -53,8 +53,12 @@ def test_resuming_at_the_last_step_trains_no_step(fork_server: ForkServer, root:
     assert after["samples"] == before["samples"]
 
 
-def test_options_that_were_edited_before_a_resume_are_named(fork_server: ForkServer, root: Path) -> None:
+def test_options_and_data_that_were_edited_before_a_resume_are_named(fork_server: ForkServer, root: Path) -> None:
     changes = {"train.max_steps": 4, "save.strategy": "steps", "save.steps": 2, "train.per_device_train_batch_size": 2}
+    rows = [json.dumps({"prompt": f"Count to {n}.", "completion": " ".join(map(str, range(1, n)))}) for n in range(2, 11)]
+    data = root / "edited.jsonl"
+    data.write_text("\n".join(rows))
+    changes |= {"data.source": "files", "data.files": [str(data)], "data.validation": "none"}
     folder = fork_server.train(root / "edited", make_spec(changes))
     spec = (folder / SPEC).read_text()
     assert "per_device_train_batch_size: 2" in spec
@@ -62,8 +66,11 @@ def test_options_that_were_edited_before_a_resume_are_named(fork_server: ForkSer
     fork_server.resume(folder, 2)
     named = "checkpoint-2 was trained with: train.per_device_train_batch_size was 2, is 1."
     assert log_text(folder).count(named) == 1
+    other_examples = "The tokenized training examples are not those that checkpoint-4"
+    assert "The tokenized training examples" not in log_text(folder)
+    data.write_text("\n".join(rows[1:]))
     fork_server.resume(folder, 4)
-    assert log_text(folder).count("The options differ from") == 1
+    assert log_text(folder).count("The options differ from") == log_text(folder).count(other_examples) == 1
 
 
 def test_training_stops_early_and_a_resumed_run_goes_on_counting(fork_server: ForkServer, root: Path) -> None:
