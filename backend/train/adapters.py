@@ -92,6 +92,7 @@ def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
         use_dora=spec.lora.use_dora,
         use_rslora=spec.lora.use_rslora,
         init_lora_weights=registry.LORA_INITS[spec.lora.init].init_lora_weights,
+        revision=spec.model.revision if spec.model.source == "hub" else None,  # for programs that load the adapter
     )
 
 

@@ -63,7 +63,7 @@ def load_model(spec: RunSpec, name: str, dtype: torch.dtype, arguments: Mapping[
 
 def add_adapter(spec: RunSpec, model: Any, config: Any) -> Any:
     """`model` with the adapter that peft's `config` describes."""
-    return _fast().get_peft_model(
+    adapted = _fast().get_peft_model(
         model,
         r=config.r,
         lora_alpha=config.lora_alpha,
@@ -77,6 +77,8 @@ def add_adapter(spec: RunSpec, model: Any, config: Any) -> Any:
         random_state=spec.train.seed,
         max_seq_length=spec.data.max_length,
     )
+    adapted.peft_config["default"].revision = config.revision
+    return adapted
 
 
 def check_arguments(spec: RunSpec, requested: Mapping[str, Any], config: Any) -> None:

@@ -127,6 +127,13 @@ def test_layers_that_share_weights(changes: dict[str, Any]) -> None:
         lora.add_adapter(spec, model, adapters.lora_config(spec, model))
 
 
+def test_an_adapter_names_the_revision_of_its_base_model() -> None:
+    """Else AutoPeftModelForCausalLM would put it on the weights of the branch main."""
+    hub = {"model.source": "hub", "model.hub_id": "some/model", "model.revision": "v2"}
+    model = architectures.build("gpt2")
+    assert get_peft_model(model, adapters.lora_config(make_spec(hub), model)).peft_config["default"].revision == "v2"
+
+
 def test_modules_are_saved_by_whole_names() -> None:
     """peft takes the names for the ends of others: norm would be input_layernorm too."""
     model = untrained_model({"lora.modules_to_save": ("norm",)})
