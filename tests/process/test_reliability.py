@@ -55,7 +55,7 @@ def test_resuming_at_the_last_step_trains_no_step(fork_server: ForkServer, root:
 
 def test_options_and_data_that_were_edited_before_a_resume_are_named(fork_server: ForkServer, root: Path) -> None:
     changes = {"train.max_steps": 4, "save.strategy": "steps", "save.steps": 2, "train.per_device_train_batch_size": 2}
-    rows = [json.dumps({"prompt": f"Count to {n}.", "completion": " ".join(map(str, range(1, n)))}) for n in range(2, 11)]
+    rows = [json.dumps({"prompt": f"Count to {n}.", "completion": " ".join("12345678"[:n])}) for n in range(1, 9)]
     data = root / "edited.jsonl"
     data.write_text("\n".join(rows))
     changes |= {"data.source": "files", "data.files": [str(data)], "data.validation": "none"}
