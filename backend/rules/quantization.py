@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from backend import registry
 from backend.memory import quantized
-from backend.modelspec import names_of
+from backend.memory.context import DTYPE_BYTES
+from backend.modelspec import ModuleSpec, names_of
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, names, warning
 from backend.rules.common_fixes import DDP, ZERO2
-from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, LOCAL_MODEL, MOE, T4, TWO_H100
+from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, LOCAL_MODEL, MOE, SMOL, T4, TWO_H100
 from backend.rules.requirements import (
     missing_package,
     prequantized,
@@ -300,6 +301,32 @@ def experts_not_quantized(case: Case) -> str | None:
     stacked = sum(leaf.parameters * leaf.count for leaf in case.shape.modules() if leaf.stacked > 1)
     share, dtype = stacked / case.shape.parameters, case.run.compute_dtype
     return f"With {_quantization(case).label}, {share:.0%} of the model's weights (the experts) would stay in {dtype}."
+
+
+ODD = replace(SMOL, layer=(ModuleSpec("mlp.up_proj", 58 * 51, 58, 51),))
+
+
+@error(
+    "QNT019",
+    fields=("method.quantization", "parallel.strategy"),
+    title="The 4-bit weights of a layer cannot be sharded",
+    source="bitsandbytes 0.50 functional.py quantize_4bit: two weights in a byte, viewed as the storage dtype",
+    fixes=(ZERO2, DDP),
+    fails_on=Example({**NF4_SPEC, "parallel.strategy": "fsdp2"}, TWO_H100, replace(DEMO, shape=ODD)),
+    passes_on=Example({**NF4_SPEC, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, shape=ODD)),
+)
+def four_bit_weights_of_an_odd_size(case: Case) -> str | None:
+    """To be sharded, 4-bit weights are stored as numbers of the compute dtype, so the bytes of each weight must be a
+    multiple of its size."""
+    if case.shape is None or not case.strategy.shards_weights or _quantization(case).bits != 4:
+        return None
+    size, dtype = DTYPE_BYTES[case.run.compute_dtype], case.run.compute_dtype
+    for leaf in quantized.quantized_modules(case.spec, case.shape):
+        length = -(-leaf.in_features * leaf.out_features // 2)
+        if length % size:
+            shape = f"{leaf.in_features} x {leaf.out_features}"
+            return f"{leaf.path} ({shape}) has {length:,} bytes in 4 bits, not a multiple of the {size} of {dtype}."
+    return None
 
 
 V100 = replace(T4, gpus=(replace(T4.gpus[0], name="V100", capability=(7, 0)),))

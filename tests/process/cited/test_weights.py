@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,6 +208,14 @@ def flattened(*tensors: torch.Tensor) -> None:
 def test_fsdp1_unit_has_one_dtype() -> None:
     with pytest.raises(ValueError, match=r"uniform dtype but got torch\.bfloat16 and torch\.float32"):
         flattened(torch.zeros(4).bfloat16(), torch.zeros(4))
+
+
+@cites("QNT019")
+@pytest.mark.parametrize(("storage", "fits"), [(torch.uint8, True), (torch.bfloat16, True), (torch.float32, False)])
+def test_four_bit_weights_of_an_odd_size(storage: torch.dtype, fits: bool) -> None:
+    layer = bitsandbytes.nn.Linear4bit(60, 91, quant_storage=storage)
+    with nullcontext() if fits else pytest.raises(RuntimeError, match="must be divisible by 4 to view Byte as Float"):
+        layer.to("cpu")
 
 
 @cites("QNT015")
