@@ -65,15 +65,16 @@ def test_the_models_of_kubeflow_know_every_key_of_a_train_job(changes):
 
 @pytest.mark.parametrize("kubeflow", ["", "torch-distributed"])
 def test_name_and_folder_replace_nothing_else(kubeflow):
-    """Folders have any characters, and environment variables have names that users choose."""
-    folder, env = "/runs/josé: 'a' # b\\c", {"WANDB_JOB_NAME": "x", "RUN_FOLDER": "JOB_NAME"}
+    """Folders have any characters, and environment variables have names that users choose. Kubernetes would replace
+    $(HOME) in a value, and reads $$ as $."""
+    folder, env = "/runs/josé: 'a' # b\\c", {"WANDB_JOB_NAME": "x", "RUN_FOLDER": "JOB_NAME", "NOTE": "$(HOME)$$"}
     changes = {**ON_KUBERNETES, "launch.env": env, "kubernetes.kubeflow_runtime": kubeflow}
     text = plan(edit(RunSpec(), changes), MACHINE).files["kubernetes.yaml"]
     spec = filled(text, "footplate-x", folder)[0]["spec"]
     container = spec["trainer"] if kubeflow else spec["template"]["spec"]["containers"][0]
     assert f"--folder={folder}" in container["command"] if kubeflow else container["workingDir"] == folder
     found = {each["name"]: each.get("value") for each in container["env"]}
-    assert env.items() <= found.items() and found["FOOTPLATE_JOB"] == "footplate-x"
+    assert {**env, "NOTE": "$$(HOME)$$$$"}.items() <= found.items() and found["FOOTPLATE_JOB"] == "footplate-x"
 
 
 def test_unknown_keys_are_found():

@@ -71,12 +71,17 @@ def _container(made: Plan, spec: RunSpec, run: ResolvedRun, machine: Machine) ->
         "image": cluster.image,
         "workingDir": FOLDER,
         "command": [cluster.python, "-m", "backend.runs.kubernetes_node", "--"],
-        "args": list(with_python(made.argv, machine, cluster.python)),
-        "env": [{"name": name, "value": value} for name, value in variables.items()],
+        "args": [*map(_literal, with_python(made.argv, machine, cluster.python))],
+        "env": [{"name": name, "value": _literal(value)} for name, value in variables.items()],
         **({"envFrom": [{"secretRef": {"name": cluster.secret}}]} if cluster.secret else {}),
         "resources": {"requests": {**amounts, **limits}, **({"limits": limits} if limits else {})},
         "volumeMounts": [{"name": name, "mountPath": path} for name, path, _ in _volumes(cluster.volumes)],
     }
+
+
+def _literal(text: str) -> str:
+    """A text as Kubernetes reads it in arguments and variables, where $(NAME) is a variable and $$ is a $."""
+    return text.replace("$", "$$")
 
 
 def _pod(spec: RunSpec) -> Tree:
