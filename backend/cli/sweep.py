@@ -30,6 +30,8 @@ def start(arguments: argparse.Namespace) -> int:
     else:
         queued = "1 run was queued" if len(started) == 1 else f"{len(started)} runs were queued"
         print(f"{queued}. Compare them: footplate list --sweep {identity}")
+        if planned.compares_other_examples:
+            print(start_sweep.OTHER_EXAMPLES)
     return 0
 
 

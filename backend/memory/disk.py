@@ -58,6 +58,7 @@ def _checkpoint_count(ctx: MemoryContext) -> int:
     elif save.strategy == "epoch" and train.duration == "epochs":
         written = math.ceil(train.num_train_epochs)
     if save.total_limit:
-        kept = save.total_limit + save.keep_best + save.load_best_model_at_end + 1
+        retries = 2 * bool(train.half_lr_retries or train.stop_on_spike)  # which start from an earlier checkpoint
+        kept = save.total_limit + save.keep_best + save.load_best_model_at_end + retries + 1
         return min(kept, written or kept)
     return written or 1

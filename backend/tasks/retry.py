@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from backend import presets
@@ -18,6 +19,7 @@ from backend.preflight import Report
 from backend.registry import lower_learning_rate
 from backend.runs import CHECKPOINTS, METRICS, SPEC, events, failure, files, health, metrics
 from backend.runs.folder import Run, RunError
+from backend.runs.resume_point import step_of
 
 FACTOR = 0.5  # times the learning rate
 Check = Callable[[RunSpec], Report]
@@ -36,13 +38,16 @@ def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
         problem = "neither diverged nor stopped after a spike, and its loss did not rise"
         raise RunError(f"{run.id} {problem}. Resume it, or start a new run.")
     last = _last_usual_step(run, spec.logging.steps)
-    steps = [step for step in run.checkpoints() if last is None or step < last]
-    if not steps or spec.save.only_model:
+    found = [str(run.path / CHECKPOINTS / f"checkpoint-{step}") for step in run.checkpoints()]
+    if spec.save.resume_from == "path":  # as of an earlier retry, which failed before its first checkpoint
+        found.insert(0, spec.save.resume_path)
+    usable = [path for path in found if last is None or step_of(Path(path)) < last]
+    if not usable or spec.save.only_model:
         raise RunError(f"{run.id} has no checkpoint from before the problem to continue from.")
     return {
         "train.learning_rate": lower_rate(spec, FACTOR),
         "save.resume_from": "path",
-        "save.resume_path": str(run.path / CHECKPOINTS / f"checkpoint-{steps[-1]}"),
+        "save.resume_path": usable[-1],
     }
 
 

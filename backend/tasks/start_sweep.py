@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import RunSpec
-from backend.config.options import Problem, SpecError, edit
+from backend.config.options import Problem, SpecError, edit, effective
 from backend.inspect import predecessor
 from backend.preflight import Report
 from backend.runs import SWEEP, sweeps
 from backend.runs.folder import Run
 from backend.tasks import sweep
 
+OTHER_EXAMPLES = (
+    "Each seed has other validation examples (data.validation: split), so validation losses differ for that reason, "
+    "too. Use validation files to compare them."
+)
 LIMIT = 50  # runs of a sweep, unless the user raises it
 
 
@@ -30,6 +34,12 @@ class SweepPlan:
     def specs(self) -> list[RunSpec]:
         """The spec of each run."""
         return [edit(self.spec, patch) for patch in self.patches]
+
+    @property
+    def compares_other_examples(self) -> bool:
+        """Whether the validation losses of the runs are those of different examples: the seed decides the split."""
+        seeds = {spec.train.seed for spec in self.specs()}
+        return len(seeds) > 1 and any(each.splits for each in self.spec.data.datasets)
 
     def labels(self) -> list[str]:
         """What each run changes, as a short name."""
@@ -49,7 +59,24 @@ def plan(
             "must be steps for early stopping (successive halving), which compares validation losses at the same step"
         )
         raise SpecError([Problem("eval.strategy", message)])
-    return SweepPlan(spec, tuple(sweep.patches(spec, varied, samples, seeds, limit)), halving)
+    planned = SweepPlan(spec, _distinct(spec, sweep.patches(spec, varied, samples, seeds, limit)), halving)
+    if halving and planned.compares_other_examples:
+        message = "must be files for early stopping (successive halving) with several seeds, which split differently"
+        raise SpecError([Problem("data.validation", message)])
+    return planned
+
+
+def _distinct(spec: RunSpec, patches: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The first patch of those with the same effect, as for the momentum of an optimizer without one. Raises SpecError
+    for an option that never has an effect."""
+    found: dict[str, dict[str, Any]] = {}
+    for patch in patches:
+        found.setdefault(effective(edit(spec, patch)).model_dump_json(), patch)
+    for name in {name for patch in patches for name in patch}:
+        before, after = ({str(patch[name]) for patch in part} for part in (patches, found.values()))
+        if len(after) == 1 < len(before):
+            raise SpecError([Problem(name, "has no effect with the other options, so these runs would be the same")])
+    return tuple(found.values())
 
 
 def start(root: Path, planned: SweepPlan, reports: Sequence[Report], base: Path) -> tuple[str, list[Run]]:

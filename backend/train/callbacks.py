@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from backend.config import RunSpec
 from backend.runs import validation
+from backend.runs.health import LAST_LOSSES
 from backend.runs.throughput import duration
 from backend.train import checkpoints, disk_space, resumed_options
 from backend.train.device import ProcessGroup
@@ -216,6 +217,9 @@ class CheckpointCallback(TrainerCallback):
     ) -> None:
         self.keep, self.keep_best = spec.save.total_limit, spec.save.keep_best
         self.run, self.group, self.run_log = run, group, run_log
+        # What retry.py continues from must be left when a spike or a rise is reported, and then a checkpoint is saved.
+        retries = spec.train.half_lr_retries or spec.train.stop_on_spike
+        self.unusual_steps = LAST_LOSSES * spec.logging.steps + 1 if retries else 0
         self.monitor = monitor
         self.options = resumed_options.compared(spec, examples)
         self.stopped = 0  # 1 without, 2 with a checkpoint, as RunLog.stop_requested
@@ -257,7 +261,8 @@ class CheckpointCallback(TrainerCallback):
         if self.group.rank == 0:
             with contextlib.suppress(OSError):  # read-only meanwhile: the next checkpoint tries again
                 best = state.best_model_checkpoint if args.load_best_model_at_end else None  # set with any evaluation
-                checkpoints.rotate(self.run, self.keep, best, self.keep_best, state.log_history)
+                before = state.global_step - self.unusual_steps if self.unusual_steps else None
+                checkpoints.rotate(self.run, self.keep, best, self.keep_best, state.log_history, before)
             self.run_log.info(f"Saved {saved.name}.")
             self.monitor.saved(saved, state.global_step)
         show_step(self.run_log, state)

@@ -134,17 +134,20 @@ def mark_complete(folder: Path, options: Mapping[str, Any] | None = None) -> Non
 
 
 def rotate(
-    run: Path, keep: int, best: str | None, keep_best: int = 0, history: Sequence[Mapping[str, Any]] = ()
-) -> None:
+    run: Path, keep: int, best: str | None, keep_best: int = 0, history: Sequence[Mapping[str, Any]] = (),
+    before: float | None = None,
+) -> None:  # fmt: skip
     """Delete the oldest complete checkpoints beyond `keep` (0: none), but never the best one, nor the `keep_best` ones
     with the lowest eval loss in `history`, the log_history of the Trainer, which a resumed run reads from its
-    checkpoint."""
+    checkpoint, nor the newest one before the step `before` and the one after it, which will be the next such one."""
     found = complete(run)
+    earlier = [folder for folder in found if before is not None and step_of(folder) < before]
+    spare = [] if before is None else [*earlier[-1:], *found[len(earlier) :][:1]]
     losses = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
     ranked = [folder for folder in found if math.isfinite(losses.get(step_of(folder), math.nan))]
     kept = sorted(ranked, key=lambda folder: losses[step_of(folder)])[:keep_best]  # of equal losses, the earlier
     for folder in found[: max(0, len(found) - keep)] if keep else ():
-        if folder not in kept and (best is None or folder.resolve() != Path(best).resolve()):
+        if folder not in (*kept, *spare) and (best is None or folder.resolve() != Path(best).resolve()):
             delete(folder)
 
 

@@ -182,12 +182,14 @@ class GenerationEvalCallback(TrainerCallback):
         if not self.prompts:
             return
         context = self.context
-        before: list[str] | None = context.group.share(load_before(context.folder, self.prompts))
-        if before is None:
-            before = self._generate("before")
-            if context.group.rank == 0:
-                save_before(context.folder, self.prompts, before)
-        self.before = before
+        save, folders = context.spec.save, [context.folder]
+        if save.resume_from == "path":  # of the run that this one continues
+            folders.append(Path(save.resume_path).resolve().parent.parent)
+        known = next(filter(None, (load_before(folder, self.prompts) for folder in folders)), None)
+        before: list[str] | None = context.group.share(known)
+        self.before = self._generate("before") if before is None else before
+        if context.group.rank == 0:
+            save_before(context.folder, self.prompts, self.before)
 
     def evaluate_after(self) -> dict[str, Any]:
         """Generate again. Returns the outputs side by side, and each score before and after."""

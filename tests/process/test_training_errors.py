@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fork_server import ForkServer
 from training_runs import TorchrunLaunch, ignore_progress, log_text, make_run_folder, make_spec
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, TrainerState
 
 from backend import registry
 from backend.config import Data
@@ -22,6 +23,8 @@ from backend.data import example_problem, read_examples
 from backend.modelspec import from_config
 from backend.paths import ASSETS, HOME
 from backend.train import adapters, builtin_models, checkpoints, model, verify
+from backend.train.callbacks import CheckpointCallback
+from backend.train.device import ProcessGroup
 from backend.train.run_log import RunLog, TrainError
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
@@ -130,6 +133,22 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert len(checkpoints.complete(tmp_path)) == 4
     checkpoints.rotate(tmp_path, 1, str(tmp_path / "checkpoints/checkpoint-4"))
     assert [checkpoints.step_of(p) for p in checkpoints.complete(tmp_path)] == [4, 20]
+
+
+def test_a_checkpoint_from_before_a_spike_is_kept(tmp_path: Path) -> None:
+    """The spike of step 54 is reported with its second unusual loss, and then checkpoint-55 is saved."""
+    kept = {}
+    for changes in ({}, {"train.half_lr_retries": 1}):
+        run = tmp_path / str(len(changes))
+        spec = make_spec({"save.total_limit": 1, "logging.steps": 1, **changes})
+        monitor: Any = SimpleNamespace(saved=lambda *_: None)
+        callback = CheckpointCallback(spec, run, ProcessGroup(), RunLog(run), monitor)
+        for step in (40, 45, 50, 55):
+            (run / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
+            arguments = SimpleNamespace(output_dir=str(run / "checkpoints"), load_best_model_at_end=False)
+            callback.on_save(arguments, TrainerState(global_step=step, max_steps=99), None)
+        kept[len(changes)] = [checkpoints.step_of(folder) for folder in checkpoints.complete(run)]
+    assert kept == {0: [55], 1: [45, 50, 55]}
 
 
 @pytest.mark.parametrize(

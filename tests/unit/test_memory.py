@@ -419,6 +419,8 @@ def test_disk() -> None:
     assert disk()["Final model"] == 4 * parameters + 8 * MIB
     assert disk(save__only_model=True)["Checkpoints"] == 3 * (4 * parameters + 8 * MIB)
     assert disk(save__total_limit=0, train__num_train_epochs=5)["Checkpoints"] == 5 * (12 * parameters + 8 * MIB)
+    retries = {"train__num_train_epochs": 9, "train__half_lr_retries": 1}
+    assert disk(**retries)["Checkpoints"] == 5 * (12 * parameters + 8 * MIB)
     best = {"train__num_train_epochs": 9, "save__keep_best": 2, "save__load_best_model_at_end": True}
     assert disk(**best)["Checkpoints"] == 6 * (12 * parameters + 8 * MIB)  # 2 newest, 3 best, and the one being written
     steps = {"save__strategy": "steps", "save__steps": 10, "save__total_limit": 0}

@@ -101,6 +101,16 @@ def test_without_a_checkpoint_from_before(tmp_path, changes):
         retry.changes(stopped(tmp_path), edit(SPEC, changes))
 
 
+def test_a_retry_that_fails_before_its_first_checkpoint(tmp_path):
+    """The next one starts from where it started."""
+    start = str(tmp_path / "first/checkpoints/checkpoint-10")
+    spec = edit(SPEC, {"save.resume_from": "path", "save.resume_path": start})
+    run = failed_run(tmp_path, SPEC, probe(Path.cwd()), DIVERGED, "again")
+    assert retry.changes(run, spec)["save.resume_path"] == start
+    save(run, 20)
+    assert retry.changes(run, spec)["save.resume_path"].endswith("again/checkpoints/checkpoint-20")
+
+
 def test_the_last_automatic_retry_ends_the_chain(tmp_path):
     run = diverged(tmp_path, edit(SPEC, {"train.half_lr_retries": 0}))
     with pytest.raises(RunError, match="no retry is left"):

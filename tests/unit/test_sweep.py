@@ -19,7 +19,7 @@ from backend.config import RunSpec
 from backend.config.options import SpecError, edit
 from backend.runs import METRICS, STOP, SWEEP, Plan, sweeps, validation
 from backend.runs.folder import Run, RunError
-from backend.tasks import sweep
+from backend.tasks import start_sweep, sweep
 from webui.api import sweeps as sweeps_api
 from webui.api.checking import form_values
 
@@ -73,6 +73,28 @@ def test_samples_are_inside_the_range_and_repeatable() -> None:
 def test_seeds_multiply_the_runs() -> None:
     found = patches(f"{RATE}=1e-5,1e-4", seeds=3)
     assert [(p[RATE], p["train.seed"]) for p in found] == [(r, s) for r in (1e-5, 1e-4) for s in (42, 43, 44)]
+
+
+def test_runs_with_the_same_effect_are_one_run() -> None:
+    """AdamW has no momentum, so the sweep has one run with it."""
+    optimizers, momentum = sweep.parse("train.optim=adamw_torch,muon"), sweep.parse("train.momentum=0.8,0.9")
+    assert [patch["train.optim"] for patch in start_sweep.plan(RunSpec(), [optimizers, momentum]).patches] == [
+        "adamw_torch", "muon", "muon",
+    ]  # fmt: skip
+    with pytest.raises(SpecError, match=r"train\.momentum: has no effect with the other options"):
+        start_sweep.plan(RunSpec(), [momentum])
+
+
+def test_seeds_with_other_validation_examples_are_not_compared() -> None:
+    split = {"data.source": "files", "data.files": ["a"], "data.validation": "split", "eval.strategy": "steps"}
+    rates = [sweep.parse(f"{RATE}=1e-5,1e-4")]
+    for changes, seeds, halving in ((split, 1, 3), (split, 2, 0), ({"eval.strategy": "steps"}, 2, 3)):
+        planned = start_sweep.plan(edit(RunSpec(), changes), rates, seeds=seeds, halving=halving)
+        assert planned.compares_other_examples == (halving == 0)
+    with pytest.raises(SpecError, match=r"data\.validation: must be files"):
+        start_sweep.plan(edit(RunSpec(), split), rates, seeds=2, halving=3)
+    with pytest.raises(SpecError, match=r"train\.seed: is varied already"):
+        start_sweep.plan(RunSpec(), [sweep.parse("train.seed=1,2")], seeds=2)
 
 
 @pytest.mark.parametrize(

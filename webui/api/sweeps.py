@@ -42,7 +42,8 @@ class SweepRequest(RequestBody):
 def check(state: State, body: SweepRequest) -> dict[str, Any]:
     """What each run of the sweep would change, and the errors that the checks report for it."""
     planned, reports = _check(state, body, 0)
-    return {"runs": [_row(*pair) for pair in zip(planned.labels(), reports, strict=True)]}
+    note = start_sweep.OTHER_EXAMPLES if planned.compares_other_examples else ""
+    return {"runs": [_row(*pair) for pair in zip(planned.labels(), reports, strict=True)], "note": note}
 
 
 def start(state: State, body: SweepRequest) -> Response:
