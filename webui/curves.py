@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 
 from backend.runs import files
-from backend.runs.metrics import Gaps, Point, complete_length, parse
+from backend.runs.metrics import ALL_TOKENS, Gaps, Point, complete_length, parse
 
 AXES = ("step", "epoch", "tokens", "seconds")  # what curves can be drawn over
 NOT_METRICS = ("step", "time", "epoch", "tokens")
@@ -96,8 +96,8 @@ class Column:
 class Axes:
     """Epochs, tokens and seconds of training by step, over all starts of a run.
 
-    A start counts its tokens from 0. Seconds leave out the time between two starts; the first logging interval, which
-    has no point at its begin, is its tokens divided by its throughput.
+    In earlier versions, each start counted its tokens from 0. Seconds leave out the time between two starts; the first
+    logging interval, which has no point at its begin, is its tokens divided by its throughput.
     """
 
     def __init__(self) -> None:
@@ -105,11 +105,12 @@ class Axes:
         self._earlier_tokens = self._seconds = 0.0
         self._time: float | None = None  # of the last point, or of the last start
 
-    def resume(self, step: float, time: Any) -> None:
-        """Continue after `step`: drop what comes after it."""
+    def resume(self, step: float, time: Any, counts_on: bool) -> None:
+        """Continue after `step`: drop what comes after it. `counts_on`: the tokens are those of all starts."""
         for column in self.columns.values():
             column.cut(max(0, step))
         self._earlier_tokens, self._seconds = (self.columns[name].values[-1] for name in ("tokens", "seconds"))
+        self._earlier_tokens *= not counts_on
         self._time = time if type(time) in NUMBERS else None
 
     def add(self, steps: np.ndarray, points: Sequence[Point]) -> None:
@@ -253,7 +254,7 @@ class Curves:
                 self._add_together(np.array(steps, float), together)
                 steps, together = [], []
             if point.get("event") == "resumed":
-                self.axes.resume(step, point.get("time"))
+                self.axes.resume(step, point.get("time"), bool(point.get(ALL_TOKENS)))
                 self.resumed.append(step)
                 self.gaps.resume(step)
                 for column in self.columns.values():

@@ -75,7 +75,7 @@ def scalars(point: Point) -> dict[str, float]:
     return {
         f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": float(value)
         for key, value in point.items()
-        if type(value) in (int, float) and key not in ("step", "time", "tokens")  # tokens starts at 0 after a resume
+        if type(value) in (int, float) and key not in ("step", "time", "tokens")  # tokens started at 0 after a resume
     }
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from backend.runs import files, json_values
 
+ALL_TOKENS = "all_tokens"  # in the point that marks a resume: later points count the tokens of all starts
 TAIL_BYTES = 64 * 1024
 SINCE_BYTES = 256 * 1024
 

@@ -99,7 +99,7 @@ class ProgressCallback(TrainerCallback):
         self.tokens, self._logged_tokens, self._logged_busy = 0, 0, 0.0
         self._start_step, self._first_seconds, self._eval_batches = 0, 0.0, 0
         self._evaluated: Any = None  # the batches that are evaluated
-        self.began = time.time()
+        self.began, self.earlier_tokens, self.earlier_seconds = time.time(), 0, 0.0  # of earlier starts
         self.router_loss_weight = 0.0  # weight of the auxiliary loss that is added to the loss of a mixture of experts
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -112,6 +112,19 @@ class ProgressCallback(TrainerCallback):
             self.run_log.info(validation.router_note(coef))
         text = f"Training for {counted(state.max_steps, 'step')}{more}."
         self.run_log.start_phase("training", text, **_steps(state), **coef)
+
+    def resume(self, state: Any, tokens: int, seconds: float, **_: Any) -> None:
+        """Count on after a checkpoint with the `totals` of earlier starts. Of an earlier version, it may have no
+        tokens: then those of the last point count."""
+        points = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
+        self.earlier_tokens, self.earlier_seconds = int(tokens or max(points, default=0)), seconds
+
+    def totals(self, tokens: int) -> dict[str, Any]:
+        """Tokens and seconds of training of all starts, of which this one has trained `tokens`."""
+        return {
+            "tokens": self.earlier_tokens + tokens,
+            "seconds": round(self.earlier_seconds + time.time() - self.began, 2),
+        }
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check how the losses of the whole training developed."""
@@ -145,7 +158,7 @@ class ProgressCallback(TrainerCallback):
             self.tokens = int(logs.get("num_tokens", 0))
             spent = self.clock.busy - self._logged_busy
             point["tokens_per_second"] = round((self.tokens - self._logged_tokens) / spent, 1) if spent > 0 else None
-            point["tokens"] = self.tokens  # since this start
+            point["tokens"] = self.earlier_tokens + self.tokens
             self._logged_tokens, self._logged_busy = self.tokens, self.clock.busy
         elif "eval_loss" not in logs:
             return  # the Trainer's summary at the end of training

@@ -18,6 +18,7 @@ from backend.runs import EVENTS, METRICS, PROGRESS, STOP, files, sweeps
 from backend.runs.events import RESUMED
 from backend.runs.files import write_json
 from backend.runs.lost_weights import ALL_WEIGHTS
+from backend.runs.metrics import ALL_TOKENS
 
 PROGRESS_INTERVAL_SECONDS = 0.25  # between two writes of progress.json within a phase
 KEPT_BETWEEN_PHASES = ("step", "max_steps", "first_step", "first_step_time", "step_seconds", "router_loss_weight")
@@ -129,7 +130,7 @@ class RunLog:
             self.event(RESUMED, step, f"Resumed after step {step}." if step else "Restarted at step 0.")
 
     def _resumed(self, step: int) -> None:
-        self.metrics({"event": "resumed", "step": step, "time": time.time(), ALL_WEIGHTS: True})
+        self.metrics({"event": "resumed", "step": step, "time": time.time(), ALL_WEIGHTS: True, ALL_TOKENS: True})
 
     def stop_requested(self) -> int:
         """0: no; 1: stop without saving; 2: save a checkpoint and stop."""

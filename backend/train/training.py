@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,7 @@ def train_in_phases(context: TrainContext) -> None:
     skipped = SkippedSteps(context)
     callbacks = [generation, skipped, progress, checkpoint, divergence, *rehearsing, *_early_stopping(context)]
     generation.trainer = trainer = _trainer(context, config, source, tokens, prepared, callbacks)
-    trainer.divergence, trainer.monitor, trainer.skipped = divergence, monitor, skipped
+    trainer.divergence, trainer.monitor, trainer.skipped, trainer.progress = divergence, monitor, skipped, progress
     progress.router_loss_weight = trainers.router_loss_coefficient(trainer)
     start = _start(context, checkpoint.options)
     _check_checkpoint(context, trainer, start)
@@ -111,7 +110,7 @@ def train_in_phases(context: TrainContext) -> None:
         return
     skipped.check(trainer.state.global_step)
     trainer.finalize_weights()
-    result = _result(trainer, time.time() - progress.began, progress.tokens, counts) | skipped.logged()
+    result = _result(trainer, progress.totals(progress.tokens), counts) | skipped.logged()
     _save(context, trainer, tokens)
     _finish(context, trainer, result | generation.evaluate_after())
 
@@ -242,8 +241,9 @@ def _check_checkpoint(context: TrainContext, trainer: Any, start: Path | None) -
         context.first(lambda: checkpoint_weights.check_engine_names(weights, start))
 
 
-def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) -> dict[str, Any]:
-    """The figures of the training, and of the last evaluation of the model as it is now, which is saved."""
+def _result(trainer: Any, totals: Mapping[str, Any], counts: tuple[int, int]) -> dict[str, Any]:
+    """The figures of the training, over all starts, and of the last evaluation of the model as it is now, which is
+    saved."""
     step, evaluated = _last_evaluation(trainer)
     loss = _mean_loss(trainer.state.log_history)
     figures = {key: _finite(value) for key, value in preference_metrics(evaluated).items()}
@@ -251,8 +251,7 @@ def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) 
         **figures,
         "train_loss": None if loss is None else _finite(loss),
         "steps": trainer.state.global_step,
-        "seconds": round(seconds, 2),
-        "tokens": tokens,
+        **totals,
         "eval_loss": _finite(evaluated["eval_loss"]) if evaluated else None,
         "model_step": step,
         **({"router_loss_weight": coef} if (coef := trainers.router_loss_coefficient(trainer)) else {}),

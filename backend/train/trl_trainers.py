@@ -51,7 +51,9 @@ TRL: Mapping[str, TrlClasses] = {
 }
 
 
-UNLOGGED = "unlogged"  # in trainer_state.json: the sum of the losses since the last logged step, and this step
+# In trainer_state.json: the sum of the losses since the last logged step, this step, and the tokens and seconds of all
+# starts until the checkpoint.
+UNLOGGED = "unlogged"
 
 
 @dataclass(eq=False)
@@ -80,6 +82,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
     divergence: DivergenceCallback | None = None
     monitor: Monitor | None = None
     skipped: SkippedSteps | None = None
+    progress: callbacks.ProgressCallback | None = None
     unlogged: dict[str, Any] | None = None
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
@@ -125,6 +128,8 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
         self.unlogged = self.state.stateful_callbacks.pop(UNLOGGED, None)
+        if self.progress is not None:
+            self.progress.resume(self.state, **{"tokens": 0, "seconds": 0.0, **(self.unlogged or {})})
         return trained
 
     def _run_epoch(self: Any, **more: Any) -> None:
@@ -143,7 +148,8 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         callbacks.show_checkpoint(self.context.run_log, self.state)
         note_best(self.state)
         mean = nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()  # over the ranks
-        self.state.stateful_callbacks[UNLOGGED] = {"loss": mean, "since": self._globalstep_last_logged}
+        totals = self.progress.totals(self._total_train_tokens) if self.progress is not None else {}
+        self.state.stateful_callbacks[UNLOGGED] = {"loss": mean, "since": self._globalstep_last_logged, **totals}
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         save = partial(super()._save_checkpoint, *args)
 
@@ -202,19 +208,19 @@ class PretokenizedMixin(TrainerMixin):
 class TokenCountMixin(TrainerMixin):
     """For ORPO's trainer, which does not log num_tokens."""
 
-    num_tokens = 0
+    _total_train_tokens = 0  # as it is named there
 
     def compute_loss(self: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
         """Count the tokens of training batches."""
         if self.model.training:
             local = inputs["chosen_attention_mask"].sum() + inputs["rejected_attention_mask"].sum()
-            self.num_tokens += int(self.accelerator.gather(local).sum())
+            self._total_train_tokens += int(self.accelerator.gather(local).sum())
         return super().compute_loss(model, inputs, *more, **named)  # type: ignore[misc]
 
     def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """Log the count, as TRL's other trainers do."""
         if "loss" in logs or "eval_loss" in logs:
-            logs["num_tokens" if "loss" in logs else "eval_num_tokens"] = self.num_tokens
+            logs["num_tokens" if "loss" in logs else "eval_num_tokens"] = self._total_train_tokens
         super().log(logs, *more, **named)
 
 

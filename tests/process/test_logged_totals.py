@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fork_server import ForkServer
 from training_runs import losses, make_spec, read_metrics, result, same_losses
+
+from webui.curves import Curves
 
 STEPS, INTERVAL = 5, 3
 COMMON = {
@@ -36,16 +39,29 @@ def test_last_step(fork_server: ForkServer, tmp_path: Path) -> None:
     assert found["tokens"] == expected["tokens"]
 
 
+def tokens_by_step(folder: Path) -> list[tuple[float, float]]:
+    curves = Curves(folder / "metrics.jsonl")
+    curves.read()
+    tokens = curves.series(axis="tokens")["series"]["loss"]["x"]
+    return list(zip(losses(folder), tokens, strict=True))
+
+
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_resumed_between_two_points(fork_server: ForkServer, tmp_path: Path, ranks: int) -> None:
-    """The next point is the mean of all steps since the one before the checkpoint."""
+    """The next point is the mean of all steps since the one before the checkpoint; tokens and seconds are those of all
+    starts."""
     changes = {**COMMON, "train.max_steps": 8, "logging.steps": 4, "save.strategy": "steps", "save.steps": 3}
     changes |= {"save.total_limit": 0} | ({"parallel.strategy": "ddp", "launch.nproc_per_node": 2} if ranks else {})
     folder = fork_server.train(tmp_path / "run", make_spec(changes), ranks)
     points, before = losses(folder), result(folder)
+    tokens = tokens_by_step(folder)
+    until = json.loads((folder / "checkpoints/checkpoint-6/trainer_state.json").read_text())
     fork_server.resume(folder, 6, ranks)
     assert losses(folder) == same_losses(points) and list(points) == [1, 4, 8]
-    assert result(folder)["train_loss"] == same_losses(before["train_loss"])
+    after = result(folder)
+    assert after["train_loss"] == same_losses(before["train_loss"])
+    assert after["tokens"] == before["tokens"] == tokens[-1][1] and tokens_by_step(folder) == tokens
+    assert after["seconds"] > until["stateful_callbacks"]["unlogged"]["seconds"]
 
 
 @pytest.mark.parametrize(
