@@ -24,6 +24,7 @@ from backend.train.patches import (
     trl_loss_positions,
     trl_missing_router,
     trl_router_logits,
+    trl_soft_cap,
     trl_token_mean,
 )
 
@@ -141,7 +142,7 @@ def build_trainer(
         validation = eval_loss.completed(validation, multiple)
     trl_expert_count.apply(model)
     trl_missing_router.apply(config, model)
-    with trl_adapter_dtype.kept(model), trl_router_logits.kept(model):
+    with trl_adapter_dtype.kept(model), trl_router_logits.kept(model), trl_soft_cap.named(model, reference):
         trainer = trl_trainers.trainer_class(spec.train.stage)(
             model=model,
             args=config,

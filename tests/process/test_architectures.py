@@ -57,6 +57,7 @@ from backend.train.patches import (
     llama4_base_model,
     transformers_frozen_parameters,
     trl_loss_positions,
+    trl_soft_cap,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -411,7 +412,9 @@ def test_adapters_get_a_gradient(kind: str) -> None:
 # --- The loss of the trainer ---
 
 
-@pytest.mark.parametrize("kind", soak_except(model_types(), (*SAMPLE, "modernbert-decoder", "xlstm", "llama4_text")))
+@pytest.mark.parametrize(
+    "kind", soak_except(model_types(), (*SAMPLE, "modernbert-decoder", "xlstm", "llama4_text", "recurrent_gemma"))
+)
 def test_loss_of_the_trainer_is_that_of_the_model(kind: str) -> None:
     """TRL computes the loss from the decoder's output and the weight of the output layer. registry.UNTRAINABLE has the
     types with further layers between them."""
@@ -427,14 +430,16 @@ def test_loss_of_the_trainer_is_that_of_the_model(kind: str) -> None:
         for value in model.parameters():
             if value.dim() == 1:  # norms and biases have ones and zeros, which would hide them
                 value.add_(torch.randn_like(value) / 10)
+        model.get_output_embeddings().weight.mul_(30)  # a cap changes large logits only
         ids = torch.tensor([tokens(40), tokens(40, 1)])
         logits = model(input_ids=ids, use_cache=False).logits.float()
         own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        add_fused_lm_head(model)
+        with trl_soft_cap.named(model):
+            add_fused_lm_head(model)
         mask = torch.ones_like(ids)
         fused = model(input_ids=ids, labels=ids, attention_mask=mask, fused_lm_head=True).loss
-    # The loss is about 7.6. Rounding changes its sixth decimal; a missing layer changes it by at least 2e-4.
-    is_same = bool(abs(own - fused) < 1e-4)
+    # The losses are 8 to 200, and rounding changes their seventh digit.
+    is_same = bool(abs(own - fused) < 1e-5 * own)
     assert is_same is not UNTRAINABLE.get(kind, "").startswith("TRL")
 
 

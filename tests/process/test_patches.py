@@ -74,6 +74,7 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "trl_router_logits": (
         "trl.trainer.sft_trainer:SFTTrainer.__init__", ".output_router_logits = self.aux_loss_enabled",
     ),
+    "trl_soft_cap": ("trl.trainer.utils:add_fused_lm_head", 'getattr(text_config, "final_logit_softcapping", None)'),
     "ulysses_gradients": ("deepspeed.runtime.zero.stage_1_and_2:", "self.sequence_parallel_size"),
     "ulysses_heads": (f"{ULYSSES}:UlyssesSPAttentionHF.register_with_transformers", "attn_head_size=getattr"),
 }  # fmt: skip
