@@ -36,8 +36,13 @@ class EvalPartsMixin:
         return outputs[-1]._replace(metrics=metrics, num_samples=sum(output.num_samples for output in outputs))
 
     def _evaluated(self: Any, loader: Any, *args: Any, **more: Any) -> tuple[Any, float, float]:
-        """The Trainer's output for one dataset, its mean loss, and what this mean counts: the examples."""
-        output = super().evaluation_loop(loader, *args, **more)  # type: ignore[misc]
+        """The Trainer's output for one dataset, its mean loss, and what this mean counts: the examples. A router's
+        auxiliary loss, which is computed for whole batches, is left out."""
+        with_router_loss, self.aux_loss_enabled = getattr(self, "aux_loss_enabled", False), False
+        try:
+            output = super().evaluation_loop(loader, *args, **more)  # type: ignore[misc]
+        finally:
+            self.aux_loss_enabled = with_router_loss
         return output, output.metrics[f"{more['metric_key_prefix']}_loss"], output.num_samples
 
 
@@ -47,14 +52,9 @@ class EvalLossMixin(EvalPartsMixin):
     _sums: list[float]  # of the losses of this process's tokens, and their number
 
     def _evaluated(self: Any, loader: Any, *args: Any, **more: Any) -> tuple[Any, float, float]:
-        """Same, but with the mean over all tokens, and their number. A router's auxiliary loss, which is computed for
-        whole batches, is left out."""
-        with_router_loss, self.aux_loss_enabled = getattr(self, "aux_loss_enabled", False), False
+        """Same, but with the mean over all tokens, and their number."""
         self._sums = [0.0, 0.0]
-        try:
-            output, _, _ = super()._evaluated(loader, *args, **more)
-        finally:
-            self.aux_loss_enabled = with_router_loss
+        output, _, _ = super()._evaluated(loader, *args, **more)
         loss, count = (sum(values) for values in zip(*gather_object([self._sums]), strict=True))
         return output, loss / count if count else 0.0, count
 

@@ -4,6 +4,7 @@ trainable bytes match the estimate."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,6 +75,14 @@ def test_validation_loss_is_independent_of_batches_and_processes(root: Path, for
         assert values["router_loss_weight"] == 1
         found.append(values["eval_loss"])
     assert found[1:] == [pytest.approx(found[0], abs=ROUNDING_TOLERANCE)] * 2, found
+
+
+def test_validation_loss_of_dpo(root: Path, fork_server: ForkServer, mixtures: Mapping[str, dict[str, str]]) -> None:
+    """It is log 2 for a model that equals its reference, so it does not include the router's auxiliary loss either."""
+    changes = {**mixtures["qwen3_moe"], "method.kind": "full", "train.learning_rate": 1e-12, "train.max_steps": 1}
+    changes |= {"train.stage": "dpo", "data.builtin": "train-pairs", "eval.strategy": "steps", "eval.steps": 1}
+    folder = fork_server.train(root / "eval-dpo", make_spec({**changes, "data.max_samples": 5}))
+    assert result(folder)["eval_loss"] == pytest.approx(math.log(2), abs=1e-5) and losses(folder)[1] > 0.694
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in logging_setup.py
