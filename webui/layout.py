@@ -76,7 +76,7 @@ def _data(form: Form) -> None:
         with fields(more=True):
             form.place("data.chat_template", "data.chat_template_file", "data.max_samples", "data.dataset_num_proc")
             form.place("data.packing", "data.drop_duplicates", "data.chat_template_kwargs", "data.system_prompt")
-            form.place("data.on_bad_example")
+            form.place("data.on_bad_example", "data.streaming")
 
 
 def _method(form: Form) -> None:

@@ -25,6 +25,12 @@ def prepare(arguments: argparse.Namespace) -> int:
     if spec.launch.trainer == "llamafactory":
         print("LLaMA-Factory tokenizes the data itself when the run starts; footplate prepare cannot.", file=sys.stderr)
         return 2
+    if spec.data.streaming:
+        print(
+            "With data.streaming, a run tokenizes its examples while it trains; there is nothing to prepare.",
+            file=sys.stderr,
+        )
+        return 2
     prepared_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".spec-", dir=prepared_folder()) as folder:  # on the same disk
         (Path(folder) / SPEC).write_text(presets.dump(spec), encoding="utf-8")

@@ -108,6 +108,7 @@ TRL: Mapping[str, str] = {
     "use_peft": "method.kind",
     "generate_during_eval": "eval.num_generations",
     "packing_strategy": "data.packing",
+    "dataset_streaming": "data.streaming",
     "padding_free": "data.packing",
     "chat_template_name": "data.chat_template",
 }

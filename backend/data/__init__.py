@@ -29,4 +29,13 @@ from backend.data.reading import (
     read_examples,
     without_padding,
 )
-from backend.data.selection import is_absurd, mixed, mixed_counts, sample, split, validation_size
+from backend.data.selection import (
+    FIRST_VALIDATION,
+    is_absurd,
+    is_held_out,
+    mixed,
+    mixed_counts,
+    sample,
+    split,
+    validation_size,
+)

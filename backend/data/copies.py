@@ -20,7 +20,7 @@ class Seen:
 
     def is_copy(self, value: Mapping[str, Any], remember: bool = True) -> bool:
         """Whether an equal example was here before; `remember`: a later one is a copy of this one."""
-        found = _hash(value)
+        found = digest(value)
         if found in self.examples:
             return True
         if remember:
@@ -31,17 +31,18 @@ class Seen:
         """Whether an example, which is no copy, has another answer than an earlier one: another completion of the same
         prompt, the other completion preferred, or the other label."""
         if "label" in value:
-            return _hash({**value, "label": not value["label"]}) in self.examples
+            return digest({**value, "label": not value["label"]}) in self.examples
         if "chosen" in value:
-            return _hash({**value, "chosen": value["rejected"], "rejected": value["chosen"]}) in self.examples
+            return digest({**value, "chosen": value["rejected"], "rejected": value["chosen"]}) in self.examples
         if "text" in value:
             return False
         turns = value.get("messages") or [*value["prompt"], *value["completion"]]
         last = max((n for n, turn in enumerate(turns) if turn["role"] == "assistant"), default=0)
-        answer = _hash(turns[last])
-        return self.answers.setdefault(_hash({**value, "messages": turns[:last], "completion": ()}), answer) != answer
+        answer = digest(turns[last])
+        return self.answers.setdefault(digest({**value, "messages": turns[:last], "completion": ()}), answer) != answer
 
 
-def _hash(value: Any) -> int:
+def digest(value: Any) -> int:
+    """A number of 64 bits that an example or a part of it has in every run."""
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())

@@ -11,9 +11,12 @@ import random
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from backend.data.copies import digest
 
 T = TypeVar("T")
+FIRST_VALIDATION = 1000  # of the examples that are held out of a streamed dataset, how many are evaluated
 
 
 def validation_size(count: int, share: float) -> int:
@@ -28,6 +31,12 @@ def split(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list
     chosen = set(order[: validation_size(len(examples), share)])
     train = [example for number, example in enumerate(examples) if number not in chosen]
     return train, [example for number, example in enumerate(examples) if number in chosen]
+
+
+def is_held_out(value: Any, share: float, seed: int) -> bool:
+    """Whether an example of a streamed dataset belongs to its validation split. Its content decides, with `seed`, since
+    the number of examples is not known; so equal examples are in the same part."""
+    return digest([seed, value]) < share * 2**64
 
 
 def sample(examples: Sequence[T], max_samples: int, seed: int, shuffles: bool = False) -> list[T]:

@@ -19,6 +19,7 @@ from backend.importers.foreign import TENSOR_WITH_FSDP, Import, Table, with_curr
 SAME: Mapping[str, str] = {
     "revision_of_model": "model.revision", "trust_remote_code": "model.trust_remote_code",
     "sequence_len": "data.max_length", "sample_packing": "data.packing", "default_system_message": "data.system_prompt",
+    "streaming": "data.streaming",
     "dataset_exact_deduplication": "data.drop_duplicates", "exact_deduplication": "data.drop_duplicates",
     "dataset_num_proc": "data.dataset_num_proc", "dataset_processes": "data.dataset_num_proc",
     "lora_r": "lora.r", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout",

@@ -19,6 +19,7 @@ from backend.importers.foreign import Import, Table, with_current_names, words
 SAME: Mapping[str, str] = {
     "model_revision": "model.revision", "trust_remote_code": "model.trust_remote_code",
     "max_length": "data.max_length", "packing": "data.packing", "dataset_num_proc": "data.dataset_num_proc",
+    "dataset_streaming": "data.streaming",
     "lora_r": "lora.r", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout",
     "lora_modules_to_save": "lora.modules_to_save", "use_dora": "lora.use_dora", "use_rslora": "lora.use_rslora",
     "use_bnb_nested_quant": "method.bnb_4bit_use_double_quant",

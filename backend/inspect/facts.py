@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import chain
 
 from backend.config import Data, RunSpec, Source
-from backend.data import mixed_counts, printable, sample, split, validation_size
+from backend.data import FIRST_VALIDATION, mixed_counts, printable, sample, split, validation_size
 from backend.modelspec import ModelShape
 
 
@@ -122,7 +122,7 @@ class InputFacts:
         """Examples in the training set of one dataset, after the validation split and data.max_samples."""
         if self.num_examples is None:
             return None
-        count = self.num_examples - (self.num_eval_examples(data) or 0 if data.splits else 0)
+        count = self.num_examples - (self._split_size(data) if data.splits else 0)
         return min(count, data.max_samples) if data.max_samples else count
 
     def sizes(self, spec: RunSpec) -> list[int | None]:
@@ -152,9 +152,14 @@ class InputFacts:
         if data.splits:
             if self.num_examples is None:
                 return None
-            completions = self.completions_per_example
-            return completions * validation_size(self.num_examples // completions, data.validation_split)
+            size = self._split_size(data)
+            return min(size, FIRST_VALIDATION) if _is_streamed(data) else size
         return self.num_validation_examples
+
+    def _split_size(self, data: Source) -> int:
+        """Examples in the validation split."""
+        completions, count = self.completions_per_example, self.num_examples or 0
+        return completions * validation_size(count // completions, data.validation_split)
 
     def usable_examples(self, data: Source, seed: int) -> tuple[int, int] | None:
         """Examples of the training set and of the validation set of which a token is trained; None if unknown."""
@@ -162,7 +167,7 @@ class InputFacts:
             found = [each.usable_examples(own, seed) for each, own in zip(self.datasets, data.datasets, strict=True)]
             known = [counts for counts in found if counts is not None]
             return (sum(n for n, _ in known), sum(n for _, n in known)) if len(known) == len(found) else None
-        if self.num_usable is None or self.unusable_positions is None or not self.num_examples:
+        if self.num_usable is None or self.unusable_positions is None or not self.num_examples or _is_streamed(data):
             return None
         share = data.validation_split if data.splits else 0.0
         train, validation = self.num_train_examples(data) or 0, self.num_eval_examples(data) or 0
@@ -170,6 +175,10 @@ class InputFacts:
             selection = self.num_examples, self.completions_per_example, share, data.max_samples, seed
             train, validation = _usable_examples(self.unusable_positions, *selection)
         return train, validation if share else self.num_usable_validation
+
+
+def _is_streamed(data: Source) -> bool:
+    return isinstance(data, Data) and data.streaming
 
 
 @lru_cache(maxsize=64)

@@ -58,8 +58,8 @@ ELSEWHERE = {
 SECTIONS_ELSEWHERE = ("slurm", "ray", "kubernetes", "llamafactory")
 # Options whose value 0 means that there is none; LLaMA-Factory leaves the key out.
 ZERO_IS_NONE = {
-    "data.max_samples", "save.total_limit", "eval.early_stopping_patience", "train.neftune_noise_alpha",
-    "preference.sft_loss_weight",
+    "data.max_samples", "data.streaming", "save.total_limit", "eval.early_stopping_patience",
+    "train.neftune_noise_alpha", "preference.sft_loss_weight",
 }  # fmt: skip
 COLUMNS = {
     "pairs": {"messages": "messages", "chosen": "chosen", "rejected": "rejected"},

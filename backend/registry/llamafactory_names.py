@@ -9,7 +9,7 @@ from collections.abc import Mapping
 OPTION_NAMES: Mapping[str, str] = {
     "model_revision": "model.revision", "trust_remote_code": "model.trust_remote_code",
     "cutoff_len": "data.max_length", "max_samples": "data.max_samples", "default_system": "data.system_prompt",
-    "preprocessing_num_workers": "data.dataset_num_proc",
+    "preprocessing_num_workers": "data.dataset_num_proc", "streaming": "data.streaming",
     "freeze_trainable_layers": "method.freeze_trainable_layers",
     "double_quantization": "method.bnb_4bit_use_double_quant",
     "lora_rank": "lora.r", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout", "use_dora": "lora.use_dora",

@@ -30,7 +30,7 @@ def global_batch_exceeds_dataset(case: Case) -> Violation | None:
     examples, batch, train = case.run.num_train_examples, case.run.global_batch_size, case.spec.train
     if examples is None or examples < 1 or batch <= examples or case.spec.data.packing:
         return None
-    if not case.facts.counts_are_exact:
+    if not case.facts.counts_are_exact or case.spec.data.streaming:  # a stream goes on with the next pass
         return None
     ranks = case.run.data_parallel_size
     message = (

@@ -26,6 +26,8 @@ class TrainContext:
     run_log: RunLog
     run: ResolvedRun
     engine: TrainEngine
+    stream: Any = None
+    """A streaming.Stream of training examples, with data.streaming."""
     loaded_bytes: int = 0
     """Bytes of weights that this rank had in memory when the model was loaded."""
     saved_dtype: torch.dtype = torch.float32

@@ -297,7 +297,8 @@ def prepare(
         for name, part in zip((TRAIN, VALIDATION)[: 1 + evaluates], pair, strict=False):
             dataset, counts = tokens_of(index, name, part, done)
             done += len(part)
-            _tell(name, len(part), counts, for_dataset(spec, index), telling(spec, index, info), bool(longest))
+            which = "The longest of " if longest else "The first " if name == TRAIN and spec.data.streaming else ""
+            tell_counts(name, len(part), counts, for_dataset(spec, index), telling(spec, index, info), which)
             if not tick(done, total):
                 return nothing  # a stop was requested
             found[name].append(dataset)
@@ -319,16 +320,16 @@ def prepare(
     )
 
 
-def _tell(
-    name: str, size: int, counts: Counter[str], spec: RunSpec, info: Callable[[str], None], longest: bool
+def tell_counts(
+    name: str, size: int, counts: Counter[str], spec: RunSpec, info: Callable[[str], None], which: str
 ) -> None:
-    """Log what has become of the examples of a part."""
+    """Log what has become of the examples of a part; `which` begins the line."""
     if name == TRAIN and counts["endless"]:
         examples = counted(counts["endless"], "example")
         info(f"In {examples}, no token that ends the completion has a loss, so generation may not stop.")
     kind = "training" if name == TRAIN else "validation"
     tell_skipped(counts[SKIPPED], unread_keys(counts, f"{SKIPPED} "), kind, info)
-    info(("The longest of " if longest else "") + _summary(f"{kind} example", size, counts, spec))
+    info(which + _summary(f"{kind} example", size, counts, spec))
 
 
 def _one_after_another(found: Sequence[Dataset]) -> Dataset | None:

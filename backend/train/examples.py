@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from backend.config import RunSpec
 from backend.config.data import SYSTEM_COLUMN
 from backend.config.options import for_dataset, renamed
 from backend.data import (
+    FIRST_VALIDATION,
     DataFileError,
     Example,
     InvalidExample,
@@ -24,6 +26,7 @@ from backend.data import (
     detection_problem,
     expand,
     file_patterns,
+    is_held_out,
     place,
     read_examples,
     sample,
@@ -39,6 +42,8 @@ from backend.wording import counted
 Tick = Callable[[int, int], bool]  # (examples done, examples in total, 0 if not known) -> continue?
 ROWS_PER_TICK = 1000
 REASONS = 5  # of skipped examples that are logged
+FIRST = 1000  # training examples of a streamed dataset that are prepared before training
+FIRST_READ = 100_000  # examples of a streamed dataset in which its first training and validation examples are found
 
 
 @dataclass(frozen=True)
@@ -154,9 +159,11 @@ class _Selection:
 
     def __init__(self, spec: RunSpec, seen: Seen | None, info: Callable[[str], None], tick: Tick) -> None:
         self.spec, self.seen, self.info, self.tick = spec, seen, info, tick
-        train_files, self.validation_files = file_patterns(spec.data)
-        self.rows = _hub(spec) if spec.data.source == "hub" else _files(spec, train_files, "data.files")
-        self.train, self.unpairs = _positions(self.rows, "training", seen, info, tick)
+        self.rows, self.held_out, self.unpairs = training_rows(spec), array("q"), False
+        if spec.data.streaming:
+            self.train, self.held_out = _first(spec, self.rows, info, tick)
+        else:
+            self.train, self.unpairs = _positions(self.rows, "training", seen, info, tick)
         if not self.train:
             raise TrainError(
                 "data.drop_duplicates: every example of this dataset also occurs in an earlier dataset. Remove the "
@@ -169,8 +176,10 @@ class _Selection:
         rows, train, unpairs = self.rows, self.train, self.unpairs
         others, validation, others_unpair = rows, array("q"), unpairs
         if data.source == "builtin" or data.validation == "files":
-            others = _files(spec, self.validation_files, "data.validation_files")
+            others = _files(spec, file_patterns(data)[1], "data.validation_files")
             validation, others_unpair = _positions(others, "validation", self.seen, self.info, self.tick)
+        elif data.streaming:
+            validation = self.held_out
         elif data.validation == "split":
             if len(train) < 2:
                 raise TrainError(
@@ -212,6 +221,52 @@ def _positions(
     return found, are_pairs
 
 
+def _first(spec: RunSpec, rows: Rows, info: Callable[[str], None], tick: Tick) -> tuple[array[int], array[int]]:
+    """The positions of the first training examples of a streamed dataset, and of the first ones of its validation
+    split."""
+    train, validation, data, count = array("q"), array("q"), spec.data, 0
+    enough = min(FIRST, data.max_samples or FIRST)
+    for position, row in enumerate(islice(rows, FIRST_READ)):
+        count = position + 1
+        if data.splits and is_held_out(row.value, data.validation_split, spec.train.seed):
+            validation.extend([position] if len(validation) < FIRST_VALIDATION else ())
+        elif len(train) < enough:
+            train.append(position)
+        if len(train) == enough and (not data.splits or len(validation) == FIRST_VALIDATION):
+            break
+        if position % ROWS_PER_TICK == 0 and not tick(0, 0):
+            raise Stopped
+    if not train or (data.splits and not validation):
+        part = "validation" if train else "training"
+        raise TrainError(
+            f"data.validation_split: none of the first {counted(count, 'example')} is a {part} example. With "
+            "data.streaming, the content of each example decides. Set another fraction, or use validation files."
+        )
+    tell_skipped(len(rows.skipped), rows.skipped, "training", info)
+    if data.splits:
+        found = counted(len(validation), "validation example")
+        info(
+            f"{found} of the validation split were found in the first {counted(count, 'example')}; others are left out."
+        )
+    return train, validation
+
+
+def training_rows(spec: RunSpec, number: int = 0) -> Rows:
+    """The rows that the training examples are taken from. A streamed dataset is read in passes: `number` decides the
+    order of its files, unless data.max_samples uses the first examples."""
+    if spec.data.source == "hub":
+        return _hub(spec)
+    shuffles = spec.data.streaming and not spec.data.max_samples
+    return _files(spec, file_patterns(spec.data)[0], "data.files", f"{spec.train.seed} {number}" if shuffles else "")
+
+
+def streamed(spec: RunSpec, rows: Rows) -> Iterator[ConvertedExample]:
+    """The training examples of a streamed dataset. Raises TrainError."""
+    data, seed = spec.data, spec.train.seed
+    kept = (row for row in rows if not (data.splits and is_held_out(row.value, data.validation_split, seed)))
+    return islice(kept, data.max_samples or None)
+
+
 def tell_skipped(count: int, reasons: Iterable[str], name: str, info: Callable[[str], None]) -> None:
     """Log how many examples were skipped, and the first reasons."""
     if count:
@@ -223,11 +278,14 @@ def tell_skipped(count: int, reasons: Iterable[str], name: str, info: Callable[[
         info(f"  and {count - len(shown):,} more")
 
 
-def _files(spec: RunSpec, files: Sequence[str], option: str) -> Rows:
+def _files(spec: RunSpec, files: Sequence[str], option: str, shuffle: str = "") -> Rows:
+    """The rows of the files, which the seed `shuffle` orders if there is one."""
     try:
         paths = expand(files)
     except DataFileError as error:
         raise TrainError(f"{option}: {error}.") from error
+    if shuffle:
+        random.Random(shuffle).shuffle(paths)
     return Rows(
         spec,
         lambda skip: ((place(path, line), row) for path in paths for line, row in read_examples(path, skip=skip)),
@@ -242,15 +300,16 @@ def hub_fingerprint(spec: RunSpec) -> str:
 def _hub_table(spec: RunSpec) -> Any:
     data = spec.data
     try:
-        return load_dataset(data.hub_id, data.hub_config or None, split=data.hub_split)
+        return load_dataset(data.hub_id, data.hub_config or None, split=data.hub_split, streaming=data.streaming)
     except Exception as error:  # of many kinds: network, name, split, configuration
         raise TrainError(f"data.hub_id: {data.hub_id} could not be loaded: {_first_line(error)}") from error
 
 
 def _hub(spec: RunSpec) -> Rows:
     data, table = spec.data, _hub_table(spec)
-    if data.system_column not in ("", SYSTEM_COLUMN, *table.column_names) and data.format not in ("auto", "text"):
-        columns = ", ".join(table.column_names)
+    names = table.column_names or ()  # of a streamed dataset, they may not be known
+    if names and data.system_column not in ("", SYSTEM_COLUMN, *names) and data.format not in ("auto", "text"):
+        columns = ", ".join(names)
         raise TrainError(f"data.system_column: the dataset has no column {data.system_column}; it has {columns}.")
     return Rows(
         spec, lambda _: ((f"{data.hub_id}, row {n}", row) for n, row in enumerate(map(without_padding, table), 1))

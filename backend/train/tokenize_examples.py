@@ -31,7 +31,7 @@ from backend.data.copies import Seen
 from backend.inspect.examples import FORMAT
 from backend.train import completion_start, model
 from backend.train.data import tokenizer_for
-from backend.train.examples import ConvertedExample
+from backend.train.examples import FIRST_READ, ConvertedExample
 from backend.train.preference_data import SPECIAL, UNREAD, unread_keys
 from backend.train.run_log import TrainError
 from backend.train.templates import ChatTokenizer, UnmarkedCompletions, UnsupportedConversation
@@ -239,6 +239,9 @@ def _converted(
     try:
         for line, row in read_examples(path, skip=found.skip if data.on_bad_example == "skip" else None):
             found.row += 1
+            if is_training and data.streaming and found.row >= FIRST_READ:  # the rest may be of any size
+                found.complete = False
+                break
             format = format or detect_format(row, formats) or ""
             if format not in formats:  # reported by the inspection of the data files, or by a rule
                 found.complete = False

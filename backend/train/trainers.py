@@ -14,7 +14,7 @@ from transformers import PrinterCallback
 from backend import registry
 from backend.config import RunSpec
 from backend.runs import CHECKPOINTS
-from backend.train import eval_loss, kernels, optimizers, rehearsal, trl_trainers, unsloth
+from backend.train import eval_loss, kernels, optimizers, rehearsal, streaming, trl_trainers, unsloth
 from backend.train.data import PreparedData
 from backend.train.engines import TrainEngine
 from backend.train.patches import (
@@ -79,6 +79,7 @@ def _training(spec: RunSpec) -> dict[str, Any]:
         "torch_compile": train.torch_compile,
         # New workers for each epoch: those that stay draw no random number at the next one, but do after a resume.
         "dataloader_num_workers": train.dataloader_num_workers,
+        "ignore_data_skip": streaming.is_streamed(spec),  # a stream goes on by itself
         "seed": train.seed,
         "data_seed": train.seed,
     }

@@ -32,6 +32,7 @@ from backend.train import (
     rehearsal,
     resumed_options,
     sharding,
+    streaming,
     trainers,
     universal_checkpoint,
     verify,
@@ -124,13 +125,15 @@ def _source(context: TrainContext) -> model.ModelSource:
 
 
 def _prepared(context: TrainContext, tokens: Any) -> data.PreparedData:
+    """The prepared examples; of a streamed dataset the first ones, and its stream in the context."""
     spec, folder = context.spec, context.folder / PREPARED
     context.run_log.start_phase("preparing data", "Preparing data.")
 
     def prepare() -> None:
         tick = context.tick("preparing data", "Preparing data.", "example")
         shutil.rmtree(folder, ignore_errors=True)
-        if longest := rehearsal.dataset_sizes(context.run, spec):
+        longest = rehearsal.dataset_sizes(context.run, spec)
+        if longest or spec.data.streaming:
             folder.mkdir()
             data.save(data.prepare(spec, tokens, tick, context.run_log.info, longest, folder), folder)
         else:
@@ -138,6 +141,7 @@ def _prepared(context: TrainContext, tokens: Any) -> data.PreparedData:
 
     context.first(prepare)
     # All ranks load the same files, so that each finds the cache that a trainer keeps next to them.
+    context.stream = streaming.create(context, tokens)
     return data.load(folder)
 
 
@@ -182,7 +186,7 @@ def _trainer(
     reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.needs_reference_model else None
     trainer = trainers.build_trainer(spec, config, weights, tokens, prepared, callbacks, reference)
     trl_precompute_hooks.apply(trainer)
-    trainer.context = context
+    trainer.context, trainer.stream = context, context.stream
     trained, count = model.count_parameters(trainer.model)
     which = " (adapters included)" if spec.method.kind == "lora" else ""
     context.run_log.info(f"{trained:,} of {count:,} parameters are trainable{which}: {trained / count:.2%}.")
@@ -224,6 +228,8 @@ def _train_from(context: TrainContext, trainer: Any, start: Path | None) -> None
     with best_checkpoint_in(start):
         usable = universal_checkpoint.convert_if_resized(context, trainer, _still_own(context, start))
         trainer.train(resume_from_checkpoint=str(usable) if usable else None)
+    if context.stream:
+        streaming.report(context, context.stream)
 
 
 def _still_own(context: TrainContext, start: Path | None) -> Path | None:

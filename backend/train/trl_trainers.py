@@ -20,7 +20,17 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, nested_gather
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import callbacks, device, disk_space, end_tokens, lora, optimizers, universal_checkpoint, unsharded
+from backend.train import (
+    callbacks,
+    device,
+    disk_space,
+    end_tokens,
+    lora,
+    optimizers,
+    streaming,
+    universal_checkpoint,
+    unsharded,
+)
 from backend.train.best_checkpoint import note_best
 from backend.train.checkpoint_weights import CheckpointWeightsMixin
 from backend.train.context import TrainContext
@@ -224,7 +234,7 @@ class TokenCountMixin(TrainerMixin):
         super().log(logs, *more, **named)
 
 
-class NextTokenMixin(EvalLossMixin, TrainerMixin):
+class NextTokenMixin(streaming.StreamMixin, EvalLossMixin, TrainerMixin):
     """For SFT and pretraining."""
 
 
@@ -289,7 +299,7 @@ def _next_token_arguments(spec: RunSpec) -> dict[str, Any]:
         # The examples are tokenized with labels, and truncated.
         "max_length": spec.data.max_length if packing else None,
         "packing": packing,
-        "packing_strategy": "bfd",  # whole examples with their own positions, which do not attend to each other
+        "packing_strategy": streaming.PACKING,
         "eval_packing": False,
         "dataset_kwargs": None if packing else {"skip_prepare_dataset": True},
     }

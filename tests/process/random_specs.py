@@ -142,6 +142,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "data.weight": (0.3, 1.0, 2.0),
     "data.validation_split": (0.0, 0.05, 0.2, 0.5, 0.9),
     "data.dataset_num_proc": (1, 2),
+    "data.streaming": (False, True),
     "lora.r": (1, 3, 4, 8, 64, 200),
     "lora.alpha": (0.0, 8.0, 32.0, 128.0),
     "lora.dropout": (0.0, 0.05, 0.5),

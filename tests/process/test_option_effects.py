@@ -405,7 +405,7 @@ def resumed_checkpoint(spec: RunSpec) -> Any:
         resolve(spec, Machine()),
         make_engine(spec),
     )
-    start = _start(context)
+    start = _start(context, {})
     return start.name if start else None
 
 
@@ -414,7 +414,7 @@ def resumed_checkpoint_in_empty_folder(spec: RunSpec) -> Any:
     context = TrainContext(
         spec, folder, False, device.ProcessGroup(), RunLog(folder), resolve(spec, Machine()), make_engine(spec)
     )
-    return _start(context)
+    return _start(context, {})
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:
@@ -522,6 +522,7 @@ CASES: dict[str, Case] = {
     "data.loss_on": Case("all_tokens", first_rows),
     "data.max_length": Case(100, first_rows),
     "data.packing": Case(True, sequence_count),
+    "data.streaming": Case(True, argument("ignore_data_skip")),
     "data.max_samples": Case(7, examples),
     "data.on_bad_example": Case("skip", examples_or_error, {**FILES, "data.files": ("INPUTS/bad.jsonl",)}),
     "data.drop_duplicates": Case(True, examples, {**PAIR, "data.validation": "none"}),

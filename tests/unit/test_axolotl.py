@@ -28,6 +28,11 @@ def read(tmp_path, **more):
     )
 
 
+def test_streaming(tmp_path):
+    data = read(tmp_path, streaming=True, max_steps=100).spec.data
+    assert data.streaming and not read(tmp_path).spec.data.streaming
+
+
 def test_lora(tmp_path):
     assert detect_format(yaml.safe_dump(LORA)) == "axolotl"
     found = read(tmp_path)

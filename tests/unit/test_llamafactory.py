@@ -59,6 +59,7 @@ def test_defaults_are_those_of_llamafactory(tmp_path):
     ("given", "option", "value"),
     [
         ({"stage": "pt"}, "data.packing", True),
+        ({"streaming": True, "max_steps": 9}, "data.streaming", True),
         ({"stage": "rm"}, "train.stage", "reward"),
         ({"stage": "dpo", "pref_loss": "orpo"}, "train.stage", "orpo"),
         ({"stage": "dpo", "pref_loss": "hinge"}, "preference.dpo_loss_type", "hinge"),

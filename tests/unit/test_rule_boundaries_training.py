@@ -32,6 +32,7 @@ from backend.rules.examples import (
     USER_DATA_FACTS,
 )
 from backend.rules.stages import DPO, KTO, LABELS_FACTS, TENSOR_PARALLEL, USER_KTO
+from backend.rules.streaming import IN_STEPS, STREAMED
 from backend.rules.unsloth import UNSLOTH, WITH_UNSLOTH
 
 Patch = Mapping[str, Any]
@@ -574,6 +575,29 @@ def test_a_second_dataset_fits_the_stage(
     (finding,) = (found for found in check(spec, LAPTOP, facts) if found.code == code)
     assert finding.fields == (option, "train.stage") and finding.fixes[0].patch == fix
     assert code not in {found.code for found in check(edit(spec, fix), LAPTOP, facts)}
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"train.duration": "epochs"}, {"eval.strategy": "epoch"}, {"save.strategy": "epoch"},
+        {"data.drop_duplicates": True}, {"train.train_sampling_strategy": "group_by_length"},
+        {"train.dataloader_num_workers": 2}, {"train.use_unsloth": True},
+        {"data.source": "hub", "data.hub_id": "a/b", "data.hub_split": "train[:9%]"},
+        {"data.sources": ({}, {"source": "builtin"})}, {"launch.trainer": "llamafactory"},
+        {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2, "launch.nproc_per_node": 2},
+        {"parallel.strategy": "zero1", "parallel.sequence_parallel_size": 2, "launch.nproc_per_node": 2},
+    ],
+    ids=lambda patch: next(reversed(patch)),
+)  # fmt: skip
+def test_what_streaming_does_not_support(patch: Patch) -> None:
+    """One fix changes all options that have another value; the other one turns streaming off."""
+    streamed = {**STREAMED, **IN_STEPS, **patch}
+    found = Setup(streamed, USER_DATA_FACTS, TWO_H100).finding("DAT035")
+    assert found is not None and any(f"{name}: " in found.message for name in patch)
+    assert found.fixes[-1].patch == {"data.streaming": False}
+    for fix in found.fixes:
+        assert Setup({**streamed, **fix.patch}, USER_DATA_FACTS, TWO_H100).finding("DAT035") is None
 
 
 def test_only_plain_text_needs_no_chat_template() -> None:

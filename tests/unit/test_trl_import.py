@@ -22,6 +22,10 @@ def read(tmp_path, **more):
     )
 
 
+def test_streaming(tmp_path):
+    assert read(tmp_path, dataset_streaming=True, max_steps=100).spec.data.streaming
+
+
 def test_lora(tmp_path):
     assert detect_format(yaml.safe_dump(LORA)) == "trl"
     found = read(tmp_path)
