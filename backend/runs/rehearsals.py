@@ -329,7 +329,7 @@ def discard_runs(rehearsal: Rehearsal) -> None:
 def new_folder(root: Path) -> Path:
     """The path of a new rehearsal below the runs folder `root`; old ones are deleted."""
     delete_old(root)
-    return root / FOLDER / f"{datetime.now():%Y%m%d%H%M%S%f}"
+    return root.absolute() / FOLDER / f"{datetime.now():%Y%m%d%H%M%S%f}"
 
 
 def delete_old(root: Path) -> None:

@@ -135,12 +135,7 @@ def build_trainer(
     if config.device.type == "cpu":
         trl_loss_positions.apply()
     accelerate_absent_layers.apply(model)
-    eval_parts: list[Any] = []
-    validation, next_token = prepared.validation, spec.train.stage in registry.NEXT_TOKEN_STAGES
-    if validation is not None and next_token:
-        multiple = config.per_device_eval_batch_size * config.world_size
-        eval_parts = eval_loss.parts(validation, prepared.validation_sizes, multiple)
-        validation = eval_loss.completed(validation, multiple)
+    next_token = spec.train.stage in registry.NEXT_TOKEN_STAGES
     trl_expert_count.apply(model)
     trl_missing_router.apply(config, model)
     with trl_adapter_dtype.kept(model), trl_router_logits.kept(model), trl_soft_cap.named(model, reference):
@@ -148,14 +143,15 @@ def build_trainer(
             model=model,
             args=config,
             train_dataset=prepared.train,
-            eval_dataset=validation,
+            eval_dataset=prepared.validation,
             processing_class=tokenizer,
             callbacks=callbacks,
-            **trl_trainers.constructor_arguments(spec.train.stage, reference, prepared.train, validation),
+            **trl_trainers.constructor_arguments(spec.train.stage, reference, prepared.train, prepared.validation),
         )
-    if validation is not None and not next_token:  # TRL may have added columns, such as those of the reference
-        eval_parts = eval_loss.parts(trainer.eval_dataset, prepared.validation_sizes)
-    trainer.eval_parts = eval_parts
+    if prepared.validation is not None:  # of which TRL leaves out examples without labels, and to which it adds columns
+        multiple = config.per_device_eval_batch_size * config.world_size if next_token else 1
+        trainer.eval_parts = eval_loss.parts(trainer.eval_dataset, prepared.validation_sizes, multiple)
+        trainer.eval_dataset = eval_loss.completed(trainer.eval_dataset, multiple)
     if next_token and not spec.train.use_unsloth:
         trl_token_mean.apply(trainer)
     if spec.train.torch_compile:

@@ -23,6 +23,7 @@ from training_runs import (
     losses,
     make_engine,
     make_spec,
+    result,
     same_losses,
     soak_except,
 )
@@ -179,13 +180,14 @@ def test_saved_adapter_is_for_the_original_base_weights(trained: Any, cache: Pat
 @pytest.mark.soak
 def test_fsdp2_merges_the_adapter(trained: Any, cache: Path) -> None:
     """The rank is odd, so that no shard of an adapter is whole; rule STR004 refuses other sharded weights, and DoRA.
-    The run ends with an evaluation that leaves the layers gathered."""
+    The run ends with an evaluation that leaves the layers gathered, and generates with the merged model."""
     evaluated = {"parallel.reshard_after_forward": False, "eval.strategy": "steps", "eval.steps": 1}
+    evaluated |= {"eval.num_generations": 2, "eval.max_new_tokens": 8}
     changes = {"parallel.strategy": "fsdp2", "lora.r": 3, "train.learning_rate": 1e-2, **evaluated}
-    merged, adapter = (
-        AutoModelForCausalLM.from_pretrained(trained({**changes, "save.merge_adapter": merge}, 2) / "model")
-        for merge in (True, False)
-    )
+    folders = [trained({**changes, "save.merge_adapter": merge}, 2) for merge in (True, False)]
+    merged, adapter = (AutoModelForCausalLM.from_pretrained(folder / "model") for folder in folders)
+    after, same = ([sample["after"] for sample in result(folder)["samples"]] for folder in folders)
+    assert after == same
     assert torch.allclose(logits(merged), logits(adapter), atol=1e-5)
     assert not torch.allclose(logits(merged), logits(load_base(cache)), atol=0.1)
 
