@@ -459,7 +459,9 @@ class Run:
         if state == "stopping":
             return self._sentence_of_stop()
         if state == "done":
-            taken = throughput.duration(max(0.0, summary["ended"] - (summary["started"] or summary["ended"])))
+            last_start = summary["ended"] - (summary["started"] or summary["ended"])
+            training = self.result().get("seconds")  # of all starts
+            taken = throughput.duration(max(0.0, last_start, training if isinstance(training, int | float) else 0.0))
             return f"Done: {counted(step, 'step')} in {taken}." if step else f"Done in {taken}."
         return self._sentence_of_end(state, step)
 

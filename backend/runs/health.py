@@ -20,9 +20,10 @@ ADOPTED = 10  # unusual figures in a row are a new level, which later ones are c
 
 FIRST_LOSSES, LAST_LOSSES = 3, 5  # what is compared for a rise over the whole run; a spike needs more points
 FEWEST_LOSSES = 2  # instead of LAST_LOSSES, with an evaluation or at the end
-# (factor, distance) by which the loss is above all of the first losses, or above the least of them, after which it may
-# have exploded at once. Both must be exceeded, since a loss near 0 easily multiplies.
-ABOVE_ALL, ABOVE_LEAST = (3.0, 3.0), (10.0, 10.0)
+# (factor, distance) by which the loss is above all of the first losses; above the very first one, which is that of the
+# untrained model; or above the least of them, after which it may have exploded at once. Both must be exceeded, since a
+# loss near 0 easily multiplies.
+ABOVE_ALL, ABOVE_FIRST, ABOVE_LEAST = (3.0, 3.0), (5.0, 7.0), (10.0, 10.0)
 
 LOSS, GRADIENT, THROUGHPUT, NOT_FINITE = "loss spike", "gradient spike", "throughput drop", "non-finite loss"
 RISE = "loss rise"
@@ -89,12 +90,13 @@ class Rise:
     def __init__(self) -> None:
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=LAST_LOSSES)
-        self._reported = False
+        self._reported, self._count = False, 0
 
     def add(self, loss: Any) -> None:
         """Take note of a loss."""
         if not isinstance(loss, int | float) or not math.isfinite(loss):
             return
+        self._count += 1
         if len(self._first) < FIRST_LOSSES:
             self._first.append(loss)
         if len(self._first) > 1:
@@ -104,7 +106,8 @@ class Rise:
         """The alert if the last losses, at least `needed`, are all far above the first ones."""
         if self._reported or len(self._last) < needed:
             return None
-        if min(self._last) <= _far_above(self._first):
+        count = max(needed, min(LAST_LOSSES, self._count // 2))  # the later half of a short run
+        if min([*self._last][-count:]) <= _far_above(self._first):
             return None
         self._reported = True
         text = f"The loss rose from {_figure(self._first[0])} to {_figure(self._last[-1])}."
@@ -113,7 +116,7 @@ class Rise:
 
 def _far_above(first: Sequence[float]) -> float:
     """What a loss must exceed to be far above the first ones."""
-    starts = ((max(first), ABOVE_ALL), (min(first), ABOVE_LEAST))
+    starts = ((max(first), ABOVE_ALL), (first[0], ABOVE_FIRST), (min(first), ABOVE_LEAST))
     return min(max(factor * start, start + distance) for start, (factor, distance) in starts)
 
 

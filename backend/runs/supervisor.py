@@ -49,6 +49,7 @@ from backend.runs import (
     events,
     files,
     follower,
+    json_values,
     oom,
     processes,
     queue,
@@ -96,6 +97,7 @@ class Supervisor:
         self.entry = Entry(self.place, plan.get("devices", {}), after=after, after_ok=after_ok)
         self.turn = Turn(())
         self.state: dict[str, Any] = {"from_scratch": from_scratch}
+        self.state_before: Any = None  # of an earlier start
         self.state_unwritten = self.sigterm_received = False
         self.oom_kills = oom.kills()
         self.locks = [lock]
@@ -107,6 +109,8 @@ class Supervisor:
         processes.terminate(self.folder)
         shutil.rmtree(self.folder / STACKS, ignore_errors=True)
         (self.folder / STOP_SPARE).touch()
+        with contextlib.suppress(OSError, ValueError):
+            self.state_before = json_values.read(self.folder / STATE)
         if self.entry.devices or self.entry.after:
             self.turn = queue.join(self.entry)
         if self.turn.leases is None:
@@ -158,8 +162,13 @@ class Supervisor:
     def _end_in_queue(self) -> None:
         with contextlib.suppress(OSError):
             queue.leave(Path(self.place))
-        cause = {"cause": self.turn.reason} if self.turn.is_final else {}
-        self.state |= {"end": "stopped", "ended": time.time(), "exit_code": None, **cause}
+        before = self.state_before if isinstance(self.state_before, dict) else {}
+        if not self.turn.is_final and "end" in before and "started" in before:  # removed: the run is what it was before
+            (self.folder / STOP).unlink(missing_ok=True)
+            self.state = before
+        else:
+            cause = {"cause": self.turn.reason} if self.turn.is_final else {}
+            self.state |= {"end": "stopped", "ended": time.time(), "exit_code": None, **cause}
         self._write()
 
     def run(self) -> None:

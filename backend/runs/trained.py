@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from backend.runs import CHECKPOINTS, MODEL, json_values
+from backend.runs import CHECKPOINTS, LOCK, MODEL, json_values
 from backend.runs.folder import Run
 
 ADAPTER, CONFIG, TOKENIZER = "adapter_config.json", "config.json", "tokenizer_config.json"
@@ -45,15 +45,25 @@ class TrainedModel:
 
 
 def find(run: Run) -> TrainedModel | None:
-    """The final model of a run, else that of its newest checkpoint; None if neither can be loaded as it is: checkpoints
-    of DeepSpeed and FSDP have the weights in shards."""
-    steps = [] if run.result().get("model") else run.checkpoints()[-1:]
+    """The final model of a run, else that of its newest checkpoint; None if neither can be loaded as it is, since
+    checkpoints of DeepSpeed and FSDP have the weights in shards, or if the final model is that of an earlier start."""
+    is_complete = bool(run.result().get("model"))
+    steps = [] if is_complete else run.checkpoints()[-1:]
     folder = run.path / CHECKPOINTS / f"checkpoint-{steps[0]}" if steps else run.path / MODEL
     try:
         changed = folder.stat().st_mtime_ns
     except OSError:
         return None
+    if not steps and not is_complete and _started_after(run, changed):
+        return None
     return _described(folder, steps[0] if steps else None, changed)
+
+
+def _started_after(run: Run, changed: int) -> bool:
+    try:
+        return (run.path / LOCK).stat().st_mtime_ns > changed
+    except OSError:  # it was not started by Footplate
+        return False
 
 
 @lru_cache(maxsize=64)  # the page asks each second, and these files are written once

@@ -205,7 +205,9 @@ def _start(context: TrainContext, options: Mapping[str, Any]) -> Path | None:
         start = checkpoints.latest(context.folder, context.run_log, context.from_scratch)
         if start is None and context.spec.save.resume_from == "path":
             start = checkpoints.at_path(context.spec.save.resume_path)
-        if start is None and checkpoints.complete(context.folder):
+        if start is None and context.from_scratch:
+            context.run_log.info("Restarted from scratch, at step 0.")
+        elif start is None and checkpoints.complete(context.folder):
             context.run_log.info(
                 "The checkpoints contain weights only (save.only_model), so training starts at step 0."
             )

@@ -151,6 +151,9 @@ def test_the_order_can_be_changed(make: MakeRun) -> None:
     wait_for_state(d, "stopped")
     assert waiting(d) == "Not started. It was removed from the queue."
     assert d.can()["resume"]
+    a.start(from_scratch=True)
+    a.stop()
+    wait_for_state(a, "done")  # as before
     for run in (c, b):
         wait_for_state(run, "running")
         finish(run)

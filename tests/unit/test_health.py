@@ -89,6 +89,12 @@ def test_an_evaluation_confirms_a_rise():
     assert not watched.add({"eval_loss": 900.0}) and not watched.end(), "once"
 
 
+def test_a_rise_within_few_steps_and_one_to_the_loss_of_a_random_model():
+    """Learning rate 10 with LoRA: six steps, and thirty. The loss of equal probabilities is the logarithm of 49,152."""
+    assert rises([1.8, 2.4, 21.0, 50.0, 70.0, 77.0])
+    assert rises([1.8, 12.4, 11.0, *[10.8] * 27], ends=False)
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.5, 1.0])
 def test_noise_is_no_rise(noise):
     for seed in range(100):

@@ -67,6 +67,14 @@ def test_the_newest_checkpoint_until_the_end(run):
     assert trained.find(run).step is None
 
 
+def test_the_model_of_an_earlier_start_is_not_that_of_the_run(run):
+    """After a restart from scratch that is stopped before its first checkpoint."""
+    plant(run.path / "model", {**FULL, **TEMPLATE})
+    assert trained.find(run), "saved, but the run failed before it wrote its result"
+    (run.path / "lock").touch()
+    assert trained.find(run) is None
+
+
 def test_a_reward_model_scores(run):
     plant(run.path / "model", {"config.json": {"architectures": ["LlamaForSequenceClassification"]}, **TEMPLATE})
     finish(run)
