@@ -22,6 +22,8 @@ from backend.registry.attention import ATTENTIONS, FLASH_ATTENTIONS, SEQUENCE_PA
 from backend.registry.builtin_models import BUILTIN_MODELS
 from backend.registry.hub_models import HUB_CONFIGS, has_chat_template, hub_id_in, is_hub_id
 from backend.registry.learning_rates import (
+    HIGHEST_OF_LARGE,
+    LARGE,
     LOW_RATE_STAGES,
     PREFERENCE_RATES,
     SFT_RATES,

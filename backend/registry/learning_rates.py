@@ -9,6 +9,7 @@ from collections.abc import Mapping
 SFT_RATES: Mapping[str, tuple[float, float, float]] = {
     "lora": (1e-6, 5e-3, 2e-4), "freeze": (1e-7, 1e-3, 5e-5), "full": (1e-7, 5e-4, 2e-5)
 }  # fmt: skip
+LARGE, HIGHEST_OF_LARGE = 10**9, 1e-4  # parameters of a model, and the highest usual rate of full SFT from there
 PREFERENCE_RATES: Mapping[str, tuple[float, float, float]] = {
     "lora": (1e-7, 1e-4, 5e-6), "freeze": (1e-8, 2e-5, 1e-6), "full": (1e-9, 1e-5, 5e-7)
 }  # fmt: skip

@@ -46,6 +46,7 @@ def missing_data_files(case: Case) -> str | None:
     fields=("data.files",),
     title="A data file cannot be read",
     source="the file itself",
+    manual_fix="Restore or correct the file, or choose another one.",
     fails_on=Example(USER_DATA, facts=with_data_issue("data.files", "no such file")),
     passes_on=Example(USER_DATA, facts=USER_DATA_FACTS),
     proof="launch",

@@ -338,13 +338,17 @@ METHOD_NAMES = {"lora": "LoRA", "freeze": "training some of the layers", "full":
 )
 def unusual_learning_rate(case: Case) -> Violation | None:
     """A learning rate that is too high makes the loss diverge or become NaN; one that is too low leaves the model
-    almost unchanged. Full fine-tuning usually needs about a tenth of LoRA's learning rate."""
+    almost unchanged. Full fine-tuning usually needs about a tenth of LoRA's learning rate, and large models need less
+    than small ones."""
     rate, kind = case.spec.train.learning_rate, case.spec.method.kind
     low, high, usual = registry.SFT_RATES[kind]
+    method = METHOD_NAMES[kind]
+    if kind == "full" and case.shape is not None and case.shape.parameters >= registry.LARGE:
+        high, method = registry.HIGHEST_OF_LARGE, f"{method} of a model of this size"
     if case.spec.train.optim == "sgd" or case.spec.train.stage not in ("sft", "reward") or low <= rate <= high:
         return None
     comparison = "high" if rate > high else "low"
     shown, least, most = map(wording.learning_rate, (rate, low, high))
-    message = f"A learning rate of {shown} is {comparison} for {METHOD_NAMES[kind]}; {least} to {most} is usual."
+    message = f"A learning rate of {shown} is {comparison} for {method}; {least} to {most} is usual."
     label = f"Set the learning rate to {wording.learning_rate(usual)}"
     return Violation(message, (Fix(label, {"train.learning_rate": usual}, False),))

@@ -121,6 +121,7 @@ LAYERS, EXTRA = "method.freeze_trainable_layers", "method.freeze_extra_modules"
 LAST_TWO = {LAYERS: 2}
 FREEZE = {"method.kind": "freeze"}
 FULL = {"method.kind": "full"}
+LARGE = replace(DEMO, shape=LLAMA_8B)
 SAVE, TARGETS = "lora.modules_to_save", "lora.target_modules"
 CUSTOM = {"lora.targets": "custom"}
 ALL_LINEAR = {"lora.targets": "all-linear"}
@@ -162,6 +163,7 @@ METHOD = (
     highest("MTH010", FREEZE, 1e-3, 5e-5, "is high for"),
     lowest("MTH010", FREEZE, 1e-7, 5e-5, "is low for"),
     highest("MTH010", FULL, 5e-4, 2e-5, "is high for full"),
+    highest("MTH010", FULL, 1e-4, 2e-5, "is high for full fine-tuning of a model of this size", facts=LARGE),
     lowest("MTH010", FULL, 1e-7, 2e-5, "is low for full"),
     facts_boundary("MTH009", {R: 2, **CUSTOM, TARGETS: ("k_proj",)}, DEMO, replace(DEMO, shape=head_dim_one())),
     boundary("MTH001", CUSTOM, {TARGETS: ("q_proj",)}, {TARGETS: ()}),

@@ -380,11 +380,14 @@ function listed(title, texts) {
 }
 
 async function exportFile() {
-  const { yaml } = await post("api/export", { values: form.currentValues() });
+  const values = form.currentValues();
+  const { yaml } = await post("api/export", { values });
   const name = `${(lastReport && lastReport.title) || "run"}.yaml`.replace(/[^\w.-]+/g, "-");
   download(name, yaml);
   const place = machine() ? "on the target machine" : "in a shell";
-  notify(`${name} is downloaded. To start the run, use footplate run ${name} ${place}, or Import on a page.`);
+  const hasFiles = values["data.source"] === "files" || values["model.source"] === "path";
+  const copy = machine() && hasFiles ? " Copy its data and model files there first, and correct their paths." : "";
+  notify(`${name} is downloaded. To start the run, use footplate run ${name} ${place}, or Import on a page.${copy}`);
 }
 
 /** @param {(tab: string, run?: string) => void} showView */
