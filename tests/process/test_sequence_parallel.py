@@ -75,10 +75,14 @@ def is_divisible(kind: str, recorder: Recorder) -> bool:
 
 
 def needs_more(call: Any) -> bool:
-    """Whether an attention call needs more than causal attention."""
+    """Whether an attention call needs more than causal attention, or lacks the positions that Ulysses gathers."""
     _, mask, more = call
     extra = {name for name, value in more.items() if value is not None} - NEUTRAL
-    return bool(extra) or not (mask is None or more.get("sliding_window") or is_triangle(mask))
+    return (
+        bool(extra)
+        or "position_ids" not in more
+        or not (mask is None or more.get("sliding_window") or is_triangle(mask))
+    )
 
 
 def is_triangle(mask: torch.Tensor) -> bool:
