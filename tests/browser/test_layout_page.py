@@ -122,6 +122,15 @@ def test_menu_closes_when_the_focus_leaves_it(page):
     expect(lists).to_have_count(0)
 
 
+def test_a_long_list_is_no_tab_stop(page):
+    """Chromium moves the focus to whatever can be scrolled."""
+    page.locator("#train-optim input").focus()
+    expect(page.locator(".fp-menu ul").first).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.locator(".fp-menu ul")).to_have_count(0)
+    assert page.evaluate("document.activeElement.closest('.fp-field').id") == "train-activation_checkpointing"
+
+
 def test_a_click_opens_a_menu_that_was_closed_with_escape(page):
     menu = page.locator("#train-stage input")
     for _ in range(2):

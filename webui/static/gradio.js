@@ -76,12 +76,12 @@ function groupRadios(field) {
 }
 
 /** Gradio opens a menu's list when the menu gets the focus, and closes it after a click elsewhere, but not when the
- * focus moves on with Tab. @param {FocusEvent} event */
+ * focus moves on with Tab, which browsers move to a long list first. @param {FocusEvent} event */
 export function closeLeftMenu(event) {
   const target = /** @type {Element} */ (event.target);
   const menu = target.closest(".fp-field.fp-menu");
   if (!menu || menu.contains(/** @type {Node | null} */ (event.relatedTarget))) return;
-  target.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true }));
+  menu.querySelector("input")?.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true }));
 }
 
 /** Select the text of a menu that gets the focus: Gradio would add what is typed to the text of the selected choice,
@@ -89,7 +89,11 @@ export function closeLeftMenu(event) {
 export function selectMenuText(event) {
   const input = /** @type {HTMLInputElement} */ (event.target);
   if (!isMenu(input) || input.readOnly || !input.select) return;
-  setTimeout(() => document.activeElement === input && input.select()); // a click places the caret after this event
+  setTimeout(() => {
+    if (document.activeElement !== input) return;
+    input.select(); // a click places the caret after this event
+    for (const list of input.closest(".fp-field")?.querySelectorAll("ul") ?? []) list.tabIndex = -1;
+  });
 }
 
 /** Gradio opens a menu's list when the menu gets the focus: a click into a menu that has the focus, but was closed with
