@@ -198,8 +198,8 @@ function drawOffer(offer) {
   box.dataset.patch = JSON.stringify(offer.patch);
   const use = () => form.setValues(offer.patch, { undo: "Recommended values are set." });
   const count = offer.diff.length;
-  const values = count === 1 ? "One value is" : `${count} values are`;
-  const text = `${values} still those of the preset ${offer.label}, chosen for its own model and data.`;
+  const values = count === 1 ? "One value is still that" : `${count} values are still those`;
+  const text = `${values} of the preset ${offer.label}, chosen for its own model and data.`;
   box.replaceChildren(
     el("p", {}, text),
     diffList(offer.diff),

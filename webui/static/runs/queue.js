@@ -10,7 +10,7 @@ export const changeQueue = (id, changes) => post(`${runPath(id)}/queue`, changes
 
 /** Remove a run from the queue, after a question. */
 export async function removeFromQueue(id, name) {
-  const question = `Remove ${name} from the queue? It will not start. Resume puts it back at the end of the queue.`;
+  const question = `Remove ${name} from the queue? It will not start now; you can start it again later.`;
   if (await confirmDialog(question, "Remove from queue", true)) await post(`${runPath(id)}/stop`, { save: false });
 }
 
