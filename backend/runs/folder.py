@@ -503,8 +503,8 @@ class Run:
         if not until:
             return "Stopping after this step, with a checkpoint."
         return (
-            f"Stopping after this step, with a checkpoint. Its processes have time{until}; then they are ended without a "
-            "checkpoint. To end them sooner, stop without saving."
+            f"Stopping after this step, with a checkpoint. Its processes have time{until}; then they are ended without "
+            "a checkpoint. To end them sooner, stop without saving."
         )
 
     def _sentence_of_end(self, state: str, step: int | None) -> str:
