@@ -95,7 +95,7 @@ class Source(Section):
     """Added to conversations of this dataset that have none; usually empty."""
     max_samples: Annotated[int, Field(ge=0), Ui("Max training examples")] = 0
     """Uses this many training examples of the dataset, drawn at random with train.seed, for example for a quick test; 0
-    uses all. With data.streaming, the first ones."""
+    uses all. data.streaming uses the first ones."""
     validation: Annotated[Literal["none", "split", "files"], Ui("Validation set", when=USER_DATA)] = "split"
     """Examples for the eval loss and generation evaluation, never trained on: none, a split of the data, or files."""
     validation_split: Annotated[
@@ -158,8 +158,8 @@ class Data(Source):
     """Packs several examples into one sequence, without attention between them: less padding, so faster if examples are
     short."""
     streaming: Annotated[bool, Ui("Streaming", when=NEXT_TOKEN)] = False
-    """Reads and tokenizes the examples while the model trains, instead of all of them before: for data larger than the
-    disk, or of which a run uses a part. 1 in train.dataloader_num_workers does it in another process."""
+    """Reads and tokenizes the examples while the model trains, not before: for data larger than the disk, or only
+    partly used. Set train.dataloader_num_workers to 1 to use another process for this."""
     drop_duplicates: Annotated[bool, Ui("Drop duplicates", when=SOME_USER_DATA)] = False
     """Keeps one copy of each training example, and drops validation examples that are also training examples."""
     on_bad_example: Annotated[Literal["stop", "skip"], Ui("Bad examples", when=SOME_USER_DATA)] = "stop"

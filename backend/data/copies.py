@@ -43,6 +43,6 @@ class Seen:
 
 
 def digest(value: Any) -> int:
-    """A number of 64 bits that an example or a part of it has in every run."""
+    """A 64-bit hash of an example or a part of it, the same in every run."""
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())

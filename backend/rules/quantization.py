@@ -316,8 +316,8 @@ ODD = replace(SMOL, layer=(ModuleSpec("mlp.up_proj", 58 * 51, 58, 51),))
     passes_on=Example({**NF4_SPEC, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, shape=ODD)),
 )
 def four_bit_weights_of_an_odd_size(case: Case) -> str | None:
-    """To be sharded, 4-bit weights are stored as numbers of the compute dtype, so the bytes of each weight must be a
-    multiple of its size."""
+    """To be sharded, 4-bit weights are stored in the compute dtype, so the bytes of each weight must be a
+    multiple of that dtype's size."""
     if case.shape is None or not case.strategy.shards_weights or _quantization(case).bits != 4:
         return None
     size, dtype = DTYPE_BYTES[case.run.compute_dtype], case.run.compute_dtype
@@ -325,7 +325,7 @@ def four_bit_weights_of_an_odd_size(case: Case) -> str | None:
         length = -(-leaf.in_features * leaf.out_features // 2)
         if length % size:
             shape = f"{leaf.in_features} x {leaf.out_features}"
-            return f"{leaf.path} ({shape}) has {length:,} bytes in 4 bits, not a multiple of the {size} of {dtype}."
+            return f"{leaf.path} ({shape}) takes {length:,} bytes in 4 bits; {dtype} needs a multiple of {size}."
     return None
 
 

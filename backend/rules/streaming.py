@@ -26,7 +26,7 @@ PREPARED = Fix("Prepare all examples before training", {"data.streaming": False}
 )  # fmt: skip
 def streaming_conflict(case: Case) -> Violation | None:
     """With streaming, a run sees only the examples that it is about to train on. Their number is not known, so there
-    are no epochs, and whatever needs all of them is not possible: to compare, sort or mix them."""
+    are no epochs, and whatever needs all of them, such as sorting or mixing, is not possible."""
     found = list(_conflicts(case)) if case.spec.data.streaming else []
     if not found:
         return None
@@ -49,13 +49,13 @@ def _conflicts(case: Case) -> Iterator[tuple[str, str, Patch]]:
         (
             data.drop_duplicates,
             "data.drop_duplicates",
-            "copies are found among all examples",
+            "finding copies needs all examples",
             {"data.drop_duplicates": False},
         ),
         (
             data.source == "hub" and "[" in data.hub_split,
             "data.hub_split",
-            "a slice needs the number of examples; data.max_samples uses the first ones",
+            "a slice needs the number of examples; set data.max_samples instead",
             {"data.hub_split": data.hub_split.partition("[")[0]},
         ),
         (
@@ -67,7 +67,7 @@ def _conflicts(case: Case) -> Iterator[tuple[str, str, Patch]]:
         (
             train.dataloader_num_workers > 1,
             "train.dataloader_num_workers",
-            "each process has one stream",
+            "at most 1 worker is allowed",
             {"train.dataloader_num_workers": 1},
         ),
         (run.context_parallel_size > 1, "parallel.context_parallel_size", "not supported", {}),

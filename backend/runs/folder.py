@@ -496,14 +496,14 @@ class Run:
             until = f" until {datetime.fromtimestamp(deadline).strftime(day + '%H:%M:%S')}"
         if self._text(STOP) == "discard":
             return (
-                f"Stopping without a checkpoint. Its processes have time{until}."
+                f"Stopping without a checkpoint. The processes can run{until}."
                 if until
                 else "Stopping without a checkpoint."
             )
         if not until:
             return "Stopping after this step, with a checkpoint."
         return (
-            f"Stopping after this step, with a checkpoint. Its processes have time{until}; then they are ended without "
+            f"Stopping after this step, with a checkpoint. The processes can run{until}; then they are ended without "
             "a checkpoint. To end them sooner, stop without saving."
         )
 

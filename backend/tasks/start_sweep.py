@@ -17,8 +17,8 @@ from backend.runs.folder import Run
 from backend.tasks import sweep
 
 OTHER_EXAMPLES = (
-    "Each seed has other validation examples (data.validation: split), so validation losses differ for that reason, "
-    "too. Use validation files to compare them."
+    "Each seed has different validation examples (data.validation: split), so validation losses differ for that "
+    "reason, too. Use validation files instead."
 )
 LIMIT = 50  # runs of a sweep, unless the user raises it
 
@@ -67,7 +67,7 @@ def plan(
 
 
 def _distinct(spec: RunSpec, patches: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The first patch of those with the same effect, as for the momentum of an optimizer without one. Raises SpecError
+    """The patches without those that only repeat an effect, such as another momentum for AdamW. Raises SpecError
     for an option that never has an effect."""
     found: dict[str, dict[str, Any]] = {}
     for patch in patches:

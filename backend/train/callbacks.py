@@ -114,8 +114,8 @@ class ProgressCallback(TrainerCallback):
         self.run_log.start_phase("training", text, **_steps(state), **coef)
 
     def resume(self, state: Any, tokens: int, seconds: float, **_: Any) -> None:
-        """Count on after a checkpoint with the `totals` of earlier starts. Of an earlier version, it may have no
-        tokens: then those of the last point count."""
+        """Continue from the `totals` of a checkpoint. One of an earlier version may have no tokens: then the
+        largest count in the log history is used."""
         points = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
         self.earlier_tokens, self.earlier_seconds = int(tokens or max(points, default=0)), seconds
 

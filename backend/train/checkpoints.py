@@ -139,7 +139,7 @@ def rotate(
 ) -> None:  # fmt: skip
     """Delete the oldest complete checkpoints beyond `keep` (0: none), but never the best one, nor the `keep_best` ones
     with the lowest eval loss in `history`, the log_history of the Trainer, which a resumed run reads from its
-    checkpoint, nor the newest one before the step `before` and the one after it, which will be the next such one."""
+    checkpoint, nor the newest one before the step `before` and the one after it, needed once `before` advances."""
     found = complete(run)
     earlier = [folder for folder in found if before is not None and step_of(folder) < before]
     spare = [] if before is None else [*earlier[-1:], *found[len(earlier) :][:1]]

@@ -297,7 +297,7 @@ def prepare(
         for name, part in zip((TRAIN, VALIDATION)[: 1 + evaluates], pair, strict=False):
             dataset, counts = tokens_of(index, name, part, done)
             done += len(part)
-            which = "The longest of " if longest else "The first " if name == TRAIN and spec.data.streaming else ""
+            which = "The longest of " if longest else "Prepared " if name == TRAIN and spec.data.streaming else ""
             tell_counts(name, len(part), counts, for_dataset(spec, index), telling(spec, index, info), which)
             if not tick(done, total):
                 return nothing  # a stop was requested
@@ -438,7 +438,7 @@ def _key(spec: RunSpec, tokenizer: Any) -> tuple[str, list[list[int]]]:
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """Tells whether tokens are those of an earlier start, also after an upgrade: how many rows, and some of them."""
+    """A hash of the number of rows and of some rows: whether tokens are those of an earlier start or version."""
     rows = dataset.select(range(0, len(dataset), max(1, len(dataset) // COMPARED_ROWS)))
     tokens = {name: rows[name][:] for name in sorted(rows.column_names) if name.endswith("ids")}
     return hashlib.sha256(json.dumps([len(dataset), tokens]).encode()).hexdigest()

@@ -36,7 +36,7 @@ class EvalPartsMixin:
         return outputs[-1]._replace(metrics=metrics, num_samples=sum(output.num_samples for output in outputs))
 
     def _evaluated(self: Any, loader: Any, *args: Any, **more: Any) -> tuple[Any, float, float]:
-        """The Trainer's output for one dataset, its mean loss, and what this mean counts: the examples. A router's
+        """The Trainer's output for one dataset, its mean loss, and the number of examples in it. A router's
         auxiliary loss, which is computed for whole batches, is left out."""
         with_router_loss, self.aux_loss_enabled = getattr(self, "aux_loss_enabled", False), False
         try:

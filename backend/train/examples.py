@@ -240,14 +240,12 @@ def _first(spec: RunSpec, rows: Rows, info: Callable[[str], None], tick: Tick) -
         part = "validation" if train else "training"
         raise TrainError(
             f"data.validation_split: none of the first {counted(count, 'example')} is a {part} example. With "
-            "data.streaming, the content of each example decides. Set another fraction, or use validation files."
+            "data.streaming, a hash decides each example's part. Set another fraction, or use validation files."
         )
     tell_skipped(len(rows.skipped), rows.skipped, "training", info)
     if data.splits:
         found = counted(len(validation), "validation example")
-        info(
-            f"{found} of the validation split were found in the first {counted(count, 'example')}; others are left out."
-        )
+        info(f"The validation set is the {found} in the first {counted(count, 'example')}; others are not used.")
     return train, validation
 
 

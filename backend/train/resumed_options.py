@@ -78,8 +78,8 @@ def differences(checkpoint: Path, now: Mapping[str, Any]) -> str:
         found.append(f"The options differ from those that {checkpoint.name} was trained with: {'; '.join(texts)}.")
     if before.get(EXAMPLES, now[EXAMPLES]) != now[EXAMPLES]:
         found.append(
-            f"The tokenized training examples are not those that {checkpoint.name} was trained with. Training goes on "
-            "at the same place of the new ones, so some may be trained twice in this epoch, or not at all."
+            f"The tokenized training examples are not those that {checkpoint.name} was trained with. Training "
+            "continues at the same position in the new ones, so some may be used twice this epoch, or never."
         )
     return " ".join(found)
 

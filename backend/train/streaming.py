@@ -102,7 +102,7 @@ class Stream(IterableDataset[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a stream, whose place follows the batches that are taken. A worker process prepares them if there
+    """The batches of a stream; taking one moves the stream's place after it. A worker process prepares them if there
     are `workers`."""
 
     stream: Stream
@@ -171,7 +171,7 @@ def _own_place(places: Sequence[Place], stream: Stream, info: Callable[[str], No
     size = SHARE * len(places)
     info(
         f"The checkpoint was saved with {len(places):,} data-parallel processes, and now there are {stream.ranks:,}. "
-        f"The stream goes on with the next block, so up to {size:,} examples are left out."
+        f"Training continues with the next block; about {size:,} examples may be left out."
     )
     last = max(places, key=lambda place: (place.number, place.start))
     counts = _total(place.counts for place in places) if not stream.rank else {}
