@@ -22,6 +22,7 @@ from training_runs import make_spec, soak_except
 import backend.inspect.datasets
 from backend.config import RunSpec
 from backend.config.options import edit
+from backend.data import place
 from backend.inspect import data_files, examples, inspect_inputs
 from backend.machine import Machine
 from backend.rules import Case, Finding, examine
@@ -104,7 +105,7 @@ def check(case: Breakage, files: tuple[str, ...], folder: Path, tiny: Path, toke
     message = errors[case.code].message
     assert re.search(case.words, message), message
     assert len(message) < 1000
-    assert not line or f"{case.suffix}, line {line}: " in message, message
+    assert not line or place(case.suffix, line) + ": " in message, message
     with pytest.raises(TrainError) as failed:
         prepared(spec, tokenizer)
     assert re.search(case.run_words or case.words, str(failed.value)), str(failed.value)

@@ -180,7 +180,8 @@ def test_a_killed_run_continues_from_the_last_complete_checkpoint(uninterrupted:
     lines = (killed / "metrics.jsonl").read_text().splitlines()
     torn = lines.index('{"step": 5, "lo')
     assert json.loads(lines[torn + 1]) == {
-        "event": "resumed", "step": 4, "time": json.loads(lines[torn + 1])["time"], "all_weights": True,
+        "event": "resumed", "step": 4, "time": json.loads(lines[torn + 1])["time"],
+        "all_weights": True, "all_tokens": True,
     }  # fmt: skip
     lines.pop(torn)
     (killed / "metrics.jsonl").write_text("\n".join(lines) + "\n")
