@@ -75,8 +75,8 @@ def _data(form: Form) -> None:
         _static('<div class="fp-data-actions"><div id="fp-uploads"></div><div id="fp-datasets"></div></div>')
         with fields(more=True):
             form.place("data.chat_template", "data.chat_template_file", "data.max_samples", "data.dataset_num_proc")
-            form.place("data.packing", "data.drop_duplicates", "data.chat_template_kwargs", "data.system_prompt")
-            form.place("data.on_bad_example", "data.streaming")
+            form.place("data.packing", "data.streaming", "data.drop_duplicates", "data.chat_template_kwargs")
+            form.place("data.system_prompt", "data.on_bad_example")
 
 
 def _method(form: Form) -> None:
