@@ -56,7 +56,7 @@ ROW, LINE = ", row ", ", line "  # between a file and the number of an example
 
 def place(path: str | Path, line: int) -> str:
     """Where an example is; `line` counts from 1, 0 is the whole file. The rows of binary files are not lines."""
-    return f"{path}{ROW if str(path).endswith(BINARY) else LINE}{line}" if line else str(path)
+    return f"{path}{ROW if str(path).lower().endswith(BINARY) else LINE}{line}" if line else str(path)
 
 
 def file_of(place: str) -> str:

@@ -38,7 +38,7 @@ class SweepPlan:
     @property
     def compares_other_examples(self) -> bool:
         """Whether the validation losses of the runs are those of different examples: the seed decides the split."""
-        seeds = {spec.train.seed for spec in self.specs()}
+        seeds = {patch.get(sweep.SEED, self.spec.train.seed) for patch in self.patches}
         return len(seeds) > 1 and any(each.splits for each in self.spec.data.datasets)
 
     def labels(self) -> list[str]:
@@ -72,7 +72,7 @@ def _distinct(spec: RunSpec, patches: Sequence[dict[str, Any]]) -> tuple[dict[st
     found: dict[str, dict[str, Any]] = {}
     for patch in patches:
         found.setdefault(effective(edit(spec, patch)).model_dump_json(), patch)
-    for name in {name for patch in patches for name in patch}:
+    for name in patches[0]:  # all patches have the same names
         before, after = ({str(patch[name]) for patch in part} for part in (patches, found.values()))
         if len(after) == 1 < len(before):
             raise SpecError([Problem(name, "has no effect with the other options, so these runs would be the same")])

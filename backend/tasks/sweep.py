@@ -99,9 +99,9 @@ def patches(
         names = [values.name for values in varied]
         points = [dict(zip(names, point, strict=True)) for point in itertools.product(*grids)]
     first = spec.train.seed
-    if seeds > 1 and any(values.name == SEED for values in varied):
-        raise _problem(SEED, "is varied already; list its values, or choose a number of seeds")
     if seeds > 1:
+        if any(values.name == SEED for values in varied):
+            raise _problem(SEED, "is varied already; list its values, or choose a number of seeds")
         points = [{**point, SEED: first + number} for point in points for number in range(seeds)]
     found = []
     for point in points:

@@ -113,7 +113,7 @@ class ProgressCallback(TrainerCallback):
         text = f"Training for {counted(state.max_steps, 'step')}{more}."
         self.run_log.start_phase("training", text, **_steps(state), **coef)
 
-    def resume(self, state: Any, tokens: int, seconds: float, **_: Any) -> None:
+    def resume(self, state: Any, tokens: int, seconds: float) -> None:
         """Continue from the `totals` of a checkpoint. One of an earlier version may have no tokens: then the
         largest count in the log history is used."""
         points = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]

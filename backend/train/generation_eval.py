@@ -182,13 +182,13 @@ class GenerationEvalCallback(TrainerCallback):
         if not self.prompts:
             return
         context = self.context
-        save, folders = context.spec.save, [context.folder]
-        if save.resume_from == "path":  # of the run that this one continues
-            folders.append(Path(save.resume_path).resolve().parent.parent)
-        known = next(filter(None, (load_before(folder, self.prompts) for folder in folders)), None)
+        save, own = context.spec.save, load_before(context.folder, self.prompts)
+        known = own
+        if own is None and save.resume_from == "path":  # of the run that this one continues
+            known = load_before(Path(save.resume_path).resolve().parent.parent, self.prompts)
         before: list[str] | None = context.group.share(known)
         self.before = self._generate("before") if before is None else before
-        if context.group.rank == 0:
+        if context.group.rank == 0 and own is None:
             save_before(context.folder, self.prompts, self.before)
 
     def evaluate_after(self) -> dict[str, Any]:

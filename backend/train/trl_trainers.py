@@ -139,7 +139,8 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
         self.unlogged = self.state.stateful_callbacks.pop(UNLOGGED, None)
         if self.progress is not None:
-            self.progress.resume(self.state, **{"tokens": 0, "seconds": 0.0, **(self.unlogged or {})})
+            totals = self.unlogged or {}  # of an earlier version, it has only the losses
+            self.progress.resume(self.state, totals.get("tokens", 0), totals.get("seconds", 0.0))
         return trained
 
     def _run_epoch(self: Any, **more: Any) -> None:

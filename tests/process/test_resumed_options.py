@@ -3,7 +3,6 @@ intervals."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from fork_server import ForkServer
 from safetensors.torch import load_file
-from training_runs import losses, make_spec, read_metrics
+from training_runs import losses, make_spec, read_metrics, result
 from transformers import get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -58,13 +57,14 @@ def test_own_learning_rate(fork_server: ForkServer, tmp_path: Path, strategy: st
     assert set(rates) == set(range(HALF + 1, ALL + 1)) and 0 < rates[HALF + 1] < NEARLY_ZERO, rates
     before, after = weights(first), weights(second)
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-7
-    result = json.loads((second / "result.json").read_text())
-    assert result["steps"] == ALL
+    assert result(second)["steps"] == ALL
 
 
 def test_own_intervals(fork_server: ForkServer, tmp_path: Path) -> None:
-    """transformers reads the intervals from the trainer_state.json of the checkpoint."""
+    """transformers reads the intervals from the trainer_state.json of the checkpoint. The generations before training
+    are those of the run that is continued."""
     evaluated = {"eval.strategy": "steps", "data.validation_split": 0.2}
+    evaluated |= {"eval.num_generations": 2, "eval.max_new_tokens": 8}
     long = {**COMMON, **evaluated, "logging.steps": HALF, "eval.steps": HALF, "save.total_limit": 0}
     first = fork_server.train(tmp_path / "first", make_spec({**long, "train.max_steps": HALF}))
     short = {
@@ -76,6 +76,8 @@ def test_own_intervals(fork_server: ForkServer, tmp_path: Path) -> None:
     assert [point["step"] for point in points if "loss" in point] == [5, 6, 7, 8]
     assert [point["step"] for point in points if "eval_loss" in point] == [6, 8]  # and after the last step
     assert {path.name for path in (second / "checkpoints").iterdir()} == {"checkpoint-6", "checkpoint-8"}
+    before, other = ([sample["before"] for sample in result(run)["samples"]] for run in (first, second))
+    assert before == other != [sample["after"] for sample in result(first)["samples"]]
 
 
 def test_grouped_by_length_in_a_later_epoch(fork_server: ForkServer, tmp_path: Path) -> None:
