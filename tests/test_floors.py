@@ -25,6 +25,7 @@ LAYERS = {
     "backend.launch": 7,
     "backend.memory": 6,
     "backend.resolve": 5,
+    "backend.models": 5,
     "backend.inspect": 4,
     "backend.engines": 3,
     "backend.presets": 3,
@@ -39,9 +40,11 @@ LAYERS = {
     "backend.paths": 0,
     "backend.wording": 0,
 }
-# backend.train is imported by no other package. It may import the spec, the data, and the rules that it runs.
+# Processes that import torch. No other package imports them; those that use a trained model may import the trainer.
+PROCESSES = ("backend.train", "backend.export", "backend.inference")
+# Processes may import the spec, the data, and the rules that the trainer runs.
 TRAIN_MAY_IMPORT = {
-    "backend.train",
+    *PROCESSES,
     "backend.config",
     "backend.registry",
     "backend.paths",
@@ -49,6 +52,7 @@ TRAIN_MAY_IMPORT = {
     "backend.wording",
     "backend.data",
     "backend.runs",
+    "backend.models",
 }
 TRAIN_MAY_IMPORT |= {"backend.resolve", "backend.engines", "backend.inspect", "backend.machine", "backend.rules"}
 # Modules that compare names of engines, ZeRO stages or FSDP versions instead of asking an engine, outside of the
@@ -96,16 +100,14 @@ def test_files_found():
 @pytest.mark.parametrize("path", FILES, ids=module)
 def test_imports_only_lower_layers(path):
     name = module(path)
-    if name in ("backend",) or name.startswith("backend.train"):
+    if name == "backend" or name.startswith(PROCESSES):
         return
     entry = layer_entry(name)
     assert entry is not None, f"{name} has no layer: add it to LAYERS and to docs/design.md"
     for target in imports(path):
         if not target.startswith(("backend", "webui")) or target == "backend":
             continue
-        assert not target.startswith("backend.train"), (
-            f"{name} imports {target}: no other package may import backend.train"
-        )
+        assert not target.startswith(PROCESSES), f"{name} imports {target}, which runs in a process of its own"
         target_entry = layer_entry(target)
         same_entry = target_entry == entry
         assert target_entry is not None and (same_entry or LAYERS[target_entry] < LAYERS[entry]), (
@@ -113,17 +115,19 @@ def test_imports_only_lower_layers(path):
         )
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if "train" in p.parts], ids=module)
-def test_train_imports_only_allowed_packages(path):
+@pytest.mark.parametrize("path", [p for p in FILES if module(p).startswith(PROCESSES)], ids=module)
+def test_processes_import_only_allowed_packages(path):
+    if module(path).startswith("backend.train"):
+        assert not any(target.startswith(PROCESSES[1:]) for target in imports(path)), "training needs no later process"
     for target in imports(path):
         if target.startswith(("backend", "webui")) and target != "backend":
             assert any(target == may or target.startswith(may + ".") for may in TRAIN_MAY_IMPORT), target
 
 
 @pytest.mark.parametrize("path", FILES, ids=module)
-def test_training_libraries_are_imported_in_train_only(path):
+def test_training_libraries_are_imported_in_processes_only(path):
     packages = {target.partition(".")[0] for target in imports(path)}
-    if "train" not in path.parts:
+    if not module(path).startswith(PROCESSES):
         assert not packages & TRAINING_LIBRARIES
     if path.parts[len(HOME.parts)] == "backend":
         assert not packages & PAGE_LIBRARIES

@@ -36,6 +36,14 @@ def weight_shapes(folder: Path) -> Shapes | None:
     return _weight_shapes(folder, _file_state(folder))
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The .safetensors files of a model folder, as `weight_shapes` finds them; empty without any. Raises
+    WeightsError."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    return [folder / shard for shard in sorted(_shards(folder / INDEX))] if (folder / INDEX).is_file() else []
+
+
 def weights_mismatch(folder: Path, shape: ModelShape) -> str:
     """How the weights of `folder` differ from the model that config.json describes, a sentence; '' if they do not, or
     if they are not in safetensors files. Cached like `weight_shapes`. Raises WeightsError, OSError."""

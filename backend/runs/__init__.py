@@ -11,8 +11,8 @@ is the list of all runs, `search.py` its columns and the search in them, `notebo
 `stacks.py` asks every rank what it is doing; `follower.py` follows a run's job in a cluster, `clusters.py` names the
 kinds of clusters; `rehearsals.py` runs through a spec in a minute, with `warm_python.py` in place of Python where one
 process can import the libraries for all.
-`validation.py` decides which validation loss is that of a run; `lost_weights.py` finds runs of earlier versions that
-lost weights.
+`jobs.py` has what is done with the trained model, `validation.py` decides which validation loss is that of a run;
+`lost_weights.py` finds runs of earlier versions that lost weights.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ DELETING = "deleting"  # exists once someone has begun to delete the run; says w
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"  # in a checkpoint: written last, by rank 0
 MODEL = "model"
+JOBS = "jobs"  # a folder for each job of the run that has trained, such as a merge: a run of its own (jobs.py)
+BASE = "base.json"  # the base model as it was loaded for training: where, which revision, its fingerprint; by rank 0
 
 WRITTEN = (PROGRESS, METRICS, MONITOR, RESULT, ERROR)  # by the trainer; a start records which were there before it
 

@@ -24,7 +24,7 @@ from backend.data import InvalidExample, convert, read_examples, unpair
 from backend.data.reading import read_parquet_in_process
 from backend.inspect import examples
 from backend.inspect.facts import InputFacts
-from backend.runs import trained as trained_model
+from backend.models import trained as trained_model
 from backend.runs.folder import Run
 from backend.train import completion_start, data, end_tokens, generation_eval, tokenize_examples
 from backend.train import examples as train_examples

@@ -14,7 +14,7 @@ from training_runs import ignore_progress, log_text, make_spec
 
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.runs import trained
+from backend.models import trained
 from backend.runs.folder import Run
 from backend.train import model
 

@@ -16,6 +16,7 @@ from small import client
 
 from backend.__main__ import main
 from backend.machine import Machine
+from backend.models import trained
 from backend.runs import (
     DELETING,
     KUBERNETES_JOB,
@@ -40,7 +41,6 @@ from backend.runs import (
     resume_point,
     slurm,
     stacks,
-    trained,
 )
 from backend.runs import folder as folder_module
 from backend.runs.folder import Run, RunError, runs

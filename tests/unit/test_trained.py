@@ -8,7 +8,8 @@ from datetime import datetime
 import pytest
 from small import client
 
-from backend.runs import Plan, trained
+from backend.models import trained
+from backend.runs import Plan
 from backend.runs.folder import Run
 from webui.api.model_zip import zipped
 

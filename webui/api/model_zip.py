@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import Response, StreamingResponse
 
-from backend.runs import trained
+from backend.models import trained
 from webui.api.requests import ApiError
 from webui.api.runs import PathRun, disposition
 

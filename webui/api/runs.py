@@ -19,6 +19,7 @@ from backend import presets
 from backend.config import RunSpec, variables
 from backend.config.options import SpecError, changes, effective, masked_value
 from backend.inspect import predecessor
+from backend.models import trained
 from backend.runs import (
     LOG,
     METRICS,
@@ -31,7 +32,6 @@ from backend.runs import (
     queue,
     stacks,
     sweeps,
-    trained,
     validation,
 )
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find

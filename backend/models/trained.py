@@ -49,14 +49,25 @@ def find(run: Run) -> TrainedModel | None:
     checkpoints of DeepSpeed and FSDP have the weights in shards, or if the final model is that of an earlier start."""
     is_complete = bool(run.result().get("model"))
     steps = [] if is_complete else run.checkpoints()[-1:]
-    folder = run.path / CHECKPOINTS / f"checkpoint-{steps[0]}" if steps else run.path / MODEL
+    return at_step(run, steps[0] if steps else None)
+
+
+def at_step(run: Run, step: int | None) -> TrainedModel | None:
+    """The model in the checkpoint of a `step`, or the final model (None); None if it cannot be loaded as it is."""
+    folder = run.path / MODEL if step is None else run.path / CHECKPOINTS / f"checkpoint-{step}"
     try:
         changed = folder.stat().st_mtime_ns
     except OSError:
         return None
-    if not steps and not is_complete and _started_after(run, changed):
+    if step is None and not run.result().get("model") and _started_after(run, changed):
         return None
-    return _described(folder, steps[0] if steps else None, changed)
+    return _described(folder, step, changed)
+
+
+def models(run: Run) -> list[TrainedModel]:
+    """All models of a run that can be loaded: the final one, then those of the checkpoints, the newest first."""
+    steps = [None, *reversed(run.checkpoints())]
+    return [found for step in steps if (found := at_step(run, step))]
 
 
 def _started_after(run: Run, changed: int) -> bool:

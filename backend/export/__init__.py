@@ -1,0 +1,2 @@
+"""Processes that write the trained model in another form: merged into its base model. Started as jobs of a run
+(backend/runs/jobs.py); they import torch, and no other package imports them."""
