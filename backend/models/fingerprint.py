@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from backend.inspect.weights import INDEX, WeightsError, weight_files
+from backend.inspect.weights import MAX_HEADER_BYTES, WeightsError, weight_files
 
 SAMPLES, SAMPLE_BYTES = 16, 64  # of each tensor, evenly spaced
 FILE_SAMPLES = 4096  # of a file in another format
@@ -25,7 +25,7 @@ def fingerprint(folder: Path) -> str:
     try:
         safetensors = weight_files(folder)
         parts = sorted(part for path in safetensors for part in _tensors(path)) or list(_other_files(folder))
-    except (OSError, WeightsError, ValueError, KeyError, TypeError):
+    except (OSError, WeightsError, ArithmeticError, ValueError, LookupError, TypeError):
         return ""
     digest = hashlib.sha256()
     for part in parts:
@@ -38,7 +38,7 @@ def _tensors(path: Path) -> Iterator[bytes]:
     the same values."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+        header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
         for name, tensor in header.items():
             if name == "__metadata__":
                 continue
