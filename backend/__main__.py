@@ -17,6 +17,7 @@ from backend.cli import (
     environments,
     export,
     export_metrics,
+    merge,
     prepared_data,
     rehearse,
     runs,
@@ -75,6 +76,7 @@ COMMANDS: Mapping[str, Command] = {
     "stacks": runs.explain_stacks,
     "bundle": runs.bundle,
     "retry": runs.retry,
+    "merge": merge.start,
     "import": commands.import_file,
     "export": export.start,
     "env": environments.start,
@@ -243,7 +245,9 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
 
 
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:
-    """metrics, export-metrics, stacks, bundle."""
+    """merge, metrics, export-metrics, stacks, bundle."""
+    merged = command("merge", run_id, help="merge the adapter of a run into its base model, and check the result")
+    merged.add_argument("--step", type=int, metavar="N", help="of a checkpoint (default: the final model)")
     command("metrics", run_id, help="print the logged metrics of a run")
     exported = command("export-metrics", folder, help="write the metrics of runs for TensorBoard or trackio")
     exported.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")

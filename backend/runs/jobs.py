@@ -15,6 +15,8 @@ from typing import Any
 from backend.runs import JOBS, Plan
 from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, runs
 
+STOP_SECONDS = 5.0  # there is nothing to save
+
 
 def create(
     run: Run, kind: str, module: str, files: Mapping[str, str], env: Mapping[str, str], devices: Mapping[str, str]
@@ -25,7 +27,7 @@ def create(
         if earlier.state not in ALIVE and not earlier.result():
             earlier.delete()
     argv = (sys.executable, "-m", module, ".")
-    plan = Plan(argv, {"PYTHONPATH": str(PACKAGES), **env}, files, devices=devices)
+    plan = Plan(argv, {"PYTHONPATH": str(PACKAGES), **env}, files, devices=devices, stop_timeout=STOP_SECONDS)
     return Run.create(run.path / JOBS, kind, plan, datetime.now(), {"kind": kind})
 
 

@@ -16,6 +16,7 @@ from backend.runs import MODEL, RESULT
 from backend.runs.files import write_json
 from backend.train import (
     adapters,
+    base_weights,
     checkpoint_weights,
     checkpoints,
     data,
@@ -100,7 +101,7 @@ def train_in_phases(context: TrainContext) -> None:
     trainer.divergence, trainer.monitor, trainer.skipped, trainer.progress = divergence, monitor, skipped, progress
     progress.router_loss_weight = trainers.router_loss_coefficient(trainer)
     start = _start(context, checkpoint.options)
-    _check_checkpoint(context, trainer, start)
+    _check_checkpoint(context, source, trainer, start)
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers
     if context.engine.preparation:
         run_log.start_phase("preparing engine", context.engine.preparation)
@@ -241,8 +242,9 @@ def _still_own(context: TrainContext, start: Path | None) -> Path | None:
     return start
 
 
-def _check_checkpoint(context: TrainContext, trainer: Any, start: Path | None) -> None:
-    """Raise TrainError for a checkpoint of other weights that an engine would load anyway."""
+def _check_checkpoint(context: TrainContext, source: model.ModelSource, trainer: Any, start: Path | None) -> None:
+    """Raise TrainError for a checkpoint of other weights that an engine would load anyway, or of another base model."""
+    context.first(lambda: base_weights.record(context, source, start))
     weights = trainer.accelerator.unwrap_model(trainer.model)
     lora.check_checkpoint(weights, start)
     if start and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):

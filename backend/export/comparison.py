@@ -1,0 +1,108 @@
+"""Whether two models are the same: their next-token distributions on the same texts.
+
+The texts are held-out prompts of the run, and a fixed set with Unicode, spaces, numbers, code and special cases. KL is
+the divergence of the second model's distribution from the first one's, in nats per token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backend.runs.json_values import read
+from backend.train.generation_eval import BEFORE
+from backend.train.run_log import TrainError
+
+MAX_TOKENS, MAX_POSITIONS = 128, 512  # of a text; of all texts, which bounds memory for large vocabularies
+MAX_HELD_OUT = 8
+TEXTS = (
+    "What is the capital of France?",
+    "Write a short poem about the sea in two lines.",
+    "  Leading spaces,\ttabs, and   runs of spaces\n\nand empty lines  ",
+    "Zażółć gęślą jaźń. 東京は日本の首都です。 Привет, мир! ½ ① ٣ 🙂👩‍👩‍👧",
+    "def area(radius: float) -> float:\n    return 3.14159 * radius ** 2  # in m²",
+    "12345 + 67890 = 80235; 0x1F = 31; 1e-4 < 0.001",
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a model is from another one on `positions` tokens: mean and largest KL, and the share of tokens with the
+    same most likely next token. For a reward model, the differences between scores instead."""
+
+    positions: int
+    kl_mean: float
+    kl_max: float
+    same_argmax: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For the certificate."""
+        return asdict(self)
+
+
+def probe_batches(run_folder: Path, tokenizer: Any) -> list[torch.Tensor]:
+    """Token ids of each text, of shape (1, tokens): at most MAX_POSITIONS tokens in all."""
+    rendered = [*_held_out(run_folder), *(_render(tokenizer, text) for text in TEXTS)]
+    batches, left = [], MAX_POSITIONS
+    for text in rendered:
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"][: min(MAX_TOKENS, left)]
+        if len(tokens) > 1:
+            batches.append(torch.tensor([tokens]))
+            left -= len(tokens)
+        if left < 2:
+            break
+    return batches
+
+
+def _held_out(run_folder: Path) -> list[str]:
+    """Rendered prompts of validation examples with the generations from before training; empty for a run that generated
+    none."""
+    try:
+        return [f"{prompt}{output}" for prompt, output in read(run_folder / BEFORE)][:MAX_HELD_OUT]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _render(tokenizer: Any, text: str) -> str:
+    if not tokenizer.chat_template:
+        return text
+    try:
+        return str(tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False))
+    except Exception:  # a template that wants other roles or variables
+        return text
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def log_probabilities(model: Any, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For each text the log-probabilities of shape (tokens, vocabulary) in fp32; for a reward model the score, (1, 1).
+    Raises TrainError for values that are not finite."""
+    model.eval()
+    found = []
+    for ids in batches:
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
+        if not output.isfinite().all():
+            raise TrainError("The model's outputs are not finite (NaN or infinity), so it was not saved.")
+        found.append(output if output.dim() == 2 else output[0].log_softmax(-1))
+    return found
+
+
+def compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> Difference:
+    """How far `found` is from `expected`, both of `log_probabilities`."""
+    pairs = list(zip(expected, found, strict=True))
+    if expected[0].shape == (1, 1):  # scores
+        gaps = [abs(float(a) - float(b)) / max(1.0, abs(float(a))) for a, b in pairs]
+        return Difference(len(gaps), sum(gaps) / len(gaps), max(gaps), 1.0)
+    divergences = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in pairs])
+    same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in pairs])
+    mean, most = float(divergences.mean().clamp(min=0)), float(divergences.max().clamp(min=0))
+    return Difference(len(divergences), mean, most, float(same.float().mean()))
+
+
+def write_certificate(path: Path, certificate: dict[str, Any]) -> None:
+    """Write the certificate next to the model."""
+    path.write_text(json.dumps(certificate, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

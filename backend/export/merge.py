@@ -1,0 +1,289 @@
+"""Merging an adapter into its base model, with proof that the merged model is the trained one.
+
+The base model is loaded as it was for training: a quantized one is quantized again, then dequantized, because the
+adapter was trained on the rounded weights and is wrong on the original ones. The merge is computed in fp32. Accepted is
+only a model that, loaded again from its files, has the same next-token distributions as the base model with the
+adapter, and other ones than the base model alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import psutil
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.utils import load_peft_weights
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+from backend import registry
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.export.comparison import Difference, compare, log_probabilities, probe_batches, write_certificate
+from backend.inspect.weights import WeightsError, weight_shapes
+from backend.models import trained
+from backend.presets import read
+from backend.runs import BASE, MODEL, SPEC, json_values
+from backend.runs.folder import Run
+from backend.train import adapter_names, base_weights, model
+from backend.train.run_log import RunLog, Stopped, TrainError
+
+CERTIFICATE, UNCHECKED = "certificate.json", "unchecked"
+Tensors: TypeAlias = Sequence[torch.Tensor]  # one for each text
+MAX_KL, MAX_KL_16_BIT = 1e-4, 1e-3  # of fp32 weights, and of weights that are rounded to 16 bits; computed in fp32
+MIN_RATIO = 100.0  # what the adapter changes, as a multiple of what merging changes
+FROM_BASE = ("tokenizer.model",)  # files that transformers 5 does not write, and that converters to GGUF need
+OUTSIDE = {
+    "parallel.strategy": "single", "train.use_liger_kernel": False, "train.use_unsloth": False,
+    "train.torch_compile": False, "save.merge_adapter": False,
+    "model.attn_implementation": "auto",
+}  # fmt: skip
+
+
+@dataclass
+class Merge:
+    """One merge of the model of `run` at `step` (None: the final model) into the job's `folder`."""
+
+    run: Run
+    step: int | None
+    folder: Path
+    run_log: RunLog
+
+    def run_all(self) -> dict[str, Any]:
+        """Merge, check, save. Returns the result; raises TrainError and Stopped."""
+        adapter = self._adapter()
+        spec = self._spec()
+        self._phase("loading base", f"Loading {spec.model.name} in fp32.", 0.05)
+        source = model.locate(spec, lambda text, fraction: self.run_log.progress("loading base", text, fraction))
+        base_check = self._check_base(source)
+        self._check_memory(source)
+        tokenizer = AutoTokenizer.from_pretrained(adapter.folder, local_files_only=True)
+        base = self._load_base(spec, source, tokenizer)
+        batches = probe_batches(self.run.path, tokenizer)
+        self._phase("comparing", "Computing the outputs of the base model.", 0.25)
+        of_base = log_probabilities(base, batches)
+        self._phase("loading adapter", "Loading the adapter.", 0.35)
+        adapted = load_adapter(base, adapter.folder)
+        expected = log_probabilities(adapted, batches)
+        change = compare(expected, of_base)
+        self._phase("merging", "Merging.", 0.5)
+        merged = merge(adapted)
+        merged_fp32 = compare(expected, log_probabilities(merged, batches))
+        _require_equal(merged_fp32, change)
+        dtype = model.saved_dtype(spec, source)
+        self._phase("saving", f"Saving the merged model in {_name(dtype)}.", 0.65)
+        self._save(merged, tokenizer, adapter.folder, source, dtype)
+        del base, adapted, merged
+        gc.collect()
+        self._phase("checking", "Loading the saved model again.", 0.8)
+        try:
+            saved = self._check_saved(spec, expected, batches, dtype)
+            certificate = self._certificate(spec, adapter, base_check, dtype, change, merged_fp32, saved)
+            write_certificate(self.folder / UNCHECKED / CERTIFICATE, certificate)
+            (self.folder / UNCHECKED).replace(self.folder / MODEL)
+        finally:
+            shutil.rmtree(self.folder / UNCHECKED, ignore_errors=True)
+        return {"model": MODEL, "certificate": certificate}
+
+    def _phase(self, name: str, text: str, fraction: float) -> None:
+        if self.run_log.stop_requested():
+            raise Stopped
+        self.run_log.start_phase(name, text, fraction=fraction)
+
+    def _adapter(self) -> trained.TrainedModel:
+        found = trained.at_step(self.run, self.step)
+        if found is None:
+            raise TrainError("The run has no model that can be loaded at this step.")
+        if not found.base:
+            raise TrainError("The model of this run has full weights, so there is nothing to merge.")
+        return found
+
+    def _spec(self) -> RunSpec:
+        return edit(read(self.run.path / SPEC), OUTSIDE)
+
+    def _check_base(self, source: model.ModelSource) -> str:
+        """How the base model was identified. Raises TrainError for other weights than those of the training."""
+        recorded = json_values.read(self.run.path / BASE) if (self.run.path / BASE).is_file() else {}
+        now, then = base_weights.describe(source), recorded
+        if not then.get("fingerprint") or not now["fingerprint"]:
+            return "not checked: the run recorded no fingerprint of its base model"
+        if now["fingerprint"] != then["fingerprint"]:
+            raise TrainError(
+                f"{source.name} has other weights than those that the adapter was trained on (fingerprint "
+                f"{now['fingerprint'][:8]}, {then['fingerprint'][:8]} in training). Restore the base model, then merge "
+                "again."
+            )
+        return "the same weights as in training"
+
+    def _check_memory(self, source: model.ModelSource) -> None:
+        """Raise TrainError if the fp32 weights cannot be in memory."""
+        try:
+            shapes = weight_shapes(Path(base_weights.folder_of(source) or os.devnull)) or {}
+        except (OSError, WeightsError):
+            return
+        elements = sum(torch.Size(shape).numel() for shape in shapes.values())
+        need, there = 4 * elements, psutil.virtual_memory().total
+        if need > there:
+            raise TrainError(
+                f"Merging needs {need / 2**30:.1f} GiB of CPU memory for the weights in fp32; this machine has "
+                f"{there / 2**30:.1f} GiB. Merge on a machine with more memory."
+            )
+
+    def _load_base(self, spec: RunSpec, source: model.ModelSource, tokenizer: Any) -> Any:
+        """The base model in fp32, with the values that it had in training."""
+        quantized = registry.QUANTIZATIONS[spec.method.quantization].bits
+        precision = str(self.run.resolved().get("compute_dtype") or "fp32") if quantized else "fp32"
+        base: Any = model.load(spec, source, precision, tokenizer, frozen=True)
+        if getattr(base, "is_quantized", False):
+            try:
+                base = base.dequantize()
+            except Exception as error:
+                kind = getattr(base.config, "quantization_config", None)
+                raise TrainError(
+                    f"The base model is quantized as {getattr(kind, 'quant_method', 'another format')}, which cannot "
+                    "be dequantized, so the adapter cannot be merged. Use base model and adapter together."
+                ) from error
+        return base.to(torch.float32)
+
+    def _save(self, merged: Any, tokenizer: Any, adapter: Path, source: model.ModelSource, dtype: torch.dtype) -> None:
+        if (adapter / trained.GENERATION).is_file():
+            merged.generation_config = GenerationConfig.from_pretrained(adapter)
+        size = sum(p.numel() for p in merged.parameters()) * dtype.itemsize
+        free = shutil.disk_usage(self.folder).free
+        if free < size * 1.05:
+            raise TrainError(
+                f"The merged model needs {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on the disk of "
+                f"{self.folder.resolve()}. Free some disk space, then merge again."
+            )
+        model.save(merged, tokenizer, self.folder / UNCHECKED, dtype)
+        base = base_weights.folder_of(source)
+        for name in FROM_BASE:
+            if base and (base / name).is_file():
+                shutil.copyfile(base / name, self.folder / UNCHECKED / name)
+
+    def _check_saved(self, spec: RunSpec, expected: Tensors, batches: Tensors, dtype: torch.dtype) -> Difference:
+        """How far the saved weights are from the trained model, computed in fp32. Raises TrainError."""
+        kind = AutoModelForSequenceClassification if _is_reward(spec) else AutoModelForCausalLM
+        saved, loaded = kind.from_pretrained(
+            self.folder / UNCHECKED, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+        lost = sorted([*loaded["missing_keys"], *loaded["unexpected_keys"]])
+        if lost:
+            raise TrainError(
+                f"The saved model was not loaded completely: {', '.join(lost[:3])}. It was deleted; report this as a "
+                "bug."
+            )
+        difference = compare(expected, log_probabilities(saved, batches))
+        limit = MAX_KL if dtype == torch.float32 else MAX_KL_16_BIT
+        if difference.kl_mean > limit:
+            raise TrainError(
+                f"The saved model differs from the trained one: KL {difference.kl_mean:.2g} nats per token; at most "
+                f"{limit:g} is accepted. It was deleted; report this as a bug."
+            )
+        return difference
+
+    def _certificate(
+        self, spec: RunSpec, adapter: trained.TrainedModel, base_check: str, dtype: torch.dtype, change: Difference,
+        merged: Difference, saved: Difference,
+    ) -> dict[str, Any]:  # fmt: skip
+        """What was compared, and how it ended."""
+        limits = []
+        if saved.kl_mean * MIN_RATIO > change.kl_mean and not _is_reward(spec):
+            limits.append(
+                f"Rounding to {_name(dtype)} changes the outputs by KL {saved.kl_mean:.2g}, and training by "
+                f"{change.kl_mean:.2g} nats per token."
+            )
+        return {
+            "status": "verified, with these limits" if limits else "verified",
+            "limits": limits,
+            "run": self.run.id,
+            "step": adapter.step,
+            "base_model": spec.model.name,
+            "base_weights": base_check,
+            "quantization": spec.method.quantization,
+            "dtype": _name(dtype),
+            "adapter_to_base": change.as_json(),
+            "adapter_to_merged_fp32": merged.as_json(),
+            "adapter_to_saved": saved.as_json(),
+        }
+
+
+def load_adapter(base: Any, folder: Path) -> Any:
+    """The base model with the adapter in `folder`. Raises TrainError unless every tensor of the file is in the model,
+    and every tensor of the adapter in the file: peft 0.21 only warns."""
+    adapted: Any = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)
+    stored = load_peft_weights(str(folder), device="cpu")
+    own = get_peft_model_state_dict(adapted)
+    names = adapter_names.saved_names(adapted, own)
+    problems = sorted((set(names.values()) ^ stored.keys()) | (own.keys() - names.keys()))
+    problems += [name for name, saved in names.items() if saved in stored and not _equal(own[name], stored[saved])]
+    if problems:
+        listed = ", ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+        raise TrainError(
+            f"The adapter in {folder} does not fit its base model: {listed} could not be loaded. Use the base model "
+            "that it was trained on."
+        )
+    return adapted
+
+
+def _equal(own: torch.Tensor, stored: torch.Tensor) -> bool:
+    return own.shape == stored.shape and bool(torch.equal(own.float(), stored.float()))
+
+
+def merge(adapted: Any) -> Any:
+    """The base model with the adapter in its weights. Weights that several layers share are untied first where an
+    adapter changes them: otherwise the change of one layer would reach the others."""
+    _untie(adapted)
+    return adapted.merge_and_unload(safe_merge=True)
+
+
+def _untie(adapted: Any) -> None:
+    users: dict[int, list[nn.Module]] = {}
+    for module in adapted.modules():
+        weight = getattr(module, "_parameters", {}).get("weight")
+        if weight is not None:
+            users.setdefault(id(weight), []).append(module)
+    targets = {id(m.base_layer): m for m in adapted.modules() if isinstance(m, LoraLayer) and hasattr(m, "base_layer")}
+    for modules in users.values():
+        if len(modules) < 2 or not any(id(module) in targets for module in modules):
+            continue
+        for module in modules[1:]:
+            module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+        config = adapted.get_base_model().config
+        config.tie_word_embeddings = False
+        config.get_text_config().tie_word_embeddings = False
+
+
+def _require_equal(merged: Difference, change: Difference) -> None:
+    """Raise TrainError unless the merged model is the base model with the adapter, and the adapter does something."""
+    if change.kl_mean == 0 or change.kl_mean < merged.kl_mean * MIN_RATIO:
+        raise TrainError(
+            f"The adapter changes nothing that can be told from rounding: KL {change.kl_mean:.2g} nats per token from "
+            f"the base model, {merged.kl_mean:.2g} by merging. Train longer, or with a higher learning rate."
+        )
+    if merged.kl_mean > MAX_KL:
+        raise TrainError(
+            f"The merged model differs from the base model with the adapter: KL {merged.kl_mean:.2g} nats per token, "
+            f"at most {MAX_KL:g} is accepted. It was not saved; report this as a bug."
+        )
+
+
+def _is_reward(spec: RunSpec) -> bool:
+    return registry.STAGES[spec.train.stage].is_reward_model
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))

@@ -1,0 +1,63 @@
+"""Which weights the base model had: recorded when a run starts, compared when it resumes and when its adapter is used.
+
+An adapter is right only on the weights that it was trained on, and peft loads it onto any others of the same shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from backend.models.fingerprint import fingerprint
+from backend.runs import BASE, json_values
+from backend.runs.files import write_json
+from backend.train.context import TrainContext
+from backend.train.model import ModelSource
+from backend.train.run_log import TrainError
+
+
+def folder_of(source: ModelSource) -> Path | None:
+    """Where the files of a model are on this machine; None if they are not."""
+    if Path(source.name).is_dir():
+        return Path(source.name)
+    config = try_to_load_from_cache(source.name, "config.json", revision=source.options.get("revision"))
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def describe(source: ModelSource) -> dict[str, str]:
+    """The model's name, the commit of one from the Hub, and the fingerprint of its weights."""
+    folder = folder_of(source)
+    is_local = Path(source.name).is_dir()
+    return {
+        "name": os.path.abspath(source.name) if is_local else source.name,
+        "commit": folder.name if folder and not is_local else "",
+        "fingerprint": fingerprint(folder) if folder else "",
+    }
+
+
+def record(context: TrainContext, source: ModelSource, start: Path | None) -> None:
+    """Write which weights the base model has, once they are on this machine. Raises TrainError if the run resumes from
+    a checkpoint `start` whose frozen weights were others; full fine-tuning loads all weights from the checkpoint."""
+    now = describe(source)
+    frozen = context.spec.method.kind != "full"
+    then = _recorded(start.resolve().parent.parent) if start and frozen else {}
+    if now["fingerprint"] and then.get("fingerprint") and then["fingerprint"] != now["fingerprint"]:
+        raise TrainError(
+            f"{source.name} has other weights than those that {start.name if start else ''} was trained with "
+            f"(fingerprint {now['fingerprint'][:8]}, {then['fingerprint'][:8]} before). Restore the base model, or "
+            "restart the run from scratch."
+        )
+    with contextlib.suppress(OSError):  # a full disk
+        write_json(context.folder / BASE, now)
+
+
+def _recorded(run: Path) -> dict[str, Any]:
+    try:
+        found = json_values.read(run / BASE)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
