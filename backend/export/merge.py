@@ -240,7 +240,8 @@ def load_adapter(base: Any, folder: Path) -> Any:
 
 
 def _equal(own: torch.Tensor, stored: torch.Tensor) -> bool:
-    return own.shape == stored.shape and bool(torch.equal(own.float(), stored.float()))
+    same = own.shape == stored.shape and torch.allclose(own.float(), stored.float(), rtol=0, atol=0, equal_nan=True)
+    return bool(same)
 
 
 def merge(adapted: Any) -> Any:
