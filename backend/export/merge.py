@@ -38,7 +38,7 @@ from backend.models import trained
 from backend.presets import read
 from backend.runs import BASE, MODEL, SPEC, json_values
 from backend.runs.folder import Run
-from backend.train import adapter_names, base_weights, model
+from backend.train import adapter_names, base_weights, lora, model
 from backend.train.run_log import RunLog, Stopped, TrainError
 
 CERTIFICATE, UNCHECKED = "certificate.json", "unchecked"
@@ -214,6 +214,7 @@ class Merge:
             "base_model": spec.model.name,
             "base_weights": base_check,
             "quantization": spec.method.quantization,
+            "is_reward_model": _is_reward(spec),
             "dtype": _name(dtype),
             "adapter_to_base": change.as_json(),
             "adapter_to_merged_fp32": merged.as_json(),
@@ -246,7 +247,8 @@ def _equal(own: torch.Tensor, stored: torch.Tensor) -> bool:
 
 def merge(adapted: Any) -> Any:
     """The base model with the adapter in its weights. Weights that several layers share are untied first where an
-    adapter changes them: otherwise the change of one layer would reach the others."""
+    adapter changes one of them: otherwise its change would reach the others. Raises TrainError."""
+    lora.check_shared_weights("Merging", adapted)
     _untie(adapted)
     return adapted.merge_and_unload(safe_merge=True)
 

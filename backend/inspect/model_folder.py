@@ -147,9 +147,8 @@ def _cached_folder_facts(folder: Path, modified_ns: int, config_modified_ns: int
         return {"shape_unknown_reason": "model.path is a file", "model_problem": problem}
     if not config_modified_ns:
         adapter = (folder / "adapter_config.json").is_file()
-        content = (
-            "contains only a LoRA adapter: merge it into its base model first" if adapter else "has no config.json"
-        )
+        merge_first = "contains only a LoRA adapter: merge it into its base model first, on the page of its run"
+        content = merge_first if adapter else "has no config.json"
         return {"shape_unknown_reason": "there is no config.json", "model_problem": f"{folder} {content}."}
     try:
         config = read_json_object(folder / "config.json")

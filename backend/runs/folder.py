@@ -30,6 +30,7 @@ from backend.runs import (  # fmt: skip
     ESTIMATE,
     EVENTS,
     JOB,
+    JOBS,
     LOCK,
     LOG,
     METRICS,
@@ -227,6 +228,10 @@ class Run:
             lock = processes.acquire_lock(self.path)
             if lock is None:
                 raise RunError("This run is still running or waiting. Stop it before you delete it.")
+            if any(map(processes.is_locked, (self.path / JOBS).glob("*"))):
+                raise RunError(
+                    "The model of this run is in use by a job, such as a merge. Stop it before you delete it."
+                )
             self._end_job()
             processes.terminate(self.path)
             deletion.delete(self.path)

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from backend.runs import JOBS, Plan
-from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, runs
+from backend.runs.folder import PACKAGES, Run, RunError, runs
 
 STOP_SECONDS = 5.0  # there is nothing to save
 
@@ -21,11 +21,7 @@ STOP_SECONDS = 5.0  # there is nothing to save
 def create(
     run: Run, kind: str, module: str, files: Mapping[str, str], env: Mapping[str, str], devices: Mapping[str, str]
 ) -> Run:
-    """A new job of `run`: `python -m MODULE .` in the job's folder, which has `files`. Earlier jobs of this kind that
-    left no result are deleted. Raises RunError."""
-    for earlier in find_all(run, kind):
-        if earlier.state not in ALIVE and not earlier.result():
-            earlier.delete()
+    """A new job of `run`: `python -m MODULE .` in the job's folder, which has `files`. Raises RunError."""
     argv = (sys.executable, "-m", module, ".")
     plan = Plan(argv, {"PYTHONPATH": str(PACKAGES), **env}, files, devices=devices, stop_timeout=STOP_SECONDS)
     return Run.create(run.path / JOBS, kind, plan, datetime.now(), {"kind": kind})
@@ -34,11 +30,6 @@ def create(
 def find_all(run: Run, kind: str) -> list[Run]:
     """The jobs of this kind, the newest first."""
     return [job for job in runs(run.path / JOBS) if job.about().get("kind") == kind]
-
-
-def alive(run: Run) -> list[Run]:
-    """The jobs that run or wait."""
-    return [job for job in runs(run.path / JOBS) if job.state in ALIVE]
 
 
 def find(run: Run, id: str) -> Run:

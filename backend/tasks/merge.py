@@ -3,33 +3,66 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from backend.models import trained
-from backend.runs import MERGE, jobs
-from backend.runs.folder import Run, RunError
+from backend.runs import MERGE, MODEL, jobs, json_values
+from backend.runs.folder import ALIVE, Run, RunError
 
 KIND = "merge"
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # memory decides, and trainings need the GPUs
 
 
 def start(run: Run, step: int | None) -> Run:
-    """Start merging the adapter of a checkpoint, or of the final model (None). Raises RunError."""
+    """The job that merges, or has merged, the adapter of a checkpoint or of the final model (None); started if there is
+    none. Raises RunError."""
     which = f"checkpoint {step}" if step is not None else "the final model"
-    found = trained.at_step(run, step)
-    if found is None:
-        steps = ", ".join(str(model.step) for model in trained.models(run) if model.step is not None)
-        raise RunError(
-            f"{run.id} has no weights of {which} that can be loaded. "
-            + (
-                f"It has those of the checkpoints {steps}."
-                if steps
-                else "Checkpoints of DeepSpeed and FSDP are sharded."
-            )
+    model = trained.at_step(run, step)
+    if model is None:
+        steps = ", ".join(str(other.step) for other in trained.models(run) if other.step is not None)
+        others = (
+            f"It has those of the checkpoints {steps}." if steps else "Checkpoints of DeepSpeed and FSDP are sharded."
         )
-    if not found.base:
+        raise RunError(f"{run.id} has no weights of {which} that can be loaded. {others}")
+    if not model.base:
         raise RunError(f"{which[0].upper()}{which[1:]} of {run.id} has full weights: there is no adapter to merge.")
-    if busy := [job for job in jobs.alive(run) if job.about().get("kind") == KIND]:
-        raise RunError(f"An adapter of this run is being merged ({busy[0].id}). Wait for its end, or stop it.")
+    if (job := find(run, model)) and (job.state in ALIVE or job.result()):
+        return job
+    if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
+        raise RunError(f"Another adapter of this run is being merged ({busy[0].id}). Wait for its end, or stop it.")
+    for earlier in jobs.find_all(run, KIND):
+        if _step(earlier) == step:  # failed, or of an adapter that was replaced
+            earlier.delete()
     job = jobs.create(run, KIND, "backend.export", {MERGE: json.dumps({"step": step})}, ON_CPU, {})
     job.start()
     return job
+
+
+def find(run: Run, model: trained.TrainedModel) -> Run | None:
+    """The newest job for this adapter, unless it has another one merged or its merged model was deleted."""
+    for job in jobs.find_all(run, KIND):
+        if _step(job) == model.step and (job.state in ALIVE or _is_current(job, model)):
+            return job
+    return None
+
+
+def _is_current(job: Run, model: trained.TrainedModel) -> bool:
+    try:
+        is_newer = (job.path / MERGE).stat().st_mtime >= model.folder.stat().st_mtime
+    except OSError:
+        return False
+    return is_newer and (not job.result() or (job.path / MODEL).is_dir())
+
+
+def _step(job: Run) -> int | None:
+    try:
+        found = json_values.read(job.path / MERGE)["step"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return -1
+    return found if isinstance(found, int) else None
+
+
+def as_json(job: Run) -> dict[str, Any]:
+    """For the page: the job, and the merged model once there is one."""
+    model = trained.find(job) if job.result() else None
+    return {**jobs.as_json(job), "model": model.as_json() if model else None}

@@ -42,7 +42,7 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
     if not registry.LORA_INITS[spec.lora.init].changes_base_weights:
         plain = unsloth.add_adapter(spec, model, config) if spec.train.use_unsloth else get_peft_model(model, config)
         if spec.save.merge_adapter:
-            _check_shared_weights("save.merge_adapter: merging", plain)
+            check_shared_weights("save.merge_adapter: merging", plain)
         return plain
     peft_reference_init.apply()
     with torch.random.fork_rng(devices=[]):
@@ -51,7 +51,7 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
             adapted = get_peft_model(model, config)
         except RuntimeError as error:  # of linear algebra
             raise TrainError(f"lora.init: {str(error).splitlines()[0]}") from error
-    _check_shared_weights(f"lora.init: {spec.lora.init}", adapted)
+    check_shared_weights(f"lora.init: {spec.lora.init}", adapted)
     for parameter in adapted.parameters():
         if parameter.dim() > 1 and parameter.stride(-1) != 1:  # with rank 1; DeepSpeed copies weights as bytes
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
@@ -81,7 +81,7 @@ def _check_model(spec: RunSpec, model: Any) -> None:
         )
 
 
-def _check_shared_weights(what: str, adapted: Any) -> None:
+def check_shared_weights(what: str, adapted: Any) -> None:
     """Raise TrainError if adapters of several layers would change the same weight, each on its own."""
     layers = (module.base_layer for module in adapted.modules() if isinstance(module, LoraLayer))
     weights = [id(layer.weight) for layer in layers if hasattr(layer, "weight")]  # those of experts have other names

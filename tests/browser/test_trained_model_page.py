@@ -102,3 +102,20 @@ def test_nothing_of_the_previous_run_stays_while_another_is_opened(server, page)
     expect(page.locator(".fp-run-placement")).to_be_hidden()
     expect(page.locator(".fp-model")).to_be_hidden()
     page.unroute_all(behavior="ignoreErrors")
+
+
+def test_an_adapter_is_merged(server, page):
+    """The states of the card; tests/process/test_merge.py merges for real."""
+    run = planted_run(server.runs, edit(RunSpec(), {"model.builtin": "tiny-llama"}), probe(Path.cwd()), "adapter")
+    folder = run.path / "model"
+    folder.mkdir()
+    for file, content in {**FILES, "adapter_config.json": {"base_model_name_or_path": "some/model"}}.items():
+        (folder / file).write_text(json.dumps(content))
+    (folder / "adapter_model.safetensors").write_bytes(bytes(20_000))
+    ended(run, end="done", exit_code=0)
+    (run.path / RESULT).write_text(json.dumps({"steps": 3, "model": "model"}))
+    show_run(page, run)
+    card = page.get_by_role("region", name="Your model")
+    card.get_by_role("button", name="Merge into base model").click(timeout=SLOW_TIMEOUT)
+    expect(card.locator(".fp-merge-failure")).to_contain_text("spec.yaml", timeout=SLOW_TIMEOUT)
+    expect(card.get_by_role("button", name="Merge again")).to_be_visible()

@@ -14,14 +14,14 @@ import torch
 from fork_server import ForkServer
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from training_runs import make_spec, soak_except
+from training_runs import log_text, make_spec, soak_except
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from backend.config.options import edit
 from backend.export import merge as merging
 from backend.export.merge import CERTIFICATE, UNCHECKED, Merge
 from backend.models import trained
-from backend.runs import BASE, MODEL, STOP, Plan
+from backend.runs import BASE, LOCK, MERGE, MODEL, STOP, Plan, jobs
 from backend.runs.folder import Run, RunError
 from backend.tasks import merge as merge_task
 from backend.train import model as train_model
@@ -206,6 +206,17 @@ def test_stop_and_errors_before_the_start(adapter: Path, tmp_path: Path) -> None
         (full.path / MODEL / name).write_text(text)
     with pytest.raises(RunError, match="there is no adapter to merge"):
         merge_task.start(full, None)
+
+
+def test_the_process_of_a_job(fork_server: ForkServer, adapter: Path) -> None:
+    """As a supervisor starts it, without its own import of the libraries."""
+    job = jobs.create(Run(adapter), merge_task.KIND, "backend.export", {MERGE: '{"step": null}'}, {}, {})
+    (job.path / LOCK).touch()
+    (job.path / "run_it.py").write_text("from backend.export.__main__ import main\nmain()\n")
+    assert fork_server.run(job.path, script=str(job.path / "run_it.py")) == 0, log_text(job.path)
+    assert job.result()["model"] == MODEL and job.result()["seconds"] > 0 and "Merging." in log_text(job.path)
+    found = trained.find(job)
+    assert found and not found.base and merge_task.start(Run(adapter), None).id == job.id
 
 
 def test_a_checkpoint_of_a_decomposed_initialization(fork_server: ForkServer, root: Path, tmp_path: Path) -> None:

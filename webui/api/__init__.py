@@ -19,6 +19,7 @@ from webui.api import (
     help_pages,
     hub_token,
     machines,
+    merges,
     model_zip,
     paths,
     rehearsals,
@@ -57,6 +58,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/runs/{id}/remedies": runs.list_remedies,
     "/api/runs/{id}/bundle.zip": runs.bundle_zip,
     "/api/runs/{id}/model.zip": model_zip.model_zip,
+    "/api/runs/{id}/merges/{job}/model.zip": merges.download,
     "/api/runs/{id}/values": runs.values,
     "/api/runs/{id}/log": runs.log,
     "/api/runs/{id}/log.txt": runs.log_file,
@@ -93,10 +95,13 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs/{id}/queue": runs.change_queue,
     "/api/runs/{id}/cleanup": runs.clean_up,
     "/api/runs/{id}/stacks": runs.explain_stacks,
+    "/api/runs/{id}/merges": merges.start,
+    "/api/runs/{id}/merges/{job}/stop": merges.stop,
 }
 PUT: Mapping[str, Endpoint] = {"/api/uploads": uploads.receive}
 DELETE: Mapping[str, Endpoint] = {
     "/api/runs/{id}": runs.delete,
+    "/api/runs/{id}/merges/{job}": merges.remove,
     "/api/machines/{name}": machines.remove,
     "/api/uploads/{name}": uploads.remove,
 }

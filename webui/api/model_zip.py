@@ -40,10 +40,14 @@ def model_zip(run: PathRun) -> Response:
     model = trained.find(run)
     if not model:
         raise ApiError(404, "This run has no model that can be downloaded yet.")
+    return model_response(model, f"{run.id}-model" if model.step is None else f"{run.id}-checkpoint-{model.step}")
+
+
+def model_response(model: trained.TrainedModel, name: str) -> Response:
+    """The files of a model in a zip file of this name. Raises ApiError."""
     for path in model.folder.rglob("*"):
         if path.is_symlink():  # to what the trainer did not write
             raise ApiError(409, f"{path} is a symbolic link: replace it by the file to download the model.")
-    name = f"{run.id}-model" if model.step is None else f"{run.id}-checkpoint-{model.step}"
     blocks, headers = zipped(model.folder, model.files(), name), disposition(f"{name}.zip", "attachment")
     return StreamingResponse(blocks, media_type="application/zip", headers=headers)
 

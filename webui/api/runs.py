@@ -47,7 +47,7 @@ from backend.runs.metrics import (
     to_csv,
 )
 from backend.runs.metrics import before as log_before
-from backend.tasks import bundle, remedies, retry
+from backend.tasks import bundle, merge, remedies, retry
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, form_values, parse_form, run_preflight
 from webui.api.drafts import without_secrets
@@ -200,6 +200,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "ranks": sorted(run.rank_logs()),
         "checkpoints": run.checkpoints(),
         "model": model.as_json() if (model := trained.find(run)) else None,
+        "merge": merge.as_json(job) if model and model.base and (job := merge.find(run, model)) else None,
         "folder": str(run.path),
         "can": run.can(),
     }

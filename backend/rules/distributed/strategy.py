@@ -96,7 +96,7 @@ def best_model_without_optimizer_state(case: Case) -> str | None:
     source="peft 0.21 lora/layer.py and lora/variants.py; verified by launches without Footplate's check: ZeRO-3 saves "
     "the base weights unchanged, and so does FSDP2 with DoRA; FSDP1, which runs on GPUs only, is not verified",
     fixes=(
-        Fix("Save only the adapter", {"save.merge_adapter": False}, cost="merge it after training"),
+        Fix("Save only the adapter", {"save.merge_adapter": False}, cost="footplate merge does it after the run"),
         ZERO2,
     ),
     fails_on=Example({"parallel.strategy": "zero3", "save.merge_adapter": True}, TWO_H100),
@@ -104,8 +104,8 @@ def best_model_without_optimizer_state(case: Case) -> str | None:
 )
 def adapter_merge_with_sharded_weights(case: Case) -> str | None:
     """Merging adds the adapter to the base weights, but each rank holds only a shard of them: with ZeRO-3, and with
-    FSDP2 and DoRA, the run would save the base model without its training. FSDP2 merges other LoRA adapters. Merge the
-    adapter after training with peft's merge_and_unload."""
+    FSDP2 and DoRA, the run would save the base model without its training. FSDP2 merges other LoRA adapters. After the
+    run, `footplate merge` or *Merge into base model* on the run's page merges the adapter."""
     save, lora = case.spec.save, case.spec.lora
     if not (save.merge_adapter and save.final_model and case.spec.method.kind == "lora"):
         return None

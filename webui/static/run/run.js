@@ -33,6 +33,7 @@ import { failureParts, remedies } from "./failure.js";
 import { alertParts, isAlert, rankTable } from "./live.js";
 import { createLog } from "./log.js";
 import { createCharts } from "./run_charts.js";
+import { isMerging } from "./run_merge.js";
 import { modelParts } from "./run_model.js";
 import {
   cardNode,
@@ -282,7 +283,7 @@ async function pull(isCurrent) {
   run = found;
   draw();
   if (before && hasEnded(before.state) && isRestarted(before, run.summary)) resumePanels();
-  return ended() ? "rest" : undefined; // another window or a shell may restart it
+  return ended() && !isMerging(run.merge) ? "rest" : undefined; // another window or a shell may restart it
 }
 
 /** It may have ended again since the last request. */
@@ -317,7 +318,11 @@ function draw() {
   drawIfChanged("events", { events: run.events, hasChanges }, drawEvents);
   drawIfChanged("checkpoints", run.checkpoints, drawCheckpoints);
   drawIfChanged("monitor", run.monitor, drawRanks);
-  drawIfChanged("model", run.model && { ...run.model, generations: run.result?.samples?.length }, drawModel);
+  drawIfChanged(
+    "model",
+    run.model && { ...run.model, merge: run.merge, generations: run.result?.samples?.length },
+    drawModel,
+  );
   drawIfChanged("placement", placementOf(run), drawPlacement);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);
   const { spec, command, joining, yaml, script, result, estimate } = run;
@@ -437,7 +442,7 @@ function drawModel(model) {
   const train = (fix) => emit("clone", { id: trained, fix });
   const from = run.spec?.["model.path"] || run.spec?.["model.hub_id"] || "";
   const showGenerations = model.generations ? () => page.samples.scrollIntoView({ behavior: "smooth" }) : null;
-  redraw(page.model, ...modelParts(model, { base: base(), from, train, showGenerations }));
+  redraw(page.model, ...modelParts(model, { base: base(), from, train, refresh: page.poller.wake, showGenerations }));
 }
 
 function drawSamples(samples) {

@@ -1,0 +1,116 @@
+"""Jobs of a run that has trained: their folder, what is shown, and deleting a run whose model is in use."""
+
+import json
+import os
+from datetime import datetime
+
+import pytest
+from small import client
+
+from backend.models import trained
+from backend.runs import LOCK, MERGE, MODEL, RESULT, Plan, jobs, processes
+from backend.runs.folder import Run, RunError
+from backend.tasks import merge
+
+CERTIFICATE = {
+    "status": "verified", "limits": [], "dtype": "bf16", "is_reward_model": False, "base_model": "m",
+    "base_weights": "the same weights as in training",
+    "adapter_to_base": {"kl_mean": 2.0}, "adapter_to_saved": {"kl_mean": 1e-5, "kl_max": 1e-4, "same_argmax": 1.0,
+                                                              "positions": 512},
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that has ended with an adapter."""
+    made = Run.create(tmp_path / "runs", "r", Plan(("true",)), datetime.now())
+    plant_model(made, "adapter_config.json", {"base_model_name_or_path": "some/model", "task_type": "CAUSAL_LM"})
+    return made
+
+
+def plant_model(place, config, content):
+    (place.path / MODEL).mkdir()
+    weights = config.replace("_config.json", "_model.safetensors").replace("config.json", "model.safetensors")
+    for name, text in {config: json.dumps(content), "tokenizer_config.json": "{}", weights: "x" * 1000}.items():
+        (place.path / MODEL / name).write_text(text)
+    (place.path / RESULT).write_text(json.dumps({"model": MODEL, "certificate": CERTIFICATE}))
+
+
+def finished_job(run, step=None):
+    """A merge as it is after its end."""
+    job = jobs.create(run, merge.KIND, "backend.export", {MERGE: json.dumps({"step": step})}, {}, {})
+    (job.path / LOCK).touch()
+    plant_model(job, "config.json", {"architectures": ["LlamaForCausalLM"]})
+    (job.path / "state.json").write_text(json.dumps({"end": "done", "exit_code": 0}))
+    return job
+
+
+def test_a_merge_that_has_ended_is_not_repeated(run):
+    job = finished_job(run)
+    assert merge.start(run, None).id == job.id
+    shown = merge.as_json(job)
+    assert shown["state"] == "done" and shown["model"]["folder"] == str(job.path / MODEL) and not shown["model"]["base"]
+
+
+@pytest.mark.parametrize("change", ["another adapter", "merged model deleted", "failed"])
+def test_a_merge_that_is_outdated_is_replaced(run, monkeypatch, change):
+    job, started = finished_job(run), []
+    monkeypatch.setattr(Run, "start", lambda self: started.append(self.id))
+    if change == "another adapter":
+        os.utime(job.path / MERGE, (1, 1))
+    elif change == "failed":
+        (job.path / RESULT).unlink()
+        (job.path / "state.json").write_text(json.dumps({"end": "failed", "exit_code": 1}))
+    else:
+        for path in (job.path / MODEL).iterdir():
+            path.unlink()
+        (job.path / MODEL).rmdir()
+    again = merge.start(run, None)
+    assert started == [again.id]
+    assert [found.id for found in jobs.find_all(run, merge.KIND)] == [again.id]
+    assert json.loads((again.path / MERGE).read_text()) == {"step": None}
+    assert again.plan().argv[1:] == ("-m", "backend.export", ".")
+
+
+def test_a_run_whose_model_is_in_use_is_not_deleted(run):
+    job = finished_job(run)
+    lock = processes.acquire_lock(job.path)
+    try:
+        with pytest.raises(RunError, match="in use by a job"):
+            run.delete()
+    finally:
+        processes.release(lock)
+    run.delete()
+    assert not run.path.exists()
+
+
+def test_other_runs_and_names_are_not_found(run):
+    job = finished_job(run)
+    assert jobs.find(run, job.id).path == job.path
+    for name in ("", "..", "2026", f"{job.id}x", "../../r"):
+        with pytest.raises(RunError):
+            jobs.find(run, name)
+
+
+def test_endpoints(run):
+    job = finished_job(run)
+    with client(run.path.parent) as web:
+        shown = web.get(f"/api/runs/{run.id}").json()
+        assert shown["merge"]["id"] == job.id and shown["merge"]["result"]["certificate"] == CERTIFICATE
+        assert web.post(f"/api/runs/{run.id}/merges", json={}).json()["id"] == job.id
+        response = web.get(f"/api/runs/{run.id}/merges/{job.id}/model.zip")
+        assert response.status_code == 200 and f"{run.id}-merged.zip" in response.headers["content-disposition"]
+        assert web.post(f"/api/runs/{run.id}/merges", json={"step": 7}).status_code in (409, 422)
+        assert web.post(f"/api/runs/{run.id}/merges/{job.id}/stop").json()["error"]
+        for name in (run.id, "nothing", "..%2F.."):
+            assert web.get(f"/api/runs/{run.id}/merges/{name}/model.zip").status_code == 404
+        assert web.delete(f"/api/runs/{run.id}/merges/{job.id}").status_code == 200
+        assert not job.path.exists() and web.get(f"/api/runs/{run.id}").json()["merge"] is None
+
+
+def test_no_merge_of_full_weights(tmp_path):
+    run = Run.create(tmp_path, "r", Plan(("true",)), datetime.now())
+    plant_model(run, "config.json", {"architectures": ["LlamaForCausalLM"]})
+    assert trained.find(run)
+    with pytest.raises(RunError, match="full weights"):
+        merge.start(run, None)

@@ -1,0 +1,54 @@
+"""Endpoints of merging a run's adapter into its base model: start, stop, delete, download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from backend.models import trained
+from backend.runs import jobs
+from backend.runs.folder import Run, RunError
+from backend.tasks import merge
+from webui.api.model_zip import model_response
+from webui.api.requests import ApiError, RequestBody, json
+from webui.api.runs import PathRun
+
+
+class MergeRequest(RequestBody):
+    """The step of the adapter's checkpoint; None for the final model."""
+
+    step: int | None = None
+
+
+def start(run: PathRun, body: MergeRequest) -> Response:
+    """Start to merge, or return the job that does or did."""
+    return json(merge.as_json(merge.start(run, body.step)), 201)
+
+
+def stop(run: PathRun, job: str) -> dict[str, Any]:
+    """Request a stop."""
+    found = _find(run, job)
+    found.stop(save=False)
+    return merge.as_json(found)
+
+
+def remove(run: PathRun, job: str) -> dict[str, Any]:
+    """Delete the merged model."""
+    _find(run, job).delete()
+    return {"id": job}
+
+
+def download(run: PathRun, job: str) -> Response:
+    """The merged model as a zip file. Raises ApiError."""
+    model = trained.find(_find(run, job))
+    if not model:
+        raise ApiError(404, "This merge has no model.")
+    return model_response(model, f"{run.id}-merged")
+
+
+def _find(run: Run, job: str) -> Run:
+    try:
+        return jobs.find(run, job)
+    except RunError as error:
+        raise ApiError(404, str(error)) from None

@@ -1,0 +1,94 @@
+// @ts-check
+// Parts of the card "Your model": merging an adapter into its base model, what the comparison of both says, and
+// training further with full weights.
+import { post, remove, url } from "../api.js";
+import { confirmDialog, copy, el, notify } from "../dom.js";
+import { bytes, num, percent } from "../format.js";
+import { hasEnded } from "../run_state.js";
+
+const WHY =
+  "Merging adds the adapter to the base model's weights: for programs that load no adapters, and to train further.";
+
+/** Whether a merge runs, so that the page asks for its progress. */
+export const isMerging = (job) => Boolean(job) && !hasEnded(job.state);
+
+/**
+ * @param {any} job the newest merge of this adapter, null without one
+ * @param {{ base: string, step: number | null, from: string, train: (fix: any) => void, refresh: () => void }} run base
+ * is its API path, step that of the adapter
+ * @returns {Node[]}
+ */
+export function mergeParts(job, run) {
+  if (isMerging(job)) return runningParts(job, run);
+  if (job?.state === "done" && job.model) return mergedParts(job, run);
+  const failed = job && job.state !== "stopped";
+  const why = failed ? job.failure?.sentence || job.sentence : WHY;
+  return [
+    el(failed ? "p.fp-merge-failure" : "p.fp-dim", {}, why),
+    actions(button(failed ? "Merge again" : "Merge into base model", () => start(run))),
+  ];
+}
+
+function runningParts(job, run) {
+  const share = el("span");
+  share.style.width = `${100 * (job.fraction || 0)}%`;
+  const stop = () => ask(post(`${run.base}/merges/${job.id}/stop`), run);
+  return [
+    el("p.fp-dim", { role: "status" }, job.text || job.sentence),
+    el("div.fp-progress", {}, share),
+    actions(button("Stop merging", stop)),
+  ];
+}
+
+function mergedParts(job, run) {
+  const { certificate } = job.result;
+  const saved = certificate.adapter_to_saved;
+  const [share, count] = [percent(saved.same_argmax), num(saved.positions)];
+  const same = `its most likely next token is theirs at ${share} of ${count} positions`;
+  const scores = `its scores of ${count} texts differ by at most ${num(saved.kl_max, 2)}`;
+  const compared = certificate.is_reward_model ? scores : same;
+  const [status, ...rest] = certificate.status.split(",");
+  const removeIt = async () => {
+    if (await confirmDialog("Delete the merged model? The adapter stays.", "Delete", true))
+      ask(remove(`${run.base}/merges/${job.id}`), run);
+  };
+  return [
+    el("h4", {}, "Merged model"),
+    el("p.fp-dim.fp-figures", {}, `Full weights in ${certificate.dtype}, ${bytes(job.model.bytes)}`),
+    el("p", {}, el("code.fp-path", {}, job.model.folder)),
+    el(
+      "p.fp-merge-verdict",
+      {},
+      el("b", {}, `${status[0].toUpperCase()}${status.slice(1)}`),
+      `${rest.length ? `,${rest}` : ""}: loaded from its files and compared with base model and adapter, ${compared}.`,
+    ),
+    ...certificate.limits.map((limit) => el("p.fp-dim", {}, limit)),
+    actions(
+      el("a.fp-button", { href: url(`${run.base}/merges/${job.id}/model.zip`), download: "" }, "Download merged model"),
+      button("Copy folder", () => copy(job.model.folder, "Folder")),
+      furtherButton(job.model, run.from, run.train),
+      button("Delete merged model", removeIt),
+    ),
+  ];
+}
+
+const actions = (...children) => el("div.fp-run-actions", {}, ...children);
+const button = (label, onclick) => el("button.fp-button", { type: "button", onclick }, label);
+const start = (run) => ask(post(`${run.base}/merges`, { step: run.step }), run);
+
+/** Show the error of a request, and the new state either way. */
+async function ask(request, run) {
+  try {
+    await request;
+  } catch (error) {
+    notify(error.message, { level: "error" });
+  }
+  run.refresh();
+}
+
+/** Opens Build with the run's options and this model. */
+export function furtherButton({ folder }, from, train) {
+  const patch = { "model.source": "path", "model.path": folder };
+  const fix = { label: "the trained model", patch, diff: [{ label: "Model folder", from, to: folder }] };
+  return el("button.fp-button", { type: "button", onclick: () => train(fix) }, "Train further");
+}
