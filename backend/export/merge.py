@@ -25,7 +25,6 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     GenerationConfig,
 )
 
@@ -70,7 +69,7 @@ class Merge:
         source = model.locate(spec, lambda text, fraction: self.run_log.progress("loading base", text, fraction))
         base_check = self._check_base(source)
         self._check_memory(source)
-        tokenizer = AutoTokenizer.from_pretrained(adapter.folder, local_files_only=True)
+        tokenizer = model.load_saved_tokenizer(adapter.folder)
         base = self._load_base(spec, source, tokenizer)
         batches = probe_batches(self.run.path, tokenizer)
         self._phase("comparing", "Computing the outputs of the base model.", 0.25)

@@ -80,6 +80,15 @@ def load_tokenizer(spec: RunSpec, source: ModelSource) -> Any:
     return tokenizer
 
 
+def load_saved_tokenizer(folder: Path) -> Any:
+    """The tokenizer that a run has saved with its model. Raises TrainError."""
+    source = ModelSource(str(folder), {"local_files_only": True})
+    try:
+        return AutoTokenizer.from_pretrained(source.name, **source.options)
+    except Exception as error:
+        raise TrainError(_unloadable("tokenizer", source, error)) from error
+
+
 def _padding_token(tokenizer: Any, source: ModelSource) -> str:
     """A token to pad with. Padding is masked, so any special token will do; the trainers of TRL require that it is in
     the vocabulary. Raises TrainError."""

@@ -43,7 +43,7 @@ def test_live_phases_stop_and_reload(server, page):
     rehearsal = Rehearsal.create(folder, "try", {"train": plan}, {}, {"measured_bytes": 2**31}, ["A note."])
     rehearsal.start()
     page.goto(f"{server.url}/static/icon.svg")
-    page.evaluate(f"localStorage.setItem('fp-rehearsal', '{rehearsal.id}')")
+    page.evaluate(f"localStorage.setItem(`fp-rehearsal-${{localStorage['fp-draft']}}`, '{rehearsal.id}')")
     ready(page, server.url)
     panel = page.locator("#fp-rehearsal")
     rows = panel.locator("tr")

@@ -14,7 +14,7 @@ from test_journeys import SLOW_TIMEOUT, value, wait_for_status
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
-from backend.runs import RESULT
+from backend.runs import LOCK, MERGE, RESULT, jobs
 
 sys.path.append(str(Path(__file__).parent.parent / "unit"))
 from failed_runs import ended, planted_run
@@ -81,8 +81,36 @@ def test_an_adapter_is_trained_further_when_it_is_merged(server, page):
     expect(card).to_contain_text("Adapter for", timeout=SLOW_TIMEOUT)
     card.get_by_role("button", name="Generations before and after").click()
     expect(page.locator(".fp-samples")).to_be_in_viewport()
-    card.get_by_role("button", name="Copy into form with Merge adapter").click()
-    page.wait_for_function("footplate.values()['save.merge_adapter'] === true")
+    expect(card.get_by_role("button", name="Merge into base model")).to_be_visible()
+    job = plant_merge(run)
+    page.reload()
+    expect(card).to_contain_text("Verified: loaded from its files", timeout=SLOW_TIMEOUT)
+    expect(card).to_contain_text("theirs at 99.8% of 512 positions")
+    link = card.get_by_role("link", name="Download merged model")
+    response = page.request.get(link.get_attribute("href"))
+    assert f'filename="{run.id}-merged.zip"' in response.headers["content-disposition"]
+    card.get_by_role("button", name="Train further").click()
+    page.wait_for_function("path => footplate.values()['model.path'] === path", arg=str(job.path / "model"))
+    show_run(page, run)
+    card.get_by_role("button", name="Delete merged model").click(timeout=SLOW_TIMEOUT)
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(card.get_by_role("button", name="Merge into base model")).to_be_visible(timeout=SLOW_TIMEOUT)
+    assert not job.path.exists()
+
+
+def plant_merge(run):
+    """A merge of the run's adapter as it is after its end; tests/process/test_merge.py merges for real."""
+    job = jobs.create(run, "merge", "backend.export", {MERGE: '{"step": null}'}, {}, {})
+    (job.path / LOCK).touch()
+    saved = {"same_argmax": 0.998, "positions": 512, "kl_mean": 1e-5, "kl_max": 1e-4}
+    certificate = {"status": "verified", "limits": [], "dtype": "bf16", "adapter_to_saved": saved}
+    (job.path / "model").mkdir()
+    for file, content in FILES.items():
+        (job.path / "model" / file).write_text(json.dumps(content))
+    (job.path / "model/model.safetensors").write_bytes(bytes(2_000_000))
+    (job.path / RESULT).write_text(json.dumps({"model": "model", "certificate": certificate}))
+    (job.path / "state.json").write_text(json.dumps({"end": "done", "exit_code": 0}))
+    return job
 
 
 def test_a_run_without_a_model_has_no_card(server, page):
@@ -102,20 +130,3 @@ def test_nothing_of_the_previous_run_stays_while_another_is_opened(server, page)
     expect(page.locator(".fp-run-placement")).to_be_hidden()
     expect(page.locator(".fp-model")).to_be_hidden()
     page.unroute_all(behavior="ignoreErrors")
-
-
-def test_an_adapter_is_merged(server, page):
-    """The states of the card; tests/process/test_merge.py merges for real."""
-    run = planted_run(server.runs, edit(RunSpec(), {"model.builtin": "tiny-llama"}), probe(Path.cwd()), "adapter")
-    folder = run.path / "model"
-    folder.mkdir()
-    for file, content in {**FILES, "adapter_config.json": {"base_model_name_or_path": "some/model"}}.items():
-        (folder / file).write_text(json.dumps(content))
-    (folder / "adapter_model.safetensors").write_bytes(bytes(20_000))
-    ended(run, end="done", exit_code=0)
-    (run.path / RESULT).write_text(json.dumps({"steps": 3, "model": "model"}))
-    show_run(page, run)
-    card = page.get_by_role("region", name="Your model")
-    card.get_by_role("button", name="Merge into base model").click(timeout=SLOW_TIMEOUT)
-    expect(card.locator(".fp-merge-failure")).to_contain_text("spec.yaml", timeout=SLOW_TIMEOUT)
-    expect(card.get_by_role("button", name="Merge again")).to_be_visible()

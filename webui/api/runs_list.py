@@ -15,9 +15,10 @@ import orjson
 from pydantic import Field
 from starlette.responses import Response
 
-from backend.runs import METRICS, notebook, queue
+from backend.runs import JOBS, METRICS, notebook, queue, rehearsals
 from backend.runs.folder import ALIVE, Run, RunError, find
 from backend.runs.search import COLUMNS
+from backend.tasks import device_test
 from webui.api.app_state import AppState
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
 
@@ -67,13 +68,27 @@ def _without_blanks(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def waiting_runs(state: AppState) -> list[dict[str, Any]]:
-    """The waiting runs in order. Those of another folder (not `here`) can only be viewed."""
+    """The waiting runs in order. Those of another folder (`elsewhere` says which) can only be viewed."""
     found = []
     for entry in queue.entries():
         run = Run(Path(entry.run))
-        here = run.path.parent == state.runs.resolve()
-        found.append({"id": run.id, "name": run.name, "held": entry.held, "here": here, **run.waiting()})
+        known = {"id": run.id, "name": run.name, "held": entry.held}
+        found.append({**known, "elsewhere": _elsewhere(run, state.runs.resolve()), **run.waiting()})
     return found
+
+
+def _elsewhere(run: Run, root: Path) -> str:
+    """What a waiting run is that is not in the list of runs: '' for one that is."""
+    parents = run.path.parents
+    if parents[0] == root:
+        return ""
+    if parents[1] == root / rehearsals.FOLDER:
+        return "Rehearsal, started with Try it"
+    if parents[0] == root / device_test.FOLDER:
+        return "Device test"
+    if parents[0].name == JOBS and parents[2] == root:
+        return f"Uses the model of {parents[1].name}"
+    return "In another runs folder"
 
 
 def annotate(state: State, body: AnnotateRequest) -> dict[str, Any]:

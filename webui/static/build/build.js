@@ -115,6 +115,7 @@ async function loadDraftOrPreset() {
     // A new tab continues with the last values, in a draft of its own.
     const from = address.get("draft") ? preset() : localStorage.getItem("fp-preset") || "";
     await useDraft(address.get("draft") || randomId());
+    resumeRehearsal(id || "");
     selectPreset(from);
     form.setValues(saved);
   } else if (presets.length) {
@@ -397,7 +398,6 @@ export function addBuildEvents(showView) {
   $("#fp-fix-all").addEventListener("click", () => fixAll().catch(notifyError));
   $("#fp-start").addEventListener("click", () => start(showView));
   $("#fp-try").addEventListener("click", () => startRehearsal(form.currentValues(), machine()));
-  resumeRehearsal();
   prepareExamples();
   prepareSweep((id) => showView("run", id));
   $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());

@@ -10,6 +10,7 @@ const decides = (name) => /^data\.(sources?|files|format|\w+_column)$|^train\.st
 let values = {}; // of the form
 let dataset = 0; // of several
 let drawn = ""; // the values that determine what is shown or requested
+let wanted = false; // a finding leads here, and there is nothing to see yet
 
 const box = () => $("#fp-columns");
 
@@ -41,6 +42,16 @@ function draw({ columns, more, uses }) {
   redraw($("#fp-columns tbody"), ...rows);
   const rest = more === 1 ? "1 more column is" : `${more.toLocaleString("en")} more columns are`;
   $("#fp-columns > p").textContent = more ? `${rest} not shown.` : "";
+  if (wanted) show();
+}
+
+/** Scroll to the menus and focus them, now or once they are drawn. */
+function show() {
+  wanted = box().hidden;
+  if (wanted) return;
+  box().open = true;
+  $("summary", box()).focus({ preventScroll: true });
+  box().scrollIntoView({ block: "center", behavior: "smooth" });
 }
 
 function menu({ name, use, fixed, required }, uses) {
@@ -71,9 +82,7 @@ export function columnsLink({ code, fields }) {
   const open = () => {
     emit("dataset", Number(number));
     $("#fp-examples").open = true;
-    box().open = true;
-    $("summary", box()).focus({ preventScroll: true });
-    box().scrollIntoView({ block: "center", behavior: "smooth" });
+    show();
   };
   return el("div.fp-fix", {}, el("button.fp-button", { type: "button", onclick: open }, "Choose columns"));
 }

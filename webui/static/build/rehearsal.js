@@ -5,12 +5,16 @@ import { $, el, notifyError, setText } from "../dom.js";
 import { bytes, duration } from "../format.js";
 import { createPoller } from "../poll.js";
 import { failureParts } from "../run/failure.js";
+import { draftId } from "./drafts.js";
 
-const STORED = "fp-rehearsal"; // in this browser: the id of the last one
-const STORED_VALUES = "fp-rehearsal-values"; // and a checksum of what was rehearsed
+// Of each draft, so that two tabs do not show each other's: the id of its last rehearsal, a space, and a checksum of what
+// was rehearsed.
+const key = (draft) => `fp-rehearsal-${draft}`;
+const stored = () => (localStorage.getItem(key(draftId())) || "").split(" ");
+const idOf = () => stored()[0];
 const TITLES = { running: "Rehearsal", done: "Rehearsal passed", stopped: "Rehearsal stopped" };
 
-const path = () => `api/rehearsals/${encodeURIComponent(localStorage.getItem(STORED) || "")}`;
+const path = () => `api/rehearsals/${encodeURIComponent(idOf())}`;
 const poller = createPoller(poll, { isVisible: () => document.body.dataset.tab === "build", interval: 1000 });
 let drawn = "";
 let checksum = 0; // of the form's values now
@@ -27,14 +31,14 @@ function checksumOf(values, machine) {
 /** The form has these values now: mark a rehearsal of other values. @param {Record<string, any>} values
  * @param {string} machine */
 export function compareRehearsal(values, machine) {
-  if (!localStorage.getItem(STORED)) return;
+  if (!idOf()) return;
   checksum = checksumOf(values, machine);
   drawOutdated();
 }
 
 function drawOutdated() {
   const box = $("#fp-rehearsal");
-  const rehearsed = localStorage.getItem(STORED_VALUES);
+  const rehearsed = stored()[1];
   const isOutdated = Boolean(checksum && rehearsed) && rehearsed !== String(checksum);
   const title = $("#fp-rehearsal h3");
   if (title) setText(title, isOutdated ? `${box.dataset.title} with earlier values of the form` : box.dataset.title);
@@ -47,8 +51,7 @@ export async function startRehearsal(values, machine) {
   button.disabled = true;
   try {
     const { id } = await post("api/rehearsals", { values, machine });
-    localStorage.setItem(STORED, id);
-    localStorage.setItem(STORED_VALUES, String(checksumOf(values, machine)));
+    localStorage.setItem(key(draftId()), `${id} ${checksumOf(values, machine)}`);
     compareRehearsal(values, machine);
     poller.start();
   } catch (error) {
@@ -57,9 +60,11 @@ export async function startRehearsal(values, machine) {
   }
 }
 
-/** Show the last rehearsal of this browser. */
-export function resumeRehearsal() {
-  if (localStorage.getItem(STORED)) poller.start();
+/** Show the last rehearsal of this draft, or of the draft `from` that it is a copy of. @param {string} from */
+export function resumeRehearsal(from) {
+  const earlier = localStorage.getItem(key(from));
+  if (!idOf() && earlier) localStorage.setItem(key(draftId()), earlier);
+  if (idOf()) poller.start();
 }
 
 /** @param {() => boolean} isCurrent */
@@ -79,8 +84,7 @@ async function poll(isCurrent) {
 export const isRehearsing = () => poller.isActive();
 
 function dismiss() {
-  localStorage.removeItem(STORED);
-  localStorage.removeItem(STORED_VALUES);
+  localStorage.removeItem(key(draftId()));
   drawn = "";
   $("#fp-rehearsal").hidden = true;
 }

@@ -3,7 +3,7 @@
 import { post, runPath } from "../api.js";
 import { confirmDialog, el, notifyError } from "../dom.js";
 
-/** @typedef {{ id: string, name: string, held: boolean, here: boolean, reason: string, in_use: boolean }} Waiting */
+/** @typedef {{ id: string, name: string, held: boolean, elsewhere: string, reason: string, in_use: boolean }} Waiting */
 
 /** Hold, release, share or move a waiting run. */
 export const changeQueue = (id, changes) => post(`${runPath(id)}/queue`, changes);
@@ -45,18 +45,18 @@ export function createQueue(changed) {
     const change = (changes) => () => changeQueue(run.id, changes);
     const actions = [
       run.in_use && button("Start anyway", "Start even though another program uses the GPU", change({ shares: true })),
-      button("\u2191", "Move up", change({ before: previous?.id }), !previous?.here),
+      button("\u2191", "Move up", change({ before: previous?.id }), !previous || Boolean(previous.elsewhere)),
       button("\u2193", "Move down", change({ before: afterNext?.id || "" }), index + 1 === queue.length),
       run.held ? button("Release", "Release", change({ held: false })) : button("Hold", "Hold", change({ held: true })),
       button("Remove", "Remove from queue", () => removeFromQueue(run.id, run.name)),
     ];
-    const name = run.here ? el("a", { href: `?tab=run&run=${encodeURIComponent(run.id)}` }, run.name) : run.name;
+    const name = !run.elsewhere ? el("a", { href: `?tab=run&run=${encodeURIComponent(run.id)}` }, run.name) : run.name;
     return el(
       "li",
       { "data-run": run.id },
       el("span.fp-queue-name", {}, name),
       el("span.fp-dim.fp-queue-reason", {}, run.reason),
-      el("span.fp-queue-actions", {}, run.here ? actions.filter(Boolean) : "In another runs folder"),
+      el("span.fp-queue-actions", {}, run.elsewhere || actions.filter(Boolean)),
     );
   }
 
