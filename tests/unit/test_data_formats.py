@@ -84,7 +84,7 @@ def test_sharegpt_calls_and_observations_become_tool_turns() -> None:
     converted = convert(row, "sharegpt", DATA)
     assert [t["role"] for t in converted["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
     assert converted["messages"][2]["tool_calls"][0]["function"]["arguments"] == {"train": "IC 5"}
-    assert converted["tools"] == [{"name": "table"}]
+    assert converted["tools"] == [{"type": "function", "function": {"name": "table"}}]
 
 
 def test_openai_content_parts_and_json_text_are_read() -> None:
@@ -120,7 +120,7 @@ def test_prompt_and_completion_may_be_turns(row: dict[str, Any]) -> None:
     assert convert(row, "prompt_completion", DATA) == TURNS
     assert to_text(convert(row, "prompt_completion", DATA)) == "When?\n\nAt nine."
     found = convert({**row, "tools": [{"name": "clock"}]}, "prompt_completion", Data(system_prompt="Be brief."))
-    assert found == {**TURNS, "prompt": [SYSTEM, USER], "tools": [{"name": "clock"}]}
+    assert found == {**TURNS, "prompt": [SYSTEM, USER], "tools": [{"type": "function", "function": {"name": "clock"}}]}
 
 
 def test_prompt_of_turns_without_a_completion_has_no_format() -> None:

@@ -83,7 +83,7 @@ def test_system_prompt_tools_and_column_options() -> None:
     data = Data(system_prompt="Be brief.", prompt_column="q", chosen_column="a", rejected_column="b")
     found = convert({"q": "When?", "a": "Nine.", "b": "Ten.", "tools": '[{"name": "clock"}]'}, "pairs", data)
     assert found["prompt"] == [{"role": "system", "content": "Be brief."}, PROMPT]
-    assert (found["chosen"], found["tools"]) == ([CHOSEN], [{"name": "clock"}])
+    assert (found["chosen"], found["tools"]) == ([CHOSEN], [{"type": "function", "function": {"name": "clock"}}])
     row = {"question": "When?", "system": "Row's.", "chosen": "Nine.", "rejected": "Ten."}
     assert convert(row, "pairs", Data(system_prompt="Be brief."))["prompt"] == [
         {"role": "system", "content": "Row's."},
