@@ -24,6 +24,7 @@ ALL_LINEAR = Fix(
     "Adapt all linear layers", {"lora.targets": "all-linear"}, safe=False, cost="more trainable parameters"
 )
 CUSTOM_TARGETS = {"lora.targets": "custom"}
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "embeddings")  # of input tokens, by architecture
 FREEZE = {"method.kind": "freeze"}
 
 
@@ -66,7 +67,7 @@ def missing_lora_targets(case: Case) -> Violation | None:
 @error(
     "MTH002",
     fields=("lora.target_modules",),
-    title="A LoRA target module does not exist in the model",
+    title="A LoRA target is not a linear layer of the model",
     source="peft 0.21 tuners_utils.py: Target modules not found in the base model",
     fixes=(ALL_LINEAR,),
     fails_on=Example({**CUSTOM_TARGETS, "lora.target_modules": ("q_proj", "c_attn")}),
@@ -75,7 +76,8 @@ def missing_lora_targets(case: Case) -> Violation | None:
 )
 def unknown_lora_target(case: Case) -> Violation | None:
     """Module names differ between architectures. PEFT raises an error if no target matches a module, and silently
-    skips a single target that matches none."""
+    skips a single target that matches none. Adapters on embeddings are not supported: many models share their weights
+    with the output head, which an adapter on one of both would tear apart. lora.modules_to_save trains them in full."""
     shape, method = case.shape, case.spec.method
     if method.kind != "lora" or case.spec.lora.targets != "custom":
         return None
@@ -91,7 +93,17 @@ def unknown_lora_target(case: Case) -> Violation | None:
         f"lora.target_modules has {names(unknown)}, which matches no layer of {shape.architecture} that can be "
         f"adapted; its linear layers are {names(shape.lora_target_names)}."
     )
-    return Violation(message, fixes)
+    return Violation(message, (*_train_in_full(case, unknown, kept), *fixes))
+
+
+def _train_in_full(case: Case, unknown: Sequence[str], kept: Sequence[str]) -> tuple[Fix, ...]:
+    """Embeddings can be trained in full instead, next to the adapters of other layers."""
+    embeddings = [name for name in unknown if name.rpartition(".")[2] in EMBEDDINGS]
+    if not kept or embeddings != list(unknown):
+        return ()
+    saved = [*case.spec.lora.modules_to_save, *(n for n in embeddings if n not in case.spec.lora.modules_to_save)]
+    patch = {**_names_patch("lora.target_modules", kept), **_names_patch("lora.modules_to_save", saved)}
+    return (Fix(f"Train {names(embeddings)} in full", patch, False, "more memory; the adapter file becomes larger"),)
 
 
 def _remove_fix(removed: Iterable[str], option: str, kept: Iterable[str]) -> Fix:

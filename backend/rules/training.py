@@ -250,7 +250,6 @@ def insufficient_disk_space(case: Case) -> Violation | None:
     need, free = case.estimate.disk_bytes, case.machine.disk_free_bytes
     if need <= free:
         return None
-    restarts = case.spec.launch.rendezvous == "elastic"  # an elastic run resumes from its own checkpoints
     last = {"save.total_limit": 1} | ({"save.keep_best": 0} if case.spec.save.keep_best else {})
     candidates = [
         Fix("Keep only the last checkpoint", last, cost="no earlier checkpoint to go back to"),
@@ -258,7 +257,7 @@ def insufficient_disk_space(case: Case) -> Violation | None:
         Fix(
             "Write no checkpoints",
             {"save.strategy": "no", "save.final_model": True, "save.load_best_model_at_end": False},
-            not restarts,
+            False,
             "nothing is saved before the end",
         ),
         Fix(

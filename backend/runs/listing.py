@@ -32,6 +32,7 @@ from backend.runs import (
     processes,
     replace_text,
     sweeps,
+    throughput,
     validation,
 )
 from backend.runs.folder import UNREADABLE, Run, damage
@@ -75,8 +76,6 @@ def unreadable_row(name: str, why: str) -> Row:
 def _details(run: Run, state: str) -> Row:
     """The values of the columns that the summary does not have. Peak memory is the largest of all ranks."""
     about, result, points = run.about(), run.result(), run.last_points()
-    speeds = (p["tokens_per_second"] for p in reversed(points) if p.get("tokens_per_second"))
-    seconds, tokens = _number(result.get("seconds")), _number(result.get("tokens"))
     failure = run.failure() if state in ("failed", "stopped") else None
     peaks = result.get("peak_bytes")
     found = marks.mark(run, state)
@@ -86,7 +85,7 @@ def _details(run: Run, state: str) -> Row:
         "strategy": about.get("strategy") or run.resolved().get("strategy"),
         "learning_rate": _number(about.get("learning_rate")),
         "eval_loss": validation.loss(run.path, result),
-        "tokens_per_second": tokens / seconds if tokens and seconds else _number(next(speeds, None)),
+        "tokens_per_second": throughput.tokens_per_second(result, points),
         "peak_memory": max(filter(None, map(_number, peaks if isinstance(peaks, list) else ())), default=None),
         "failure": failure["sentence"] if failure else "",
         "mark": found.name,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from backend.wording import counted
@@ -14,6 +15,14 @@ PREPARING = "preparing data"
 LEFT_AFTER = 3.0  # seconds of preparation, after which its speed is known
 # Phases whose duration is unknown: the status has the elapsed time instead of an estimate of the remaining time.
 TIMED_PHASES = ("generating before", "evaluating", "checkpoint", "saving", "generating after")
+
+
+def tokens_per_second(result: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of the training steps of the last start, without evaluations and saving, in the result; else of the last logged
+    steps."""
+    speeds = (result, *reversed(points))
+    found = (speed for each in speeds if isinstance(speed := each.get("tokens_per_second"), int | float) and speed)
+    return next(found, None)
 
 
 def duration(seconds: float) -> str:

@@ -115,7 +115,7 @@ def _target_modules(spec: RunSpec, model: nn.Module) -> str | list[str]:
         return sorted({_distinct_suffix(name, others) for name in attention})
     names = list(spec.lora.target_modules)
     stacked = registry.STACKED_EXPERTS.get(model.config.model_type, ())  # peft knows stacked experts by these names
-    _require_known("lora.target_modules", names, [*linear, *stacked], model)
+    _require_known("lora.target_modules", names, [*linear, *stacked], model, "linear layer")
     head = next((n for n, m in model.named_modules() if m is _head(model)), "") or "".join(_new_head(spec, model))
     if any(_matches(head, name) for name in names):
         raise TrainError(
@@ -176,9 +176,11 @@ def _suffixes(names: Iterable[str]) -> str:
     return ", ".join(sorted({part for name in names if not (part := name.rpartition(".")[2]).isdigit() and part}))
 
 
-def _require_known(option: str, suffixes: Iterable[str], names: list[str], model: nn.Module) -> None:
+def _require_known(
+    option: str, suffixes: Iterable[str], names: list[str], model: nn.Module, what: str = "module"
+) -> None:
     unknown = [suffix for suffix in suffixes if not any(_matches(name, suffix) for name in names)]
     if unknown:
         raise TrainError(
-            f"{option}: {type(model).__name__} has no module {', '.join(unknown)}. It has {_suffixes(names)}."
+            f"{option}: {type(model).__name__} has no {what} {', '.join(unknown)}. It has {_suffixes(names)}."
         )

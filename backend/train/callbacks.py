@@ -126,6 +126,11 @@ class ProgressCallback(TrainerCallback):
             "seconds": round(self.earlier_seconds + time.time() - self.began, 2),
         }
 
+    def mean_speed(self) -> dict[str, float]:
+        """Tokens per second of the steps of this start, without evaluations and saving; empty without any."""
+        busy = self._logged_busy
+        return {"tokens_per_second": round(self._logged_tokens / busy, 1)} if busy and self._logged_tokens else {}
+
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check how the losses of the whole training developed."""
         if self.run_log.rank == 0:

@@ -112,7 +112,7 @@ def train_in_phases(context: TrainContext) -> None:
         return
     skipped.check(trainer.state.global_step)
     trainer.finalize_weights()
-    result = _result(trainer, progress.totals(progress.tokens), counts) | skipped.logged()
+    result = _result(trainer, progress.totals(progress.tokens), counts) | progress.mean_speed() | skipped.logged()
     _save(context, trainer, tokens)
     _finish(context, trainer, result | generation.evaluate_after())
 

@@ -501,15 +501,13 @@ def test_fix_is_safe_if_the_global_batch_size_stays_the_same(accumulation: int, 
     assert found and found.fixes[0].safe == safe
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "elastic"])
-def test_run_without_checkpoints_is_safe_unless_it_restarts(rendezvous: str) -> None:
-    two_nodes = {"parallel.strategy": "ddp", "launch.rendezvous": rendezvous, "launch.master_addr": "10.0.0.1"}
-    spec = effective(edit(RunSpec(), {**two_nodes, **FULL, **MODEL_ONLY}))
-    free = Case(spec, LAPTOP, DEMO).estimate.disk_bytes - 1
-    found = Setup({**two_nodes, **FULL}, DEMO, replace(LAPTOP, disk_free_bytes=free)).finding("OUT001")
-    assert found
-    fix = next(fix for fix in found.fixes if dict(fix.patch) == NO_CHECKPOINTS)
-    assert fix.safe == (rendezvous == "static")
+def test_only_fewer_checkpoints_are_safe() -> None:
+    """Apply all fixes must not leave a run of many hours without any checkpoint."""
+    spec = effective(edit(RunSpec(), {**FULL, **KEEP_LAST}))
+    for spare, safe in ((0, {str(KEEP_LAST)}), (-1, set())):
+        free = Case(spec, LAPTOP, DEMO).estimate.disk_bytes + spare
+        found = Setup(FULL, DEMO, replace(LAPTOP, disk_free_bytes=free)).finding("OUT001")
+        assert found and {str(dict(fix.patch)) for fix in found.fixes if fix.safe} == safe
 
 
 def test_evaluation_is_set_to_the_interval_of_checkpoints() -> None:
@@ -608,3 +606,10 @@ def test_only_plain_text_needs_no_chat_template() -> None:
     sources = [({}, {"source": "files", "files": ("b.jsonl",), "format": name}) for name in ("text", "messages")]
     found = [Setup({**model, "data.sources": each}, facts).finding("MDL003") for each in sources]
     assert found[0] is None and found[1] is not None
+
+
+def test_an_adapter_on_the_embedding_becomes_training_it_in_full() -> None:
+    targets = {"lora.targets": "custom", "lora.target_modules": ("embed_tokens", "q_proj"), "lora.modules_to_save": ()}
+    found = Setup(targets).finding("MTH002")
+    assert found and found.title == "A LoRA target is not a linear layer of the model"
+    assert dict(found.fixes[0].patch) == {"lora.target_modules": ("q_proj",), "lora.modules_to_save": ("embed_tokens",)}

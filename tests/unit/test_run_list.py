@@ -17,7 +17,14 @@ from backend.runs.folder import Run
 from backend.runs.listing import INDEX, RunList, row
 
 ABOUT = {"model": "tiny-llama", "method": "LoRA", "dataset": "trains", "strategy": "zero3", "learning_rate": 1e-4}
-RESULTS = {"eval_loss": 1.5, "seconds": 10, "tokens": 2000, "peak_bytes": [2**30, 3 * 2**30], "rouge_l_after": 0.5}
+RESULTS = {
+    "eval_loss": 1.5,
+    "seconds": 10,
+    "tokens": 2000,
+    "tokens_per_second": 200,
+    "peak_bytes": [2**30, 3 * 2**30],
+    "rouge_l_after": 0.5,
+}
 
 
 SECONDS = itertools.count()

@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from backend import presets
 from backend.config import RunSpec
 from backend.config.options import Option, SpecError, effective, flat, masked_value, options, shown
-from backend.runs import METRICS, SPEC, files, validation
+from backend.runs import METRICS, SPEC, files, throughput, validation
 from backend.runs.folder import Run, RunError, find
 from backend.runs.metrics import last_points, read_points
 from webui.api.app_state import AppState
@@ -135,17 +135,15 @@ def _row(run: Run) -> dict[str, Any]:
     """One run's line of the summary, without reading all of its metrics, which takes half a second for 100,000."""
     summary, result, estimate = run.summary(), run.result(), run.estimate()
     best = validation.lowest(run.path)
-    speeds = [p["tokens_per_second"] for p in last_points(run.path / METRICS) if p.get("tokens_per_second")]
-    seconds, tokens = result.get("seconds"), result.get("tokens")
+    seconds = result.get("seconds")
     if seconds is None and summary["started"] and summary["ended"]:
         seconds = summary["ended"] - summary["started"]
-    speed = tokens / result["seconds"] if tokens and result.get("seconds") else speeds[-1] if speeds else None
     return {
         **{key: summary[key] for key in ("id", "name", "state", "sentence", "step", "max_steps", "loss")},
         "best_eval_loss": best[0] if best else result.get("eval_loss"),
         "best_eval_step": best[1] if best else None,
         "seconds": seconds,
-        "tokens_per_second": speed,
+        "tokens_per_second": throughput.tokens_per_second(result, last_points(run.path / METRICS)),
         "peak_bytes": max((p for p in result.get("peak_bytes") or () if isinstance(p, int | float)), default=None),
         "estimated_bytes": estimate.get("measured_bytes"),
     }

@@ -137,8 +137,8 @@ function lossCards(result, validation, now) {
 
 function speedCards(result, { state, started, ended }, { flops_per_token: flops, peak_flops: peak }, now) {
   const cards = [];
-  const { seconds, tokens } = result;
-  const speed = tokens && seconds ? tokens / seconds : now("tokens_per_second");
+  const { seconds } = result;
+  const speed = result.tokens_per_second ?? now("tokens_per_second");
   if (Number.isFinite(speed)) {
     const note = flops && peak ? `${percent((speed * flops) / peak)} model FLOPs utilization` : "";
     cards.push({ title: "Tokens per second", value: integer(speed), note });
