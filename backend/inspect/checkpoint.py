@@ -9,11 +9,11 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from backend import registry
+from backend import presets, registry
 from backend.config import RunSpec
 from backend.config.processes import world_size
 from backend.engines import engine_of
-from backend.runs import CHECKPOINTS, COMPLETE, checkpoint_files, resume_point
+from backend.runs import CHECKPOINTS, COMPLETE, SPEC, checkpoint_files, files, resume_point
 
 # Format -> the files of its optimizer state, and who writes it. transformers 5.23 trainer.py, accelerate 1.15
 # utils/fsdp_utils.py, DeepSpeed 0.19 runtime/engine.py.
@@ -81,7 +81,25 @@ def _optimizer_problem(spec: RunSpec, folder: Path) -> str:
         if expected == "fsdp" and written == "sharded":
             label += " with a full state dict"
         return f"{folder} was saved by {OPTIMIZER_FILES[written][1]}, and {label} cannot resume from that format."
-    return _deepspeed_problem(spec, folder) if expected == "deepspeed" else ""
+    return _other_optimizer(spec, folder) or (_deepspeed_problem(spec, folder) if expected == "deepspeed" else "")
+
+
+def _other_optimizer(spec: RunSpec, folder: Path) -> str:
+    """Whether the checkpoint has the state of another optimizer, which fails in the first step, a sentence; '' if the
+    run that saved it is not known."""
+    if folder.parent.name != CHECKPOINTS:
+        return ""
+    try:
+        saved = presets.load(files.read_text(folder.parent.parent / SPEC)).train.optim
+    except (OSError, ValueError):
+        return ""
+    own, theirs = registry.OPTIMIZERS[spec.train.optim], registry.OPTIMIZERS[saved]
+    if saved == spec.train.optim or (own.has_adamw_state and theirs.has_adamw_state):
+        return ""
+    return (
+        f"{folder} has the optimizer state of {theirs.label} ({saved}), and train.optim is {spec.train.optim}, which "
+        "cannot continue with it."
+    )
 
 
 def _deepspeed_problem(spec: RunSpec, folder: Path) -> str:

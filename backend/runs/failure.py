@@ -173,8 +173,8 @@ KNOWN_FAILURES = (
         ("launch.device", "launch.devices"),
         kind=DEVICE,
     ),
-    KnownFailure(
-        r"(?m)^KeyError: (?P<quote>['\"])(?P<name>.+)(?P=quote)$",
+    KnownFailure(  # not of an optimizer, which looks for its own state
+        r"(?ms)\A(?!.*/torch/optim/).*^KeyError: (?P<quote>['\"])(?P<name>[^\n]+)(?P=quote)$",
         "The key '{name}' was not found. The most frequent cause is a missing column in the data.",
         "Compare the columns of the data files with data.format and the column options.",
         ("data.format", "data.messages_column", "data.prompt_column", "data.completion_column", "data.text_column"),

@@ -217,6 +217,12 @@ def test_known_failures(tmp_path: Path, said: str, sentence: str, field: str) ->
     assert not field or any(field in name for name in failure.fields)
 
 
+def test_a_key_of_an_optimizer_is_no_column(tmp_path: Path) -> None:
+    frame = 'File "/x/site-packages/torch/optim/sgd.py", line 90, in step\n    state["momentum"]'
+    failure = diagnose_log(tmp_path, f"Traceback (most recent call last):\n  {frame}\nKeyError: 'momentum'\n")
+    assert "KeyError" in failure.sentence and "column" not in failure.sentence + failure.help
+
+
 def test_an_interrupted_build(tmp_path: Path) -> None:
     failure = diagnose_log(tmp_path, "Using /root/.cache/torch_extensions/py311_cpu as PyTorch extensions root...\n")
     assert "DeepSpeed operator" in failure.sentence and "build" in failure.help

@@ -328,6 +328,24 @@ def test_template_and_checkpoint(tmp_path: Path) -> None:
     assert "method.kind is lora" in checkpoint(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("saved", "now", "fits"),
+    [("adamw_torch", "adamw_torch", True), ("adamw_torch", "adamw_torch_fused", True), ("adamw_torch", "sgd", False),
+     ("adafactor", "adamw_torch", False), ("adamw_bnb_8bit", "adamw_torch", False), ("unreadable", "sgd", True)],
+)  # fmt: skip
+def test_a_checkpoint_of_another_optimizer(tmp_path: Path, saved: str, now: str, fits: bool) -> None:
+    """It fails in the first step: the key 'square_avg' was not found."""
+    folder = tmp_path / "checkpoints/checkpoint-3"
+    folder.mkdir(parents=True)
+    for name in ("trainer_state.json", "complete", "optimizer.pt"):
+        (folder / name).touch()
+    (tmp_path / "spec.yaml").write_text("x: [" if saved == "unreadable" else f"train:\n  optim: {saved}\n")
+    resumed = {"save__resume_from": "path", "save__resume_path": str(folder), "method__kind": "full"}
+    problem = inspect_inputs(spec(**resumed, train__optim=now), tmp_path).checkpoint_problem
+    assert (problem == "") == fits
+    assert fits or f"({saved}), and train.optim is {now}" in problem
+
+
 def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
     """Each engine reads only its own files, and each ZeRO stage its own shards; another number of shards is converted
     where that is possible."""
