@@ -370,7 +370,8 @@ def _conversations(part: Part, to_columns: Tokenizer) -> Iterator[ConvertedExamp
 
 
 def _summary(example: str, number: int, counts: Counter[str], spec: RunSpec) -> str:
-    return f"{counted(number, example)}, {counted(counts['tokens'], 'token')}{_notes(counts, spec)}."
+    before = " before truncation" if counts["truncated"] else ""
+    return f"{counted(number, example)}, {counted(counts['tokens'], 'token')}{before}{_notes(number, counts, spec)}."
 
 
 def _no_example_left(number: int, counts: Counter[str], spec: RunSpec) -> str:
@@ -381,16 +382,19 @@ def _no_example_left(number: int, counts: Counter[str], spec: RunSpec) -> str:
     return f"{which} trained token within the first {spec.data.max_length} tokens. {advice}"
 
 
-def _notes(counts: Counter[str], spec: RunSpec) -> str:
+def _notes(number: int, counts: Counter[str], spec: RunSpec) -> str:
     longest = spec.data.max_length
     words = {
         "truncated": f"truncated to {longest} tokens",
         "split": f"split into sequences of at most {longest} tokens",
-        "long": f"dropped because they are longer than {longest} tokens",
-        "dropped": "dropped because they have no trained tokens",
-        "identical": f"dropped because the chosen and the rejected completion are the same within {longest} tokens",
+        "long": f"dropped, longer than {longest} tokens",
+        "dropped": "dropped, without trained tokens",
+        "identical": f"dropped, with the same chosen and rejected completion within {longest} tokens",
     }
     notes = "".join(f"; {counts[key]:,} {text}" for key, text in words.items() if counts[key])
+    dropped = sum(counts[key] for key in ("long", "dropped", "identical"))
+    if dropped and spec.train.stage != "pretraining":  # there, parts of examples are dropped
+        notes += f"; {number - dropped:,} left"
     return notes + "".join(f"; {what} left out in {count:,}" for what, count in unread_keys(counts).items())
 
 

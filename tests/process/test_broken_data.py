@@ -269,7 +269,7 @@ def test_validation_set_without_usable_examples(tmp_path: Path, tiny: Path, fork
     assert "DAT007" not in findings_of(edit(spec, found.fixes[1].patch), tmp_path)
     code, log = skip_checks.run(tmp_path / "run", spec, fork_server)
     assert code == 0, log
-    assert "2 dropped because they have no trained tokens" in log
+    assert "2 dropped, without trained tokens" in log
 
 
 # Which usable examples are selected: (the format, the stage, the positions of the usable ones of 6 examples).

@@ -212,7 +212,7 @@ def test_long_examples_are_truncated_and_empty_ones_dropped_and_counted(tiny: Pa
     made, logged = prepare_rows(tiny, tmp_path, [long, half, {"prompt": "Hi", "completion": "Ho"}])
     assert [len(row) <= 256 for row in made.train["input_ids"]] == [True, True]
     assert "2 truncated to 256 tokens" in logged[0]
-    assert "1 dropped because they have no trained tokens" in logged[0]
+    assert "1 dropped, without trained tokens" in logged[0]
     with pytest.raises(TrainError, match=r"data\.max_length"):
         prepare_rows(tiny, tmp_path, [long])
 
