@@ -108,7 +108,7 @@ def loraplus_rate_too_high(case: Case) -> Violation | None:
         return None
     lower = float(f"{5e-3 / ratio:.1g}")
     if rate * 16 <= MAX_LORA_B_RATE:
-        fix = Fix("Set loraplus_lr_ratio to 16", {"lora.loraplus_lr_ratio": 16.0}, False)
+        fix = Fix("Set the LoRA+ learning rate ratio to 16", {"lora.loraplus_lr_ratio": 16.0}, False)
     else:
         fix = Fix(f"Set the learning rate to {wording.learning_rate(lower)}", {"train.learning_rate": lower}, False)
     message = (
@@ -143,7 +143,7 @@ def rslora_scale_too_large(case: Case) -> Violation | None:
     fields=("lora.use_dora", "lora.dropout"),
     title="DoRA with dropout computes each base layer twice",
     source="peft 0.21 lora/variants.py: with dropout the output of the base layer cannot be reused",
-    fixes=(Fix("Set lora.dropout to 0", {"lora.dropout": 0.0}, safe=False),),
+    fixes=(Fix("Turn off LoRA dropout", {"lora.dropout": 0.0}, safe=False),),
     fails_on=Example({"lora.use_dora": True, "lora.dropout": 0.1}),
     passes_on=Example({"lora.use_dora": True}),
 )
@@ -351,7 +351,7 @@ ONE_RATE = ("lomo", "adalomo", "badam")  # optimizers that step with one learnin
     source="lomo_optim 0.1 lomo.py: fused_backward takes one learning rate; badam 1.4 block_optim.py: _update_lr uses "
     "that of the first group",
     fixes=(
-        Fix("Set loraplus_lr_ratio to 1", {"lora.loraplus_lr_ratio": 1.0}, False),
+        Fix("Turn off LoRA+", {"lora.loraplus_lr_ratio": 1.0}, False),
         Fix("Use AdamW", {"train.optim": "adamw_torch"}, False, "more memory for the optimizer state"),
     ),
     fails_on=Example({"lora.loraplus_lr_ratio": 8.0, "train.optim": "badam"}, EQUIPPED),

@@ -111,7 +111,7 @@ def strategy_with_one_process(case: Case) -> str | None:
     fields=("launch.omp_num_threads", "launch.nproc_per_node"),
     title="More OpenMP threads than CPU cores",
     source="arithmetic; PyTorch's notes on CPU threading",
-    fixes=(Fix("Set omp_num_threads to 0 (cores / processes)", {"launch.omp_num_threads": 0}),),
+    fixes=(Fix("Use as many threads as cores per process", {"launch.omp_num_threads": 0}),),
     fails_on=Example({**DDP_SPEC, "launch.omp_num_threads": 8}),
     passes_on=Example({**DDP_SPEC, "launch.omp_num_threads": 4}),
 )

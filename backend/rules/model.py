@@ -311,7 +311,7 @@ def unsupported_activation_checkpointing(case: Case) -> str | None:
     fields=("model.trust_remote_code", "model.path", "model.hub_id"),
     title="The run executes Python code from the model repository",
     source="transformers 5.23 dynamic_module_utils.py",
-    fixes=(Fix("Turn trust_remote_code off", {"model.trust_remote_code": False}, safe=False),),
+    fixes=(Fix("Do not trust remote code", {"model.trust_remote_code": False}, safe=False),),
     fails_on=Example({"model.source": "hub", "model.hub_id": "some/model", "model.trust_remote_code": True}),
     passes_on=Example({"model.source": "hub", "model.hub_id": "some/model"}),
 )
@@ -332,7 +332,7 @@ def remote_code(case: Case) -> str | None:
     source="transformers 5.23 dynamic_module_utils.py: resolve_trust_remote_code",
     fixes=(
         Fix(
-            "Turn trust_remote_code on",
+            "Trust remote code",
             {"model.trust_remote_code": True},
             safe=False,
             cost="the run executes the Python files of the model with your permissions",

@@ -382,8 +382,8 @@ def hostfile_size_mismatch(case: Case) -> Violation | None:
     title="Both launch.include and launch.devices select devices",
     source="deepspeed 0.19 launcher/runner.py: an include names hosts and their devices",
     fixes=(
-        Fix("Keep launch.include", {"launch.devices": ()}, cost="clears the list of device ids"),
-        Fix("Keep launch.devices", {"launch.include": ""}, cost="the same device ids on every host"),
+        Fix("Keep the included hosts", {"launch.devices": ()}, cost="clears the list of device ids"),
+        Fix("Keep the selected devices", {"launch.include": ""}, cost="the same device ids on every host"),
     ),
     fails_on=Example({**HOSTFILE_SPEC, "launch.include": "worker-1@worker-2", "launch.devices": (0, 1)}, TWO_H100),
     passes_on=Example({**HOSTFILE_SPEC, "launch.devices": (0, 1)}, TWO_H100),

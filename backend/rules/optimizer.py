@@ -546,7 +546,7 @@ def sgd_learning_rate_too_low(case: Case) -> Violation | None:
     fields=("train.max_grad_norm", "train.optim"),
     title="Adafactor already clips its updates",
     source="transformers 5.23 optimization.py, Adafactor: an update is scaled to an RMS of at most 1",
-    fixes=(Fix("Set max_grad_norm to 0", {"train.max_grad_norm": 0.0}, safe=False),),
+    fixes=(Fix("Turn off gradient clipping", {"train.max_grad_norm": 0.0}, safe=False),),
     fails_on=Example({"train.optim": "adafactor"}),
     passes_on=Example({"train.optim": "adafactor", "train.max_grad_norm": 0.0}),
 )

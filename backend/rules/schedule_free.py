@@ -16,7 +16,7 @@ RECTIFIED_LENGTH = 4.0  # RAdam's updates begin where the length of its moving a
     fields=("train.adam_beta1", "train.optim"),
     title="Schedule-free optimizers need a beta1 above 0",
     source="schedulefree 1.4 adamw_schedulefree.py and radam_schedulefree.py, eval(): divides by beta1",
-    fixes=(Fix("Set adam_beta1 to 0.9", {"train.adam_beta1": 0.9}, safe=False), ADAMW),
+    fixes=(Fix("Set Adam beta1 to 0.9", {"train.adam_beta1": 0.9}, safe=False), ADAMW),
     fails_on=Example(full_spec("schedule_free_adamw", train__adam_beta1=0.0), EQUIPPED),
     passes_on=Example(full_spec("schedule_free_adamw", train__adam_beta1=0.5), EQUIPPED),
     proof="launch",

@@ -156,7 +156,7 @@ def no_sequence_classification_head(case: Case) -> str | None:
     title="EXO loss needs label smoothing",
     source="trl 1.16 dpo_trainer.py: label smoothing must be above 0 with exo_pair",
     fixes=(
-        Fix("Set label_smoothing to 0.001", {"preference.label_smoothing": 1e-3}, safe=False),
+        Fix("Set label smoothing to 0.001", {"preference.label_smoothing": 1e-3}, safe=False),
         Fix("Use the sigmoid loss", {"preference.dpo_loss_type": "sigmoid"}, safe=False, cost="a different loss"),
     ),
     fails_on=Example({**DPO, "preference.dpo_loss_type": "exo_pair"}),

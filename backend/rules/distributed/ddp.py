@@ -30,7 +30,7 @@ WITHOUT_GRADIENT = re.compile(
     "finished reduction in the prior iteration",
     fixes=(
         Fix(
-            "Set ddp_find_unused_parameters",
+            "Find unused parameters",
             {"parallel.ddp_find_unused_parameters": True},
             cost="traverses the autograd graph in every step",
         ),

@@ -227,7 +227,7 @@ def sequence_parallel_head_count(case: Case) -> str | None:
     "loss differed by 0.04 from that of one process with 4 accumulated batches of short and long completions",
     fixes=(
         Fix(
-            "Set gradient_accumulation_steps to 1",
+            "Turn off gradient accumulation",
             {"train.gradient_accumulation_steps": 1},
             safe=False,
         ),
