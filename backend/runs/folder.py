@@ -70,6 +70,7 @@ PACKAGES = Path(__file__).resolve().parent.parent.parent  # the supervisor is im
 KILLED = "the run's supervisor process was killed, or the machine shut down."
 # What reading raises for a file that another program has changed, or that has an unexpected type.
 UNREADABLE = (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+JOB_SECONDS = 30.0  # that a deletion waits for a job which uses the model
 MIN_FREE_BYTES = 2**16  # progress and metrics take a few blocks
 ENDS = ("done", "stopped", "failed")
 # Files that a list reads. One that is a named pipe, for example, is damage and not a missing file.
@@ -221,17 +222,15 @@ class Run:
         return count
 
     def delete(self) -> None:
-        """Delete the folder with checkpoints and model, after cleaning up. Raises RunError if the run is alive."""
+        """Delete the folder with checkpoints and model, after stopping what uses it. Raises RunError if the run is
+        alive."""
         lock = None
         try:
             deletion.remove_irregular(self.path / LOCK)
             lock = processes.acquire_lock(self.path)
             if lock is None:
                 raise RunError("This run is still running or waiting. Stop it before you delete it.")
-            if any(map(processes.is_locked, (self.path / JOBS).glob("*"))):
-                raise RunError(
-                    "The model of this run is in use by a job, such as a merge. Stop it before you delete it."
-                )
+            self._end_jobs()
             self._end_job()
             processes.terminate(self.path)
             deletion.delete(self.path)
@@ -241,6 +240,18 @@ class Run:
         finally:
             if lock is not None:
                 processes.release(lock)
+
+    def _end_jobs(self) -> None:
+        """Stop what uses the model of this run, such as a merge or a chat. Raises RunError."""
+        alive = [Run(path) for path in (self.path / JOBS).glob("*") if processes.is_locked(path)]
+        for job in alive:
+            with contextlib.suppress(RunError):  # it has just ended
+                job.stop(save=False)
+        deadline = time.monotonic() + JOB_SECONDS
+        while alive := [job for job in alive if processes.is_locked(job.path)]:
+            if time.monotonic() > deadline:
+                raise RunError(f"{alive[0].name} of this run did not stop. Stop it before you delete the run.")
+            time.sleep(processes.POLL_SECONDS)
 
     def _end_job(self) -> None:
         """Cancel the job of a run whose follower was killed. Raises RunError."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from datetime import datetime
 
 import pytest
@@ -12,6 +13,7 @@ from backend.runs import LOCK, MERGE, MODEL, RESULT, Plan, jobs, processes
 from backend.runs.folder import Run, RunError
 from backend.tasks import merge
 
+SLEEP = ["sleep", "60"]
 CERTIFICATE = {
     "status": "verified", "limits": [], "dtype": "bf16", "is_reward_model": False, "base_model": "m",
     "base_weights": "the same weights as in training",
@@ -72,11 +74,24 @@ def test_a_merge_that_is_outdated_is_replaced(run, monkeypatch, change):
     assert again.plan().argv[1:] == ("-m", "backend.export", ".")
 
 
-def test_a_run_whose_model_is_in_use_is_not_deleted(run):
+def test_deleting_a_run_stops_its_jobs(run, monkeypatch):
+    job = jobs.create(run, merge.KIND, "x", {}, {}, {})
+    (job.path / "plan.json").write_text(json.dumps({**json.loads((job.path / "plan.json").read_text()), "argv": SLEEP}))
+    job.start()
+    deadline = time.monotonic() + 60
+    while not (launcher := json.loads((job.path / "state.json").read_text()).get("launcher")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    run.delete()
+    assert not run.path.exists() and not processes.started(launcher)
+
+
+def test_a_run_whose_job_does_not_stop_is_not_deleted(run, monkeypatch):
     job = finished_job(run)
+    monkeypatch.setattr("backend.runs.folder.JOB_SECONDS", 0.1)
     lock = processes.acquire_lock(job.path)
     try:
-        with pytest.raises(RunError, match="in use by a job"):
+        with pytest.raises(RunError, match="did not stop"):
             run.delete()
     finally:
         processes.release(lock)
