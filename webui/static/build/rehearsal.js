@@ -7,8 +7,8 @@ import { createPoller } from "../poll.js";
 import { failureParts } from "../run/failure.js";
 import { draftId } from "./drafts.js";
 
-// Of each draft, so that two tabs do not show each other's: the id of its last rehearsal, a space, and a checksum of what
-// was rehearsed.
+// Of each draft, so that two tabs do not show each other's: the id of its last rehearsal, a space, and a checksum of
+// what was rehearsed.
 const key = (draft) => `fp-rehearsal-${draft}`;
 const stored = () => (localStorage.getItem(key(draftId())) || "").split(" ");
 const idOf = () => stored()[0];

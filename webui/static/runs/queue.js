@@ -3,7 +3,8 @@
 import { post, runPath } from "../api.js";
 import { confirmDialog, el, notifyError } from "../dom.js";
 
-/** @typedef {{ id: string, name: string, held: boolean, elsewhere: string, reason: string, in_use: boolean }} Waiting */
+/** @typedef {{ id: string, name: string, held: boolean, elsewhere: string, reason: string, in_use: boolean }} Waiting
+ */
 
 /** Hold, release, share or move a waiting run. */
 export const changeQueue = (id, changes) => post(`${runPath(id)}/queue`, changes);
