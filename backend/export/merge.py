@@ -35,7 +35,7 @@ from backend.export.comparison import Difference, compare, log_probabilities, pr
 from backend.inspect.weights import WeightsError, weight_shapes
 from backend.models import trained
 from backend.presets import read
-from backend.runs import BASE, MODEL, SPEC, json_values
+from backend.runs import MODEL, SPEC
 from backend.runs.folder import Run
 from backend.train import adapter_names, base_weights, lora, model
 from backend.train.run_log import RunLog, Stopped, TrainError
@@ -67,7 +67,7 @@ class Merge:
         spec = self._spec()
         self._phase("loading base", f"Loading {spec.model.name} in fp32.", 0.05)
         source = model.locate(spec, lambda text, fraction: self.run_log.progress("loading base", text, fraction))
-        base_check = self._check_base(source)
+        base_check = base_weights.check(self.run.path, source)
         self._check_memory(source)
         tokenizer = model.load_saved_tokenizer(adapter.folder)
         base = self._load_base(spec, source, tokenizer)
@@ -112,20 +112,6 @@ class Merge:
 
     def _spec(self) -> RunSpec:
         return edit(read(self.run.path / SPEC), OUTSIDE)
-
-    def _check_base(self, source: model.ModelSource) -> str:
-        """How the base model was identified. Raises TrainError for other weights than those of the training."""
-        recorded = json_values.read(self.run.path / BASE) if (self.run.path / BASE).is_file() else {}
-        now, then = base_weights.describe(source), recorded
-        if not then.get("fingerprint") or not now["fingerprint"]:
-            return "not checked: the run recorded no fingerprint of its base model"
-        if now["fingerprint"] != then["fingerprint"]:
-            raise TrainError(
-                f"{source.name} has other weights than those that the adapter was trained on (fingerprint "
-                f"{now['fingerprint'][:8]}, {then['fingerprint'][:8]} in training). Restore the base model, then merge "
-                "again."
-            )
-        return "the same weights as in training"
 
     def _check_memory(self, source: model.ModelSource) -> None:
         """Raise TrainError if the fp32 weights cannot be in memory."""

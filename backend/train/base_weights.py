@@ -55,6 +55,20 @@ def record(context: TrainContext, source: ModelSource, start: Path | None) -> No
         write_json(context.folder / BASE, now)
 
 
+def check(run: Path, source: ModelSource) -> str:
+    """How the base model of the run in this folder was identified, for a reader. Raises TrainError if its weights are
+    not those of the training: an adapter would generate gibberish with them."""
+    now, then = describe(source), _recorded(run)
+    if not then.get("fingerprint") or not now["fingerprint"]:
+        return "not checked: the run recorded no fingerprint of its base model"
+    if now["fingerprint"] != then["fingerprint"]:
+        raise TrainError(
+            f"{source.name} has other weights than those that this run was trained on (fingerprint "
+            f"{now['fingerprint'][:8]}, {then['fingerprint'][:8]} in training). Restore the base model, then try again."
+        )
+    return "the same weights as in training"
+
+
 def _recorded(run: Path) -> dict[str, Any]:
     try:
         found = json_values.read(run / BASE)
