@@ -170,6 +170,22 @@ def test_other_base_weights_are_refused(adapter: Path, tmp_path: Path, monkeypat
     assert merge(older, tmp_path / "unknown")["certificate"]["base_weights"].startswith("not checked")
 
 
+def test_a_resume_on_other_base_weights_is_refused(
+    fork_server: ForkServer, adapter: Path, root: Path, tmp_path: Path
+) -> None:
+    """Frozen weights are not in the checkpoint of an adapter."""
+    base = tmp_path / "base"
+    shutil.copytree(json.loads((adapter / BASE).read_text())["name"], base)
+    changes = {"model.source": "path", "model.path": str(base), "save.strategy": "steps", "save.steps": 2}
+    folder = fork_server.train(root / "merge-resumed", make_spec({**STRONG, **changes, "save.total_limit": 5}))
+    fork_server.resume(folder, 2)
+    path = base / "model.safetensors"
+    save_file({name: 1.01 * value for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    shutil.rmtree(folder / "checkpoints/checkpoint-4")
+    assert fork_server.run(folder) != 0
+    assert "has other weights than those that checkpoint-2 was trained with" in log_text(folder)
+
+
 @pytest.mark.parametrize("fault", ["a head of zeros", "another layer", "a tensor less"])
 def test_a_wrong_saved_model_is_deleted(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
