@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from backend.cli import (
+    chat,
     commands,
     device_test,
     environments,
@@ -70,6 +71,7 @@ COMMANDS: Mapping[str, Command] = {
     "show": runs.show,
     "stop": runs.stop,
     "resume": runs.resume,
+    "chat": chat.start,
     "logs": runs.logs,
     "metrics": runs.metrics,
     "export-metrics": export_metrics.start,
@@ -239,9 +241,24 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     )
     retry.add_argument("--automatic", action="store_true", help="only if train.half_lr_retries allows another retry")
     retry.add_argument("--follow", action="store_true", help=FOLLOW)
+    _add_chat(command, run_id)
     logs = command("logs", run_id, help="print the log of a run")
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the run has ended")
     _add_report_commands(command, folder, run_id)
+
+
+def _add_chat(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
+    chatting = command("chat", run_id, help="chat with the model of a run, and with its base model next to it")
+    add = chatting.add_argument
+    add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
+    add("--side", choices=("tuned", "base", "both"), default="tuned", help="which models (default: tuned)")
+    add("--prompt", metavar="TEXT", help="generate for this prompt and exit (default: read prompts from the terminal)")
+    add("--answer", action="append", default=[], metavar="TEXT", help="for a reward model: set it twice to score both")
+    add("--system", metavar="TEXT", help="the system prompt (default: the one of training)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the most probable tokens (default: 1)")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="the limit of an output (default: 256)")
+    add("--seed", type=int, metavar="N", help="the seed of sampling (default: random)")
 
 
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:

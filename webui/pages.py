@@ -31,6 +31,7 @@ STYLES = (
     "vendor/uPlot.min.css",
     "run/run.css",
     "run/results.css",
+    "run/chat.css",
     "charts.css",
     "run/log.css",
     "runs/runs.css",

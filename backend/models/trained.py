@@ -109,13 +109,14 @@ def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool
     labels = ", num_labels=1, pad_token_id=tokenizer.pad_token_id" if scores else ""
     return CODE.format(
         imports=imports, folder=json.dumps(str(folder)), kind=kind, labels=labels,
-        prompt=CHAT if _has_template(folder) else PLAIN,
+        prompt=CHAT if has_template(folder) else PLAIN,
         use=SCORE if scores else GENERATE,
         ends=OWN_ENDS if own else "",
     )  # fmt: skip
 
 
-def _has_template(folder: Path) -> bool:
+def has_template(folder: Path) -> bool:
+    """Whether the tokenizer in `folder` has a chat template."""
     if (folder / "chat_template.jinja").exists():
         return True
     return bool(json_values.read(folder / TOKENIZER).get("chat_template"))

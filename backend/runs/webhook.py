@@ -64,6 +64,8 @@ def notify(folder: Path, alert: str = "") -> None:
     if not url:
         return
     run = Run(folder)
+    if run.about().get("kind"):  # a job of a run (jobs.py): its user follows it
+        return
     summary = run.summary()
     found = marks.mark(run, summary["state"])
     text = f"Footplate: {summary['name']}. {alert or ' '.join(filter(None, (summary['sentence'], found.sentence)))}"

@@ -119,7 +119,7 @@ class Generator:
                 generation_config=self._config(model),
                 stopping_criteria=StoppingCriteriaList([_EachToken(batch["input_ids"].shape[1], count)]),
                 synced_gpus=False,  # each rank has whole weights, so no rank waits for another's outputs
-                **_without_router_loss(model),
+                **without_router_loss(model),
             )
         new = generated[:, batch["input_ids"].shape[1] :]
         return [text.strip() for text in self.tokenizer.batch_decode(new, skip_special_tokens=True)]
@@ -148,8 +148,9 @@ class _EachToken(StoppingCriteria):
         return torch.full((input_ids.shape[0],), ends, dtype=torch.bool, device=input_ids.device)
 
 
-def _without_router_loss(model: Any) -> dict[str, bool]:
-    """The router loss of a mixture of experts is computed over whole sequences, but generation is token by token."""
+def without_router_loss(model: Any) -> dict[str, bool]:
+    """Arguments of `generate`: the router loss of a mixture of experts is computed over whole sequences, but generation
+    is token by token."""
     known = hasattr(model.config.get_text_config(), "output_router_logits")
     return {"output_router_logits": False} if known else {}
 

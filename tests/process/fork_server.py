@@ -102,7 +102,8 @@ os.kill(warm, signal.SIGKILL), os.waitpid(warm, 0)
 PYTHON_CODE = """\
 #!/bin/sh
 case "$1 $2 $3" in
-    "-m torch.distributed.run "*|"-m deepspeed.launcher."*|"-m accelerate."*|"-m backend.train"*|"-u -m backend.train"*)
+    "-m torch.distributed.run "*|"-m deepspeed.launcher."*|"-m accelerate."*|"-m backend.train"*|\\
+    "-m backend.inference"*|"-u -m backend.train"*)
         FOOTPLATE_WARM={server} exec {standin} "$@" ;;
     *) exec {python} "$@" ;;
 esac

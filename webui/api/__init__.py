@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from webui.api import (
+    chat,
     checking,
     columns,
     compare_runs,
@@ -55,6 +56,8 @@ GET: Mapping[str, Endpoint] = {
     "/api/comparison": compare_runs.compare,
     "/api/comparison/curves.csv": compare_runs.curves_csv,
     "/api/comparison/curves.png": compare_runs.image,
+    "/api/runs/{id}/chat": chat.show,
+    "/api/runs/{id}/chat/tokens": chat.tokens,
     "/api/runs/{id}/remedies": runs.list_remedies,
     "/api/runs/{id}/bundle.zip": runs.bundle_zip,
     "/api/runs/{id}/model.zip": model_zip.model_zip,
@@ -90,6 +93,9 @@ POST: Mapping[str, Endpoint] = {
     "/api/sweeps": sweeps.start,
     "/api/sweeps/check": sweeps.check,
     "/api/rehearsals/{id}/stop": rehearsals.stop,
+    "/api/runs/{id}/chat": chat.start,
+    "/api/runs/{id}/chat/requests": chat.send,
+    "/api/runs/{id}/chat/end": chat.end,
     "/api/runs/{id}/stop": runs.stop,
     "/api/runs/{id}/resume": runs.resume,
     "/api/runs/{id}/queue": runs.change_queue,

@@ -29,6 +29,7 @@ import {
 } from "../run_state.js";
 import { changeQueue, removeFromQueue } from "../runs/queue.js";
 import { editNotes, tagList } from "../runs/runs_actions.js";
+import { Chat } from "./chat.js";
 import { failureParts, remedies } from "./failure.js";
 import { alertParts, isAlert, rankTable } from "./live.js";
 import { createLog } from "./log.js";
@@ -100,6 +101,7 @@ function buildPage(place) {
     page.cards,
     page.routerNote,
     page.model,
+    page.chat.node,
     page.samples,
     page.sweep.node,
     page.charts.node,
@@ -127,6 +129,7 @@ function createRequestingParts() {
   });
   page.sweep = createSweep(isVisible);
   page.stacks = createStacks(base);
+  page.chat = new Chat(base, isVisible);
   page.log = createLog({ base, hasEnded: ended, isVisible, onTrouble: troubleOf("log") });
 }
 
@@ -228,6 +231,7 @@ function close() {
   page.poller.stop();
   page.charts.close();
   page.sweep.close();
+  page.chat.close();
   page.log.close();
 }
 
@@ -310,6 +314,7 @@ function draw() {
   drawTitle();
   drawActions();
   page.sweep.open(run.sweep, id);
+  page.chat.open(Boolean(run.model), run.result?.samples || []);
   page.stacks.draw(Boolean(summary.stalled));
   page.log.offerRanks(run.ranks || []);
   drawIfChanged("annotations", run.annotations, drawNotes);

@@ -1,0 +1,257 @@
+"""The process of a chat: answers the requests in its folder, one after the other, until nobody is there any more.
+
+One thread: `disable_adapter()` of peft is global, so two generations at once would both be those of the base. Requests
+are read after each token, so that a stop is seen at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backend.data.chat import with_system_prompt
+from backend.inference import generation
+from backend.inference.loading import Loaded, Models
+from backend.models import chat, chat_files, system_prompt, trained
+from backend.models.chat_files import GENERATE, OPTIONS, OUTPUTS, REQUESTS, STOP, TUNED, Lines, Request
+from backend.runs import RESULT, json_values, queue
+from backend.runs.files import write_json
+from backend.runs.folder import Run
+from backend.train.run_log import RunLog, TrainError
+from backend.train.templates import ChatTokenizer, UnsupportedConversation
+from backend.wording import counted
+
+POLL_SECONDS = 0.05
+NICENESS = 5  # on a CPU, which runs may train on meanwhile
+LOOK_SECONDS = 1.0  # between two looks at clients and queue
+LOADING, READY = "loading model", "chat"  # phases of the job
+SIDE_NAMES = {"tuned": "trained model", "base": "base model"}
+
+
+class Chat:
+    """The chat in `folder`, which is that of a job of the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.job = folder, Run(folder)
+        self.log = RunLog(folder)
+        self.models = Models(Run(self.job.path.parent.parent), self._loading)
+        self.idle_seconds = _idle_seconds(folder)
+        self.devices = set(self.job.plan().devices)
+        if not self.devices:
+            os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+        self.requests = Lines(folder / REQUESTS)
+        self.all: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self.stopped: set[str] = set()
+        self.looked, self.active = 0.0, time.time()
+        self.started, self.count = time.time(), 0
+        self.reason = ""  # why the process ends
+
+    def serve(self) -> None:
+        """Answer requests until the chat ends, and write its result."""
+        ended = {(line.get("id"), line.get("side")) for line in self._outputs() if "end" in line}
+        self._poll()
+        self.waiting = deque(r for r in self.waiting if not all((r.id, side) in ended for side in r.sides))
+        if not self.waiting:
+            self._preload()
+            self.log.start_phase(READY, "The chat is ready.")
+        while not self._ends():
+            self._poll()
+            if self.waiting:
+                self._answer(self.waiting.popleft())
+                self.active = time.time()
+            else:
+                time.sleep(POLL_SECONDS)
+        self._poll()
+        for request in self.waiting:
+            for side in request.sides:
+                self._end(request, side, end=generation.STOPPED, text="")
+        seconds = round(time.time() - self.started, 1)
+        write_json(self.folder / RESULT, {"text": self.reason, "outputs": self.count, "seconds": seconds})
+        self.log.info(self.reason)
+
+    def _outputs(self) -> list[dict[str, Any]]:
+        return Lines(self.folder / OUTPUTS, chat_files.DETAILS).read()
+
+    def _loading(self, text: str) -> None:
+        self.log.start_phase(LOADING, text)
+
+    def _preload(self) -> None:
+        """Load the newest model before somebody asks. Raises TrainError if that is not possible."""
+        found = trained.models(self.models.run)
+        if not found:
+            raise TrainError("This run has no model that can be loaded any more.")
+        self.models.load(found[0].step, TUNED)
+
+    # -- when it ends --------------------------------------------------------------------------------------------------
+
+    def _ends(self) -> bool:
+        """Whether the chat ends now, for a reason that is kept. Between two outputs."""
+        if self.log.stop_requested():
+            self.reason = "The chat was stopped."
+        elif time.monotonic() - self.looked >= LOOK_SECONDS:
+            self.looked = time.monotonic()
+            self.reason = self._waiting_run() or self._idle()
+        return bool(self.reason)
+
+    def _idle(self) -> str:
+        seen = max(self.active, chat_files.last_sign(self.folder))
+        if self.waiting or time.time() - seen < self.idle_seconds:
+            return ""
+        return f"The chat ended because nobody used it for {_duration(self.idle_seconds)}."
+
+    def _waiting_run(self) -> str:
+        """A run in the queue goes first. The queue says who holds the device that a run waits for."""
+        if not self.devices:
+            return ""
+        own = Run(self.folder)  # it may have been renamed
+        with contextlib.suppress(OSError):
+            for entry in queue.entries():
+                waits = not entry.held and self.devices & set(entry.devices) and entry.run != str(own.path)
+                if waits and own.id in Run(Path(entry.run)).waiting()["reason"]:
+                    device = next(label for name, label in entry.devices.items() if name in self.devices)
+                    return f"The chat ended because {entry.id} waits for {device}."
+        return ""
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        """Read new requests."""
+        for value in self.requests.read():
+            request = chat_files.parse(value)
+            if request is None:
+                continue
+            self.active = max(self.active, time.time())
+            self.all.append(request)
+            if request.kind == GENERATE:
+                self.waiting.append(request)
+            elif request.kind == STOP:
+                self.stopped.add(request.target)
+
+    def _answer(self, request: Request) -> None:
+        """Generate the outputs of a request."""
+        so_far = chat_files.turns(self.all, self._outputs(), request.conversation)
+        number = next((n for n, turn in enumerate(so_far) if turn.request.id == request.id), None)
+        before = so_far[:number] if number and request.history else []
+        for side in request.sides:
+            if number is None or self._is_stopped(request):  # cleared or replaced meanwhile
+                self._end(request, side, end=generation.STOPPED, text="")
+                continue
+            try:
+                self._generate(request, side, before)
+            except (TrainError, UnsupportedConversation) as error:
+                text = str(error)
+                self._fail(request, side, text if isinstance(error, TrainError) else f"The conversation {text}.")
+            except torch.OutOfMemoryError:
+                self._fail(request, side, "The device has too little free memory for this model and prompt.")
+            except (RuntimeError, ValueError) as error:  # of the model's code
+                self._fail(request, side, f"The model failed: {(str(error).splitlines() or [''])[0]}")
+        self.log.progress(READY)
+
+    def _is_stopped(self, request: Request) -> bool:
+        """Whether a generation should end now; called after each token."""
+        self._poll()
+        return request.id in self.stopped or bool(self.log.stop_requested())
+
+    def _generate(self, request: Request, side: str, before: list[chat_files.Turn]) -> None:
+        self.models.run = Run(Run(self.folder).path.parent.parent)  # it may have been renamed
+        loaded = self.models.load(request.step, side)
+        chat_files.append(self.folder / OUTPUTS, {"id": request.id, "side": side, "begin": time.time()})
+        mode = self.models.mode(request.step)
+        if mode == chat.SCORE:
+            self._score(request, side, loaded)
+            return
+        self.log.progress(READY, f"Generating with the {SIDE_NAMES[side]}.")
+        prompt = request.prompt
+        if mode == chat.CHAT:
+            template = self._template(loaded)
+            prompt = template.render_prompt(self._messages(request, side, before))
+            ids = template.ids(prompt)
+        else:
+            ids = list(loaded.tokenizer(prompt)["input_ids"])
+
+        def report(text: str) -> None:
+            chat_files.append(self.folder / OUTPUTS, {"id": request.id, "side": side, "text": text})
+
+        output = generation.generate(loaded, ids, request, report, lambda: self._is_stopped(request))
+        self._finish(request, side, loaded, prompt, ids, output)
+
+    def _messages(self, request: Request, side: str, before: list[chat_files.Turn]) -> list[dict[str, Any]]:
+        """The conversation as this side has seen it: the turns to which it has an answer."""
+        found: list[dict[str, Any]] = []
+        for turn in before:
+            output = turn.outputs.get(side, {})
+            if text := str(output.get("text") or "").strip():
+                found += [{"role": "user", "content": turn.request.prompt}, {"role": "assistant", "content": text}]
+        found.append({"role": "user", "content": request.prompt})
+        system = system_prompt.of_training(self.models.spec) if request.system is None else request.system
+        return list(with_system_prompt(found, system))
+
+    def _template(self, loaded: Loaded) -> ChatTokenizer:
+        return ChatTokenizer.create(loaded.tokenizer, True, self.models.spec.data.template_kwargs)
+
+    def _score(self, request: Request, side: str, loaded: Loaded) -> None:
+        """Score the two answers of a request with a reward model."""
+        if len(request.answers) != 2:
+            raise TrainError("A reward model scores two answers to a prompt.")
+        template, started = self._template(loaded), time.monotonic()
+        prompt = self._messages(request, side, [])
+        answers = [[{"role": "assistant", "content": answer}] for answer in request.answers]
+        shared, completions = template.tokenize_completions(prompt, answers)
+        with loaded.active() as model:
+            scores = [
+                float(model(input_ids=torch.tensor([[*shared, *ids]], device=model.device)).logits[0, 0])
+                for ids in completions
+            ]
+        self._end(request, side, end="scored", text="", scores=scores, seconds=round(time.monotonic() - started, 3))
+
+    # -- outputs -------------------------------------------------------------------------------------------------------
+
+    def _finish(
+        self, request: Request, side: str, loaded: Loaded, prompt: str, ids: list[int], output: generation.Output
+    ) -> None:
+        """Write the tokens of an output and its end."""
+        tokenizer = loaded.tokenizer
+        tokens = zip(output.ids, generation.pieces(tokenizer, output.ids), output.probabilities, strict=True)
+        details = {
+            "details": [request.id, side],
+            "prompt": prompt,
+            "prompt_tokens": list(zip(ids, generation.pieces(tokenizer, ids), strict=True)),
+            "tokens": [(token, text, round(probability, 6)) for token, text, probability in tokens],
+        }
+        chat_files.append(self.folder / OUTPUTS, details)
+        speed = len(output.ids) / output.seconds if output.seconds else 0.0
+        self._end(
+            request, side,
+            end=output.end, stop=output.stop, limit=output.limit, seed=output.seed,
+            text=generation.text_of(tokenizer, output),
+            tokens=len(output.ids), prompt_tokens=len(ids),
+            seconds=round(output.seconds, 3), tokens_per_second=round(speed, 2),
+        )  # fmt: skip
+        made = f"{counted(len(output.ids), 'token')} in {output.seconds:.1f} s"
+        self.log.info(f"The {SIDE_NAMES[side]} generated {made}.")
+
+    def _fail(self, request: Request, side: str, sentence: str) -> None:
+        self.log.info(sentence)
+        self._end(request, side, end="error", error=sentence, text="")
+
+    def _end(self, request: Request, side: str, **values: Any) -> None:
+        self.count += 1
+        chat_files.append(self.folder / OUTPUTS, {"id": request.id, "side": side, "step": request.step, **values})
+
+
+def _idle_seconds(folder: Path) -> float:
+    try:
+        return float(json_values.read(folder / OPTIONS)["idle_seconds"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return chat.IDLE_SECONDS
+
+
+def _duration(seconds: float) -> str:
+    return counted(round(seconds / 60), "minute") if seconds >= 60 else counted(round(seconds), "second")

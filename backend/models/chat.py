@@ -1,0 +1,154 @@
+"""The chat with the models of a run: what it offers, and the job that holds the models.
+
+A run has at most one such job. It is started again when it has ended, with the same conversation. Its process is
+`backend/inference`; what it exchanges with its clients is in `chat_files.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from backend import registry
+from backend.config import RunSpec
+from backend.config.options import SpecError, effective
+from backend.models import chat_files, system_prompt, trained
+from backend.models.chat_files import OPTIONS
+from backend.presets import read
+from backend.runs import JOBS, SPEC, files, jobs
+from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
+
+KIND, MODULE = "chat", "backend.inference"
+IDLE_SECONDS = 300.0  # without a client, after which the process ends
+# A generation ends within a token, and there is nothing to save.
+TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)
+CHAT, TEXT, SCORE = "chat", "text", "score"
+MUTEX = ".chat-lock"  # in the folder of the jobs
+# Initializations of an adapter that are taken out of the base weights: without the adapter, these are not the base.
+RESIDUAL = ("pissa", "olora", "corda", "loftq")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What can be asked of a run's models. `mode`: they continue a conversation or a text, or score two answers;
+    `steps`: the models, None is the final one; `without_base`: why there is no base model to compare with, as a
+    sentence; `system` and `template_kwargs`: those of training, unless a request sets another system prompt."""
+
+    mode: str
+    steps: tuple[int | None, ...]
+    without_base: str
+    system: str
+    template_kwargs: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """For the page."""
+        return {
+            "mode": self.mode,
+            "steps": list(self.steps),
+            "without_base": self.without_base,
+            "system": self.system,
+            "template_kwargs": self.template_kwargs,
+        }
+
+
+def read_spec(run: Run) -> RunSpec:
+    """The options of the run. Raises RunError."""
+    try:
+        return _spec(run.path / SPEC, (run.path / SPEC).stat().st_mtime_ns)
+    except OSError as error:
+        raise RunError(f"{SPEC} of this run cannot be read: {error.strerror}.") from error
+    except SpecError as error:
+        raise RunError(f"{SPEC} of this run cannot be read: {error}.") from error
+
+
+@lru_cache(maxsize=64)  # the page asks each second
+def _spec(path: Path, changed: int) -> RunSpec:
+    """`changed`: when the file was changed."""
+    return effective(read(path))
+
+
+def offer(run: Run) -> Offer:
+    """Raises RunError if no model of the run can be loaded here."""
+    found = trained.models(run)
+    if not found:
+        raise RunError(
+            "This run has no model that can be loaded here: no final model, and no checkpoint with whole weights. A "
+            "run on a cluster or with another trainer saves it in its own folder; copy it to this machine."
+        )
+    spec = read_spec(run)
+    mode = mode_of(spec, found[0].folder)
+    without = "A reward model has no base model to compare with: its base has no trained head." if mode == SCORE else ""
+    system = system_prompt.of_training(spec) if mode != TEXT else ""
+    steps = tuple(model.step for model in found)
+    return Offer(mode, steps, without, system, dict(spec.data.template_kwargs) if mode != TEXT else {})
+
+
+def mode_of(spec: RunSpec, folder: Path) -> str:
+    """How the model in `folder` is used: as it was trained."""
+    if registry.STAGES[spec.train.stage].is_reward_model:
+        return SCORE
+    is_chat = spec.train.stage != "pretraining" and spec.data.format != "text" and trained.has_template(folder)
+    return CHAT if is_chat else TEXT
+
+
+def is_residual(adapter: dict[str, Any]) -> bool:
+    """Whether an adapter with this configuration was taken out of the base weights. Final models are converted."""
+    init = adapter.get("init_lora_weights")
+    return isinstance(init, str) and init.lower().startswith(RESIDUAL)
+
+
+def current(run: Run) -> Run | None:
+    """The job of the run's chat, whatever its state is; None if it was never started."""
+    return next(iter(jobs.find_all(run, KIND)), None)
+
+
+def start(run: Run, idle_seconds: float = IDLE_SECONDS) -> Run:
+    """The chat of the run, started unless it is alive. Raises RunError."""
+    offer(run)
+    with _alone(run):
+        job = current(run)
+        if job and job.state in ALIVE:
+            return job
+        job = _created(run, job, idle_seconds)
+        job.start(timeouts=TIMEOUTS)
+        return job
+
+
+def _created(run: Run, earlier: Run | None, idle_seconds: float) -> Run:
+    """A new job, with the conversation of the earlier one, which is deleted. A job is not started again: the run may
+    have been moved, or Footplate updated."""
+    kept = chat_files.conversation(earlier.path) if earlier else {}
+    env, devices = _place(run)
+    job = jobs.create(run, KIND, MODULE, {OPTIONS: json.dumps({"idle_seconds": idle_seconds}), **kept}, env, devices)
+    if earlier and earlier.path != job.path and earlier.path.is_dir():  # one without a result is deleted already
+        earlier.delete()
+    return job
+
+
+def _place(run: Run) -> tuple[dict[str, str], dict[str, str]]:
+    """The environment and the devices of the job: the first device of the run, or one thread of the CPU."""
+    plan, resolved = run.plan(), run.resolved()
+    env = {name: value for name, value in {**plan.defaults, **plan.env}.items() if name != "PYTHONPATH"}
+    family = str(resolved.get("device") or "cpu")
+    if family == "cpu" or family not in registry.DEVICES or run.job():
+        return {**env, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}, {}
+    device, ids = registry.DEVICES[family], resolved.get("device_ids") or ()
+    if device.visible_devices_env and ids:
+        env[device.visible_devices_env] = str(ids[0])
+    return env, dict(list(plan.devices.items())[:1])
+
+
+@contextlib.contextmanager
+def _alone(run: Run) -> Iterator[None]:
+    """One start at a time, for two pages whose users click at once."""
+    place = run.path / JOBS
+    place.mkdir(mode=0o700, exist_ok=True)
+    with files.open_to_append(place / MUTEX) as mutex:
+        fcntl.flock(mutex, fcntl.LOCK_EX)
+        yield

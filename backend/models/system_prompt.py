@@ -1,0 +1,53 @@
+"""The system prompt that a model was trained with: without it, the model does not do what it has learned."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from backend.config import Data, RunSpec
+from backend.config.options import for_dataset
+from backend.data import DataFileError, InvalidExample, convert, detect_format, expand, file_patterns, read_examples
+from backend.registry import STAGES
+
+MAX_EXAMPLES = 20
+MAX_BYTES = 2**26  # of a file that may have to be read whole for its first examples
+FOLLOWED = (".jsonl", ".csv", ".tsv")  # files that are read a line at a time
+
+
+def of_training(spec: RunSpec) -> str:
+    """The one of the first examples, if they all have the same; else data.system_prompt. Of several datasets, the
+    first decides."""
+    own = for_dataset(spec, 0)
+    try:
+        paths = expand(file_patterns(own.data)[0])
+        changed = paths[0].stat().st_mtime_ns if paths else 0
+    except (OSError, DataFileError):  # the files were moved since
+        return spec.data.system_prompt
+    if not paths:  # a dataset of the Hub
+        return spec.data.system_prompt
+    data = Data() if own.data.source == "builtin" else own.data
+    return _of_examples(paths[0], changed, data.model_dump_json(), tuple(STAGES[spec.train.stage].formats))
+
+
+@lru_cache(maxsize=64)  # the page asks each second
+def _of_examples(path: Path, changed: int, columns: str, formats: tuple[str, ...]) -> str:
+    """`columns`: the options of the data as JSON; `changed`: when the file was changed."""
+    data = Data.model_validate_json(columns)
+    found = set()
+    try:
+        if path.stat().st_size > MAX_BYTES and not path.name.endswith(FOLLOWED):
+            return data.system_prompt
+        for _, example in read_examples(path, MAX_EXAMPLES, in_server=True):
+            format = detect_format(example, formats) if data.format == "auto" else data.format
+            found.add(_of_turns(convert(example, format or "", data)))
+    except (OSError, DataFileError, InvalidExample, LookupError, ValueError):
+        return data.system_prompt
+    return found.pop() if len(found) == 1 else data.system_prompt
+
+
+def _of_turns(example: dict[str, Any]) -> str:
+    turns = example.get("messages") or example.get("prompt") or ()
+    first = turns[0] if isinstance(turns, list) and turns else {}
+    return str(first.get("content", "")) if first.get("role") == "system" else ""

@@ -1,0 +1,127 @@
+"""The card "Chat" of a run's page. Its process is replaced by fake_chat.py; the real one is in tests/process."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+from same_page import show_run
+from served import HOME, serving
+from test_accessibility import violations
+from test_journeys import SLOW_TIMEOUT
+from test_trained_model_page import plant
+
+from backend.models import chat
+from backend.runs import RESULT, jobs
+from backend.runs.folder import ALIVE
+
+PYTHON = """#!/bin/sh
+case "$*" in
+    "-m backend.inference .") exec {python} {fake} ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def chatting(tmp_path):
+    """A server whose chats are answered by fake_chat.py."""
+    program = tmp_path / "python"
+    fake = Path(__file__).with_name("fake_chat.py")
+    program.write_text(PYTHON.format(python=sys.executable, fake=fake))
+    program.chmod(0o755)
+    with serving(tmp_path / "runs", FOOTPLATE_TEST_PYTHON=str(program), PYTHONPATH=str(HOME)) as server:
+        yield server
+
+
+@pytest.fixture
+def run(chatting):
+    found = plant(chatting, "chatty")
+    samples = [{"prompt": f"Example {n}", "reference": "r", "before": "b", "after": "a"} for n in (1, 2)]
+    (found.path / RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples}))
+    yield found
+    for job in jobs.alive(found):
+        job.stop(save=False)
+
+
+def ready(page):
+    page.wait_for_selector("body[data-ready]")
+    card = page.get_by_role("region", name="Chat")
+    expect(card).to_be_visible(timeout=SLOW_TIMEOUT)
+    return card
+
+
+def outputs(card, side):
+    return card.locator(f".fp-chat-output[data-side={side}]")
+
+
+def test_a_conversation(chatting, run, page):
+    page.goto(f"{chatting.url}/?tab=run&run={run.id}")
+    card = ready(page)
+    expect(card.get_by_label("Prompt", exact=True)).to_be_hidden()
+    card.get_by_role("button", name="Chat with this model").click()
+    prompt = card.get_by_label("Prompt", exact=True)
+    card.get_by_label("Compare with the base model").check()
+    prompt.fill("one")
+    prompt.press("Shift+Enter")
+    prompt.press_sequentially("two")
+    prompt.press("Enter")
+    expect(outputs(card, "base")).to_contain_text("base <b onclick=alert(1)>bold</b> one two", timeout=SLOW_TIMEOUT)
+    assert card.locator("b").count() == 0, "text of a model is no HTML"
+    expect(outputs(card, "tuned")).to_contain_text("4 tokens in 3.1 s, ended with <|im_end|>")
+    expect(prompt).to_have_value("")
+    outputs(card, "tuned").get_by_role("button", name="Show tokens").click()
+    expect(outputs(card, "tuned").locator("pre")).to_have_count(2)
+    expect(outputs(card, "tuned").locator("[title='Token 2, probability 50%']")).to_have_count(4)
+
+    card.get_by_label("Compare with the base model").uncheck()
+    prompt.fill("endless")
+    card.get_by_role("button", name="Send").click()
+    expect(outputs(card, "tuned").nth(1)).to_contain_text("more more")
+    card.get_by_role("button", name="Stop", exact=True).click()
+    expect(outputs(card, "tuned").nth(1)).to_contain_text("stopped")
+    expect(outputs(card, "tuned").nth(0).get_by_role("button", name="Hide tokens")).to_be_visible()  # it stayed open
+    card.locator("summary").click()
+    assert violations(page, ".fp-chat") == []
+
+    page.reload()
+    card = ready(page)
+    expect(outputs(card, "tuned")).to_have_count(2)
+    expect(card.locator("summary")).to_have_text("System prompt and settings")
+    card.locator("summary").click()
+    expect(card.get_by_label("System prompt")).to_have_value("As JSON: train, from, to, time (HH:MM), platform.")
+    card.get_by_role("button", name="Validation example").click()
+    expect(card.get_by_label("Prompt", exact=True)).to_have_value("Example 1")
+    expect(card.get_by_label("Include earlier turns")).not_to_be_checked()
+    card.get_by_role("button", name="Regenerate").click()
+    card.get_by_role("button", name="Stop", exact=True).click()
+    expect(card.get_by_role("button", name="Regenerate")).to_be_visible()
+    expect(outputs(card, "tuned")).to_have_count(2)
+
+
+def test_errors_the_end_and_another_run(chatting, run, page):
+    other = plant(chatting, "other")
+    page.goto(f"{chatting.url}/?tab=run&run={run.id}")
+    card = ready(page)
+    card.get_by_role("button", name="Chat with this model").click()
+    prompt = card.get_by_label("Prompt", exact=True)
+    prompt.fill("fail")
+    prompt.press("Enter")
+    expect(outputs(card, "tuned")).to_contain_text("The model failed: on purpose.", timeout=SLOW_TIMEOUT)
+    prompt.fill("x" * 70_000)
+    prompt.press("Enter")
+    expect(page.locator("#fp-toasts")).to_contain_text("at most 64 KiB")
+    assert len(prompt.input_value()) == 70_000, "what could not be sent stays"
+    card.get_by_role("button", name="Clear", exact=True).click()
+    page.get_by_role("dialog").get_by_role("button", name="Clear").click()
+    expect(outputs(card, "tuned")).to_have_count(0)
+    card.get_by_role("button", name="End chat").click()
+    expect(card).to_contain_text("The chat was stopped.", timeout=SLOW_TIMEOUT)
+    job = chat.current(run)
+    assert job.state not in ALIVE
+
+    show_run(page, other)
+    expect(page.locator(".fp-run h2")).to_have_text("other", timeout=SLOW_TIMEOUT)
+    expect(card.get_by_role("button", name="Chat with this model")).to_be_visible()
+    expect(card).not_to_contain_text("The chat was stopped.")

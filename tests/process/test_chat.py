@@ -1,0 +1,242 @@
+"""The chat with the models of a run: what it generates, and how its process ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fork_server import ForkServer
+from training_runs import log_text, make_spec, result
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from backend.inference import generation
+from backend.models import chat, chat_files
+from backend.models.chat_files import BASE, TUNED, Request
+from backend.runs import Plan, jobs, processes
+from backend.runs.folder import ALIVE, Run
+
+NEW_TOKENS = 16
+TRAINED = {
+    "save.final_model": True, "save.strategy": "steps", "save.steps": 2, "eval.num_generations": 2,
+    "eval.per_device_eval_batch_size": 1, "eval.max_new_tokens": NEW_TOKENS, "eval.strategy": "steps", "eval.steps": 2,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "pissa": {"lora.init": "pissa"},
+    "full": {"method.kind": "full"},
+    "text": {"method.kind": "full", "train.stage": "pretraining", "eval.num_generations": 0},
+    "dora": {"lora.use_dora": True},
+    "nf4": {"method.quantization": "nf4"},
+    "modules": {"lora.modules_to_save": ["lm_head"]},
+}
+GPU = {"GPU-of-a-test": "GPU 0"}
+
+
+@pytest.fixture(scope="module")
+def run(fork_server: ForkServer, root: Path) -> Run:
+    """A run that has trained an adapter."""
+    return Run(fork_server.train(root / "adapter", make_spec(TRAINED)))
+
+
+@pytest.fixture
+def python(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of a chat is forked."""
+    monkeypatch.setattr(sys, "executable", str(fork_server.python))
+
+
+@pytest.fixture
+def start(python: None) -> Iterator[Callable[..., Run]]:
+    """Starts chats; asserts that they leave no process."""
+    started: list[Run] = []
+
+    def start_one(run: Run, idle_seconds: float = 60) -> Run:
+        started.append(chat.start(run, idle_seconds))
+        return started[-1]
+
+    yield start_one
+    for job in started:
+        if job.path.is_dir() and job.state in ALIVE:
+            job.stop(save=False)
+            wait_for(lambda job=job: job.state not in ALIVE)
+        assert not processes.run_processes(job.path)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ask(job: Run, request: Request) -> dict[str, dict[str, Any]]:
+    """The outputs of a request, with their tokens."""
+    id = chat_files.send(job.path, request)
+
+    def turn() -> chat_files.Turn:
+        return next(t for t in chat_files.read_turns(job.path, request.conversation) if t.request.id == id)
+
+    wait_for(lambda: turn().is_done or job.state not in ALIVE)
+    assert turn().is_done, log_text(job.path)
+    details = {side: chat_files.details(job.path, id, side) or {} for side in request.sides}
+    return {
+        side: {**details[side], **output, "tokens_of": details[side].get("tokens", [])}
+        for side, output in turn().outputs.items()
+    }
+
+
+def assert_is_of(model: Any, details: dict[str, Any]) -> None:
+    """The tokens are those that a model generates by itself for the same prompt, and their probabilities too."""
+    assert "".join(text for _, text in details["prompt_tokens"]) == details["prompt"]
+    ids = torch.tensor([[token for token, _ in details["prompt_tokens"]]])
+    more = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+    with torch.no_grad():
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), **more)[0, ids.shape[1] :]
+        scores = model(ids).logits[0, -1]
+    assert made.tolist() == [token for token, _, _ in details["tokens"]]
+    token, _, probability = details["tokens"][0]
+    assert probability == pytest.approx(float(scores.softmax(-1)[token]), abs=1e-5)
+
+
+def test_a_chat_generates_what_training_and_the_base_model_do(run: Run, tiny: Path, start: Callable[..., Run]) -> None:
+    samples = result(run.path)["samples"]
+    job = start(run)
+    for sample in samples:
+        request = Request(prompt=sample["prompt"], sides=(TUNED, BASE), max_new_tokens=NEW_TOKENS, history=False)
+        outputs = ask(job, request)
+        assert outputs[TUNED]["text"].strip() == sample["after"]
+        assert outputs[BASE]["text"].strip() == sample["before"]
+        assert outputs[TUNED]["limit"] == NEW_TOKENS and outputs[TUNED]["end"] in ("limit", "stop token")
+        assert [p for *_, p in outputs[TUNED]["tokens_of"]] != [p for *_, p in outputs[BASE]["tokens_of"]]
+    turns = chat_files.read_turns(job.path, "page")
+    details = chat_files.details(job.path, turns[0].request.id, BASE)
+    assert details
+    assert_is_of(AutoModelForCausalLM.from_pretrained(tiny), details)
+    assert "As JSON" in details["prompt"], "the system prompt of the examples"
+
+    followed = ask(job, Request(prompt="Again", system="Short.", step=2, max_new_tokens=4, temperature=1.0, seed=7))
+    assert followed[TUNED]["prompt"].count("<|im_start|>user") == 3 and "As JSON" not in followed[TUNED]["prompt"]
+    assert followed[TUNED]["tokens"] == 4 and followed[TUNED]["seed"] == 7
+    again = ask(job, Request(prompt="Again", system="Short.", step=2, max_new_tokens=4, temperature=1.0, seed=7,
+                             replaces=chat_files.read_turns(job.path, "page")[-1].request.id))  # fmt: skip
+    assert again[TUNED]["text"] == followed[TUNED]["text"]
+    assert len(chat_files.read_turns(job.path, "page")) == 3
+    gone = ask(job, Request(prompt="x", step=99, conversation="other"))
+    assert "checkpoint of step 99" in gone[TUNED]["error"]
+
+
+def test_a_stop_ends_an_output_and_the_process(run: Run, start: Callable[..., Run]) -> None:
+    job = start(run)
+    long = Request(prompt="x", max_new_tokens=30_000, conversation="long")
+    id = chat_files.send(job.path, long)
+
+    def begun(conversation: str) -> bool:
+        return any(turn.outputs.get(TUNED, {}).get("text") for turn in chat_files.read_turns(job.path, conversation))
+
+    wait_for(lambda: begun("long"))
+    chat_files.send(job.path, Request(kind=chat_files.STOP, target=id))
+    wait_for(lambda: chat_files.read_turns(job.path, "long")[0].is_done, 10)
+    output = chat_files.read_turns(job.path, "long")[0].outputs[TUNED]
+    if output["end"] != "stop token" and output["end"] != "context":
+        assert output["end"] == "stopped" and output["text"]
+    assert job.state == "running"
+
+    chat_files.send(job.path, replace(long, conversation="second"))
+    wait_for(lambda: begun("second"))
+    job.stop(save=False)
+    wait_for(lambda: job.state not in ALIVE, 15)
+    assert job.state == "done" and job.result()["text"] == "The chat was stopped."
+    assert chat_files.read_turns(job.path, "second")[0].is_done
+    assert not processes.run_processes(job.path)
+
+
+def test_an_idle_chat_ends_and_keeps_its_conversation(run: Run, start: Callable[..., Run]) -> None:
+    job = start(run, 1)
+    ask(job, Request(prompt="Alone", conversation="shell", max_new_tokens=2))
+    chat_files.send(job.path, Request(kind=chat_files.CLEAR))
+    ask(job, Request(prompt="Hello", max_new_tokens=2))
+    wait_for(lambda: job.state not in ALIVE, 30)
+    assert job.state == "done", log_text(job.path)
+    assert job.result()["text"] == "The chat ended because nobody used it for 1 second."
+    later = start(run)
+    (turn,) = chat_files.read_turns(later.path, "page")
+    assert turn.request.prompt == "Hello" and turn.is_done and not chat_files.read_turns(later.path, "shell")
+    assert chat_files.details(later.path, turn.request.id, TUNED)
+    assert [found.id for found in jobs.find_all(run, chat.KIND)] == [later.id]
+
+
+def test_a_waiting_run_takes_the_device(
+    run: Run, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(chat, "_place", lambda _: ({"OMP_NUM_THREADS": "1"}, GPU))
+    job = start(run)
+    wait_for(lambda: job.state == "running")
+    waiting = Run.create(tmp_path / "runs", "next", Plan((sys.executable, "-c", ""), devices=GPU), datetime.now())
+    waiting.start()
+    assert waiting.state in ("queued", "done") and (waiting.state == "done" or job.id in waiting.waiting()["reason"])
+    wait_for(lambda: job.state not in ALIVE, 30)
+    assert job.result()["text"] == f"The chat ended because {waiting.id} waits for GPU 0."
+    assert log_text(job.path).rstrip().endswith(job.result()["text"])
+    wait_for(lambda: waiting.state not in ALIVE, 30)
+    assert waiting.state == "done"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model(
+    fork_server: ForkServer, root: Path, tiny: Path, start: Callable[..., Run], kind: str
+) -> None:
+    run = Run(fork_server.train(root / kind, make_spec({**TRAINED, **KINDS[kind]})))
+    job = start(run)
+    offer = chat.offer(run)
+    assert offer.mode == ("text" if kind == "text" else "chat") and len(offer.steps) == 3
+    samples = result(run.path)["samples"] or [{"prompt": "Once upon a time", "before": None, "after": None}]
+    for step in offer.steps:
+        for sample in samples:
+            request = Request(
+                prompt=sample["prompt"], sides=(TUNED, BASE), step=step, max_new_tokens=NEW_TOKENS, history=False
+            )
+            outputs = ask(job, request)
+            assert not [output for output in outputs.values() if "error" in output]
+            if step in (None, 3) and sample["after"] is not None and kind != "full":
+                assert outputs[TUNED]["text"].strip() == sample["after"], step
+            if sample["before"] is not None:
+                assert outputs[BASE]["text"].strip() == sample["before"], step
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_reward_model_scores_two_answers(
+    fork_server: ForkServer, root: Path, start: Callable[..., Run], kind: str
+) -> None:
+    reward = {"train.stage": "reward", "data.builtin": "train-pairs", "method.kind": kind, "eval.num_generations": 0}
+    run = Run(fork_server.train(root / f"reward-{kind}", make_spec({**TRAINED, **reward})))
+    offer = chat.offer(run)
+    assert offer.mode == "score" and offer.without_base
+    output = ask(start(run), Request(prompt="Where?", answers=("Here.", "There it is.")))[TUNED]
+    assert len(output["scores"]) == 2 and output["scores"][0] != output["scores"][1], output
+    if kind == "full":
+        folder = run.path / "model"
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        turns = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Here."}]
+        if offer.system:
+            turns = [{"role": "system", "content": offer.system}, *turns]
+        ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            assert output["scores"][0] == pytest.approx(float(model(**ids).logits[0, 0]), abs=1e-4)
+
+
+def test_the_text_of_tokens(tiny: Path) -> None:
+    """Also where a character has several tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    text = "Zürich → 東京 \U0001f686 ok"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert "".join(generation.pieces(tokenizer, ids)) == tokenizer.decode(ids)
+    assert json.dumps(generation.pieces(tokenizer, ids)).count("\\ufffd") == 0

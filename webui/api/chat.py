@@ -1,0 +1,99 @@
+"""Endpoints of the chat with a run's models: what it shows, start, requests, the tokens of an output, and its end.
+
+The conversation is in the files of the chat's job, so that a reload, another tab and a restarted server show the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field
+from starlette.responses import Response
+
+from backend.models import chat, chat_files
+from backend.models.chat_files import CLEAR, GENERATE, PAGE, STOP, TUNED, Request
+from backend.runs import jobs
+from backend.runs.folder import ALIVE, Run, RunError
+from webui.api.requests import ApiError, RequestBody, json, no_content
+from webui.api.runs import PathRun
+
+
+class ChatRequest(RequestBody):
+    """A request to the chat: see `chat_files.Request`."""
+
+    kind: str = GENERATE
+    prompt: str = ""
+    answers: Annotated[tuple[str, ...], Field(max_length=2, strict=False)] = ()
+    sides: Annotated[tuple[str, ...], Field(max_length=2, strict=False)] = (TUNED,)
+    step: int | None = None
+    system: str | None = None
+    history: bool = True
+    replaces: str = ""
+    target: str = ""
+    temperature: Annotated[float, Field(strict=False)] = 0.0
+    top_p: Annotated[float, Field(strict=False)] = 1.0
+    max_new_tokens: int = 256
+    seed: int | None = None
+
+
+def show(run: PathRun, have: str = "") -> Any:
+    """The chat of a run: what it offers, its job, and the turns of the conversation without their tokens; 204 if `have`
+    is its current tag. Raises RunError if no model of the run can be loaded."""
+    job = chat.current(run)
+    if job and job.state in ALIVE:
+        chat_files.touch_client(job.path, PAGE)
+    found: dict[str, Any] = {"offer": chat.offer(run).as_json(), "job": jobs.as_json(job) if job else None}
+    key = [found["offer"], found["job"], chat_files.tag(job.path) if job else ""]
+    tag = hashlib.sha256(orjson.dumps(key)).hexdigest()[:16]
+    if have == tag:
+        return no_content()
+    turns = [turn.as_json() for turn in chat_files.read_turns(job.path, PAGE)] if job else []
+    return {**found, "alive": bool(job and job.state in ALIVE), "turns": turns, "tag": tag}
+
+
+def start(run: PathRun) -> Response:
+    """Start the chat unless it is alive."""
+    job = chat.start(run)
+    chat_files.touch_client(job.path, PAGE)
+    return json({"job": jobs.as_json(job)}, 201)
+
+
+def send(run: PathRun, body: ChatRequest) -> dict[str, Any]:
+    """Send a request to the chat, which starts it again if it has ended."""
+    if body.kind not in (GENERATE, STOP, CLEAR):
+        raise ApiError(422, f"The kinds of requests are {GENERATE}, {STOP} and {CLEAR}.")
+    request = Request(**body.model_dump(), conversation=PAGE)
+    if problem := request.problem():
+        raise ApiError(422, problem)
+    if body.kind == GENERATE and body.step not in chat.offer(run).steps:
+        raise ApiError(422, "This model of the run does not exist any more. Choose another one.")
+    job = _job(run) if body.kind != GENERATE else chat.start(run)
+    id = chat_files.send(job.path, request)
+    if body.kind == GENERATE and job.state not in ALIVE:  # it ended at this moment
+        chat.start(run)
+    return {"id": id}
+
+
+def tokens(run: PathRun, turn: str, side: str) -> dict[str, Any]:
+    """The rendered prompt of an output, and its tokens with their probabilities."""
+    found = chat_files.details(_job(run).path, turn, side)
+    if not found:
+        raise ApiError(404, "The tokens of this output were not recorded.")
+    return {name: found[name] for name in ("prompt", "prompt_tokens", "tokens")}
+
+
+def end(run: PathRun) -> dict[str, Any]:
+    """End the chat's process; the conversation stays."""
+    job = _job(run)
+    if job.state in ALIVE:
+        job.stop(save=False)
+    return {"job": jobs.as_json(job)}
+
+
+def _job(run: Run) -> Run:
+    """The job of this run's chat. Raises RunError."""
+    if job := chat.current(run):
+        return job
+    raise RunError("The chat of this run was not started yet.")

@@ -1,0 +1,139 @@
+// @ts-check
+// The fields of the chat: the prompt, which models generate, the system prompt and the settings of sampling.
+import { el, setText } from "../dom.js";
+import { modelName } from "./chat_turn.js";
+
+const KEYS = "Enter sends, Shift+Enter begins a new line";
+const PLACEHOLDERS = { chat: "Prompt", text: "A text that the model continues", score: "Prompt" };
+
+/** @param {() => void} send */
+export function createFields(send) {
+  const parts = createParts();
+  const { node, prompt } = parts;
+  let drawn = "";
+  node.addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  prompt.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    send();
+  });
+  function draw(offer, last) {
+    parts.historyRow.hidden = !last || offer.mode !== "chat";
+    if (drawn === JSON.stringify(offer)) return;
+    const isFirst = !drawn;
+    drawn = JSON.stringify(offer);
+    drawOffer(parts, offer);
+    if (!isFirst) return;
+    parts.system.value = last?.system ?? offer.system;
+    parts.compare.checked = Boolean(last?.sides.includes("base"));
+    if (offer.steps.includes(last?.step)) parts.model.value = last.step ?? "";
+    if (last) parts.settings.fill(last);
+  }
+  const request = () => ({
+    kind: "generate",
+    prompt: prompt.value,
+    answers: parts.answersRow.hidden ? [] : parts.answers.map(({ value }) => value),
+    sides: parts.compare.checked && !parts.compareRow.hidden ? ["tuned", "base"] : ["tuned"],
+    step: parts.model.value ? Number(parts.model.value) : null,
+    history: parts.history.checked,
+    system: parts.systemRow.hidden ? "" : parts.system.value,
+    ...parts.settings.values(),
+  });
+  const sent = () => (prompt.value = "");
+  let samples = [];
+  let next = 0; // the position of the one that the button fills in
+  parts.example.addEventListener("click", () => {
+    prompt.value = samples[next].prompt;
+    parts.history.checked = false; // the model was trained on examples alone
+    next = (next + 1) % samples.length;
+    prompt.focus();
+  });
+  /** @param {{ prompt: string }[]} given examples of the validation set */
+  function offerSamples(given) {
+    samples = given;
+    parts.example.hidden = !given.length;
+  }
+  /** As for a run that was not shown before. */
+  function reset() {
+    next = 0;
+    drawn = "";
+    for (const field of [prompt, ...parts.answers]) field.value = "";
+    parts.compare.checked = false;
+    parts.history.checked = true;
+  }
+  return { node, actions: parts.actions, draw, request, sent, offerSamples, reset };
+}
+
+function createParts() {
+  const area = (label, rows, attributes = {}) => el("textarea.fp-input", { "aria-label": label, rows, ...attributes });
+  const prompt = area("Prompt", 3, { enterkeyhint: "send" });
+  const answers = [1, 2].map((number) => area(`Answer ${number}`, 2, { placeholder: `Answer ${number}` }));
+  const model = el("select.fp-select");
+  const [compare, history] = [1, 2].map(() => el("input.fp-chat-box", { type: "checkbox" }));
+  history.checked = true;
+  const system = area("System prompt", 3);
+  const settings = createSettings();
+  const actions = el("div.fp-chat-actions", {}, el("button.fp-button.fp-primary", { type: "submit" }, "Send"));
+  const answersRow = el("div.fp-chat-answer-fields", {}, answers);
+  const compareRow = el("label.fp-chat-check", {}, compare, "Compare with the base model");
+  const historyRow = el("label.fp-chat-check", {}, history, "Include earlier turns");
+  const systemRow = el("label.fp-chat-field", {}, "System prompt, as in training unless you change it", system);
+  const variables = el("p.fp-dim");
+  const body = el("div.fp-chat-settings", {}, systemRow, variables, settings.node);
+  const fold = el("details.fp-fold", {}, el("summary", {}, "System prompt and settings"), body);
+  const models = el("label.fp-chat-check", {}, "Model", model);
+  const example = el("button.fp-link", { type: "button", hidden: true }, "Validation example");
+  example.title = "Fill in the prompt of a validation example";
+  const bar = el("div.fp-chat-bar", {}, actions, example, el("span.fp-gap"), models, compareRow, historyRow);
+  const node = el("form.fp-chat-form", { hidden: true }, prompt, answersRow, bar, fold);
+  return {
+    ...{ node, prompt, answers, answersRow, model, compare, compareRow, system, systemRow, variables },
+    ...{ settings, actions, example, history, historyRow },
+  };
+}
+
+/** What can be asked of the run's models. */
+function drawOffer({ model, prompt, answersRow, systemRow, compareRow, variables, settings }, offer) {
+  const chosen = model.value;
+  model.replaceChildren(...offer.steps.map((step) => el("option", { value: step ?? "" }, modelName(step))));
+  if (offer.steps.some((step) => String(step ?? "") === chosen)) model.value = chosen;
+  prompt.placeholder = `${PLACEHOLDERS[offer.mode]}. ${KEYS}.`;
+  answersRow.hidden = offer.mode !== "score";
+  systemRow.hidden = offer.mode === "text";
+  compareRow.hidden = Boolean(offer.without_base);
+  settings.node.hidden = offer.mode === "score";
+  const given = Object.entries(offer.template_kwargs).map(([name, value]) => `${name}=${JSON.stringify(value)}`);
+  variables.hidden = !given.length;
+  setText(variables, `Variables of the chat template, as in training: ${given.join(", ")}`);
+}
+
+/** The settings of sampling. */
+function createSettings() {
+  const field = (label, name, attributes) => {
+    const input = el("input.fp-input", { type: "number", name, ...attributes });
+    return { input, node: el("label.fp-chat-field", {}, label, input) };
+  };
+  const temperature = field("Temperature (0: greedy)", "temperature", { min: 0, max: 10, step: "any", value: 0 });
+  const topP = field("top_p", "top_p", { min: 0, max: 1, step: "any", value: 1 });
+  const tokens = field("Maximum new tokens", "max_new_tokens", { min: 1, max: 32768, step: 1, value: 256 });
+  const seed = field("Seed (empty: random)", "seed", { min: 0, step: 1 });
+  const all = [temperature, topP, tokens, seed];
+  const node = el(
+    "div.fp-chat-numbers",
+    {},
+    all.map((each) => each.node),
+  );
+  const values = () => ({
+    temperature: Number(temperature.input.value),
+    top_p: Number(topP.input.value || 1),
+    max_new_tokens: Number(tokens.input.value || 256),
+    seed: seed.input.value === "" ? null : Number(seed.input.value),
+  });
+  const fill = ({ temperature: heat, top_p: share, max_new_tokens: most, seed: given }) => {
+    [heat, share, most, given].forEach((value, n) => (all[n].input.value = value ?? ""));
+  };
+  return { node, values, fill };
+}
