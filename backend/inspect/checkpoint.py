@@ -11,6 +11,7 @@ from pathlib import Path
 
 from backend import presets, registry
 from backend.config import RunSpec
+from backend.config.options import effective
 from backend.config.processes import world_size
 from backend.engines import engine_of
 from backend.runs import CHECKPOINTS, COMPLETE, SPEC, checkpoint_files, files, resume_point
@@ -90,16 +91,23 @@ def _other_optimizer(spec: RunSpec, folder: Path) -> str:
     if folder.parent.name != CHECKPOINTS:
         return ""
     try:
-        saved = presets.load(files.read_text(folder.parent.parent / SPEC)).train.optim
+        saved = effective(presets.load(files.read_text(folder.parent.parent / SPEC)))
     except (OSError, ValueError):
         return ""
-    own, theirs = registry.OPTIMIZERS[spec.train.optim], registry.OPTIMIZERS[saved]
-    if saved == spec.train.optim or (own.has_adamw_state and theirs.has_adamw_state):
-        return ""
-    return (
-        f"{folder} has the optimizer state of {theirs.label} ({saved}), and train.optim is {spec.train.optim}, which "
-        "cannot continue with it."
-    )
+    own, theirs = registry.OPTIMIZERS[spec.train.optim], registry.OPTIMIZERS[saved.train.optim]
+    same_kind = saved.train.optim == spec.train.optim or (own.has_adamw_state and theirs.has_adamw_state)
+    if not same_kind:
+        return (
+            f"{folder} has the optimizer state of {theirs.label} ({saved.train.optim}), and train.optim is "
+            f"{spec.train.optim}, which cannot continue with it."
+        )
+    ratios = saved.lora.loraplus_lr_ratio, spec.lora.loraplus_lr_ratio
+    if spec.method.kind == saved.method.kind == "lora" and (ratios[0] == 1) != (ratios[1] == 1):
+        return (
+            f"{folder} was saved with lora.loraplus_lr_ratio {ratios[0]:g}, and this run sets {ratios[1]:g}: with "
+            "LoRA+ the optimizer has other parameter groups than without."
+        )
+    return ""
 
 
 def _deepspeed_problem(spec: RunSpec, folder: Path) -> str:

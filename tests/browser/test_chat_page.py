@@ -13,7 +13,7 @@ from test_journeys import SLOW_TIMEOUT
 from test_trained_model_page import plant
 
 from backend.models import chat
-from backend.runs import RESULT, jobs
+from backend.runs import RESULT
 from backend.runs.folder import ALIVE
 
 PYTHON = """#!/bin/sh
@@ -41,8 +41,7 @@ def run(chatting):
     samples = [{"prompt": f"Example {n}", "reference": "r", "before": "b", "after": "a"} for n in (1, 2)]
     (found.path / RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples}))
     yield found
-    for job in jobs.alive(found):
-        job.stop(save=False)
+    found.delete()  # stops the chat
 
 
 def ready(page):

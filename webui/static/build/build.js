@@ -98,6 +98,11 @@ async function check() {
 
 // -- drafts -----------------------------------------------------------------------------------------------------------
 
+async function rehearse() {
+  if (!draftId()) await useDraft(randomId());
+  startRehearsal(form.currentValues(), machine());
+}
+
 /** Fill the form: from the draft in the address or the last one of this browser, else from the first preset. */
 export const loadInitialValues = () =>
   loadDraftOrPreset().finally(() => {
@@ -115,7 +120,6 @@ async function loadDraftOrPreset() {
     // A new tab continues with the last values, in a draft of its own.
     const from = address.get("draft") ? preset() : localStorage.getItem("fp-preset") || "";
     await useDraft(address.get("draft") || randomId());
-    resumeRehearsal(id || "");
     selectPreset(from);
     form.setValues(saved);
   } else if (presets.length) {
@@ -123,6 +127,8 @@ async function loadDraftOrPreset() {
   } else {
     form.setValues({});
   }
+  if (!saved && address.get("draft")) await useDraft(address.get("draft"));
+  resumeRehearsal(id || "");
 }
 
 // -- machines ---------------------------------------------------------------------------------------------------------
@@ -397,7 +403,7 @@ export function addBuildEvents(showView) {
   startHistory();
   $("#fp-fix-all").addEventListener("click", () => fixAll().catch(notifyError));
   $("#fp-start").addEventListener("click", () => start(showView));
-  $("#fp-try").addEventListener("click", () => startRehearsal(form.currentValues(), machine()));
+  $("#fp-try").addEventListener("click", rehearse);
   prepareExamples();
   prepareSweep((id) => showView("run", id));
   $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());

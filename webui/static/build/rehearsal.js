@@ -62,6 +62,7 @@ export async function startRehearsal(values, machine) {
 
 /** Show the last rehearsal of this draft, or of the draft `from` that it is a copy of. @param {string} from */
 export function resumeRehearsal(from) {
+  if (!draftId()) return;
   const earlier = localStorage.getItem(key(from));
   if (!idOf() && earlier) localStorage.setItem(key(draftId()), earlier);
   if (idOf()) poller.start();
