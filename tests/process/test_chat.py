@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from backend.inference import generation
 from backend.models import chat, chat_files
 from backend.models.chat_files import BASE, TUNED, Request
-from backend.runs import Plan, jobs, processes
+from backend.runs import PLAN, Plan, jobs, processes
 from backend.runs.folder import ALIVE, Run
 
 NEW_TOKENS = 16
@@ -143,8 +144,7 @@ def test_a_stop_ends_an_output_and_the_process(run: Run, start: Callable[..., Ru
     chat_files.send(job.path, Request(kind=chat_files.STOP, target=id))
     wait_for(lambda: chat_files.read_turns(job.path, "long")[0].is_done, 10)
     output = chat_files.read_turns(job.path, "long")[0].outputs[TUNED]
-    if output["end"] != "stop token" and output["end"] != "context":
-        assert output["end"] == "stopped" and output["text"]
+    assert output["end"] == "stopped" and output["text"] and output["tokens"] < output["limit"]
     assert job.state == "running"
 
     chat_files.send(job.path, replace(long, conversation="second"))
@@ -152,7 +152,7 @@ def test_a_stop_ends_an_output_and_the_process(run: Run, start: Callable[..., Ru
     job.stop(save=False)
     wait_for(lambda: job.state not in ALIVE, 15)
     assert job.state == "done" and job.result()["text"] == "The chat was stopped."
-    assert chat_files.read_turns(job.path, "second")[0].is_done
+    assert chat_files.read_turns(job.path, "second")[0].outputs[TUNED]["end"] == "stopped"
     assert not processes.run_processes(job.path)
 
 
@@ -185,6 +185,23 @@ def test_a_waiting_run_takes_the_device(
     assert log_text(job.path).rstrip().endswith(job.result()["text"])
     wait_for(lambda: waiting.state not in ALIVE, 30)
     assert waiting.state == "done"
+
+
+def test_a_run_is_renamed_and_deleted_during_its_chat(run: Run, start: Callable[..., Run], tmp_path: Path) -> None:
+    copied = Run(shutil.copytree(run.path, tmp_path / "copied", ignore=shutil.ignore_patterns("jobs")))
+    (copied.path / PLAN).write_text("{}")
+    job = start(copied)
+    ask(job, Request(prompt="Hello", max_new_tokens=2))
+    copied.path.rename(tmp_path / "renamed")
+    renamed = Run(tmp_path / "renamed")
+    moved = chat.current(renamed)
+    assert moved and moved.state == "running"
+    output = ask(moved, Request(prompt="Hello", step=2, max_new_tokens=2))[TUNED]
+    assert output["end"] in ("limit", "stop token") and output["step"] == 2
+    chat_files.send(moved.path, Request(prompt="x", max_new_tokens=30_000))
+    renamed.delete()
+    wait_for(lambda: not processes.run_processes(job.path) and not processes.run_processes(moved.path), 20)
+    assert not renamed.path.exists()
 
 
 @pytest.mark.soak
