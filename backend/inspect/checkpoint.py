@@ -65,7 +65,8 @@ def _adapter_problem(spec: RunSpec, folder: Path) -> str:
     with suppress(OSError, ValueError):
         found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         for key, value in requested.items():
-            if found.get(key, value) != value:
+            given = found.get(key, value)
+            if given != value and not (key == "init_lora_weights" and registry.same_base_weights(given, value)):
                 return f"The adapter in {folder} was trained with {key}={found[key]}, but this run sets {key}={value}."
     return ""
 

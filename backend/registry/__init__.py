@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backend.registry.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGETS, STACKED_EXPERTS
+from backend.registry.adapters import (
+    ATTENTION_MODULES,
+    LORA_INITS,
+    LORA_TARGETS,
+    STACKED_EXPERTS,
+    same_base_weights,
+)
 from backend.registry.architectures import (
     CONVERTED_WEIGHTS,
     NO_LAYER_LIST,

@@ -55,3 +55,10 @@ STACKED_EXPERTS: Mapping[str, tuple[str, str, str, str]] = {
     **dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe"), _PROJECTIONS),
     **dict.fromkeys(("exaone_moe", "cohere2_moe"), _PROJECTIONS),
 }
+
+
+def same_base_weights(*inits: object) -> bool:
+    """Whether adapters with these values of init_lora_weights belong to the same base weights, as loaded: those of a
+    checkpoint replace the initial ones."""
+    changing = [row.init_lora_weights for row in LORA_INITS.values() if row.changes_base_weights]
+    return not any(init in changing for init in inits)

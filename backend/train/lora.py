@@ -109,7 +109,8 @@ def check_checkpoint(model: Any, checkpoint: Path | None) -> None:
         return
     own, other = model.peft_config["default"], PeftConfig.from_pretrained(str(checkpoint))
     for key, option in OPTION_OF.items():
-        if getattr(own, key) != getattr(other, key):
+        values = getattr(own, key), getattr(other, key)
+        if values[0] != values[1] and not (key == "init_lora_weights" and registry.same_base_weights(*values)):
             raise TrainError(
                 f"save.resume_path: the adapter in {checkpoint} was trained with {key} {getattr(other, key)}, but this "
                 f"run has {getattr(own, key)}. Set {option} to the same value."

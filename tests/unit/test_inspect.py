@@ -346,6 +346,21 @@ def test_a_checkpoint_of_another_optimizer(tmp_path: Path, saved: str, now: str,
     assert fits or f"({saved}), and train.optim is {now}" in problem
 
 
+@pytest.mark.parametrize(
+    ("saved", "now", "fits"), [("gaussian", "orthogonal", True), (True, "gaussian", True), ("pissa", "default", False)]
+)
+def test_an_initialization_matters_only_if_it_changes_base_weights(
+    tmp_path: Path, saved: object, now: str, fits: bool
+) -> None:
+    folder = tmp_path / "checkpoints/checkpoint-3"
+    folder.mkdir(parents=True)
+    for name in ("trainer_state.json", "complete", "optimizer.pt"):
+        (folder / name).touch()
+    (folder / "adapter_config.json").write_text(json.dumps({"init_lora_weights": saved}))
+    resumed = spec(save__resume_from="path", save__resume_path=str(folder), lora__init=now)
+    assert (inspect_inputs(resumed, tmp_path).checkpoint_problem == "") == fits
+
+
 def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
     """Each engine reads only its own files, and each ZeRO stage its own shards; another number of shards is converted
     where that is possible."""
