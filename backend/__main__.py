@@ -251,20 +251,28 @@ def _add_chat(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     chatting = command("chat", run_id, help="chat with the model of a run, and with its base model next to it")
     add = chatting.add_argument
     add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
-    add("--side", choices=("tuned", "base", "both"), default="tuned", help="which models (default: tuned)")
+    sides = ("trained", "base", "both")
+    add(
+        "--models",
+        choices=sides,
+        default="trained",
+        help="the trained model, its base model, or both (default: trained)",
+    )
     add("--prompt", metavar="TEXT", help="generate for this prompt and exit (default: read prompts from the terminal)")
-    add("--answer", action="append", default=[], metavar="TEXT", help="for a reward model: set it twice to score both")
+    add("--completion", action="append", default=[], metavar="TEXT", help="to score with a reward model; set it twice")
     add("--system", metavar="TEXT", help="the system prompt (default: the one of training)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the most probable tokens (default: 1)")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="the limit of an output (default: 256)")
-    add("--seed", type=int, metavar="N", help="the seed of sampling (default: random)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy decoding (default: 0)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: total probability (default: 1)")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="maximum number of new tokens (default: 256)")
+    add("--seed", type=int, metavar="N", help="sampling seed (default: random)")
 
 
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:
     """merge, metrics, export-metrics, stacks, bundle."""
     merged = command("merge", run_id, help="merge the adapter of a run into its base model, and check the result")
-    merged.add_argument("--step", type=int, metavar="N", help="of a checkpoint (default: the final model)")
+    merged.add_argument(
+        "--step", type=int, metavar="N", help="the adapter of this checkpoint (default: the final model)"
+    )
     command("metrics", run_id, help="print the logged metrics of a run")
     exported = command("export-metrics", folder, help="write the metrics of runs for TensorBoard or trackio")
     exported.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")

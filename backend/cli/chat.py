@@ -46,17 +46,17 @@ def _request(offer: Offer, arguments: argparse.Namespace) -> Request:
         known = ", ".join(str(step) for step in offer.steps if step is not None)
         raise RunError(f"There is no checkpoint of step {arguments.step} that can be loaded. Steps: {known or 'none'}.")
     step = offer.steps[0] if arguments.step is None else arguments.step
-    sides = SIDES if arguments.side == "both" else (arguments.side,)
+    sides = SIDES if arguments.models == "both" else (arguments.models,)
     if BASE in sides and offer.without_base:
         raise RunError(offer.without_base)
-    if (offer.mode == SCORE) != bool(arguments.answer):
-        only = "This run has trained a reward model: it needs --prompt and two --answer." if offer.mode == SCORE else ""
-        raise RunError(only or "--answer is for reward models, and this run has trained another model.")
-    if arguments.prompt is None and (arguments.answer or arguments.json):
-        raise RunError("Set --prompt: --answer and --json are for a single prompt.")
+    if (offer.mode == SCORE) != bool(arguments.completion):
+        needs = "This run trained a reward model: set --prompt, and --completion twice." if offer.mode == SCORE else ""
+        raise RunError(needs or "--completion needs a reward model, and this run trained a language model. Remove it.")
+    if arguments.prompt is None and (arguments.completion or arguments.json):
+        raise RunError("Set --prompt too: --completion and --json are for a single prompt.")
     request = Request(
         conversation=f"shell-{os.getpid()}-{time.time_ns()}", sides=sides, step=step, system=arguments.system,
-        answers=tuple(arguments.answer), temperature=arguments.temperature, top_p=arguments.top_p,
+        answers=tuple(arguments.completion), temperature=arguments.temperature, top_p=arguments.top_p,
         max_new_tokens=arguments.max_new_tokens, seed=arguments.seed, prompt=arguments.prompt or "?",
     )  # fmt: skip
     if problem := request.problem():
@@ -183,7 +183,7 @@ def ending(output: dict[str, Any]) -> str:
     ends = {
         "stop token": f"ended with {output.get('stop')}",
         "limit": f"ended by the limit of {output.get('limit')} tokens",
-        "context": f"ended after {output.get('limit')} tokens, where the model's positions end",
+        "context": f"ended after {output.get('limit')} tokens, at the model's context length",
         "stopped": "stopped",
     }
     count = output.get("tokens", 0)

@@ -1,4 +1,4 @@
-"""The command merge: the adapter of a run in the weights of its base model, with proof that it is the same model."""
+"""The command merge: the adapter of a run in the weights of its base model, and what the comparison says."""
 
 from __future__ import annotations
 
@@ -52,9 +52,13 @@ def _print_result(job: Run, result: dict[str, Any]) -> None:
     certificate = result["certificate"]
     saved, change = certificate["adapter_to_saved"], certificate["adapter_to_base"]
     print(f"Merged model: {job.path / result['model']}")
-    print(f"{certificate['status'].capitalize()}: its outputs differ from base model and adapter by", end=" ")
-    print(f"KL {saved['kl_mean']:.2g} nats per token; training changed them by {change['kl_mean']:.2g}.")
-    print(f"The most likely next token is the same at {saved['same_argmax']:.1%} of {saved['positions']} positions.")
+    print(f"{certificate['status'].capitalize()}: the merged model was loaded from its files and compared.")
+    if certificate["is_reward_model"]:
+        print(f"The scores of {saved['positions']} texts differ by at most {saved['kl_max']:.2g}.")
+    else:
+        print(f"KL divergence from base model with adapter: {saved['kl_mean']:.2g} nats per token.", end=" ")
+        print(f"For comparison, the base model alone: {change['kl_mean']:.2g}.")
+        print(f"Same most likely next token: {saved['same_argmax']:.1%} of {saved['positions']} positions.")
     print(f"Base model: {certificate['base_model']}, {certificate['base_weights']}.")
     for limit in certificate["limits"]:
-        print(limit)
+        print(f"Limitation: {limit}")

@@ -1,6 +1,6 @@
 """Whether two models are the same: their next-token distributions on the same texts.
 
-The texts are held-out prompts of the run, and a fixed set with Unicode, spaces, numbers, code and special cases. KL is
+The texts are prompts of validation examples of the run, and a fixed set with Unicode, spaces, numbers and code. KL is
 the divergence of the second model's distribution from the first one's, in nats per token.
 """
 
@@ -78,15 +78,16 @@ def _render(tokenizer: Any, text: str) -> str:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def log_probabilities(model: Any, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def log_probabilities(model: Any, batches: Sequence[torch.Tensor], name: str = "model") -> list[torch.Tensor]:
     """For each text the log-probabilities of shape (tokens, vocabulary) in fp32; for a reward model the score, (1, 1).
-    Raises TrainError for values that are not finite."""
+    `name` is that of the model in
+    errors. Raises TrainError for values that are NaN or infinite."""
     model.eval()
     found = []
     for ids in batches:
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
         if not output.isfinite().all():
-            raise TrainError("The model's outputs are not finite (NaN or infinity), so it was not saved.")
+            raise TrainError(f"The outputs of the {name} contain NaN or infinity, so no merged model was saved.")
         found.append(output if output.dim() == 2 else output[0].log_softmax(-1))
     return found
 

@@ -1,9 +1,9 @@
-"""Merging an adapter into its base model, with proof that the merged model is the trained one.
+"""Merging an adapter into its base model, and verifying that the merged model is the trained one.
 
 The base model is loaded as it was for training: a quantized one is quantized again, then dequantized, because the
-adapter was trained on the rounded weights and is wrong on the original ones. The merge is computed in fp32. Accepted is
-only a model that, loaded again from its files, has the same next-token distributions as the base model with the
-adapter, and other ones than the base model alone.
+adapter fits the rounded weights and not the original ones. The merge is computed in fp32. A merged model is kept only
+if, loaded from its files, it matches the base model with the adapter within a limit of the KL divergence. The adapter
+must also change the outputs of the base model measurably.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Merge:
         """Merge, check, save. Returns the result; raises TrainError and Stopped."""
         adapter = self._adapter()
         spec = self._spec()
-        self._phase("loading base", f"Loading {spec.model.name} in fp32.", 0.05)
+        self._phase("loading base", f"Loading the base model, {spec.model.name}.", 0.05)
         source = model.locate(spec, lambda text, fraction: self.run_log.progress("loading base", text, fraction))
         base_check = base_weights.check(self.run.path, source)
         self._check_memory(source)
@@ -73,14 +73,14 @@ class Merge:
         base = self._load_base(spec, source, tokenizer)
         batches = probe_batches(self.run.path, tokenizer)
         self._phase("comparing", "Computing the outputs of the base model.", 0.25)
-        of_base = log_probabilities(base, batches)
+        of_base = log_probabilities(base, batches, "base model")
         self._phase("loading adapter", "Loading the adapter.", 0.35)
         adapted = load_adapter(base, adapter.folder)
-        expected = log_probabilities(adapted, batches)
+        expected = log_probabilities(adapted, batches, "base model with the adapter")
         change = compare(expected, of_base)
         self._phase("merging", "Merging.", 0.5)
         merged = merge(adapted)
-        merged_fp32 = compare(expected, log_probabilities(merged, batches))
+        merged_fp32 = compare(expected, log_probabilities(merged, batches, "merged model"))
         _require_equal(merged_fp32, change)
         dtype = model.saved_dtype(spec, source)
         self._phase("saving", f"Saving the merged model in {_name(dtype)}.", 0.65)
@@ -171,12 +171,13 @@ class Merge:
                 f"The saved model was not loaded completely: {', '.join(lost[:3])}. It was deleted; report this as a "
                 "bug."
             )
-        difference = compare(expected, log_probabilities(saved, batches))
+        difference = compare(expected, log_probabilities(saved, batches, "saved model"))
         limit = MAX_KL if dtype == torch.float32 else MAX_KL_16_BIT
         if difference.kl_mean > limit:
             raise TrainError(
-                f"The saved model differs from the trained one: KL {difference.kl_mean:.2g} nats per token; at most "
-                f"{limit:g} is accepted. It was deleted; report this as a bug."
+                f"The saved model differs from the trained one by {difference.kl_mean:.2g} (KL divergence in nats per "
+                f"token; scores for reward models); at most {limit:g} is accepted. It was deleted; report this as a "
+                "bug."
             )
         return difference
 
@@ -188,11 +189,12 @@ class Merge:
         limits = []
         if saved.kl_mean * MIN_RATIO > change.kl_mean and not _is_reward(spec):
             limits.append(
-                f"Rounding to {_name(dtype)} changes the outputs by KL {saved.kl_mean:.2g}, and training by "
-                f"{change.kl_mean:.2g} nats per token."
+                f"Rounding the weights to {_name(dtype)} changes the outputs by a KL divergence of {saved.kl_mean:.2g} "
+                f"nats per token, more than 1% of what training changed ({change.kl_mean:.2g}). If that matters, use "
+                "base model and adapter."
             )
         return {
-            "status": "verified, with these limits" if limits else "verified",
+            "status": "verified with limitations" if limits else "verified",
             "limits": limits,
             "run": self.run.id,
             "step": adapter.step,
@@ -259,13 +261,15 @@ def _require_equal(merged: Difference, change: Difference) -> None:
     """Raise TrainError unless the merged model is the base model with the adapter, and the adapter does something."""
     if change.kl_mean == 0 or change.kl_mean < merged.kl_mean * MIN_RATIO:
         raise TrainError(
-            f"The adapter changes nothing that can be told from rounding: KL {change.kl_mean:.2g} nats per token from "
-            f"the base model, {merged.kl_mean:.2g} by merging. Train longer, or with a higher learning rate."
+            "The effect of the adapter is too small to verify the merge: it changes the outputs by "
+            f"{change.kl_mean:.2g}, and rounding by {merged.kl_mean:.2g} (KL divergence in nats per token; scores for "
+            "reward models). Train longer, or with a higher learning rate."
         )
     if merged.kl_mean > MAX_KL:
         raise TrainError(
-            f"The merged model differs from the base model with the adapter: KL {merged.kl_mean:.2g} nats per token, "
-            f"at most {MAX_KL:g} is accepted. It was not saved; report this as a bug."
+            f"The merged model differs from the base model with the adapter by {merged.kl_mean:.2g} (KL divergence in "
+            f"nats per token; scores for reward models); at most {MAX_KL:g} is accepted. It was not saved; report this "
+            "as a bug."
         )
 
 

@@ -29,9 +29,9 @@ from backend.wording import counted
 
 POLL_SECONDS = 0.05
 NICENESS = 5  # on a CPU, which runs may train on meanwhile
-LOOK_SECONDS = 1.0  # between two looks at clients and queue
+CHECK_SECONDS = 1.0  # between two checks of clients and queue
 LOADING, READY = "loading model", "chat"  # phases of the job
-SIDE_NAMES = {"tuned": "trained model", "base": "base model"}
+SIDE_NAMES = {"trained": "trained model", "base": "base model"}
 
 
 class Chat:
@@ -49,7 +49,7 @@ class Chat:
         self.all: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.stopped: set[str] = set()
-        self.looked, self.active = 0.0, time.time()
+        self.checked, self.active = 0.0, time.time()
         self.started, self.count = time.time(), 0
         self.reason = ""  # why the process ends
 
@@ -95,8 +95,8 @@ class Chat:
         """Whether the chat ends now, for a reason that is kept. Between two outputs."""
         if self.log.stop_requested():
             self.reason = "The chat was stopped."
-        elif time.monotonic() - self.looked >= LOOK_SECONDS:
-            self.looked = time.monotonic()
+        elif time.monotonic() - self.checked >= CHECK_SECONDS:
+            self.checked = time.monotonic()
             self.reason = self._waiting_run() or self._idle()
         return bool(self.reason)
 
@@ -149,9 +149,11 @@ class Chat:
                 text = str(error)
                 self._fail(request, side, text if isinstance(error, TrainError) else f"The conversation {text}.")
             except torch.OutOfMemoryError:
-                self._fail(request, side, "The device has too little free memory for this model and prompt.")
+                self._fail(
+                    request, side, "The device ran out of memory. Shorten the prompt, or clear the conversation."
+                )
             except (RuntimeError, ValueError) as error:  # of the model's code
-                self._fail(request, side, f"The model failed: {(str(error).splitlines() or [''])[0]}")
+                self._fail(request, side, f"Generation failed: {(str(error).splitlines() or [''])[0]}")
         self.log.progress(READY)
 
     def _is_stopped(self, request: Request) -> bool:
@@ -199,7 +201,7 @@ class Chat:
     def _score(self, request: Request, side: str, loaded: Loaded) -> None:
         """Score the two answers of a request with a reward model."""
         if len(request.answers) != 2:
-            raise TrainError("A reward model scores two answers to a prompt.")
+            raise TrainError("A reward model scores exactly two completions of a prompt.")
         template, started = self._template(loaded), time.monotonic()
         prompt = self._messages(request, side, [])
         answers = [[{"role": "assistant", "content": answer}] for answer in request.answers]

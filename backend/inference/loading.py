@@ -52,8 +52,8 @@ class Loaded:
 
 
 class Models:
-    """Loads what is requested and keeps it: one tuned model, and a base model of its own only where the base weights
-    are not those without the adapter."""
+    """Loads what is requested and keeps it: one trained model. A second copy of the base model is loaded only if
+    `disable_adapter()` does not restore it."""
 
     def __init__(self, run: Run, report: Callable[[str], None]) -> None:
         self.run, self.report = run, report
@@ -73,7 +73,7 @@ class Models:
         found = trained.at_step(self.run, step)
         if not found:
             what = "The final model" if step is None else f"The checkpoint of step {step}"
-            raise TrainError(f"{what} of this run does not exist any more, or cannot be loaded as it is.")
+            raise TrainError(f"{what} of this run was deleted, or cannot be loaded because it is sharded.")
         tokenizer = self._tokenizer(found.folder)
         if side == BASE:
             return self._load_base(found, tokenizer)
@@ -119,11 +119,11 @@ class Models:
         if not adapter or adapter != self.adapter:
             self.tuned, self.adapter, self.tuned_folder = None, {}, None
             gc.collect()
-            self.report("Loading the base model." if adapter else f"Loading {found.folder.name}.")
+            self.report("Loading the base model." if adapter else f"Loading {_name(found)}.")
             self.tuned = self._adapted(found.folder, adapter, tokenizer) if adapter else self._whole(found.folder)
             self.adapter = adapter
         if adapter:
-            self.report(f"Loading the adapter in {found.folder.name}.")
+            self.report(f"Loading the adapter of {_name(found)}.")
             self.tuned_folder = None  # half of the weights may be loaded when there is an error
             _load_adapter(self.tuned, found.folder)
         self.tuned_folder = found.folder
@@ -206,6 +206,10 @@ def _generation(folder: Path, loaded: Any) -> Any:
     if (folder / trained.GENERATION).is_file():
         return GenerationConfig.from_pretrained(folder)
     return getattr(loaded, "generation_config", None)
+
+
+def _name(found: TrainedModel) -> str:
+    return "the final model" if found.step is None else f"checkpoint {found.step}"
 
 
 def _first_line(error: Exception) -> str:

@@ -21,7 +21,7 @@ from backend.config.options import SpecError, effective
 from backend.models import chat_files, system_prompt, trained
 from backend.models.chat_files import OPTIONS
 from backend.presets import read
-from backend.runs import JOBS, SPEC, files, jobs
+from backend.runs import JOBS, MODEL, SPEC, files, jobs
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
 
 KIND, MODULE = "chat", "backend.inference"
@@ -30,7 +30,7 @@ IDLE_SECONDS = 300.0  # without a client, after which the process ends
 TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)
 CHAT, TEXT, SCORE = "chat", "text", "score"
 MUTEX = ".chat-lock"  # in the folder of the jobs
-# Initializations of an adapter that are taken out of the base weights: without the adapter, these are not the base.
+# Initializations that subtract the initial adapter from the base weights: disabling the adapter does not restore them.
 RESIDUAL = ("pissa", "olora", "corda", "loftq")
 
 
@@ -78,8 +78,8 @@ def offer(run: Run) -> Offer:
     found = trained.models(run)
     if not found:
         raise RunError(
-            "This run has no model that can be loaded here: no final model, and no checkpoint with whole weights. A "
-            "run on a cluster or with another trainer saves it in its own folder; copy it to this machine."
+            "This run has no model to load: no final model was saved, and its checkpoints are sharded or missing. If "
+            f"the run saved its model on another machine, copy it to {run.path / MODEL}."
         )
     spec = read_spec(run)
     mode = mode_of(spec, found[0].folder)

@@ -24,7 +24,7 @@ from backend.runs.folder import RunError
 REQUESTS, OUTPUTS = "requests.jsonl", "outputs.jsonl"
 CLIENTS = "clients"  # a folder: clients/NAME is touched by each client while it is there
 OPTIONS = "chat.json"  # written once: how long the process waits for a client
-TUNED, BASE = "tuned", "base"
+TUNED, BASE = "trained", "base"
 SIDES = (TUNED, BASE)
 PAGE = "page"  # the conversation of all pages, and their name as a client
 GENERATE, STOP, CLEAR = "generate", "stop", "clear"
@@ -36,8 +36,8 @@ CLIENT_SECONDS = 15.0  # after which a client that has not touched its file is g
 
 @dataclass(frozen=True)
 class Request:
-    """`prompt` is generated for by the model of the checkpoint `step` (None: the final model), as the next turn of a
-    `conversation`, or instead of its turn `replaces`. `sides`: the tuned model, its base, or both. `answers`: for a
+    """The model of the checkpoint `step` (None: the final model) generates an output for `prompt`, as the next turn of
+    a `conversation`, or instead of its turn `replaces`. `sides`: the trained model, its base, or both. `answers`: for a
     reward model, the two texts to score. `system`: None is that of training; `history`: the prompt comes after the
     earlier turns. A stop has a `target`, the request to stop."""
 
@@ -62,18 +62,18 @@ class Request:
         size = sum(len(text.encode("utf-8", "replace")) for text in (self.prompt, self.system or "", *self.answers))
         if size > MAX_BYTES:
             return (
-                f"The prompt and the system prompt have {size / 1024:.0f} KiB together; a chat takes at most "
-                f"{MAX_BYTES // 1024} KiB. Shorten them."
+                f"The texts of this request have {size / 1024:.0f} KiB; at most "
+                f"{MAX_BYTES // 1024} KiB are possible. Shorten the prompt."
             )
         if self.kind == GENERATE and not self.prompt.strip():
             return "The prompt is empty."
         if self.answers and len(self.answers) != 2:
-            return "A reward model scores two answers to a prompt."
+            return "A reward model scores exactly two completions of a prompt."
         return self._setting_problem()
 
     def _setting_problem(self) -> str:
         if not self.sides or not set(self.sides) <= set(SIDES):
-            return f"The sides of a chat are {' and '.join(SIDES)}."
+            return f"sides must contain {' and '.join(SIDES)}, or one of both."
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 10):
             return "The temperature must be from 0 to 10."
         if not (math.isfinite(self.top_p) and 0 < self.top_p <= 1):
@@ -81,7 +81,7 @@ class Request:
         if not 1 <= self.max_new_tokens <= MAX_NEW_TOKENS:
             return f"The maximum number of new tokens must be from 1 to {MAX_NEW_TOKENS:,}."
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            return "The seed must be a whole number from 0 on."
+            return "The seed must be an integer of 0 or more."
         return ""
 
 
@@ -103,7 +103,7 @@ class Turn:
 
 
 class Lines:
-    """The lines of a file that grows, each once."""
+    """Reads each line of a growing JSONL file once."""
 
     def __init__(self, path: Path, skip: str = "") -> None:
         self.path, self.skip, self.offset = path, skip.encode(), 0

@@ -1,4 +1,4 @@
-"""The system prompt that a model was trained with: without it, the model does not do what it has learned."""
+"""The system prompt that a model was trained with: without it, outputs can differ from what the model has learned."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FOLLOWED = (".jsonl", ".csv", ".tsv")  # files that are read a line at a time
 
 
 def of_training(spec: RunSpec) -> str:
-    """The one of the first examples, if they all have the same; else data.system_prompt. Of several datasets, the
-    first decides."""
+    """The system prompt of the first examples if it is the same in all; else data.system_prompt. Of several datasets,
+    the first one decides."""
     own = for_dataset(spec, 0)
     try:
         paths = expand(file_patterns(own.data)[0])

@@ -76,8 +76,9 @@ def missing_lora_targets(case: Case) -> Violation | None:
 )
 def unknown_lora_target(case: Case) -> Violation | None:
     """Module names differ between architectures. PEFT raises an error if no target matches a module, and silently
-    skips a single target that matches none. Adapters on embeddings are not supported: many models share their weights
-    with the output head, which an adapter on one of both would tear apart. lora.modules_to_save trains them in full."""
+    skips a single target that matches none. Adapters on embeddings are not supported: many models tie the embeddings to
+    the output head, and an adapter on only one of them would break the tie. lora.modules_to_save trains the embeddings
+    in full."""
     shape, method = case.shape, case.spec.method
     if method.kind != "lora" or case.spec.lora.targets != "custom":
         return None

@@ -108,7 +108,7 @@ def int8_base_sharded(case: Case) -> str | None:
     title="An adapter cannot be merged into a quantized base model",
     source="peft 0.21 lora/bnb.py: merging quantizes the sum again, and rounding undoes a part of the training",
     fixes=(
-        Fix("Save the adapter unmerged", {"save.merge_adapter": False}, cost="footplate merge does it after the run"),
+        Fix("Save only the adapter", {"save.merge_adapter": False}, cost="run footplate merge after training"),
         UNQUANTIZED,
     ),
     fails_on=Example({**NF4_SPEC, "save.final_model": True, "save.merge_adapter": True}),
@@ -117,7 +117,7 @@ def int8_base_sharded(case: Case) -> str | None:
 def merge_into_quantized_base(case: Case) -> str | None:
     """Merging would quantize the sum of base weights and adapter again, and rounding would undo a part of the training.
     After the run, `footplate merge` or *Merge into base model* on the run's page merges the adapter into the
-    dequantized weights. The original weights are not those that it was trained on."""
+    dequantized weights, which it was trained on."""
     save = case.spec.save
     if not (save.merge_adapter and save.final_model) or case.spec.method.kind != "lora" or not quantized_base(case):
         return None

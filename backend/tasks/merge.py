@@ -20,9 +20,8 @@ def start(run: Run, step: int | None) -> Run:
     model = trained.at_step(run, step)
     if model is None:
         steps = ", ".join(str(other.step) for other in trained.models(run) if other.step is not None)
-        others = (
-            f"It has those of the checkpoints {steps}." if steps else "Checkpoints of DeepSpeed and FSDP are sharded."
-        )
+        sharded = "Its checkpoints, if there are any, are sharded by DeepSpeed or FSDP: let the run finish."
+        others = f"Choose one of its checkpoints: {steps}." if steps else sharded
         raise RunError(f"{run.id} has no weights of {which} that can be loaded. {others}")
     if not model.base:
         raise RunError(f"{which[0].upper()}{which[1:]} of {run.id} has full weights: there is no adapter to merge.")
@@ -39,7 +38,7 @@ def start(run: Run, step: int | None) -> Run:
 
 
 def find(run: Run, model: trained.TrainedModel) -> Run | None:
-    """The newest job for this adapter, unless it has another one merged or its merged model was deleted."""
+    """The newest job for this adapter, unless it merged an earlier adapter of this step, or its model was deleted."""
     for job in jobs.find_all(run, KIND):
         if _step(job) == model.step and (job.state in ALIVE or _is_current(job, model)):
             return job

@@ -39,7 +39,7 @@ def main():
 def answer(request, side, write, is_stopped):
     write(request, side, begin=1)
     if request.prompt == "fail":
-        write(request, side, end="error", error="The model failed: on purpose.", text="")
+        write(request, side, end="error", error="Generation failed: on purpose.", text="")
         return
     words = [f"{side} ", HTML, *(f" {word}" for word in request.prompt.split())]
     done = []

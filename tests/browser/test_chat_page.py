@@ -68,25 +68,25 @@ def test_a_conversation(chatting, run, page):
     prompt.press("Enter")
     expect(outputs(card, "base")).to_contain_text("base <b onclick=alert(1)>bold</b> one two", timeout=SLOW_TIMEOUT)
     assert card.locator("b").count() == 0, "text of a model is no HTML"
-    expect(outputs(card, "tuned")).to_contain_text("4 tokens in 3.1 s, ended with <|im_end|>")
+    expect(outputs(card, "trained")).to_contain_text("4 tokens in 3.1 s, ended with <|im_end|>")
     expect(prompt).to_have_value("")
-    outputs(card, "tuned").get_by_role("button", name="Show tokens").click()
-    expect(outputs(card, "tuned").locator("pre")).to_have_count(2)
-    expect(outputs(card, "tuned").locator("[title='Token 2, probability 50%']")).to_have_count(4)
+    outputs(card, "trained").get_by_role("button", name="Show tokens").click()
+    expect(outputs(card, "trained").locator("pre")).to_have_count(2)
+    expect(outputs(card, "trained").locator("[title='Token 2, probability 50%']")).to_have_count(4)
 
     card.get_by_label("Compare with the base model").uncheck()
     prompt.fill("endless")
     card.get_by_role("button", name="Send").click()
-    expect(outputs(card, "tuned").nth(1)).to_contain_text("more more")
+    expect(outputs(card, "trained").nth(1)).to_contain_text("more more")
     card.get_by_role("button", name="Stop", exact=True).click()
-    expect(outputs(card, "tuned").nth(1)).to_contain_text("stopped")
-    expect(outputs(card, "tuned").nth(0).get_by_role("button", name="Hide tokens")).to_be_visible()  # it stayed open
+    expect(outputs(card, "trained").nth(1)).to_contain_text("stopped")
+    expect(outputs(card, "trained").nth(0).get_by_role("button", name="Hide tokens")).to_be_visible()  # it stayed open
     card.locator("summary").click()
     assert violations(page, ".fp-chat") == []
 
     page.reload()
     card = ready(page)
-    expect(outputs(card, "tuned")).to_have_count(2)
+    expect(outputs(card, "trained")).to_have_count(2)
     expect(card.locator("summary")).to_have_text("System prompt and settings")
     card.locator("summary").click()
     expect(card.get_by_label("System prompt")).to_have_value("As JSON: train, from, to, time (HH:MM), platform.")
@@ -96,7 +96,7 @@ def test_a_conversation(chatting, run, page):
     card.get_by_role("button", name="Regenerate").click()
     card.get_by_role("button", name="Stop", exact=True).click()
     expect(card.get_by_role("button", name="Regenerate")).to_be_visible()
-    expect(outputs(card, "tuned")).to_have_count(2)
+    expect(outputs(card, "trained")).to_have_count(2)
 
 
 def test_errors_the_end_and_another_run(chatting, run, page):
@@ -107,14 +107,14 @@ def test_errors_the_end_and_another_run(chatting, run, page):
     prompt = card.get_by_label("Prompt", exact=True)
     prompt.fill("fail")
     prompt.press("Enter")
-    expect(outputs(card, "tuned")).to_contain_text("The model failed: on purpose.", timeout=SLOW_TIMEOUT)
+    expect(outputs(card, "trained")).to_contain_text("Generation failed: on purpose.", timeout=SLOW_TIMEOUT)
     prompt.fill("x" * 70_000)
     prompt.press("Enter")
     expect(page.locator("#fp-toasts")).to_contain_text("at most 64 KiB")
     assert len(prompt.input_value()) == 70_000, "what could not be sent stays"
     card.get_by_role("button", name="Clear", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Clear").click()
-    expect(outputs(card, "tuned")).to_have_count(0)
+    expect(outputs(card, "trained")).to_have_count(0)
     card.get_by_role("button", name="End chat").click()
     expect(card).to_contain_text("The chat was stopped.", timeout=SLOW_TIMEOUT)
     job = chat.current(run)

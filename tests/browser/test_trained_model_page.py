@@ -84,8 +84,8 @@ def test_an_adapter_is_trained_further_when_it_is_merged(server, page):
     expect(card.get_by_role("button", name="Merge into base model")).to_be_visible()
     job = plant_merge(run)
     page.reload()
-    expect(card).to_contain_text("Verified: loaded from its files", timeout=SLOW_TIMEOUT)
-    expect(card).to_contain_text("theirs at 99.8% of 512 positions")
+    expect(card).to_contain_text("Verified. Loaded from its files", timeout=SLOW_TIMEOUT)
+    expect(card).to_contain_text("same most likely next token at 99.8% of 512 positions")
     link = card.get_by_role("link", name="Download merged model")
     response = page.request.get(link.get_attribute("href"))
     assert f'filename="{run.id}-merged.zip"' in response.headers["content-disposition"]

@@ -88,7 +88,7 @@ def test_lines_of_many_clients_do_not_mix(tmp_path):
 def test_lines_are_read_once_and_only_when_they_are_complete(tmp_path):
     lines = Lines(tmp_path / OUTPUTS, chat_files.DETAILS)
     assert lines.read() == []
-    (tmp_path / OUTPUTS).write_bytes(b'{"a": 1}\nbroken\n[1]\n{"details": ["x", "tuned"]}\n{"b": "\\ud800"')
+    (tmp_path / OUTPUTS).write_bytes(b'{"a": 1}\nbroken\n[1]\n{"details": ["x", "trained"]}\n{"b": "\\ud800"')
     assert lines.read() == [{"a": 1}]
     with (tmp_path / OUTPUTS).open("ab") as file:
         file.write(b"}\n")
@@ -101,9 +101,9 @@ def test_lines_are_read_once_and_only_when_they_are_complete(tmp_path):
         ({"prompt": " \n"}, "empty"),
         ({"prompt": "x" * 70_000}, "at most 64 KiB"),
         ({"system": "x" * 70_000}, "at most 64 KiB"),
-        ({"answers": ("one",)}, "two answers"),
-        ({"sides": ("other",)}, "tuned and base"),
-        ({"sides": ()}, "tuned and base"),
+        ({"answers": ("one",)}, "two completions"),
+        ({"sides": ("other",)}, "trained and base"),
+        ({"sides": ()}, "trained and base"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
@@ -233,16 +233,16 @@ def test_the_endpoints(tmp_path, api):
     job = chat.current(run)
     assert job.state in ALIVE
 
-    id = api.post(f"{path}/requests", json={**PROMPT, "sides": ["tuned", "base"], "temperature": 1}).json()["id"]
+    id = api.post(f"{path}/requests", json={**PROMPT, "sides": ["trained", "base"], "temperature": 1}).json()["id"]
     shown = api.get(path).json()
     (turn,) = shown["turns"]
     assert shown["alive"] and turn["id"] == id and not turn["done"]
     assert api.get(f"{path}?have={shown['tag']}").status_code in (200, 204)
     tokens = {"prompt": "P", "prompt_tokens": [[1, "P"]], "tokens": [[2, "<b>", 0.5]]}
-    chat_files.append(job.path / OUTPUTS, {"details": [id, "tuned"], **tokens})
-    chat_files.append(job.path / OUTPUTS, {"id": id, "side": "tuned", "end": "limit", "text": "<b>", "tokens": 1})
-    assert api.get(path).json()["turns"][0]["outputs"]["tuned"] == {"end": "limit", "text": "<b>", "tokens": 1}
-    assert api.get(f"{path}/tokens?turn={id}&side=tuned").json() == tokens
+    chat_files.append(job.path / OUTPUTS, {"details": [id, "trained"], **tokens})
+    chat_files.append(job.path / OUTPUTS, {"id": id, "side": "trained", "end": "limit", "text": "<b>", "tokens": 1})
+    assert api.get(path).json()["turns"][0]["outputs"]["trained"] == {"end": "limit", "text": "<b>", "tokens": 1}
+    assert api.get(f"{path}/tokens?turn={id}&side=trained").json() == tokens
     assert api.get(f"{path}/tokens?turn={id}&side=base").status_code == 404
 
     assert api.post(f"{path}/requests", json={"kind": STOP, "target": id}).status_code == 200
@@ -294,7 +294,7 @@ def test_a_run_without_a_model_has_no_chat(tmp_path, api):
     ("words", "error"),
     [
         (["--step", "7"], "There is no checkpoint of step 7 that can be loaded. Steps: 2."),
-        (["--answer", "a", "--prompt", "p"], "--answer is for reward models"),
+        (["--completion", "a", "--prompt", "p"], "--completion needs a reward model"),
         (["--json"], "Set --prompt"),
         (["--prompt", "p", "--temperature", "-1"], "The temperature must be from 0 to 10."),
     ],

@@ -68,7 +68,7 @@ def send(run: PathRun, body: ChatRequest) -> dict[str, Any]:
     if problem := request.problem():
         raise ApiError(422, problem)
     if body.kind == GENERATE and body.step not in chat.offer(run).steps:
-        raise ApiError(422, "This model of the run does not exist any more. Choose another one.")
+        raise ApiError(422, "This model was deleted. Choose another one.")
     job = _job(run) if body.kind != GENERATE else chat.start(run)
     id = chat_files.send(job.path, request)
     if body.kind == GENERATE and job.state not in ALIVE:  # it ended at this moment
@@ -96,4 +96,4 @@ def _job(run: Run) -> Run:
     """The job of this run's chat. Raises RunError."""
     if job := chat.current(run):
         return job
-    raise RunError("The chat of this run was not started yet.")
+    raise RunError("The chat of this run has not been started.")

@@ -96,7 +96,11 @@ def best_model_without_optimizer_state(case: Case) -> str | None:
     source="peft 0.21 lora/layer.py and lora/variants.py; verified by launches without Footplate's check: ZeRO-3 saves "
     "the base weights unchanged, and so does FSDP2 with DoRA; FSDP1, which runs on GPUs only, is not verified",
     fixes=(
-        Fix("Save only the adapter", {"save.merge_adapter": False}, cost="footplate merge does it after the run"),
+        Fix(
+            "Save only the adapter",
+            {"save.merge_adapter": False},
+            cost="to get a merged model, run footplate merge after training",
+        ),
         ZERO2,
     ),
     fails_on=Example({"parallel.strategy": "zero3", "save.merge_adapter": True}, TWO_H100),

@@ -8,8 +8,8 @@ import { createFields } from "./chat_fields.js";
 import { createTurn } from "./chat_turn.js";
 
 const ABOUT =
-  "Send prompts to the trained model, and to its base model next to it. A process of its own loads the models, and " +
-  "ends five minutes after you have closed this page.";
+  "Chat with the trained model and, for comparison, with its base model. A separate process keeps the models loaded " +
+  "until five minutes after the last use, or until a run needs the GPU.";
 
 /** The card, and what it shows of the run that is open. */
 export class Chat {
@@ -135,7 +135,7 @@ export class Chat {
     this.#act(() => this.#request({ ...this.fields.request(), prompt, answers, replaces: id }));
   }
   async #clear() {
-    if (!(await confirmDialog("Clear this conversation? Its outputs are no longer shown.", "Clear"))) return;
+    if (!(await confirmDialog("Clear this conversation? It cannot be restored.", "Clear"))) return;
     await this.#act(async () => {
       await this.#stop();
       await this.#request({ kind: "clear" });
@@ -182,7 +182,7 @@ function statusOf(job, alive) {
   if (!job) return "";
   if (!alive) return job.result?.text || "";
   if (job.state === "queued") return job.sentence;
-  if (job.state === "stopping") return "Ending";
+  if (job.state === "stopping") return "Ending the chat";
   if (job.state === "starting") return "Loading the libraries";
   return (job.text || "").replace(/\.$/, "");
 }

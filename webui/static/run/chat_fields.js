@@ -36,7 +36,7 @@ export function createFields(send) {
     kind: "generate",
     prompt: prompt.value,
     answers: parts.answersRow.hidden ? [] : parts.answers.map(({ value }) => value),
-    sides: parts.compare.checked && !parts.compareRow.hidden ? ["tuned", "base"] : ["tuned"],
+    sides: parts.compare.checked && !parts.compareRow.hidden ? ["trained", "base"] : ["trained"],
     step: parts.model.value ? Number(parts.model.value) : null,
     history: parts.history.checked,
     system: parts.systemRow.hidden ? "" : parts.system.value,

@@ -4,7 +4,7 @@ import { get } from "../api.js";
 import { el, notifyError, setAttribute, setText } from "../dom.js";
 import { integer, num, percent } from "../format.js";
 
-export const SIDES = { tuned: "Trained model", base: "Base model" };
+export const SIDES = { trained: "Trained model", base: "Base model" };
 
 /** The name of a model in the menu and above an output. @param {number | null} step */
 export const modelName = (step) => (step === null ? "Final model" : `Checkpoint at step ${num(step)}`);
@@ -36,7 +36,7 @@ export function createTurn(path, first) {
     const hasBegun = Object.keys(turn.outputs).length > 0;
     first.sides.forEach((side, n) => {
       const output = turn.outputs[side];
-      outputs[n].draw(output, output ? "Generating" : hasBegun ? "Generated next" : waiting);
+      outputs[n].draw(output, output ? "Generating" : hasBegun ? "Waiting for the other model" : waiting);
     });
   }
   return { node, draw };
@@ -48,7 +48,7 @@ function createOutput(path, turn, side) {
   const details = el("div.fp-chat-details", { hidden: true });
   const button = el("button.fp-link", { type: "button", "aria-expanded": "false", hidden: true }, "Show tokens");
   button.addEventListener("click", () => toggleTokens(path, { turn: turn.id, side }, details, button));
-  const name = side === "tuned" && turn.step !== null ? modelName(turn.step) : SIDES[side];
+  const name = side === "trained" && turn.step !== null ? modelName(turn.step) : SIDES[side];
   const node = el(
     "div.fp-chat-output",
     { "data-side": side, role: "group", "aria-label": name },
@@ -81,7 +81,7 @@ export function ending({ end, tokens, seconds, stop, limit }) {
   const ends = {
     "stop token": `ended with ${stop}`,
     limit: `ended by the limit of ${integer(limit || 0)} tokens`,
-    context: "ended where the model's positions end",
+    context: "ended at the model's context length",
     stopped: "stopped",
     error: "",
     scored: "",
@@ -119,7 +119,7 @@ function tokenParts({ prompt_tokens: before, tokens }) {
     return node;
   });
   const least = tokens.length ? Math.min(...tokens.map(([, , probability]) => probability)) : 1;
-  const about = `The stronger its color, the less probable a token was; the lowest probability is ${percent(least)}.`;
+  const about = `Stronger color: less probable token (lowest: ${percent(least)}), before temperature and top_p.`;
   return [
     el("h5", {}, `Prompt as the model sees it, ${integer(before.length)} tokens`),
     el("pre.fp-code.fp-chat-tokens", { tabindex: 0 }, prompt),

@@ -7,7 +7,7 @@ import { bytes, num, percent } from "../format.js";
 import { hasEnded } from "../run_state.js";
 
 const WHY =
-  "Merging adds the adapter to the base model's weights: for programs that load no adapters, and to train further.";
+  "Merge the adapter into the base model's weights for programs that cannot load adapters, or to train it further.";
 
 /** Whether a merge runs, so that the page asks for its progress. */
 export const isMerging = (job) => Boolean(job) && !hasEnded(job.state);
@@ -43,11 +43,11 @@ function runningParts(job, run) {
 function mergedParts(job, run) {
   const { certificate } = job.result;
   const saved = certificate.adapter_to_saved;
-  const [share, count] = [percent(saved.same_argmax), num(saved.positions)];
-  const same = `its most likely next token is theirs at ${share} of ${count} positions`;
-  const scores = `its scores of ${count} texts differ by at most ${num(saved.kl_max, 2)}`;
+  const [share, count, kl] = [percent(saved.same_argmax), num(saved.positions), num(saved.kl_mean, 2)];
+  const same = `same most likely next token at ${share} of ${count} positions, KL divergence ${kl} nats per token`;
+  const scores = `the scores of ${count} texts differ by at most ${num(saved.kl_max, 2)}`;
   const compared = certificate.is_reward_model ? scores : same;
-  const [status, ...rest] = certificate.status.split(",");
+  const { status } = certificate;
   const removeIt = async () => {
     if (await confirmDialog("Delete the merged model? The adapter stays.", "Delete", true))
       ask(remove(`${run.base}/merges/${job.id}`), run);
@@ -60,9 +60,9 @@ function mergedParts(job, run) {
       "p.fp-merge-verdict",
       {},
       el("b", {}, `${status[0].toUpperCase()}${status.slice(1)}`),
-      `${rest.length ? `,${rest}` : ""}: loaded from its files and compared with base model and adapter, ${compared}.`,
+      `. Loaded from its files and compared with base model and adapter: ${compared}.`,
     ),
-    ...certificate.limits.map((limit) => el("p.fp-dim", {}, limit)),
+    ...certificate.limits.map((limit) => el("p.fp-dim", {}, `Limitation: ${limit}`)),
     actions(
       el("a.fp-button", { href: url(`${run.base}/merges/${job.id}/model.zip`), download: "" }, "Download merged model"),
       button("Copy folder", () => copy(job.model.folder, "Folder")),
