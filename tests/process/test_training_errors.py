@@ -49,7 +49,7 @@ def test_training_error_has_no_traceback_and_is_in_the_error_file(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"lora.targets": "custom", "lora.target_modules": "query"}, "has no module query. It has .*q_proj"),
+        ({"lora.targets": "custom", "lora.target_modules": "query"}, "has no linear layer query. It has .*q_proj"),
         ({"lora.targets": "custom", "lora.target_modules": "lm_head"}, "lm_head cannot have an adapter"),
         ({"lora.modules_to_save": "head"}, "has no module head. It has .*lm_head"),
         ({"method.kind": "freeze", "method.freeze_trainable_layers": 5}, "5 exceeds the model's 4 layers"),

@@ -153,7 +153,7 @@ def test_offers(tmp_path):
 
 def test_a_run_without_a_model_is_refused(tmp_path):
     run = make_run(tmp_path, files=())
-    with pytest.raises(RunError, match="no model that can be loaded here"):
+    with pytest.raises(RunError, match="has no model to load"):
         chat.offer(run)
     with pytest.raises(RunError, match="no model"):
         chat.start(run)

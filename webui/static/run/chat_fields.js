@@ -70,7 +70,7 @@ export function createFields(send) {
 function createParts() {
   const area = (label, rows, attributes = {}) => el("textarea.fp-input", { "aria-label": label, rows, ...attributes });
   const prompt = area("Prompt", 3, { enterkeyhint: "send" });
-  const answers = [1, 2].map((number) => area(`Answer ${number}`, 2, { placeholder: `Answer ${number}` }));
+  const answers = [1, 2].map((number) => area(`Completion ${number}`, 2, { placeholder: `Completion ${number}` }));
   const model = el("select.fp-select");
   const [compare, history] = [1, 2].map(() => el("input.fp-chat-box", { type: "checkbox" }));
   history.checked = true;

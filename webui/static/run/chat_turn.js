@@ -72,8 +72,8 @@ function scoreText(turn, output) {
   if (!output?.scores) return "";
   const [first, second] = output.scores;
   const verdict =
-    first === second ? "Both answers have the same score." : `Answer ${first > second ? 1 : 2} is preferred.`;
-  return `${verdict}\nAnswer 1: ${num(first)}\nAnswer 2: ${num(second)}`;
+    first === second ? "Both completions have the same score." : `Completion ${first > second ? 1 : 2} is preferred.`;
+  return `${verdict}\nCompletion 1: ${num(first)}\nCompletion 2: ${num(second)}`;
 }
 
 /** How long an output took and how it ended. */
