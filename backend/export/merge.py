@@ -69,7 +69,7 @@ class Merge:
         source = model.locate(spec, lambda text, fraction: self.run_log.progress("loading base", text, fraction))
         base_check = base_weights.check(self.run.path, source)
         self._check_memory(source)
-        tokenizer = model.load_saved_tokenizer(adapter.folder)
+        tokenizer = model.load_saved_tokenizer(spec, adapter.folder)
         base = self._load_base(spec, source, tokenizer)
         batches = probe_batches(self.run.path, tokenizer)
         self._phase("comparing", "Computing the outputs of the base model.", 0.25)
@@ -162,8 +162,9 @@ class Merge:
     def _check_saved(self, spec: RunSpec, expected: Tensors, batches: Tensors, dtype: torch.dtype) -> Difference:
         """How far the saved weights are from the trained model, computed in fp32. Raises TrainError."""
         kind = AutoModelForSequenceClassification if _is_reward(spec) else AutoModelForCausalLM
+        options = {"local_files_only": True, "trust_remote_code": spec.model.trust_remote_code}
         saved, loaded = kind.from_pretrained(
-            self.folder / UNCHECKED, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            self.folder / UNCHECKED, dtype=torch.float32, output_loading_info=True, **options
         )
         lost = sorted([*loaded["missing_keys"], *loaded["unexpected_keys"]])
         if lost:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from backend import registry
 from backend.config import RunSpec
@@ -90,12 +90,7 @@ class Models:
     def _tokenizer(self, folder: Path) -> Any:
         """The tokenizer that was saved with the model: it has the template of training."""
         if folder not in self.tokenizers:
-            try:
-                self.tokenizers[folder] = AutoTokenizer.from_pretrained(
-                    folder, trust_remote_code=self.spec.model.trust_remote_code
-                )
-            except Exception as error:  # of many kinds
-                raise TrainError(f"The tokenizer in {folder} could not be loaded: {_first_line(error)}") from error
+            self.tokenizers[folder] = model.load_saved_tokenizer(self.spec, folder)
         return self.tokenizers[folder]
 
     def _load_base(self, found: TrainedModel, tokenizer: Any) -> Loaded:

@@ -41,10 +41,10 @@ def describe(source: ModelSource) -> dict[str, str]:
 
 def record(context: TrainContext, source: ModelSource, start: Path | None) -> None:
     """Write which weights the base model has, once they are on this machine. Raises TrainError if the run resumes from
-    a checkpoint `start` whose frozen weights were others; full fine-tuning loads all weights from the checkpoint."""
+    a checkpoint `start` of an adapter whose base model had others; other checkpoints have all weights."""
     now = describe(source)
-    frozen = context.spec.method.kind != "full"
-    then = _recorded(start.resolve().parent.parent) if start and frozen else {}
+    is_adapter = context.spec.method.kind == "lora"
+    then = _recorded(start.resolve().parent.parent) if start and is_adapter else {}
     if now["fingerprint"] and then.get("fingerprint") and then["fingerprint"] != now["fingerprint"]:
         raise TrainError(
             f"{source.name} has other weights than those that {start.name if start else ''} was trained with "

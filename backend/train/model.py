@@ -80,9 +80,10 @@ def load_tokenizer(spec: RunSpec, source: ModelSource) -> Any:
     return tokenizer
 
 
-def load_saved_tokenizer(folder: Path) -> Any:
+def load_saved_tokenizer(spec: RunSpec, folder: Path) -> Any:
     """The tokenizer that a run has saved with its model. Raises TrainError."""
-    source = ModelSource(str(folder), {"local_files_only": True})
+    options = {"local_files_only": True, "trust_remote_code": spec.model.trust_remote_code}
+    source = ModelSource(str(folder), options)
     try:
         return AutoTokenizer.from_pretrained(source.name, **source.options)
     except Exception as error:
