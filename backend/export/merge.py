@@ -18,9 +18,8 @@ from typing import Any, TypeAlias
 
 import psutil
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.utils import load_peft_weights
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -211,26 +210,10 @@ class Merge:
 
 
 def load_adapter(base: Any, folder: Path) -> Any:
-    """The base model with the adapter in `folder`. Raises TrainError unless every tensor of the file is in the model,
-    and every tensor of the adapter in the file: peft 0.21 only warns."""
+    """The base model with the adapter in `folder`. Raises TrainError."""
     adapted: Any = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)
-    stored = load_peft_weights(str(folder), device="cpu")
-    own = get_peft_model_state_dict(adapted)
-    names = adapter_names.saved_names(adapted, own)
-    problems = sorted((set(names.values()) ^ stored.keys()) | (own.keys() - names.keys()))
-    problems += [name for name, saved in names.items() if saved in stored and not _equal(own[name], stored[saved])]
-    if problems:
-        listed = ", ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
-        raise TrainError(
-            f"The adapter in {folder} does not fit its base model: {listed} could not be loaded. Use the base model "
-            "that it was trained on."
-        )
+    adapter_names.require_loaded(adapted, folder)
     return adapted
-
-
-def _equal(own: torch.Tensor, stored: torch.Tensor) -> bool:
-    same = own.shape == stored.shape and torch.allclose(own.float(), stored.float(), rtol=0, atol=0, equal_nan=True)
-    return bool(same)
 
 
 def merge(adapted: Any) -> Any:

@@ -183,10 +183,12 @@ def _spec(run: Run) -> RunSpec:
 
 def _load_adapter(adapted: Any, folder: Path) -> None:
     """Load the weights of an adapter: all of them. Raises TrainError."""
-    own = get_peft_model_state_dict(adapted)
-    renamed = {name for name, saved in adapter_names.saved_names(adapted, own).items() if name != saved}
-    if not renamed:  # peft has loaded these by their published names
+    names = adapter_names.saved_names(adapted, get_peft_model_state_dict(adapted))
+    if all(name == saved for name, saved in names.items()):
         checkpoint_weights.load(adapted, folder)
+    else:  # the file has published names, which only peft knows how to load
+        adapted.load_adapter(str(folder), "default")
+        adapter_names.require_loaded(adapted, folder)
 
 
 def _adapter_config(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
+from peft.utils import load_peft_weights
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -62,6 +63,26 @@ def check(model: Any) -> None:
             f"it renames these layers of {model.config.model_type}. Set lora.targets to custom, and leave them out of "
             "lora.target_modules."
         )
+
+
+def require_loaded(model: Any, folder: Path) -> None:
+    """Raise TrainError unless peft has loaded every tensor of the file in `folder` into the model, and every tensor of
+    the adapter is in the file: peft 0.21 only warns."""
+    stored, own = load_peft_weights(str(folder), device="cpu"), get_peft_model_state_dict(model)
+    names = saved_names(model, own)
+    problems = sorted((set(names.values()) ^ stored.keys()) | (own.keys() - names.keys()))
+    problems += [name for name, saved in names.items() if saved in stored and not _equal(own[name], stored[saved])]
+    if problems:
+        listed = ", ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+        raise TrainError(
+            f"The adapter in {folder} does not fit its base model: {listed} could not be loaded. Use the base model "
+            "that it was trained on."
+        )
+
+
+def _equal(own: torch.Tensor, stored: torch.Tensor) -> bool:
+    values = own.float().cpu(), stored.float()
+    return own.shape == stored.shape and bool(torch.allclose(*values, rtol=0, atol=0, equal_nan=True))
 
 
 def rename(model: Any, folder: Path) -> None:

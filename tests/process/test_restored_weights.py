@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from training_runs import soak_except
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
+from backend.inference import loading
 from backend.registry import CONVERTED_WEIGHTS
 from backend.train import adapter_names, checkpoint_weights
 from backend.train.describe_model import describe
@@ -172,6 +173,26 @@ def test_peft_and_transformers_load_every_tensor_of_a_saved_adapter(kind: str, t
         found = {name.removeprefix("base_model.model."): value for name, value in loaded.named_parameters()}
         expected = {n.removeprefix("base_model.model."): p for n, p in trained.named_parameters() if ".lora_" in n}
         assert not [name for name, value in expected.items() if not torch.equal(value, found[name])]
+
+
+@pytest.mark.parametrize("kind", ["laguna", "llama"])
+def test_a_chat_switches_between_saved_adapters(kind: str, tmp_path: Path) -> None:
+    """The file of an adapter of laguna has published names, which only peft loads."""
+    load_base = base_model(kind, tmp_path / "base")
+    tokenizer, adapters = SimpleNamespace(save_pretrained=lambda folder: None), {}
+    for name in ("first", "second"):
+        options = {"target_modules": "all-linear", **LAYERS.get(kind, {})}
+        adapters[name] = trained = get_peft_model(load_base(), LoraConfig(task_type="CAUSAL_LM", **options))
+        perturb([parameter for name_, parameter in trained.named_parameters() if ".lora_" in name_])
+        save(trained, tokenizer, tmp_path / name, torch.float32)
+    loaded = PeftModel.from_pretrained(load_base(), tmp_path / "first")
+    for name in ("second", "first"):
+        loading._load_adapter(loaded, tmp_path / name)
+        assert not differing(adapters[name], loaded)
+    weights = tmp_path / "second" / "adapter_model.safetensors"
+    save_file(dict(list(load_file(weights).items())[1:]), weights, metadata={"format": "pt"})
+    with pytest.raises(TrainError, match="does not fit"):
+        loading._load_adapter(loaded, tmp_path / "second")
 
 
 def test_adapters_that_peft_would_ignore_are_refused() -> None:
