@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from backend.inference.chat import Chat
+from backend.runs import files
 from backend.train import exit
 
 
@@ -16,9 +16,7 @@ from backend.train import exit
 def main() -> None:
     """Serve the chat until it ends."""
     sys.excepthook = exit.print_error
-    os.chdir(sys.argv[1])
-    held = Path("/proc/self/cwd")  # it stays valid when the run is renamed
-    Chat(held if held.is_dir() else Path.cwd()).serve()
+    Chat(files.held(Path(sys.argv[1]))).serve()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,14 @@ class IrregularFile(OSError):
     """A pipe, a socket, a device, a folder or a link in the place of a file."""
 
 
+def held(folder: Path) -> Path:
+    """A path of the run's folder that stays valid when it is renamed or its mount is moved, and under which nothing can
+    be created again once it was deleted: the working directory of this process."""
+    os.chdir(folder)
+    path = Path("/proc/self/cwd")
+    return path if path.is_dir() else Path.cwd()  # without /proc, a renamed folder is not found again
+
+
 def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """The descriptor of a regular file. Raises OSError, and IrregularFile for anything else."""
     try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from backend.runs import files
 from backend.train import device, exit, stacks, unsloth, verify
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     given = parser.parse_args()
     sys.excepthook = exit.print_error
     exit.outlive_sigterm()
-    group, place, folder = device.ProcessGroup(), given.folder.resolve(), _held(given.folder)
+    group, place, folder = device.ProcessGroup(), given.folder.resolve(), files.held(given.folder)
     group.sign()
     stacks.Stacks(folder, group.rank).write_on_request()
     spec, run = verify.read_plan(place)
@@ -32,14 +32,6 @@ def main() -> None:
     unsloth.import_unsloth(spec)
     training = importlib.import_module("backend.train.training")  # only now: Unsloth comes before other libraries
     training.train(spec, run, folder, given.from_scratch, group)
-
-
-def _held(folder: Path) -> Path:
-    """A path of the run's folder that stays valid when it is renamed or its mount is moved, and under which nothing can
-    be created again once it was deleted: the working directory of this process."""
-    os.chdir(folder)
-    held = Path("/proc/self/cwd")
-    return held if held.is_dir() else Path.cwd()  # without /proc, a renamed folder is not found again
 
 
 if __name__ == "__main__":
