@@ -72,7 +72,7 @@ function createParts() {
   const prompt = area("Prompt", 3, { enterkeyhint: "send" });
   const answers = [1, 2].map((number) => area(`Completion ${number}`, 2, { placeholder: `Completion ${number}` }));
   const model = el("select.fp-select");
-  const [compare, history] = [1, 2].map(() => el("input.fp-chat-box", { type: "checkbox" }));
+  const [compare, history] = [1, 2].map(() => el("input.fp-checkbox", { type: "checkbox" }));
   history.checked = true;
   const system = area("System prompt", 3);
   const settings = createSettings();

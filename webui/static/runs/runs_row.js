@@ -16,7 +16,10 @@ export function createRow(id, columns, selected, handlers) {
   let shown = /** @type {Run} */ ({ id, state: "" });
   const [varied, base] = [el("span"), el("span.fp-runs-base")];
   const link = el("a.fp-runs-link", { href: `?tab=run&run=${encodeURIComponent(id)}` }, varied, base);
-  const box = el("input.fp-runs-select", { type: "checkbox", onchange: () => handlers.select(shown, box.checked) });
+  const box = el("input.fp-checkbox.fp-runs-select", {
+    type: "checkbox",
+    onchange: () => handlers.select(shown, box.checked),
+  });
   const star = el("button.fp-runs-star", { type: "button", onclick: () => handlers.star(shown) });
   const menu = el("button.fp-icon", { type: "button", "aria-haspopup": "menu" }, "\u22ef");
   menu.addEventListener("click", () => handlers.menu(shown, menu));

@@ -62,7 +62,7 @@ export function createTable(selected, handlers) {
  */
 function createHead(handlers) {
   const [widths, node] = [el("colgroup"), el("tr")];
-  const all = el("input.fp-runs-select", { type: "checkbox", "aria-label": "Select all runs" });
+  const all = el("input.fp-checkbox.fp-runs-select", { type: "checkbox", "aria-label": "Select all runs" });
   all.addEventListener("change", () => handlers.selectAll(all.checked));
 
   /** @param {Column[]} columns @param {Order} order */
