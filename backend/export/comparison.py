@@ -80,8 +80,7 @@ def _render(tokenizer: Any, text: str) -> str:
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def log_probabilities(model: Any, batches: Sequence[torch.Tensor], name: str = "model") -> list[torch.Tensor]:
     """For each text the log-probabilities of shape (tokens, vocabulary) in fp32; for a reward model the score, (1, 1).
-    `name` is that of the model in
-    errors. Raises TrainError for values that are NaN or infinite."""
+    `name` is that of the model in errors. Raises TrainError for values that are NaN or infinite."""
     model.eval()
     found = []
     for ids in batches:

@@ -45,8 +45,8 @@ def generate(
     room = _positions(loaded.model) - len(ids)
     if room < 1:
         raise TrainError(
-            f"The prompt has {len(ids):,} tokens with the earlier turns, but the model has {len(ids) + room:,} "
-            "positions. Shorten the prompt, or clear the conversation."
+            f"The prompt, including earlier turns, has {len(ids):,} tokens; the model's context length is "
+            f"{len(ids) + room:,}. Shorten the prompt, or clear the conversation."
         )
     output = Output(limit=min(request.max_new_tokens, room))
     if request.temperature > 0:
