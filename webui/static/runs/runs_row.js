@@ -11,15 +11,15 @@ import { baseName } from "./runs_sweeps.js";
 
 const [STAR, STARRED] = ["\u2606", "\u2605"];
 
+/** A check box that selects a run, or all of them. @param {Record<string, any>} attributes */
+export const selectBox = (attributes) => el("input.fp-checkbox.fp-runs-select", { type: "checkbox", ...attributes });
+
 /** @param {Column[]} columns @param {Set<string>} selected */
 export function createRow(id, columns, selected, handlers) {
   let shown = /** @type {Run} */ ({ id, state: "" });
   const [varied, base] = [el("span"), el("span.fp-runs-base")];
   const link = el("a.fp-runs-link", { href: `?tab=run&run=${encodeURIComponent(id)}` }, varied, base);
-  const box = el("input.fp-checkbox.fp-runs-select", {
-    type: "checkbox",
-    onchange: () => handlers.select(shown, box.checked),
-  });
+  const box = selectBox({ onchange: () => handlers.select(shown, box.checked) });
   const star = el("button.fp-runs-star", { type: "button", onclick: () => handlers.star(shown) });
   const menu = el("button.fp-icon", { type: "button", "aria-haspopup": "menu" }, "\u22ef");
   menu.addEventListener("click", () => handlers.menu(shown, menu));

@@ -3,7 +3,7 @@
 import { el } from "../dom.js";
 import { RowsInSight } from "./rows_in_sight.js";
 import { widthsOf } from "./runs_columns.js";
-import { createRow } from "./runs_row.js";
+import { createRow, selectBox } from "./runs_row.js";
 import { createHeading, isHeading } from "./runs_sweeps.js";
 
 /** @typedef {import("./runs_search.js").Column} Column */
@@ -62,7 +62,7 @@ export function createTable(selected, handlers) {
  */
 function createHead(handlers) {
   const [widths, node] = [el("colgroup"), el("tr")];
-  const all = el("input.fp-checkbox.fp-runs-select", { type: "checkbox", "aria-label": "Select all runs" });
+  const all = selectBox({ "aria-label": "Select all runs" });
   all.addEventListener("change", () => handlers.selectAll(all.checked));
 
   /** @param {Column[]} columns @param {Order} order */
