@@ -16,6 +16,7 @@ from backend.cli import (
     commands,
     device_test,
     environments,
+    evaluate,
     export,
     export_metrics,
     merge,
@@ -72,6 +73,7 @@ COMMANDS: Mapping[str, Command] = {
     "stop": runs.stop,
     "resume": runs.resume,
     "chat": chat.start,
+    "evaluate": evaluate.start,
     "logs": runs.logs,
     "metrics": runs.metrics,
     "export-metrics": export_metrics.start,
@@ -242,6 +244,7 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     retry.add_argument("--automatic", action="store_true", help="only if train.half_lr_retries allows another retry")
     retry.add_argument("--follow", action="store_true", help=FOLLOW)
     _add_chat(command, run_id)
+    _add_evaluate(command, run_id)
     logs = command("logs", run_id, help="print the log of a run")
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the run has ended")
     _add_report_commands(command, folder, run_id)
@@ -265,6 +268,16 @@ def _add_chat(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: total probability (default: 1)")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="maximum number of new tokens (default: 256)")
     add("--seed", type=int, metavar="N", help="sampling seed (default: random)")
+
+
+def _add_evaluate(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
+    evaluating = command("evaluate", run_id, help="compare the model of a run with its base model on the same examples")
+    add = evaluating.add_argument
+    add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
+    add("--data", default="", metavar="FILE", help="a data file (default: the validation examples of the run)")
+    add("--examples", type=int, default=100, metavar="N", help="at most; 0 for none (default: 100)")
+    add("--max-new-tokens", type=int, metavar="N", help="of an output (default: eval.max_new_tokens of the run)")
+    add("--no-general-texts", action="store_true", help="leave out the texts that show what was forgotten")
 
 
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:

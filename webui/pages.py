@@ -32,6 +32,7 @@ STYLES = (
     "run/run.css",
     "run/results.css",
     "run/chat.css",
+    "run/evaluation.css",
     "charts.css",
     "run/log.css",
     "runs/runs.css",

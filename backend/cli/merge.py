@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from backend.cli.commands import print_json
-from backend.cli.runs import OUTCOMES, find_run
+from backend.cli.jobs import follow, print_end
+from backend.cli.runs import find_run
 from backend.runs import jobs
-from backend.runs.folder import ALIVE, Run
+from backend.runs.folder import Run
 from backend.tasks import merge
-
-POLL_SECONDS = 0.25
 
 
 def start(arguments: argparse.Namespace) -> int:
     """Merge and wait for the end; Ctrl-C stops it."""
     job = merge.start(find_run(Path(arguments.runs), arguments.run), arguments.step)
-    _follow(job)
+    follow(job)
     shown = jobs.as_json(job)
     if arguments.json:
         print_json({**shown, "folder": str(job.path)})
     elif shown["state"] == "done":
         _print_result(job, shown["result"])
-    else:
-        failure = shown["failure"]
-        print(f"{failure['sentence']} {failure['help']}".strip() if failure else shown["sentence"], file=sys.stderr)
-    return OUTCOMES.get(shown["state"], 1)
-
-
-def _follow(job: Run) -> None:
-    """Print each phase to stderr until the job has ended."""
-    printed = ""
-    while (state := job.state) in (*ALIVE, "new"):
-        try:
-            text = job.progress().get("text", "") or job.summary()["sentence"]
-            if text != printed:
-                printed = text
-                print(text, file=sys.stderr, flush=True)
-            time.sleep(POLL_SECONDS)
-        except KeyboardInterrupt:
-            if state == "stopping":
-                raise
-            job.stop(save=False)
+    return print_end(shown)
 
 
 def _print_result(job: Run, result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m backend.inference .` in the folder of a job: the process of a chat with the models of a run."""
+"""`python -m backend.inference .` in the folder of a job: a chat with the models of a run, or their evaluation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from backend.inference.chat import Chat
+from backend.inference.evaluation import evaluate
+from backend.models.evaluation import SETTINGS
 from backend.runs import files
 from backend.train import exit
 
 
 @record  # type: ignore[untyped-decorator]
 def main() -> None:
-    """Serve the chat until it ends."""
+    """Do what the folder says."""
     sys.excepthook = exit.print_error
-    Chat(files.held(Path(sys.argv[1]))).serve()
+    folder = files.held(Path(sys.argv[1]))
+    if (folder / SETTINGS).exists():
+        evaluate(folder)
+    else:
+        Chat(folder).serve()
 
 
 if __name__ == "__main__":

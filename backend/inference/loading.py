@@ -53,10 +53,10 @@ class Loaded:
 
 class Models:
     """Loads what is requested and keeps it: one trained model. A second copy of the base model is loaded only if
-    `disable_adapter()` does not restore it."""
+    `disable_adapter()` does not restore it; with `one_at_a_time`, the trained model is given up for it."""
 
-    def __init__(self, run: Run, report: Callable[[str], None]) -> None:
-        self.run, self.report = run, report
+    def __init__(self, run: Run, report: Callable[[str], None], one_at_a_time: bool = False) -> None:
+        self.run, self.report, self.one_at_a_time = run, report, one_at_a_time
         self.spec = _spec(run)
         resolved = run.resolved()
         self.dtype = device.DTYPES.get(str(resolved.get("compute_dtype")), torch.float32)
@@ -102,6 +102,8 @@ class Models:
             base, use = self.tuned, self.tuned.disable_adapter
         else:
             if self.base is None:
+                if self.one_at_a_time:
+                    self._release()
                 self.report("Loading the base model.")
                 self.base = self._from_source(tokenizer, frozen=True)
             base, use = self.base, contextlib.nullcontext
@@ -112,8 +114,7 @@ class Models:
             return
         adapter = _adapter_config(found.folder) if found.base else {}
         if not adapter or adapter != self.adapter:
-            self.tuned, self.adapter, self.tuned_folder = None, {}, None
-            gc.collect()
+            self._release()
             self.report("Loading the base model." if adapter else f"Loading {_name(found)}.")
             self.tuned = self._adapted(found.folder, adapter, tokenizer) if adapter else self._whole(found.folder)
             self.adapter = adapter
@@ -122,6 +123,11 @@ class Models:
             self.tuned_folder = None  # half of the weights may be loaded when there is an error
             _load_adapter(self.tuned, found.folder)
         self.tuned_folder = found.folder
+
+    def _release(self) -> None:
+        """Free the memory of the trained model."""
+        self.tuned, self.adapter, self.tuned_folder = None, {}, None
+        gc.collect()
 
     @property
     def _is_reward(self) -> bool:

@@ -6,10 +6,7 @@ A run has at most one such job. It is started again when it has ended, with the 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,8 +17,9 @@ from backend.config import RunSpec
 from backend.config.options import SpecError, effective
 from backend.models import chat_files, system_prompt, trained
 from backend.models.chat_files import OPTIONS
+from backend.models.jobs import alone, place
 from backend.presets import read
-from backend.runs import JOBS, MODEL, SPEC, files, jobs
+from backend.runs import MODEL, SPEC, jobs
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
 
 KIND, MODULE = "chat", "backend.inference"
@@ -29,7 +27,6 @@ IDLE_SECONDS = 300.0  # without a client, after which the process ends
 # A generation ends within a token, and there is nothing to save.
 TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)
 CHAT, TEXT, SCORE = "chat", "text", "score"
-MUTEX = ".chat-lock"  # in the folder of the jobs
 # Initializations that subtract the initial adapter from the base weights: disabling the adapter does not restore them.
 RESIDUAL = ("pissa", "olora", "corda", "loftq")
 
@@ -111,7 +108,7 @@ def current(run: Run) -> Run | None:
 def start(run: Run, idle_seconds: float = IDLE_SECONDS) -> Run:
     """The chat of the run, started unless it is alive. Raises RunError."""
     offer(run)
-    with _alone(run):
+    with alone(run):
         job = current(run)
         if job and job.state in ALIVE:
             return job
@@ -124,31 +121,8 @@ def _created(run: Run, earlier: Run | None, idle_seconds: float) -> Run:
     """A new job, with the conversation of the earlier one, which is deleted. A job is not started again: the run may
     have been moved, or Footplate updated."""
     kept = chat_files.conversation(earlier.path) if earlier else {}
-    env, devices = _place(run)
+    env, devices = place(run, is_light=True)
     job = jobs.create(run, KIND, MODULE, {OPTIONS: json.dumps({"idle_seconds": idle_seconds}), **kept}, env, devices)
     if earlier and earlier.path != job.path and earlier.path.is_dir():  # one without a result is deleted already
         earlier.delete()
     return job
-
-
-def _place(run: Run) -> tuple[dict[str, str], dict[str, str]]:
-    """The environment and the devices of the job: the first device of the run, or one thread of the CPU."""
-    plan, resolved = run.plan(), run.resolved()
-    env = {name: value for name, value in {**plan.defaults, **plan.env}.items() if name != "PYTHONPATH"}
-    family = str(resolved.get("device") or "cpu")
-    if family == "cpu" or family not in registry.DEVICES or run.job():
-        return {**env, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}, {}
-    device, ids = registry.DEVICES[family], resolved.get("device_ids") or ()
-    if device.visible_devices_env and ids:
-        env[device.visible_devices_env] = str(ids[0])
-    return env, dict(list(plan.devices.items())[:1])
-
-
-@contextlib.contextmanager
-def _alone(run: Run) -> Iterator[None]:
-    """One start at a time, for two pages whose users click at once."""
-    place = run.path / JOBS
-    place.mkdir(mode=0o700, exist_ok=True)
-    with files.open_to_append(place / MUTEX) as mutex:
-        fcntl.flock(mutex, fcntl.LOCK_EX)
-        yield

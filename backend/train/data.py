@@ -313,10 +313,10 @@ def prepare(
     if longest and spec.data.sources and validation is not None:
         validation, sizes = _longest(validation, most[VALIDATION]), ()
     generates = registry.STAGES[spec.train.stage].generates
-    conversations = zip_longest(*(_conversations(part, to) for (_, part), to in zip(parts, tokenizers, strict=True)))
-    each = islice(filter(None, chain.from_iterable(conversations)), spec.eval.num_generations if generates else 0)
+    each = zip_longest(*(conversations(part, to) for (_, part), to in zip(parts, tokenizers, strict=True)))
+    evaluated = islice(filter(None, chain.from_iterable(each)), spec.eval.num_generations if generates else 0)
     return PreparedData(
-        train, validation and add_kl_completions(validation, spec), sizes, list(each), end_tokens.counted(ends)
+        train, validation and add_kl_completions(validation, spec), sizes, list(evaluated), end_tokens.counted(ends)
     )
 
 
@@ -359,7 +359,7 @@ def _mixture(spec: RunSpec, found: Sequence[Dataset], info: Callable[[str], None
     return together.select(chosen)
 
 
-def _conversations(part: Part, to_columns: Tokenizer) -> Iterator[ConvertedExample]:
+def conversations(part: Part, to_columns: Tokenizer) -> Iterator[ConvertedExample]:
     """Validation examples as conversations that end with the reference completion, without those that begin with it."""
     for _, example in part:
         if part.skips and _tokenized(to_columns, True, [(0, example)])[2][SKIPPED]:

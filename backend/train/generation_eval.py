@@ -56,9 +56,17 @@ def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> l
 
 
 @dataclass(frozen=True)
+class Generated:
+    """An output; `ended`: whether a stop token ended it, not the limit."""
+
+    text: str = ""
+    ended: bool = False
+
+
+@dataclass(frozen=True)
 class Generator:
     """Generates greedily, `batch_size` prompts at a time, at most `max_new_tokens` each. `tensor_parallel_size` ranks
-    in a row hold one model and generate together."""
+    in a row hold one model and generate together. `ends`: the stop tokens; None: those of model and tokenizer."""
 
     tokenizer: Any
     group: ProcessGroup
@@ -66,6 +74,7 @@ class Generator:
     max_new_tokens: int
     dtype: torch.dtype
     tensor_parallel_size: int = 1
+    ends: frozenset[int] | None = None
 
     @classmethod
     def create(
@@ -75,15 +84,15 @@ class Generator:
         batch_size, longest = spec.eval.per_device_eval_batch_size, spec.eval.max_new_tokens
         return cls(tokenizer, group, batch_size, longest, dtype, tensor_parallel_size)
 
-    def generate(self, model: Any, prompts: Sequence[EvalPrompt], tick: Callable[[int, int], bool]) -> list[str]:
+    def generate(self, model: Any, prompts: Sequence[EvalPrompt], tick: Callable[[int, int], bool]) -> list[Generated]:
         """The outputs in the order of `prompts`; the ranks share the work. If `tick` returns False, the remaining
-        outputs are ''. `tick` counts tokens: an output that ends early counts as one of max_new_tokens."""
+        outputs are empty. `tick` counts tokens: an output that ends early counts as one of max_new_tokens."""
         size, world = self.tensor_parallel_size, self.group.world
         mine = list(range(self.group.rank // size, len(prompts), world // size))
         mine.sort(key=lambda number: len(prompts[number].text))  # similar lengths in a batch: less padding
         most = -(-len(prompts) * size // world)  # ranks that agree on each batch have as many
         training = model.training
-        outputs: dict[int, str] = {}
+        outputs: dict[int, Generated] = {}
         model.eval()
         total = len(mine) * self.max_new_tokens
         tick(0, total)
@@ -98,35 +107,42 @@ class Generator:
             if self.group.agree(stop) if size > 1 else stop:
                 break
         model.train(training)
-        gathered = {number: text for part in self.group.gather(outputs) for number, text in part.items()}
-        return [gathered.get(number, "") for number in range(len(prompts))]
+        gathered = {number: output for part in self.group.gather(outputs) for number, output in part.items()}
+        return [gathered.get(number, Generated()) for number in range(len(prompts))]
 
     def _count(self, tick: Callable[[int, int], bool], before: int, outputs: int, total: int, new: int) -> bool:
         """Count the `new` tokens of each output of a batch. Returns whether to continue; ranks that generate together
         agree on that only after each batch."""
         return tick(before + new * outputs, total) or self.tensor_parallel_size > 1
 
-    def _batch(self, model: Any, texts: list[str], count: Callable[[int], bool]) -> list[str]:
+    def _batch(self, model: Any, texts: list[str], count: Callable[[int], bool]) -> list[Generated]:
         batch = self.tokenizer(
             texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
         ).to(model.device)
         low = self.dtype != torch.float32
         cast = torch.autocast(model.device.type, dtype=self.dtype) if low else contextlib.nullcontext()
+        ends = self._ends(model)
         with torch.no_grad(), cast:  # not inference_mode, which fp8 layers do not support
             generated = model.generate(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],
-                generation_config=self._config(model),
+                generation_config=self._config(ends),
                 stopping_criteria=StoppingCriteriaList([_EachToken(batch["input_ids"].shape[1], count)]),
                 synced_gpus=False,  # each rank has whole weights, so no rank waits for another's outputs
                 **without_router_loss(model),
             )
         new = generated[:, batch["input_ids"].shape[1] :]
-        return [text.strip() for text in self.tokenizer.batch_decode(new, skip_special_tokens=True)]
+        texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        ended = [not ends.isdisjoint(ids) for ids in new.tolist()]
+        return [Generated(text.strip(), has_ended) for text, has_ended in zip(texts, ended, strict=True)]
 
-    def _config(self, model: Any) -> GenerationConfig:
+    def _ends(self, model: Any) -> frozenset[int]:
+        if self.ends is not None:
+            return self.ends
         own, eos = model.generation_config.eos_token_id, self.tokenizer.eos_token_id
-        ends = {*([own] if isinstance(own, int) else own or []), *([eos] if eos is not None else [])}
+        return frozenset({*([own] if isinstance(own, int) else own or []), *([eos] if eos is not None else [])})
+
+    def _config(self, ends: frozenset[int]) -> GenerationConfig:
         return GenerationConfig(
             do_sample=False,
             max_new_tokens=self.max_new_tokens,
@@ -216,7 +232,7 @@ class GenerationEvalCallback(TrainerCallback):
         tick = context.tick(phase, f"Generating outputs {when} training", _unit(context.group.world))
         tick(0, len(self.prompts) * self.generator.max_new_tokens if context.group.world == 1 else 0)
         with unsharded_model(context.spec, self.trainer) as model:
-            outputs = self.generator.generate(model, self.prompts, tick)
+            outputs = [output.text for output in self.generator.generate(model, self.prompts, tick)]
         context.check_stop()
         share = text_metrics.exact_match([prompt.reference for prompt in self.prompts], outputs)
         context.run_log.info(f"Exact match: {share:.0%} of {examples}.")

@@ -174,7 +174,7 @@ def test_an_idle_chat_ends_and_keeps_its_conversation(run: Run, start: Callable[
 def test_a_waiting_run_takes_the_device(
     run: Run, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(chat, "_place", lambda _: ({"OMP_NUM_THREADS": "1"}, GPU))
+    monkeypatch.setattr(chat, "place", lambda *_, **__: ({"OMP_NUM_THREADS": "1"}, GPU))
     job = start(run)
     wait_for(lambda: job.state == "running")
     waiting = Run.create(tmp_path / "runs", "next", Plan((sys.executable, "-c", ""), devices=GPU), datetime.now())

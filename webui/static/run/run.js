@@ -30,6 +30,7 @@ import {
 import { changeQueue, removeFromQueue } from "../runs/queue.js";
 import { editNotes, tagList } from "../runs/runs_actions.js";
 import { Chat } from "./chat.js";
+import { Evaluation } from "./evaluation.js";
 import { failureParts, remedies } from "./failure.js";
 import { alertParts, isAlert, rankTable } from "./live.js";
 import { createLog } from "./log.js";
@@ -102,6 +103,7 @@ function buildPage(place) {
     page.routerNote,
     page.model,
     page.chat.node,
+    page.evaluation.node,
     page.samples,
     page.sweep.node,
     page.charts.node,
@@ -130,6 +132,7 @@ function createRequestingParts() {
   page.sweep = createSweep(isVisible);
   page.stacks = createStacks(base);
   page.chat = new Chat(base, isVisible);
+  page.evaluation = new Evaluation(base, isVisible);
   page.log = createLog({ base, hasEnded: ended, isVisible, onTrouble: troubleOf("log") });
 }
 
@@ -232,6 +235,7 @@ function close() {
   page.charts.close();
   page.sweep.close();
   page.chat.close();
+  page.evaluation.close();
   page.log.close();
 }
 
@@ -315,6 +319,7 @@ function draw() {
   drawActions();
   page.sweep.open(run.sweep, id);
   page.chat.open(Boolean(run.model), run.result?.samples || []);
+  page.evaluation.open(Boolean(run.model));
   page.stacks.draw(Boolean(summary.stalled));
   page.log.offerRanks(run.ranks || []);
   drawIfChanged("annotations", run.annotations, drawNotes);

@@ -1,0 +1,52 @@
+"""The command evaluate: base model and trained model on the same examples, and what is certain about the difference."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from backend.cli.commands import print_json
+from backend.cli.jobs import follow, print_end
+from backend.cli.runs import find_run
+from backend.models import evaluation
+from backend.models.evaluation import EXAMPLES, Settings
+from backend.runs.folder import RunError
+
+
+def start(arguments: argparse.Namespace) -> int:
+    """Evaluate and wait for the end; Ctrl-C stops it, and the same command continues it."""
+    run = find_run(Path(arguments.runs), arguments.run)
+    settings = _settings(arguments, evaluation.offer(run))
+    job = evaluation.start(run, settings)
+    follow(job)
+    shown = evaluation.as_json(job)
+    if arguments.json:
+        print_json({**shown, "folder": str(job.path)})
+    elif shown["state"] == "done":
+        _print_result(shown["result"])
+        print(f"Each example: {job.path / EXAMPLES}")
+    return print_end(shown)
+
+
+def _settings(arguments: argparse.Namespace, offered: evaluation.Offer) -> Settings:
+    """Raises RunError."""
+    if arguments.max_new_tokens is not None and not offered.generates:
+        raise RunError("--max-new-tokens has no effect: the examples of this run are texts, so nothing is generated.")
+    return Settings(
+        step=arguments.step if arguments.step is not None else next(iter(offered.steps), None),
+        data=str(Path(arguments.data).expanduser().resolve()) if arguments.data else "",
+        examples=arguments.examples,
+        max_new_tokens=arguments.max_new_tokens or offered.max_new_tokens,
+        general=not arguments.no_general_texts,
+    )
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    for each in result["comparisons"]:
+        print(each["sentence"])
+    counts = sorted({each["count"] for each in result["comparisons"]})
+    number = " to ".join(str(count) for count in (counts[:1] + counts[-1:] if len(counts) > 1 else counts))
+    print(f"Base model to trained model, with 95% intervals of the change (paired bootstrap, {number} texts).")
+    for limit in result["limits"]:
+        print(f"Limitation: {limit}")

@@ -1,0 +1,42 @@
+"""Waiting for a job of a run, such as a merge, in the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from backend.cli.runs import OUTCOMES
+from backend.cli.status_line import StatusLine
+from backend.runs.folder import ALIVE, Run
+
+POLL_SECONDS = 0.25
+
+
+def follow(job: Run) -> None:
+    """Show on stderr what the job does until it has ended: a terminal gets one line that is rewritten, anything else a
+    line for each thing. Ctrl-C stops the job."""
+    shown = ""
+    with StatusLine() as line:
+        while (state := job.state) in (*ALIVE, "new"):
+            try:
+                text = job.progress().get("text", "") or job.summary()["sentence"]
+                title = text.partition(":")[0]  # behind it is a number that changes
+                if sys.stderr.isatty():
+                    line.show(text.rstrip("."))
+                elif title != shown:
+                    print(text, file=sys.stderr, flush=True)
+                shown = title
+                time.sleep(POLL_SECONDS)
+            except KeyboardInterrupt:
+                if state == "stopping":
+                    raise
+                job.stop(save=False)
+
+
+def print_end(shown: dict[str, Any]) -> int:
+    """The exit code of a job that has ended (`jobs.as_json`), and on stderr why it has no result."""
+    if shown["state"] != "done":
+        failure = shown["failure"]
+        print(f"{failure['sentence']} {failure['help']}".strip() if failure else shown["sentence"], file=sys.stderr)
+    return OUTCOMES.get(shown["state"], 1)

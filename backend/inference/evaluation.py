@@ -1,0 +1,238 @@
+"""The process of an evaluation: the loss of both models on each example, their outputs, and what is certain about the
+difference. Each result is written at once, so that a stopped evaluation continues.
+
+Outputs are generated as training generates them for validation examples, so both have the same scores.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backend import registry
+from backend.inference import examples, generation, intervals
+from backend.inference.examples import Item
+from backend.inference.loading import Loaded, Models
+from backend.inference.scores import SCORES, Score
+from backend.models import evaluation
+from backend.models.chat_files import BASE, TUNED, Lines, append
+from backend.models.evaluation import EXAMPLES, OUTPUTS, Settings
+from backend.runs import LOCK, RESULT
+from backend.runs.files import write_json
+from backend.runs.folder import Run
+from backend.train.device import ProcessGroup
+from backend.train.generation_eval import Generator
+from backend.train.run_log import RunLog, Stopped, TrainError
+from backend.train.templates import IGNORE_INDEX
+from backend.wording import counted
+
+SIDES = (TUNED, BASE)
+NAMES = {TUNED: "trained model", BASE: "base model"}
+NICENESS = 5  # on a CPU, which other programs need meanwhile
+MAX_BATCH_TOKENS = 4096  # of which logits are in memory at a time, unless a single example has more
+LOSS_WORK = 8  # the loss of an example is about as much work as this many tokens of an output
+ENDS = Score("ends", "Ended by a stop token", lambda reference, output: None)  # computed from how the output ended
+
+
+class Evaluation:
+    """The evaluation in `folder`, which is that of a job of the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, RunLog(folder)
+        job = Run(folder)
+        self.settings: Settings = evaluation.read_settings(folder)
+        self.started = (folder / LOCK).stat().st_mtime
+        self.run = Run(job.path.parent.parent)
+        self.models = Models(self.run, lambda text: self._phase("loading model", text), one_at_a_time=True)
+        if "cpu" in job.plan().devices:
+            os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+        self.found: dict[tuple[str, str], dict[str, Any]] = {}  # (side, key) -> loss, tokens, text, ended
+        self.done = self.total = 0  # work, in tokens of outputs
+
+    def run_all(self) -> None:
+        """Evaluate, and write the result. Raises TrainError, Stopped."""
+        self._phase("reading data", "Reading the examples.")
+        trained = self.models.load(self.settings.step, TUNED)
+        items = examples.read(self.models.spec, self.settings, trained.tokenizer, self.log.info)
+        for line in Lines(self.folder / OUTPUTS).read():
+            self._keep(line)
+        self.total = len(SIDES) * sum(self._work(item) for item in items)
+        ends = frozenset(generation.stop_tokens(trained))  # of both, as when training generates before its first step
+        del trained
+        for side in SIDES:
+            self._use(side, items, ends)
+        write_json(self.folder / EXAMPLES, [self._row(item) for item in items if not item.is_general])
+        result = self._result(items)
+        write_json(self.folder / RESULT, {**result, "seconds": round(time.time() - self.started, 1)})
+        for each in result["comparisons"]:
+            self.log.info(each["sentence"])
+        self.log.start_phase("done", "The evaluation is complete.", fraction=1.0)
+
+    def _phase(self, name: str, text: str) -> None:
+        if self.log.stop_requested():
+            raise Stopped
+        self.log.start_phase(name, text)
+
+    def _work(self, item: Item) -> int:
+        return LOSS_WORK + (self.settings.max_new_tokens if item.prompt else 0)
+
+    def _use(self, side: str, items: Sequence[Item], ends: frozenset[int]) -> None:
+        """The results of one model, which nothing holds afterwards."""
+        loaded = self.models.load(self.settings.step, side)
+        self._measure(side, loaded, items)
+        self._generate(side, loaded, [item for item in items if item.prompt], ends)
+
+    # -- both models ---------------------------------------------------------------------------------------------------
+
+    def _measure(self, side: str, loaded: Loaded, items: Sequence[Item]) -> None:
+        """The loss of a model on each item. Raises TrainError, Stopped."""
+        waiting = [item for item in items if "loss" not in self.found.get((side, item.key), ())]
+        waiting.sort(key=lambda item: len(item.ids))  # similar lengths in a batch: less padding
+        size, done = self.models.spec.eval.per_device_eval_batch_size, len(items) - len(waiting)
+        with loaded.active() as model:
+            while waiting:
+                batch = _batch(waiting, 1 if model.config.model_type in registry.NO_PADDING else size)
+                del waiting[: len(batch)]
+                for item, (loss, tokens) in zip(batch, _losses(model, loaded.tokenizer, batch), strict=True):
+                    self._write({"side": side, "key": item.key, "loss": loss, "tokens": tokens})
+                done += len(batch)
+                self._tick(f"Loss of the {NAMES[side]}: {done} of {counted(len(items), 'text')}", LOSS_WORK * done)
+        self.done += LOSS_WORK * len(items)
+
+    def _generate(self, side: str, loaded: Loaded, items: Sequence[Item], ends: frozenset[int]) -> None:
+        """The outputs of a model, a batch at a time. Raises Stopped."""
+        size, limit = self.models.spec.eval.per_device_eval_batch_size, self.settings.max_new_tokens
+        generator = Generator(loaded.tokenizer, ProcessGroup(), size, limit, loaded.dtype, ends=ends)
+        waiting = [item for item in items if "text" not in self.found.get((side, item.key), ())]
+        waiting.sort(key=lambda item: len(item.ids))  # similar lengths in a batch: less padding
+        self.done += limit * (len(items) - len(waiting))
+        with loaded.active() as model:
+            for start in range(0, len(waiting), size):
+                batch = waiting[start : start + size]
+                title = f"Outputs of the {NAMES[side]}: {len(items) - len(waiting) + start} of {len(items)}"
+
+                def tick(done: int, total: int, title: str = title) -> bool:
+                    self._tick(title, done)
+                    return True
+
+                prompts = [item.prompt for item in batch if item.prompt]
+                for item, output in zip(batch, generator.generate(model, prompts, tick), strict=True):
+                    self._write({"side": side, "key": item.key, "text": output.text, "ended": output.ended})
+                self.done += limit * len(batch)
+
+    def _tick(self, text: str, more: int) -> None:
+        """Report the work that is done, and `more` of what is in progress. Raises Stopped."""
+        if self.log.stop_requested():
+            raise Stopped
+        self.log.progress("evaluating", f"{text}.", fraction=(self.done + more) / max(1, self.total))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        append(self.folder / OUTPUTS, line)
+        self._keep(line)
+
+    def _keep(self, line: dict[str, Any]) -> None:
+        self.found.setdefault((str(line.get("side")), str(line.get("key"))), {}).update(line)
+
+    # -- what they are compared to -------------------------------------------------------------------------------------
+
+    def _row(self, item: Item) -> dict[str, Any]:
+        """An example with the outputs and scores of both sides, as (base, trained)."""
+        base, after = (self.found[side, item.key] for side in (BASE, TUNED))
+        scores: dict[str, Any] = {evaluation.LOSS: [_mean(base), _mean(after)]}
+        row = {"scores": scores, "prompt": "", "reference": "", "base": "", "trained": ""}
+        if not item.prompt:
+            return row
+        wanted = item.prompt.reference
+        for score in SCORES:
+            scores[score.name] = [score.of(wanted, side["text"]) for side in (base, after)]
+        scores[ENDS.name] = [float(side["ended"]) for side in (base, after)]
+        texts = {"base": base["text"], "trained": after["text"]}
+        return {"scores": scores, "prompt": item.prompt.prompt, "reference": wanted, **texts}
+
+    def _result(self, items: Sequence[Item]) -> dict[str, Any]:
+        rows = [self._row(item) for item in items if item.prompt]
+        comparisons = [
+            intervals.compare(score.name, score.label, *zip(*pairs, strict=True))
+            for score in (*SCORES, ENDS)
+            if (pairs := [row["scores"][score.name] for row in rows if row["scores"][score.name][0] is not None])
+        ]
+        own, others = ([item for item in items if item.is_general == general] for general in (False, True))
+        comparisons += self._compared(evaluation.LOSS, "Loss per token", own)
+        comparisons += self._compared("general_loss", "Loss per token on general texts", others)
+        return {
+            "examples": len(own),
+            "generated": len(rows),
+            "comparisons": [each.as_json() for each in comparisons],
+            "limits": self._limits(len(own)),
+        }
+
+    def _compared(self, name: str, label: str, items: Sequence[Item]) -> list[intervals.Comparison]:
+        counted = [item for item in items if self.found[BASE, item.key]["tokens"]]
+        if not counted:
+            return []
+        base, after = ([_mean(self.found[side, item.key]) or 0.0 for item in counted] for side in (BASE, TUNED))
+        weights = [float(self.found[BASE, item.key]["tokens"]) for item in counted]
+        return [intervals.compare(name, label, base, after, weights)]
+
+    def _limits(self, count: int) -> list[str]:
+        """What a reader must know about the figures, as sentences."""
+        found = []
+        changed = None if self.settings.data else examples.changed_file(self.models.spec, self.run)
+        if count and changed:
+            found.append(
+                f"{changed} was changed after the run was created, so the examples that are held out now may be others "
+                "than those of the training."
+            )
+        if 0 < count < 30:
+            few = counted(count, "example")
+            found.append(f"With only {few}, the intervals are rough. Use at least 100 if you can.")
+        return found
+
+
+def _batch(items: Sequence[Item], size: int) -> list[Item]:
+    """The first items, at most `size`, and as many as memory for their logits allows. They are sorted by length."""
+    count = 1
+    while count < min(size, len(items)) and (count + 1) * len(items[count].ids) <= MAX_BATCH_TOKENS:
+        count += 1
+    return list(items[:count])
+
+
+def _losses(model: Any, tokenizer: Any, items: Sequence[Item]) -> list[tuple[float, int]]:
+    """For each item the sum of the losses, and the number of tokens with a loss. Raises TrainError."""
+    longest = max(2, *(len(item.ids) for item in items))
+    ids = torch.full((len(items), longest), tokenizer.pad_token_id or 0)
+    labels, mask = torch.full_like(ids, IGNORE_INDEX), torch.zeros_like(ids)
+    for row, item in enumerate(items):
+        size = len(item.ids)
+        ids[row, :size], labels[row, :size], mask[row, :size] = torch.tensor([item.ids, item.labels, [1] * size])
+    mask[:, 0] = 1  # an item without tokens
+    logits = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device), use_cache=False).logits
+    found = []
+    for row in range(len(items)):
+        wanted = labels[row, 1:].to(logits.device)
+        trained = wanted != IGNORE_INDEX
+        chosen = logits[row, :-1][trained].float()
+        loss = float(torch.nn.functional.cross_entropy(chosen, wanted[trained], reduction="sum"))
+        if not math.isfinite(loss):
+            raise TrainError("The loss of an example is NaN or infinite, so the model cannot be evaluated.")
+        found.append((loss, int(trained.sum())))
+    return found
+
+
+def _mean(found: dict[str, Any]) -> float | None:
+    return found["loss"] / found["tokens"] if found.get("tokens") else None
+
+
+def evaluate(folder: Path) -> None:
+    """The evaluation in `folder`, until it is complete or stopped."""
+    made = Evaluation(folder)
+    try:
+        made.run_all()
+    except Stopped:
+        made.log.info("Stopped.")

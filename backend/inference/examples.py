@@ -1,0 +1,113 @@
+"""What an evaluation measures: validation examples of the run or those of a file, and general texts.
+
+They are prepared by the code that training uses, with its labels: with all validation examples, the loss of the trained
+model is the validation loss of its step. The general texts are not among the data of any run; their loss shows what a
+model has forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+from backend.config import RunSpec
+from backend.config.options import edit, for_dataset
+from backend.data import DataFileError, expand, file_patterns, read_examples, sample
+from backend.models import evaluation
+from backend.models.evaluation import Settings
+from backend.paths import ASSETS
+from backend.runs import SPEC
+from backend.runs.folder import Run
+from backend.train.data import ExampleTokenizer, conversations
+from backend.train.examples import Part, select
+from backend.train.generation_eval import EvalPrompt, eval_prompts
+from backend.train.run_log import TrainError
+from backend.train.templates import ChatTokenizer
+
+GENERAL_TEXTS = ASSETS / "general" / "texts.jsonl"
+MAX_GENERAL_TOKENS = 64  # of a text
+
+
+@dataclass(frozen=True)
+class Item:
+    """A sequence with its labels, and its `prompt` if the models generate for it. `is_general`: of a general text."""
+
+    key: str
+    ids: list[int]
+    labels: list[int]
+    prompt: EvalPrompt | None = None
+    is_general: bool = False
+
+
+def read(spec: RunSpec, settings: Settings, tokenizer: Any, info: Callable[[str], None]) -> list[Item]:
+    """All items of an evaluation of a run with these options; `info` gets log lines. Raises TrainError."""
+    found: list[Item] = []
+    if settings.examples:
+        spec = _with_data(spec, settings)
+        parts = _chosen(spec, settings, info)
+        make = _conversations if evaluation.generates(spec) else _texts
+        found = make(spec, tokenizer, parts, settings.examples)
+        if not found:
+            raise TrainError("No example has a completion with a loss, so there is nothing to evaluate.")
+    return [*found, *(_general(tokenizer) if settings.general else ())]
+
+
+def _with_data(spec: RunSpec, settings: Settings) -> RunSpec:
+    """The options with the data that is evaluated; a file is read with the columns of the first dataset."""
+    if not settings.data:
+        return spec
+    own = {"data.source": "files", "data.files": (settings.data,), "data.validation": "none", "data.streaming": False}
+    return edit(for_dataset(spec, 0), {**own, "data.max_samples": 0, "data.drop_duplicates": False})
+
+
+def _chosen(spec: RunSpec, settings: Settings, info: Callable[[str], None]) -> list[Part]:
+    """Random examples of each dataset, the same ones each time."""
+    parts = [train if settings.data else validation for train, validation in select(spec, info)]
+    drawn = (sorted(sample(part.positions, settings.examples, spec.train.seed)) for part in parts)
+    return [replace(part, positions=positions) for part, positions in zip(parts, drawn, strict=True)]
+
+
+def _conversations(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> list[Item]:
+    """Examples as conversations whose last completion the models generate."""
+    chat = ChatTokenizer.create(tokenizer, spec.data.loss_on == "all_tokens", spec.data.template_kwargs)
+    to_columns = ExampleTokenizer(tokenizer, chat, False, spec.data.max_length)
+    each = chain.from_iterable(zip_longest(*(conversations(part, to_columns) for part in parts)))
+    examples = list(islice(filter(None, each), most))
+    items = []
+    for number, (example, prompt) in enumerate(zip(examples, eval_prompts(chat, examples), strict=True)):
+        columns, _ = to_columns([example])  # nothing of an example without a loss within max_length
+        ids, labels = ((columns.get(name) or [[]])[0] for name in ("input_ids", "labels"))
+        items.append(Item(f"example {number}", ids, labels, prompt))
+    return items
+
+
+def _texts(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> list[Item]:
+    """The sequences of plain texts."""
+    to_columns = ExampleTokenizer(tokenizer, None, spec.train.stage == "pretraining", spec.data.max_length)
+    items = list[Item]()
+    for _, example in islice(chain.from_iterable(parts), most):
+        columns, _ = to_columns([example])
+        for ids, labels in zip(columns["input_ids"], columns["labels"], strict=True):
+            items.append(Item(f"text {len(items)}", ids, labels))
+    return items
+
+
+def _general(tokenizer: Any) -> Iterator[Item]:
+    for number, (_, row) in enumerate(read_examples(GENERAL_TEXTS)):
+        ids = list(tokenizer(row["text"])["input_ids"])[:MAX_GENERAL_TOKENS]
+        yield Item(f"general {number}", ids, ids, is_general=True)
+
+
+def changed_file(spec: RunSpec, run: Run) -> Path | None:
+    """A data file that was changed after the run was created."""
+    with suppress(OSError, DataFileError):
+        created = (run.path / SPEC).stat().st_mtime  # it is written once
+        for source in spec.data.datasets:
+            for path in chain.from_iterable(expand(part) for part in file_patterns(source)):
+                if path.stat().st_mtime > created:
+                    return path
+    return None

@@ -1,0 +1,96 @@
+"""What is certain about the difference between two models on the same examples: a paired bootstrap interval.
+
+The examples are drawn again with replacement, RESAMPLES times, and the difference between the means is computed each
+time; the interval has the middle 95% of these differences (Efron and Tibshirani 1993, chapter 13). Both models have
+answered the same examples, so only their differences are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy
+
+RESAMPLES, CONFIDENCE, SEED = 10_000, 0.95, 0
+CHUNK = 2_000_000  # drawn numbers in memory at a time
+BETTER, WORSE, UNCLEAR = "better", "worse", "unclear"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A score of the base model and of the trained model on `count` examples: means, and the interval of the
+    difference from `low` to `high`. `is_share`: from 0 to 1, shown in percent; else a loss, of which less is better."""
+
+    name: str
+    label: str
+    count: int
+    base: float
+    trained: float
+    low: float
+    high: float
+    is_share: bool
+
+    @property
+    def verdict(self) -> str:
+        """Whether the trained model is better, worse, or neither with certainty."""
+        if self.low <= 0 <= self.high:
+            return UNCLEAR
+        return BETTER if (self.low > 0) == self.is_share else WORSE
+
+    def sentence(self) -> str:
+        """What is certain."""
+        before, after = self._shown(self.base), self._shown(self.trained)
+        if self.verdict == UNCLEAR:
+            return f"{self.label}: {before} to {after}, no clear change ({self._change(self.low, self.high, True)})."
+        return f"{self.label}: {before} to {after}, {self.verdict} by {self._change(self.low, self.high, False)}."
+
+    def _shown(self, value: float) -> str:
+        return f"{100 * value:.1f}%" if self.is_share else f"{value:.3f}"
+
+    def _change(self, low: float, high: float, signed: bool) -> str:
+        if not signed and high < 0:
+            low, high = -high, -low
+        sign = "+" if signed else ""
+        if not self.is_share:
+            return f"{low:{sign}.3f} to {high:{sign}.3f}"
+        return f"{100 * low:{sign}.1f} to {100 * high:{sign}.1f} percentage points"
+
+    def as_json(self) -> dict[str, Any]:
+        """For the result."""
+        return {**asdict(self), "verdict": self.verdict, "sentence": self.sentence()}
+
+
+def compare(
+    name: str, label: str, base: Sequence[float], trained: Sequence[float], weights: Sequence[float] = ()
+) -> Comparison:
+    """The means of both models, and the interval of their difference. With `weights`, which are numbers of tokens, the
+    values are losses per token. At least one example."""
+    ours = numpy.asarray(weights or numpy.ones(len(base)), dtype=float)
+    one, two = numpy.asarray(base, dtype=float), numpy.asarray(trained, dtype=float)
+    low, high = _interval(two - one, ours, is_share=not weights)
+    before, after = (float(numpy.average(values, weights=ours)) for values in (one, two))
+    return Comparison(name, label, len(one), before, after, low, high, is_share=not weights)
+
+
+def _interval(differences: Any, weights: Any, is_share: bool) -> tuple[float, float]:
+    """(low, high) of the weighted mean difference."""
+    if is_share and (differences == differences[0]).all():
+        return _all_equal(float(differences[0]), len(differences))
+    random, means = numpy.random.default_rng(SEED), []
+    for _ in range(0, RESAMPLES, per := max(1, CHUNK // len(differences))):
+        drawn = random.integers(0, len(differences), (per, len(differences)))
+        chosen = weights[drawn]
+        means.append((differences[drawn] * chosen).sum(1) / chosen.sum(1))
+    outside = 100 * (1 - CONFIDENCE) / 2
+    low, high = numpy.percentile(numpy.concatenate(means)[:RESAMPLES], (outside, 100 - outside))
+    return float(low), float(high)
+
+
+def _all_equal(difference: float, count: int) -> tuple[float, float]:
+    """The interval where all examples have the same difference, for which a bootstrap would be certain. At least
+    `share` of all examples have it: with a smaller share, `count` examples in a row would have it in fewer than 2.5% of
+    cases (Clopper and Pearson 1934). The others may have any, from -1 to 1."""
+    share = ((1 - CONFIDENCE) / 2) ** (1 / count)
+    return share * difference - (1 - share), share * difference + (1 - share)

@@ -1,0 +1,163 @@
+"""Scores of one output against its reference, each from 0 to 1: the rows of SCORES.
+
+A score says None for an example to which it does not apply: what the reference is decides, so a set of examples with
+JSON has the scores of JSON without anybody choosing them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from backend.train import text_metrics
+
+ANSWER = re.compile(r"####|\\boxed\{|\banswer(?: is|:)", re.IGNORECASE)  # before the number that an example asks for
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
+ARGUMENTS = ("arguments", "parameters")
+CLOSE = 1e-6  # relative difference of equal numbers
+
+
+@dataclass(frozen=True)
+class Score:
+    """`of` gets reference and output."""
+
+    name: str
+    label: str
+    of: Callable[[str, str], float | None]
+
+
+def exact_match(reference: str, output: str) -> float | None:
+    """Whether both are equal; JSON by value."""
+    return float(text_metrics.is_exact_match(reference, output))
+
+
+def valid_json(reference: str, output: str) -> float | None:
+    """Whether the output is JSON, where the reference is."""
+    return None if _json(reference) is None else float(_json(output) is not None)
+
+
+def json_fields(reference: str, output: str) -> float | None:
+    """The share of fields, nested ones too, with the right value: of all fields in the reference or the output."""
+    wanted = _json(reference)
+    if not isinstance(wanted, dict):
+        return None
+    found = _json(output)
+    expected, given = Counter(_leaves(wanted)), Counter(_leaves(found) if isinstance(found, dict) else ())
+    return sum((expected & given).values()) / max(1, sum((expected | given).values()))
+
+
+def numeric_answer(reference: str, output: str) -> float | None:
+    """Whether the final number is right, where the reference is a number or marks one as its answer."""
+    wanted = _final_number(reference, is_marked=False)
+    if wanted is None:
+        return None
+    found = _final_number(output, is_marked=True)
+    return float(found is not None and abs(found - wanted) <= CLOSE * max(1.0, abs(wanted)))
+
+
+def tool_calls(reference: str, output: str) -> float | None:
+    """Whether the same functions are called with the same arguments, where the reference calls one."""
+    wanted = _calls(reference)
+    return float(_calls(output) == wanted) if wanted else None
+
+
+def rouge_l(reference: str, output: str) -> float | None:
+    """F-measure of the longest common subsequence of words."""
+    return float(_rouge().score(reference, output)["rougeL"].fmeasure)
+
+
+def chrf(reference: str, output: str) -> float | None:
+    """F-score of character n-grams, as sacrebleu computes it for a sentence."""
+    return float(_chrf().sentence_score(output, [reference]).score) / 100
+
+
+SCORES = (
+    Score("exact_match", "Exact match", exact_match),
+    Score("valid_json", "Valid JSON", valid_json),
+    Score("json_fields", "Correct JSON fields", json_fields),
+    Score("numeric_answer", "Correct numeric answer", numeric_answer),
+    Score("tool_calls", "Correct tool calls", tool_calls),
+    Score("rouge_l", "ROUGE-L", rouge_l),
+    Score("chrf", "chrF", chrf),
+)
+
+
+@cache
+def _rouge() -> Any:
+    return importlib.import_module("rouge_score.rouge_scorer").RougeScorer(
+        ["rougeL"], tokenizer=text_metrics.UnicodeTokenizer()
+    )
+
+
+@cache
+def _chrf() -> Any:
+    return importlib.import_module("sacrebleu.metrics").CHRF()
+
+
+def _json(text: str) -> Any:
+    """The object or list of a JSON text, else None."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict | list) else None
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(path, value) of each field; the elements of a list are fields too."""
+    if isinstance(value, dict) and value:
+        for name, part in value.items():
+            yield from _leaves(part, f"{path}/{json.dumps(name)}")
+    elif isinstance(value, list) and value:
+        for number, part in enumerate(value):
+            yield from _leaves(part, f"{path}/{number}")
+    else:
+        yield path, json.dumps(value)
+
+
+def _final_number(text: str, is_marked: bool) -> float | None:
+    """The number of a text that is a number, or the one after the last mark; with `is_marked`, else the last one."""
+    marks = list(ANSWER.finditer(text))
+    if marks and (after := NUMBER.search(text, marks[-1].end())):
+        return _number(after[0])
+    if NUMBER.fullmatch(text.strip().strip("$€£%. ")):
+        return _number(text.strip().strip("$€£%. "))
+    every = NUMBER.findall(text)
+    return _number(every[-1]) if is_marked and every else None
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _calls(text: str) -> list[str]:
+    """The tool calls in a text, each as JSON in one notation: objects with a name and arguments, wherever they are."""
+    found, decoder, start = [], json.JSONDecoder(), text.find("{")
+    while start >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except ValueError:
+            value, end = None, start + 1
+        except RecursionError:  # thousands of brackets, each of which would be tried
+            break
+        if call := _call(value):
+            found.append(call)
+        else:
+            end = start + 1  # there may be one inside
+        start = text.find("{", end)
+    return found
+
+
+def _call(value: Any) -> str | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    given = next((value[key] for key in ARGUMENTS if key in value), None)
+    if isinstance(given, str):
+        given = _json(given)
+    return json.dumps([value["name"], given], sort_keys=True) if isinstance(given, dict) else None

@@ -1,0 +1,186 @@
+"""Evaluating a trained model against its base model on the same examples: settings, the job, and what it found.
+
+The process is `backend/inference/evaluation.py`. An evaluation that was stopped continues where it ended if it is
+started with the same settings, for the same model and data.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from backend import registry
+from backend.config import RunSpec
+from backend.models import trained
+from backend.models.chat import read_spec
+from backend.models.jobs import alone, place
+from backend.runs import files, jobs, json_values
+from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
+
+KIND, MODULE = "evaluation", "backend.inference"
+SETTINGS = "evaluation.json"  # of the job: its Settings, and the versions of model and data
+OUTPUTS = "outputs.jsonl"  # what each model made of each example, in the order of the work
+EXAMPLES = "examples.json"  # once the evaluation has ended: a row for each example, see `rows`
+MAX_EXAMPLES, MAX_NEW_TOKENS = 10_000, 32_768
+TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)  # it ends within a token, and all outputs are written
+LOSS = "loss"  # the score of which less is better
+CHANGES = ("better", "worse", "unchanged")
+WITHOUT_BASE = "A reward model has no base model to compare with. Its accuracy on validation pairs is among its charts."
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The model of the checkpoint `step` (None: the final model) on `examples` validation examples at most, or on those
+    of the file `data`; `max_new_tokens` of an output; `general`: also on texts that training had nothing to do with."""
+
+    step: int | None = None
+    data: str = ""
+    examples: int = 100
+    max_new_tokens: int = 256
+    general: bool = True
+
+    def problem(self) -> str:
+        """Why this cannot be evaluated, as a sentence; '' if it can."""
+        if not 0 <= self.examples <= MAX_EXAMPLES:
+            return f"The number of examples must be from 0 to {MAX_EXAMPLES:,}."
+        if not 1 <= self.max_new_tokens <= MAX_NEW_TOKENS:
+            return f"The maximum number of new tokens must be from 1 to {MAX_NEW_TOKENS:,}."
+        if not self.examples and not self.general:
+            return "There is nothing to evaluate: set a number of examples, or include the general texts."
+        if self.data and not Path(self.data).is_file():
+            return f"The data file {self.data} does not exist on the machine of the server."
+        return ""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What can be evaluated: the steps of the models, None is the final one; whether they generate; whether the run has
+    validation examples; the run's limit of new tokens. `problem`: why nothing can be evaluated."""
+
+    steps: tuple[int | None, ...]
+    generates: bool
+    has_validation: bool
+    max_new_tokens: int
+    problem: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For the page."""
+        return asdict(self)
+
+
+def offer(run: Run) -> Offer:
+    """Raises RunError if the options of the run cannot be read."""
+    spec = read_spec(run)
+    steps = tuple(model.step for model in trained.models(run))
+    problem = "" if steps else "This run has no model that can be loaded on this machine."
+    if registry.STAGES[spec.train.stage].is_reward_model:
+        problem = WITHOUT_BASE
+    return Offer(steps, generates(spec), has_validation(spec), spec.eval.max_new_tokens, problem)
+
+
+def generates(spec: RunSpec) -> bool:
+    """Whether examples have a prompt; else only the loss is computed."""
+    return spec.train.stage != "pretraining" and all(each.format != "text" for each in spec.data.datasets)
+
+
+def has_validation(spec: RunSpec) -> bool:
+    """Whether a dataset of the run has validation examples."""
+    return any(each.source == "builtin" or each.validation != "none" for each in spec.data.datasets)
+
+
+def start(run: Run, settings: Settings) -> Run:
+    """Start to evaluate; the job that already does it. Raises RunError."""
+    if problem := _problem(run, settings):
+        raise RunError(problem)
+    with alone(run):
+        wanted, kept = _versions(run, settings), {}
+        for job in find_all(run):
+            is_same = _content(job) == wanted
+            if job.state in ALIVE:
+                if is_same:
+                    return job
+                raise RunError(f"{job.id} evaluates this run. Wait for its end, or stop it.")
+            if is_same and not job.result():
+                kept = {OUTPUTS: _outputs(job)}
+                job.delete()
+        env, devices = place(run, is_light=False)
+        job = jobs.create(run, KIND, MODULE, {SETTINGS: json.dumps(wanted), **kept}, env, devices)
+        job.start(timeouts=TIMEOUTS)
+        return job
+
+
+def find_all(run: Run) -> list[Run]:
+    """The evaluations of a run, the newest first."""
+    return jobs.find_all(run, KIND)
+
+
+def read_settings(folder: Path) -> Settings:
+    """Those of the job in `folder`. Raises OSError, ValueError."""
+    found = json_values.read(folder / SETTINGS)
+    return Settings(**{field.name: found[field.name] for field in fields(Settings)})
+
+
+def as_json(job: Run) -> dict[str, Any]:
+    """For page and command line: the job with its settings and result."""
+    return {**jobs.as_json(job), "settings": _content(job)}
+
+
+def rows(job: Run) -> list[dict[str, Any]]:
+    """The examples of an evaluation that has ended: prompt, reference, and of both sides the outputs and scores. Raises
+    RunError."""
+    try:
+        found: list[dict[str, Any]] = json_values.read(job.path / EXAMPLES)
+    except (OSError, ValueError):
+        raise RunError("This evaluation has no examples: it has not ended, or its files were deleted.") from None
+    return found
+
+
+def change_of(row: dict[str, Any], score: str) -> str:
+    """Whether the `score` of an example is better, worse or unchanged with the trained model; '' without this score."""
+    base, after = row["scores"].get(score) or (None, None)
+    if base is None or after is None:
+        return ""
+    return "unchanged" if base == after else "better" if (after > base) == (score != LOSS) else "worse"
+
+
+def _problem(run: Run, settings: Settings) -> str:
+    offered = offer(run)
+    if offered.problem or settings.problem():
+        return offered.problem or settings.problem()
+    if settings.step not in offered.steps:
+        known = ", ".join(str(step) for step in offered.steps if step is not None)
+        which = "final model" if settings.step is None else f"checkpoint of step {settings.step}"
+        return f"The {which} cannot be loaded. Steps of checkpoints: {known or 'none'}."
+    if settings.examples and not settings.data and not offered.has_validation:
+        return "This run has no validation examples. Choose a data file, or set the number of examples to 0."
+    return ""
+
+
+def _versions(run: Run, settings: Settings) -> dict[str, Any]:
+    """The settings, and when model and data were changed: outputs of other weights are not continued."""
+    model = trained.at_step(run, settings.step)
+    paths = [*([model.folder] if model else []), *([Path(settings.data)] if settings.data else [])]
+    return {**asdict(settings), "changed": [_changed(path) for path in paths]}
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _content(job: Run) -> dict[str, Any]:
+    try:
+        return dict(json_values.read(job.path / SETTINGS))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _outputs(job: Run) -> str:
+    try:
+        return files.read_text(job.path / OUTPUTS)
+    except (OSError, ValueError):
+        return ""

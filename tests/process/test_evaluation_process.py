@@ -1,0 +1,145 @@
+"""Evaluating the models of a run: losses and outputs are those of training, and a stopped evaluation continues."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from fork_server import ForkServer
+from test_chat_process import wait_for
+from training_runs import log_text, make_spec, result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from backend.inference import examples
+from backend.models import evaluation
+from backend.models.evaluation import EXAMPLES, OUTPUTS, Settings
+from backend.runs import MODEL, jobs, processes
+from backend.runs.folder import ALIVE, Run, RunError
+
+NEW_TOKENS = 6
+TRAINED = {
+    "save.final_model": True, "save.strategy": "steps", "save.steps": 2, "eval.num_generations": 3,
+    "eval.per_device_eval_batch_size": 2, "eval.max_new_tokens": NEW_TOKENS, "eval.strategy": "epoch",
+}  # fmt: skip
+ALL = Settings(examples=10_000, max_new_tokens=NEW_TOKENS, general=False)
+
+
+@pytest.fixture
+def finish(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    """Starts an evaluation and waits for its end; asserts that no process is left."""
+    monkeypatch.setattr(sys, "executable", str(fork_server.python))
+    started: list[Run] = []
+
+    def finish_one(run: Run, settings: Settings, state: str = "done") -> Run:
+        started.append(job := evaluation.start(run, settings))
+        wait_for(lambda: job.state not in ALIVE)
+        assert job.state == state, log_text(job.path)
+        return job
+
+    yield finish_one
+    for job in started:
+        assert not processes.run_processes(job.path)
+
+
+@pytest.fixture(scope="module")
+def run(fork_server: ForkServer, root: Path) -> Run:
+    """A run that has trained an adapter whose initialization changed the base weights."""
+    return Run(fork_server.train(root / "evaluated", make_spec({**TRAINED, "lora.init": "pissa"})))
+
+
+def comparison(job: Run, name: str) -> dict[str, Any]:
+    """What the result says about a score."""
+    return next(each for each in job.result()["comparisons"] if each["name"] == name)
+
+
+def test_it_measures_what_training_measured(run: Run, tiny: Path, finish: Callable[..., Run]) -> None:
+    trained = result(run.path)
+    job = finish(run, ALL)
+    rows = evaluation.rows(job)
+    assert len(rows) == job.result()["examples"] == 32 and not job.result()["limits"]
+    loss = comparison(job, "loss")
+    assert loss["trained"] == pytest.approx(trained["eval_loss"], abs=2e-5)
+    by_prompt = {row["prompt"]: row for row in rows}
+    for sample in trained["samples"]:
+        row = by_prompt[sample["prompt"]]
+        assert [row[key] for key in ("reference", "base", "trained")] == [
+            sample[key] for key in ("reference", "before", "after")
+        ]
+    assert_loss_of(tiny, job, rows[0], run)
+    assert (loss["low"] < loss["trained"] - loss["base"] < loss["high"]) and loss["count"] == 32
+    ends = comparison(job, "ends")
+    assert ends["trained"] == numpy.mean([row["scores"]["ends"][1] for row in rows])
+
+
+def assert_loss_of(tiny: Path, job: Run, row: dict[str, Any], run: Run) -> None:
+    """The loss of the base model for an example is that of transformers for the reference after the prompt."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(run.path / MODEL)
+    items = examples.read(evaluation.read_spec(run), ALL, tokenizer, print)
+    item = next(item for item in items if item.prompt and item.prompt.prompt == row["prompt"])
+    assert tokenizer.decode([label for label in item.labels if label >= 0]).strip().startswith(row["reference"])
+    with torch.no_grad():
+        expected = float(model(torch.tensor([item.ids]), labels=torch.tensor([item.labels])).loss)
+    assert row["scores"]["loss"][0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_stopped_evaluation_continues_with_what_it_has(run: Run, finish: Callable[..., Run]) -> None:
+    settings = Settings(step=2, examples=8, max_new_tokens=4000, general=False)
+    job = evaluation.start(run, settings)
+    wait_for(lambda: '"loss"' in evaluation._outputs(job) and job.progress().get("phase") == "evaluating")
+    with pytest.raises(RunError, match=r"evaluates this run. Wait for its end, or stop it\."):
+        evaluation.start(run, ALL)
+    assert evaluation.start(run, settings).id == job.id, "the same evaluation is not started twice"
+    job.stop(save=False)
+    wait_for(lambda: job.state not in ALIVE, 30)
+    assert job.state == "stopped" and not job.result() and not processes.run_processes(job.path)
+
+    kept = [json.loads(line) for line in evaluation._outputs(job).splitlines()]
+    changed = [{**line, "loss": 1000.0} if "loss" in line else line for line in kept]  # shows which are used again
+    changed += [{"side": side, "key": f"example {n}", "text": "x", "ended": True} for side in ("base", "trained")
+                for n in range(8)]  # fmt: skip
+    (job.path / OUTPUTS).write_text("".join(json.dumps(line) + "\n" for line in changed))
+    later = finish(run, settings)
+    assert not job.path.exists() and later.id != job.id
+    losses = [row["scores"]["loss"][1] for row in evaluation.rows(later)]
+    assert sum(loss > 10 for loss in losses) == sum(line.get("side") == "trained" and "loss" in line for line in kept)
+    assert all(row["trained"] == "x" for row in evaluation.rows(later))
+
+
+def test_other_data_and_general_texts(run: Run, finish: Callable[..., Run], tmp_path: Path) -> None:
+    data = tmp_path / "mine.jsonl"
+    turns = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": '{"n": 2}'}]
+    data.write_text(f"{json.dumps({'messages': turns})}\n" * 2)
+    job = finish(run, Settings(data=str(data), examples=1, max_new_tokens=2))
+    (row,) = evaluation.rows(job)
+    assert (row["prompt"], row["reference"]) == ("Two?", '{"n": 2}')
+    assert {each["name"] for each in job.result()["comparisons"]} == {
+        "exact_match", "valid_json", "json_fields", "rouge_l", "chrf", "ends", "loss", "general_loss",
+    }  # fmt: skip
+    assert comparison(job, "general_loss")["count"] == 216
+    assert job.result()["limits"] == ["With only 1 example, the intervals are rough. Use at least 100 if you can."]
+
+    data.write_text('{"question": 1}\n')
+    broken = finish(run, Settings(data=str(data), examples=1, general=False), "failed")
+    failure = broken.failure()
+    assert failure and "mine.jsonl" in failure["sentence"]
+    assert [found.id for found in jobs.find_all(run, evaluation.KIND)][0] == broken.id
+    with pytest.raises(RunError, match="This evaluation has no examples"):
+        evaluation.rows(broken)
+    assert not (broken.path / EXAMPLES).exists()
+
+
+def test_texts_and_full_weights(fork_server: ForkServer, root: Path, finish: Callable[..., Run]) -> None:
+    """Pretraining has no prompts; the base model is loaded after the trained one was given up."""
+    options = {"method.kind": "full", "train.stage": "pretraining", "eval.num_generations": 0}
+    run = Run(fork_server.train(root / "evaluated-texts", make_spec({**TRAINED, **options})))
+    assert not evaluation.offer(run).generates
+    job = finish(run, ALL)
+    assert comparison(job, "loss")["trained"] == pytest.approx(result(run.path)["eval_loss"], abs=2e-5)
+    assert comparison(job, "loss")["verdict"] == "better" and len(job.result()["comparisons"]) == 1
+    assert "Loading the base model." in log_text(job.path)

@@ -1,0 +1,85 @@
+"""Endpoints of evaluating a run's models: what there is, start, stop, delete, and the examples of an evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+from starlette.responses import FileResponse, Response
+
+from backend.models import evaluation
+from backend.models.evaluation import EXAMPLES, Settings
+from backend.runs import jobs
+from backend.runs.folder import Run, RunError
+from webui.api.requests import ApiError, RequestBody, json, no_content
+from webui.api.runs import PathRun
+
+ROWS = 20  # examples of a response
+
+
+class EvaluationRequest(RequestBody):
+    """See `evaluation.Settings`."""
+
+    step: int | None = None
+    data: str = ""
+    examples: int = 100
+    max_new_tokens: int = 256
+    general: bool = True
+
+
+def show(run: PathRun, have: str = "") -> Any:
+    """What can be evaluated, and the run's evaluations; 204 if `have` is the current tag."""
+    found = {
+        "offer": evaluation.offer(run).as_json(),
+        "jobs": [evaluation.as_json(job) for job in evaluation.find_all(run)],
+    }
+    tag = hashlib.sha256(orjson.dumps(found)).hexdigest()[:16]
+    return no_content() if have == tag else {**found, "tag": tag}
+
+
+def start(run: PathRun, body: EvaluationRequest) -> Response:
+    """Start to evaluate, or return the job that does it already. A relative path belongs to no folder of the page."""
+    if body.data and not Path(body.data).expanduser().is_absolute():
+        raise ApiError(422, f"Write the path of the data file with all its folders: {body.data} is relative.")
+    data = str(Path(body.data).expanduser()) if body.data else ""
+    return json(evaluation.as_json(evaluation.start(run, Settings(**{**body.model_dump(), "data": data}))), 201)
+
+
+def stop(run: PathRun, job: str) -> dict[str, Any]:
+    """Request a stop; what is computed is kept for the next start with the same settings."""
+    found = _find(run, job)
+    found.stop(save=False)
+    return evaluation.as_json(found)
+
+
+def remove(run: PathRun, job: str) -> dict[str, Any]:
+    """Delete an evaluation."""
+    _find(run, job).delete()
+    return {"id": job}
+
+
+def examples(
+    run: PathRun, job: str, score: str, change: Literal["", "better", "worse", "unchanged"] = "", first: int = 0
+) -> dict[str, Any]:
+    """ROWS examples from the position `first` of those whose `score` changed so, and the number of each change."""
+    rows = [(evaluation.change_of(row, score), row) for row in evaluation.rows(_find(run, job))]
+    chosen = [row for found, row in rows if change in ("", found)]
+    counts = {each: sum(found == each for found, _ in rows) for each in evaluation.CHANGES}
+    return {"rows": chosen[max(0, first) :][:ROWS], "counts": {"": len(rows), **counts}}
+
+
+def download(run: PathRun, job: str) -> Response:
+    """All examples with outputs and scores, as a JSON file. Raises ApiError."""
+    path = _find(run, job).path / EXAMPLES
+    if not path.is_file():
+        raise ApiError(404, "This evaluation has no examples.")
+    return FileResponse(path, filename=f"{run.id}-evaluation.json", media_type="application/json")
+
+
+def _find(run: Run, job: str) -> Run:
+    try:
+        return jobs.find(run, job)
+    except RunError as error:
+        raise ApiError(404, str(error)) from None

@@ -1,0 +1,240 @@
+// @ts-check
+// The card "Evaluation" of the Run view: base model and trained model on the same examples. It is computed by a job, so
+// that it goes on without the page.
+import { get, post, remove, url } from "../api.js";
+import { confirmDialog, el, notifyError, redraw, setText } from "../dom.js";
+import { dateTime, integer } from "../format.js";
+import { createPoller } from "../poll.js";
+import { hasEnded } from "../run_state.js";
+import { modelName } from "./chat_turn.js";
+import { createExamples } from "./evaluation_examples.js";
+import { scoresTable } from "./evaluation_scores.js";
+
+const ABOUT =
+  "Compare the trained model with its base model on the same examples: scores of their outputs, with 95% intervals of " +
+  "the change, and the loss on general texts, which shows what the model has forgotten.";
+
+/** The card, and what it shows of the run that is open. */
+export class Evaluation {
+  /** @param {() => string} base the run's API path @param {() => boolean} isVisible */
+  constructor(base, isVisible) {
+    this.base = base;
+    this.path = "";
+    this.tag = "";
+    this.found = /** @type {any} */ (null); // the newest response
+    this.chosen = ""; // the id of an earlier evaluation
+    this.drawn = "";
+    this.poller = createPoller((isCurrent) => this.#pull(isCurrent), { isVisible });
+    this.fields = createFields(() => this.#act(() => post(this.path, this.fields.values())));
+    this.parts = createParts();
+    const { head, about, earlier, work, failure, result, actions } = this.parts;
+    this.node = el("section.fp-panel.fp-evaluation", { hidden: true, "aria-label": "Evaluation" });
+    this.node.append(head, about, failure, work, earlier.node, result, actions, this.fields.node);
+    earlier.select.addEventListener("change", () => {
+      this.chosen = earlier.select.value;
+      this.#draw();
+    });
+  }
+
+  /** Show the evaluations of the run that is open, unless it has no model. @param {boolean} hasModel */
+  open(hasModel) {
+    if (hasModel && this.path === `${this.base()}/evaluations`) return;
+    this.close();
+    if (!hasModel) return;
+    this.path = `${this.base()}/evaluations`;
+    this.poller.start();
+  }
+  close() {
+    this.poller.stop();
+    this.path = this.tag = this.chosen = this.drawn = "";
+    this.found = null;
+    this.fields.reset();
+    this.node.hidden = true;
+  }
+
+  async #pull(isCurrent) {
+    const found = await get(`${this.path}?have=${this.tag}`);
+    if (!isCurrent()) return "end";
+    if (found) {
+      this.found = found;
+      this.tag = found.tag;
+      this.#draw();
+    }
+    return this.found.jobs.some(({ state }) => !hasEnded(state)) ? undefined : "rest"; // another tab may start one
+  }
+
+  #draw() {
+    const { offer, jobs } = this.found;
+    const parts = this.parts;
+    this.node.hidden = Boolean(offer.problem) && !jobs.length;
+    const newest = jobs[0];
+    const running = newest && !hasEnded(newest.state) ? newest : null;
+    const failed = newest && !running && !newest.result ? newest : null;
+    const done = jobs.filter(({ result }) => result);
+    const shown = done.find(({ id }) => id === this.chosen) || done[0];
+    parts.about.hidden = Boolean(shown);
+    parts.drawWork(running, () => this.#act(() => post(`${this.path}/${running.id}/stop`)));
+    parts.drawFailure(failed);
+    parts.earlier.draw(done, shown);
+    this.fields.draw(offer, Boolean(running), Boolean(done.length), failed);
+    const key = JSON.stringify(shown ?? null);
+    if (key === this.drawn) return;
+    this.drawn = key;
+    this.#drawResult(shown);
+  }
+
+  #drawResult(job) {
+    const { result, actions } = this.parts;
+    result.hidden = actions.hidden = !job;
+    if (!job) return;
+    const path = `${this.path}/${job.id}`;
+    const { comparisons, limits, examples } = job.result;
+    redraw(
+      result,
+      scoresTable(comparisons),
+      ...limits.map((limit) => el("p.fp-dim", {}, `Limitation: ${limit}`)),
+      examples ? createExamples(path, comparisons) : null,
+    );
+    const removeIt = async () => {
+      if (await confirmDialog("Delete this evaluation?", "Delete", true)) this.#act(() => remove(path));
+    };
+    redraw(
+      actions,
+      examples ? el("a.fp-button", { href: url(`${path}/examples.json`), download: "" }, "Download examples") : null,
+      el("button.fp-button", { type: "button", onclick: removeIt }, "Delete evaluation"),
+    );
+  }
+
+  async #act(work) {
+    try {
+      await work();
+    } catch (error) {
+      notifyError(error);
+    }
+    this.tag = "";
+    if (this.path) this.poller.start();
+  }
+}
+
+/** What the figures were computed with: Final model, 100 validation examples, at most 48 new tokens */
+export function settingsText({ settings, result }) {
+  const { step, data, max_new_tokens: limit } = settings;
+  const count = result ? result.examples : settings.examples;
+  const from = data ? `of ${data}` : "of the validation set";
+  const examples = count ? `${integer(count)} ${count === 1 ? "example" : "examples"} ${from}` : "";
+  const tokens = result?.generated ? `at most ${integer(limit)} new tokens` : "";
+  const general = settings.general ? "general texts" : "";
+  return [modelName(step), examples, tokens, general].filter(Boolean).join(", ");
+}
+
+function createParts() {
+  const bar = el("span");
+  const text = el("p.fp-dim", { role: "status" });
+  const stop = el("button.fp-button", { type: "button" }, "Stop evaluation");
+  const work = el("div.fp-evaluation-work", { hidden: true }, text, el("div.fp-progress", {}, bar), stop);
+  const failure = el("p.fp-chat-failure", { hidden: true, role: "alert" });
+  return {
+    head: el("div.fp-chat-head", {}, el("h3", {}, "Evaluation")),
+    about: el("p.fp-dim", {}, ABOUT),
+    earlier: createEarlier(),
+    result: el("div.fp-evaluation-result", { hidden: true }),
+    actions: el("div.fp-run-actions", { hidden: true }),
+    ...{ work, failure, drawWork, drawFailure },
+  };
+  function drawWork(job, onStop) {
+    work.hidden = !job;
+    if (!job) return;
+    setText(text, job.state === "running" ? job.text || job.sentence : job.sentence);
+    bar.style.width = `${100 * (job.fraction || 0)}%`;
+    stop.disabled = job.state === "stopping";
+    stop.onclick = onStop;
+  }
+  function drawFailure(job) {
+    const sentence = job && job.state !== "stopped" ? job.failure?.sentence || job.sentence : "";
+    failure.hidden = !sentence;
+    setText(failure, sentence);
+  }
+}
+
+/** Which evaluation is shown. */
+function createEarlier() {
+  const select = el("select.fp-select", { "aria-label": "Evaluation to show" });
+  const text = el("span.fp-dim.fp-figures");
+  const node = el("div.fp-evaluation-which", {}, select, text);
+  function draw(done, shown) {
+    node.hidden = !shown;
+    select.hidden = done.length < 2;
+    if (!shown) return;
+    redraw(select, ...done.map((job) => el("option", { value: job.id }, dateTime(job.created))));
+    select.value = shown.id;
+    setText(text, settingsText(shown));
+  }
+  return { node, select, draw };
+}
+
+/** The settings of the next evaluation. @param {() => void} start */
+function createFields(start) {
+  const number = (label, attributes) => {
+    const input = el("input.fp-input", { type: "number", step: 1, required: true, ...attributes });
+    return { input, node: el("label.fp-chat-field", {}, label, input) };
+  };
+  const model = el("select.fp-select");
+  const examples = number("Examples (0: none)", { min: 0, max: 10000, value: 100 });
+  const tokens = number("Maximum new tokens", { min: 1, max: 32768, value: 256 });
+  const data = el("input.fp-input", { type: "text", placeholder: "Validation examples of the run" });
+  const general = el("input.fp-checkbox", { type: "checkbox", checked: true });
+  const numbers = el(
+    "div.fp-chat-numbers",
+    {},
+    el("label.fp-chat-field", {}, "Model", model),
+    examples.node,
+    tokens.node,
+    el("label.fp-chat-field", {}, "Data file on the server (optional)", data),
+  );
+  const button = el("button.fp-button", { type: "submit" }, "Evaluate");
+  const check = el("label.fp-chat-check", {}, general, "Include general texts");
+  const body = el("div.fp-chat-settings", {}, numbers, check);
+  const settings = el("details.fp-fold", {}, el("summary", {}, "Settings"), body);
+  const node = el("form.fp-chat-form", {}, settings, el("div.fp-chat-actions", {}, button));
+  node.addEventListener("submit", (event) => {
+    event.preventDefault();
+    start();
+  });
+  let drawn = "";
+  const values = () => ({
+    step: model.value === "" ? null : Number(model.value),
+    data: data.value.trim(),
+    examples: Number(examples.input.value),
+    max_new_tokens: Number(tokens.input.value),
+    general: general.checked,
+  });
+  function draw(offer, isRunning, hasResult, failed) {
+    node.hidden = isRunning || Boolean(offer.problem);
+    const name = failed?.state === "stopped" ? "Continue" : hasResult || failed ? "Evaluate again" : "Evaluate";
+    setText(button, name);
+    if (drawn === JSON.stringify(offer)) return;
+    const isFirst = !drawn;
+    drawn = JSON.stringify(offer);
+    const chosen = model.value;
+    redraw(model, ...offer.steps.map((step) => el("option", { value: step ?? "" }, modelName(step))));
+    if (offer.steps.some((step) => String(step ?? "") === chosen)) model.value = chosen;
+    tokens.node.hidden = !offer.generates;
+    data.placeholder = offer.has_validation ? "Validation examples of the run" : "None: this run has no validation set";
+    if (!isFirst) return;
+    tokens.input.value = String(offer.max_new_tokens);
+    examples.input.value = offer.has_validation ? "100" : "0";
+    if (failed) fill(failed.settings);
+  }
+  function fill(settings) {
+    model.value = settings.step ?? "";
+    data.value = settings.data;
+    examples.input.value = settings.examples;
+    tokens.input.value = settings.max_new_tokens;
+    general.checked = settings.general;
+  }
+  const reset = () => {
+    drawn = data.value = "";
+    general.checked = true;
+  };
+  return { node, values, draw, reset };
+}

@@ -1,0 +1,77 @@
+// @ts-check
+// The examples of an evaluation with both outputs: those that a score calls better, worse or unchanged.
+import { get } from "../api.js";
+import { el, notifyError, redraw, setText } from "../dom.js";
+import { scoreText } from "./evaluation_scores.js";
+
+const CHANGES = { "": "All", better: "Better", worse: "Worse", unchanged: "Unchanged" };
+
+/** @param {string} path of the evaluation's API @param {any[]} comparisons */
+export function createExamples(path, comparisons) {
+  const scores = comparisons.filter(({ name }) => name !== "general_loss");
+  const select = el(
+    "select.fp-select",
+    { "aria-label": "Score" },
+    scores.map(({ name, label }) => el("option", { value: name }, label)),
+  );
+  const chips = Object.keys(CHANGES).map((change) =>
+    el("button.fp-chip", { type: "button", "data-change": change, onclick: () => choose(change) }),
+  );
+  const body = el("tbody");
+  const more = el("button.fp-chip", { type: "button", hidden: true, onclick: () => load(body.children.length) });
+  const heads = ["Prompt", "Reference", "Base model", "Trained model"].map((name) => el("th", { scope: "col" }, name));
+  const table = el("table", {}, el("thead", {}, el("tr", {}, heads)), body);
+  const group = el("div.fp-sample-filters", { role: "group", "aria-label": "Examples to show" }, chips);
+  const bar = el("div.fp-evaluation-which", {}, el("label.fp-chat-check", {}, "Score", select), group);
+  const node = el("details.fp-fold.fp-evaluation-examples", {}, el("summary", {}, "Examples"), bar, table, more);
+  let change = "";
+  const choose = (wanted) => {
+    change = wanted;
+    load(0);
+  };
+  select.addEventListener("change", () => choose(""));
+  node.addEventListener("toggle", () => node.open && !body.children.length && load(0));
+
+  async function load(first) {
+    let found;
+    try {
+      found = await get(
+        `${path}/examples?${new URLSearchParams({ score: select.value, change, first: String(first) })}`,
+      );
+    } catch (error) {
+      notifyError(error);
+      return;
+    }
+    const shown = scores.find(({ name }) => name === select.value);
+    const rows = found.rows.map((row) => exampleRow(row, shown));
+    if (first) body.append(...rows);
+    else redraw(body, ...rows);
+    for (const chip of chips) {
+      setText(chip, `${CHANGES[chip.dataset.change]} ${found.counts[chip.dataset.change]}`);
+      chip.setAttribute("aria-pressed", String(chip.dataset.change === change));
+    }
+    const left = found.counts[change] - body.children.length;
+    more.hidden = left <= 0;
+    setText(more, `Show more (${left} left)`);
+  }
+  return node;
+}
+
+function exampleRow({ prompt, reference, base, trained, scores }, shown) {
+  const [before, after] = scores[shown.name] || [null, null];
+  const cell = (name, ...content) => el("td", { "data-name": name }, content);
+  const output = (name, text, value) =>
+    cell(
+      name,
+      el("p.fp-dim.fp-figures", {}, `${shown.label} ${scoreText(value, shown.is_share)}`),
+      el("pre", {}, text || "(empty)"),
+    );
+  return el(
+    "tr",
+    {},
+    cell("Prompt", el("div.fp-prompt", {}, prompt)),
+    cell("Reference", el("pre", {}, reference)),
+    output("Base model", base, before),
+    output("Trained model", trained, after),
+  );
+}
