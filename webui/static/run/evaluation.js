@@ -13,6 +13,9 @@ import { scoresTable } from "./evaluation_scores.js";
 const ABOUT =
   "Compare the trained model with its base model on the same examples: scores of their outputs, with 95% intervals of " +
   "the change, and the loss on general texts, which shows what the model has forgotten.";
+const GENERAL =
+  "The general texts were written for Footplate: encyclopedia, code, mathematics, stories, other languages. A higher " +
+  "loss on them means that the model has forgotten some of what it knew.";
 
 /** The card, and what it shows of the run that is open. */
 export class Evaluation {
@@ -69,8 +72,8 @@ export class Evaluation {
     this.node.hidden = Boolean(offer.problem) && !jobs.length;
     const newest = jobs[0];
     const running = newest && !hasEnded(newest.state) ? newest : null;
-    const failed = newest && !running && !newest.result ? newest : null;
-    const done = jobs.filter(({ result }) => result);
+    const failed = newest && !running && newest.state !== "done" ? newest : null;
+    const done = jobs.filter(({ state }) => state === "done");
     const shown = done.find(({ id }) => id === this.chosen) || done[0];
     parts.about.hidden = Boolean(shown);
     parts.drawWork(running, () => this.#act(() => post(`${this.path}/${running.id}/stop`)));
@@ -92,6 +95,7 @@ export class Evaluation {
     redraw(
       result,
       scoresTable(comparisons),
+      comparisons.some(({ name }) => name === "general_loss") ? el("p.fp-dim", {}, GENERAL) : null,
       ...limits.map((limit) => el("p.fp-dim", {}, `Limitation: ${limit}`)),
       examples ? createExamples(path, comparisons) : null,
     );

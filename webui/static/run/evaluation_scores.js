@@ -9,7 +9,14 @@ const VERDICTS = { better: "Better", worse: "Worse", unclear: "No clear change" 
 
 /** @param {any[]} comparisons as intervals.Comparison has them */
 export function scoresTable(comparisons) {
-  const columns = ["", "Base model", "Trained model", "Worse \u2190 95% interval \u2192 Better", "Change", "Texts"];
+  const columns = [
+    "Score",
+    "Base model",
+    "Trained model",
+    "Worse \u2190 95% interval \u2192 Better",
+    "Change",
+    "Texts",
+  ];
   const heads = columns.map((name) => el("th", { scope: "col" }, name));
   const longest = Math.max(...comparisons.filter((row) => !row.is_share).map(reach), 1e-9);
   const rows = comparisons.map((row) => scoreRow(row, row.is_share ? 1 : longest));
@@ -38,8 +45,10 @@ function scoreRow(row, scale) {
 }
 
 /** A share in percent, a loss as it is. @param {number | null} value @param {boolean} isShare */
-export const scoreText = (value, isShare) =>
-  isShare && value !== null ? `${(100 * value).toFixed(1)}%` : num(value, 4);
+export function scoreText(value, isShare) {
+  if (value === null || value === undefined) return num(value);
+  return isShare ? `${(100 * value).toFixed(1)}%` : value.toFixed(3);
+}
 
 /** +42.1 to +91.7 points */
 export function changeText({ low, high, is_share: isShare }) {

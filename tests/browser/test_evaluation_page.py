@@ -1,0 +1,83 @@
+"""The card "Evaluation" of a run's page. Its process is replaced by fake_evaluation.py; the real one is in
+tests/process."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+from served import HOME, serving
+from test_accessibility import violations
+from test_chat_page import PYTHON
+from test_journeys import SLOW_TIMEOUT
+from test_trained_model_page import plant
+
+from backend.models import evaluation
+from backend.models.evaluation import Settings
+from backend.runs.folder import ALIVE
+
+
+@pytest.fixture
+def evaluating(tmp_path):
+    """A server whose evaluations are made by fake_evaluation.py."""
+    program = tmp_path / "python"
+    fake = Path(__file__).with_name("fake_evaluation.py")
+    program.write_text(PYTHON.format(python=sys.executable, fake=fake))
+    program.chmod(0o755)
+    with serving(tmp_path / "runs", FOOTPLATE_TEST_PYTHON=str(program), PYTHONPATH=str(HOME)) as server:
+        yield server
+
+
+def test_from_start_to_examples(evaluating, page):
+    run = plant(evaluating, "evaluated")
+    page.goto(f"{evaluating.url}/?tab=run&run={run.id}")
+    page.wait_for_selector("body[data-ready]")
+    card = page.get_by_role("region", name="Evaluation")
+    expect(card).to_contain_text("which shows what the model has forgotten", timeout=SLOW_TIMEOUT)
+    card.get_by_text("Settings").click()
+    card.get_by_label("Examples").fill("25")
+    card.get_by_label("Data file").fill("mine.jsonl")
+    card.get_by_role("button", name="Evaluate").click()
+    expect(page.locator("#fp-toasts")).to_contain_text("mine.jsonl is relative", timeout=SLOW_TIMEOUT)
+    card.get_by_label("Data file").fill("")
+    card.get_by_role("button", name="Evaluate").click()
+    expect(card.get_by_role("status")).to_have_text("Outputs of the trained model: 8 of 25.", timeout=SLOW_TIMEOUT)
+    expect(card.get_by_role("button", name="Evaluate")).to_be_hidden()
+
+    card.get_by_role("button", name="Stop evaluation").click()
+    expect(card.get_by_role("button", name="Continue")).to_be_visible(timeout=SLOW_TIMEOUT)
+    card.get_by_role("button", name="Continue").click()
+    expect(card.get_by_role("button", name="Stop evaluation")).to_be_visible(timeout=SLOW_TIMEOUT)
+    (job,) = evaluation.find_all(run)
+    assert evaluation.read_settings(job.path) == Settings(examples=25, max_new_tokens=128)
+    (job.path / "go").touch()
+    scores = card.locator(".fp-scores")
+    expect(scores).to_contain_text("Exact_Match", timeout=SLOW_TIMEOUT)
+    expect(scores.locator("tr[data-verdict=better] td").nth(3)).to_contain_text("Better +")
+    expect(scores.locator("tr[data-verdict=unclear]")).to_contain_text("No clear change")
+    expect(scores.locator("tr[data-verdict=worse]")).to_contain_text("Loss per token on general texts")
+    expect(card).to_contain_text("Limitation: A limit.")
+    look_at_examples(card)
+    assert violations(page) == []
+
+    card.get_by_role("button", name="Delete evaluation").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(scores).to_be_hidden(timeout=SLOW_TIMEOUT)
+    assert not evaluation.find_all(run) and job.state not in ALIVE
+
+
+def look_at_examples(card):
+    card.get_by_text("Examples", exact=True).click()
+    rows = card.locator(".fp-evaluation-examples tbody tr")
+    expect(rows).to_have_count(20, timeout=SLOW_TIMEOUT)
+    assert card.locator(".fp-evaluation-examples td b").count() == 0, "text of a model is no HTML"
+    card.get_by_role("button", name="Show more (5 left)").click()
+    expect(rows).to_have_count(25)
+    card.get_by_role("button", name="Worse 5").click()
+    expect(rows).to_have_count(5)
+    expect(rows.first).to_contain_text("Prompt 20")
+    card.get_by_label("Score").select_option("chrf")
+    expect(card.get_by_role("button", name="Worse 0")).to_be_visible()
+    link = card.get_by_role("link", name="Download examples")
+    assert len(json.loads(card.page.request.get(link.get_attribute("href")).body())) == 25

@@ -1,0 +1,109 @@
+"""Evaluations without their process: settings, start and stop, the endpoints and the command."""
+
+import json
+import sys
+import time
+
+import pytest
+from small import client
+from test_chat import LORA, WAITER, make_run
+
+from backend.__main__ import main
+from backend.models import evaluation
+from backend.models.evaluation import EXAMPLES, Settings
+from backend.runs import RESULT
+from backend.runs.folder import ALIVE, RunError
+
+REWARD = {**LORA, "train.stage": "reward", "data.builtin": "train-pairs"}
+
+
+@pytest.fixture
+def waiter(tmp_path, monkeypatch):
+    """Processes of evaluations only wait for the stop."""
+    program = tmp_path / "python"
+    program.write_text(WAITER)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+def wait_for_end(job):
+    deadline = time.monotonic() + 30
+    while job.state in ALIVE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"examples": -1}, "The number of examples must be from 0 to 10,000."),
+        ({"examples": 10_001}, "The number of examples must be from 0 to 10,000."),
+        ({"max_new_tokens": 0}, "The maximum number of new tokens must be from 1 to 32,768."),
+        ({"examples": 0, "general": False}, "There is nothing to evaluate"),
+        ({"data": "/nowhere.jsonl"}, r"The data file /nowhere\.jsonl does not exist"),
+        ({"step": 7}, r"The checkpoint of step 7 cannot be loaded\. Steps of checkpoints: 2\."),
+    ],
+)
+def test_settings_that_cannot_be_evaluated(tmp_path, settings, problem):
+    with pytest.raises(RunError, match=problem):
+        evaluation.start(make_run(tmp_path), Settings(**settings))
+
+
+def test_what_a_run_offers(tmp_path):
+    run = make_run(tmp_path / "one", {**LORA, "eval.max_new_tokens": 9})
+    assert evaluation.offer(run) == evaluation.Offer((None, 2), True, True, 9, "")
+    files = {**LORA, "data.source": "files", "data.files": ["x.jsonl"], "data.validation": "none"}
+    without = make_run(tmp_path / "two", {**files, "data.format": "text"})
+    assert not evaluation.offer(without).has_validation and not evaluation.offer(without).generates
+    with pytest.raises(RunError, match="This run has no validation examples. Choose a data file"):
+        evaluation.start(without, Settings())
+    with pytest.raises(RunError, match="A reward model has no base model"):
+        evaluation.start(make_run(tmp_path / "three", REWARD), Settings())
+
+
+def test_stopped_and_started_again(tmp_path, waiter):
+    run = make_run(tmp_path / "runs")
+    job = evaluation.start(run, Settings(general=False))
+    assert evaluation.start(run, Settings(general=False)).id == job.id
+    job.stop(save=False)
+    wait_for_end(job)
+    assert job.state == "stopped"
+    (job.path / evaluation.OUTPUTS).write_text('{"key": "example 0"}\n')
+    other = evaluation.start(run, Settings(examples=5))
+    assert job.path.exists() and not (other.path / evaluation.OUTPUTS).exists()
+    other.stop(save=False)
+    wait_for_end(other)
+    later = evaluation.start(run, Settings(general=False))
+    assert not job.path.exists() and (later.path / evaluation.OUTPUTS).read_text() == '{"key": "example 0"}\n'
+    run.delete()  # stops it
+    assert not later.path.exists()
+
+
+def test_rows_and_their_changes(tmp_path, waiter):
+    run = make_run(tmp_path / "runs")
+    job = evaluation.start(run, Settings(general=False))
+    scores = [{"exact_match": [a, b], "loss": [1.0, 2.0]} for a, b in ((0, 1), (1, 1), (1, 0), (None, None))]
+    (job.path / EXAMPLES).write_text(json.dumps([{"scores": each, "prompt": str(n)} for n, each in enumerate(scores)]))
+    path = f"/api/runs/{run.id}/evaluations/{job.id}/examples"
+    with client(tmp_path / "runs") as http:
+        found = http.get(path, params={"score": "exact_match", "change": "worse"}).json()
+        assert [row["prompt"] for row in found["rows"]] == ["2"]
+        assert found["counts"] == {"": 4, "better": 1, "worse": 1, "unchanged": 1}
+        assert http.get(path, params={"score": "loss", "first": 3}).json()["counts"]["worse"] == 4
+        assert http.get(path, params={"score": "loss", "change": "x"}).status_code == 400
+        relative = http.post(f"/api/runs/{run.id}/evaluations", json={"data": "mine.jsonl"})
+        assert relative.status_code == 422 and "mine.jsonl is relative" in relative.json()["error"]
+        assert http.post(f"/api/runs/{run.id}/evaluations/{job.id}/stop", json={}).status_code == 200
+        wait_for_end(job)
+        assert http.delete(f"/api/runs/{run.id}/evaluations/{job.id}").status_code == 200
+        assert http.get(path, params={"score": "loss"}).status_code == 404
+    run.delete()
+
+
+def test_the_command_says_what_it_cannot_do(tmp_path, capsys):
+    run = make_run(tmp_path, {**LORA, "train.stage": "pretraining", "data.format": "text"})
+    assert main(["evaluate", run.id, "--runs", str(tmp_path), "--max-new-tokens", "5"]) == 2
+    assert "--max-new-tokens has no effect" in capsys.readouterr().err
+    assert main(["evaluate", run.id, "--runs", str(tmp_path), "--data", "nowhere.jsonl"]) == 2
+    assert "nowhere.jsonl does not exist" in capsys.readouterr().err
+    assert not (run.path / RESULT).with_name("jobs").exists()
