@@ -21,6 +21,7 @@ from backend.cli import (
     export_metrics,
     merge,
     prepared_data,
+    publish,
     rehearse,
     runs,
     runs_list,
@@ -81,6 +82,7 @@ COMMANDS: Mapping[str, Command] = {
     "bundle": runs.bundle,
     "retry": runs.retry,
     "merge": merge.start,
+    "publish": publish.start,
     "import": commands.import_file,
     "export": export.start,
     "env": environments.start,
@@ -281,11 +283,12 @@ def _add_evaluate(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
 
 
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:
-    """merge, metrics, export-metrics, stacks, bundle."""
+    """merge, publish, metrics, export-metrics, stacks, bundle."""
     merged = command("merge", run_id, help="merge the adapter of a run into its base model, and check the result")
     merged.add_argument(
         "--step", type=int, metavar="N", help="the adapter of this checkpoint (default: the final model)"
     )
+    _add_publish(command, run_id)
     command("metrics", run_id, help="print the logged metrics of a run")
     exported = command("export-metrics", folder, help="write the metrics of runs for TensorBoard or trackio")
     exported.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")
@@ -294,6 +297,21 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
     command("stacks", run_id, help="print what each rank of a running run is doing: for a run without progress")
     bundled = command("bundle", run_id, help="write a zip file for a bug report: options, versions and log, no secrets")
     bundled.add_argument("--output", default="", metavar="FILE", help="the zip file (default: RUN-bundle.zip)")
+
+
+def _add_publish(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
+    published = command("publish", run_id, help="publish the model of a run on the Hugging Face Hub, or in a folder")
+    add = published.add_argument
+    place = published.add_mutually_exclusive_group(required=True)
+    place.add_argument("--to", metavar="REPOSITORY", help="a repository of the Hub: account/name, or name")
+    place.add_argument("--folder", metavar="DIR", help="a new or empty folder")
+    add("--step", type=int, metavar="N", help="the model of this checkpoint (default: the final model)")
+    add("--merged", action="store_true", help="the merged model instead of the adapter (footplate merge)")
+    add("--public", action="store_true", help="a public repository (default: private)")
+    add("--license", default="", metavar="ID", help="license of the model card, such as apache-2.0 (default: none)")
+    add("--base-model", default="", metavar="ID", help="Hub ID of the base model, if the run does not know it")
+    add("--dry-run", action="store_true", help="print what would be published, with the model card, and exit")
+    add("--yes", action="store_true", help="publish without asking")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class FakeHub(BaseHTTPRequestHandler):
             if value:
                 self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:

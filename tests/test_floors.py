@@ -24,6 +24,7 @@ LAYERS = {
     "backend.importers": 8,
     "backend.launch": 7,
     "backend.memory": 6,
+    "backend.publish": 6,
     "backend.resolve": 5,
     "backend.models": 5,
     "backend.inspect": 4,

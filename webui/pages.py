@@ -33,6 +33,7 @@ STYLES = (
     "run/results.css",
     "run/chat.css",
     "run/evaluation.css",
+    "run/publish.css",
     "charts.css",
     "run/log.css",
     "runs/runs.css",

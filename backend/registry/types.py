@@ -46,10 +46,14 @@ class Dataset(Choice):
 
 @dataclass(frozen=True)
 class BuiltinModel(Choice):
-    """A model that needs no Hugging Face Hub. `config` is the content of its config.json, known before it exists."""
+    """A model that needs no Hugging Face Hub. `config` is the content of its config.json, known before it exists;
+    `hub_id` the model on the Hub that it is a copy of, '' for none; `difference`: how its weights differ from that one,
+    as a sentence."""
 
     parameters: int = 0
     download_bytes: int = 0
+    hub_id: str = ""
+    difference: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from fake_hub import fake_hub
+from fake_hub_uploads import fake_hub_uploads
 from playwright.sync_api import expect, sync_playwright
 from same_page import SamePage
 from served import CHROMIUM, FLAGS, TIMEOUT, new_context, serving
@@ -32,10 +32,11 @@ def browser_of_all():
 
 @cache
 def server_of_all():
-    """It has its own HF_HOME and its own stand-in for the Hub."""
+    """It has its own HF_HOME and its own stand-in for the Hub, which has no Xet."""
     folder = Path(OPENED.enter_context(TemporaryDirectory(prefix="footplate-tests-")))
-    address = OPENED.enter_context(fake_hub())
+    address = OPENED.enter_context(fake_hub_uploads()).address
     hub = {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": address, "HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}
+    hub["HF_HUB_DISABLE_XET"] = "1"
     return OPENED.enter_context(serving(folder / "runs", **hub))
 
 

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from fake_hub import GOOD
 from playwright.sync_api import expect
 from same_page import show_run
 from test_journeys import SLOW_TIMEOUT, value, wait_for_status
@@ -111,6 +112,33 @@ def plant_merge(run):
     (job.path / RESULT).write_text(json.dumps({"model": "model", "certificate": certificate}))
     (job.path / "state.json").write_text(json.dumps({"end": "done", "exit_code": 0}))
     return job
+
+
+def test_a_model_is_published_after_a_summary(server, page):
+    run = plant(server, "published")
+    token = Path(server.variables["HF_HOME"]) / "token"
+    token.parent.mkdir(exist_ok=True)
+    token.write_text(GOOD)
+    show_run(page, run)
+    card, dialog = page.get_by_role("region", name="Your model"), page.get_by_role("dialog")
+    card.get_by_role("button", name="Publish").click(timeout=SLOW_TIMEOUT)
+    dialog.get_by_role("button", name="Show what is sent").click()
+    expect(dialog).to_contain_text("Choose one destination")
+    dialog.get_by_label("Repository").fill("trains")
+    dialog.get_by_role("button", name="Show what is sent").click()
+    expect(dialog).to_contain_text("Creates the private repository ada/trains.", timeout=SLOW_TIMEOUT)
+    expect(dialog.get_by_role("row")).to_contain_text(["README.md", "config.json", "model.safetensors", "token"])
+    dialog.get_by_text("README.md, the model card").click()
+    expect(dialog.locator("pre")).to_contain_text('model_id = "ada/trains"')
+    dialog.get_by_role("button", name="Publish").click()
+    link = card.get_by_role("link", name="ada/trains", exact=True)
+    expect(link).to_be_visible(timeout=SLOW_TIMEOUT)
+    address = link.get_attribute("href")
+    assert address == f"{server.variables['HF_ENDPOINT']}/ada/trains"
+    assert page.request.get(address.replace("/ada", "/api/models/ada")).json()["private"]
+    card.get_by_role("button", name="Remove from list").click()
+    expect(card.get_by_text("Publications")).to_be_hidden()
+    token.unlink()
 
 
 def test_a_run_without_a_model_has_no_card(server, page):

@@ -128,7 +128,7 @@ def test_other_data_and_general_texts(run: Run, finish: Callable[..., Run], tmp_
     broken = finish(run, Settings(data=str(data), examples=1, general=False), "failed")
     failure = broken.failure()
     assert failure and "mine.jsonl" in failure["sentence"]
-    assert [found.id for found in jobs.find_all(run, evaluation.KIND)][0] == broken.id
+    assert next(found.id for found in jobs.find_all(run, evaluation.KIND)) == broken.id
     with pytest.raises(RunError, match="This evaluation has no examples"):
         evaluation.rows(broken)
     assert not (broken.path / EXAMPLES).exists()

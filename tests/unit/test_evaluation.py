@@ -55,7 +55,7 @@ def test_what_a_run_offers(tmp_path):
     files = {**LORA, "data.source": "files", "data.files": ["x.jsonl"], "data.validation": "none"}
     without = make_run(tmp_path / "two", {**files, "data.format": "text"})
     assert not evaluation.offer(without).has_validation and not evaluation.offer(without).generates
-    with pytest.raises(RunError, match="This run has no validation examples. Choose a data file"):
+    with pytest.raises(RunError, match=r"This run has no validation examples\. Choose a data file"):
         evaluation.start(without, Settings())
     with pytest.raises(RunError, match="A reward model has no base model"):
         evaluation.start(make_run(tmp_path / "three", REWARD), Settings())

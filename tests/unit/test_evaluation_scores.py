@@ -46,7 +46,7 @@ OF = {score.name: score.of for score in SCORES}
         (CALLS, CALL, CALL.replace("[2]", "[3]"), 0),
         (CALLS, CALL, '{"name": "add", "arguments": {"a": 1', 0),
         (CALLS, CALL, "{{{{", 0),
-        ("rouge_l", "Ο Νίκος τρέχει", "Ο Νίκος", 0.8),
+        ("rouge_l", "Он быстро бежит", "Он быстро", 0.8),
         ("rouge_l", "", "", 0),
         ("chrf", "same words", "same words", 1),
         ("chrf", "same words", "", 0),

@@ -24,6 +24,7 @@ from webui.api import (
     merges,
     model_zip,
     paths,
+    publish,
     rehearsals,
     rules_page,
     runs,
@@ -109,12 +110,16 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs/{id}/stacks": runs.explain_stacks,
     "/api/runs/{id}/merges": merges.start,
     "/api/runs/{id}/merges/{job}/stop": merges.stop,
+    "/api/runs/{id}/publications": publish.start,
+    "/api/runs/{id}/publications/summary": publish.summarize,
+    "/api/runs/{id}/publications/{job}/stop": publish.stop,
 }
 PUT: Mapping[str, Endpoint] = {"/api/uploads": uploads.receive}
 DELETE: Mapping[str, Endpoint] = {
     "/api/runs/{id}": runs.delete,
     "/api/runs/{id}/merges/{job}": merges.remove,
     "/api/runs/{id}/evaluations/{job}": evaluations.remove,
+    "/api/runs/{id}/publications/{job}": publish.remove,
     "/api/machines/{name}": machines.remove,
     "/api/uploads/{name}": uploads.remove,
 }

@@ -203,11 +203,11 @@ const enteredValues = (form) =>
  * A dialog with fields. `save` runs when it is confirmed; if it fails, the dialog stays open and shows the error.
  * Escape closes it if nothing was entered; else it says that what was entered would be lost, and the next Escape closes
  * it.
- * `actions` are further buttons. Returns what closes the dialog.
+ * `actions` are further buttons, `label` is that of the button that confirms. Returns what closes the dialog.
  * @param {string} title @param {any[]} fields @param {() => Promise<void>} save
- * @param {{ actions?: any[], wide?: boolean }} options
+ * @param {{ actions?: any[], wide?: boolean, label?: string }} options
  */
-export function formDialog(title, fields, save, { actions = [], wide = false } = {}) {
+export function formDialog(title, fields, save, { actions = [], wide = false, label = "Save" } = {}) {
   const problem = el("p.fp-dialog-problem", { hidden: true, role: "alert" });
   const close = () => {
     dialog.close();
@@ -224,6 +224,8 @@ export function formDialog(title, fields, save, { actions = [], wide = false } =
   };
   const submit = async (event) => {
     event.preventDefault();
+    if (form.ariaBusy === "true") return;
+    form.ariaBusy = "true"; // a second click must not save twice
     try {
       await save();
       close();
@@ -231,11 +233,12 @@ export function formDialog(title, fields, save, { actions = [], wide = false } =
       problem.hidden = false;
       setText(problem, error.message);
     }
+    form.ariaBusy = "false";
   };
   const buttons = [
     ...actions,
     el("button.fp-button", { type: "button", onclick: close }, "Cancel"),
-    el("button.fp-button.fp-primary", { type: "submit" }, "Save"),
+    el("button.fp-button.fp-primary", { type: "submit" }, label),
   ];
   const form = el(
     "form",
@@ -253,7 +256,7 @@ export function formDialog(title, fields, save, { actions = [], wide = false } =
   document.body.append(dialog);
   dialog.showModal();
   const initial = enteredValues(form);
-  $("input, textarea", form).focus();
+  $("input, textarea", form)?.focus();
   return close;
 }
 

@@ -291,7 +291,8 @@ async function pull(isCurrent) {
   run = found;
   draw();
   if (before && hasEnded(before.state) && isRestarted(before, run.summary)) resumePanels();
-  return ended() && !isMerging(run.merge) ? "rest" : undefined; // another window or a shell may restart it
+  const hasJobs = [run.merge, ...run.publications].some(isMerging);
+  return ended() && !hasJobs ? "rest" : undefined; // another window or a shell may restart it
 }
 
 /** It may have ended again since the last request. */
@@ -330,7 +331,7 @@ function draw() {
   drawIfChanged("monitor", run.monitor, drawRanks);
   drawIfChanged(
     "model",
-    run.model && { ...run.model, merge: run.merge, generations: run.result?.samples?.length },
+    run.model && { ...run.model, ...jobsOfModel(), generations: run.result?.samples?.length },
     drawModel,
   );
   drawIfChanged("placement", placementOf(run), drawPlacement);
@@ -342,6 +343,8 @@ function draw() {
   if (ended()) drawIfChanged("ended", summary.state, page.charts.redraw);
   drawCards();
 }
+
+const jobsOfModel = () => ({ merge: run.merge, publications: run.publications });
 
 function drawIfChanged(part, value, drawPart) {
   const text = JSON.stringify(value === undefined ? null : value);

@@ -29,15 +29,20 @@ export function mergeParts(job, run) {
   ];
 }
 
-function runningParts(job, run) {
+/** What a job does, how far it is, and a button. @returns {Node[]} */
+export function progressParts(job, stopButton) {
   const share = el("span");
   share.style.width = `${100 * (job.fraction || 0)}%`;
-  const stop = () => ask(post(`${run.base}/merges/${job.id}/stop`), run);
   return [
     el("p.fp-dim", { role: "status" }, job.text || job.sentence),
     el("div.fp-progress", {}, share),
-    actions(button("Stop merging", stop)),
+    actions(stopButton),
   ];
+}
+
+function runningParts(job, run) {
+  const stop = () => ask(post(`${run.base}/merges/${job.id}/stop`), run);
+  return progressParts(job, button("Stop merging", stop));
 }
 
 function mergedParts(job, run) {
@@ -72,12 +77,12 @@ function mergedParts(job, run) {
   ];
 }
 
-const actions = (...children) => el("div.fp-run-actions", {}, ...children);
-const button = (label, onclick) => el("button.fp-button", { type: "button", onclick }, label);
+export const actions = (...children) => el("div.fp-run-actions", {}, ...children);
+export const button = (label, onclick) => el("button.fp-button", { type: "button", onclick }, label);
 const start = (run) => ask(post(`${run.base}/merges`, { step: run.step }), run);
 
 /** Show the error of a request, and the new state either way. */
-async function ask(request, run) {
+export async function ask(request, run) {
   try {
     await request;
   } catch (error) {

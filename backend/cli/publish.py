@@ -1,0 +1,86 @@
+"""The command publish: a model of a run in a repository of the Hugging Face Hub, or in a folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from backend.cli.commands import print_json
+from backend.cli.jobs import follow
+from backend.cli.runs import OUTCOMES, find_run
+from backend.publish.contents import Request
+from backend.rules.base import amount
+from backend.runs import jobs
+from backend.runs.folder import RunError
+from backend.tasks import publish
+from backend.wording import counted
+
+
+def start(arguments: argparse.Namespace) -> int:
+    """Show what leaves the machine, ask, publish and wait for the end; Ctrl-C stops it."""
+    run = find_run(Path(arguments.runs), arguments.run)
+    request = Request(
+        step=arguments.step, repository=arguments.to or "", public=arguments.public, license=arguments.license,
+        merge=publish.merged(run, arguments.step) if arguments.merged else "", base_model=arguments.base_model,
+        folder=os.path.abspath(arguments.folder) if arguments.folder else "",
+    )  # fmt: skip
+    summary = publish.summary(run, request)
+    if arguments.dry_run:
+        print_json(summary.as_json()) if arguments.json else _print(summary)
+        return 0
+    _print(summary, sys.stderr)
+    if not arguments.yes and not _confirmed():
+        print("Nothing was published.", file=sys.stderr)
+        return 1
+    job = publish.start(run, summary.request, summary.contents.sizes())
+    follow(job)
+    shown = jobs.as_json(job)
+    if arguments.json:
+        print_json({**shown, "folder": str(job.path)})
+    elif shown["state"] == "done":
+        _print_result(shown["result"])
+    else:
+        failure = shown["failure"]
+        print(failure["sentence"] if failure else shown["sentence"], file=sys.stderr)
+    return OUTCOMES.get(shown["state"], 1)
+
+
+def _print(summary: publish.Summary, file: Any = None) -> None:
+    """What leaves the machine; the model card only if `file` is the standard output."""
+    found = summary.contents
+    print(summary.effect, file=file)
+    width = max(len(each.name) for each in found.files)
+    for each in found.files:
+        print(f"  {each.name:{width}}  {_size(each.bytes)}", file=file)
+    print(f"{counted(len(found.files), 'file')}, {amount(found.bytes)}.", file=file)
+    if found.left_out:
+        print(f"Not published: {', '.join(found.left_out)}.", file=file)
+    if file is None:
+        print(f"\nREADME.md, the model card:\n\n{found.card}", end="")
+
+
+def _size(count: int) -> str:
+    return amount(count) if count >= 1024 else counted(count, "byte")
+
+
+def _confirmed() -> bool:
+    """Whether the user agrees. Raises RunError without a terminal."""
+    if not sys.stdin.isatty():
+        raise RunError("Nothing was published: confirm with --yes, since there is no terminal to ask.")
+    print("Publish? [y/N] ", end="", file=sys.stderr, flush=True)
+    try:
+        return input().strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    if "folder" in result:
+        print(result["folder"])
+        return
+    print(result["url"])
+    unchanged = "Nothing had changed since the last commit" if result["is_unchanged"] else "Commit"
+    print(f"{unchanged}: {result['commit_url']}")

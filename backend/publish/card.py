@@ -1,0 +1,274 @@
+"""The model card of a published model: only what the run's files say, without paths of this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path, PurePath
+from typing import Any
+
+from backend import registry
+from backend.config import RunSpec
+from backend.config.options import by_name, get, shown
+from backend.models import system_prompt, trained
+from backend.runs import BASE, METRICS, json_values
+from backend.runs.folder import Run
+from backend.runs.metrics import Point, read_points
+from backend.wording import counted
+
+HUB = "https://huggingface.co"
+SCORES = {
+    "exact_match": "Exact match",
+    "rouge_1": "ROUGE-1",
+    "rouge_2": "ROUGE-2",
+    "rouge_l": "ROUGE-L",
+    "bleu": "BLEU",
+}
+# Of the options, what a reader of the card needs to judge or repeat the training; none of them can have a path.
+OPTIONS = (
+    "method.quantization", "lora.r", "lora.alpha", "lora.dropout", "lora.targets", "lora.use_dora", "lora.use_rslora",
+    "lora.init", "train.learning_rate", "train.lr_scheduler_type", "train.warmup_steps", "train.optim",
+    "train.weight_decay", "data.max_length", "data.packing", "data.loss_on", "train.seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the card adds to the run: the repository or the folder, the Hub ID of the base model and the license, each
+    or '', and the certificate of a merged model, empty for others."""
+
+    destination: str
+    base_model: str
+    license: str
+    certificate: Mapping[str, Any]
+
+
+def write(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> str:
+    """The text of README.md: metadata for the Hub, then sections in Markdown."""
+    name = PurePath(subject.destination).name
+    sections = {
+        "Use": _use(run, spec, model, subject),
+        "Training data": _data(run, spec),
+        "Training": _training(run, spec, model, subject),
+        "Results": _results(run, model, subject),
+        "Merge": _merge(spec, model, subject.certificate),
+        "Environment": _environment(run, model),
+    }
+    parts = [f"---\n{_metadata(spec, model, subject)}\n---", f"# {name}", _introduction(spec, model, subject)]
+    parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]
+    return "\n\n".join(parts) + "\n"
+
+
+def _metadata(spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> str:
+    # Takes a tenth of a second, which only publishing needs.
+    from huggingface_hub import ModelCardData  # noqa: PLC0415
+
+    is_adapter = bool(model.base)
+    is_reward = registry.STAGES[spec.train.stage].is_reward_model
+    hub_ids = [source.hub_id for source in spec.data.datasets if source.source == "hub"]
+    header = ModelCardData(
+        base_model=subject.base_model or None,
+        base_model_relation=("adapter" if is_adapter else "finetune") if subject.base_model else None,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-classification" if is_reward else "text-generation",
+        tags=[tag for tag in (spec.train.stage, "lora" if spec.method.kind == "lora" else "", "footplate") if tag],
+        license=subject.license or None,
+        datasets=list(dict.fromkeys(hub_ids)) or None,
+    )
+    return str(header.to_yaml())
+
+
+def _introduction(spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> str:
+    name = subject.base_model
+    base = f"[{name}]({HUB}/{name})" if name else "a base model without a Hub ID"
+    if model.base:
+        what = f"An adapter (LoRA) for {base}"
+    elif spec.method.kind == "lora":
+        what = f"An adapter (LoRA) merged into {base}: full weights"
+    else:
+        what = f"Full weights, fine-tuned from {base}"
+    return f"{what}. Trained with Footplate."
+
+
+def _use(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> str:
+    notes = []
+    if spec.model.source == "builtin" and (difference := registry.BUILTIN_MODELS[spec.model.builtin].difference):
+        notes.append(difference)
+        if model.base:
+            notes.append("The adapter's outputs on the original weights were not compared with those of training.")
+    if model.base and (bits := registry.QUANTIZATIONS[spec.method.quantization].bits):
+        notes.append(
+            f"The adapter was trained on a base model quantized to {bits:g} bits ({spec.method.quantization}). The "
+            "code loads the base model without quantization, so outputs can differ from those of training."
+        )
+    if system_prompt.of_training(spec):
+        notes.append(
+            "The training examples have a system prompt, which is not published; without it, outputs can differ from "
+            "what the model has learned."
+        )
+    commit = _read(run.path / BASE).get("commit")
+    if model.base and commit:
+        notes.append(f"The base model had the commit `{commit}`.")
+    name = subject.destination if not subject.destination.startswith("/") else PurePath(subject.destination).name
+    marked = model.code.replace(json.dumps(str(model.folder)), "\0")
+    code = re.sub(r"\bfolder\b", "model_id", marked).replace("\0", json.dumps(name))
+    return "\n\n".join([f"```python\n{code.strip()}\n```", *([" ".join(notes)] if notes else [])])
+
+
+def _data(run: Run, spec: RunSpec) -> str:
+    lines = [f"- {_dataset(source)}" for source in spec.data.datasets]
+    resolved = run.resolved()
+    train, evaluated = resolved.get("num_train_examples"), resolved.get("num_eval_examples")
+    counts = [counted(train, "training example")] if isinstance(train, int) and train else []
+    counts += [counted(evaluated, "validation example")] if isinstance(evaluated, int) and evaluated else []
+    return "\n".join(lines) + (f"\n\n{' and '.join(counts)}, as counted before the start." if counts else "")
+
+
+def _dataset(source: Any) -> str:
+    if source.source == "hub":
+        details = [source.hub_config, f"split {source.hub_split}" if source.hub_split else ""]
+        more = ", ".join(detail for detail in details if detail)
+        return f"[{source.hub_id}]({HUB}/datasets/{source.hub_id})" + (f", {more}" if more else "")
+    if source.source == "builtin":
+        dataset = registry.DATASETS[source.builtin]
+        return f"{dataset.label}, a demo dataset of Footplate: {dataset.help}"
+    names = ", ".join(f"`{PurePath(file).name}`" for file in source.files)
+    return f"Files that are not published: {names}"
+
+
+def _training(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> str:
+    resolved, step = run.resolved(), _step(run, model, subject)
+    tokens = max((p["tokens"] for p in _points(run, step) if isinstance(p.get("tokens"), int)), default=None)
+    rows: dict[str, Any] = {
+        "Stage": registry.STAGES[spec.train.stage].label,
+        "Method": registry.METHODS[spec.method.kind].label,
+        "Steps": f"{step:,}" if step else None,
+        "Tokens": f"{tokens:,}" if tokens else None,
+        "Global batch size": counted(size, "example") if (size := resolved.get("global_batch_size")) else None,
+        "Compute dtype": resolved.get("compute_dtype"),
+        "Strategy": resolved.get("strategy"),
+    }
+    values = {key: _value(get(spec, key)) for key in OPTIONS if shown(spec, by_name()[key])}
+    rows |= {f"`{key}`": value for key, value in values.items()}
+    return _table(("Option", "Value"), [(name, value) for name, value in rows.items() if value not in (None, "")])
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else ""  # most are off
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _results(run: Run, model: trained.TrainedModel, subject: Subject) -> str:
+    """Losses of the published step, and generation scores, which belong to the model that the run saved at its end."""
+    step, result = _step(run, model, subject), run.result()
+    points = _points(run, step)
+    losses = {
+        "Training loss at the last logged step": _last(points, "loss"),
+        "Validation loss": _last([p for p in points if p.get("step") == step], "eval_loss"),
+    }
+    rows = [(name, f"{value:.4g}") for name, value in losses.items() if value is not None]
+    parts = [_table(("Loss", "Value"), rows)] if rows else []
+    count = len(result.get("samples") or ())
+    if count and not _is_checkpoint(model, subject):
+        scores = [
+            (name, _score(result.get(f"{key}_before")), _score(result.get(f"{key}_after")))
+            for key, name in SCORES.items()
+            if _is_number(result.get(f"{key}_after"))
+        ]
+        table = _table(
+            (f"Score on {counted(count, 'validation example')}", "Before training", "After training"), scores
+        )
+        parts += [table] if scores else []
+    return "\n\n".join(parts)
+
+
+def _merge(spec: RunSpec, model: trained.TrainedModel, certificate: Mapping[str, Any]) -> str:
+    if not certificate:
+        is_merged = spec.method.kind == "lora" and not model.base
+        return "The run merged the adapter at its end. The merged model was not compared with it." if is_merged else ""
+    saved, change = certificate["adapter_to_saved"], certificate["adapter_to_base"]
+    if certificate.get("is_reward_model"):
+        compared = f"The scores of {saved['positions']} texts differ by at most {saved['kl_max']:.2g}."
+    else:
+        compared = (
+            f"KL divergence from base model with adapter: {saved['kl_mean']:.2g} nats per token; for comparison, of "
+            f"the base model alone: {change['kl_mean']:.2g}. Same most likely next token: "
+            f"{saved['same_argmax']:.1%} of {saved['positions']} positions."
+        )
+    limits = "".join(f"\n\nLimitation: {limit}" for limit in certificate.get("limits", ()))
+    return (
+        f"{str(certificate['status']).capitalize()}: the merged model was loaded from its files "
+        f"({certificate['dtype']}) and compared with base model and adapter. {compared} `certificate.json` has all "
+        f"figures.{limits}"
+    )
+
+
+def _environment(run: Run, model: trained.TrainedModel) -> str:
+    """Versions that the model's files record, and the devices of the run, without names of hosts."""
+    versions = {
+        "peft": _read(model.folder / trained.ADAPTER).get("peft_version"),
+        "transformers": _read(model.folder / trained.CONFIG).get("transformers_version")
+        or _read(model.folder / trained.GENERATION).get("transformers_version"),
+    }
+    resolved = run.resolved()
+    device, count, nodes = (resolved.get(key) for key in ("device", "world_size", "nnodes"))
+    rows = [(name, version) for name, version in versions.items() if version]
+    if device and count:
+        family = registry.DEVICES[device].label if device in registry.DEVICES else device
+        on_nodes = f" on {counted(nodes, 'node')}" if isinstance(nodes, int) and nodes > 1 else ""
+        rows.append(("Hardware", f"{family}, {counted(count, 'process')}{on_nodes}"))
+    rows.append(("Model card", f"Footplate {metadata.version('footplate')}"))
+    return _table(("Component", "Version"), rows)
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells))
+
+
+def _is_checkpoint(model: trained.TrainedModel, subject: Subject) -> bool:
+    return model.step is not None or subject.certificate.get("step") is not None
+
+
+def _step(run: Run, model: trained.TrainedModel, subject: Subject) -> int | None:
+    """The step of the published weights; None if the run did not record it."""
+    own = subject.certificate.get("step") if subject.certificate else model.step
+    result = run.result()
+    found = own or result.get("model_step") or result.get("steps")
+    return found if isinstance(found, int) else None
+
+
+def _points(run: Run, step: int | None) -> list[Point]:
+    """The metrics until the published step."""
+    try:
+        points = read_points(run.path / METRICS)
+    except OSError:
+        return []
+    return [point for point in points if step is None or int(point.get("step") or 0) <= step]
+
+
+def _last(points: Sequence[Point], name: str) -> float | None:
+    return next((float(p[name]) for p in reversed(points) if _is_number(p.get(name))), None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _score(value: Any) -> str:
+    return f"{value:.3f}" if _is_number(value) else "not run"
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json_values.read(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

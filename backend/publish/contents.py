@@ -1,0 +1,232 @@
+"""What leaves the machine when a model is published: its files, with a model card and without any local path."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from backend import registry
+from backend.config import RunSpec
+from backend.models import trained
+from backend.models.chat import read_spec
+from backend.paths import model_folder
+from backend.publish import card
+from backend.registry.hub_models import is_hub_id
+from backend.runs import BASE, jobs, json_values
+from backend.runs.folder import Run, RunError
+
+README = "README.md"
+# What transformers and peft load. Anything else in the folder stays here: checkpoints have optimizer states.
+FILES = re.compile(
+    r"(?!zero_to_fp32)[^/]+\.(safetensors|json|jinja|model|txt|py)|(adapter_model|pytorch_model)[^/]*\.bin"
+)
+TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
+TEXT = (".json", ".jinja", ".txt", ".py", ".md")
+LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to publish, and where. `step`: of a checkpoint, None for the final model; `merge`: the id of the job that
+    merged the adapter, to publish the merged model; either a `repository` of the Hub or an absolute `folder`; `public`:
+    visibility of the repository; `license`: an identifier of the Hub, or ''; `base_model`: the Hub ID of the base model
+    if the run does not know it."""
+
+    step: int | None = None
+    merge: str = ""
+    repository: str = ""
+    folder: str = ""
+    public: bool = False
+    license: str = ""
+    base_model: str = ""
+
+    @property
+    def destination(self) -> str:
+        """The repository or the folder."""
+        return self.repository or self.folder
+
+    def as_json(self) -> dict[str, Any]:
+        """For the job's file."""
+        return asdict(self)
+
+    def check(self) -> None:
+        """Raise RunError for values that cannot be used."""
+        if bool(self.repository) == bool(self.folder):
+            raise RunError("Choose one destination: a repository of the Hugging Face Hub, or a folder.")
+        if self.repository and not is_hub_id(self.repository):
+            raise RunError(f"The repository {self.repository!r} must be named account/name or name.")
+        if self.folder and not Path(self.folder).is_absolute():
+            raise RunError(f"The folder {self.folder!r} must be an absolute path, such as /home/ada/my-model.")
+        if self.folder and self.public:
+            raise RunError("Only a repository can be public or private. Leave the visibility out for a folder.")
+        if self.license and not LICENSE.fullmatch(self.license):
+            raise RunError(
+                f"The license {self.license!r} must be an identifier of the Hub, such as apache-2.0, mit or other."
+            )
+        if self.base_model and not is_hub_id(self.base_model):
+            raise RunError(
+                f"The base model {self.base_model!r} must be the ID of a model on the Hub: organization/name."
+            )
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A file with its name in the repository: a copy of `source`, or `text` if that is not None."""
+
+    name: str
+    source: Path
+    bytes: int
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The published `files`; `left_out`: files of the model's folder that are not published; `model`: what is
+    published; `base_model`: its Hub ID, or ''."""
+
+    files: tuple[PublishedFile, ...]
+    left_out: tuple[str, ...]
+    model: trained.TrainedModel
+    base_model: str
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(file.bytes for file in self.files)
+
+    def sizes(self) -> dict[str, int]:
+        """Name -> bytes."""
+        return {file.name: file.bytes for file in self.files}
+
+    @property
+    def card(self) -> str:
+        """The text of the model card."""
+        return next(file.text or "" for file in self.files if file.name == README)
+
+
+def contents(run: Run, request: Request) -> Contents:
+    """What a request publishes; changes nothing. Raises RunError if that is impossible, or would reveal a local
+    path."""
+    request.check()
+    spec, model = read_spec(run), _model(run, request)
+    base = request.base_model or _hub_id(spec)
+    if model.base and not base:
+        raise RunError(
+            f"The adapter belongs to {model.base}, a model on this machine, so nobody else could load it. Enter the "
+            "Hub ID of the base model (--base-model), or merge the adapter and publish the merged model."
+        )
+    names = {str(path.relative_to(model.folder)): path for path in sorted(model.folder.rglob("*")) if not path.is_dir()}
+    kept = {name: path for name, path in names.items() if _is_published(name)}
+    if links := [path for path in kept.values() if path.is_symlink()]:
+        raise RunError(f"{links[0]} is a symbolic link: replace it by the file to publish the model.")
+    local = _local_bases(run, spec, model)
+    found = [_published(name, path, local, base) for name, path in kept.items()]
+    certificate = jobs.find(run, request.merge).result().get("certificate", {}) if request.merge else {}
+    text = card.write(run, spec, model, card.Subject(request.destination, base, request.license, certificate))
+    found.append(PublishedFile(README, model.folder / README, len(text.encode()), text))
+    paths = {str(run.path), *local}
+    for file in found:
+        _check_paths(file, paths)
+    left_out = tuple(name for name in names if name not in kept and name != README)
+    return Contents(tuple(sorted(found, key=lambda file: file.name)), left_out, model, base)
+
+
+def _model(run: Run, request: Request) -> trained.TrainedModel:
+    if request.merge:
+        model = trained.find(jobs.find(run, request.merge))
+        if model is None:
+            raise RunError("The merged model no longer exists. Merge the adapter again, then publish the result.")
+        return model
+    found = trained.at_step(run, request.step)
+    if found is None:
+        steps = ", ".join(str(model.step) for model in trained.models(run) if model.step is not None)
+        others = f"Choose a checkpoint of step {steps}." if steps else "Let the run finish, or resume it."
+        which = "final model" if request.step is None else f"checkpoint of step {request.step}"
+        raise RunError(f"{run.id} has no {which} that can be loaded. {others}")
+    return found
+
+
+def _hub_id(spec: RunSpec) -> str:
+    """The Hub ID of the run's base model; '' if the run does not know it."""
+    if spec.model.source == "hub":
+        return spec.model.hub_id
+    return registry.BUILTIN_MODELS[spec.model.builtin].hub_id if spec.model.source == "builtin" else ""
+
+
+def _is_published(name: str) -> bool:
+    is_state = name.startswith(trained.TRAINING_STATE)
+    return not is_state and bool(FILES.fullmatch(name) or TEMPLATES.fullmatch(name))
+
+
+def _local_bases(run: Run, spec: RunSpec, model: trained.TrainedModel) -> set[str]:
+    """Every way in which the files may name the base model by its folder."""
+    names = {model.base, spec.model.path}
+    if spec.model.source == "builtin":
+        names.add(str(model_folder(spec.model.builtin)))
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a run of an earlier version has no record
+        names.add(str(json_values.read(run.path / BASE)["name"]))
+    return {name for name in names if Path(name).is_absolute()}
+
+
+# -- local paths -----------------------------------------------------------------------------------------------------
+
+
+def _published(name: str, path: Path, local: Collection[str], base: str) -> PublishedFile:
+    """A file of the model; in JSON, the folder of the base model is replaced by its Hub ID, or left out."""
+    if path.suffix == ".json":
+        try:
+            before = json_values.read(path)
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} cannot be read as JSON ({error}), so the model is not published.") from error
+        after = _without_folder(before, local, base)
+        if name == trained.ADAPTER and isinstance(after, dict):
+            after["base_model_name_or_path"] = base
+        if after != before:
+            text = json.dumps(after, indent=2, ensure_ascii=False) + "\n"
+            return PublishedFile(name, path, len(text.encode()), text)
+    return PublishedFile(name, path, path.stat().st_size)
+
+
+def _without_folder(value: Any, local: Collection[str], base: str) -> Any:
+    if isinstance(value, dict):
+        kept = {key: part for key, part in value.items() if base or not _is_in(part, local)}
+        return {key: _without_folder(part, local, base) for key, part in kept.items()}
+    if isinstance(value, list):
+        return [_without_folder(part, local, base) for part in value]
+    return base if _is_in(value, local) else value
+
+
+def _is_in(value: Any, local: Collection[str]) -> bool:
+    return isinstance(value, str) and value in local
+
+
+def _check_paths(file: PublishedFile, paths: Collection[str]) -> None:
+    """Raise RunError if the text of a file has one of these `paths`, or a path below the home folder."""
+    if not file.name.endswith(TEXT):
+        return
+    try:
+        text = file.source.read_text("utf-8", "replace") if file.text is None else file.text
+        if file.name.endswith(".json"):
+            text = json.dumps(json.loads(text), ensure_ascii=False)  # without escapes, which can hide a path
+    except (OSError, ValueError) as error:
+        raise RunError(f"{file.source} cannot be read ({error}), so the model is not published.") from error
+    for pattern in _patterns(paths):
+        if found := pattern.search(text):
+            shown = text[max(0, found.start() - 30) : found.end() + 30].replace("\n", " ")
+            raise RunError(
+                f"{file.source} contains a path of this machine, and would reveal it: {shown!r}. Remove the path from "
+                "the file, then publish again."
+            )
+
+
+def _patterns(paths: Collection[str]) -> Iterator[re.Pattern[str]]:
+    for path in sorted(paths):
+        yield re.compile(re.escape(json.dumps(path, ensure_ascii=False)[1:-1]))
+    home = str(Path.home())
+    if home != "/":  # the vocabulary of a tokenizer may have the folder's name alone, such as /root
+        yield re.compile(re.escape(home) + r"/[\w.]")

@@ -1,0 +1,248 @@
+"""What leaves the machine when a model is published: its files, the model card, and no path of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from published_run import CERTIFICATE, STATE, adapter_run, merged_job, plant
+from small import client
+
+from backend.__main__ import main
+from backend.publish import __main__ as process
+from backend.publish import folder
+from backend.publish.contents import Request, contents
+from backend.runs import LOCK, MODEL, PROGRESS, RESULT, jobs
+from backend.runs.folder import RunError
+from backend.tasks import publish
+
+TO = {"repository": "ada/trains"}
+NAMES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+BASE_ID = "org/base"
+
+
+@pytest.fixture
+def base(tmp_path):
+    return tmp_path / "home/secret-base"
+
+
+@pytest.fixture
+def run(tmp_path, base):
+    return adapter_run(tmp_path / "runs", base)
+
+
+def text_of(found, name):
+    file = next(file for file in found.files if file.name == name)
+    return file.source.read_text() if file.text is None else file.text
+
+
+def header(card):
+    return yaml.safe_load(card.split("---")[1])
+
+
+def test_an_adapter_with_the_id_of_its_base_model(run, base):
+    found = contents(run, Request(**TO, base_model=BASE_ID, license="apache-2.0"))
+    assert list(found.sizes()) == NAMES and found.left_out == ()
+    assert json.loads(text_of(found, "adapter_config.json"))["base_model_name_or_path"] == BASE_ID
+    assert found.bytes == sum(len(text_of(found, name).encode()) for name in NAMES)
+    for name in NAMES:
+        assert str(run.path) not in text_of(found, name) and "secret" not in text_of(found, name), name
+    assert header(found.card) == {
+        "base_model": BASE_ID, "base_model_relation": "adapter", "library_name": "peft", "license": "apache-2.0",
+        "pipeline_tag": "text-generation", "tags": ["sft", "lora", "footplate"],
+    }  # fmt: skip
+    for part in (
+        'model_id = "ada/trains"', "`a.jsonl`", "1,400 training examples and 32 validation examples", "| Steps | 8 |",
+        "| Tokens | 800 |", "| Training loss at the last logged step | 0.25 |", "| Validation loss | 0.375 |",
+        "Score on 3 validation examples", "| Exact match | 0.000 | 0.750 |", "| peft | 0.21.2 |", "CPU, 2 processes",
+    ):  # fmt: skip
+        assert part in found.card, part
+    assert "More Information" not in found.card and "None" not in found.card
+
+
+def test_an_adapter_without_the_id_of_its_base_model_is_refused(run):
+    with pytest.raises(RunError, match=r"Enter the Hub ID of the base model \(--base-model\)"):
+        contents(run, Request(**TO))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"model.source": "hub", "model.hub_id": "org/hub-model", "model.path": ""}, "org/hub-model"),
+        ({"model.source": "builtin", "model.path": ""}, "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    ],
+)
+def test_base_models_that_the_run_knows(tmp_path, base, options, expected):
+    found = contents(adapter_run(tmp_path / "runs", base, **options), Request(**TO))
+    assert found.base_model == expected == header(found.card)["base_model"]
+    assert json.loads(text_of(found, "adapter_config.json"))["base_model_name_or_path"] == expected
+    assert "system prompt" not in found.card
+    assert ("4-bit GGUF" in found.card) == (options["model.source"] == "builtin")
+
+
+def test_a_checkpoint_without_its_training_state_and_with_its_own_figures(run):
+    found = contents(run, Request(**TO, step=4, base_model=BASE_ID))
+    assert list(found.sizes()) == NAMES
+    assert set(found.left_out) == {*STATE, "complete"}
+    for part in ("| Steps | 4 |", "| Tokens | 400 |", "logged step | 0.5 |", "| Validation loss | 0.625 |"):
+        assert part in found.card, part
+    assert "Exact match" not in found.card
+
+
+def test_full_weights_of_another_stage(tmp_path, base):
+    """The card has no options that this run did not use."""
+    changes = {"train.stage": "pretraining", "method.kind": "full", "data.source": "hub", "data.hub_id": "org/texts"}
+    run = adapter_run(tmp_path / "runs", base, **changes)
+    model = run.path / MODEL
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (model / name).unlink()
+    plant(
+        model, {"config.json": {"_name_or_path": str(base), "transformers_version": "5.23.0"}, "model.safetensors": "y"}
+    )
+    found = contents(run, Request(**TO))
+    assert "_name_or_path" not in json.loads(text_of(found, "config.json"))
+    assert header(found.card)["datasets"] == ["org/texts"] and "base_model" not in header(found.card)
+    assert "Full weights, fine-tuned from a base model without a Hub ID" in found.card
+    for part in ("lora", "loss_on", "## Merge"):
+        assert part not in found.card, part
+    plant(run.path, {"spec.yaml": "save:\n  merge_adapter: true\n"})
+    merged = contents(run, Request(**TO)).card
+    assert "merged into [HuggingFaceTB" in merged and "was not compared with it" in merged
+
+
+def test_a_system_prompt_is_not_published(tmp_path, base):
+    run = adapter_run(tmp_path / "runs", base, **{"data.source": "builtin", "data.builtin": "trains"})
+    card = contents(run, Request(**TO, base_model=BASE_ID)).card
+    assert "Trains (demo)" in card and "have a system prompt, which is not published" in card
+    assert "HH:MM" not in card
+
+
+def test_a_merged_model_needs_no_id_of_a_base_model(run, base):
+    job = merged_job(run)
+    plant(job.path / MODEL, {"certificate.json": {**CERTIFICATE, "base_model": str(base)}})
+    found = contents(run, Request(**TO, merge=job.id))
+    assert "base_model" not in header(found.card) and header(found.card)["library_name"] == "transformers"
+    assert "base_model" not in json.loads(text_of(found, "certificate.json"))
+    assert "Verified: the merged model was loaded from its files (bf16)" in found.card and "1e-05 nats" in found.card
+    assert publish.merged(run, None) == job.id
+    with pytest.raises(RunError, match="Merge it first"):
+        publish.merged(run, 4)
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [("chat_template.jinja", "home"), ("generation_config.json", "run"), ("tokenizer.json", "home"), ("a.txt", "base")],
+)
+def test_a_path_of_this_machine_is_refused(run, base, tmp_path, monkeypatch, file, place):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    path = {"home": tmp_path / "home/data.jsonl", "run": run.path / "x", "base": base}[place]
+    text = f"see {path} for more"
+    plant(run.path / MODEL, {file: json.dumps({"a": [text]}).replace("/", "\\/") if "json" in file else text})
+    with pytest.raises(RunError, match="contains a path of this machine") as error:
+        contents(run, Request(**TO, base_model=BASE_ID))
+    assert file in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_link_is_refused(run, tmp_path):
+    (run.path / MODEL / "extra.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="is a symbolic link"):
+        contents(run, Request(**TO, base_model=BASE_ID))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "Choose one destination"),
+        ({**TO, "folder": "/x"}, "Choose one destination"),
+        ({"repository": "a/b/c"}, "'a/b/c' must be named account/name"),
+        ({"folder": "x"}, "'x' must be an absolute path"),
+        ({"folder": "/x", "public": True}, "Leave the visibility out"),
+        ({**TO, "license": "My License"}, "'My License' must be an identifier"),
+        ({**TO, "base_model": "/models/x"}, "'/models/x' must be the ID of a model"),
+        ({**TO, "step": 7, "base_model": BASE_ID}, "no checkpoint of step 7 .* Choose a checkpoint of step 4"),
+        ({**TO, "merge": "gone"}, "no longer exists"),
+    ],
+)
+def test_requests_that_cannot_be_published(run, values, message):
+    with pytest.raises(RunError, match=message):
+        contents(run, Request(**values))
+
+
+def test_a_folder_appears_complete(run, tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    summary = publish.summary(run, Request(folder=str(target), base_model=BASE_ID))
+    assert summary.effect == f"Creates the folder {target}."
+    shown = []
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_blocks", lambda source, text: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            folder.publish(summary.contents, target, lambda *_: None)
+    assert not list(tmp_path.glob("*out*"))
+    target.mkdir()
+    assert folder.publish(summary.contents, target, lambda *given: shown.append(given)) == {"folder": str(target)}
+    assert {path.name: path.stat().st_size for path in target.iterdir()} == summary.contents.sizes()
+    assert shown[-1][1] == 1.0
+    for place, message in ((target, "exists already"), (tmp_path / "no/out", "does not exist")):
+        with pytest.raises(RunError, match=message):
+            folder.check(place)
+
+
+def test_files_that_changed_since_they_were_shown_are_not_published(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("backend.runs.folder.Run.start", lambda self, timeouts: (self.path / LOCK).touch())
+    request = Request(folder=str(tmp_path / "out"), base_model=BASE_ID)
+    job = publish.start(run, request, contents(run, request).sizes())
+    plant(run.path / MODEL, {"notes.txt": "new"})
+    with pytest.raises(RunError, match="have changed since they were listed"):
+        process.run_job(job.path)
+    (run.path / MODEL / "notes.txt").unlink()
+    process.run_job(job.path)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES
+    assert json.loads((job.path / RESULT).read_text())["folder"] == str(tmp_path / "out")
+    assert json.loads((job.path / PROGRESS).read_text())["phase"] == "done"
+
+
+@pytest.mark.parametrize("cause", ["[Errno -2] Name or service not known", "[Errno 28] No space left on device"])
+def test_the_failure_of_a_job_is_its_own_sentence(run, cause):
+    """Not one of the known failures of a training, whose fixes do not help here."""
+    job = jobs.create(run, publish.KIND, publish.MODULE, {}, {}, {})
+    (job.path / LOCK).touch()
+    sentence = f"The connection to the Hub failed ({cause}). Publish again later."
+    log = f"---- started now ----\n{cause}\nRetrying in 1s\nbackend.publish.PublishError: {sentence}\n"
+    plant(job.path, {"log.txt": log, "state.json": {"end": "failed", "exit_code": 1}})
+    assert publish.as_json(job)["failure"]["sentence"] == sentence and not publish.as_json(job)["failure"]["help"]
+
+
+def test_the_command_shows_and_asks(run, tmp_path, capsys, monkeypatch):
+    command = ["publish", str(run.path), "--folder", str(tmp_path / "out"), "--base-model", BASE_ID]
+    assert main([*command, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "Creates the folder" in printed and "  adapter_model.safetensors  1,000 bytes\n" in printed
+    assert "5 files, " in printed and "# out\n" in printed
+    assert main([*command, "--dry-run", "--json"]) == 0
+    assert [file["name"] for file in json.loads(capsys.readouterr().out)["files"]] == NAMES
+    assert main(command) == 2 and "confirm with --yes" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda: "n")
+    assert main(command) == 1 and "Nothing was published." in capsys.readouterr().err
+    assert not Path(tmp_path / "out").exists()
+
+
+def test_the_page_publishes_what_it_has_shown(run, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr("backend.runs.folder.Run.start", lambda self, timeouts: started.append(self))
+    body = {"folder": f" {tmp_path / 'out'}", "base_model": BASE_ID}
+    with client(run.path.parent) as web:
+        place = f"/api/runs/{run.id}/publications"
+        summary = web.post(f"{place}/summary", json=body).json()
+        sizes = {file["name"]: file["bytes"] for file in summary["files"]}
+        assert list(sizes) == NAMES and summary["card"].startswith("---\n")
+        assert web.post(place, json={"shown": sizes}).status_code == 409 and not started
+        assert web.post(place, json={**body, "shown": sizes}).status_code == 201
+        planned = json.loads((started[0].path / "publish.json").read_text())
+        assert planned["files"] == sizes and planned["request"]["folder"] == str(tmp_path / "out")
+        assert [job["id"] for job in web.get(f"/api/runs/{run.id}").json()["publications"]] == [started[0].id]
+        assert web.post(f"{place}/nothing/stop", json={}).status_code == 404
+        assert web.delete(f"{place}/{started[0].id}").status_code == 200
+        assert not web.get(f"/api/runs/{run.id}").json()["publications"]

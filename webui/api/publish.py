@@ -1,0 +1,64 @@
+"""Endpoints of publishing a run's model: what would leave the machine, start and stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+from starlette.responses import Response
+
+from backend.publish.contents import Request
+from backend.runs import jobs
+from backend.runs.folder import Run, RunError
+from backend.tasks import publish
+from webui.api.requests import ApiError, RequestBody, json
+from webui.api.runs import PathRun
+
+
+class PublishRequest(RequestBody):
+    """See backend.publish.contents.Request. `shown`: the names and sizes of the files that the user has confirmed."""
+
+    step: int | None = None
+    merge: str = Field("", max_length=200)
+    repository: str = Field("", max_length=200)
+    folder: str = Field("", max_length=4000)
+    public: bool = False
+    license: str = Field("", max_length=100)
+    base_model: str = Field("", max_length=200)
+    shown: dict[str, int] = Field(default_factory=dict)
+
+    def request(self) -> Request:
+        """The request, without the spaces that were pasted."""
+        values: dict[str, Any] = self.model_dump(exclude={"shown"})
+        values |= {name: value.strip() for name, value in values.items() if isinstance(value, str)}
+        return Request(**values)
+
+
+def summarize(run: PathRun, body: PublishRequest) -> dict[str, Any]:
+    """What would be published, and what the destination has. Asks the Hub, which takes a second."""
+    return publish.summary(run, body.request()).as_json()
+
+
+def start(run: PathRun, body: PublishRequest) -> Response:
+    """Start to publish what was shown."""
+    return json(publish.as_json(publish.start(run, body.request(), body.shown)), 201)
+
+
+def stop(run: PathRun, job: str) -> dict[str, Any]:
+    """Request a stop."""
+    found = _find(run, job)
+    found.stop(save=False)
+    return publish.as_json(found)
+
+
+def remove(run: PathRun, job: str) -> dict[str, Any]:
+    """Forget a publication; what was published stays."""
+    _find(run, job).delete()
+    return {"id": job}
+
+
+def _find(run: Run, job: str) -> Run:
+    try:
+        return jobs.find(run, job)
+    except RunError as error:
+        raise ApiError(404, str(error)) from None

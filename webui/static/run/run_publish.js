@@ -1,0 +1,140 @@
+// @ts-check
+// Part of the card "Your model": publishing the model on the Hugging Face Hub or in a folder. A first dialog asks
+// where, a second one shows what leaves the machine.
+import { post, remove } from "../api.js";
+import { chip, el, formDialog } from "../dom.js";
+import { bytes, dateTime } from "../format.js";
+import { actions, ask, button, isMerging as isAlive, progressParts } from "./run_merge.js";
+import { fold } from "./run_results.js";
+
+const HUB = "hub";
+const FOLDER = "folder";
+
+/**
+ * @param {{ step: number | null, base: string, merge: any, publications: any[] }} model base is '' for full weights
+ * @param {{ base: string, refresh: () => void }} run base is its API path
+ * @returns {Node[]}
+ */
+export function publishParts(model, run) {
+  const jobs = model.publications || [];
+  const open = (request) => askWhere(model, run, request);
+  const parts = jobs.map((job) => el("div.fp-publication", {}, publicationParts(job, run, open)));
+  return [
+    jobs.length ? el("h4", {}, "Publications") : null,
+    ...parts,
+    jobs.some((job) => isAlive(job)) ? null : actions(button("Publish", () => open({}))),
+  ].filter(Boolean);
+}
+
+function publicationParts(job, run, open) {
+  const { repository, folder } = job.request;
+  const place = `${run.base}/publications/${job.id}`;
+  const name = repository || folder || "Unknown destination";
+  if (isAlive(job)) {
+    const stop = button("Stop publishing", () => ask(post(`${place}/stop`), run));
+    return [el("p", {}, el("b", {}, name)), ...progressParts(job, stop)];
+  }
+  const forget = chip("Remove from list", () => ask(remove(place), run));
+  if (job.state === "done") return [publishedPart(job, forget)];
+  const why = job.state === "stopped" ? "Stopped." : job.failure?.sentence || job.sentence;
+  return [
+    el("p", {}, el("b", {}, name)),
+    el(job.state === "stopped" ? "p.fp-dim" : "p.fp-publish-failure", {}, why),
+    actions(
+      button("Publish again", () => open(job.request)),
+      forget,
+    ),
+  ];
+}
+
+function publishedPart({ request, result, created }, forget) {
+  const at = el("span.fp-dim.fp-figures", {}, `${result.files} files, ${bytes(result.bytes)}, ${dateTime(created)}`);
+  if (result.folder) return el("p", {}, el("code.fp-path", {}, result.folder), " ", at, " ", forget);
+  const visibility = request.public ? "public" : "private";
+  const commit = `${result.is_unchanged ? "nothing new since commit" : "commit"} ${result.commit.slice(0, 8)}`;
+  const links = [link(result.url, result.repository), ` (${visibility}), `, link(result.commit_url, commit), " "];
+  return el("p", {}, links, at, " ", forget);
+}
+
+const link = (href, text) => el("a", { href, target: "_blank", rel: "noopener noreferrer" }, text);
+
+const select = (options, value) => {
+  const node = el(
+    "select.fp-select",
+    {},
+    Object.entries(options).map(([key, text]) => el("option", { value: key }, text)),
+  );
+  node.value = value;
+  return node;
+};
+const input = (value, placeholder) =>
+  el("input.fp-input", { type: "text", value: value || "", placeholder, spellcheck: "false", autocomplete: "off" });
+const label = (text, field) => el("label", {}, text, field);
+
+/** The first dialog. @param {any} request the values of an earlier one, or {} */
+function askWhere(model, run, request) {
+  const merged = model.merge?.state === "done" && model.merge.model ? model.merge.id : "";
+  const what = select({ "": "Adapter", [merged]: "Merged model" }, request.merge === merged ? merged : "");
+  const where = select({ [HUB]: "Hugging Face Hub", [FOLDER]: "Folder on this server" }, request.folder ? FOLDER : HUB);
+  const repository = input(request.repository, "account/name, or name");
+  const visibility = select({ private: "Private", public: "Public" }, request.public ? "public" : "private");
+  const folder = input(request.folder, "/home/ada/my-model");
+  const license = input(request.license, "apache-2.0");
+  const base = input(request.base_model, "organization/name");
+  const ofHub = [label("Repository", repository), label("Visibility", visibility)];
+  const ofFolder = label("New or empty folder, as an absolute path", folder);
+  const show = () => {
+    for (const field of ofHub) field.hidden = where.value !== HUB;
+    ofFolder.hidden = where.value === HUB;
+  };
+  where.addEventListener("change", show);
+  show();
+  const fields = [
+    merged && label("Model", what),
+    label("Destination", where),
+    ...ofHub,
+    ofFolder,
+    label("License in the model card (optional)", license),
+    label("Hub ID of the base model (only if the run does not know it)", base),
+  ];
+  const next = async () => {
+    const isHub = where.value === HUB;
+    const body = {
+      step: "step" in request ? request.step : model.step,
+      merge: what.value,
+      repository: isHub ? repository.value : "",
+      folder: isHub ? "" : folder.value,
+      public: isHub && visibility.value === "public",
+      license: license.value,
+      base_model: base.value,
+    };
+    confirmSummary(await post(`${run.base}/publications/summary`, body), model, run);
+  };
+  formDialog("Publish this model", fields.filter(Boolean), next, { label: "Show what is sent" });
+}
+
+/** The second dialog: nothing is sent before it is confirmed. */
+function confirmSummary(summary, model, run) {
+  const { request, files } = summary;
+  const shown = Object.fromEntries(files.map((file) => [file.name, file.bytes]));
+  const row = ({ name, bytes: size }) => el("tr", {}, el("td", {}, name), el("td.fp-figures", {}, bytes(size)));
+  const total = el("p.fp-dim", {}, `${files.length} files, ${bytes(summary.bytes)}`);
+  const leftOut = `Not published: ${summary.left_out.join(", ")}`;
+  const back = button("Back", () => {
+    close();
+    askWhere(model, run, request);
+  });
+  const parts = [
+    el("p", {}, summary.effect),
+    el("table.fp-publish-files", {}, files.map(row)),
+    total,
+    summary.left_out.length ? el("p.fp-dim", {}, leftOut) : null,
+    fold("README.md, the model card", el("pre.fp-code", { tabindex: 0 }, summary.card), null),
+  ];
+  const send = async () => {
+    await post(`${run.base}/publications`, { ...request, shown });
+    run.refresh();
+  };
+  const options = { actions: [back], wide: true, label: "Publish" };
+  const close = formDialog("This leaves the machine", parts.filter(Boolean), send, options);
+}
