@@ -225,11 +225,12 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     listed.add_argument("--sort", default="", metavar="COLUMN", help="sort by a column, the lowest value first")
     listed.add_argument("--reverse", action="store_true", help="the highest value first, or the oldest run")
     listed.add_argument("--sweep", default="", metavar="SWEEP", help="the runs of one sweep, best first")
-    annotate = command("annotate", folder, help="set tags, notes, star and archive of runs, or print them")
+    annotate = command("annotate", folder, help="set name, tags, notes, star and archive of runs, or print them")
     annotate.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")
     annotate.add_argument("--tag", action="append", default=[], metavar="NAME", help="add a tag; can be repeated")
     annotate.add_argument("--untag", action="append", default=[], metavar="NAME", help="remove a tag; can be repeated")
     annotate.add_argument("--notes", metavar="TEXT", help="replace the notes")
+    annotate.add_argument("--name", metavar="NAME", help="rename the run; '' is the name that it was started with")
     for key, words in (("starred", ("star", "unstar")), ("archived", ("archive", "restore"))):
         pair = annotate.add_mutually_exclusive_group()
         for word, value in zip(words, (True, False), strict=True):

@@ -114,8 +114,10 @@ def search(query: str) -> tuple[list[Section], int]:
 
 
 def patterns(query: str) -> list[re.Pattern[str]]:
-    """One for each word of a query: "zero3" finds ZeRO-3, and "lora_alpha" finds lora.lora_alpha."""
+    """One for each word of a query: "zero3" finds ZeRO-3, and "lora_alpha" finds lora.lora_alpha. A single letter is in
+    every section, so it counts only without other words."""
     words = [re.sub(r"[-_./]", "", word) for word in query.split()[:MAX_WORDS]]
+    words = [word for word in words if len(word) > 1 or word.isdigit()] or words
     return [re.compile(r"[-_./]?".join(map(re.escape, word)), re.IGNORECASE) for word in words if word]
 
 

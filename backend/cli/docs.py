@@ -112,9 +112,9 @@ def _values(option: Option) -> str:
         return f"{len(option.choices)} values, listed below"
     if option.choices:
         return ", ".join(value for value, _ in option.choices)
-    limits = [
-        f"{word} {limit:,}" for word, limit in (("from", option.minimum), ("to", option.maximum)) if limit is not None
-    ]
+    lower = "above" if option.excludes_minimum else "from"
+    upper = "to below" if option.excludes_maximum else "to"
+    limits = [f"{word} {x:,}" for word, x in ((lower, option.minimum), (upper, option.maximum)) if x is not None]
     return " ".join([option.kind, *limits]) + (f", {option.unit}" if option.unit else "")
 
 

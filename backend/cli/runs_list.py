@@ -52,9 +52,14 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
 
 def annotate(arguments: argparse.Namespace) -> int:
-    """Change tags, notes, star or archive of runs, and print what they are now."""
+    """Change name, tags, notes, star or archive of runs, and print what they are now."""
     found = [find_run(Path(arguments.runs), name) for name in arguments.run]
-    given = {"notes": arguments.notes, "starred": arguments.starred, "archived": arguments.archived}
+    given = {
+        "notes": arguments.notes,
+        "starred": arguments.starred,
+        "archived": arguments.archived,
+        "name": arguments.name,
+    }
     try:
         changed = {r.id: notebook.change(r.path, arguments.tag, arguments.untag, **given) for r in found}
     except notebook.AnnotationError as error:
@@ -64,6 +69,7 @@ def annotate(arguments: argparse.Namespace) -> int:
         return 0
     for id, now in changed.items():
         marks = [*(["starred"] if now.starred else []), *(["archived"] if now.archived else [])]
+        marks = [*([f"name:{now.name}"] if now.name else []), *marks]
         print("  ".join([id, *(f"tag:{tag}" for tag in now.tags), *marks, *([now.notes] if now.notes else [])]))
     return 0
 

@@ -46,6 +46,8 @@ class Option:
     choices: tuple[tuple[str, str], ...] = ()  # (value, label)
     minimum: float | None = None
     maximum: float | None = None
+    excludes_minimum: bool = False
+    excludes_maximum: bool = False
 
     @property
     def section(self) -> str:
@@ -141,6 +143,8 @@ def options() -> tuple[Option, ...]:
                     choices=tuple((value, row.label) for value, row in table.items()),
                     minimum=_limit(leaf.metadata, "ge", "gt"),
                     maximum=_limit(leaf.metadata, "le", "lt"),
+                    excludes_minimum=_limit(leaf.metadata, "gt") is not None,
+                    excludes_maximum=_limit(leaf.metadata, "lt") is not None,
                 )
             )
     return tuple(found)

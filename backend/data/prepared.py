@@ -32,6 +32,7 @@ DEFAULT_LIMIT = 100.0
 HASHES = "hashes.json"  # of data files: a file is hashed again only if one of its dates, its size or its inode changes
 ABOUT = "about.json"
 NEW = ".new-"
+PRIVATE = 0o700  # the mode of the folder, when it is made: it has the user's texts as tokens
 # The code and the packages that decide which tokens an example becomes.
 MODULES = (
     "config/data.py", "data/*.py", "train/data.py", "train/end_tokens.py", "train/examples.py",
@@ -93,7 +94,7 @@ def _contents(paths: Sequence[str]) -> list[str]:
             found[path] = [state, hashlib.file_digest(file, "sha256").hexdigest()]
     if any(known.get(path) != value for path, value in found.items()):
         with suppress(OSError, ValueError):  # a full disk, a folder that cannot be written, a name that is not UTF-8
-            prepared_folder().mkdir(parents=True, exist_ok=True)
+            prepared_folder().mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             others = {name: value for name, value in _hashes().items() if Path(name).exists()}
             write_json(prepared_folder() / HASHES, {**others, **found})
     return [str(found[path][1]) for path in paths]
@@ -139,7 +140,7 @@ def keep(key: str, folder: Path, name: str, lines: Sequence[str]) -> bool:
     place = prepared_folder()
     new = place / f"{NEW}{uuid.uuid4().hex}"
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         shutil.copytree(folder, new, copy_function=_link)
         write_json(new / ABOUT, {"name": name, "lines": [*lines], "sizes": _sizes(new)})
         new.rename(place / key)

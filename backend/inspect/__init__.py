@@ -16,7 +16,7 @@ from backend.config.options import edit, for_dataset
 from backend.config.processes import rendezvous_port
 from backend.config.sources import key_of
 from backend.inspect.chain import awaited_model, predecessor
-from backend.inspect.checkpoint import checkpoint_problem
+from backend.inspect.checkpoint import inspect_checkpoint
 from backend.inspect.datasets import inspect_datasets, shares
 from backend.inspect.disk import inspect_nvme_folder
 from backend.inspect.examples import inspect_examples, show_examples, summarize_examples, wait_for_examples
@@ -67,7 +67,7 @@ def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = o
     return InputFacts(
         **found,
         template_problem=_template_problem(spec.data, base),
-        checkpoint_problem=checkpoint_problem(spec, base),
+        **inspect_checkpoint(spec, base, model.get("shape")),
         **inspect_trainer(spec, base),
         **inspect_nvme_folder(spec, base),
         **inspect_port(rendezvous_port(spec)),

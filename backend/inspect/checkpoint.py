@@ -1,19 +1,22 @@
 """Checkpoint inspection: whether a run can resume from the checkpoint folder in save.resume_path.
 
-Reads file names and adapter_config.json, never weights.
+Reads file names, adapter_config.json and the names and shapes in safetensors files, never a tensor.
 """
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from backend import presets, registry
 from backend.config import RunSpec
 from backend.config.options import effective
 from backend.config.processes import world_size
 from backend.engines import engine_of
+from backend.inspect.checkpoint_adapter import adapter_facts
+from backend.inspect.weights import WeightsError, weights_mismatch
+from backend.modelspec import ModelShape
 from backend.runs import CHECKPOINTS, COMPLETE, SPEC, checkpoint_files, files, resume_point
 
 # Format -> the files of its optimizer state, and who writes it. transformers 5.23 trainer.py, accelerate 1.15
@@ -30,8 +33,24 @@ ZERO_STAGES = {0: "ZeRO-0", 1: "ZeRO-1 or ZeRO-2", 2: "ZeRO-1 or ZeRO-2", 3: "Ze
 NVME_FILES = "global_step*/offloaded_tensors"  # state that was offloaded to NVMe
 
 
+def inspect_checkpoint(spec: RunSpec, base: Path, shape: ModelShape | None) -> dict[str, Any]:
+    """The InputFacts about save.resume_path: why the run, with a model of this shape, cannot resume from it, and the
+    options of its adapter if they are why. Empty if nothing is wrong, or the run does not resume from a path."""
+    if problem := checkpoint_problem(spec, base):
+        return {"checkpoint_problem": problem}
+    if spec.save.resume_from != "path":
+        return {}
+    folder = base / Path(spec.save.resume_path).expanduser()
+    if spec.method.kind == "lora":
+        return adapter_facts(spec, _saved_spec(folder), folder, shape)
+    with suppress(WeightsError, OSError):  # the trainer reads them again, and says it
+        if shape and (problem := weights_mismatch(folder, shape)):
+            return {"checkpoint_problem": f"{folder} does not fit the model of this run. {problem}"}
+    return {}
+
+
 def checkpoint_problem(spec: RunSpec, base: Path) -> str:
-    """Why the run cannot resume from save.resume_path, a sentence; '' if it can, or does not resume from a path."""
+    """What is wrong with save.resume_path whatever the adapter and the model are, a sentence; '' if nothing is."""
     if spec.save.resume_from != "path":
         return ""
     if not spec.save.resume_path:
@@ -49,25 +68,6 @@ def checkpoint_problem(spec: RunSpec, base: Path) -> str:
     if not sharded and (folder / "adapter_config.json").is_file() != (spec.method.kind == "lora"):
         content = "full model weights" if spec.method.kind == "lora" else "a LoRA adapter"
         return f"{folder} contains {content}, but method.kind is {spec.method.kind}."
-    return _adapter_problem(spec, folder) if spec.method.kind == "lora" else ""
-
-
-def _adapter_problem(spec: RunSpec, folder: Path) -> str:
-    """A setting of the checkpoint's adapter that differs from the spec: its weights would not fit, or be scaled
-    differently."""
-    requested = {
-        "r": spec.lora.r,
-        "lora_alpha": spec.lora.alpha,
-        "use_dora": spec.lora.use_dora,
-        "use_rslora": spec.lora.use_rslora,
-        "init_lora_weights": registry.LORA_INITS[spec.lora.init].init_lora_weights,
-    }
-    with suppress(OSError, ValueError):
-        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        for key, value in requested.items():
-            given = found.get(key, value)
-            if given != value and not (key == "init_lora_weights" and registry.same_base_weights(given, value)):
-                return f"The adapter in {folder} was trained with {key}={found[key]}, but this run sets {key}={value}."
     return ""
 
 
@@ -89,11 +89,8 @@ def _optimizer_problem(spec: RunSpec, folder: Path) -> str:
 def _other_optimizer(spec: RunSpec, folder: Path) -> str:
     """Whether the checkpoint has the state of another optimizer, which fails in the first step, a sentence; '' if the
     run that saved it is not known."""
-    if folder.parent.name != CHECKPOINTS:
-        return ""
-    try:
-        saved = effective(presets.load(files.read_text(folder.parent.parent / SPEC)))
-    except (OSError, ValueError):
+    saved = _saved_spec(folder)
+    if saved is None:
         return ""
     own, theirs = registry.OPTIMIZERS[spec.train.optim], registry.OPTIMIZERS[saved.train.optim]
     same_kind = saved.train.optim == spec.train.optim or (own.has_adamw_state and theirs.has_adamw_state)
@@ -109,6 +106,14 @@ def _other_optimizer(spec: RunSpec, folder: Path) -> str:
             "LoRA+ the optimizer has other parameter groups than without."
         )
     return ""
+
+
+def _saved_spec(folder: Path) -> RunSpec | None:
+    """The spec of the run that saved the checkpoint; None if it is not known."""
+    if folder.parent.name == CHECKPOINTS:
+        with suppress(OSError, ValueError):
+            return effective(presets.load(files.read_text(folder.parent.parent / SPEC)))
+    return None
 
 
 def _deepspeed_problem(spec: RunSpec, folder: Path) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import Any
 
 from backend.config import Data, RunSpec, Source
 from backend.data import FIRST_VALIDATION, mixed_counts, printable, sample, split, validation_size
@@ -91,6 +92,7 @@ class InputFacts:
     datasets: tuple[InputFacts, ...] = ()  # of several: what is known about each alone; elsewhere, about all together
     template_problem: str = ""  # of the chat template file
     checkpoint_problem: str = ""  # of save.resume_path
+    checkpoint_options: tuple[tuple[str, Any], ...] = ()  # those of its adapter, where they differ and are the problem
     nvme_problem: str = ""  # of parallel.nvme_path
     nvme_slow_reason: str = ""  # why parallel.nvme_path is not on a fast local disk, a sentence
     trainer_problem: str = ""  # why LLaMA-Factory cannot be started, a sentence

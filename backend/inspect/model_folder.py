@@ -27,11 +27,11 @@ def inspect_model(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> 
     """The InputFacts about the model, with the scalar head that a reward model has."""
     facts = _model_facts(spec, base, environment)
     folder = local_folder(spec, base, environment)
-    if spec.model.source == "path" and folder and not facts.get("model_problem") and facts.get("shape"):
-        facts = {**facts, "weights_problem": _weights_problem(folder, facts)}
     if shape := facts.get("shape"):
         is_reward_model = registry.STAGES[spec.train.stage].is_reward_model
         facts = {**facts, "shape": shape.with_score_head if is_reward_model else shape}
+    if spec.model.source == "path" and folder and not facts.get("model_problem") and shape:
+        facts = {**facts, "weights_problem": _weights_problem(folder, facts)}
     return facts
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from backend.inspect.json_files import MAX_INDEX_BYTES, read_json_object
-from backend.modelspec import ModelShape
+from backend.modelspec import SCORE, ModelShape
 
 INDEX = "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -139,8 +139,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _mismatch(found: Shapes, shape: ModelShape) -> str:
-    """A layer without weights, or a linear layer of another size. Layers that from_pretrained renames are not
-    compared."""
+    """A layer without weights, a linear layer of another size, or a missing output layer. Layers that from_pretrained
+    renames are not compared."""
     prefix = _prefix(found, shape)
     if prefix is None:
         return ""
@@ -158,14 +158,32 @@ def _mismatch(found: Shapes, shape: ModelShape) -> str:
                 f"{name} has {elements:,} elements in the weight files, and {expected:,} according to config.json: "
                 "they do not belong to the same model."
             )
-    return ""
+    return _missing_head(found, shape) if prefix in _prefixes(shape) else ""
+
+
+def _missing_head(found: Shapes, shape: ModelShape) -> str:
+    """That there is no output layer, under its name or another: a second tensor as large as the embeddings."""
+    size, head = shape.vocabulary * shape.hidden, shape.head.rpartition(".")[2]
+    if shape.tied or head == SCORE or any(f".{name}".endswith(f".{head}.weight") for name in found):
+        return ""
+    if [math.prod(dimensions) for dimensions in found.values()].count(size) != 1:
+        return ""
+    return (
+        f"The weight files have no {shape.head}.weight: they are those of a model without an output layer, or with one "
+        "tied to its embeddings."
+    )
+
+
+def _prefixes(shape: ModelShape) -> tuple[str, str]:
+    """The path of the decoder layers in the files of the model, and of its base model."""
+    return shape.layers_path, shape.layers_path.partition(".")[2]
 
 
 def _prefix(found: Shapes, shape: ModelShape) -> str | None:
     """The path of the decoder layers in the weight files: a base model is saved without the prefix of its language
     model, and a multimodal model with a longer one. None if no name, or more than one, could be it."""
     first = next((f"{module.path}.weight" for module in shape.layer if module.is_linear), "")
-    ends = [f"{shape.layers_path}.0.{first}", f"{shape.layers_path.partition('.')[2]}.0.{first}"]
+    ends = [f"{path}.0.{first}" for path in _prefixes(shape)]
     names = [end for end in ends if end in found][:1]
     names = names or [name for name in found if name.endswith(tuple(f".{end}" for end in ends))]
     if len(names) > 1:  # a vision or audio tower has layers too

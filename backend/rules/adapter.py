@@ -278,11 +278,16 @@ def lora_on_unsupported_layers(case: Case) -> Violation | None:
     if not targeted:
         return None
     kept = tuple(name for name in wanted if name not in refused)
-    patch = {"lora.targets": "custom", "lora.target_modules": kept}
     others = "attention" if lora.targets == "attention" else "linear"
-    fixes = (Fix(f"Adapt all other {others} layers", patch, False, "fewer adapted layers"),) if kept else ()
+    fixes = (_other_layers(others, kept, "fewer adapted layers"),) if kept else ()
     message = f"Adapters on {names(targeted)} fail, have no effect or cannot be loaded in this architecture."
     return Violation(message, fixes)
+
+
+def _other_layers(kind: str, kept: tuple[str, ...], cost: str) -> Fix:
+    """The fix that adapts the layers of a kind except those that cannot have an adapter."""
+    patch = {"lora.targets": "custom", "lora.target_modules": kept}
+    return Fix(f"Adapt all other {kind} layers", patch, safe=False, cost=cost)
 
 
 def _attention(case: Case) -> list[ModuleSpec]:
@@ -302,16 +307,20 @@ def _ends(leaves: Iterable[ModuleSpec]) -> tuple[str, ...]:
     title="The model has no layers that are named attention",
     source="backend/train/adapters.py: lora.targets: attention selects the linear layers with attn or attention in "
     "their name; transformers 5.23 models/mamba, nemotron_h and recurrent_gemma have none",
-    fixes=(Fix("Adapt all linear layers", {"lora.targets": "all-linear"}, safe=False, cost="a larger adapter"),),
     fails_on=Example({"lora.targets": "attention"}, facts=replace(DEMO, shape=replace(MOE, layer=MLP_ONLY))),
     passes_on=Example({"lora.targets": "attention"}),
 )
-def lora_on_missing_attention(case: Case) -> str | None:
+def lora_on_missing_attention(case: Case) -> Violation | None:
     """lora.targets: attention adapts the linear layers that have attn or attention in their name. State-space models
     such as Mamba have no such layers, and some hybrid models give their attention layers other names."""
     if not _uses_lora(case) or case.spec.lora.targets != "attention" or case.shape is None or _attention(case):
         return None
-    return f"lora.targets is attention, but no linear layer of {case.shape.architecture} has attention in its name."
+    refused = case.facts.lora_refused
+    kept = tuple(name for name in case.shape.lora_target_names if name not in refused)
+    all_linear = Fix("Adapt all linear layers", {"lora.targets": "all-linear"}, False, "a larger adapter")
+    fixes = (_other_layers("linear", kept, "a larger adapter"),) if refused and kept else (all_linear,)
+    message = f"lora.targets is attention, but no linear layer of {case.shape.architecture} has attention in its name."
+    return Violation(message, fixes)
 
 
 @advice(

@@ -141,6 +141,20 @@ class Case:
         """The spec with a patch applied."""
         return edit(self.spec, patch)
 
+    def working_first(self, fixes: Sequence[Fix]) -> tuple[Fix, ...]:
+        """These fixes; those that lead to another error or to a run that does not fit come last, with that as cost."""
+        before, decides_fit = {rule.code for rule in self.other_errors}, len(fixes) > 1 and self.estimate.fits
+        working, others = [], []
+        for fix in fixes:
+            after = replace(self, spec=effective(self.with_patch(fix.patch)))
+            if added := [rule.code for rule in after.other_errors if rule.code not in before]:
+                others.append(replace(fix, cost=f"leads to another error: {names(added)}"))
+            elif decides_fit and after.estimate.fits is False:
+                others.append(replace(fix, cost="does not fit"))
+            else:
+                working.append(fix)
+        return (*working, *others)
+
     def keep_batch(self, fix: Fix) -> Fix:
         """A safe fix that keeps the global batch size: with fewer gradient accumulation steps, or else a smaller batch
         on each device, where it leads to more data-parallel ranks. If neither is possible, it is not safe."""
@@ -221,18 +235,14 @@ class Rule:
 
     def finding(self, case: Case) -> Finding | None:
         """The finding about `case`, or None. Fixes that change nothing are left out; fixes after which the run would
-        not fit into memory come last."""
+        not start, because of another error or of its memory, come last."""
         result = self.check(case)
         if result is None:
             return None
         violation = result if isinstance(result, Violation) else Violation(result)
         offered = [(fix, case.keep_batch(fix)) for fix in (*violation.fixes, *self.fixes) if case.takes(fix.patch)]
         offered.sort(key=lambda pair: pair[0].safe and not pair[1].safe)  # what is no longer safe comes last
-        fixes = tuple(fix for _, fix in offered)
-        if len(fixes) > 1 and case.estimate.fits:
-            large = [fix for fix in fixes if case.estimated(effective(case.with_patch(fix.patch))).fits is False]
-            rest = tuple(fix for fix in fixes if fix not in large)
-            fixes = (*rest, *(replace(fix, cost="does not fit") for fix in large))
+        fixes = case.working_first([fix for _, fix in offered])
         message = f"{violation.message} {self.manual_fix}" if self.manual_fix else violation.message
         fields = violation.fields or self.fields
         title = violation.title or self.title

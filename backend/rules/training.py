@@ -188,7 +188,7 @@ def model_only_checkpoints(case: Case) -> str | None:
     fields=("save.resume_path",),
     title="The checkpoint to resume from cannot be used",
     source="the folder itself",
-    fixes=(Fix("Start at step 0", {"save.resume_from": "latest"}, safe=False),),
+    fixes=(Fix("Start at step 0", {"save.resume_from": "latest"}, False, "the checkpoint is not used"),),
     fails_on=Example(
         {"save.resume_from": "path"},
         facts=replace(DEMO, checkpoint_problem="save.resume_path is empty: set the path of a checkpoint-N folder."),
@@ -196,15 +196,17 @@ def model_only_checkpoints(case: Case) -> str | None:
     passes_on=Example({"save.resume_from": "path", "save.resume_path": "runs/a/checkpoints/checkpoint-20"}),
     proof="launch",
 )
-def unusable_checkpoint(case: Case) -> str | None:
-    """A run can resume only from a complete checkpoint-N folder that a run with the same training method has saved, at
-    a step before the end of the resumed run."""
+def unusable_checkpoint(case: Case) -> str | Violation | None:
+    """A run can resume only from a complete checkpoint-N folder that a run with the same training method, adapter
+    options and model has saved, at a step before the end of the resumed run."""
     if case.spec.save.resume_from != "path":
         return None
     path, last = Path(case.spec.save.resume_path), case.run.total_steps
     is_exact = case.spec.train.duration == "steps" or case.facts.counts_are_exact
     if case.facts.checkpoint_problem or last is None or not is_exact or step_of(path) < last:
-        return case.facts.checkpoint_problem or None
+        options, problem = dict(case.facts.checkpoint_options), case.facts.checkpoint_problem
+        fix = Fix("Use the adapter options of the checkpoint", options, False, "those of this run are not used")
+        return Violation(problem, (fix,) if options else (), tuple(options)) if problem else None
     end = f"the run ends at step {last}, so no step would be trained"
     return f"{path} is at step {step_of(path)}, and {end}. Train longer, or use an earlier checkpoint."
 

@@ -53,6 +53,7 @@ from backend.runs import (  # fmt: skip
     follower,
     json_values,
     lock_file,
+    notebook,
     ownership,
     processes,
     replace_text,
@@ -307,7 +308,7 @@ class Run:
     @property
     def name(self) -> str:
         """The name that the user gave it."""
-        return str(self._json(PLAN).get("name", self.id))
+        return notebook.read(self.path).name or str(self._json(PLAN).get("name", self.id))
 
     def about(self) -> dict[str, Any]:
         """What lists show of the options: model, method, dataset, strategy, learning rate."""
@@ -400,7 +401,17 @@ class Run:
             return self._summary(time.time() if now is None else now)
         except UNREADABLE as error:
             unknown = dict.fromkeys(
-                ("started", "ended", "step", "max_steps", "loss", "fraction", "eta_seconds", "created")
+                (
+                    "started",
+                    "ended",
+                    "step",
+                    "max_steps",
+                    "loss",
+                    "fraction",
+                    "eta_seconds",
+                    "created",
+                    "earlier_seconds",
+                )
             )
             known = {"id": self.id, "name": self.id, "state": "damaged", "stalled": False, "method": "", "model": ""}
             return unknown | known | {"sentence": damage(error)}
@@ -409,7 +420,7 @@ class Run:
         files.check_names(self.path, READ)
         plan, state, kept, progress = self._json(PLAN), self.state, self._json(STATE), self.progress()
         points = self.last_points()
-        about, shell = plan.get("about", {}), self._starter() == SHELL
+        about, shell, earlier = plan.get("about", {}), self._starter() == SHELL, kept.get("earlier_seconds")
         alive = state in ALIVE
         step = progress.get("step") or next((p["step"] for p in reversed(points) if "step" in p), None)
         if state == "stopped":  # the step that a stop ends is saved, and not always logged
@@ -434,6 +445,7 @@ class Run:
             "method": about.get("method", ""),
             "model": about.get("model", ""),
             "created": plan.get("created"),
+            "earlier_seconds": None if shell or not json_values.is_number(earlier) else earlier,
         }
         return summary | {"sentence": self._sentence(summary, progress, step_seconds, now)}
 
@@ -476,6 +488,7 @@ class Run:
             return self._sentence_of_stop()
         if state == "done":
             last_start = summary["ended"] - (summary["started"] or summary["ended"])
+            last_start += summary["earlier_seconds"] or 0
             training = self.result().get("seconds")  # of all starts
             taken = throughput.duration(max(0.0, last_start, training if isinstance(training, int | float) else 0.0))
             return f"Done: {counted(step, 'step')} in {taken}." if step else f"Done in {taken}."
@@ -530,7 +543,7 @@ class Run:
             if state == "stopped":
                 return f"Not started. {kept.get('cause') or 'It was removed from the queue.'}"
             return f"Lost: it was waiting in the queue when {KILLED} Resume puts it back into the queue."
-        at = f" at step {step}" if step else ""
+        at = f" after step {step}" if step else ""
         resume = self.resume_point().sentence
         if state == "stopped":
             failure = self.failure()

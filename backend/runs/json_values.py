@@ -7,9 +7,10 @@ terminal, no font and no strict JSON writer does: one in a run's name would hide
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from backend.runs import files
 
@@ -24,6 +25,11 @@ def read(path: Path, errors: str = "strict") -> Any:
 def parse(text: str) -> Any:
     """The value of a JSON text. Raises ValueError."""
     return replace_surrogates(json.loads(text), text)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is a finite number: JSON written by Python may have NaN and Infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def replace_surrogates(value: Any, text: str) -> Any:

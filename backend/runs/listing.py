@@ -26,6 +26,7 @@ from backend.runs import (
     PLAN,
     STATE,
     files,
+    json_values,
     marks,
     notebook,
     ownership,
@@ -66,7 +67,7 @@ def row(run: Run) -> Row:
 
 def unreadable_row(name: str, why: str) -> Row:
     """The row of a folder in which nothing can be read; it has the same keys as the others."""
-    numbers = ("started", "ended", "step", "max_steps", "loss", "fraction", "eta_seconds", "created")
+    numbers = ("started", "ended", "step", "max_steps", "loss", "fraction", "eta_seconds", "created", "earlier_seconds")
     texts: Row = dict.fromkeys(("method", "model", *TEXTS), "")
     found: Row = {"id": name, "name": name, "state": "damaged", "stalled": False, "sentence": why, "failure": why}
     known = {**dict.fromkeys((*numbers, *ABOUT, *MEASURED)), **texts, **found}
@@ -99,8 +100,7 @@ def _details(run: Run, state: str) -> Row:
 
 def _number(value: Any) -> float | None:
     """A finite number, or None."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    return value if json_values.is_number(value) else None
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,9 @@ def value(row: Row, key: str, now: float) -> Any:
     """A row's value in a column; None if it has none. `now` is in Unix seconds, as are all times."""
     if key == "duration":
         end = row.get("ended") or (now if row["state"] in ("starting", "running", "stopping") else None)
-        return max(0.0, end - row["started"]) if end and row.get("started") else None
-    if key == "started":
-        return row.get("started") or row.get("created")
+        if not end or not row.get("started"):
+            return None
+        return max(0.0, end - row["started"]) + (row.get("earlier_seconds") or 0)  # without the time between starts
     return row.get(key)
 
 
@@ -163,6 +163,8 @@ def sort(rows: Iterable[Row], name: str, now: float, descending: bool = False) -
     """The rows by a column, text without regard to case; those without a value come last. Raises SearchError."""
     key = column(name).key
     keyed = [(_sort_key(value(row, key, now)), row) for row in rows]
+    if key == "started":  # a run that waits begins after the others
+        keyed = [(row.get("created") if found is None else found, row) for found, row in keyed]
     known = [pair for pair in keyed if pair[0] is not None]
     known.sort(key=lambda pair: pair[0], reverse=descending)
     return [row for _, row in known] + [row for found, row in keyed if found is None]

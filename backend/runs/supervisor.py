@@ -124,12 +124,25 @@ class Supervisor:
         if "queued" in self.state:
             os.utime(self.folder / LOCK)
         self.state |= {"started": time.time(), "files_before": file_versions(self.folder)}
+        if earlier := self._earlier_seconds():
+            self.state |= {"earlier_seconds": earlier}
         with files.open_to_append(self.folder / LOG) as log:
             gap = "\n" if log.tell() else ""
             log.write(f"{gap}{SEPARATOR}{time.strftime('%F %T')} ----\n".encode())
             for note in filter(None, (self.turn.reason, webhook.problem())):
                 log.write(f"{note}\n".encode())
         replace_text(self.folder / STATE, json.dumps(self.state))
+
+    def _earlier_seconds(self) -> float:
+        """How long the starts took that this one continues. One that was killed lasted until its last line."""
+        before = self.state_before if isinstance(self.state_before, dict) else {}
+        if self.state["from_scratch"] or not json_values.is_number(began := before.get("started")):
+            return 0.0
+        ended, earlier = before.get("ended"), before.get("earlier_seconds", 0.0)
+        with contextlib.suppress(OSError):
+            ended = ended if json_values.is_number(ended) else (self.folder / LOG).stat().st_mtime
+        last = max(0.0, ended - began) if json_values.is_number(ended) else 0.0
+        return last + (earlier if json_values.is_number(earlier) else 0.0)
 
     def wait_for_turn(self) -> bool:
         """Wait in the queue; False if the run was stopped there, or cannot start any more."""

@@ -51,7 +51,8 @@ def running_sentence(summary: dict[str, Any], progress: dict[str, Any], step_sec
     if left is None or round(left) < 1:
         return f"Running: {where}."
     about = f"{round(left)} s" if left < 60 else f"{round(left / 60)} min" if left < 7200 else duration(left)
-    return f"Running: {where}. Training: about {about} left."
+    unknown = progress.get("evaluations_left") and "evaluation_seconds" not in progress
+    return f"Running: {where}. Training: about {about} left{', without evaluations' if unknown else ''}."
 
 
 def _phase_progress(progress: dict[str, Any], now: float) -> str:
@@ -89,10 +90,11 @@ def seconds_per_step(progress: dict[str, Any], points: list[dict[str, Any]]) -> 
 
 
 def eta(progress: dict[str, Any], step_seconds: float | None, now: float) -> float | None:
-    """Estimated seconds of the remaining training steps, without evaluations, checkpoints and generations; None in
-    other phases than training."""
+    """Estimated seconds of the remaining training steps and, once one was measured, of the remaining evaluations;
+    without checkpoints and generations. None in other phases than training."""
     step, most = progress.get("step"), progress.get("max_steps")
     if step_seconds is None or step is None or not most or progress.get("phase", "training") != "training":
         return None
     in_step = min(max(0.0, now - progress.get("time", now)), step_seconds)  # of the step that runs now
-    return max(0.0, float((most - step) * step_seconds - in_step))
+    evaluations = progress.get("evaluations_left", 0) * progress.get("evaluation_seconds", 0.0)
+    return max(0.0, float((most - step) * step_seconds - in_step + evaluations))

@@ -59,6 +59,10 @@ class StepTimer:
         self.busy += seconds
         return seconds
 
+    def since_step(self) -> float:
+        """Seconds since the last step ended."""
+        return time.perf_counter() - self._since
+
     def pause(self) -> None:
         """Do not count the time until the next step starts."""
         self._paused = True
@@ -149,7 +153,7 @@ class ProgressCallback(TrainerCallback):
             more |= {"first_step": state.global_step, "first_step_time": time.time()}
         else:
             more |= {"step_seconds": round(self._step_seconds(state), 4)}
-        show_step(self.run_log, state, **more)
+        show_step(self.run_log, state, evaluations_left=evaluations_left(args, state), **more)
         if state.global_step >= state.max_steps:
             control.should_log = True  # also where logging.steps does not divide the number of steps
 
@@ -185,10 +189,11 @@ class ProgressCallback(TrainerCallback):
         show_evaluation(self.run_log, state, fraction, done=self._eval_batches, total=total, unit="batch")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Pause the timer: the evaluation is complete."""
+        """Pause the timer: the evaluation is complete. Of several datasets, the last one ends it."""
         self._eval_batches = 0
         self.clock.pause()
-        show_step(self.run_log, state)
+        trained = state.global_step > self._start_step
+        show_step(self.run_log, state, **({"evaluation_seconds": round(self.clock.since_step(), 2)} if trained else {}))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Pause the timer: a checkpoint was written."""
@@ -304,6 +309,14 @@ def _preference_words(point: Mapping[str, Any], side: str = "") -> list[str]:
     share, margin = point.get(f"{side}reward_accuracy"), point.get(f"{side}reward_margin")
     words = [] if share is None else [f"reward accuracy {share:.0%}"]
     return words if margin is None else [*words, f"reward margin {_number(margin)}"]
+
+
+def evaluations_left(args: Any, state: Any) -> int:
+    """Evaluations after the current step, until the end of the training."""
+    if args.eval_strategy == "steps" and state.eval_steps:
+        return int(state.max_steps // state.eval_steps - state.global_step // state.eval_steps)
+    ended = math.floor(state.epoch + 1e-6) if state.epoch else 0
+    return max(0, int(state.num_train_epochs) - ended) if args.eval_strategy == "epoch" else 0
 
 
 def show_step(run_log: RunLog, state: Any, **more: Any) -> None:

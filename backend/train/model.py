@@ -248,4 +248,9 @@ def _unloadable(what: str, source: ModelSource, error: Exception) -> str:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, ImportError):
         return f"The {what} of {source.name} needs a package that is not installed: {reason}"
+    if "weights_only" in reason:  # torch's advice there is to run it
+        return (
+            f"The {what} of {source.name} could not be loaded: a file of it is a pickle with more than tensors, which "
+            "could run any code. Use a model with .safetensors files."
+        )
     return f"The {what} of {source.name} could not be loaded: {reason}"

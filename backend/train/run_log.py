@@ -21,7 +21,10 @@ from backend.runs.lost_weights import ALL_WEIGHTS
 from backend.runs.metrics import ALL_TOKENS
 
 PROGRESS_INTERVAL_SECONDS = 0.25  # between two writes of progress.json within a phase
-KEPT_BETWEEN_PHASES = ("step", "max_steps", "first_step", "first_step_time", "step_seconds", "router_loss_weight")
+KEPT_BETWEEN_PHASES = (
+    "step", "max_steps", "first_step", "first_step_time", "step_seconds", "router_loss_weight", "evaluations_left",
+    "evaluation_seconds",
+)  # fmt: skip
 
 
 class TrainError(Exception):
@@ -80,9 +83,17 @@ class RunLog:
             "time": now,
         }
         if new or fraction == 1 or now - self._written >= PROGRESS_INTERVAL_SECONDS:
-            with contextlib.suppress(OSError):  # a full disk: the next one replaces it
-                write_json(self.folder / PROGRESS, self._progress)
-            self._written = now
+            self._write_progress(now)
+
+    def write_progress(self) -> None:
+        """Write the last progress if it was left out, before an error ends the run: the page names its step."""
+        if self._progress.get("time", 0.0) > self._written:
+            self._write_progress(time.time())
+
+    def _write_progress(self, now: float) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the next one replaces it
+            write_json(self.folder / PROGRESS, self._progress)
+        self._written = now
 
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl, or keep it until the disk has room. JSON has no NaN and no infinity: they

@@ -19,6 +19,10 @@ Messages = Sequence[Mapping[str, Any]]
 ALWAYS = ("role", "content", "name", "tool_call_id")  # without a template that reads them, nothing of meaning is lost
 COMPLETIONS = ("completion", "chosen", "rejected")
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)  # a content that begins with reasoning
+# What a template can raise: its own errors, those of the sandbox that it runs in, and Python's.
+TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError,
+)  # fmt: skip
 PROBE = "a-probe"
 ARGUMENTS = {"probe": "value"}
 PYTHON_OBJECT = "{'probe'"  # a template that writes the arguments where it expects a text
@@ -170,7 +174,7 @@ class _Probe:
             found = self.tokenizer.apply_chat_template(
                 messages, tools=[TOOL], chat_template=self.template, tokenize=False
             )
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError):
+        except TEMPLATE_ERRORS:
             return ""
         return str(found)
 

@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy
-from jinja2 import TemplateError
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from transformers.tokenization_utils_base import PaddingStrategy, TruncationStrategy
@@ -32,11 +31,20 @@ from trl.data_utils import common_prefix_length
 from backend.config import RunSpec
 from backend.data.chat import TEMPLATE_KWARGS
 from backend.train.run_log import TrainError
-from backend.train.template_input import Messages, TemplateInput, conversations_of, lost, may_be_lost, turns_of
+from backend.train.template_input import (
+    TEMPLATE_ERRORS,
+    Messages,
+    TemplateInput,
+    conversations_of,
+    lost,
+    may_be_lost,
+    turns_of,
+)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # A variable of the chat template that has a value unless the caller sets another one.
 DEFAULT = re.compile(r"\{%- if (\w+) is not defined %\}\{% set \1 = .*? %\}\{% endif -%\}\n")
+SHOWN = 40  # characters of a prompt's end in an error
 IGNORE_INDEX = -100  # the label of tokens without a loss
 # For models without a chat template. The loss is on what stands between {% generation %} and {% endgeneration %}:
 # the completion and its end. Where ChatML's tokens are not in the vocabulary, the tokenizer's EOS token follows, so
@@ -115,7 +123,7 @@ def _training_template(tokenizer: Any, template: str) -> str | None:
     without, known = copy.copy(tokenizer), template.removeprefix(defaults)
     for same in (known, known.removesuffix("\n"), f"{known}\n"):  # Jinja leaves out a newline at the end
         without.chat_template = same
-        with suppress(ValueError, TemplateError):
+        with suppress(*TEMPLATE_ERRORS):
             if found := get_training_chat_template(without):
                 return defaults + str(found)
     return None
@@ -254,7 +262,7 @@ class ChatTokenizer:
                 **self.tokenizer.special_tokens_map,
                 **self._variables(example),
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
         return str(texts[0]), spans[0]
 
@@ -307,12 +315,23 @@ class ChatTokenizer:
             before = self.render(messages[:number], example, add_generation_prompt=True)
             after = self.render(messages[: number + 1], example) if number + 1 < len(messages) else whole
             if not (after.startswith(before) and whole.startswith(after)):
-                raise UnmarkedCompletions(
-                    "the chat template rewrites earlier messages, so completions cannot be told from prompts; set "
-                    "data.loss_on to all_tokens, or use a data.chat_template_file with {% generation %} markers"
-                )
+                is_appended = whole.startswith(after) and after.startswith(self.render(messages[:number], example))
+                raise UnmarkedCompletions(self._why_unmarked(before if is_appended else ""))
             spans.append((len(before), len(after)))
         return spans
+
+    def _why_unmarked(self, prompt: str) -> str:
+        """Why completions cannot be told from prompts: the text of a completion does not begin with the `prompt` that
+        the template renders for generation, or '' if it rewrites earlier messages."""
+        why, change = "rewrites earlier messages", ""
+        if prompt:
+            why = f"ends the prompt of a generation with {prompt[-SHOWN:]!r}, and completions begin differently"
+            if self.kwargs:
+                why, change = f"{why} (it gets data.{TEMPLATE_KWARGS})", f"change data.{TEMPLATE_KWARGS}, "
+        return (
+            f"the chat template {why}, so completions cannot be told from prompts; {change}set data.loss_on to "
+            "all_tokens, or use a data.chat_template_file with {% generation %} markers"
+        )
 
     def _encode(self, text: str) -> Encoding:
         """The tokens of a text, with where each of them is in it. Raises UnmarkedCompletions."""
@@ -351,7 +370,7 @@ class ChatTokenizer:
         turns = (self.marked_input if more.get("chat_template") else self.input)(messages)
         try:
             return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **more, **self._variables(example)))
-        except (TemplateError, TypeError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
 
 

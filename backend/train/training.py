@@ -70,6 +70,8 @@ def train(spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, gro
         except RuntimeError as error:
             group.check_timeout(error)
             raise
+        finally:
+            context.run_log.write_progress()
     group.leave()
 
 

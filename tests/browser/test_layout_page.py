@@ -140,6 +140,18 @@ def test_a_click_opens_a_menu_that_was_closed_with_escape(page):
         expect(menu).to_have_attribute("aria-expanded", "false")
 
 
+def test_escape_leaves_the_choice_and_not_what_was_typed(page):
+    menu = page.locator("#train-optim input")
+    choice = menu.input_value()
+    for _ in range(2):
+        menu.click()
+        expect(menu).to_have_attribute("aria-expanded", "true")
+        page.keyboard.type("lion")
+        page.keyboard.press("Escape")
+        expect(menu).to_have_value(choice)
+        expect(menu).to_have_attribute("aria-expanded", "false")
+
+
 # The text is selected right after the event that sets the focus; a person types later than that.
 ALL_SELECTED = """() => {
   const { selectionStart, selectionEnd, value } = document.activeElement;

@@ -77,7 +77,7 @@ def test_only_the_state_is_read_out(server, page):
     """The sentence next to it changes every second."""
     show_run(page, make(server))
     expect(page.locator(".fp-run-title").get_by_role("status")).to_have_text("Stopped")
-    expect(page.locator(".fp-run-sentence")).to_contain_text("Stopped at step")
+    expect(page.locator(".fp-run-sentence")).to_contain_text("Stopped after step")
 
 
 def test_alerts_marks_and_ranks(server, page):

@@ -66,6 +66,8 @@ def test_three_runs_wait_and_the_order_is_changed(server, page):
     rows.nth(0).get_by_role("button", name="Hold").click()
     expect(rows.nth(0)).to_contain_text("This run is on hold.")
 
+    table = page.locator(".fp-runs-scroll")
+    top = table.bounding_box()["y"]
     server.kill()
     server.start()
     expect(page.locator(".fp-away").last).to_be_hidden()
@@ -78,7 +80,9 @@ def test_three_runs_wait_and_the_order_is_changed(server, page):
     rows.nth(0).get_by_role("button", name="Release").click()
     expect(rows.nth(0)).to_contain_text("c uses the CPU.")
     finish(third)
-    expect(page.locator(".fp-queue")).to_be_hidden()
+    expect(rows).to_have_count(0)
+    expect(page.locator(".fp-queue")).to_contain_text("No run is waiting.")
+    assert table.bounding_box()["y"] == top, "the list stays where it is when a run leaves the queue"
     finish(fourth)
     expect(page.locator(f'tr:has(a[href*="{fourth.id}"]) .fp-badge')).to_have_text("Done")
 

@@ -9,8 +9,10 @@ import pytest
 from playwright.sync_api import expect
 from same_page import show_run
 
-from backend.runs import LOG, PROGRESS, SPEC, Plan
+from backend.registry import METHODS
+from backend.runs import LOCK, LOG, METRICS, PROGRESS, RESOLVED, SPEC, STATE, Plan
 from backend.runs.folder import ALIVE, Run
+from backend.runs.lost_weights import ALL_WEIGHTS
 
 WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"
 # Fails at its first start, and waits at its second one.
@@ -113,3 +115,39 @@ def test_another_window_follows_a_restart(server, page):
         end(run)
     expect(badge).to_have_text("Stopped")
     assert "second start" in (run.path / LOG).read_text()
+
+
+def test_a_run_whose_weights_may_be_lost_has_an_amber_mark(server, page):
+    """In the list of runs with the reason as its tooltip, and on the run's page with the reason; others have none."""
+    about = {"method": METHODS["full"].label}
+    resolved = json.dumps({"strategy": "ddp", "world_size": 2})
+    plan = Plan(("true",), files={SPEC: "{}", RESOLVED: resolved})
+    runs = [Run.create(server.runs, name, plan, datetime.now(), about) for name in ("resumed", "whole")]
+    resumed = {"event": "resumed", "step": 4}
+    for run, point in zip(runs, (resumed, {**resumed, ALL_WEIGHTS: True}), strict=True):
+        (run.path / METRICS).write_text(json.dumps({"step": 4, "loss": 1.0}) + "\n" + json.dumps(point) + "\n")
+        (run.path / "model").mkdir()
+        (run.path / "model/config.json").write_text('{"model_type": "mixtral"}')
+        (run.path / LOCK).write_text("supervisor")
+        (run.path / STATE).write_text(json.dumps({"started": 1.0, "ended": 61.0, "end": "done"}))
+    amber = """node => {
+      const probe = node.appendChild(document.createElement("i"));
+      probe.style.color = "var(--fp-warn)";
+      const [own, warn] = [node, probe].map((each) => getComputedStyle(each).color);
+      probe.remove();
+      return own === warn;
+    }"""
+    show_run(page, runs[0])
+    warning = page.locator(".fp-run-warning")
+    expect(warning).to_contain_text(
+        "Some weights of this run may be those of the base model: it was resumed after step 4"
+    )
+    assert warning.evaluate(amber)
+    show_run(page, runs[1])
+    expect(page.locator(".fp-run-title h2")).to_have_text("whole")
+    expect(warning).to_be_hidden()
+    page.get_by_role("link", name="Runs", exact=True).click()
+    mark = page.locator(f'tr:has(a[href*="{runs[0].id}"]) .fp-runs-warning')
+    expect(mark).to_have_text("Weights lost?")
+    assert mark.evaluate(amber) and "Start it again, from checkpoint-4" in mark.get_attribute("title")
+    expect(page.locator(f'tr:has(a[href*="{runs[1].id}"]) .fp-runs-warning')).to_be_hidden()

@@ -90,7 +90,8 @@ def annotate_one(page, run):
     """Star, tags and notes, with a tag that is refused."""
     page.get_by_label("Star run 3").click(force=True)
     expect(page.get_by_label("Star run 3")).to_have_attribute("aria-pressed", "true")
-    act(page, "run 3", "Tags and notes")
+    act(page, "run 3", "Name, tags and notes")
+    page.locator("dialog").get_by_label("Name").fill("run 3, the best")
     page.get_by_label("Tags, separated by spaces").fill("paper a:b")
     page.locator("dialog").get_by_label("Notes").fill("the good one")
     page.get_by_role("button", name="Save").click()
@@ -98,7 +99,9 @@ def annotate_one(page, run):
     page.get_by_label("Tags, separated by spaces").fill("paper")
     page.get_by_role("button", name="Save").click()
     expect(page.locator(".fp-runs-tags", has_text="paper")).to_be_visible()
-    assert notebook.read(run.path) == notebook.Annotations(("paper",), "the good one", True)
+    assert notebook.read(run.path) == notebook.Annotations(("paper",), "the good one", True, name="run 3, the best")
+    expect(page.locator(".fp-runs-link", has_text="run 3, the best")).to_be_visible()
+    notebook.change(run.path, name="")
 
 
 def change_several(page, runs):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import pytest
+import privileges
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 TOOLS = ("ip", "unshare", "nsenter")
@@ -43,7 +43,7 @@ class NetworkHost:
         """Create the network namespace; skips the test if this machine does not permit it."""
         created = subprocess.run(["ip", "netns", "add", self.namespace], capture_output=True, text=True, check=False)
         if created.returncode:
-            pytest.skip(f"ip netns is not permitted here: {created.stderr.strip()}")
+            privileges.refuse(f"ip netns is not permitted here: {created.stderr.strip()}")
         self.etc.mkdir(parents=True)
         others = "".join(f"{address} host-{n}\n" for n, address in enumerate(ADDRESSES) if n != self.number)
         (self.etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 host-{self.number}\n{others}")  # as in Debian
@@ -103,7 +103,7 @@ def _command_line(pid: int) -> list[bytes]:
 def two_hosts() -> Iterator[tuple[NetworkHost, NetworkHost]]:
     """Two hosts that reach each other. Asserts at the end that no process was left and that the namespaces are gone."""
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
-        pytest.skip(f"two hosts need {', '.join(missing)}")
+        privileges.refuse(f"two hosts need {', '.join(missing)}")
     first_host, second_host = NetworkHost(0), NetworkHost(1)
     try:
         for host in (first_host, second_host):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
+import privileges
 
 
 @contextmanager
@@ -16,11 +16,26 @@ def mounted(place: Path, options: str = "size=64m") -> Iterator[Path]:
     """A tmpfs at `place`."""
     place.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=False).returncode:
-        pytest.skip("mounting a tmpfs is not permitted here")
+        privileges.refuse("mounting a tmpfs is not permitted here")
     try:
         yield place
     finally:
         subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@contextmanager
+def movable(place: Path) -> Iterator[Path]:
+    """A tmpfs in the folder `place`, at `place / "first"`, which `mount --move` can move below `place`: not out of a
+    mount that the system shares with others, so `place` is a private mount of its own."""
+    if subprocess.run(["mount", "--bind", place, place], check=False).returncode:
+        privileges.refuse("mounting is not permitted here")
+    try:
+        subprocess.run(["mount", "--make-private", place], check=True)
+        (place / "first").mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=755", "tmpfs", place / "first"], check=True)
+        yield place / "first"
+    finally:
+        subprocess.run(["umount", "--lazy", "--recursive", place], check=True)
 
 
 def use_inodes(disk: Path, leave: int = 0) -> Path:

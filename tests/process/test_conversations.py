@@ -452,6 +452,29 @@ def inspected(tiny: Path, tmp_path: Path, rows: Sequence[Mapping[str, Any]], **m
     return InputFacts(**examples.facts_from(found, spec))
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "rewrites", "words"),
+    [
+        ({"enable_thinking": False}, False, r"ends the prompt .*</think>.*\(it gets data\.chat_template_kwargs\)"),
+        ({}, True, "rewrites earlier messages"),
+    ],
+)
+def test_completions_that_cannot_be_told_from_prompts(
+    tokenizer: Any, kwargs: dict[str, Any], rewrites: bool, words: str
+) -> None:
+    """With thinking off, templates like Qwen3's write an empty reasoning into the prompt, but not into the data."""
+    count = "{{ messages | length }}" if rewrites else ""
+    tokenizer.chat_template = (
+        count + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )
+    with pytest.raises(UnmarkedCompletions, match=words):
+        ChatTokenizer.create(tokenizer, False, kwargs).tokenize([QUESTION, ANSWER])
+    if not rewrites:
+        assert ChatTokenizer.create(tokenizer, False).tokenize([QUESTION, ANSWER])
+
+
 def test_another_start_is_found_with_its_way_out(tiny: Path, tmp_path: Path) -> None:
     """Reasoning in the data is no different start: it begins as the generation prompt ends."""
     thought = {**ANSWER, "content": "<think>\nNine.\n</think>\nAt nine."}

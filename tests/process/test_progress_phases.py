@@ -15,7 +15,7 @@ from torch import nn
 
 from backend.runs import PROGRESS
 from backend.train import generation_eval
-from backend.train.callbacks import ProgressCallback, show_checkpoint
+from backend.train.callbacks import ProgressCallback, evaluations_left, show_checkpoint
 from backend.train.context import TrainContext
 from backend.train.generation_eval import EvalPrompt, GenerationEvalCallback, Generator
 from backend.train.run_log import RunLog
@@ -94,4 +94,14 @@ def test_evaluations_and_checkpoints_are_phases(tmp_path: Path) -> None:
     evaluating = "Evaluating after step 20"
     assert texts[:3] == [("evaluating", evaluating, done) for done in (None, 1, 2)]
     assert texts[3:] == [("training", "Step 20 of 40", None), ("checkpoint", "Saving checkpoint-20", None)]
-    assert json.loads((tmp_path / PROGRESS).read_text())["phase"] == "checkpoint"
+    kept = json.loads((tmp_path / PROGRESS).read_text())
+    assert kept["phase"] == "checkpoint" and kept["evaluation_seconds"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "step", "left"), [("steps", 19, 3), ("steps", 20, 2), ("steps", 45, 0), ("epoch", 24, 2), ("no", 1, 0)]
+)
+def test_evaluations_that_are_left(strategy: str, step: int, left: int) -> None:
+    """Every 10 steps of 45, or after each of 3 epochs of 15 steps: at step 24, the second one is not over."""
+    state = SimpleNamespace(global_step=step, max_steps=45, eval_steps=10, epoch=step / 15, num_train_epochs=3)
+    assert evaluations_left(SimpleNamespace(eval_strategy=strategy), state) == left

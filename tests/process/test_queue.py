@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from privileges import needs_root
 
 from backend.runs import PLAN, STATE, processes, queue
 from backend.runs.folder import Run, RunError
@@ -377,7 +378,7 @@ def test_leases_that_another_user_prepared(make: MakeRun, shared: Path, tmp_path
         os.close(descriptor)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+@needs_root
 def test_a_lease_that_another_user_holds(make: MakeRun, shared: Path, tmp_path: Path) -> None:
     """It is waited for, its holder is named, and what is written in it is not shown."""
     shared.mkdir(mode=0o1777)

@@ -359,6 +359,7 @@ def test_a_diverged_run_fails_and_keeps_finite_weights(
     sentence = [line for line in log_text(folder).splitlines() if "diverged" in line][-1]
     assert ("steps 4 to 6" if last == 6 else "step 4 ") in sentence
     assert "The last finite weights are in checkpoint-2." in sentence
+    assert json.loads((folder / "progress.json").read_text())["step"] == last, "the page names the step of the error"
     assert "Traceback" not in log_text(folder)
     assert max(losses(folder)) == last - 1, "the last step ended the run before its loss was logged"
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["checkpoint-2"]

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from fork_server import ForkServer
 from network_hosts import ADDRESSES, NetworkHost, two_hosts
+from privileges import needs_root
 from training_runs import environment, last_step, log_text, make_spec
 
 from backend.launch.plan import plan
@@ -28,7 +29,7 @@ from backend.machine import Machine
 from backend.runs import RUN_MARKER, Plan, processes
 from backend.runs.folder import Run
 
-pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="acting as another user needs root")
+pytestmark = needs_root
 
 OTHER_USER = 65534
 # Writes a pickle that creates a file into each rendezvous state that is found at the given addresses.

@@ -139,7 +139,7 @@ def test_an_interrupted_job_saves_and_continues(how: str, start, cluster) -> Non
     assert started.job["id"] in cluster.jobs()  # the same job
     run.stop()
     assert started.wait("stopped") == "stopped"
-    assert run.summary()["sentence"].startswith(f"Stopped at step {run.checkpoints()[-1]}. Resume continues")
+    assert run.summary()["sentence"].startswith(f"Stopped after step {run.checkpoints()[-1]}. Resume continues")
 
 
 @pytest.mark.soak

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from log_writers import log_writers
+from small_disk import movable
 
 from backend import runs
 from backend.runs import (
@@ -327,11 +328,16 @@ def test_concurrent_lock_probes_do_not_block_a_start(make_run: MakeRun) -> None:
 
 def test_resume_appends_to_the_log_and_removes_the_stop_request(make_run: MakeRun) -> None:
     run = make_run("import os, sys; print('at', sys.argv[1:], os.path.exists('stop'), flush=True)\n" + STOPS_ON_REQUEST)
+    before = None
     for from_scratch in (False, False, True):
         run.resume(from_scratch)
         wait_for(lambda: run.state == "running")
         run.stop()
         assert wait_until_ended(run).state == "stopped"
+        found = run.summary()
+        expected = before["ended"] - before["started"] if before and not from_scratch else None
+        assert found["earlier_seconds"] == expected, "the duration is that of all starts since the first step"
+        before = found
     log = (run.path / LOG).read_text()
     assert re.findall(r"at .*", log) == ["at [] False"] * 2 + ["at ['--from-scratch'] False"]
     assert log.count("---- started ") == 3
@@ -722,6 +728,31 @@ def test_a_run_that_is_renamed_while_it_is_alive(make_run: MakeRun) -> None:
     assert not run.path.exists(), "the old folder is not created again"
     assert "forced" not in read_state(renamed)
     assert not processes.run_processes(renamed.path)
+
+
+@pytest.mark.parametrize("how", ["--move", "--bind"])
+def test_a_run_on_a_mount_that_is_moved_while_it_is_alive(make_run: MakeRun, tmp_path: Path, how: str) -> None:
+    """It continues at the new place, and at a second one too; the processes are in the mount that they started in."""
+    place = tmp_path / "mounts"
+    place.mkdir()
+    with movable(place) as first:
+        (tmp_path / "runs").symlink_to(first)
+        run = make_run(WRITES_UNTIL_STOPPED)
+        run.start()
+        wait_for(lambda: run.state == "running")
+        (place / "second").mkdir()
+        subprocess.run(["mount", how, first, place / "second"], check=True)
+        moved = Run(place / "second" / run.path.name)
+        before = (moved.path / "progress.json").stat().st_mtime_ns
+        wait_for(lambda: (moved.path / "progress.json").stat().st_mtime_ns > before)
+        assert moved.state == "running" and moved.can()["stop"] and not moved.can()["clean_up"]
+        if how == "--move":
+            wait_for(lambda: f"The run's folder is now {moved.path}." in (moved.path / LOG).read_text())
+            assert not list(first.iterdir()), "the old folder is not created again"
+        moved.stop()
+        assert wait_until_ended(moved).state == "stopped"
+        assert "saved" in (moved.path / LOG).read_text() and "forced" not in read_state(moved)
+        assert not processes.run_processes(moved.path)
 
 
 def test_a_renamed_run_with_a_killed_supervisor_is_cleaned_up(make_run: MakeRun) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from privileges import needs_root
 from torch.distributed import checkpoint as dcp
 
 from backend.config import RunSpec
@@ -19,7 +20,6 @@ from backend.runs import checkpoint_files, ownership
 from backend.train import checkpoints
 from backend.train.run_log import RunLog, TrainError
 
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="giving files to another user needs root")
 OTHER_USER = 65534
 # The files of each kind of checkpoint that are pickles.
 KINDS = {

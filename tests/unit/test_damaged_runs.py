@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from privileges import needs_root
 from small import client
 
 from backend.__main__ import main
@@ -135,7 +136,7 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@needs_root
 def test_a_folder_without_permissions_is_listed(open_folder: Path) -> None:
     closed = make(open_folder / "runs", "closed")
     (open_folder / "runs").chmod(0o755)
@@ -148,7 +149,7 @@ def test_a_folder_without_permissions_is_listed(open_folder: Path) -> None:
         os.seteuid(0)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@needs_root
 def test_a_folder_without_permissions_is_named_by_every_request(
     open_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

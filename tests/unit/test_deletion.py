@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from privileges import needs_root
 from small import client
 
 from backend.machine import Machine
@@ -78,7 +79,7 @@ def test_the_page_continues_deletions_when_its_server_starts(run: Run) -> None:
         wait_for(lambda: not run.path.exists())
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@needs_root
 def test_what_cannot_be_deleted_is_named_and_tried_again(run: Run, tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)

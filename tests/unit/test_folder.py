@@ -282,12 +282,12 @@ def test_sentences_of_ended_runs(run: Run) -> None:
         if whole:
             (folder / "complete").touch()
     assert run.checkpoints() == [2, 10]
-    assert run.summary()["sentence"] == "Stopped at step 12. Resume continues from checkpoint 10."
+    assert run.summary()["sentence"] == "Stopped after step 12. Resume continues from checkpoint 10."
     put(run, STATE, {"end": "done", "started": 100.0, "ended": 285.0})
     summary = run.summary()
     assert summary["sentence"] == "Done: 12 steps in 3 min 5 s." and summary["fraction"] == 1.0
     put(run, STATE, {})
-    assert summary["started"] == 100.0 and run.summary()["sentence"].startswith("Lost at step 12")
+    assert summary["started"] == 100.0 and run.summary()["sentence"].startswith("Lost after step 12")
 
 
 def test_a_stop_that_failed_says_why(run: Run) -> None:
@@ -340,4 +340,4 @@ def test_a_stopped_run_shows_the_step_that_was_saved(run: Run) -> None:
     (saved / "optimizer.pt").touch()
     (saved / COMPLETE).touch()
     assert run.summary()["step"] == 7
-    assert run.summary()["sentence"] == "Stopped at step 7. Resume continues from checkpoint 7."
+    assert run.summary()["sentence"] == "Stopped after step 7. Resume continues from checkpoint 7."

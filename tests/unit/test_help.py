@@ -66,6 +66,8 @@ def test_search_finds_sections_by_all_words(help_pages):
         section.address for section in documents.search("ZeRO-3 PiSSA")[0]
     }
     assert any(section.address.startswith("../rules#") for section in documents.search("PiSSA rank")[0])
+    assert documents.patterns("merge a LoRA") == documents.patterns("merge LoRA")
+    assert "<mark>a</mark>" not in help_pages.get("/help/search", params={"q": "merge a LoRA"}).text
     assert documents.search("") == documents.search("-") == ([], 0)
     page = help_pages.get("/help/search", params={"q": "rehearsal"}).text
     assert '<a href="guide#rehearsal">Rehearsal</a>' in page and "<mark>rehearsal</mark>" in page

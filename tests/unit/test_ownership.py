@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from failed_runs import NOW
+from privileges import needs_root
 
 from backend.runs import Plan, ownership
 from backend.runs.folder import Run, RunError
@@ -17,7 +18,6 @@ from webui import __main__ as entry
 from webui.login import SESSIONS, Login, Sessions, load_or_create_key
 
 NOBODY = 65534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
 
 
 @pytest.fixture

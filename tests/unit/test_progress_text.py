@@ -20,6 +20,9 @@ def sentence(now: float, **progress: Any) -> str:
 
 def test_the_estimate_covers_training_steps_only() -> None:
     assert sentence(1000, phase="training") == "Running: step 20 of 40. Training: about 40 s left."
+    assert sentence(1000, phase="training", evaluations_left=3).endswith("about 40 s left, without evaluations.")
+    measured = {"evaluations_left": 3, "evaluation_seconds": 5.0}
+    assert sentence(1000, phase="training", **measured).endswith("about 55 s left.")
     assert sentence(1030, phase="training") == "Running: step 20 of 40. Training: about 38 s left."
     points = [
         {"step": 10, "loss": 1.0, "time": 900.0},

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from privileges import needs_root
 from small import client
 
 from backend.__main__ import main
@@ -137,7 +138,7 @@ def test_weights_alone_are_not_resumed(run: Run) -> None:
     )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@needs_root
 @pytest.mark.parametrize("closed", ["checkpoints", "checkpoints/checkpoint-60"])
 def test_folders_without_permissions(run: Run, tmp_path: Path, closed: str) -> None:
     """As another user: before, the state promised checkpoint 55 and the trainer failed on 60."""

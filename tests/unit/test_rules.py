@@ -16,6 +16,7 @@ from backend.config.options import Option, SpecError, by_name, edit, effective, 
 from backend.inspect import DataIssue, InputFacts, inspect_inputs
 from backend.machine import Machine
 from backend.memory.kinds import KINDS, bytes_by_kind
+from backend.modelspec import ModelShape, ModuleSpec
 from backend.paths import HOME
 from backend.presets import presets
 from backend.rules import FAMILIES, OUTDATED, RULES, Case, Example, Finding, Rule, check, example_findings
@@ -29,11 +30,14 @@ from backend.rules.examples import (
     H100,
     LAPTOP,
     LLAMA_8B,
+    MOE,
     NPU,
     SMALL_LAPTOP,
+    SMOL,
     T4,
     TWO_H100,
     USER_DATA_FACTS,
+    full_spec,
     gpus,
     with_data_issue,
 )
@@ -129,6 +133,47 @@ def test_safe_fixes_keep_the_global_batch_size() -> None:
     ]
     assert changed and not [label for label, safe in changed if safe]
     assert "Use FSDP2, with a batch size of 2 per device" in {fix.label for fix, *_ in fixes}
+
+
+LEADS_ON = "leads to another error: "
+NO_ATTENTION = replace(MOE, layer=(ModuleSpec("mixer.in_proj", 64, 8, 8), ModuleSpec("mixer.out_proj", 64, 8, 8)))
+BEST_WEIGHTS = {
+    "parallel.strategy": "fsdp2", "save.strategy": "steps", "eval.strategy": "steps",
+    "save.load_best_model_at_end": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "patch", "machine", "shape", "other"),
+    [
+        ("ADP011", {"lora.targets": "attention"}, LAPTOP, NO_ATTENTION, ""),
+        ("OPT031", full_spec("adamw_torch_8bit") | BEST_WEIGHTS, EQUIPPED_TWO, SMOL, "STR003"),
+        ("OPT007", {"train.optim": "adam_mini"}, EQUIPPED, MOE, "OPT029"),
+    ],
+)
+def test_first_fix_leads_to_no_other_error(
+    code: str, patch: dict[str, Any], machine: Machine, shape: ModelShape, other: str
+) -> None:
+    example = Example(patch, machine, replace(DEMO, shape=shape, lora_refused=("out_proj",) if not other else ()))
+    (found,) = (finding for finding in findings(example) if finding.code == code)
+    assert not [code for code in codes(findings(example, dict(found.fixes[0].patch)), "error") if code[:3] != "MEM"]
+    assert found.fixes[-1].cost == LEADS_ON + other or not other
+
+
+def test_fixes_that_lead_to_another_error_come_last_and_say_so() -> None:
+    led_on = 0
+    for spec, machine, facts in random_cases(60):
+        found = check(spec, machine, facts)
+        before = codes(found, "error")
+        for finding in found:
+            says = [fix.cost.startswith(LEADS_ON) for fix in finding.fixes]
+            fixed = [edit(spec, fix.for_spec(spec).patch) for fix in finding.fixes]
+            after = [codes(check(each, machine, facts), "error") for each in fixed]
+            assert says == [any(code[:3] != "MEM" for code in each - before) for each in after], finding
+            after_them = [fix.cost for fix, last in zip(finding.fixes[1:], says, strict=False) if last]
+            assert all(cost == "does not fit" or cost.startswith(LEADS_ON) for cost in after_them)
+            led_on += sum(says)
+    assert led_on
 
 
 def test_fix_that_does_not_fit_comes_last() -> None:

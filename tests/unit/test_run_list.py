@@ -237,7 +237,22 @@ def test_annotations_are_kept_in_the_run_folder(tmp_path):
             notebook.change(run.path, wrong)
     with pytest.raises(notebook.AnnotationError, match=r"4,000 characters"):
         notebook.change(run.path, notes="x" * 4001)
+    for wrong in ("x" * 81, "two\nlines", " x"):
+        with pytest.raises(notebook.AnnotationError, match="one line"):
+            notebook.change(run.path, name=wrong)
     assert notebook.read(run.path) == kept
+
+
+def test_a_renamed_run_keeps_its_id(tmp_path):
+    run = make(tmp_path)
+    before, listed = run.name, RunList(tmp_path)
+    assert [found["name"] for found in listed.all()] == [before]
+    assert "name" not in notebook.change(run.path, ["x"]).as_json()
+    notebook.change(run.path, name="The best one")
+    assert [(found["name"], found["id"]) for found in listed.all()] == [("The best one", run.id)]
+    assert Run(run.path).summary()["name"] == "The best one"
+    notebook.change(run.path, name="")
+    assert Run(run.path).name == before
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"tags": 5}', '{"tags": [1, "ok", "a b"], "notes": 3, "starred": "yes"}'])
@@ -335,3 +350,26 @@ def test_show_prints_skipped_optimizer_steps(tmp_path, capsys):
     (run.path / RESULT).write_text(json.dumps({"train_loss": 2.5, "skipped_steps": 3}))
     assert main(["show", run.id, "--runs", str(tmp_path)]) == 0
     assert "skipped steps: 3" in capsys.readouterr().out.splitlines()
+
+
+def test_a_waiting_run_names_other_runs_as_people_see_them(tmp_path):
+    """An id stays where two runs have the same name; the command line shows ids."""
+    first, twin, _, waiting = (make(tmp_path, name) for name in ("first", "twin", "twin", "waiting"))
+    folder = tmp_path / ".rehearsals/20261128183714"
+    cases = {
+        f"{first.id} uses the CPU.": "first uses the CPU.",
+        f"{first.id} in the runs folder {tmp_path} uses the CPU.": "first uses the CPU.",
+        f"{twin.id} is ahead of this run.": f"{twin.id} is ahead of this run.",
+        f"{waiting.id}-9 must end first.": f"{waiting.id}-9 must end first.",
+        f"train in the runs folder {folder} uses the CPU.": "A rehearsal uses the CPU.",
+    }
+    lock = listing.processes.acquire_lock(waiting.path)
+    try:
+        with client(tmp_path, detect_machine=lambda _: Machine()) as api:
+            for reason, shown in cases.items():
+                (waiting.path / STATE).write_text(json.dumps({"queued": 1.0, "waiting": reason}))
+                found = api.get(f"/api/runs/{waiting.id}").json()
+                assert found["summary"]["sentence"] == f"Waiting in the queue. {shown}"
+                assert found["queue"]["reason"] == shown and waiting.waiting()["reason"] == reason
+    finally:
+        os.close(lock)

@@ -31,7 +31,10 @@ def test_the_duration_of_a_running_run_grows():
     run = {"id": "a", "state": "running", "started": 1000.0}
     assert search.value(run, "duration", 1090.0) == 90
     assert search.parse("duration>1").matches(run, 1090.0) and not search.parse("duration>1").matches(run, 1050.0)
-    assert search.value({**run, "state": "queued", "started": None}, "duration", 1090.0) is None
+    assert search.value({**run, "earlier_seconds": 10.0}, "duration", 1090.0) == 100, "of all starts"
+    waiting = {**run, "state": "queued", "started": None, "created": 1050.0}
+    assert search.value(waiting, "duration", 1090.0) is None and search.value(waiting, "started", 1090.0) is None
+    assert search.sort([run, waiting], "started", 1090.0, descending=True) == [waiting, run]
 
 
 def test_names_of_columns_are_unique():

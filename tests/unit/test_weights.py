@@ -44,9 +44,9 @@ def safetensors(shapes: dict[str, tuple[int, ...]]) -> bytes:
     return struct.pack("<Q", len(text)) + text + bytes(end)
 
 
-def model_folder(folder: Path, shapes: dict[str, tuple[int, ...]] | None = None) -> Path:
+def model_folder(folder: Path, shapes: dict[str, tuple[int, ...]] | None = None, tied: bool = False) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": tied}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(safetensors(tensors() if shapes is None else shapes))
     return folder
@@ -143,6 +143,11 @@ def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
     assert "no weights for layer 3" in inspected(model_folder(tmp_path / "fewer", without_layer(3))).weights_problem
     wider = {name: (2 * shape[0], *shape[1:]) for name, shape in tensors().items()}
     assert "elements in the weight files" in inspected(model_folder(tmp_path / "wider", wider)).weights_problem
+    headless = {name: shape for name, shape in tensors().items() if name != "lm_head.weight"}
+    folder = model_folder(tmp_path / "headless", headless)
+    assert "have no lm_head.weight" in inspected(folder).weights_problem
+    reward = spec(model__source="path", model__path=str(folder), train__stage="reward")
+    assert not inspect_inputs(reward, tmp_path).weights_problem, "it has a head of its own"
     assert "contain no tensors" in inspected(model_folder(tmp_path / "empty", {})).weights_problem
 
 
@@ -159,5 +164,22 @@ def test_other_names_of_the_same_weights_are_accepted(form: str, tmp_path: Path)
         found |= {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}
     if form == "tied head":
         found.pop("lm_head.weight")
-    facts = inspected(model_folder(tmp_path / "model", found))
+    facts = inspected(model_folder(tmp_path / "model", found, tied="lm_head.weight" not in found))
     assert (facts.model_problem, facts.weights_problem) == ("", "")
+
+
+def test_a_checkpoint_of_a_model_without_output_layer(tmp_path: Path) -> None:
+    """Its weights were tied to the embeddings; those of this run's model are not."""
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    for name in ("trainer_state.json", "optimizer.pt"):
+        (folder / name).touch()
+    names = tensors()
+    resumed = spec(
+        model__builtin="tiny-llama", method__kind="full", save__resume_from="path", save__resume_path=str(folder)
+    )
+    (folder / "model.safetensors").write_bytes(safetensors(names))
+    assert inspect_inputs(resumed, tmp_path).checkpoint_problem == ""
+    del names["lm_head.weight"]
+    (folder / "model.safetensors").write_bytes(safetensors(names))
+    assert "have no lm_head.weight" in inspect_inputs(resumed, tmp_path).checkpoint_problem

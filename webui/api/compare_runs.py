@@ -137,7 +137,7 @@ def _row(run: Run) -> dict[str, Any]:
     best = validation.lowest(run.path)
     seconds = result.get("seconds")
     if seconds is None and summary["started"] and summary["ended"]:
-        seconds = summary["ended"] - summary["started"]
+        seconds = summary["ended"] - summary["started"] + (summary["earlier_seconds"] or 0)
     return {
         **{key: summary[key] for key in ("id", "name", "state", "sentence", "step", "max_steps", "loss")},
         "best_eval_loss": best[0] if best else result.get("eval_loss"),

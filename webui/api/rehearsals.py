@@ -17,6 +17,7 @@ from webui.api.app_state import AppState
 from webui.api.checking import findings_json, parse_form, run_preflight
 from webui.api.requests import ApiError, FormRequest, State, json
 from webui.api.runs import INSPECTION_SECONDS
+from webui.api.runs_list import with_names
 
 
 def start(state: State, body: FormRequest) -> Response:
@@ -38,14 +39,19 @@ def start(state: State, body: FormRequest) -> Response:
 
 def status(state: State, id: str) -> dict[str, Any]:
     """The phases that have ended, the current one, and the outcome."""
-    return _find(state, id).status()
+    return _status(state, _find(state, id))
 
 
 def stop(state: State, id: str) -> dict[str, Any]:
     """Request a stop."""
     rehearsal = _find(state, id)
     rehearsal.stop()
-    return rehearsal.status()
+    return _status(state, rehearsal)
+
+
+def _status(state: AppState, rehearsal: Rehearsal) -> dict[str, Any]:
+    status = rehearsal.status()
+    return {**status, "text": with_names(state, status["text"])}
 
 
 def _find(state: AppState, id: str) -> Rehearsal:

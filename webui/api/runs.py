@@ -53,7 +53,7 @@ from webui.api.checking import findings_json, form_values, parse_form, run_prefl
 from webui.api.drafts import without_secrets
 from webui.api.fixes import fix_json
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
-from webui.api.runs_list import waiting_runs
+from webui.api.runs_list import waiting_runs, with_names
 from webui.curves import AXES
 
 MAX_ID_LENGTH = 200
@@ -166,10 +166,13 @@ def _create(state: AppState, body: StartRequest) -> Run:
 # -- show --------------------------------------------------------------------------------------------------------
 
 
-def show(run: PathRun) -> dict[str, Any]:
+def show(state: State, run: PathRun) -> dict[str, Any]:
     """Everything about one run except its log and metrics. Raises RunError for a damaged run."""
     try:
-        return _everything(run)
+        found = _everything(run)
+        for part, key in (("summary", "sentence"), ("queue", "reason")) if found["queue"] else ():
+            found[part][key] = with_names(state, found[part][key])
+        return found
     except UNREADABLE as error:
         raise RunError(damage(error)) from error
 

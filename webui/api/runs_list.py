@@ -6,6 +6,8 @@ The page filters and sorts (static/runs/runs_search.js), so that typing waits fo
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +25,8 @@ from webui.api.app_state import AppState
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
 
 Ids = Annotated[list[str], Field(min_length=1, max_length=10_000)]
+RUN_ID = re.compile(r"\d{4}-\d\d-\d\d_\d{6}_[\w.-]*[\w-]")
+IN_REHEARSAL = re.compile(rf"\w+ in the runs folder /.*/{re.escape(rehearsals.FOLDER)}/\d+")
 NAMED_PROBLEMS = 3  # in an error about several runs
 
 
@@ -35,6 +39,7 @@ class AnnotateRequest(RequestBody):
     notes: str | None = None
     starred: bool | None = None
     archived: bool | None = None
+    name: str | None = None  # '' is the name that the run was started with
 
 
 class DeleteRequest(RequestBody):
@@ -67,13 +72,26 @@ def _without_blanks(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value or (value == 0 and value is not False)}
 
 
+def with_names(state: AppState, text: str) -> str:
+    """Why a run waits, with the names of other runs for their ids; an id stays if two runs have the same name."""
+    text = IN_REHEARSAL.sub("A rehearsal", text)
+    if not RUN_ID.search(text):
+        return text
+    names = {row["id"]: row["name"] for row in state.runs_list.all()}
+    count = Counter(names.values())
+    text = text.replace(f" in the runs folder {state.runs.resolve()}", "")
+    return RUN_ID.sub(lambda found: names[found[0]] if count[names.get(found[0])] == 1 else found[0], text)
+
+
 def waiting_runs(state: AppState) -> list[dict[str, Any]]:
     """The waiting runs in order. Those of another folder (`elsewhere` says which) can only be viewed."""
     found = []
     for entry in queue.entries():
         run = Run(Path(entry.run))
         known = {"id": run.id, "name": run.name, "held": entry.held}
-        found.append({**known, "elsewhere": _elsewhere(run, state.runs.resolve()), **run.waiting()})
+        waiting = run.waiting()
+        waiting["reason"] = with_names(state, waiting["reason"])
+        found.append({**known, "elsewhere": _elsewhere(run, state.runs.resolve()), **waiting})
     return found
 
 

@@ -105,6 +105,29 @@ export function reopenMenu(event) {
   setTimeout(() => input.focus()); // in the same event, Gradio would close it again
 }
 
+/** The text of each menu before it was typed into, to filter its list. @type {Map<Element, string>} */
+const choices = new Map();
+
+/** @param {InputEvent} event */
+export function keepMenuChoice(event) {
+  const input = /** @type {HTMLInputElement} */ (event.target);
+  if (isMenu(input) && !choices.has(input)) choices.set(input, input.value);
+}
+
+/** Escape closes a menu's list, but Gradio leaves what was typed as if that was the choice. After an entry was
+ * selected, or the focus has moved on, Gradio has written the choice itself. @param {Event} event */
+export function restoreMenuChoice(event) {
+  const { key, target, isTrusted } = /** @type {any} */ (event);
+  const text = choices.get(target);
+  if (event.type !== "keydown" || key === "Enter") choices.clear();
+  if (key !== "Escape" || !isTrusted || text === undefined) return;
+  choices.clear();
+  setTimeout(() => {
+    target.value = text;
+    target.dispatchEvent(new Event("input", { bubbles: true }));
+  });
+}
+
 /** @param {string} fieldId @param {string} text */
 export function setPlaceholder(fieldId, text) {
   const input = /** @type {any} */ (document.querySelector(`#${fieldId} :is(input, textarea)`));

@@ -35,7 +35,7 @@ export const curveColor = (number) => color(`--fp-run-${1 + (number % 20)}`);
  */
 export function createPlot(chart, view, { legend, caption, redraw, optionsOf, onBuild }) {
   const place = el("div.fp-plot", { role: "img", "aria-label": chart.title });
-  const head = el("div.fp-chart-head", {}, el("h4", {}, chart.title), el("span.fp-gap"), legend);
+  const head = el("div.fp-chart-head", {}, el("h4", { title: chart.title }, chart.title), el("span.fp-gap"), legend);
   const node = el("figure.fp-chart", { hidden: true }, head, place, caption);
   const drawn = { plot: /** @type {any} */ (null), curves: /** @type {any[]} */ ([]) };
   const size = () => ({ width: place.clientWidth, height: place.clientHeight });

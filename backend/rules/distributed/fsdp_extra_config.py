@@ -59,13 +59,17 @@ def _is_boolean(value: Any) -> bool:
 )
 def fsdp_activation_checkpointing(case: Case) -> Violation | None:
     """accelerate's activation checkpointing for FSDP does not restore the random state for the recomputation in the
-    backward pass, so dropout masks differ from the forward pass. train.activation_checkpointing restores it."""
+    backward pass, so dropout masks differ from the forward pass. train.activation_checkpointing restores it, and is
+    correct with and without dropout."""
     extra = extra_config(case, FSDP)
     found = [name for name in (ACTIVATION_CHECKPOINTING, f"fsdp_{ACTIVATION_CHECKPOINTING}") if extra.get(name) is True]
     if not found:
         return None
     patch = {**without_keys(extra, found), "train.activation_checkpointing": True}
-    message = f"The extra config sets {found[0]} to true, which recomputes dropout with different random numbers."
+    message = (
+        f"The extra config sets {found[0]} to true, which recomputes dropout with different random numbers. The checks "
+        "do not know whether the model itself uses dropout, so this is an error without LoRA dropout, too."
+    )
     return Violation(message, (Fix("Use train.activation_checkpointing", patch),))
 
 

@@ -7,7 +7,9 @@ import {
   describeField,
   editedField,
   focusField,
+  keepMenuChoice,
   reopenMenu,
+  restoreMenuChoice,
   selectMenuText,
   writeFormValues,
 } from "../gradio.js";
@@ -60,6 +62,8 @@ export function startForm(described) {
   document.addEventListener("focusout", closeLeftMenu);
   document.addEventListener("focusin", selectMenuText);
   document.addEventListener("click", reopenMenu);
+  document.addEventListener("beforeinput", keepMenuChoice);
+  for (const type of ["keydown", "pointerdown", "focusout"]) document.addEventListener(type, restoreMenuChoice);
   document.querySelectorAll(".fp-field").forEach(describeField);
 }
 

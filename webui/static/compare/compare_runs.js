@@ -150,7 +150,7 @@ function draw() {
 function drawTables() {
   const { runs, options, samples } = response;
   redraw(page.legend, ...runs.map(legendEntry));
-  redraw(page.summary, ...summaryParts(runs));
+  redraw(page.summary, ...summaryParts(runs, options));
   redraw(page.options, ...optionParts(runs, options));
   page.samples.hidden = !samples.length;
   redraw(page.samples, ...sampleParts(runs, samples));
@@ -199,8 +199,14 @@ const panelHead = (title, ...more) => el("div.fp-panel-head", {}, el("h3", {}, t
 const runName = (run, number) =>
   el("span.fp-compare-name", {}, swatch(number), el("a", { href: `?tab=run&run=${run.id}`, title: run.id }, run.name));
 
-function summaryParts(runs) {
-  const best = Math.min(...runs.map((run) => run.best_eval_loss ?? Infinity));
+/** Options that decide which tokens a validation loss is the mean of. */
+const DECIDES_LOSS = /^(data|model|preference)\.|^train\.stage$/;
+
+function summaryParts(runs, options) {
+  const different = options.filter(({ key }) => DECIDES_LOSS.test(key));
+  const labels = different.map(({ label }) => label).join(", ");
+  const note = labels && `The validation losses cannot be compared, because these options differ: ${labels}`;
+  const best = labels ? NaN : Math.min(...runs.map((run) => run.best_eval_loss ?? Infinity));
   const line = (run, number) => {
     const badge = el("span.fp-badge", { title: run.sentence });
     drawBadge(badge, run.state);
@@ -224,7 +230,7 @@ function summaryParts(runs) {
   };
   const head = ["Run", "State", "Step", "Final loss", "Best validation loss", "Training time", "Tokens/s"];
   head.push("Peak memory", "Estimated peak", el("span.fp-sr", {}, "Actions"));
-  return [panelHead("Results"), table(head, runs.map(line))];
+  return [panelHead("Results", el("span.fp-dim", {}, note)), table(head, runs.map(line))];
 }
 
 function optionText(key, value) {

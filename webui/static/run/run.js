@@ -167,7 +167,7 @@ function titlePart() {
   page.badge = el("span.fp-badge", { role: "status" }); // the sentence changes with each step, too often to be read out
   page.sentence = el("span.fp-run-sentence");
   page.away = el("span.fp-away", { hidden: true }, "Reconnecting");
-  page.annotate = el("button.fp-link", { type: "button", hidden: true }, "Tags and notes");
+  page.annotate = el("button.fp-link", { type: "button", hidden: true }, "Name, tags and notes");
   page.annotate.addEventListener("click", () => {
     editNotes({ ...run.summary, ...run.annotations }, () => page.poller.start());
   });

@@ -135,7 +135,12 @@ function lossCards(result, validation, now) {
   return cards;
 }
 
-function speedCards(result, { state, started, ended }, { flops_per_token: flops, peak_flops: peak }, now) {
+function speedCards(
+  result,
+  { state, started, ended, earlier_seconds: earlier },
+  { flops_per_token: flops, peak_flops: peak },
+  now,
+) {
   const cards = [];
   const { seconds } = result;
   const speed = result.tokens_per_second ?? now("tokens_per_second");
@@ -143,7 +148,7 @@ function speedCards(result, { state, started, ended }, { flops_per_token: flops,
     const note = flops && peak ? `${percent((speed * flops) / peak)} model FLOPs utilization` : "";
     cards.push({ title: "Tokens per second", value: integer(speed), note });
   }
-  const elapsed = (end) => duration(end - toSeconds(started));
+  const elapsed = (end) => duration(end - toSeconds(started) + (earlier || 0)); // of all starts
   if (Number.isFinite(seconds)) cards.push({ title: "Training time", value: duration(seconds) });
   else if (started && !hasEnded(state)) cards.push({ title: "Elapsed", value: elapsed(Date.now() / 1000), time: true });
   else if (started && ended) cards.push({ title: "Duration", value: elapsed(toSeconds(ended)), time: true });

@@ -19,7 +19,8 @@ export async function removeFromQueue(id, name) {
 export function createQueue(changed) {
   const list = el("ol");
   const head = el("h3", { id: "fp-queue-title" }, "Queue");
-  const node = el("section.fp-panel.fp-queue", { hidden: true, "aria-labelledby": "fp-queue-title" }, head, list);
+  const none = el("p.fp-dim", { hidden: true }, "No run is waiting.");
+  const node = el("section.fp-panel.fp-queue", { hidden: true, "aria-labelledby": "fp-queue-title" }, head, list, none);
   let drawn = "";
 
   async function act(button, work) {
@@ -33,34 +34,6 @@ export function createQueue(changed) {
     changed();
   }
 
-  /** @param {Waiting} run @param {Waiting[]} queue @param {number} index */
-  function line(run, queue, index) {
-    const button = (text, label, work, disabled = false) => {
-      const made = el("button.fp-chip", { type: "button", disabled, "aria-label": `${label}: ${run.name}` }, text);
-      made.title = label;
-      made.addEventListener("click", () => act(made, work));
-      made.dataset.action = label;
-      return made;
-    };
-    const [previous, afterNext] = [queue[index - 1], queue[index + 2]];
-    const change = (changes) => () => changeQueue(run.id, changes);
-    const actions = [
-      run.in_use && button("Start anyway", "Start even though another program uses the GPU", change({ shares: true })),
-      button("\u2191", "Move up", change({ before: previous?.id }), !previous || Boolean(previous.elsewhere)),
-      button("\u2193", "Move down", change({ before: afterNext?.id || "" }), index + 1 === queue.length),
-      run.held ? button("Release", "Release", change({ held: false })) : button("Hold", "Hold", change({ held: true })),
-      button("Remove", "Remove from queue", () => removeFromQueue(run.id, run.name)),
-    ];
-    const name = !run.elsewhere ? el("a", { href: `?tab=run&run=${encodeURIComponent(run.id)}` }, run.name) : run.name;
-    return el(
-      "li",
-      { "data-run": run.id },
-      el("span.fp-queue-name", {}, name),
-      el("span.fp-dim.fp-queue-reason", {}, run.reason),
-      el("span.fp-queue-actions", {}, run.elsewhere || actions.filter(Boolean)),
-    );
-  }
-
   /** @param {Waiting[]} queue */
   function draw(queue) {
     const text = JSON.stringify(queue);
@@ -69,10 +42,49 @@ export function createQueue(changed) {
     const focused = /** @type {HTMLElement | null} */ (document.activeElement);
     const row = focused?.closest("li[data-run]")?.getAttribute("data-run");
     const action = focused?.dataset.action;
-    node.hidden = !queue.length;
-    list.replaceChildren(...queue.map((run, index) => line(run, queue, index)));
+    node.style.minHeight = `${node.offsetHeight}px`; // the list below does not move when a run leaves the queue
+    node.hidden &&= !queue.length;
+    none.hidden = queue.length > 0;
+    list.replaceChildren(...queue.map((run, index) => lineOf(run, queue, index, act)));
     if (row && action) list.querySelector(`li[data-run="${CSS.escape(row)}"] [data-action="${action}"]`)?.focus();
   }
 
-  return { node, draw };
+  /** Take no more space than needed: the view was opened, or the window has another size. */
+  function fit() {
+    node.style.minHeight = "";
+    node.hidden = !list.childElementCount;
+  }
+  return { node, draw, fit };
+}
+
+/**
+ * A waiting run with its buttons, which `act` on a click.
+ * @param {Waiting} run @param {Waiting[]} queue @param {number} index
+ * @param {(button: any, work: () => Promise<any>) => void} act
+ */
+function lineOf(run, queue, index, act) {
+  const button = (text, label, work, disabled = false) => {
+    const made = el("button.fp-chip", { type: "button", disabled, "aria-label": `${label}: ${run.name}` }, text);
+    made.title = label;
+    made.addEventListener("click", () => act(made, work));
+    made.dataset.action = label;
+    return made;
+  };
+  const [previous, afterNext] = [queue[index - 1], queue[index + 2]];
+  const change = (changes) => () => changeQueue(run.id, changes);
+  const actions = [
+    run.in_use && button("Start anyway", "Start even though another program uses the GPU", change({ shares: true })),
+    button("\u2191", "Move up", change({ before: previous?.id }), !previous || Boolean(previous.elsewhere)),
+    button("\u2193", "Move down", change({ before: afterNext?.id || "" }), index + 1 === queue.length),
+    run.held ? button("Release", "Release", change({ held: false })) : button("Hold", "Hold", change({ held: true })),
+    button("Remove", "Remove from queue", () => removeFromQueue(run.id, run.name)),
+  ];
+  const name = !run.elsewhere ? el("a", { href: `?tab=run&run=${encodeURIComponent(run.id)}` }, run.name) : run.name;
+  return el(
+    "li",
+    { "data-run": run.id },
+    el("span.fp-queue-name", {}, name),
+    el("span.fp-dim.fp-queue-reason", {}, run.reason),
+    el("span.fp-queue-actions", {}, run.elsewhere || actions.filter(Boolean)),
+  );
 }

@@ -98,8 +98,14 @@ export function mountRuns() {
   const onTrouble = (failures) => (page.away.hidden = failures < 2);
   page.poller = createPoller(pull, { isVisible, interval: 1000, onTrouble });
   page.poller.start();
-  addEventListener("resize", draw);
-  on("view", () => page.table.drawSoon());
+  addEventListener("resize", () => {
+    page.queue.fit();
+    draw();
+  });
+  on("view", () => {
+    page.queue.fit();
+    page.table.drawSoon();
+  });
 }
 
 function searchHelp() {
@@ -142,16 +148,8 @@ function merge(response) {
     runs = [...byId.values()].sort((a, b) => (a.id < b.id ? 1 : -1));
     for (const id of selected) if (!byId.has(id)) selected.delete(id);
   } else runs = runs.map((run) => byId.get(run.id) || run);
-  page.queue.draw(response.queue.map((waiting) => ({ ...waiting, reason: namesFor(waiting.reason) })));
+  page.queue.draw(response.queue);
   search();
-}
-
-/** A text with the names of runs for their IDs; an ID stays if another run has the same name. @param {string} text */
-function namesFor(text) {
-  return text.replace(/\d{4}-\d\d-\d\d_\d{6}_[\w.-]*[\w-]/g, (id) => {
-    const name = byId.get(id)?.name;
-    return name && (runs || []).filter((run) => run.name === name).length === 1 ? name : id;
-  });
 }
 
 /** Read the search; while it cannot be read, the list stays as it is. */

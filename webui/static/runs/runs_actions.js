@@ -38,18 +38,29 @@ function tagChanges(text) {
 export const tagList = (tags) =>
   el("span.fp-runs-tags", {}, tags.flatMap((tag) => [" ", el("span", {}, tag)]).slice(1));
 
-/** Edit the tags and notes of a run. @param {Run} run @param {() => void} changed */
+/**
+ * Edit the name, tags and notes of a run. An empty name is that of its start.
+ * @param {Run} run @param {() => void} changed
+ */
 export function editNotes(run, changed) {
-  const tags = el("input.fp-input", { type: "text", value: (run.tags || []).join(" "), placeholder: "paper baseline" });
+  const value = (run.tags || []).join(" ");
+  const tags = el("input.fp-input", { type: "text", value, placeholder: "paper baseline" });
+  const name = el("input.fp-input", { type: "text", value: run.name || "", maxlength: 80 });
   const notes = el("textarea.fp-input", { rows: 6, maxlength: 4000 });
   notes.value = run.notes || "";
   formDialog(
-    `Tags and notes of ${run.name || run.id}`,
-    [el("label", {}, "Tags, separated by spaces", tags), el("label", {}, "Notes", notes)],
+    `Name, tags and notes of ${run.name || run.id}`,
+    [
+      el("label", {}, "Name; the run's folder keeps its name", name),
+      el("label", {}, "Tags, separated by spaces", tags),
+      el("label", {}, "Notes", notes),
+    ],
     async () => {
       const kept = tags.value.split(/[\s,]+/).filter(Boolean);
       const removed = (run.tags || []).filter((tag) => !kept.includes(tag));
-      await annotate([run.id], { add_tags: kept, remove_tags: removed, notes: notes.value.trim() });
+      const changes = { add_tags: kept, remove_tags: removed, notes: notes.value.trim() };
+      const renamed = name.value.trim() === (run.name || "") ? {} : { name: name.value.trim() };
+      await annotate([run.id], { ...changes, ...renamed });
       changed();
     },
   );
@@ -196,7 +207,7 @@ function actionsOf(run, changed) {
     // A run that has completed no step has no checkpoint.
     RESUMABLE.includes(run.state) && action(startLabel(run.state, run.step ? "Resume" : ""), () => resumeRun(run.id)),
     action("Copy into form", async () => emit("clone", { id: run.id })),
-    action("Tags and notes", async () => editNotes(run, changed)),
+    action("Name, tags and notes", async () => editNotes(run, changed)),
     action(run.archived ? "Restore" : "Archive", () => archive([run.id], !run.archived, changed)),
     isDeletable(run) && action("Delete", remove, ".fp-row-menu-destructive"),
   ].filter(Boolean);

@@ -21,9 +21,10 @@ export function valueOf(run, key) {
   if (key === "duration") {
     const isRunning = ["starting", "running", "stopping"].includes(run.state);
     const end = run.ended || (isRunning ? Date.now() / 1000 : undefined);
-    return end && run.started ? Math.max(0, end - run.started) : undefined;
+    // Of all starts, without the time between them.
+    return end && run.started ? Math.max(0, end - run.started) + (run.earlier_seconds || 0) : undefined;
   }
-  return key === "started" ? run.started || run.created : run[key];
+  return run[key];
 }
 
 /**
@@ -98,7 +99,9 @@ function compare({ key, scale }, sign, limit) {
 
 /** The runs by a column; those without a value come last. @param {Run[]} runs @param {string} key */
 export function sortRuns(runs, key, descending) {
-  const keyed = runs.map((run) => ({ run, value: sortKey(valueOf(run, key)) }));
+  // A run that waits begins after the others.
+  const own = (run) => valueOf(run, key) ?? (key === "started" ? run.created : undefined);
+  const keyed = runs.map((run) => ({ run, value: sortKey(own(run)) }));
   const sign = descending ? -1 : 1;
   const known = keyed.filter(({ value }) => value !== undefined);
   known.sort((a, b) => (a.value < b.value ? -sign : a.value > b.value ? sign : 0));

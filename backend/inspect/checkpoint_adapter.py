@@ -1,0 +1,92 @@
+"""Whether the adapter of a run fits that of the checkpoint it resumes from, by its adapter_config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from backend import registry
+from backend.config import Lora, RunSpec
+from backend.config.options import by_name, effective, get, text
+from backend.modelspec import SCORE, ModelShape, lora_modules, matches_any
+
+# peft's keys that decide what the weights mean, and the option of each.
+OPTION_OF = {"r": "lora.r", "lora_alpha": "lora.alpha", "use_dora": "lora.use_dora", "use_rslora": "lora.use_rslora"}
+TARGETS, NAMES = "lora.targets", "lora.target_modules"
+HEADS = {SCORE, "classifier"}  # of reward models, which peft adds to modules_to_save
+
+
+def adapter_facts(spec: RunSpec, saved: RunSpec | None, folder: Path, shape: ModelShape | None) -> dict[str, Any]:
+    """The InputFacts about the adapter in `folder`, a checkpoint of the run `saved` if that is known: how its options
+    differ from those of `spec`, so that its weights would not fit, or be scaled differently. Empty if they do not."""
+    config: Any = None
+    with suppress(OSError, ValueError):
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        return {}
+    found = {option: config[key] for key, option in OPTION_OF.items() if isinstance(config.get(key), int | float)}
+    found |= _initialization(spec, config)
+    if shape:
+        found |= _targets(spec.lora, saved, config, shape) | _copies(spec.lora, config, shape)
+    differing = {name: value for name, value in found.items() if value != get(spec, name)}
+    if not differing:
+        return {}
+    has, sets = _listed(differing), _listed({name: get(effective(spec), name) for name in differing})
+    problem = f"The adapter in {folder} was trained with {has}, but this run sets {sets}."
+    return {"checkpoint_problem": problem, "checkpoint_options": tuple(differing.items())}
+
+
+def _initialization(spec: RunSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapter's initialization, if it belongs to other base weights than that of `spec`."""
+    own = registry.LORA_INITS[spec.lora.init].init_lora_weights
+    init = config.get("init_lora_weights", own)
+    if init == own or registry.same_base_weights(init, own):
+        return {}
+    names = (name for name, row in registry.LORA_INITS.items() if row.init_lora_weights == init)
+    return {"lora.init": next(names, str(init))}
+
+
+def _targets(lora: Lora, saved: RunSpec | None, config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """The target modules of the adapter, if they are others than those of `lora`."""
+    names = config.get("target_modules")
+    if saved and saved.method.kind == "lora":
+        before = {TARGETS: saved.lora.targets, NAMES: saved.lora.target_modules}
+    elif (
+        names and _is_names(names) and not config.get("target_parameters")
+    ):  # stacked experts have names of their own there
+        before = {TARGETS: "custom", NAMES: tuple(sorted(names))}
+    else:
+        return {}
+    then = lora.model_copy(update={"targets": before[TARGETS], "target_modules": before[NAMES]})
+    return before if _adapted(then, shape) != _adapted(lora, shape) else {}
+
+
+def _copies(lora: Lora, config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """The modules that the checkpoint has copies of, if they are others than those of `lora`."""
+    names = config.get("modules_to_save") or []
+    if not _is_names(names):
+        return {}
+    before = tuple(name for name in names if name not in HEADS)
+    return {"lora.modules_to_save": before} if _copied(before, shape) != _copied(lora.modules_to_save, shape) else {}
+
+
+def _is_names(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _adapted(lora: Lora, shape: ModelShape) -> set[str]:
+    return {leaf.path for leaf in lora_modules(lora, shape, each_layer=True)}
+
+
+def _copied(names: Collection[str], shape: ModelShape) -> set[str]:
+    known = frozenset(names) - HEADS
+    return {leaf.path for leaf in shape.modules(known) if matches_any(leaf.path, known)}
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    """'lora.r 8, lora.targets all-linear'; an empty list is left out, unless nothing else is there."""
+    words = [f"{name} {text(by_name()[name], value)}" for name, value in values.items() if value != ()]
+    return ", ".join(words) or f"no {next(iter(values))}"
