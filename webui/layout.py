@@ -91,7 +91,7 @@ def _method(form: Form) -> None:
             form.place("lora.r", "lora.alpha", "lora.dropout", "lora.targets")
             form.place("lora.target_modules", "method.freeze_trainable_layers", "method.freeze_extra_modules")
         with fields(more=True):
-            form.place("lora.init", "lora.loraplus_lr_ratio", "lora.use_dora", "lora.use_rslora")
+            form.place("lora.init", "lora.loraplus_lr_ratio", "lora.use_dora", "lora.use_rslora", "lora.adapter_path")
             form.place("lora.modules_to_save", "train.neftune_noise_alpha", "method.bnb_4bit_use_double_quant")
 
 

@@ -78,6 +78,8 @@ def _is_one_of(option: Option, allowed: Sequence[str]) -> str:
     """A condition on the value of an option: 'is a, b or c', or where that is much shorter, 'is not d'."""
     if option.kind == "datasets":
         return "has several datasets"
+    if tuple(allowed) == ("",):
+        return "is empty"
     values = [value for value, _ in option.choices]
     positive = f"is {_listed(allowed, values)}"
     others = [value for value in values if value not in allowed]

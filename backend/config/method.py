@@ -58,7 +58,14 @@ class Lora(Section):
     """Also trains a magnitude per output feature (weight-decomposed LoRA): slightly better at low ranks, but slower."""
     use_rslora: Annotated[bool, Ui("rsLoRA", when=LORA)] = False
     """Scales adapters by alpha / sqrt(r) instead of alpha / r, which stabilizes training at ranks above 64."""
-    init: Annotated[str, *one_of(registry.LORA_INITS), Ui("Adapter initialization", when=LORA)] = "default"
+    adapter_path: Annotated[str, Ui("Adapter to continue", when=LORA, path="folder")] = ""
+    """Folder of a trained LoRA adapter, such as the folder model of a run: training starts with its weights instead of
+    a new adapter, and with a new optimizer. Base model and adapter options must be those of the adapter."""
+    init: Annotated[
+        str,
+        *one_of(registry.LORA_INITS),
+        Ui("Adapter initialization", when={**LORA, "lora.adapter_path": ("",)}),
+    ] = "default"
     """Initial adapter matrices A and B (init_lora_weights); Default is usual, PiSSA and OLoRA compute them from the
     base weights."""
     loraplus_lr_ratio: Annotated[float, Field(ge=1, le=1024), Ui("LoRA+ learning rate ratio", when=LORA)] = 1.0

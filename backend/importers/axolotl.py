@@ -154,6 +154,8 @@ def _targets(found: Import) -> None:
         found.patch["lora.targets"] = "all-linear"
     else:
         found.targets("lora_target_modules")
+    if path := found.get("lora_model_dir"):
+        found.patch["lora.adapter_path"] = str(path)
     init = str(found.get("peft_init_lora_weights", True)).lower()
     init = "pissa_fast" if init.startswith("pissa_niter") else "default" if init == "true" else init
     if init in registry.LORA_INITS:

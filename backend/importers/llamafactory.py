@@ -88,9 +88,20 @@ def _method(found: Import) -> None:
     found.patch["method.freeze_extra_modules"] = words(found.get("freeze_extra_modules"))
     if kind == "freeze" and words(found.get("freeze_trainable_modules", "all")) != ["all"]:
         found.missing.append(f"freeze_trainable_modules: {found.table['freeze_trainable_modules']} (all are trained)")
+    _adapter(found)
     if found.get("pissa_init"):
         found.patch["lora.init"] = "pissa" if found.get("pissa_iter", 16) == -1 else "pissa_fast"
     _quantization(found)
+
+
+def _adapter(found: Import) -> None:
+    """The adapter that the run continues, unless the file does something else with it."""
+    paths, makes_new = words(found.get("adapter_name_or_path")), bool(found.get("create_new_adapter"))
+    if len(paths) == 1 and not makes_new:
+        found.patch["lora.adapter_path"] = paths[0]
+    elif paths:
+        what = "is merged, and a new adapter is trained" if makes_new else "several adapters are merged"
+        found.missing.append(f"adapter_name_or_path: {', '.join(paths)} ({what}; merge first, and set model.path)")
 
 
 def _quantization(found: Import) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from backend import registry
@@ -22,7 +22,8 @@ from backend.models import chat, trained
 from backend.models.chat_files import BASE
 from backend.models.trained import TrainedModel
 from backend.runs.folder import Run, RunError
-from backend.train import adapter_names, adapters, base_weights, checkpoint_weights, device, model
+from backend.train import adapters, base_weights, device, model
+from backend.train.continued_adapter import load_weights
 from backend.train.patches import peft_dequantize
 from backend.train.run_log import TrainError
 
@@ -96,7 +97,7 @@ class Models:
     def _load_base(self, found: TrainedModel, tokenizer: Any) -> Loaded:
         if self._is_reward:
             raise TrainError("A reward model has no base model to compare with: its base has no trained head.")
-        is_plain = bool(found.base) and not chat.is_residual(_adapter_config(found.folder))
+        is_plain = bool(found.base) and not trained.is_residual(_adapter_config(found.folder))
         if is_plain:
             self._load_tuned(found, tokenizer)
             base, use = self.tuned, self.tuned.disable_adapter
@@ -121,7 +122,7 @@ class Models:
         if adapter:
             self.report(f"Loading the adapter of {_name(found)}.")
             self.tuned_folder = None  # half of the weights may be loaded when there is an error
-            _load_adapter(self.tuned, found.folder)
+            load_weights(self.tuned, found.folder)
         self.tuned_folder = found.folder
 
     def _release(self) -> None:
@@ -138,11 +139,11 @@ class Models:
         base = self._from_source(tokenizer)
         if adapter.get("use_dora"):
             peft_dequantize.apply()
-        if chat.is_residual(adapter):  # the base weights must change as they did in training
+        if trained.is_residual(adapter):  # the base weights must change as they did in training
             return adapters.apply_method(self.spec, base, self._precision, self.device).eval()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # `_load_adapter` says what is missing
+                warnings.simplefilter("ignore")  # `load_weights` says what is missing
                 adapted = PeftModel.from_pretrained(base, str(folder))
         except Exception as error:  # of many kinds
             raise TrainError(f"The adapter in {folder} could not be loaded: {_first_line(error)}") from error
@@ -185,16 +186,6 @@ def _spec(run: Run) -> RunSpec:
     except RunError as error:
         raise TrainError(str(error)) from error
     return edit(spec, {**ALONE, "model.attn_implementation": "auto"})
-
-
-def _load_adapter(adapted: Any, folder: Path) -> None:
-    """Load the weights of an adapter: all of them. Raises TrainError."""
-    names = adapter_names.saved_names(adapted, get_peft_model_state_dict(adapted))
-    if all(name == saved for name, saved in names.items()):
-        checkpoint_weights.load(adapted, folder)
-    else:  # the file has published names, which only peft knows how to load
-        adapted.load_adapter(str(folder), "default")
-        adapter_names.require_loaded(adapted, folder)
 
 
 def _adapter_config(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from backend.config.processes import rendezvous_port
 from backend.config.sources import key_of
 from backend.inspect.chain import awaited_model, predecessor
 from backend.inspect.checkpoint import inspect_checkpoint
+from backend.inspect.checkpoint_adapter import continued_adapter_facts
 from backend.inspect.datasets import inspect_datasets, shares
 from backend.inspect.disk import inspect_nvme_folder
 from backend.inspect.examples import inspect_examples, show_examples, summarize_examples, wait_for_examples
@@ -68,6 +69,7 @@ def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = o
         **found,
         template_problem=_template_problem(spec.data, base),
         **inspect_checkpoint(spec, base, model.get("shape")),
+        **continued_adapter_facts(spec, base, model.get("shape")),
         **inspect_trainer(spec, base),
         **inspect_nvme_folder(spec, base),
         **inspect_port(rendezvous_port(spec)),

@@ -9,15 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from backend import presets, registry
+from backend import registry
 from backend.config import RunSpec
-from backend.config.options import effective
 from backend.config.processes import world_size
 from backend.engines import engine_of
-from backend.inspect.checkpoint_adapter import adapter_facts
+from backend.inspect.checkpoint_adapter import adapter_facts, saved_spec
 from backend.inspect.weights import WeightsError, weights_mismatch
 from backend.modelspec import ModelShape
-from backend.runs import CHECKPOINTS, COMPLETE, SPEC, checkpoint_files, files, resume_point
+from backend.runs import CHECKPOINTS, COMPLETE, checkpoint_files, resume_point
 
 # Format -> the files of its optimizer state, and who writes it. transformers 5.23 trainer.py, accelerate 1.15
 # utils/fsdp_utils.py, DeepSpeed 0.19 runtime/engine.py.
@@ -42,7 +41,7 @@ def inspect_checkpoint(spec: RunSpec, base: Path, shape: ModelShape | None) -> d
         return {}
     folder = base / Path(spec.save.resume_path).expanduser()
     if spec.method.kind == "lora":
-        return adapter_facts(spec, _saved_spec(folder), folder, shape)
+        return adapter_facts(spec, saved_spec(folder), folder, shape)
     with suppress(WeightsError, OSError):  # the trainer reads them again, and says it
         if shape and (problem := weights_mismatch(folder, shape)):
             return {"checkpoint_problem": f"{folder} does not fit the model of this run. {problem}"}
@@ -89,7 +88,7 @@ def _optimizer_problem(spec: RunSpec, folder: Path) -> str:
 def _other_optimizer(spec: RunSpec, folder: Path) -> str:
     """Whether the checkpoint has the state of another optimizer, which fails in the first step, a sentence; '' if the
     run that saved it is not known."""
-    saved = _saved_spec(folder)
+    saved = saved_spec(folder)
     if saved is None:
         return ""
     own, theirs = registry.OPTIMIZERS[spec.train.optim], registry.OPTIMIZERS[saved.train.optim]
@@ -106,14 +105,6 @@ def _other_optimizer(spec: RunSpec, folder: Path) -> str:
             "LoRA+ the optimizer has other parameter groups than without."
         )
     return ""
-
-
-def _saved_spec(folder: Path) -> RunSpec | None:
-    """The spec of the run that saved the checkpoint; None if it is not known."""
-    if folder.parent.name == CHECKPOINTS:
-        with suppress(OSError, ValueError):
-            return effective(presets.load(files.read_text(folder.parent.parent / SPEC)))
-    return None
 
 
 def _deepspeed_problem(spec: RunSpec, folder: Path) -> str:

@@ -1,4 +1,5 @@
-"""Whether the adapter of a run fits that of the checkpoint it resumes from, by its adapter_config.json."""
+"""Whether the adapter of a run fits that of the checkpoint it resumes from, or of the adapter that it continues, by
+its adapter_config.json."""
 
 from __future__ import annotations
 
@@ -8,13 +9,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from backend import registry
+from backend import presets, registry
 from backend.config import Lora, RunSpec
 from backend.config.options import by_name, effective, get, text
 from backend.modelspec import SCORE, ModelShape, lora_modules, matches_any
+from backend.runs import CHECKPOINTS, MODEL, SPEC, files
 
 # peft's keys that decide what the weights mean, and the option of each.
 OPTION_OF = {"r": "lora.r", "lora_alpha": "lora.alpha", "use_dora": "lora.use_dora", "use_rslora": "lora.use_rslora"}
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# Features of peft's LoRA that no option sets: the weights would not fit, or mean something else.
+NOT_IN_LORA = (
+    "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "trainable_token_indices", "lora_bias",
+    "exclude_modules", "arrow_config", "corda_config", "eva_config",
+)  # fmt: skip
 TARGETS, NAMES = "lora.targets", "lora.target_modules"
 HEADS = {SCORE, "classifier"}  # of reward models, which peft adds to modules_to_save
 
@@ -37,6 +45,57 @@ def adapter_facts(spec: RunSpec, saved: RunSpec | None, folder: Path, shape: Mod
     has, sets = _listed(differing), _listed({name: get(effective(spec), name) for name in differing})
     problem = f"The adapter in {folder} was trained with {has}, but this run sets {sets}."
     return {"checkpoint_problem": problem, "checkpoint_options": tuple(differing.items())}
+
+
+def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None) -> dict[str, Any]:
+    """The InputFacts about lora.adapter_path: why the run cannot continue this adapter, and its options if they are
+    why. Empty if nothing is wrong, or the run trains a new adapter."""
+    if spec.method.kind != "lora" or not spec.lora.adapter_path:
+        return {}
+    folder = base / Path(spec.lora.adapter_path).expanduser()
+    if problem := _unusable_adapter(folder):
+        return {"adapter_problem": problem}
+    found = adapter_facts(spec, saved_spec(folder), folder, shape)
+    return {name.replace("checkpoint", "adapter"): value for name, value in found.items()}
+
+
+def _unusable_adapter(folder: Path) -> str:
+    """Why the adapter in `folder` cannot be continued whatever the options are, a sentence; '' if it can."""
+    if not any((folder / name).is_file() for name in WEIGHTS):
+        return (
+            f"{folder} has no {WEIGHTS[0]}: set the folder of a saved LoRA adapter, such as the folder model of a run."
+        )
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        kind = str(config.get("peft_type", ""))
+    except (OSError, ValueError, AttributeError):
+        return f"{folder} has no adapter_config.json that can be read: set the folder of a saved LoRA adapter."
+    if kind != "LORA":
+        return f"The adapter in {folder} is of the kind {kind or 'unknown'}, and only LoRA adapters can be continued."
+    if other := [name for name in NOT_IN_LORA if config.get(name)] + ["bias"] * (
+        config.get("bias") not in (None, "none")
+    ):
+        return (
+            f"The adapter in {folder} uses {', '.join(other)}, which Footplate's adapters do not have. Merge it first."
+        )
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and any(
+        row.changes_base_weights and row.init_lora_weights == init for row in registry.LORA_INITS.values()
+    ):
+        return (
+            f"The adapter in {folder} is that of a checkpoint initialized with {init}, which belongs to modified base "
+            "weights. Use the final model of the run: its adapter fits the base model."
+        )
+    return ""
+
+
+def saved_spec(folder: Path) -> RunSpec | None:
+    """The spec of the run that saved a model or a checkpoint in this folder; None if it is not known."""
+    run = folder.parent if folder.name == MODEL else folder.parent.parent
+    with suppress(OSError, ValueError):
+        if folder.name == MODEL or folder.parent.name == CHECKPOINTS:
+            return effective(presets.load(files.read_text(run / SPEC)))
+    return None
 
 
 def _initialization(spec: RunSpec, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,6 +93,8 @@ class InputFacts:
     template_problem: str = ""  # of the chat template file
     checkpoint_problem: str = ""  # of save.resume_path
     checkpoint_options: tuple[tuple[str, Any], ...] = ()  # those of its adapter, where they differ and are the problem
+    adapter_problem: str = ""  # of lora.adapter_path
+    adapter_options: tuple[tuple[str, Any], ...] = ()  # those of the adapter, where they differ and are the problem
     nvme_problem: str = ""  # of parallel.nvme_path
     nvme_slow_reason: str = ""  # why parallel.nvme_path is not on a fast local disk, a sentence
     trainer_problem: str = ""  # why LLaMA-Factory cannot be started, a sentence

@@ -220,6 +220,7 @@ OF_ATTENTION = "the names q_proj, k_proj, v_proj and o_proj, which some models d
 def _lora(made: Export) -> None:
     lora = made.spec.lora
     made.written |= {"lora.targets", "lora.target_modules", "lora.modules_to_save", "lora.init", "lora.alpha"}
+    made.written.add("lora.adapter_path")
     names = {"custom": lora.target_modules, "attention": registry.ATTENTION_MODULES}
     made.table["lora_target"] = ",".join(names.get(lora.targets, ("all",)))
     if lora.targets == "attention":
@@ -227,6 +228,8 @@ def _lora(made: Export) -> None:
     made.table["lora_alpha"] = int(lora.alpha)
     if lora.alpha % 1:
         made.different.append(f"lora.alpha: {lora.alpha:g} is rounded, since LLaMA-Factory takes whole numbers only")
+    if lora.adapter_path:
+        made.table["adapter_name_or_path"] = made.value("lora.adapter_path")
     if lora.modules_to_save:
         made.table["additional_target"] = ",".join(lora.modules_to_save)
     if lora.init in ("pissa", "pissa_fast"):

@@ -27,8 +27,6 @@ IDLE_SECONDS = 300.0  # without a client, after which the process ends
 # A generation ends within a token, and there is nothing to save.
 TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)
 CHAT, TEXT, SCORE = "chat", "text", "score"
-# Initializations that subtract the initial adapter from the base weights: disabling the adapter does not restore them.
-RESIDUAL = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True)
@@ -92,12 +90,6 @@ def mode_of(spec: RunSpec, folder: Path) -> str:
         return SCORE
     is_chat = spec.train.stage != "pretraining" and spec.data.format != "text" and trained.has_template(folder)
     return CHAT if is_chat else TEXT
-
-
-def is_residual(adapter: dict[str, Any]) -> bool:
-    """Whether an adapter with this configuration was taken out of the base weights. Final models are converted."""
-    init = adapter.get("init_lora_weights")
-    return isinstance(init, str) and init.lower().startswith(RESIDUAL)
 
 
 def current(run: Run) -> Run | None:

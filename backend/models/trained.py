@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,13 +22,15 @@ WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.
 @dataclass(frozen=True)
 class TrainedModel:
     """`step`: of the checkpoint, None for the final model; `base`: the model that an adapter belongs to, '' for full
-    weights; `bytes`: of all files; `code`: Python that loads the model and uses it."""
+    weights; `bytes`: of all files; `code`: Python that loads the model and uses it; `further`: the options with which a
+    run trains it further, None for a checkpoint that belongs to modified base weights."""
 
     folder: Path
     step: int | None
     base: str
     bytes: int
     code: str
+    further: Mapping[str, Any] | None
 
     def files(self) -> list[Path]:
         """The files of the model, without those of the training's state."""
@@ -41,6 +44,7 @@ class TrainedModel:
             "base": self.base,
             "bytes": self.bytes,
             "code": self.code,
+            "further": self.further,
         }
 
 
@@ -90,7 +94,27 @@ def _described(folder: Path, step: int | None, changed: int) -> TrainedModel | N
         code = _code(folder, config, ADAPTER in names, GENERATION in names)
     except (OSError, ValueError, AttributeError):
         return None
-    return TrainedModel(folder, step, base, size, code)
+    return TrainedModel(folder, step, base, size, code, _further(folder, config, ADAPTER in names))
+
+
+# Initializations that subtract the initial adapter from the base weights: disabling the adapter does not restore them.
+RESIDUAL = ("pissa", "olora", "corda", "loftq")
+
+
+def is_residual(adapter: Mapping[str, Any]) -> bool:
+    """Whether an adapter with this configuration was taken out of the base weights. Final models are converted."""
+    init = adapter.get("init_lora_weights")
+    return isinstance(init, str) and init.lower().startswith(RESIDUAL)
+
+
+def _further(folder: Path, config: Mapping[str, Any], is_adapter: bool) -> Mapping[str, Any] | None:
+    start = {"save.resume_from": "latest"}  # not from a checkpoint
+    if not is_adapter:
+        return {**start, "model.source": "path", "model.path": str(folder), "lora.adapter_path": ""}
+    if is_residual(config):
+        return None
+    own = {"lora.r": config.get("r"), "lora.alpha": config.get("lora_alpha")}  # that of PiSSA was converted
+    return {**start, "lora.adapter_path": str(folder), **{name: value for name, value in own.items() if value}}
 
 
 def _files(folder: Path) -> list[Path]:

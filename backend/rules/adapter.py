@@ -16,6 +16,7 @@ DEFAULT_INIT = Fix("Use the default initialization", {"lora.init": "default"}, s
 INITS_FROM_WEIGHTS = tuple(name for name, row in registry.LORA_INITS.items() if row.changes_base_weights)
 MAX_LORA_B_RATE = 2e-2  # learning rate of LoRA+'s B matrices
 MAX_RSLORA_SCALE = 10
+PAIRS = {"data.builtin": "train-pairs"}
 
 
 def _uses_lora(case: Case) -> bool:
@@ -402,3 +403,53 @@ def adapters_of_shared_layers(case: Case) -> Violation | None:
     kind = case.facts.model_type
     message = f"Several decoder layers of {kind} share weights, which {names(list(found))} would change twice."
     return Violation(message, (fix,))
+
+
+@error(
+    "ADP015",
+    fields=("lora.adapter_path",),
+    title="The adapter to continue cannot be used",
+    source="the folder itself; peft 0.21 peft_model.py: what does not fit is ignored with a warning, and the scale of "
+    "an adapter follows from the options of the run",
+    fixes=(Fix("Train a new adapter", {"lora.adapter_path": ""}, False, "the trained adapter is not used"),),
+    fails_on=Example(
+        {"lora.adapter_path": "/nowhere/model"},
+        facts=replace(DEMO, adapter_problem="/nowhere/model has no adapter_model.safetensors."),
+    ),
+    passes_on=Example({"lora.adapter_path": "runs/a/model"}),
+    proof="launch",
+)
+def unusable_adapter(case: Case) -> Violation | None:
+    """A run can continue a LoRA adapter only with the adapter options and the base model that it was trained with:
+    rank, alpha, target modules, DoRA, rsLoRA and copied modules decide what its weights mean."""
+    problem = case.facts.adapter_problem
+    if not _uses_lora(case) or not case.spec.lora.adapter_path or not problem:
+        return None
+    options = dict(case.facts.adapter_options)
+    fix = Fix("Use the options of this adapter", options, False, "those of this run are not used")
+    return Violation(problem, (fix,) if options else (), ("lora.adapter_path", *options))
+
+
+@error(
+    "ADP016",
+    fields=("lora.adapter_path", "train.stage"),
+    title="The reference model would not have the adapter",
+    source="TRL 1.16 trainer/dpo_trainer.py: with an adapter and no reference model, the reference is the model with "
+    "its adapter disabled, which is the base model",
+    fixes=(Fix("Train a new adapter", {"lora.adapter_path": ""}, False, "the trained adapter is not used"),),
+    manual_fix="To start from the trained model, merge the adapter into its base model, and set the merged model as "
+    "model.path.",
+    fails_on=Example({**PAIRS, "train.stage": "dpo", "lora.adapter_path": "runs/a/model"}),
+    passes_on=Example({**PAIRS, "train.stage": "orpo", "lora.adapter_path": "runs/a/model"}),
+)
+def adapter_in_preference_stage(case: Case) -> str | None:
+    """DPO and KTO keep a model close to its reference, which should be the model that training starts with. With LoRA,
+    the reference is the base model without its adapter: of a continued adapter, this is not the starting point, and the
+    loss would pull the model back to the base model."""
+    spec = case.spec
+    if not _uses_lora(case) or not spec.lora.adapter_path or not registry.STAGES[spec.train.stage].uses_reference_model:
+        return None
+    return (
+        f"{registry.STAGES[spec.train.stage].label} compares with a reference model, which with LoRA is the base model "
+        "without any adapter. The continued adapter would not be part of it."
+    )

@@ -55,6 +55,17 @@ def record(context: TrainContext, source: ModelSource, start: Path | None) -> No
         write_json(context.folder / BASE, now)
 
 
+def check_adapter(run: Path, source: ModelSource, adapter: Path) -> None:
+    """Raise TrainError if `run` recorded that it has trained the adapter in this folder on other base weights."""
+    now, then = describe(source), _recorded(run)
+    if now["fingerprint"] and then.get("fingerprint") and then["fingerprint"] != now["fingerprint"]:
+        raise TrainError(
+            f"lora.adapter_path: the adapter in {adapter} was trained on a base model with other weights than "
+            f"{source.name} (fingerprint {then['fingerprint'][:8]}, here {now['fingerprint'][:8]}). Set the base model "
+            "of the adapter."
+        )
+
+
 def check(run: Path, source: ModelSource) -> str:
     """How the base model of the run in this folder was identified, for a reader. Raises TrainError if its weights are
     not those of the training: an adapter would generate gibberish with them."""

@@ -107,13 +107,18 @@ def check_checkpoint(model: Any, checkpoint: Path | None) -> None:
     weights mean the same."""
     if checkpoint is None or not hasattr(model, "peft_config") or not (checkpoint / CONFIG).is_file():
         return
-    own, other = model.peft_config["default"], PeftConfig.from_pretrained(str(checkpoint))
+    check_adapter(model, checkpoint, "save.resume_path")
+
+
+def check_adapter(model: Any, folder: Path, option_of_folder: str) -> None:
+    """Raise TrainError unless the adapter in `folder`, which this option names, has the model's adapter options."""
+    own, other = model.peft_config["default"], PeftConfig.from_pretrained(str(folder))
     for key, option in OPTION_OF.items():
-        values = getattr(own, key), getattr(other, key)
+        values = getattr(own, key, None), getattr(other, key, None)
         if values[0] != values[1] and not (key == "init_lora_weights" and registry.same_base_weights(*values)):
             raise TrainError(
-                f"save.resume_path: the adapter in {checkpoint} was trained with {key} {getattr(other, key)}, but this "
-                f"run has {getattr(own, key)}. Set {option} to the same value."
+                f"{option_of_folder}: the adapter in {folder} was trained with {key} {values[1]}, but this run has "
+                f"{values[0]}. Set {option} to the same value."
             )
 
 

@@ -19,6 +19,7 @@ from backend.train import (
     base_weights,
     checkpoint_weights,
     checkpoints,
+    continued_adapter,
     data,
     device,
     disk_space,
@@ -103,7 +104,7 @@ def train_in_phases(context: TrainContext) -> None:
     trainer.divergence, trainer.monitor, trainer.skipped, trainer.progress = divergence, monitor, skipped, progress
     progress.router_loss_weight = trainers.router_loss_coefficient(trainer)
     start = _start(context, checkpoint.options)
-    _check_checkpoint(context, source, trainer, start)
+    _check_start(context, source, trainer, start)
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers
     if context.engine.preparation:
         run_log.start_phase("preparing engine", context.engine.preparation)
@@ -244,13 +245,16 @@ def _still_own(context: TrainContext, start: Path | None) -> Path | None:
     return start
 
 
-def _check_checkpoint(context: TrainContext, source: model.ModelSource, trainer: Any, start: Path | None) -> None:
-    """Raise TrainError for a checkpoint of other weights that an engine would load anyway, or of another base model."""
+def _check_start(context: TrainContext, source: model.ModelSource, trainer: Any, start: Path | None) -> None:
+    """Raise TrainError for a checkpoint of other weights that an engine would load anyway, or of another base model.
+    Without a checkpoint, load the adapter that the run continues."""
     context.first(lambda: base_weights.record(context, source, start))
     weights = trainer.accelerator.unwrap_model(trainer.model)
     lora.check_checkpoint(weights, start)
     if start and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         context.first(lambda: checkpoint_weights.check_engine_names(weights, start))
+    elif start is None:
+        continued_adapter.load(context, source, weights)
 
 
 def _result(trainer: Any, totals: Mapping[str, Any], counts: tuple[int, int]) -> dict[str, Any]:

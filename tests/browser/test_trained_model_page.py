@@ -68,11 +68,11 @@ def test_the_card_of_a_trained_model(server, page):
     assert value(page, "method.kind") == "full"
 
 
-def test_an_adapter_is_trained_further_when_it_is_merged(server, page):
+def test_an_adapter_is_continued_or_merged_and_trained_further(server, page):
     run = plant(server, "adapter")
     (run.path / "model/model.safetensors").unlink()
     (run.path / "model/config.json").unlink()
-    base = {"base_model_name_or_path": "tiny-llama", "peft_type": "LORA"}
+    base = {"base_model_name_or_path": "tiny-llama", "peft_type": "LORA", "r": 4, "lora_alpha": 6.0}
     (run.path / "model/adapter_config.json").write_text(json.dumps(base))
     (run.path / "model/adapter_model.safetensors").write_bytes(bytes(1000))
     samples = [{"prompt": "2 + 2?", "reference": "4", "before": "no", "after": "4"}]
@@ -90,8 +90,12 @@ def test_an_adapter_is_trained_further_when_it_is_merged(server, page):
     link = card.get_by_role("link", name="Download merged model")
     response = page.request.get(link.get_attribute("href"))
     assert f'filename="{run.id}-merged.zip"' in response.headers["content-disposition"]
-    card.get_by_role("button", name="Train further").click()
+    card.get_by_role("button", name="Train merged model further").click()
     page.wait_for_function("path => footplate.values()['model.path'] === path", arg=str(job.path / "model"))
+    show_run(page, run)
+    card.get_by_role("button", name="Train further").click(timeout=SLOW_TIMEOUT)
+    page.wait_for_function("path => footplate.values()['lora.adapter_path'] === path", arg=str(run.path / "model"))
+    assert value(page, "lora.r") == 4 and value(page, "lora.alpha") == 6
     show_run(page, run)
     card.get_by_role("button", name="Delete merged model").click(timeout=SLOW_TIMEOUT)
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()

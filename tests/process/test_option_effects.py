@@ -34,6 +34,7 @@ from backend.runs import SPEC, STOP
 from backend.train import (
     adapters,
     checkpoints,
+    continued_adapter,
     data,
     device,
     generation_eval,
@@ -138,9 +139,10 @@ def lora_scaling_and_dropout(spec: RunSpec) -> Any:
 
 def initial_lora_b_sum(spec: RunSpec) -> Any:
     """The sum of a LoRA B matrix before the first step."""
-    return float(
-        adapted_model(spec).base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.detach().sum()
-    )
+    model, (_, source) = adapted_model(spec), tokenizer_and_source(spec.model_dump_json())
+    context: Any = SimpleNamespace(spec=spec, first=lambda work: work(), run_log=SimpleNamespace(info=print))
+    continued_adapter.load(context, source, model)
+    return float(model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.detach().sum())
 
 
 def base_layer_type(spec: RunSpec) -> Any:
@@ -443,7 +445,7 @@ def log_levels(spec: RunSpec) -> Any:
 def _saved_models(root: Path, fork_server: ForkServer) -> None:
     """Runs that save no model, an adapter and a merged model."""
     for save, merge in ((False, False), (True, False), (True, True)):
-        changes = {"save.final_model": save, "save.merge_adapter": merge, "train.max_steps": 1}
+        changes = {"save.final_model": save, "save.merge_adapter": merge, "train.max_steps": 2}
         fork_server.train(root / f"saved-{save}-{merge}", make_spec(changes))
 
 
@@ -549,6 +551,7 @@ CASES: dict[str, Case] = {
     "lora.use_dora": Case(True, trainable_shapes),
     "lora.use_rslora": Case(True, lora_scaling_and_dropout),
     "lora.init": Case("pissa", initial_lora_b_sum),
+    "lora.adapter_path": Case("INPUTS/saved-True-False/model", initial_lora_b_sum),
     "lora.loraplus_lr_ratio": Case(16.0, highest_learning_rate),
     "method.freeze_trainable_layers": Case(-1, trainable_shapes, FREEZE),
     "method.freeze_extra_modules": Case(("embed_tokens",), trainable_shapes, FREEZE),

@@ -15,8 +15,9 @@ from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import Machine
-from backend.models import chat, chat_files, system_prompt
+from backend.models import chat, chat_files, system_prompt, trained
 from backend.models.chat_files import BASE, CLEAR, OUTPUTS, REQUESTS, STOP, TUNED, Lines, Request
+from backend.models.jobs import place
 from backend.runs import RESULT
 from backend.runs.folder import ALIVE, RunError
 
@@ -161,12 +162,12 @@ def test_a_run_without_a_model_is_refused(tmp_path):
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", None])
 def test_usual_adapters_are_on_the_base_weights(init):
-    assert not chat.is_residual({"init_lora_weights": init})
+    assert not trained.is_residual({"init_lora_weights": init})
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
 def test_adapters_that_were_taken_out_of_the_base_weights(init):
-    assert chat.is_residual({"init_lora_weights": init})
+    assert trained.is_residual({"init_lora_weights": init})
 
 
 def test_the_system_prompt_of_training(tmp_path):
@@ -189,14 +190,16 @@ def test_the_system_prompt_of_training(tmp_path):
 
 def test_the_devices_of_a_chat(tmp_path):
     run = make_run(tmp_path)
-    env, devices = chat._place(run)
+    env, devices = place(run, is_light=True)
     assert devices == {} and env["OMP_NUM_THREADS"] == "1" and env["CUDA_VISIBLE_DEVICES"] == ""
+    env, devices = place(run, is_light=False)
+    assert env["OMP_NUM_THREADS"] == run.plan().env["OMP_NUM_THREADS"] and devices == dict(run.plan().devices)
     resolved = json.loads((run.path / "resolved.json").read_text())
     (run.path / "resolved.json").write_text(json.dumps({**resolved, "device": "cuda", "device_ids": [3, 4]}))
     plan = json.loads((run.path / "plan.json").read_text())
     plan["devices"] = {"GPU-a": "GPU 3", "GPU-b": "GPU 4"}
     (run.path / "plan.json").write_text(json.dumps(plan))
-    env, devices = chat._place(run)
+    env, devices = place(run, is_light=True)
     assert devices == {"GPU-a": "GPU 3"} and env["CUDA_VISIBLE_DEVICES"] == "3"
 
 

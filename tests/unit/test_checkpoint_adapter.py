@@ -58,3 +58,57 @@ def test_a_checkpoint_of_another_adapter(
         (found,) = (f for f in check(resumed, LAPTOP, facts) if f.code == "TRN008")
         fixed = edit(resumed, found.fixes[0].patch)
         assert inspect_inputs(fixed, tmp_path).checkpoint_problem == ""
+
+
+CONTINUED = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": ["q_proj"], "bias": "none"}
+
+
+def continued(folder: Path, changes: dict[str, Any], **options: Any) -> Any:
+    """What is found of a run that continues the adapter in `folder`, with changes of its configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_model.safetensors").touch()
+    (folder / "adapter_config.json").write_text(json.dumps({**CONTINUED, **changes}))
+    return inspect_inputs(spec(**TINY, **QUERY, lora__adapter_path=str(folder), **options), folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, ""),
+        ({"r": 8}, "was trained with lora.r 8, but this run sets lora.r 16"),
+        ({"lora_alpha": 16}, "lora.alpha 16"),
+        ({"use_dora": True}, "lora.use_dora True"),
+        ({"target_modules": ["k_proj"]}, "lora.target_modules k_proj"),
+        ({"peft_type": "IA3"}, "is of the kind IA3, and only LoRA adapters can be continued"),
+        ({"rank_pattern": {"q_proj": 2}}, "uses rank_pattern, which Footplate's adapters do not have"),
+        ({"bias": "all"}, "uses bias"),
+        ({"init_lora_weights": "pissa"}, "belongs to modified base weights. Use the final model"),
+        ({"init_lora_weights": "gaussian"}, ""),
+    ],
+)
+def test_an_adapter_to_continue(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    facts = continued(tmp_path / "model", changes)
+    assert (facts.adapter_problem == "") == (problem == "") and problem in facts.adapter_problem
+    run = spec(**TINY, **QUERY, lora__adapter_path=str(tmp_path / "model"))
+    found = [finding for finding in check(run, LAPTOP, facts) if finding.code == "ADP015"]
+    assert bool(found) == bool(problem)
+    if facts.adapter_options:
+        fixed = edit(run, found[0].fixes[0].patch)
+        assert inspect_inputs(fixed, tmp_path).adapter_problem == ""
+
+
+def test_what_is_no_adapter_cannot_be_continued(tmp_path: Path) -> None:
+    run = spec(**TINY, lora__adapter_path=str(tmp_path / "nothing"))
+    assert "has no adapter_model.safetensors: set the folder" in inspect_inputs(run, tmp_path).adapter_problem
+    continued(tmp_path / "broken", {})
+    (tmp_path / "broken/adapter_config.json").write_text("[1]")
+    broken = spec(**TINY, lora__adapter_path="broken")
+    assert "no adapter_config.json that can be read" in inspect_inputs(broken, tmp_path).adapter_problem
+    full = spec(**TINY, method__kind="full", lora__adapter_path="broken")
+    assert inspect_inputs(full, tmp_path).adapter_problem == ""
+
+
+def test_the_targets_of_the_run_that_trained_it(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("lora:\n  targets: all-linear\n")
+    facts = continued(tmp_path / "model", {})
+    assert dict(facts.adapter_options) == {"lora.targets": "all-linear", "lora.target_modules": ()}

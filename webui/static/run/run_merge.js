@@ -6,8 +6,7 @@ import { confirmDialog, copy, el, notify } from "../dom.js";
 import { bytes, num, percent } from "../format.js";
 import { hasEnded } from "../run_state.js";
 
-const WHY =
-  "Merge the adapter into the base model's weights for programs that cannot load adapters, or to train it further.";
+const WHY = "Merge the adapter into the base model's weights for programs that cannot load adapters.";
 
 /** Whether a merge runs, so that the page asks for its progress. */
 export const isMerging = (job) => Boolean(job) && !hasEnded(job.state);
@@ -71,7 +70,7 @@ function mergedParts(job, run) {
     actions(
       el("a.fp-button", { href: url(`${run.base}/merges/${job.id}/model.zip`), download: "" }, "Download merged model"),
       button("Copy folder", () => copy(job.model.folder, "Folder")),
-      furtherButton(job.model, run.from, run.train),
+      furtherButton(job.model, run.from, run.train, "Train merged model further"),
       button("Delete merged model", removeIt),
     ),
   ];
@@ -92,8 +91,11 @@ export async function ask(request, run) {
 }
 
 /** Opens Build with the run's options and this model. */
-export function furtherButton({ folder }, from, train) {
-  const patch = { "model.source": "path", "model.path": folder };
-  const fix = { label: "the trained model", patch, diff: [{ label: "Model folder", from, to: folder }] };
-  return el("button.fp-button", { type: "button", onclick: () => train(fix) }, "Train further");
+export function furtherButton({ folder, base, further }, from, train, text = "Train further") {
+  if (!further) return null;
+  const change = base
+    ? { label: "Adapter to continue", from: "", to: folder }
+    : { label: "Model folder", from, to: folder };
+  const fix = { label: base ? "the trained adapter" : "the trained model", patch: further, diff: [change] };
+  return el("button.fp-button", { type: "button", onclick: () => train(fix) }, text);
 }

@@ -9,7 +9,7 @@ import { fold } from "./run_results.js";
 
 /**
  * @param {{ folder: string, step: number | null, base: string, bytes: number, code: string, merge: any,
- * publications: any[] }} model
+ * publications: any[], further: any }} model
  * @param {{ base: string, from: string, train: (fix: any) => void, refresh: () => void, showGenerations: (() => void) |
  * null }} run base is its API path, from the model that it started with, train opens Build with a change
  * @returns {Node[]}
@@ -27,7 +27,7 @@ export function modelParts(model, { base, from, train, refresh, showGenerations 
       {},
       el("a.fp-button", { href: url(`${base}/model.zip`), download: "" }, "Download"),
       el("button.fp-button", { type: "button", onclick: () => copy(model.folder, "Folder") }, "Copy folder"),
-      model.base ? null : furtherButton(model, from, train),
+      furtherButton(model, from, train),
       showGenerations &&
         el("button.fp-button", { type: "button", onclick: showGenerations }, "Generations before and after"),
     ),

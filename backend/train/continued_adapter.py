@@ -1,0 +1,48 @@
+"""Training that continues an adapter (lora.adapter_path): its weights are loaded before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peft import get_peft_model_state_dict
+
+from backend.config import RunSpec
+from backend.train import adapter_names, base_weights, checkpoint_weights, lora
+from backend.train.context import TrainContext
+from backend.train.model import ModelSource
+from backend.train.run_log import TrainError
+
+
+def load(context: TrainContext, source: ModelSource, model: Any) -> None:
+    """Load the adapter of lora.adapter_path into `model`, which has a new one; nothing without this option. Raises
+    TrainError unless it is an adapter with the options of the run, on the base model in `source`."""
+    spec = context.spec
+    if spec.method.kind != "lora" or not spec.lora.adapter_path:
+        return
+    folder = Path(spec.lora.adapter_path).expanduser()
+    context.first(lambda: _check(spec, source, model, folder))
+    if not any(parameter.is_meta for parameter in model.parameters()):  # those get the weights of rank 0
+        load_weights(model, folder)
+    context.run_log.info(f"Continuing the adapter in {folder}.")
+
+
+def _check(spec: RunSpec, source: ModelSource, model: Any, folder: Path) -> None:
+    if not (folder / lora.CONFIG).is_file():
+        raise TrainError(
+            f"lora.adapter_path: {folder} has no {lora.CONFIG}. Set the folder of a saved LoRA adapter, or leave the "
+            "option empty."
+        )
+    lora.check_adapter(model, folder, "lora.adapter_path")
+    for run in (folder.parent, folder.parent.parent):  # its model, or a checkpoint of it
+        base_weights.check_adapter(run, source, folder)
+
+
+def load_weights(adapted: Any, folder: Path) -> None:
+    """Load the weights of the adapter in `folder`: all of them. Raises TrainError."""
+    names = adapter_names.saved_names(adapted, get_peft_model_state_dict(adapted))
+    if all(name == saved for name, saved in names.items()):
+        checkpoint_weights.load(adapted, folder)
+    else:  # the file has published names, which only peft knows how to load
+        adapted.load_adapter(str(folder), "default")
+        adapter_names.require_loaded(adapted, folder)
