@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,10 @@ from transformers.pytorch_utils import Conv1D
 from trl.trainer.utils import add_fused_lm_head
 
 from backend.config.options import changes
+from backend.inspect.checkpoint_adapter import adapter_facts
 from backend.inspect.weights import weights_mismatch
 from backend.machine import Machine, probe
-from backend.modelspec import UnknownArchitecture, from_config
+from backend.modelspec import ModelShape, UnknownArchitecture, from_config
 from backend.modelspec.from_table import shape_from_table
 from backend.modelspec.modules import target_name
 from backend.paths import HOME
@@ -51,6 +53,7 @@ from backend.preflight import preflight
 from backend.registry import NO_ZERO3, PACKING_ISOLATED, PACKING_NEEDS_CONV1D, PACKING_PACKAGES, UNTRAINABLE
 from backend.rules.distributed.ddp import WITHOUT_GRADIENT
 from backend.runs import RESULT
+from backend.train import adapters
 from backend.train.describe_model import Refused, describe
 from backend.train.patches import (
     deepspeed_fp32_buffers,
@@ -488,13 +491,33 @@ def test_saved_weights_match_their_config(kind: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     try:
-        shape = from_config(config)
-    except UnknownArchitecture:
-        try:
-            shape = shape_from_table(describe(config), config)
-        except (UnknownArchitecture, Refused) as error:
-            pytest.skip(f"refused: {error}")
+        shape = shape_of(config)
+    except (UnknownArchitecture, Refused) as error:
+        pytest.skip(f"refused: {error}")
     assert not weights_mismatch(tmp_path, shape)
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    """The shape of a model. Raises UnknownArchitecture, Refused."""
+    with suppress(UnknownArchitecture):
+        return from_config(config)
+    return shape_from_table(describe(config), config)
+
+
+@pytest.mark.parametrize("kind", soak_except(model_types(), ("llama", "gpt2", "mixtral")))
+@pytest.mark.parametrize("targets", ["all-linear", "attention"])
+def test_an_adapter_with_the_same_targets_can_be_resumed(kind: str, targets: str, tmp_path: Path) -> None:
+    """inspect/checkpoint_adapter.py compares what peft wrote with the modules that the checks expect to be adapted."""
+    spec = make_spec({"lora.targets": targets})
+    try:
+        model = build(kind)
+        config = json.loads(model.config.to_json_string())
+        shape = shape_of(config)
+        adapted = get_peft_model(model, adapters.lora_config(spec, model))
+    except Exception as error:
+        pytest.skip(f"cannot be built or adapted: {error}")
+    adapted.peft_config["default"].save_pretrained(str(tmp_path))
+    assert not adapter_facts(spec, None, tmp_path, shape)
 
 
 # --- The document ---
