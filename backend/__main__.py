@@ -19,6 +19,7 @@ from backend.cli import (
     evaluate,
     export,
     export_metrics,
+    export_model,
     merge,
     prepared_data,
     publish,
@@ -30,6 +31,7 @@ from backend.cli import (
 )
 from backend.config.options import SpecError
 from backend.environments import ENVIRONMENTS
+from backend.models.gguf import DEFAULT, FORMATS
 from backend.runs.folder import RunError
 
 Command = Callable[[argparse.Namespace], int]
@@ -83,6 +85,7 @@ COMMANDS: Mapping[str, Command] = {
     "retry": runs.retry,
     "merge": merge.start,
     "publish": publish.start,
+    "export-model": export_model.start,
     "import": commands.import_file,
     "export": export.start,
     "env": environments.start,
@@ -125,7 +128,7 @@ def parser() -> argparse.ArgumentParser:
     cache.add_argument(
         "action", choices=("list", "clear"), metavar="list|clear", help="list the datasets, or remove all"
     )
-    env = command("env", help="create a Python environment for another trainer, or list those that exist")
+    env = command("env", help="create an environment for another trainer or for GGUF files, or list those that exist")
     env.add_argument("action", choices=("create", "list"), metavar="create|list", help="what to do")
     env.add_argument(
         "name", nargs="?", default="llamafactory", choices=tuple(ENVIRONMENTS), help="(default: %(default)s)"
@@ -284,12 +287,15 @@ def _add_evaluate(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
 
 
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:
-    """merge, publish, metrics, export-metrics, stacks, bundle."""
+    """merge, export-model, publish, metrics, export-metrics, stacks, bundle."""
     merged = command("merge", run_id, help="merge the adapter of a run into its base model, and check the result")
     merged.add_argument(
         "--step", type=int, metavar="N", help="the adapter of this checkpoint (default: the final model)"
     )
     _add_publish(command, run_id)
+    model = command("export-model", run_id, help="write the model of a run as a GGUF file, and check it in llama.cpp")
+    model.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
+    model.add_argument("--format", choices=tuple(FORMATS), default=DEFAULT, help="(default: %(default)s)")
     command("metrics", run_id, help="print the logged metrics of a run")
     exported = command("export-metrics", folder, help="write the metrics of runs for TensorBoard or trackio")
     exported.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")

@@ -56,6 +56,7 @@ TRAIN_MAY_IMPORT = {
     "backend.models",
 }
 TRAIN_MAY_IMPORT |= {"backend.resolve", "backend.engines", "backend.inspect", "backend.machine", "backend.rules"}
+TRAIN_MAY_IMPORT |= {"backend.environments"}
 # Modules that compare names of engines, ZeRO stages or FSDP versions instead of asking an engine, outside of the
 # modules of an engine itself. Each of them must be reviewed when an engine is added.
 COMPARES_ENGINES = re.compile(

@@ -1,4 +1,4 @@
-"""`footplate env`: Python environments for other trainers."""
+"""`footplate env`: environments for other trainers, and for GGUF files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def start(arguments: argparse.Namespace) -> int:
         packages = ", ".join(f"{package} {version}" for package, version in environments.versions(name).items())
         print(f"{name}: {environment_folder(name)} ({environments.size(name) / 2**30:.1f} GiB; {packages})")
     if not found:
-        print("No environment exists. `footplate env create llamafactory` creates one.")
+        names = " or ".join(f"`footplate env create {name}`" for name in environments.ENVIRONMENTS)
+        print(f"No environment exists. {names} creates one.")
     return 0
 
 

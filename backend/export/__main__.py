@@ -1,4 +1,5 @@
-"""`python -m backend.export FOLDER`: merges an adapter, as the job in FOLDER (backend/tasks/merge.py) says."""
+"""`python -m backend.export FOLDER`: merges an adapter, or exports a GGUF file, as the job in FOLDER says
+(backend/tasks/merge.py, gguf.py)."""
 
 from __future__ import annotations
 
@@ -7,29 +8,33 @@ import sys
 import time
 from pathlib import Path
 
+from backend.export.gguf import GgufExport
 from backend.export.merge import Merge
-from backend.runs import LOCK, MERGE, RESULT, files, json_values
+from backend.runs import GGUF, LOCK, MERGE, RESULT, files, json_values
 from backend.runs.folder import Run
 from backend.train import exit, logging_setup
 from backend.train.run_log import RunLog, Stopped
 
 
 def main() -> None:
-    """Merge, and write the result."""
+    """Merge or export, and write the result."""
     parser = argparse.ArgumentParser(prog="python -m backend.export", description=__doc__)
-    parser.add_argument("folder", type=Path, help=f"the job's folder, with {MERGE}")
+    parser.add_argument("folder", type=Path, help=f"the job's folder, with {MERGE} or {GGUF}")
     folder = files.held(parser.parse_args().folder)
     sys.excepthook = exit.print_error
     logging_setup.configure_logging("warning", 0, False)
     run_log, started = RunLog(folder), (folder / LOCK).stat().st_mtime
     try:
-        step = json_values.read(folder / MERGE)["step"]
-        result = Merge(Run(Run(folder).path.parent.parent), step, folder, run_log).run_all()
+        run = Run(Run(folder).path.parent.parent)
+        if (folder / GGUF).exists():
+            result = GgufExport(run, folder, run_log).run_all()
+        else:
+            result = Merge(run, json_values.read(folder / MERGE)["step"], folder, run_log).run_all()
     except Stopped:
         run_log.info("Stopped.")
         return
     files.write_json(folder / RESULT, {**result, "seconds": round(time.time() - started, 1)})
-    run_log.start_phase("done", f"The merged model is in {Run(folder).path / result['model']}.", fraction=1.0)
+    run_log.start_phase("done", f"Saved {Run(folder).path / result['model']}.", fraction=1.0)
 
 
 if __name__ == "__main__":

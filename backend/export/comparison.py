@@ -46,8 +46,9 @@ class Difference:
 
 
 def probe_batches(run_folder: Path, tokenizer: Any) -> list[torch.Tensor]:
-    """Token ids of each text, of shape (1, tokens): at most MAX_POSITIONS tokens in all."""
-    rendered = [*_held_out(run_folder), *(_render(tokenizer, text) for text in TEXTS)]
+    """Token ids of each text, of shape (1, tokens): at most MAX_POSITIONS tokens in all. The fixed texts come first,
+    since they are short."""
+    rendered = [*(_render(tokenizer, text) for text in TEXTS), *held_out(run_folder)]
     batches, left = [], MAX_POSITIONS
     for text in rendered:
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"][: min(MAX_TOKENS, left)]
@@ -59,11 +60,11 @@ def probe_batches(run_folder: Path, tokenizer: Any) -> list[torch.Tensor]:
     return batches
 
 
-def _held_out(run_folder: Path) -> list[str]:
-    """Rendered prompts of validation examples with the generations from before training; empty for a run that generated
-    none."""
+def held_out(run_folder: Path, with_output: bool = True) -> list[str]:
+    """Rendered prompts of validation examples, with the generations from before training unless `with_output` is False;
+    empty for a run that generated none."""
     try:
-        return [f"{prompt}{output}" for prompt, output in read(run_folder / BEFORE)][:MAX_HELD_OUT]
+        return [prompt + output * with_output for prompt, output in read(run_folder / BEFORE)][:MAX_HELD_OUT]
     except (OSError, ValueError, TypeError):
         return []
 

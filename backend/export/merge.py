@@ -9,16 +9,13 @@ must also change the outputs of the base model measurably.
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import psutil
 import torch
-from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import (
@@ -29,26 +26,19 @@ from transformers import (
 
 from backend import registry
 from backend.config import RunSpec
-from backend.config.options import edit
+from backend.export import loading
 from backend.export.comparison import Difference, compare, log_probabilities, probe_batches, write_certificate
-from backend.inspect.weights import WeightsError, weight_shapes
 from backend.models import trained
-from backend.presets import read
-from backend.runs import MODEL, SPEC
+from backend.runs import MODEL
 from backend.runs.folder import Run
-from backend.train import adapter_names, base_weights, lora, model
-from backend.train.run_log import RunLog, Stopped, TrainError
+from backend.train import base_weights, lora, model
+from backend.train.run_log import RunLog, TrainError
 
 CERTIFICATE, UNCHECKED = "certificate.json", "unchecked"
 Tensors: TypeAlias = Sequence[torch.Tensor]  # one for each text
 MAX_KL, MAX_KL_16_BIT = 1e-4, 1e-3  # of fp32 weights, and of weights that are rounded to 16 bits; computed in fp32
 MIN_RATIO = 100.0  # what the adapter changes, as a multiple of what merging changes
 FROM_BASE = ("tokenizer.model",)  # files that transformers 5 does not write, and that converters to GGUF need
-OUTSIDE = {
-    "parallel.strategy": "single", "train.use_liger_kernel": False, "train.use_unsloth": False,
-    "train.torch_compile": False, "save.merge_adapter": False,
-    "model.attn_implementation": "auto",
-}  # fmt: skip
 
 
 @dataclass
@@ -63,18 +53,17 @@ class Merge:
     def run_all(self) -> dict[str, Any]:
         """Merge, check, save. Returns the result; raises TrainError and Stopped."""
         adapter = self._adapter()
-        spec = self._spec()
+        spec = loading.spec_of(self.run)
         self._phase("loading base", f"Loading the base model, {spec.model.name}.", 0.05)
-        source = model.locate(spec, lambda text, fraction: self.run_log.progress("loading base", text, fraction))
+        source = loading.locate(spec, self.run_log)
         base_check = base_weights.check(self.run.path, source)
-        self._check_memory(source)
         tokenizer = model.load_saved_tokenizer(spec, adapter.folder)
-        base = self._load_base(spec, source, tokenizer)
+        base = loading.load_base(self.run, spec, source, tokenizer)
         batches = probe_batches(self.run.path, tokenizer)
         self._phase("comparing", "Computing the outputs of the base model.", 0.25)
         of_base = log_probabilities(base, batches, "base model")
         self._phase("loading adapter", "Loading the adapter.", 0.35)
-        adapted = load_adapter(base, adapter.folder)
+        adapted = loading.load_adapter(base, adapter.folder)
         expected = log_probabilities(adapted, batches, "base model with the adapter")
         change = compare(expected, of_base)
         self._phase("merging", "Merging.", 0.5)
@@ -97,9 +86,7 @@ class Merge:
         return {"model": MODEL, "certificate": certificate}
 
     def _phase(self, name: str, text: str, fraction: float) -> None:
-        if self.run_log.stop_requested():
-            raise Stopped
-        self.run_log.start_phase(name, text, fraction=fraction)
+        loading.start_phase(self.run_log, name, text, fraction)
 
     def _adapter(self) -> trained.TrainedModel:
         found = trained.at_step(self.run, self.step)
@@ -108,39 +95,6 @@ class Merge:
         if not found.base:
             raise TrainError("The model of this run has full weights, so there is nothing to merge.")
         return found
-
-    def _spec(self) -> RunSpec:
-        return edit(read(self.run.path / SPEC), OUTSIDE)
-
-    def _check_memory(self, source: model.ModelSource) -> None:
-        """Raise TrainError if the fp32 weights cannot be in memory."""
-        try:
-            shapes = weight_shapes(Path(base_weights.folder_of(source) or os.devnull)) or {}
-        except (OSError, WeightsError):
-            return
-        elements = sum(torch.Size(shape).numel() for shape in shapes.values())
-        need, there = 4 * elements, psutil.virtual_memory().total
-        if need > there:
-            raise TrainError(
-                f"Merging needs {need / 2**30:.1f} GiB of CPU memory for the weights in fp32; this machine has "
-                f"{there / 2**30:.1f} GiB. Merge on a machine with more memory."
-            )
-
-    def _load_base(self, spec: RunSpec, source: model.ModelSource, tokenizer: Any) -> Any:
-        """The base model in fp32, with the values that it had in training."""
-        quantized = registry.QUANTIZATIONS[spec.method.quantization].bits
-        precision = str(self.run.resolved().get("compute_dtype") or "fp32") if quantized else "fp32"
-        base: Any = model.load(spec, source, precision, tokenizer, frozen=True)
-        if getattr(base, "is_quantized", False):
-            try:
-                base = base.dequantize()
-            except Exception as error:
-                kind = getattr(base.config, "quantization_config", None)
-                raise TrainError(
-                    f"The base model is quantized as {getattr(kind, 'quant_method', 'another format')}, which cannot "
-                    "be dequantized, so the adapter cannot be merged. Use base model and adapter together."
-                ) from error
-        return base.to(torch.float32)
 
     def _save(self, merged: Any, tokenizer: Any, adapter: Path, source: model.ModelSource, dtype: torch.dtype) -> None:
         if (adapter / trained.GENERATION).is_file():
@@ -207,13 +161,6 @@ class Merge:
             "adapter_to_merged_fp32": merged.as_json(),
             "adapter_to_saved": saved.as_json(),
         }
-
-
-def load_adapter(base: Any, folder: Path) -> Any:
-    """The base model with the adapter in `folder`. Raises TrainError."""
-    adapted: Any = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)
-    adapter_names.require_loaded(adapted, folder)
-    return adapted
 
 
 def merge(adapted: Any) -> Any:

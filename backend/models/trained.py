@@ -34,7 +34,7 @@ class TrainedModel:
 
     def files(self) -> list[Path]:
         """The files of the model, without those of the training's state."""
-        return _files(self.folder)
+        return files_in(self.folder)
 
     def as_json(self) -> dict[str, Any]:
         """For the page."""
@@ -89,7 +89,7 @@ def _described(folder: Path, step: int | None, changed: int) -> TrainedModel | N
         if not names.intersection(WEIGHTS) or TOKENIZER not in names:
             return None
         config = json_values.read(folder / (ADAPTER if ADAPTER in names else CONFIG))
-        size = sum(path.stat().st_size for path in _files(folder))
+        size = sum(path.stat().st_size for path in files_in(folder))
         base = str(config.get("base_model_name_or_path") or "") if ADAPTER in names else ""
         code = _code(folder, config, ADAPTER in names, GENERATION in names)
     except (OSError, ValueError, AttributeError):
@@ -117,7 +117,8 @@ def _further(folder: Path, config: Mapping[str, Any], is_adapter: bool) -> Mappi
     return {**start, "lora.adapter_path": str(folder), **{name: value for name, value in own.items() if value}}
 
 
-def _files(folder: Path) -> list[Path]:
+def files_in(folder: Path) -> list[Path]:
+    """The files of the model in a folder, without those of the training's state."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(TRAINING_STATE))
 
 

@@ -16,14 +16,9 @@ ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # memory decides,
 def start(run: Run, step: int | None) -> Run:
     """The job that merges, or has merged, the adapter of a checkpoint or of the final model (None); started if there is
     none. Raises RunError."""
-    which = f"checkpoint {step}" if step is not None else "the final model"
-    model = trained.at_step(run, step)
-    if model is None:
-        steps = ", ".join(str(other.step) for other in trained.models(run) if other.step is not None)
-        sharded = "Its checkpoints, if there are any, are sharded by DeepSpeed or FSDP: let the run finish."
-        others = f"Choose one of its checkpoints: {steps}." if steps else sharded
-        raise RunError(f"{run.id} has no weights of {which} that can be loaded. {others}")
+    model = find_model(run, step)
     if not model.base:
+        which = name(step)
         raise RunError(f"{which[0].upper()}{which[1:]} of {run.id} has full weights: there is no adapter to merge.")
     if (job := find(run, model)) and (job.state in ALIVE or job.result()):
         return job
@@ -35,6 +30,22 @@ def start(run: Run, step: int | None) -> Run:
     job = jobs.create(run, KIND, "backend.export", {MERGE: json.dumps({"step": step})}, ON_CPU, {})
     job.start()
     return job
+
+
+def find_model(run: Run, step: int | None) -> trained.TrainedModel:
+    """The model in the checkpoint of a `step`, or the final model (None). Raises RunError."""
+    model = trained.at_step(run, step)
+    if model is None:
+        steps = ", ".join(str(other.step) for other in trained.models(run) if other.step is not None)
+        sharded = "Its checkpoints, if there are any, are sharded by DeepSpeed or FSDP: let the run finish."
+        others = f"Choose one of its checkpoints: {steps}." if steps else sharded
+        raise RunError(f"{run.id} has no weights of {name(step)} that can be loaded. {others}")
+    return model
+
+
+def name(step: int | None) -> str:
+    """The model of a step, in a sentence."""
+    return f"checkpoint {step}" if step is not None else "the final model"
 
 
 def find(run: Run, model: trained.TrainedModel) -> Run | None:

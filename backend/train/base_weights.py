@@ -28,6 +28,12 @@ def folder_of(source: ModelSource) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
+def recorded_folder(run: Path) -> Path | None:
+    """Where the base model of the run in this folder is, as the run recorded it; None if it is not there."""
+    found = _recorded(run)
+    return folder_of(ModelSource(found["name"], {"revision": found.get("commit") or None})) if found else None
+
+
 def describe(source: ModelSource) -> dict[str, str]:
     """The model's name, the commit of one from the Hub, and the fingerprint of its weights."""
     folder = folder_of(source)

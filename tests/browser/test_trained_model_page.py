@@ -15,7 +15,7 @@ from test_journeys import SLOW_TIMEOUT, value, wait_for_status
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
-from backend.runs import LOCK, MERGE, RESULT, jobs
+from backend.runs import GGUF, LOCK, LOG, MERGE, RESULT, jobs
 
 sys.path.append(str(Path(__file__).parent.parent / "unit"))
 from failed_runs import ended, planted_run
@@ -143,6 +143,61 @@ def test_a_model_is_published_after_a_summary(server, page):
     card.get_by_role("button", name="Remove from list").click()
     expect(card.get_by_text("Publications")).to_be_hidden()
     token.unlink()
+
+
+def test_a_model_is_exported_as_gguf(server, page):
+    run = plant(server, "exported")
+    done, failed = plant_export(run, "q8_0"), plant_export(run, "f16", sentence="llama.cpp does not stop at </s> (2).")
+    show_run(page, run)
+    card = page.get_by_role("region", name="Your model")
+    expect(card).to_contain_text("Verified with limitations. Compared in llama.cpp", timeout=SLOW_TIMEOUT)
+    expect(card).to_contain_text("KL divergence 0.0083 nats per token (at most 0.03 is accepted)")
+    expect(card).to_contain_text("Limitation: ① has other tokens.")
+    expect(card.locator(".fp-merge-failure")).to_contain_text("f16: llama.cpp does not stop at </s> (2).")
+    card.get_by_text("Outputs of the trained model and of llama.cpp").click()
+    expect(card.locator(".fp-gguf pre")).to_contain_text("llama.cpp (reached the limit of new tokens):\nParis Paris")
+    for label, body in (("Download GGUF", b"GGUF"), ("Modelfile for Ollama", b"FROM")):
+        response = page.request.get(card.get_by_role("link", name=label).get_attribute("href"))
+        assert response.body() == body and "attachment" in response.headers["content-disposition"]
+    formats = card.get_by_label("GGUF format")
+    assert [text.partition(":")[0] for text in formats.locator("option").all_inner_texts()] == ["f16", "bf16"]
+    formats.select_option("bf16")
+    page.route("**/gguf", lambda route: route.fulfill(status=409, json={"error": "Run footplate env create gguf."}))
+    with page.expect_request("**/gguf") as request:
+        card.get_by_role("button", name="Export as GGUF").click()
+    assert request.value.post_data_json == {"step": None, "format": "bf16"}
+    expect(page.locator("#fp-toasts")).to_contain_text("env create gguf", timeout=SLOW_TIMEOUT)
+    page.unroute_all(behavior="ignoreErrors")
+    card.locator(".fp-gguf").get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(card.locator(".fp-gguf")).to_have_count(0, timeout=SLOW_TIMEOUT)
+    assert not done.path.exists() and failed.path.exists()
+
+
+def plant_export(run, format, sentence=""):
+    """An export as it is after its end; tests/process/test_gguf.py exports."""
+    request = json.dumps({"step": None, "format": format, "merge": "", "environment": ""})
+    job = jobs.create(run, "gguf", "backend.export", {GGUF: request}, {}, {})
+    (job.path / LOCK).touch()
+    certificate = {
+        "status": "verified with limitations", "limits": ["① has other tokens."], "max_kl_mean": 0.03,
+        "trained_to_file": {"same_argmax": 0.93, "positions": 254, "kl_mean": 0.0083}, "stop_tokens": ["</s>"],
+        "outputs": [{"prompt": "France?", "trained": {"text": "Paris", "stopped": True},
+                     "llama_cpp": {"text": "Paris Paris", "stopped": False}}],
+    }  # fmt: skip
+    if sentence:
+        (job.path / LOG).write_text(
+            f"Traceback (most recent call last):\nbackend.train.run_log.TrainError: {sentence}\n"
+        )
+    else:
+        (job.path / "gguf").mkdir()
+        (job.path / "gguf/a.gguf").write_bytes(b"GGUF")
+        (job.path / "gguf/Modelfile").write_bytes(b"FROM")
+    result = {"model": "" if sentence else "gguf/a.gguf", "certificate": certificate}
+    (job.path / RESULT).write_text(json.dumps(result))
+    end = {"end": "failed", "exit_code": 1} if sentence else {"end": "done", "exit_code": 0}
+    (job.path / "state.json").write_text(json.dumps(end))
+    return job
 
 
 def test_a_run_without_a_model_has_no_card(server, page):

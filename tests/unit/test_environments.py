@@ -1,7 +1,8 @@
-"""Python environments for other trainers: the commands that create them, and what is found before a run."""
+"""Environments for other trainers and for GGUF files: the commands that create them, and what is found before a run."""
 
 import json
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,64 @@ def test_create(commands, cache, capsys):
     assert "transformers==5.6.0" in packages and "--no-deps" not in packages
     assert "--no-deps" in alone and alone[-1] == "llamafactory==0.9.5"
     assert not any("http" in word for command in commands for word in command), "pip's own index"
+
+
+@pytest.fixture
+def gguf_commands(cache, monkeypatch):
+    """Record the commands of the environment gguf with their requirements, and make what pip would have made."""
+    found = []
+
+    def run(*command, cwd=None, env=None):
+        path = Path(command[-1])
+        found.append((command, path.read_text() if "--requirement" in command else "", env))
+        if "download" in command:
+            with tarfile.open(path.parent / "llama_cpp_python-0.3.36.tar.gz", "w:gz") as archive:
+                for name in ("vendor/llama.cpp/conversion/base.py", "vendor/llama.cpp/ggml/a.c", "setup.py"):
+                    archive.addfile(tarfile.TarInfo(f"llama_cpp_python-0.3.36/{name}"))
+        if "--target" in command:
+            info = Path(command[command.index("--target") + 1]) / "xllamacpp-1.0.dist-info"
+            info.mkdir(parents=True)
+            (info / "METADATA").write_text("Metadata-Version: 2.1\nName: xllamacpp\nVersion: 1.0\n")
+        if "--print-supported-models" in command:
+            assert not list(environments.created()), "complete only when everything was imported"
+
+    monkeypatch.setattr(environments, "_run", run)
+    return found
+
+
+def test_the_environment_for_gguf(gguf_commands, cache):
+    folder = environments.create("gguf", lambda _: None)
+    assert folder == cache / "environments/gguf" and environments.is_complete("gguf")
+    assert environments.versions("gguf") == {"llama-cpp-python": "0.3.36", "xllamacpp": "1.0"}
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == [environments.COMPLETE, "llama.cpp/conversion/base.py", "packages/xllamacpp-1.0.dist-info/METADATA"]
+    (venv, *_), helpers, source, packages, runtime, converter = gguf_commands
+    assert venv[:3] == (sys.executable, "-m", "venv")
+    for command, requirements, _ in (helpers, source, packages):
+        assert "--require-hashes" in command and "--no-deps" in command
+        assert all("--hash=sha256:" in line and "==" in line for line in requirements.splitlines())
+    assert "--no-build-isolation" in source[0] and "llama-cpp-python==0.3.36 " in source[1]
+    assert [line.split()[0] for line in packages[1].splitlines()] == [
+        "sentencepiece==0.2.3",
+        "xllamacpp==2026.10.11549",
+    ]
+    for probe in (runtime, converter):
+        assert probe[0][0] == sys.executable and probe[2]["PYTHONPATH"] == str(folder / "packages")
+
+
+def test_an_environment_that_cannot_be_imported_is_not_used(gguf_commands, cache, monkeypatch):
+    environments.create("gguf", lambda _: None)
+    build = environments._run
+
+    def run(*command, **options):
+        if "-c" in command:
+            raise environments.CreationError("import xllamacpp failed")
+        build(*command, **options)
+
+    monkeypatch.setattr(environments, "_run", run)
+    with pytest.raises(environments.CreationError):
+        environments.create("gguf", lambda _: None)
+    assert not environments.is_complete("gguf"), "the earlier one was replaced"
 
 
 def test_a_failed_installation_is_a_sentence(cache, capsys, monkeypatch):

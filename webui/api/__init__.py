@@ -18,6 +18,7 @@ from webui.api import (
     drafts,
     evaluations,
     examples,
+    gguf,
     help_pages,
     hub_token,
     machines,
@@ -67,6 +68,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/runs/{id}/bundle.zip": runs.bundle_zip,
     "/api/runs/{id}/model.zip": model_zip.model_zip,
     "/api/runs/{id}/merges/{job}/model.zip": merges.download,
+    "/api/runs/{id}/gguf/{job}/files/{name}": gguf.download,
     "/api/runs/{id}/values": runs.values,
     "/api/runs/{id}/log": runs.log,
     "/api/runs/{id}/log.txt": runs.log_file,
@@ -113,6 +115,8 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs/{id}/publications": publish.start,
     "/api/runs/{id}/publications/summary": publish.summarize,
     "/api/runs/{id}/publications/{job}/stop": publish.stop,
+    "/api/runs/{id}/gguf": gguf.start,
+    "/api/runs/{id}/gguf/{job}/stop": gguf.stop,
 }
 PUT: Mapping[str, Endpoint] = {"/api/uploads": uploads.receive}
 DELETE: Mapping[str, Endpoint] = {
@@ -120,6 +124,7 @@ DELETE: Mapping[str, Endpoint] = {
     "/api/runs/{id}/merges/{job}": merges.remove,
     "/api/runs/{id}/evaluations/{job}": evaluations.remove,
     "/api/runs/{id}/publications/{job}": publish.remove,
+    "/api/runs/{id}/gguf/{job}": gguf.remove,
     "/api/machines/{name}": machines.remove,
     "/api/uploads/{name}": uploads.remove,
 }

@@ -28,26 +28,27 @@ def start(run: PathRun, body: MergeRequest) -> Response:
 
 def stop(run: PathRun, job: str) -> dict[str, Any]:
     """Request a stop."""
-    found = _find(run, job)
+    found = find_job(run, job)
     found.stop(save=False)
     return merge.as_json(found)
 
 
 def remove(run: PathRun, job: str) -> dict[str, Any]:
     """Delete the merged model."""
-    _find(run, job).delete()
+    find_job(run, job).delete()
     return {"id": job}
 
 
 def download(run: PathRun, job: str) -> Response:
     """The merged model as a zip file. Raises ApiError."""
-    model = trained.find(_find(run, job))
+    model = trained.find(find_job(run, job))
     if not model:
         raise ApiError(404, "This merge has no model.")
     return model_response(model, f"{run.id}-merged")
 
 
-def _find(run: Run, job: str) -> Run:
+def find_job(run: Run, job: str) -> Run:
+    """The job of a run with this id. Raises ApiError."""
     try:
         return jobs.find(run, job)
     except RunError as error:

@@ -47,7 +47,7 @@ from backend.runs.metrics import (
     to_csv,
 )
 from backend.runs.metrics import before as log_before
-from backend.tasks import bundle, merge, publish, remedies, retry
+from backend.tasks import bundle, gguf, merge, publish, remedies, retry
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, form_values, parse_form, run_preflight
 from webui.api.drafts import without_secrets
@@ -205,6 +205,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "model": model.as_json() if (model := trained.find(run)) else None,
         "merge": merge.as_json(job) if model and model.base and (job := merge.find(run, model)) else None,
         "publications": [publish.as_json(job) for job in publish.find_all(run)],
+        "gguf": [gguf.as_json(job) for job in gguf.find_all(run, model)] if model else [],
         "folder": str(run.path),
         "can": run.can(),
     }

@@ -35,7 +35,7 @@ import { failureParts, remedies } from "./failure.js";
 import { alertParts, isAlert, rankTable } from "./live.js";
 import { createLog } from "./log.js";
 import { createCharts } from "./run_charts.js";
-import { isMerging } from "./run_merge.js";
+import { isAtWork } from "./run_merge.js";
 import { modelParts } from "./run_model.js";
 import {
   cardNode,
@@ -291,7 +291,7 @@ async function pull(isCurrent) {
   run = found;
   draw();
   if (before && hasEnded(before.state) && isRestarted(before, run.summary)) resumePanels();
-  const hasJobs = [run.merge, ...run.publications].some(isMerging);
+  const hasJobs = [run.merge, ...run.gguf, ...run.publications].some(isAtWork);
   return ended() && !hasJobs ? "rest" : undefined; // another window or a shell may restart it
 }
 
@@ -344,7 +344,7 @@ function draw() {
   drawCards();
 }
 
-const jobsOfModel = () => ({ merge: run.merge, publications: run.publications });
+const jobsOfModel = () => ({ merge: run.merge, gguf: run.gguf, publications: run.publications });
 
 function drawIfChanged(part, value, drawPart) {
   const text = JSON.stringify(value === undefined ? null : value);

@@ -6,10 +6,11 @@ import { confirmDialog, copy, el, notify } from "../dom.js";
 import { bytes, num, percent } from "../format.js";
 import { hasEnded } from "../run_state.js";
 
-const WHY = "Merge the adapter into the base model's weights for programs that cannot load adapters.";
+const WHY =
+  "Merge the adapter into the base model's weights for programs that cannot load adapters, or for export as GGUF.";
 
-/** Whether a merge runs, so that the page asks for its progress. */
-export const isMerging = (job) => Boolean(job) && !hasEnded(job.state);
+/** Whether a merge or an export runs, so that the page asks for its progress. */
+export const isAtWork = (job) => Boolean(job) && !hasEnded(job.state);
 
 /**
  * @param {any} job the newest merge of this adapter, null without one
@@ -18,7 +19,7 @@ export const isMerging = (job) => Boolean(job) && !hasEnded(job.state);
  * @returns {Node[]}
  */
 export function mergeParts(job, run) {
-  if (isMerging(job)) return runningParts(job, run);
+  if (isAtWork(job)) return runningParts(job, "Stop merging", `${run.base}/merges`, run);
   if (job?.state === "done" && job.model) return mergedParts(job, run);
   const failed = job && job.state !== "stopped";
   const why = failed ? job.failure?.sentence || job.sentence : WHY;
@@ -39,10 +40,12 @@ export function progressParts(job, stopButton) {
   ];
 }
 
-function runningParts(job, run) {
-  const stop = () => ask(post(`${run.base}/merges/${job.id}/stop`), run);
-  return progressParts(job, button("Stop merging", stop));
-}
+/** Progress of a job below the API path `jobs`, and a button that stops it. */
+export const runningParts = (job, label, jobs, run) =>
+  progressParts(
+    job,
+    button(label, () => ask(post(`${jobs}/${job.id}/stop`), run)),
+  );
 
 function mergedParts(job, run) {
   const { certificate } = job.result;

@@ -3,13 +3,14 @@
 import { url } from "../api.js";
 import { copy, el } from "../dom.js";
 import { bytes, num } from "../format.js";
+import { ggufParts } from "./run_gguf.js";
 import { furtherButton, mergeParts } from "./run_merge.js";
 import { publishParts } from "./run_publish.js";
 import { fold } from "./run_results.js";
 
 /**
  * @param {{ folder: string, step: number | null, base: string, bytes: number, code: string, merge: any,
- * publications: any[], further: any }} model
+ * gguf: any[], publications: any[], further: any }} model
  * @param {{ base: string, from: string, train: (fix: any) => void, refresh: () => void, showGenerations: (() => void) |
  * null }} run base is its API path, from the model that it started with, train opens Build with a change
  * @returns {Node[]}
@@ -32,6 +33,7 @@ export function modelParts(model, { base, from, train, refresh, showGenerations 
         el("button.fp-button", { type: "button", onclick: showGenerations }, "Generations before and after"),
     ),
     ...(model.base ? mergeParts(model.merge, { base, step: model.step, from, train, refresh }) : []),
+    ...(model.base && !model.merge?.model ? [] : ggufParts(model.gguf, { base, step: model.step, refresh })),
     ...publishParts(model, { base, refresh }),
   ].filter(Boolean);
 }

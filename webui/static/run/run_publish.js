@@ -4,7 +4,7 @@
 import { post, remove } from "../api.js";
 import { chip, el, formDialog } from "../dom.js";
 import { bytes, dateTime } from "../format.js";
-import { actions, ask, button, isMerging as isAlive, progressParts } from "./run_merge.js";
+import { actions, ask, button, isAtWork as isAlive, progressParts } from "./run_merge.js";
 import { fold } from "./run_results.js";
 
 const HUB = "hub";

@@ -1,0 +1,46 @@
+"""The command export-model: the model of a run as a GGUF file, and whether llama.cpp runs the same model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from backend.cli.commands import print_json
+from backend.cli.jobs import follow, print_end
+from backend.cli.runs import find_run
+from backend.models.gguf import MODELFILE
+from backend.tasks import gguf
+
+
+def start(arguments: argparse.Namespace) -> int:
+    """Export and wait for the end; Ctrl-C stops it."""
+    job = gguf.start(find_run(Path(arguments.runs), arguments.run), arguments.step, arguments.format)
+    follow(job)
+    shown = gguf.as_json(job)
+    if arguments.json:
+        print_json({**shown, "folder": str(job.path)})
+    elif shown["state"] == "done":
+        _print_result(shown["gguf"], shown["result"]["certificate"])
+    return print_end(shown)
+
+
+def _print_result(gguf_file: dict[str, Any], certificate: dict[str, Any]) -> None:
+    found, change = certificate["trained_to_file"], certificate["trained_to_base"]
+    print(f"GGUF file: {gguf_file['file']}")
+    if MODELFILE in gguf_file["files"]:
+        print(f"Modelfile for Ollama, not run with Ollama: {Path(gguf_file['file']).parent / MODELFILE}")
+    print(
+        f"{certificate['status'].capitalize()}: the file was loaded in llama.cpp and compared with the trained model."
+    )
+    print(f"KL divergence: mean {found['kl_mean']:.2g}, largest {found['kl_max']:.2g} nats per token.", end=" ")
+    print(f"Accepted mean: {certificate['max_kl_mean']:g}.", end="\n" if not change else " ")
+    if change:
+        print(f"For comparison, the base model: {change['kl_mean']:.2g}.")
+    print(f"Same most likely next token: {found['same_argmax']:.1%} of {found['positions']} positions.")
+    stops = [output["llama_cpp"]["stopped"] for output in certificate["outputs"]]
+    print(
+        f"Stop tokens: {', '.join(certificate['stop_tokens'])}. llama.cpp ended {sum(stops)} of {len(stops)} outputs."
+    )
+    for limit in certificate["limits"]:
+        print(f"Limitation: {limit}")

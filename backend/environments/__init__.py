@@ -1,0 +1,203 @@
+"""Environments for programs that Footplate starts and does not depend on: trainers that need other versions of the
+libraries, and the converter and runtime of GGUF files.
+
+`footplate env create` makes one from pinned versions, with pip and its configured package index. Nothing is installed
+into Footplate's own environment.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+from backend.environments import locked
+from backend.paths import environment_folder
+
+COMPLETE = "footplate-complete"  # written last, so an incomplete environment does not have it
+PACKAGES, CONVERTER = "packages", "llama.cpp"  # folders of the environment gguf
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment with a Python of its own: `packages` with their dependencies; then `alone`, without theirs;
+    and `stand_ins`, empty packages for what is imported but not used. `shown`: the packages whose versions matter to
+    users."""
+
+    packages: tuple[str, ...]
+    alone: tuple[str, ...] = ()
+    stand_ins: Mapping[str, str] | None = None  # name -> version
+    shown: tuple[str, ...] = ()
+
+    def build(self, folder: Path, show: Show) -> None:
+        """Create it in a folder that does not exist. Raises CreationError."""
+        _run(sys.executable, "-m", "venv", str(folder))
+        pip = (*_pip(folder), "install", "--quiet")
+        show(f"Installing {len(self.packages)} packages and their dependencies.")
+        _run(*pip, *self.packages)
+        with tempfile.TemporaryDirectory() as sources:
+            local = [str(_stand_in(Path(sources), *item)) for item in (self.stand_ins or {}).items()]
+            show(f"Installing {', '.join(self.alone)}.")
+            _run(*pip, "--no-deps", *local, *self.alone)
+
+    def versions(self, folder: Path) -> dict[str, str]:
+        """Package -> version, of the packages that matter."""
+        return _versions(folder.glob("lib/python3*/site-packages"), self.shown)
+
+
+@dataclass(frozen=True)
+class PackageFolder:
+    """Packages that a process of Footplate's own Python has on its path, without their dependencies, and the files of a
+    source package, which is not built. All are lines of a requirements file with hashes. `helpers` are what pip needs
+    to read the version of the source package. `probe`: modules, and a script, that have to be imported."""
+
+    packages: tuple[str, ...]
+    source: str
+    source_files: tuple[str, ...]  # the beginnings of their paths, after the source's first folder
+    helpers: tuple[str, ...]
+    probe: tuple[tuple[str, ...], ...]  # arguments of Python, in the folder
+    shown: tuple[str, ...] = ()
+
+    def build(self, folder: Path, show: Show) -> None:
+        """Create it in a folder that does not exist. Raises CreationError."""
+        folder.mkdir(parents=True)
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            work = Path(name)
+            _run(sys.executable, "-m", "venv", str(work / "venv"))
+            pip = _pip(work / "venv")
+            _run(*pip, "install", "--quiet", "--no-deps", "--require-hashes", *_file(work / "helpers", self.helpers))
+            show(f"Downloading the source of {self.source.split()[0]}, which is not built.")
+            only = ("--no-binary", ":all:", "--no-build-isolation", "--no-deps", "--require-hashes")
+            _run(*pip, "download", "--quiet", *only, "--dest", str(work), *_file(work / "source", (self.source,)))
+            _unpack(next(work.glob("*.tar.gz")), folder / CONVERTER, self.source_files)
+            show(f"Installing {', '.join(line.split()[0] for line in self.packages)}.")
+            options = ("--no-deps", "--require-hashes", "--only-binary", ":all:", "--target", str(folder / PACKAGES))
+            _run(*pip, "install", "--quiet", *options, *_file(work / "packages", self.packages))
+        show("Importing what was installed.")
+        for arguments in self.probe:
+            _run(sys.executable, *arguments, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder / PACKAGES)})
+
+    def versions(self, folder: Path) -> dict[str, str]:
+        """Package -> version, of the packages that matter."""
+        name, _, version = self.source.split()[0].partition("==")
+        return {name: version, **_versions([folder / PACKAGES], self.shown)}
+
+
+ENVIRONMENTS: Mapping[str, Environment | PackageFolder] = {
+    # llamafactory 0.9.5 requires packages for images, audio and video, which training on text does not need, and old
+    # versions of others; so it is installed without its dependencies.
+    "llamafactory": Environment(
+        packages=(
+            "torch==2.13.0", "transformers==5.6.0", "accelerate==1.11.0", "peft==0.18.1", "trl==0.24.0",
+            "datasets==4.0.0", "gradio==5.50.0", "deepspeed", "av<17", "tyro<0.9", "einops", "fire", "omegaconf",
+            "sse-starlette", "tiktoken", "sentencepiece", "modelscope", "hf-transfer", "librosa", "matplotlib", "scipy",
+        ),
+        alone=("llamafactory==0.9.5",),
+        stand_ins={"torchaudio": "2.13.0"},
+        shown=("llamafactory", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed"),
+    ),
+    # The converter is in no wheel. It imports torch and transformers: those of Footplate, so that there is no second
+    # torch. sentencepiece reads tokenizer.model; xllamacpp has llama.cpp's server in it.
+    "gguf": PackageFolder(
+        packages=(locked.SENTENCEPIECE, locked.XLLAMACPP),
+        source=locked.LLAMA_CPP_PYTHON,
+        source_files=tuple(
+            f"vendor/llama.cpp/{name}" for name in ("convert_hf_to_gguf.py", "conversion/", "gguf-py/gguf/", "LICENSE")
+        ),
+        helpers=(locked.SCIKIT_BUILD_CORE, locked.PACKAGING, locked.PATHSPEC),
+        probe=(
+            ("-c", "import xllamacpp; xllamacpp.Server"),
+            (f"{CONVERTER}/convert_hf_to_gguf.py", "--print-supported-models"),
+        ),
+        shown=("xllamacpp", "sentencepiece"),
+    ),
+}  # fmt: skip
+
+
+class CreationError(Exception):
+    """An environment could not be created; the message is a sentence."""
+
+
+def created() -> Iterator[str]:
+    """The names of the environments that exist."""
+    return (name for name in ENVIRONMENTS if is_complete(name))
+
+
+def is_complete(name: str) -> bool:
+    """Whether the environment was created to its end."""
+    return (environment_folder(name) / COMPLETE).exists()
+
+
+def create(name: str, show: Show = print) -> Path:
+    """Create an environment, from scratch if it exists; its folder. `show` gets a line per step. Raises
+    CreationError."""
+    folder = environment_folder(name)
+    (folder / COMPLETE).unlink(missing_ok=True)  # first: a deletion may be interrupted
+    shutil.rmtree(folder, ignore_errors=True)
+    show(f"Creating {folder}.")
+    ENVIRONMENTS[name].build(folder, show)
+    (folder / COMPLETE).touch()
+    return folder
+
+
+def versions(name: str) -> dict[str, str]:
+    """Package -> version, of the packages that matter, in an environment that exists."""
+    return ENVIRONMENTS[name].versions(environment_folder(name))
+
+
+def size(name: str) -> int:
+    """Bytes of an environment that exists."""
+    return sum(path.lstat().st_size for path in environment_folder(name).rglob("*") if not path.is_dir())
+
+
+def _stand_in(sources: Path, package: str, version: str) -> Path:
+    """The source of an empty package."""
+    folder = sources / package
+    (folder / package).mkdir(parents=True)
+    (folder / package / "__init__.py").touch()
+    text = f'[project]\nname = "{package}"\nversion = "{version}"\n[tool.setuptools]\npackages = ["{package}"]\n'
+    (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+    return folder
+
+
+def _file(path: Path, requirements: tuple[str, ...]) -> tuple[str, str]:
+    """pip's arguments for these lines of a requirements file: it takes hashes from files only."""
+    path.write_text("\n".join(requirements) + "\n", encoding="utf-8")
+    return "--requirement", str(path)
+
+
+def _unpack(archive: Path, folder: Path, starts: tuple[str, ...]) -> None:
+    """Unpack the files whose paths begin with one of `starts`, below `folder` without the two folders around them."""
+    with tarfile.open(archive) as source:
+        for member in source:
+            path = PurePosixPath(*PurePosixPath(member.name).parts[1:])
+            if member.isfile() and str(path).startswith(starts):
+                member.name = str(PurePosixPath(*path.parts[2:]))
+                source.extract(member, folder, filter="data")
+
+
+def _versions(folders: Iterable[Path], shown: tuple[str, ...]) -> dict[str, str]:
+    found = {item.name: item.version for item in metadata.distributions(path=[str(folder) for folder in folders])}
+    return {package: found[package] for package in shown if package in found}
+
+
+def _pip(environment: Path) -> tuple[str, ...]:
+    return (str(environment / "bin" / "python"), "-m", "pip", "--disable-pip-version-check")
+
+
+def _run(*command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, cwd=cwd, env=env
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines
+        raise CreationError(f"{' '.join(command[1:4])} failed: {errors[-1] if errors else done.returncode}")

@@ -1,0 +1,188 @@
+"""Exporting the trained model as a GGUF file, with a certificate that says whether llama.cpp runs the same model.
+
+llama.cpp's converter writes the file. It reads full weights: of a run, of a checkpoint, or of a merge. What is compared
+is the trained model itself, so for an adapter base model and adapter, and not the merged model.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from backend.config import RunSpec
+from backend.environments import ENVIRONMENTS, PACKAGES
+from backend.export import gguf_certificate, llama_cpp, loading, modelfile
+from backend.export.comparison import log_probabilities, write_certificate
+from backend.export.gguf_certificate import Trained
+from backend.export.merge import FROM_BASE, UNCHECKED
+from backend.models import trained
+from backend.models.gguf import CERTIFICATE, ENVIRONMENT, FOLDER, FORMATS, MODELFILE
+from backend.runs import GGUF, JOBS, RESULT, files, json_values
+from backend.runs.folder import Run
+from backend.train import base_weights, model
+from backend.train.run_log import RunLog, TrainError
+
+PROGRESS = re.compile(r"Writing: +(\d+)%")  # of the converter, by tqdm
+SOURCE = "source"  # links to the files that are converted
+CONVERTED, COMPARED = 0.3, 0.6  # completed fractions
+
+
+@dataclass
+class GgufExport:
+    """One export of the model of `run`, as the job in `folder` says."""
+
+    run: Run
+    folder: Path
+    run_log: RunLog
+
+    def run_all(self) -> dict[str, Any]:
+        """Convert, compare, keep. Returns the result; raises TrainError and Stopped."""
+        request = json_values.read(self.folder / GGUF)
+        format, environment = str(request["format"]), Path(request["environment"])
+        found = self._model(request["step"])
+        source = self._weights(found, str(request["merge"]))
+        self._check_disk(source, format)
+        (self.folder / UNCHECKED).mkdir(exist_ok=True)
+        file = self.folder / UNCHECKED / f"{self.run.id}-{format}.gguf"
+        try:
+            self._phase("converting", f"Converting to GGUF, {format}.", 0.05)
+            self._convert(environment, source, file, format)
+            observed, base_check = self._observe(found)
+            self._phase("comparing", "Comparing the file in llama.cpp with the trained model.", COMPARED)
+            certificate = self._certify(observed, environment, file, format)
+            about = {"run": self.run.id, "step": found.step, "merge": request["merge"], "base_weights": base_check}
+            certificate = {**about, "versions": ENVIRONMENTS[ENVIRONMENT].versions(environment), **certificate}
+            self._keep(certificate, observed.tokenizer, file)
+        finally:
+            for name in (UNCHECKED, SOURCE):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+        return {"model": f"{FOLDER}/{file.name}", "certificate": certificate}
+
+    def _phase(self, name: str, text: str, fraction: float) -> None:
+        loading.start_phase(self.run_log, name, text, fraction)
+
+    def _progress(self, name: str, text: str, fraction: float) -> None:
+        """Report how far a phase is. Raises Stopped."""
+        loading.check_stop(self.run_log)
+        self.run_log.progress(name, text, fraction)
+
+    def _model(self, step: int | None) -> trained.TrainedModel:
+        found = trained.at_step(self.run, step)
+        if found is None:
+            raise TrainError("The run has no model that can be loaded at this step.")
+        return found
+
+    def _weights(self, found: trained.TrainedModel, merge: str) -> Path:
+        """The folder with full weights."""
+        if not found.base:
+            return found.folder
+        job = Run(self.run.path / JOBS / merge)
+        merged = trained.find(job) if merge and job.path.is_dir() else None
+        if not merged:
+            raise TrainError("The merged model of this adapter was deleted. Merge the adapter again, then export.")
+        return merged.folder
+
+    def _check_disk(self, source: Path, format: str) -> None:
+        """Raise TrainError if there is no room for the file."""
+        need = loading.elements(source) * FORMATS[format].bytes * 1.05  # and the vocabulary
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            raise TrainError(
+                f"The GGUF file needs {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on the disk of "
+                f"{self.folder.resolve()}. Free some disk space, or choose a smaller format."
+            )
+
+    def _convert(self, environment: Path, source: Path, file: Path, format: str) -> None:
+        """Run llama.cpp's converter. Raises TrainError, Stopped."""
+        command = llama_cpp.convert_command(environment, self._linked(source), file, format, self.run.name)
+        env = {**os.environ, "PYTHONPATH": str(environment / PACKAGES), "HF_HUB_OFFLINE": "1"}
+        lines: list[str] = []
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        ) as process:
+            assert process.stdout
+            try:
+                for line in process.stdout:
+                    lines.append(line)
+                    done = int(match[1]) / 100 if (match := PROGRESS.search(line)) else 0.0
+                    self._progress("converting", f"Converting to GGUF, {format}.", 0.05 + (CONVERTED - 0.05) * done)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode or not file.is_file():
+            self.run_log.info("".join(lines[-30:]))
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no message")
+            raise TrainError(f"llama.cpp's converter cannot convert this model: {last}")
+
+    def _linked(self, source: Path) -> Path:
+        """A folder with links to the files of the model, and to those of the base model that transformers does not save
+        and that the converter needs."""
+        folder = self.folder / SOURCE
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for path in trained.files_in(source):
+            if path.parent == source:
+                (folder / path.name).symlink_to(path.resolve())
+        base = base_weights.recorded_folder(self.run.path)
+        for name in FROM_BASE:
+            if base and (base / name).is_file() and not (folder / name).exists():
+                (folder / name).symlink_to((base / name).resolve())
+        return folder
+
+    def _observe(self, found: trained.TrainedModel) -> tuple[Trained, str]:
+        """What the trained model does, and how its base model was identified."""
+        spec = loading.spec_of(self.run)
+        self._phase("loading", "Loading the trained model.", CONVERTED)
+        tokenizer = model.load_saved_tokenizer(spec, found.folder)
+        of_base, base_check = None, ""
+        if found.base:
+            source = loading.locate(spec, self.run_log)
+            base_check = base_weights.check(self.run.path, source)
+            base = loading.load_base(self.run, spec, source, tokenizer)
+            of_base = log_probabilities(base, gguf_certificate.probes(self.run.path, tokenizer), "base model")
+            whole = loading.load_adapter(base, found.folder)
+        else:
+            whole = self._full_weights(spec, found.folder)
+        if (found.folder / trained.GENERATION).is_file():
+            whole.generation_config = GenerationConfig.from_pretrained(found.folder)
+        self._phase("computing", "Computing the outputs of the trained model.", (CONVERTED + COMPARED) / 2)
+        stops = gguf_certificate.stop_tokens(whole, tokenizer)
+        observed = gguf_certificate.observe(self.run.path, whole, tokenizer, stops, of_base)
+        del whole
+        gc.collect()
+        return observed, base_check
+
+    def _full_weights(self, spec: RunSpec, folder: Path) -> Any:
+        loading.check_memory(folder)
+        options = {"local_files_only": True, "trust_remote_code": spec.model.trust_remote_code}
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+    def _certify(self, observed: Trained, environment: Path, file: Path, format: str) -> dict[str, Any]:
+        def report(done: float) -> None:
+            text = "Comparing the file in llama.cpp with the trained model."
+            self._progress("comparing", text, COMPARED + (1 - COMPARED) * done)
+
+        server = llama_cpp.Server(file, environment, self.folder / "llama.cpp.txt")
+        try:
+            return gguf_certificate.certify(observed, server, format, report)
+        finally:
+            server.close()
+
+    def _keep(self, certificate: dict[str, Any], tokenizer: Any, file: Path) -> None:
+        """Give the file its place, unless it differs: then only the certificate is kept. Raises TrainError."""
+        if certificate["differences"]:
+            files.write_json(self.folder / RESULT, {"model": "", "certificate": certificate})
+            raise TrainError(f"The GGUF file was deleted. {certificate['differences'][0]}")
+        write_certificate(file.parent / CERTIFICATE, certificate)
+        if text := modelfile.write(file.name, tokenizer, certificate["stop_tokens"]):
+            (file.parent / MODELFILE).write_text(text, encoding="utf-8")
+        file.parent.replace(self.folder / FOLDER)

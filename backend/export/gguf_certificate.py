@@ -1,0 +1,357 @@
+"""Whether llama.cpp runs the trained model: tokens, chat template, stop tokens and predictions on the same texts.
+
+The trained model computes in fp32 with transformers. A file that differs is not kept; what is right except for rare
+texts, or needs a setting of the program that uses the file, is a limitation.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from backend.export.comparison import TEXTS, Difference, compare, held_out, log_probabilities, probe_batches
+from backend.export.llama_cpp import Generated, LlamaCppError, Runtime
+from backend.models.gguf import FORMATS
+
+NUMERALS = "x ½ ① ٣ Ⅳ y"
+LONG = "\n".join([text.strip() for text in TEXTS] * 6)
+LONG_TOKENS, LAST_TOKENS = 400, 128  # of the longer text; of each text, those whose predictions are compared
+SYSTEM, USER, ASSISTANT = ({"role": role, "content": text} for role, text in (
+    ("system", "You are a helpful assistant. Answer briefly."),
+    ("user", "What is the capital of France?"),
+    ("assistant", "Paris."),
+))  # fmt: skip
+AGAIN = {"role": "user", "content": "And of Italy? 🙂 "}
+CONVERSATIONS = ([USER], [SYSTEM, USER], [USER, ASSISTANT, AGAIN], [SYSTEM, USER, ASSISTANT, AGAIN])
+MAX_NEW_TOKENS = 64  # of greedy outputs
+STRIDE = 2  # every second position is compared: llama.cpp computes them one by one
+APART = 4.0  # the base model has to be this many times as far from the trained model as the file is
+CONTEXT_SHOWN = 40  # characters before a difference
+
+
+@dataclass
+class Trained:
+    """What the trained model does. `base`: the log-probabilities of the base model, None for full weights."""
+
+    tokenizer: Any
+    stops: list[int]
+    batches: list[torch.Tensor]  # (1, tokens) each
+    expected: list[torch.Tensor]  # (tokens, vocabulary) each
+    base: list[torch.Tensor] | None
+    texts: list[str]
+    odd_texts: list[str]  # whose tokens may differ, as a limitation
+    prompts: list[list[int]]
+    outputs: list[Generated]
+
+
+@dataclass
+class Findings:
+    """`differences` are reasons not to use the file, the first one in the order of the checks; sentences, both."""
+
+    differences: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end the completions of the trained model."""
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = {own} if isinstance(own, int) else set(own or ())
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return sorted(found)
+
+
+def probes(run: Path, tokenizer: Any) -> list[torch.Tensor]:
+    """Token ids of the texts whose predictions are compared, of shape (1, tokens)."""
+    long = tokenizer(LONG, add_special_tokens=False)["input_ids"][:LONG_TOKENS]
+    return [*probe_batches(run, tokenizer), torch.tensor([long])]
+
+
+def observe(run: Path, model: Any, tokenizer: Any, stops: list[int], of_base: list[torch.Tensor] | None) -> Trained:
+    """What the trained `model` does with the texts of the comparison, of which some are those of the run."""
+    batches = probes(run, tokenizer)
+    odd = [text for text in TEXTS if text.startswith(" ")]
+    texts = [*(text for text in TEXTS if text not in odd), NUMERALS, LONG, *held_out(run)]
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special][:32]
+    odd.append("a" + " b".join(special) + "c")
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in held_out(run, False)[:2]]
+    if not prompts and tokenizer.chat_template:
+        prompts = [_ids(tokenizer, _rendered(tokenizer, [USER]) or str(USER["content"]))]
+    prompts = prompts or [tokenizer(TEXTS[0])["input_ids"]]
+    outputs = [_generate(model, tokenizer, ids, stops) for ids in prompts]
+    expected = log_probabilities(model, batches, "trained model")
+    return Trained(tokenizer, stops, batches, expected, of_base, texts, odd, prompts, outputs)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _generate(model: Any, tokenizer: Any, ids: list[int], stops: list[int]) -> Generated:
+    prompt = torch.tensor([ids])
+    config = GenerationConfig(
+        max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=stops or None, pad_token_id=tokenizer.pad_token_id
+    )
+    made = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
+    new = made[0, len(ids) :].tolist()
+    return Generated(tokenizer.decode(new, skip_special_tokens=True), bool(new) and new[-1] in stops)
+
+
+def certify(trained: Trained, runtime: Runtime, format: str, report: Callable[[float], None]) -> dict[str, Any]:
+    """Compare, and return the certificate. `report` gets the completed fraction."""
+    findings = Findings()
+    _check_tokens(trained, runtime, findings)
+    _check_template(trained, runtime, findings)
+    also_stops = _check_stops(trained, runtime, findings)
+    predictions = _check_predictions(trained, runtime, format, findings, report)
+    outputs = _check_outputs(trained, runtime, findings)
+    status = "verified with limitations" if findings.limits else "verified"
+    return {
+        "status": "differs" if findings.differences else status,
+        "differences": findings.differences,
+        "limits": findings.limits,
+        "format": format,
+        "max_kl_mean": FORMATS[format].max_kl,
+        "tokenized_texts": len(trained.texts) + len(trained.odd_texts),
+        "stop_tokens": trained.tokenizer.convert_ids_to_tokens(trained.stops),
+        "also_stops_at": also_stops,
+        **predictions,
+        "outputs": outputs,
+    }
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def _check_tokens(trained: Trained, runtime: Runtime, findings: Findings) -> None:
+    """Programs send prompts of the chat template and ordinary texts. Leading spaces, and special tokens within a text,
+    have other tokens in many SentencePiece models, and numerals in those of a BPE; both are limitations."""
+    tokenizer, rare = trained.tokenizer, ""
+    for text in trained.texts:
+        if not (difference := _token_difference(tokenizer, runtime, text)):
+            continue
+        if _without(text) == text or _token_difference(tokenizer, runtime, _without(text)):
+            findings.differences.append(difference)
+            return
+        rare = rare or text
+    findings.limits += [found for text in trained.odd_texts if (found := _token_difference(tokenizer, runtime, text))]
+    if rare:
+        alone = {character: _without(rare, character) for character in rare if character != _without(character)}
+        odd = [character for character, text in alone.items() if _token_difference(tokenizer, runtime, text)]
+        findings.limits.append(
+            f"llama.cpp splits numerals other than 0 to 9 into other tokens than in training{_listed(odd)}. Texts "
+            "without them have the same tokens."
+        )
+
+
+def _token_difference(tokenizer: Any, runtime: Runtime, text: str) -> str:
+    """A sentence about the first other token, '' without one; with and without the tokens that are added to texts."""
+    for add_special in (False, True):
+        there = runtime.tokenize(text, add_special)
+        here = tokenizer(text, add_special_tokens=add_special)["input_ids"]
+        if add_special and here[-1:] == [tokenizer.eos_token_id] and there[-1:] != here[-1:]:
+            here = here[:-1]  # a tokenizer that ends texts for training; llama.cpp continues them
+        if there != here:
+            at = _first_difference(here, there)
+            return (
+                f"The text {_short(text)!r} has other tokens in llama.cpp: token {at + 1} is "
+                f"{_token(tokenizer, here, at)} in training and {_token(tokenizer, there, at)} in llama.cpp."
+            )
+    return ""
+
+
+def _first_difference(here: Sequence[Any], there: Sequence[Any]) -> int:
+    pairs = enumerate(zip(here, there, strict=False))
+    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(here), len(there)))
+
+
+def _without(text: str, kept: str = "") -> str:
+    """The text with 0 for numerals that are not ASCII, except `kept`."""
+    return "".join("0" if _is_rare_numeral(c) and c != kept else c for c in text)
+
+
+def _is_rare_numeral(character: str) -> bool:
+    return not character.isascii() and unicodedata.category(character) in ("Nd", "Nl", "No")
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _token(tokenizer: Any, ids: Sequence[int], at: int) -> str:
+    return f"{tokenizer.decode([ids[at]])!r} ({ids[at]})" if at < len(ids) else "missing"
+
+
+def _listed(characters: Sequence[str]) -> str:
+    return f" (here {' '.join(characters)})" if characters else ""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= CONTEXT_SHOWN else text[:CONTEXT_SHOWN] + "…"
+
+
+# -- chat template ----------------------------------------------------------------------------------------------------
+
+
+def _rendered(tokenizer: Any, conversation: Sequence[dict[str, str]]) -> str | None:
+    """The prompt of a conversation; None if the trained template does not render it, such as one without system
+    prompts."""
+    try:
+        return str(tokenizer.apply_chat_template(list(conversation), tokenize=False, add_generation_prompt=True))
+    except Exception:
+        return None
+
+
+def _check_template(trained: Trained, runtime: Runtime, findings: Findings) -> None:
+    tokenizer = trained.tokenizer
+    if not tokenizer.chat_template:
+        findings.limits.append(
+            "The model has no chat template. llama.cpp uses ChatML for chats then, which the model was not trained "
+            "with: use the file to complete texts, not to chat."
+        )
+        return
+    for conversation in CONVERSATIONS:
+        here = _rendered(tokenizer, conversation)
+        if here is None:
+            continue
+        try:
+            there = runtime.render(conversation)
+        except LlamaCppError as error:
+            findings.differences.append(f"llama.cpp cannot render the chat template: {error}")
+            return
+        bos = tokenizer.bos_token or ""
+        if here.removeprefix(bos) != there.removeprefix(bos):  # llama.cpp adds the BOS token itself
+            findings.differences.append(_template_difference(here, there))
+            return
+        if runtime.tokenize(there, True) != _ids(tokenizer, here):
+            findings.differences.append(
+                f"The conversation that begins with {_short(here)!r} has other tokens in llama.cpp, for example one "
+                f"more or one less BOS token: it has {len(_ids(tokenizer, here))} tokens in training."
+            )
+            return
+
+
+def _template_difference(here: str, there: str) -> str:
+    at = _first_difference(here, there)
+    chatml = there.startswith("<|im_start|>") and not here.startswith("<|im_start|>")
+    why = " llama.cpp uses ChatML, its template for files without one." if chatml else ""
+    return (
+        f"The chat template renders another prompt in llama.cpp. After {here[max(0, at - CONTEXT_SHOWN) : at]!r}, "
+        f"training has {_short(here[at:])!r} and llama.cpp {_short(there[at:])!r}.{why}"
+    )
+
+
+# -- stop tokens ------------------------------------------------------------------------------------------------------
+
+
+def _check_stops(trained: Trained, runtime: Runtime, findings: Findings) -> list[str]:
+    """Returns the special tokens at which only llama.cpp stops."""
+    tokenizer = trained.tokenizer
+    text = tokenizer.convert_ids_to_tokens
+    for token in trained.stops:
+        if not runtime.stops_at(token):
+            findings.differences.append(
+                f"llama.cpp does not stop at {text(token)} ({token}), which ends the completions of the trained model."
+            )
+    eos = runtime.eos_token()
+    if others := [text(token) for token in trained.stops if text(token) != eos and runtime.stops_at(token)]:
+        findings.limits.append(
+            f"The EOS token of the file is {eos}. The model also ends completions with {', '.join(others)}, which "
+            "llama.cpp recognizes by name; set it as a stop string in other programs."
+        )
+    special = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special][:32]
+    return [text(token) for token in special if token not in trained.stops and runtime.stops_at(token)]
+
+
+# -- predictions ------------------------------------------------------------------------------------------------------
+
+
+def _check_predictions(
+    trained: Trained, runtime: Runtime, format: str, findings: Findings, report: Callable[[float], None]
+) -> dict[str, Any]:
+    """KL divergence from the trained model, at every second position."""
+    places = [(n, at) for n, ids in enumerate(trained.batches) for at in _compared(ids.shape[1])]
+    divergences, same, worst = [], [], (0.0, 0, 0, 0)
+    for done, (n, at) in enumerate(places):
+        expected = trained.expected[n][at]
+        found = runtime.most_likely(trained.batches[n][0, : at + 1].tolist())
+        if not found:
+            raise LlamaCppError("With this file llama.cpp computes values that are NaN or infinite. It was deleted.")
+        divergences.append(divergence(expected, found))
+        top = max(found, key=lambda token: found[token])
+        same.append(int(expected.argmax()) == top)
+        worst = max(worst, (divergences[-1], n, at, top))
+        report((done + 1) / len(places))
+    mean = sum(divergences) / len(divergences)
+    difference = Difference(len(places), mean, max(divergences), sum(same) / len(same))
+    change = _change(trained)
+    limit = FORMATS[format].max_kl
+    if mean > limit:
+        findings.differences.append(f"{_sentence(mean, limit)} {_worst(trained, *worst)}")
+    if change and mean * APART > change.kl_mean:
+        findings.differences.append(
+            f"The file is as far from the trained model as the base model is: the KL divergence is {mean:.2g} and "
+            f"{change.kl_mean:.2g} nats per token. Either it lacks the training, or training changed less than "
+            "rounding to this format: export as f16, or train longer."
+        )
+    return {"trained_to_file": difference.as_json(), "trained_to_base": change.as_json() if change else None}
+
+
+def _change(trained: Trained) -> Difference | None:
+    """How far the base model is from the trained one at the same positions; None for full weights."""
+    if trained.base is None:
+        return None
+    sides = ([values[list(_compared(len(values)))] for values in side] for side in (trained.expected, trained.base))
+    return compare(*sides)
+
+
+def _compared(tokens: int) -> range:
+    """The positions that are compared in a text."""
+    return range(max(1, tokens - LAST_TOKENS), tokens, STRIDE)
+
+
+def divergence(expected: torch.Tensor, found: dict[int, float]) -> float:
+    """KL divergence of `found`, log-probabilities of the most likely tokens, from `expected`, log-probabilities of
+    shape (vocabulary,). The other tokens count together, so that it is a lower bound, and a close one."""
+    ids = torch.tensor([token for token in found if token < len(expected)])
+    ours = expected[ids].double()
+    theirs = torch.tensor([found[int(token)] for token in ids], dtype=torch.float64)
+    rest = [(1 - values.exp().sum()).clamp(min=1e-9) for values in (ours, theirs)]
+    total = (ours.exp() * (ours - theirs)).sum() + rest[0] * (rest[0] / rest[1]).log()
+    return float(total.clamp(min=0))
+
+
+def _sentence(mean: float, limit: float) -> str:
+    return (
+        f"llama.cpp predicts other tokens than the trained model: the mean KL divergence is {mean:.2g} nats per token, "
+        f"and at most {limit:g} is accepted."
+    )
+
+
+def _worst(trained: Trained, kl: float, n: int, at: int, top: int) -> str:
+    tokenizer, ids = trained.tokenizer, trained.batches[n][0, : at + 1].tolist()
+    ours = int(trained.expected[n][at].argmax())
+    return (
+        f"It is largest ({kl:.2g}) after {tokenizer.decode(ids)[-CONTEXT_SHOWN:]!r}: the trained model continues with "
+        f"{tokenizer.decode([ours])!r}, llama.cpp with {tokenizer.decode([top])!r}."
+    )
+
+
+# -- outputs ----------------------------------------------------------------------------------------------------------
+
+
+def _check_outputs(trained: Trained, runtime: Runtime, findings: Findings) -> list[dict[str, Any]]:
+    """Greedy outputs of both, without a bound: one rounded probability changes all that follows."""
+    found = []
+    for ids, here in zip(trained.prompts, trained.outputs, strict=True):
+        there = runtime.generate(ids, MAX_NEW_TOKENS)
+        found.append({"prompt": trained.tokenizer.decode(ids), "trained": asdict(here), "llama_cpp": asdict(there)})
+        if here.stopped and not there.stopped:
+            findings.limits.append(
+                f"For one prompt the trained model ends its output, and llama.cpp does not within {MAX_NEW_TOKENS} "
+                f"tokens: {_short(there.text)!r}."
+            )
+    return found

@@ -1,0 +1,172 @@
+"""What llama.cpp does with a GGUF file: it tokenizes, renders the chat template, predicts, generates and stops.
+
+llama.cpp's own server is asked, so that the answers are those that its users get. It runs in a process of its own: a
+file that it cannot use may end that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from backend.environments import CONVERTER, PACKAGES
+from backend.train.run_log import TrainError
+
+SCRIPT = Path(__file__).parent / "llama_cpp_server.py"
+TIMEOUT_SECONDS = 600.0  # of a request, of which the longest generates a few dozen tokens on the CPU
+FORCED = 1000.0  # added to a logit: this token is generated, whatever the model predicts
+MOST_LIKELY = 1000  # tokens whose probabilities are requested: JSON of a whole vocabulary takes half a second
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A greedy output, and whether it ended with a stop token and not because of its limit."""
+
+    text: str
+    stopped: bool
+
+
+class Runtime(Protocol):
+    """What is asked about a GGUF file."""
+
+    def tokenize(self, text: str, add_special: bool) -> list[int]:
+        """Token ids of a text, in which special tokens are recognized; `add_special`: with a BOS token if the file
+        asks for one."""
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """The prompt of a conversation. Raises LlamaCppError if the template cannot render it."""
+
+    def eos_token(self) -> str:
+        """The text of the EOS token."""
+
+    def stops_at(self, token: int) -> bool:
+        """Whether a generation ends at this token."""
+
+    def most_likely(self, ids: Sequence[int]) -> dict[int, float]:
+        """Log-probabilities of the most likely next tokens, without those that are not finite."""
+
+    def generate(self, ids: Sequence[int], limit: int) -> Generated:
+        """The greedy output for a prompt, of at most `limit` tokens."""
+
+
+class LlamaCppError(TrainError):
+    """llama.cpp refuses a file or a request; the message is a sentence."""
+
+
+class Server:
+    """A Runtime: llama.cpp's server with the GGUF `file`, from its start to `close`. `environment` is the folder of the
+    environment gguf, `log` the file for the server's messages. Raises LlamaCppError."""
+
+    def __init__(self, file: Path, environment: Path, log: Path) -> None:
+        self._key = secrets.token_hex(16)
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._plain = 0  # set by most_likely: an ordinary token
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(environment / PACKAGES)},
+            )
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(OSError):  # it has ended
+            self._process.stdin.write(json.dumps({"model": str(file.resolve()), "key": self._key}) + "\n")
+            self._process.stdin.flush()
+        self._address = self._process.stdout.readline().strip()
+        if not self._address:
+            self.close()
+            raise LlamaCppError(f"llama.cpp cannot load the GGUF file: {self._last_line()}")
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def tokenize(self, text: str, add_special: bool) -> list[int]:
+        """See Runtime."""
+        found = self._ask("tokenize", {"content": text, "add_special": add_special, "parse_special": True})
+        return [int(token) for token in found["tokens"]]
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """See Runtime."""
+        return str(self._ask("apply-template", {"messages": list(messages)})["prompt"])
+
+    def eos_token(self) -> str:
+        """See Runtime."""
+        return str(self._ask("props", None)["eos_token"])
+
+    def stops_at(self, token: int) -> bool:
+        """See Runtime: the token is generated, and one more is requested."""
+        request = {"prompt": self._some_prompt(), "n_predict": 2, "logit_bias": [[token, FORCED]]}
+        return bool(self._ask("completion", {**GREEDY, **request})["stop_type"] == "eos")
+
+    def most_likely(self, ids: Sequence[int]) -> dict[int, float]:
+        """See Runtime. The server sends no probabilities while a generated token is a part of a character, so that an
+        ordinary token is generated; this does not change the probabilities, which are those of the model."""
+        request = {"prompt": list(ids), "n_predict": 1, "n_probs": MOST_LIKELY}
+        forced = {"logit_bias": [[self._some_prompt()[-1], FORCED]]}
+        found = self._ask("completion", {**GREEDY, **request, **forced})["completion_probabilities"][0]
+        tokens = {int(token["id"]): token["logprob"] for token in found["top_logprobs"]}
+        return {token: float(value) for token, value in tokens.items() if value is not None}  # null: not finite
+
+    def generate(self, ids: Sequence[int], limit: int) -> Generated:
+        """See Runtime."""
+        found = self._ask("completion", {**GREEDY, "prompt": list(ids), "n_predict": limit})
+        return Generated(str(found["content"]), found["stop_type"] == "eos")
+
+    def _some_prompt(self) -> list[int]:
+        self._plain = self._plain or self.tokenize("a", False)[-1]
+        return [self._plain]
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self._address}/{path}", data, headers)
+        try:
+            with self._opener.open(request, timeout=TIMEOUT_SECONDS) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise LlamaCppError(f"llama.cpp refuses the request {path}: {_message(error)}") from error
+        except OSError as error:
+            raise LlamaCppError(f"llama.cpp ended during the request {path}: {self._last_line()}") from error
+
+    def _last_line(self) -> str:
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else "it wrote no message."
+
+
+GREEDY = {"temperature": 0, "repeat_penalty": 1.0, "cache_prompt": True}
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return str(error)
+
+
+def convert_command(environment: Path, model: Path, file: Path, format: str, name: str) -> list[str]:
+    """The command of llama.cpp's converter."""
+    script = environment / CONVERTER / "convert_hf_to_gguf.py"
+    options = ("--outfile", str(file), "--outtype", format, f"--model-name={name}")
+    return [sys.executable, str(script), str(model), *options]

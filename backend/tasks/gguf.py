@@ -1,0 +1,109 @@
+"""Exporting the model of a run as a GGUF file: a job of the run, whose process is `backend.export`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from backend import environments, presets, registry
+from backend.models import trained
+from backend.models.gguf import CERTIFICATE, ENVIRONMENT, FORMATS, MODELFILE
+from backend.paths import environment_folder
+from backend.runs import GGUF, SPEC, jobs, json_values
+from backend.runs.folder import ALIVE, Run, RunError
+from backend.tasks import merge
+
+KIND = "gguf"
+
+
+def start(run: Run, step: int | None, format: str) -> Run:
+    """The job that exports, or has exported, the model of a checkpoint or the final one (None) in this format; started
+    if there is none. Raises RunError."""
+    if format not in FORMATS:
+        raise RunError(f"{format} is no format of GGUF files that is supported. Choose one of {', '.join(FORMATS)}.")
+    model = merge.find_model(run, step)
+    if registry.STAGES[presets.read(run.path / SPEC).train.stage].is_reward_model:
+        raise RunError(
+            "Reward models cannot be exported as GGUF: llama.cpp would drop the layer that computes the score."
+        )
+    merged = _merge_of(run, model)
+    if (job := find(run, model, format)) and (job.state in ALIVE or job.result().get("model")):
+        return job
+    if not environments.is_complete(ENVIRONMENT):
+        raise RunError(
+            "The converter and runtime of llama.cpp are not installed. Run `footplate env create gguf`, which "
+            "downloads 110 MB, then export again."
+        )
+    if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
+        raise RunError(f"Another GGUF file of this run is being exported ({busy[0].id}). Wait for its end, or stop it.")
+    for earlier in jobs.find_all(run, KIND):
+        if _request(earlier) == (step, format):  # failed, or of a model that was replaced
+            earlier.delete()
+    request = {"step": step, "format": format, "merge": merged, "environment": str(environment_folder(ENVIRONMENT))}
+    job = jobs.create(run, KIND, "backend.export", {GGUF: json.dumps(request)}, merge.ON_CPU, {})
+    job.start()
+    return job
+
+
+def _merge_of(run: Run, model: trained.TrainedModel) -> str:
+    """The id of the merge with the full weights of an adapter; '' for a model that has them. Raises RunError."""
+    if not model.base:
+        return ""
+    job = merge.find(run, model)
+    if not job or not job.result().get("model"):
+        step = f" --step {model.step}" if model.step is not None else ""
+        name = merge.name(model.step)
+        raise RunError(
+            f"{name[0].upper()}{name[1:]} of {run.id} is an adapter, and a GGUF file needs full weights. Merge it "
+            f"first: `footplate merge {run.id}{step}`, or Merge into base model on the run's page."
+        )
+    return job.id
+
+
+def find(run: Run, model: trained.TrainedModel, format: str) -> Run | None:
+    """The newest job for this model and format, unless it exported an earlier model of this step, or its file was
+    deleted."""
+    for job in jobs.find_all(run, KIND):
+        if _request(job) == (model.step, format) and (job.state in ALIVE or _is_current(job, model)):
+            return job
+    return None
+
+
+def find_all(run: Run, model: trained.TrainedModel) -> list[Run]:
+    """The newest job of each format, in the order of the formats."""
+    return [job for format in FORMATS if (job := find(run, model, format))]
+
+
+def file_of(job: Run) -> Path | None:
+    """The GGUF file of a job; None if it has none."""
+    name = str(job.result().get("model") or "")
+    return job.path / name if name and (job.path / name).is_file() else None
+
+
+def names(file: Path) -> list[str]:
+    """The GGUF file and those next to it that belong to it."""
+    return [file.name, *(name for name in (CERTIFICATE, MODELFILE) if (file.parent / name).is_file())]
+
+
+def _is_current(job: Run, model: trained.TrainedModel) -> bool:
+    try:
+        is_newer = (job.path / GGUF).stat().st_mtime >= model.folder.stat().st_mtime
+    except OSError:
+        return False
+    return is_newer and (not job.result().get("model") or file_of(job) is not None)
+
+
+def _request(job: Run) -> tuple[Any, Any]:
+    try:
+        found = json_values.read(job.path / GGUF)
+        return found["step"], found["format"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return -1, ""
+
+
+def as_json(job: Run) -> dict[str, Any]:
+    """For page and command line: the job, its format, and the file once there is one."""
+    file = file_of(job)
+    shown = {"file": str(file), "bytes": file.stat().st_size, "files": names(file)} if file else None
+    return {**jobs.as_json(job), "format": _request(job)[1], "gguf": shown}

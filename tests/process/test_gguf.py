@@ -1,0 +1,326 @@
+"""`footplate export-model`: a GGUF file is kept only if llama.cpp runs the trained model.
+
+Here transformers answers in the place of llama.cpp, so that every fault can be made; test_gguf_runtime.py asks
+llama.cpp itself.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fork_server import ForkServer
+from safetensors.torch import load_file, save_file
+from training_runs import make_spec
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from backend.environments import CONVERTER
+from backend.export import gguf_certificate, llama_cpp, loading, modelfile
+from backend.export import merge as merging
+from backend.export.gguf import GgufExport
+from backend.export.gguf_certificate import Trained, divergence
+from backend.export.llama_cpp import Generated
+from backend.models import trained
+from backend.models.gguf import CERTIFICATE, FOLDER, MODELFILE
+from backend.runs import BASE, CHECKPOINTS, GGUF, JOBS, MODEL, RESULT, STOP
+from backend.runs.folder import Run
+from backend.train.run_log import RunLog, Stopped, TrainError
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of peft
+TRAINED = {"train.learning_rate": 2e-2, "train.max_steps": 4, "save.final_model": True}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+OTHER = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}[assistant] "
+# Writes which folder it was to convert, which is all that the runtime below needs.
+CONVERT = """import pathlib, sys
+print("Writing:  50%|", file=sys.stderr)
+folder = pathlib.Path(sys.argv[1])
+pathlib.Path(sys.argv[3]).write_text(str((folder / "config.json").resolve().parent))
+"""
+
+
+class Transformers:
+    """A llama_cpp.Runtime: the model in the folder that was converted. `fault` changes an answer."""
+
+    fault = ""
+
+    def __init__(self, file: Path, *_: Path) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(file.read_text(), dtype=torch.float32).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(file.read_text())
+        eos = self.model.generation_config.eos_token_id
+        self.stops = {eos} if isinstance(eos, int) else set(eos)
+
+    def tokenize(self, text: str, add_special: bool) -> list[int]:
+        text = text.lstrip() if self.fault == "spaces" else text
+        text = text.replace("capital", "Capital") if self.fault == "word" else text
+        text = text.replace("①", "1") if self.fault == "numeral" else text
+        return list(self.tokenizer(text, add_special_tokens=add_special)["input_ids"])
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        if self.fault == "template":
+            raise llama_cpp.LlamaCppError("unknown filter")
+        template = CHATML if self.fault == "chatml" else None
+        options = {"tokenize": False, "add_generation_prompt": True, "chat_template": template}
+        return str(self.tokenizer.apply_chat_template(list(messages), **options))
+
+    def eos_token(self) -> str:
+        return "<|endoftext|>" if self.fault == "eos" else str(self.tokenizer.eos_token)
+
+    def stops_at(self, token: int) -> bool:
+        return token in self.stops and self.fault != "stop"
+
+    @torch.no_grad()
+    def most_likely(self, ids: Sequence[int]) -> dict[int, float]:
+        found = self.model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        return {} if self.fault == "nan" else dict(enumerate(found.tolist()))
+
+    def generate(self, ids: Sequence[int], limit: int) -> Generated:
+        return Generated("some text", self.fault != "endless")
+
+    def close(self) -> None: ...
+
+
+def merged(run: Path, target: Path) -> Path:
+    target.mkdir(parents=True)
+    merging.Merge(Run(run), None, target, RunLog(target)).run_all()
+    return target / MODEL
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_positions() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_certificate, "STRIDE", 16)
+        yield
+
+
+@pytest.fixture(scope="module")
+def adapter(fork_server: ForkServer, root: Path) -> Path:
+    """A run that has trained an adapter, with its merge `m`."""
+    run = fork_server.train(root / "gguf-adapter", make_spec(TRAINED))
+    merged(run, run / JOBS / "m")
+    return run
+
+
+@pytest.fixture
+def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Exports a run in the folder `job`, with the stand-ins of converter and runtime."""
+    (tmp_path / "env" / CONVERTER).mkdir(parents=True)
+    (tmp_path / "env" / CONVERTER / "convert_hf_to_gguf.py").write_text(CONVERT)
+    monkeypatch.setattr(llama_cpp, "Server", Transformers)
+
+    def make(run: Path, merge: str = "m", fault: str = "", step: int | None = None) -> dict[str, Any]:
+        monkeypatch.setattr(Transformers, "fault", fault)
+        folder = tmp_path / "job"
+        folder.mkdir(exist_ok=True)
+        request = {"step": step, "format": "q8_0", "merge": merge, "environment": str(tmp_path / "env")}
+        (folder / GGUF).write_text(json.dumps(request))
+        return GgufExport(Run(run), folder, RunLog(folder)).run_all()
+
+    return make
+
+
+def test_a_verified_file(adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    found = export(adapter)
+    folder, certificate = tmp_path / "job" / FOLDER, found["certificate"]
+    assert found["model"] == f"{FOLDER}/{adapter.name}-q8_0.gguf" and (tmp_path / "job" / found["model"]).is_file()
+    assert json.loads((folder / CERTIFICATE).read_text()) == certificate
+    assert (certificate["status"], certificate["differences"], certificate["limits"]) == ("verified", [], [])
+    assert certificate["trained_to_file"]["kl_mean"] < 1e-6 < 1e-3 < certificate["trained_to_base"]["kl_mean"]
+    assert certificate["base_weights"] == "the same weights as in training"
+    assert certificate["versions"]["llama-cpp-python"] == "0.3.36" and certificate["merge"] == "m"
+    assert certificate["stop_tokens"] == ["<|im_end|>"] and certificate["tokenized_texts"] >= 8
+    assert [output["llama_cpp"]["text"] for output in certificate["outputs"]] == ["some text"]
+    assert (folder / MODELFILE).read_text().startswith(f"FROM ./{adapter.name}-q8_0.gguf\nTEMPLATE")
+    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [FOLDER, GGUF, "progress.json"]
+
+
+def test_a_checkpoint_with_full_weights(
+    adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base model has a tokenizer.model, which the checkpoint lacks and the converter gets."""
+    run, converted = tmp_path / "run", []
+    shutil.copytree(adapter, run, ignore=shutil.ignore_patterns(MODEL, JOBS))
+    shutil.copytree(adapter / JOBS / "m" / MODEL, run / CHECKPOINTS / "checkpoint-4")
+    (run / CHECKPOINTS / "checkpoint-4/optimizer.pt").touch()
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "tokenizer.model").touch()
+    (run / BASE).write_text(json.dumps({"name": str(base), "commit": "", "fingerprint": ""}))
+    convert = GgufExport._convert
+    monkeypatch.setattr(
+        GgufExport, "_convert", lambda job, *rest: (convert(job, *rest), converted.extend(linked(tmp_path / "job")))
+    )
+    certificate = export(run, merge="", step=4)["certificate"]
+    assert (certificate["status"], certificate["step"]) == ("verified", 4) and certificate["trained_to_base"] is None
+    assert {"tokenizer.model", "model.safetensors", "config.json"} < set(converted) and "optimizer.pt" not in converted
+
+
+def linked(job: Path) -> list[str]:
+    return [path.name for path in (job / "source").iterdir()]
+
+
+def test_a_file_that_differs_is_deleted(adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=r"The GGUF file was deleted. llama.cpp does not stop at <\|im_end\|>"):
+        export(adapter, fault="stop")
+    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [GGUF, "progress.json", RESULT]
+    result = json.loads((tmp_path / "job" / RESULT).read_text())
+    assert result["model"] == "" and result["certificate"]["status"] == "differs"
+
+
+@pytest.fixture(scope="module")
+def observed(adapter: Path, root: Path) -> Trained:
+    """What the trained model does, as an export sees it."""
+    return observe(adapter, root)
+
+
+def observe(run: Path, folder: Path) -> Trained:
+    model = trained.at_step(Run(run), None)
+    assert model
+    return GgufExport(Run(run), folder, RunLog(folder))._observe(model)[0]
+
+
+@pytest.fixture
+def certify(adapter: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """The certificate of a file that was converted from `weights`."""
+
+    def make(trained: Trained, weights: Path = adapter / JOBS / "m" / MODEL, fault: str = "") -> dict[str, Any]:
+        (tmp_path / "file.gguf").write_text(str(weights))
+        runtime = Transformers(tmp_path / "file.gguf")
+        runtime.fault = fault
+        return gguf_certificate.certify(trained, runtime, "q8_0", lambda _: None)
+
+    return make
+
+
+FAULTS = {
+    "stop": "does not stop at <|im_end|>",
+    "word": "'What is the capital of France?' has other tokens in llama.cpp: token",
+    "template": "cannot render the chat template: unknown filter",
+}
+LIMITS = {
+    "spaces": "The text '  Leading spaces",
+    "numeral": "numerals other than 0 to 9 into other tokens than in training (here ①)",
+    "eos": "EOS token of the",
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *LIMITS])
+def test_what_differs_is_named(observed: Trained, certify: Callable[..., dict[str, Any]], fault: str) -> None:
+    certificate = certify(observed, fault=fault)
+    if fault in FAULTS:
+        assert certificate["status"] == "differs" and FAULTS[fault] in certificate["differences"][0]
+    else:
+        assert certificate["status"] == "verified with limitations" and certificate["differences"] == []
+        assert len(certificate["limits"]) == 1 and LIMITS[fault] in certificate["limits"][0]
+
+
+def test_values_that_are_not_finite(observed: Trained, certify: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(TrainError, match="NaN or infinite"):
+        certify(observed, fault="nan")
+
+
+def test_a_dropped_adapter_and_a_merge_on_another_base(
+    adapter: Path, observed: Trained, certify: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    base, other = Path(json.loads((adapter / BASE).read_text())["name"]), tmp_path / "other"
+    shutil.copytree(base, other)
+    path = other / "model.safetensors"
+    save_file({n: v + 0.05 * torch.randn_like(v) for n, v in load_file(path).items()}, path, metadata={"format": "pt"})
+    plain: Any = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    merging.merge(loading.load_adapter(plain, adapter / MODEL)).save_pretrained(other)
+    dropped, elsewhere = certify(observed, base)["differences"], certify(observed, other)["differences"]
+    assert "predicts other tokens" in dropped[0] and "as far from the trained model as the base" in dropped[1]
+    assert "predicts other tokens" in elsewhere[0] and "It is largest (" in elsewhere[0]
+
+
+def test_a_template_that_became_chatml_or_is_missing(
+    adapter: Path, certify: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(adapter, run)
+    template, weights = run / MODEL / "chat_template.jinja", run / JOBS / "m" / MODEL
+    for path in (template, weights / "chat_template.jinja"):
+        path.write_text(OTHER)
+    changed = observe(run, tmp_path)
+    assert certify(changed, weights)["status"] == "verified"
+    (difference,) = certify(changed, weights, "chatml")["differences"]
+    assert "After '', training has '[user]" in difference and "llama.cpp uses ChatML" in difference
+    changed.tokenizer.chat_template = None
+    assert certify(changed, weights)["limits"][0].startswith("The model has no chat template. llama.cpp uses ChatML")
+
+
+def test_the_divergence_of_the_most_likely_tokens() -> None:
+    """The others count together: a lower bound, and the divergence itself if all are known."""
+    torch.manual_seed(0)
+    ours, theirs = (torch.randn(500, dtype=torch.float64).mul(3).log_softmax(0) for _ in range(2))
+    exact = float((ours.exp() * (ours - theirs)).sum())
+    top = theirs.topk(400).indices.tolist()
+    assert divergence(ours, dict(enumerate(theirs.tolist()))) == pytest.approx(exact, rel=1e-4)
+    assert 0.8 * exact < divergence(ours, {n: float(theirs[n]) for n in top}) < exact
+
+
+def test_what_prevents_an_export(
+    adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TrainError, match=r"was deleted\. Merge the adapter again"):
+        export(adapter, merge="gone")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(TrainError, match=r"needs 0.0 GiB, and 0.0 GiB are free .* choose a smaller format"):
+            export(adapter)
+    with monkeypatch.context() as patch:
+        (tmp_path / "env" / CONVERTER / "convert_hf_to_gguf.py").write_text(
+            "raise SystemExit('Model X is unsupported')"
+        )
+        with pytest.raises(TrainError, match="cannot convert this model: Model X is unsupported"):
+            export(adapter)
+    (tmp_path / "job" / STOP).write_text("discard")
+    with pytest.raises(Stopped):
+        export(adapter)
+    assert not {FOLDER, "source", "unchecked"} & {path.name for path in (tmp_path / "job").iterdir()}
+
+
+TEMPLATES = {
+    "chatml": (CHATML, """FROM ./a.gguf
+TEMPLATE \"""{{ if .System }}<|im_start|>system
+{{ .System }}<|im_end|>
+{{ end }}<|im_start|>user
+{{ .Prompt }}<|im_end|>
+<|im_start|>assistant
+{{ .Response }}<|im_end|>
+\"""
+PARAMETER stop "<|im_end|>"
+"""),
+    "default system prompt": ("{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    + CHATML, """FROM ./a.gguf
+TEMPLATE \"""{{ if .System }}<|im_start|>system
+{{ .System }}<|im_end|>
+{{ end }}<|im_start|>user
+{{ .Prompt }}<|im_end|>
+<|im_start|>assistant
+{{ .Response }}<|im_end|>
+\"""
+SYSTEM \"""Be kind.\"""
+PARAMETER stop "<|im_end|>"
+"""),
+    "no system prompt": ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML, ""),
+    "number of the message": ("{% for m in messages %}{{ loop.index }}. {{ m.content }}<|im_end|>{% endfor %}: ", ""),
+    "no stop token": ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ", ""),
+    "none": (None, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_modelfile(tiny: Path, name: str) -> None:
+    template, expected = TEMPLATES[name]
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = template
+    assert modelfile.write("a.gguf", tokenizer, ["<|im_end|>"]) == expected

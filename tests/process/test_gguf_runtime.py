@@ -1,0 +1,206 @@
+"""GGUF files in llama.cpp itself: the environment is created, SmolLM2 is trained, merged and exported, and each fault
+that a conversion can have is made and found. test_gguf.py has the same faults without llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fork_server import ForkServer
+from safetensors.torch import load_file, save_file
+from training_runs import ignore_progress, log_text, make_spec
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from backend import environments, paths
+from backend.environments import PACKAGES
+from backend.export import gguf_certificate, llama_cpp, loading
+from backend.export import merge as merging
+from backend.export.gguf import GgufExport
+from backend.export.gguf_certificate import Trained
+from backend.models import trained
+from backend.models.gguf import FORMATS, MODELFILE
+from backend.runs import BASE, MODEL, processes
+from backend.runs.folder import ALIVE, Run
+from backend.tasks import gguf, merge
+from backend.train import builtin_models
+from backend.train.run_log import RunLog, TrainError
+
+pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")]
+SMOLLM2 = "smollm2-135m-instruct"
+TRAINED = {"model.builtin": SMOLLM2, "train.learning_rate": 2e-3, "train.max_steps": 8, "save.final_model": True}
+OTHER = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}{{ '[assistant] ' }}"
+
+
+@pytest.fixture(scope="module")
+def environment(cache: Path) -> Path:
+    return environments.create("gguf", ignore_line)
+
+
+def ignore_line(_: str) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def run(fork_server: ForkServer, cache: Path, root: Path) -> Run:
+    """A run that has trained an adapter on SmolLM2, and its merge."""
+    if (known := paths.model_folder(SMOLLM2, {})).is_dir():  # so that it is not downloaded again
+        (cache / "models" / SMOLLM2).symlink_to(known)
+    builtin_models.prepare(SMOLLM2, ignore_progress)
+    run = Run(fork_server.train(root / "runs/smollm2", make_spec(TRAINED)))
+    wait_for(merge.start(run, None))
+    return run
+
+
+def wait_for(job: Run) -> dict[str, Any]:
+    """The result of a job."""
+    for _ in range(4800):
+        if job.state not in (*ALIVE, "new"):
+            break
+        time.sleep(0.25)
+    assert job.state == "done", log_text(job.path)
+    assert not processes.run_processes(job.path)
+    return job.result()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_trained_model_is_verified(run: Run, environment: Path, format: str) -> None:
+    job = gguf.start(run, None, format)
+    certificate = wait_for(job)["certificate"]
+    assert certificate["status"] == "verified with limitations"
+    assert [limit.partition(" (here")[0] for limit in certificate["limits"]] == [
+        "llama.cpp splits numerals other than 0 to 9 into other tokens than in training"
+    ]
+    found, change = certificate["trained_to_file"], certificate["trained_to_base"]
+    assert 1e-6 < found["kl_mean"] < FORMATS[format].max_kl < change["kl_mean"] and found["positions"] > 100
+    assert certificate["stop_tokens"] == ["<|im_end|>"] and "<|endoftext|>" in certificate["also_stops_at"]
+    file = gguf.file_of(job)
+    assert file and "PARAMETER stop" in (file.parent / MODELFILE).read_text()
+
+
+def test_a_stopped_export_leaves_no_process_and_no_file(run: Run, environment: Path, root: Path) -> None:
+    other = Run(root / "runs/other")
+    shutil.copytree(run.path, other.path)
+    for job in (other.path / "jobs").glob("*_gguf"):
+        shutil.rmtree(job)
+    job = gguf.start(other, None, "q8_0")
+    while job.progress().get("phase") != "comparing":
+        assert job.state in ALIVE
+        time.sleep(0.1)
+    job.stop(save=False)
+    while job.state in ALIVE:
+        time.sleep(0.1)
+    assert job.state == "stopped" and not processes.run_processes(job.path)
+    assert not list(job.path.rglob("*.gguf")) and not job.result()
+
+
+@pytest.fixture(scope="module")
+def observed(run: Run, root: Path) -> Trained:
+    model = trained.find(run)
+    assert model
+    return GgufExport(run, root, RunLog(root))._observe(model)[0]
+
+
+@pytest.fixture
+def certify(environment: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """The certificate of a model folder that is converted."""
+
+    def make(observed: Trained, weights: Path, format: str = "f16") -> dict[str, Any]:
+        file = tmp_path / "file.gguf"
+        command = llama_cpp.convert_command(environment, weights, file, format, "name")
+        env = {**os.environ, "PYTHONPATH": str(environment / PACKAGES)}
+        subprocess.run(command, check=True, env=env, stdin=subprocess.DEVNULL, capture_output=True)
+        server = llama_cpp.Server(file, environment, tmp_path / "log")
+        try:
+            return gguf_certificate.certify(observed, server, format, lambda _: None)
+        finally:
+            server.close()
+
+    return make
+
+
+@pytest.fixture
+def merged(run: Run, tmp_path: Path) -> Path:
+    """A copy of the merged model, to be damaged."""
+    model = trained.find(run)
+    assert model
+    job = merge.find(run, model)
+    assert job
+    return shutil.copytree(job.path / MODEL, tmp_path / "merged")
+
+
+def test_a_dropped_adapter(run: Run, observed: Trained, certify: Callable[..., dict[str, Any]]) -> None:
+    base = Path(json.loads((run.path / BASE).read_text())["name"])
+    first, second = certify(observed, base, "q8_0")["differences"]
+    assert "predicts other tokens" in first and "as far from the trained model as the base" in second
+
+
+def test_a_merge_on_another_base(
+    run: Run, observed: Trained, certify: Callable[..., dict[str, Any]], merged: Path
+) -> None:
+    base = Path(json.loads((run.path / BASE).read_text())["name"])
+    weights = load_file(base / "model.safetensors")
+    changed = {n: v + 0.1 * v.float().std().to(v.dtype) * torch.randn_like(v) for n, v in weights.items()}
+    other = shutil.copytree(base, merged.parent / "other")
+    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
+    plain: Any = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    merging.merge(loading.load_adapter(plain, run.path / MODEL)).save_pretrained(merged)
+    difference = certify(observed, merged)["differences"][0]
+    assert "predicts other tokens" in difference and "It is largest (" in difference
+
+
+def test_a_lost_stop_token(observed: Trained, certify: Callable[..., dict[str, Any]], merged: Path) -> None:
+    """llama.cpp has one EOS token, and others that it knows by name."""
+    config = json.loads((merged / "generation_config.json").read_text())
+    (merged / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [2, 0, 17]}))
+    observed.stops[:] = [0, 2, 17]
+    try:
+        certificate = certify(observed, merged)
+    finally:
+        observed.stops[:] = [2]
+    (lost,) = certificate["differences"]
+    assert "does not stop at" in lost and "(17)" in lost
+    assert any("also ends completions with <|endoftext|>" in limit for limit in certificate["limits"])
+
+
+def test_a_template_that_became_chatml(observed: Trained, certify: Callable[..., dict[str, Any]], merged: Path) -> None:
+    (merged / "chat_template.jinja").unlink()
+    trained_template = observed.tokenizer.chat_template
+    observed.tokenizer.chat_template = OTHER
+    try:
+        (difference,) = certify(observed, merged)["differences"]
+    finally:
+        observed.tokenizer.chat_template = trained_template
+    assert "After '', training has '[user]" in difference and "llama.cpp uses ChatML" in difference
+
+
+def test_a_file_that_llama_cpp_cannot_read(environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "file.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(TrainError, match=r"llama.cpp cannot load the GGUF file: .*\w"):
+        llama_cpp.Server(tmp_path / "file.gguf", environment, tmp_path / "log")
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_setting_that_the_file_lacks(
+    run: Run, certify: Callable[..., dict[str, Any]], tmp_path: Path, normalized: bool
+) -> None:
+    """The converter does not write norm_topk_prob of qwen3_moe: llama.cpp always normalizes."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=49152, hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
+        norm_topk_prob=normalized, eos_token_id=2, bos_token_id=1, initializer_range=0.2,
+    )  # fmt: skip
+    model: Any = Qwen3MoeForCausalLM(config).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.path / MODEL)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "moe")
+    seen = gguf_certificate.observe(run.path, model, tokenizer, [2], None)
+    differences = certify(seen, tmp_path / "moe")["differences"]
+    assert differences == [] if normalized else "predicts other tokens" in differences[0]

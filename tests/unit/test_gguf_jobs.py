@@ -1,0 +1,103 @@
+"""Starting to export as GGUF: what is refused, with the way to fix it, and which export belongs to a model."""
+
+import json
+from pathlib import Path
+
+import pytest
+from failed_runs import ended, planted_run
+
+from backend import environments
+from backend.__main__ import main
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.machine import probe
+from backend.models import trained
+from backend.models.gguf import FOLDER
+from backend.runs import GGUF, LOCK, RESULT, jobs
+from backend.runs.folder import Run, RunError
+from backend.tasks import gguf, merge
+
+BASE = {"base_model_name_or_path": "tiny-llama", "peft_type": "LORA"}
+
+
+@pytest.fixture
+def plant(tmp_path, monkeypatch):
+    """Makes runs that have finished, with full weights or an adapter; no job is started."""
+    monkeypatch.setenv("FOOTPLATE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Run, "start", lambda self: None)
+
+    def make(is_adapter=False, **changes):
+        run = planted_run(tmp_path / "runs", edit(RunSpec(), changes), probe(Path.cwd()), "run")
+        write(run.path / "model", **({"adapter_config.json": BASE} if is_adapter else {"config.json": {}}))
+        ended(run, end="done", exit_code=0)
+        (run.path / RESULT).write_text(json.dumps({"steps": 3, "model": "model"}))
+        return run
+
+    return make
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True)
+    weights = "adapter_model.safetensors" if "adapter_config.json" in files else "model.safetensors"
+    for name, content in {**files, "tokenizer_config.json": {}, weights: {}}.items():
+        (folder / name).write_text(json.dumps(content))
+
+
+def create_environment():
+    folder = environments.environment_folder("gguf")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / environments.COMPLETE).touch()
+
+
+def test_what_is_refused(plant, capsys):
+    run = plant()
+    with pytest.raises(RunError, match="Run `footplate env create gguf`"):
+        gguf.start(run, None, "q8_0")
+    environments.environment_folder("gguf").mkdir(parents=True)  # as an interrupted creation leaves it
+    assert main(["export-model", "--runs", str(run.path.parent), run.id]) == 2
+    assert "`footplate env create gguf`" in capsys.readouterr().err
+    with pytest.raises(RunError, match="Choose one of q8_0, f16, bf16"):
+        gguf.start(run, None, "q4_k_m")
+    with pytest.raises(RunError, match="no weights of checkpoint 7"):
+        gguf.start(run, 7, "q8_0")
+    with pytest.raises(RunError, match="Reward models cannot be exported"):
+        gguf.start(plant(**{"train.stage": "reward"}), None, "q8_0")
+
+
+def test_an_adapter_has_to_be_merged_first(plant):
+    run = plant(is_adapter=True)
+    create_environment()
+    with pytest.raises(RunError, match=rf"`footplate merge {run.id}`, or Merge into base model"):
+        gguf.start(run, None, "q8_0")
+    job = jobs.create(run, merge.KIND, "backend.export", {"merge.json": '{"step": null}'}, {}, {})
+    finished(job, {"model": "model"})
+    write(job.path / "model", **{"config.json": {}})
+    request = json.loads((gguf.start(run, None, "q8_0").path / GGUF).read_text())
+    environment = str(environments.environment_folder("gguf"))
+    assert request == {"step": None, "format": "q8_0", "merge": job.id, "environment": environment}
+
+
+def finished(job, result, **state):
+    (job.path / LOCK).touch()
+    (job.path / RESULT).write_text(json.dumps(result))
+    (job.path / "state.json").write_text(json.dumps({"end": "done", "exit_code": 0, **state}))
+
+
+def test_exports_of_a_model(plant):
+    run = plant()
+    create_environment()
+    model = trained.find(run)
+    job = gguf.start(run, None, "f16")
+    finished(job, {"model": f"{FOLDER}/a.gguf", "certificate": {"status": "verified"}})
+    (job.path / FOLDER).mkdir()
+    (job.path / FOLDER / "a.gguf").write_bytes(bytes(7))
+    assert gguf.start(run, None, "f16").id == job.id and gguf.find(run, model, "q8_0") is None
+    shown = gguf.as_json(job)
+    assert shown["gguf"] == {"file": str(job.path / FOLDER / "a.gguf"), "bytes": 7, "files": ["a.gguf"]}
+    other = gguf.start(run, None, "q8_0")
+    finished(other, {"model": "", "certificate": {"status": "differs"}}, end="failed", exit_code=1)
+    assert [found.id for found in gguf.find_all(run, model)] == [other.id, job.id]
+    assert gguf.as_json(other)["gguf"] is None
+    assert gguf.start(run, None, "q8_0").id != other.id or not (other.path / RESULT).exists()
+    (job.path / FOLDER / "a.gguf").unlink()
+    assert gguf.find(run, model, "f16") is None

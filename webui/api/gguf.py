@@ -1,0 +1,48 @@
+"""Endpoints of exporting a run's model as a GGUF file: start, stop, delete, download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import FileResponse, Response
+
+from backend.models.gguf import DEFAULT
+from backend.tasks import gguf
+from webui.api.merges import find_job
+from webui.api.requests import ApiError, RequestBody, json
+from webui.api.runs import PathRun
+
+
+class GgufRequest(RequestBody):
+    """The step of the checkpoint, None for the final model; the format of the weights."""
+
+    step: int | None = None
+    format: str = DEFAULT
+
+
+def start(run: PathRun, body: GgufRequest) -> Response:
+    """Start to export, or return the job that does or did."""
+    return json(gguf.as_json(gguf.start(run, body.step, body.format)), 201)
+
+
+def stop(run: PathRun, job: str) -> dict[str, Any]:
+    """Request a stop."""
+    found = find_job(run, job)
+    found.stop(save=False)
+    return gguf.as_json(found)
+
+
+def remove(run: PathRun, job: str) -> dict[str, Any]:
+    """Delete the file and its certificate."""
+    find_job(run, job).delete()
+    return {"id": job}
+
+
+def download(run: PathRun, job: str, name: str) -> Response:
+    """The GGUF file, its certificate or its Modelfile. Raises ApiError."""
+    file = gguf.file_of(find_job(run, job))
+    if not file or name not in gguf.names(file):
+        raise ApiError(404, "This export has no such file.")
+    if (file.parent / name).is_symlink():
+        raise ApiError(409, f"{file.parent / name} is a symbolic link: replace it by the file to download it.")
+    return FileResponse(file.parent / name, media_type="application/octet-stream", filename=name)
