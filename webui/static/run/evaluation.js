@@ -149,9 +149,10 @@ function createParts() {
   function drawWork(job, onStop) {
     work.hidden = !job;
     if (!job) return;
-    setText(text, job.state === "running" ? job.text || job.sentence : job.sentence);
+    const isStopping = job.state === "stopping";
+    setText(text, isStopping ? "Stopping. What is computed is kept." : job.text || job.sentence);
     bar.style.width = `${100 * (job.fraction || 0)}%`;
-    stop.disabled = job.state === "stopping";
+    stop.disabled = isStopping;
     stop.onclick = onStop;
   }
   function drawFailure(job) {

@@ -3,9 +3,11 @@
 import { el, redraw, setText } from "../dom.js";
 import { modelName } from "./chat_turn.js";
 
+const STOPPED = "The evaluation was stopped. With the same settings, Continue computes only what is missing.";
+
 /** @param {() => void} start */
 export function createFields(start) {
-  const { node, model, examples, tokens, data, general, button } = createParts();
+  const { node, model, examples, tokens, data, general, button, stopped } = createParts();
   node.addEventListener("submit", (event) => {
     event.preventDefault();
     start();
@@ -14,14 +16,15 @@ export function createFields(start) {
   const values = () => ({
     step: model.value === "" ? null : Number(model.value),
     data: data.value.trim(),
-    examples: Number(examples.input.value),
-    max_new_tokens: Number(tokens.input.value),
+    examples: examples.input.valueAsNumber,
+    max_new_tokens: tokens.input.valueAsNumber,
     general: general.checked,
   });
   function draw(offer, isRunning, hasResult, failed) {
     node.hidden = isRunning || Boolean(offer.problem);
     const name = failed?.state === "stopped" ? "Continue" : hasResult || failed ? "Evaluate again" : "Evaluate";
     setText(button, name);
+    stopped.hidden = name !== "Continue";
     if (drawn === JSON.stringify(offer)) return;
     const isFirst = !drawn;
     drawn = JSON.stringify(offer);
@@ -51,7 +54,7 @@ export function createFields(start) {
 
 function createParts() {
   const number = (label, attributes) => {
-    const input = el("input.fp-input", { type: "number", step: 1, required: true, ...attributes });
+    const input = el("input.fp-input", { type: "number", step: 1, ...attributes });
     return { input, node: el("label.fp-chat-field", {}, label, input) };
   };
   const model = el("select.fp-select");
@@ -71,6 +74,8 @@ function createParts() {
   const check = el("label.fp-chat-check", {}, general, "Include general texts");
   const body = el("div.fp-chat-settings", {}, numbers, check);
   const settings = el("details.fp-fold", {}, el("summary", {}, "Settings"), body);
-  const node = el("form.fp-chat-form", {}, settings, el("div.fp-chat-actions", {}, button));
-  return { node, model, examples, tokens, data, general, button };
+  const stopped = el("p.fp-dim", { hidden: true }, STOPPED);
+  // Without the browser's own checks, which cannot show what is wrong in closed settings; the server says it.
+  const node = el("form.fp-chat-form", { novalidate: true }, settings, stopped, el("div.fp-chat-actions", {}, button));
+  return { node, model, examples, tokens, data, general, button, stopped };
 }
