@@ -23,7 +23,7 @@ from backend.inference.scores import SCORES, Score
 from backend.models import evaluation
 from backend.models.chat_files import BASE, TUNED, Lines, append
 from backend.models.evaluation import EXAMPLES, OUTPUTS, Settings
-from backend.runs import LOCK, RESULT
+from backend.runs import EVALUATED, LOCK, RESULT
 from backend.runs.files import write_json
 from backend.runs.folder import Run
 from backend.train.device import ProcessGroup
@@ -37,6 +37,7 @@ NAMES = {TUNED: "trained model", BASE: "base model"}
 NICENESS = 5  # on a CPU, which other programs need meanwhile
 MAX_BATCH_TOKENS = 4096  # of which logits are in memory at a time, unless a single example has more
 LOSS_WORK = 8  # the loss of an example is about as much work as this many tokens of an output
+GENERAL_LOSS = "general_loss"
 ENDS = Score("ends", "Ended by a stop token", lambda reference, output: None)  # computed from how the output ended
 
 
@@ -70,9 +71,18 @@ class Evaluation:
         write_json(self.folder / EXAMPLES, [self._row(item) for item in items if not item.is_general])
         result = self._result(items)
         write_json(self.folder / RESULT, {**result, "seconds": round(time.time() - self.started, 1)})
+        self._tell_list(result["comparisons"])
         for each in result["comparisons"]:
             self.log.info(each["sentence"])
         self.log.start_phase("done", "The evaluation is complete.", fraction=1.0)
+
+    def _tell_list(self, comparisons: Sequence[dict[str, Any]]) -> None:
+        """Write what the list of runs shows of the final model."""
+        job = Run(self.folder)  # its run may have been renamed
+        for each in comparisons if self.settings.step is None else ():
+            if each["name"] == GENERAL_LOSS:
+                found = {"general_loss": each["trained"], "forgetting": each["trained"] - each["base"]}
+                write_json(job.path.parent.parent / EVALUATED, {"job": job.id, **found})
 
     def _phase(self, name: str, text: str) -> None:
         if self.log.stop_requested():
@@ -164,7 +174,7 @@ class Evaluation:
         ]
         own, others = ([item for item in items if item.is_general == general] for general in (False, True))
         comparisons += self._compared(evaluation.LOSS, "Loss per token", own)
-        comparisons += self._compared("general_loss", "Loss per token on general texts", others)
+        comparisons += self._compared(GENERAL_LOSS, "Loss per token on general texts", others)
         return {
             "examples": len(own),
             "generated": len(rows),

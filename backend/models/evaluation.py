@@ -6,6 +6,7 @@ started with the same settings, for the same model and data.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from backend.config import RunSpec
 from backend.models import trained
 from backend.models.chat import read_spec
 from backend.models.jobs import alone, place
-from backend.runs import files, jobs, json_values
+from backend.runs import EVALUATED, files, jobs, json_values
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
 
 KIND, MODULE = "evaluation", "backend.inference"
@@ -114,6 +115,14 @@ def start(run: Run, settings: Settings) -> Run:
 def find_all(run: Run) -> list[Run]:
     """The evaluations of a run, the newest first."""
     return jobs.find_all(run, KIND)
+
+
+def delete(run: Run, job: Run) -> None:
+    """Delete an evaluation, and what the list of runs has of it."""
+    job.delete()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if json_values.read(run.path / EVALUATED).get("job") == job.id:
+            (run.path / EVALUATED).unlink()
 
 
 def read_settings(folder: Path) -> Settings:

@@ -81,6 +81,7 @@ JOBS = "jobs"  # a folder for each job of the run that has trained, such as a me
 MERGE = "merge.json"  # in the job of a merge: the step of the adapter
 PUBLISH = "publish.json"  # in the job of a publication: the request, and the names and sizes of the files
 GGUF = "gguf.json"  # in the job of an export as GGUF: step, format, the id of the merge, and the environment's folder
+EVALUATED = "evaluated.json"  # the loss of the final model on general texts, by the process of its newest evaluation
 BASE = "base.json"  # the base model as it was loaded for training: where, which revision, its fingerprint; by rank 0
 
 WRITTEN = (PROGRESS, METRICS, MONITOR, RESULT, ERROR)  # by the trainer; a start records which were there before it

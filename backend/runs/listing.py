@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.runs import (
+    EVALUATED,
     LOCK,
     PLAN,
     STATE,
@@ -47,9 +48,10 @@ MAX_REMOVED = 10_000  # deleted runs that are remembered for clients
 SETTLED = ("new", "done", "stopped", "failed", "lost")  # change only with the run's files
 SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
 TEXTS = ("failure", "mark", "warning", "sweep", "varied")
+FORGOTTEN = ("general_loss", "forgetting")
 REWARDS = ("reward_accuracy", "reward_margin")
 ABOUT = ("dataset", "strategy", "learning_rate")
-MEASURED = ("eval_loss", "tokens_per_second", "peak_memory", *SCORES, *REWARDS)
+MEASURED = ("eval_loss", "tokens_per_second", "peak_memory", *SCORES, *REWARDS, *FORGOTTEN)
 
 
 def row(run: Run) -> Row:
@@ -95,7 +97,17 @@ def _details(run: Run, state: str) -> Row:
         "varied": sweeps.label(part.varied) if part else "",
         **{name: _number(result.get(f"{name}_after")) for name in SCORES},
         **{name: _number(result.get(f"eval_{name}")) for name in REWARDS},
+        **_forgotten(run),
     }
+
+
+def _forgotten(run: Run) -> Row:
+    """The loss of the final model on general texts, and how much higher it is than that of the base model."""
+    try:
+        found = json_values.read(run.path / EVALUATED)
+        return {name: _number(found.get(name)) for name in FORGOTTEN}
+    except (OSError, ValueError, AttributeError):  # it was not evaluated
+        return {}
 
 
 def _number(value: Any) -> float | None:

@@ -57,6 +57,8 @@ COLUMNS = (
     Column("rouge_2", "ROUGE-2"),
     Column("rouge_l", "ROUGE-L"),
     Column("bleu", "BLEU"),
+    Column("general_loss", "General loss"),
+    Column("forgetting", "Forgetting"),
     Column("reward_accuracy", "Reward accuracy"),
     Column("reward_margin", "Reward margin"),
     Column("learning_rate", "Learning rate", names=("lr",)),

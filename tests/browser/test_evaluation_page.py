@@ -35,7 +35,7 @@ def test_from_start_to_examples(evaluating, page):
     page.wait_for_selector("body[data-ready]")
     card = page.get_by_role("region", name="Evaluation")
     expect(card).to_contain_text("which shows what the model has forgotten", timeout=SLOW_TIMEOUT)
-    card.get_by_text("Settings").click()
+    card.get_by_text("Settings", exact=True).click()
     card.get_by_label("Examples").fill("25")
     card.get_by_label("Data file").fill("mine.jsonl")
     card.get_by_role("button", name="Evaluate").click()

@@ -21,6 +21,7 @@ from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, OUTPUTS, Settings
 from backend.runs import MODEL, jobs, processes
 from backend.runs.folder import ALIVE, Run, RunError
+from backend.runs.listing import row
 
 NEW_TOKENS = 6
 TRAINED = {
@@ -67,8 +68,8 @@ def test_it_measures_what_training_measured(run: Run, tiny: Path, finish: Callab
     assert loss["trained"] == pytest.approx(trained["eval_loss"], abs=2e-5)
     by_prompt = {row["prompt"]: row for row in rows}
     for sample in trained["samples"]:
-        row = by_prompt[sample["prompt"]]
-        assert [row[key] for key in ("reference", "base", "trained")] == [
+        example = by_prompt[sample["prompt"]]
+        assert [example[key] for key in ("reference", "base", "trained")] == [
             sample[key] for key in ("reference", "before", "after")
         ]
     assert_loss_of(tiny, job, rows[0], run)
@@ -116,12 +117,15 @@ def test_other_data_and_general_texts(run: Run, finish: Callable[..., Run], tmp_
     turns = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": '{"n": 2}'}]
     data.write_text(f"{json.dumps({'messages': turns})}\n" * 2)
     job = finish(run, Settings(data=str(data), examples=1, max_new_tokens=2))
-    (row,) = evaluation.rows(job)
-    assert (row["prompt"], row["reference"]) == ("Two?", '{"n": 2}')
+    (example,) = evaluation.rows(job)
+    assert (example["prompt"], example["reference"]) == ("Two?", '{"n": 2}')
     assert {each["name"] for each in job.result()["comparisons"]} == {
         "exact_match", "valid_json", "json_fields", "rouge_l", "chrf", "ends", "loss", "general_loss",
     }  # fmt: skip
-    assert comparison(job, "general_loss")["count"] == 216
+    general = comparison(job, "general_loss")
+    listed = row(run)
+    assert general["count"] == 216 and listed["general_loss"] == general["trained"]
+    assert listed["forgetting"] == general["trained"] - general["base"] != 0
     assert job.result()["limits"] == ["With only 1 example, the intervals are rough. Use at least 100 if you can."]
 
     data.write_text('{"question": 1}\n')

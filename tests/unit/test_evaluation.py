@@ -11,8 +11,9 @@ from test_chat import LORA, WAITER, make_run
 from backend.__main__ import main
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, Settings
-from backend.runs import RESULT
+from backend.runs import EVALUATED, RESULT
 from backend.runs.folder import ALIVE, RunError
+from backend.runs.listing import row
 
 REWARD = {**LORA, "train.stage": "reward", "data.builtin": "train-pairs"}
 
@@ -107,3 +108,19 @@ def test_the_command_says_what_it_cannot_do(tmp_path, capsys):
     assert main(["evaluate", run.id, "--runs", str(tmp_path), "--data", "nowhere.jsonl"]) == 2
     assert "nowhere.jsonl does not exist" in capsys.readouterr().err
     assert not (run.path / RESULT).with_name("jobs").exists()
+
+
+def test_what_the_list_shows_ends_with_the_evaluation(tmp_path, waiter):
+    run = make_run(tmp_path / "runs")
+    assert row(run)["forgetting"] is None
+    first, second = (evaluation.start(run, Settings(examples=n)) for n in (1, 1))
+    assert first.id == second.id
+    first.stop(save=False)
+    wait_for_end(first)
+    (run.path / EVALUATED).write_text(json.dumps({"job": first.id, "general_loss": 4.0, "forgetting": 0.5}))
+    assert row(run)["forgetting"] == 0.5 and row(run)["general_loss"] == 4.0
+    evaluation.delete(run, first)
+    assert row(run)["forgetting"] is None and not first.path.exists()
+    for broken in ("[1]", "{", '{"forgetting": "x"}'):
+        (run.path / EVALUATED).write_text(broken)
+        assert row(run)["forgetting"] is None

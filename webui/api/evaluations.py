@@ -56,7 +56,7 @@ def stop(run: PathRun, job: str) -> dict[str, Any]:
 
 def remove(run: PathRun, job: str) -> dict[str, Any]:
     """Delete an evaluation."""
-    _find(run, job).delete()
+    evaluation.delete(run, _find(run, job))
     return {"id": job}
 
 
