@@ -32,6 +32,7 @@ CONVERSATIONS = ([USER], [SYSTEM, USER], [USER, ASSISTANT, AGAIN], [SYSTEM, USER
 MAX_NEW_TOKENS = 64  # of greedy outputs
 STRIDE = 2  # every second position is compared: llama.cpp computes them one by one
 APART = 4.0  # the base model has to be this many times as far from the trained model as the file is
+MIN_SAME = 0.75  # positions with the same most likely token: q8_0 of SmolLM2 has 93%
 CONTEXT_SHOWN = 40  # characters before a difference
 
 
@@ -296,6 +297,11 @@ def _check_predictions(
             f"The file is as far from the trained model as the base model is: the KL divergence is {mean:.2g} and "
             f"{change.kl_mean:.2g} nats per token. Either it lacks the training, or training changed less than "
             "rounding to this format: export as f16, or train longer."
+        )
+    if difference.same_argmax < MIN_SAME:
+        findings.differences.append(
+            f"The most likely next token is the same at only {difference.same_argmax:.0%} of {len(places)} positions; "
+            f"at least {MIN_SAME:.0%} are required."
         )
     return {"trained_to_file": difference.as_json(), "trained_to_base": change.as_json() if change else None}
 

@@ -152,8 +152,8 @@ class Chat:
                 self._fail(
                     request, side, "The device ran out of memory. Shorten the prompt, or clear the conversation."
                 )
-            except (RuntimeError, ValueError) as error:  # of the model's code
-                self._fail(request, side, f"Generation failed: {(str(error).splitlines() or [''])[0]}")
+            except Exception as error:  # of the model's code, of many kinds; the next request may succeed
+                self._fail(request, side, f"Generation failed: {(str(error).splitlines() or [repr(error)])[0]}")
         self.log.progress(READY)
 
     def _is_stopped(self, request: Request) -> bool:

@@ -128,6 +128,8 @@ def test_a_chat_generates_what_training_and_the_base_model_do(run: Run, tiny: Pa
                              replaces=chat_files.read_turns(job.path, "page")[-1].request.id))  # fmt: skip
     assert again[TUNED]["text"] == followed[TUNED]["text"]
     assert len(chat_files.read_turns(job.path, "page")) == 3
+    long = ask(job, Request(prompt="word " * 5000, conversation="other"))
+    assert "the model's context length is" in long[TUNED]["error"] and "Shorten the prompt" in long[TUNED]["error"]
     gone = ask(job, Request(prompt="x", step=99, conversation="other"))
     assert "checkpoint of step 99" in gone[TUNED]["error"]
 

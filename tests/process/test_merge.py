@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from backend.config.options import edit
 from backend.export import merge as merging
-from backend.export.merge import CERTIFICATE, UNCHECKED, Merge
+from backend.export.merge import CERTIFICATE, MAX_KL, MAX_KL_16_BIT, UNCHECKED, Merge
 from backend.models import trained
 from backend.runs import BASE, LOCK, MERGE, MODEL, STOP, Plan, jobs
 from backend.runs.folder import Run, RunError
@@ -90,10 +90,37 @@ def test_the_merged_model_is_the_trained_one(
     expected = logits(PeftModel.from_pretrained(base, str(folder / MODEL)))
     merged = logits(auto.from_pretrained(tmp_path / "job" / MODEL, dtype=torch.float32))
     # Quantized layers compute in their own precision; here the merged weights compute in fp32.
-    tolerance = 0.1 if "nf4" in kind or kind == "int8" else 2e-3
+    tolerance = 0.02 if "nf4" in kind or kind == "int8" else 2e-3
     changed = float((expected - alone).abs().max())
     assert float((merged - expected).abs().max()) < tolerance * changed
     assert not list((tmp_path / "job").glob(f"*{UNCHECKED}*"))
+    if kind == "nf4":
+        assert "quantization_config" not in json.loads((tmp_path / "job" / MODEL / "config.json").read_text())
+        original = auto.from_pretrained(config["base_model_name_or_path"], dtype=torch.float32)
+        wrong = logits(PeftModel.from_pretrained(original, str(folder / MODEL)).merge_and_unload())
+        assert float((wrong - expected).abs().max()) > 2 * tolerance * changed, "a merge on the original weights"
+
+
+def test_a_merge_in_16_bits_and_its_files(fork_server: ForkServer, tiny: Path, root: Path, tmp_path: Path) -> None:
+    """The merged model has the dtype of the base model's files, and the files that transformers does not save."""
+    base = Path(shutil.copytree(tiny, tmp_path / "base"))
+    path = base / "model.safetensors"
+    save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    (base / "tokenizer.model").write_bytes(b"sentencepiece")
+    spec = make_spec({**STRONG, "model.source": "path", "model.path": str(base)})
+    folder = fork_server.train(root / "merge-16-bits", spec)
+    certificate = merge(folder, tmp_path / "job")["certificate"]
+    assert certificate["dtype"] == "bf16"
+    assert certificate["adapter_to_merged_fp32"]["kl_mean"] <= MAX_KL < certificate["adapter_to_saved"]["kl_mean"] * 1e3
+    assert 0 < certificate["adapter_to_saved"]["kl_mean"] <= MAX_KL_16_BIT
+    saved = tmp_path / "job" / MODEL
+    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(saved / "model.safetensors").values())
+    assert (saved / "tokenizer.model").read_bytes() == b"sentencepiece"
+    for name in ("generation_config.json", "chat_template.jinja"):
+        kept = (saved / name).read_text(), (folder / MODEL / name).read_text()
+        assert kept[0] == kept[1] if name.endswith("jinja") else json.loads(kept[0]) == json.loads(kept[1])
 
 
 def quantization(changes: dict[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 from training_runs import soak_except
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
-from backend.inference import loading
 from backend.registry import CONVERTED_WEIGHTS
-from backend.train import adapter_names, checkpoint_weights
+from backend.train import adapter_names, checkpoint_weights, continued_adapter
 from backend.train.describe_model import describe
 from backend.train.model import save
 from backend.train.run_log import TrainError
@@ -187,12 +186,12 @@ def test_a_chat_switches_between_saved_adapters(kind: str, tmp_path: Path) -> No
         save(trained, tokenizer, tmp_path / name, torch.float32)
     loaded = PeftModel.from_pretrained(load_base(), tmp_path / "first")
     for name in ("second", "first"):
-        loading._load_adapter(loaded, tmp_path / name)
+        continued_adapter.load_weights(loaded, tmp_path / name)
         assert not differing(adapters[name], loaded)
     weights = tmp_path / "second" / "adapter_model.safetensors"
     save_file(dict(list(load_file(weights).items())[1:]), weights, metadata={"format": "pt"})
     with pytest.raises(TrainError, match="does not fit"):
-        loading._load_adapter(loaded, tmp_path / "second")
+        continued_adapter.load_weights(loaded, tmp_path / "second")
 
 
 def test_adapters_that_peft_would_ignore_are_refused() -> None:
