@@ -233,7 +233,7 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     annotate.add_argument("--tag", action="append", default=[], metavar="NAME", help="add a tag; can be repeated")
     annotate.add_argument("--untag", action="append", default=[], metavar="NAME", help="remove a tag; can be repeated")
     annotate.add_argument("--notes", metavar="TEXT", help="replace the notes")
-    annotate.add_argument("--name", metavar="NAME", help="rename the run; '' is the name that it was started with")
+    annotate.add_argument("--name", metavar="NAME", help="rename the run; '' restores its original name")
     for key, words in (("starred", ("star", "unstar")), ("archived", ("archive", "restore"))):
         pair = annotate.add_mutually_exclusive_group()
         for word, value in zip(words, (True, False), strict=True):
@@ -281,9 +281,9 @@ def _add_evaluate(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     add = evaluating.add_argument
     add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
     add("--data", default="", metavar="FILE", help="a data file (default: the validation examples of the run)")
-    add("--examples", type=int, default=100, metavar="N", help="at most; 0 for none (default: 100)")
-    add("--max-new-tokens", type=int, metavar="N", help="of an output (default: eval.max_new_tokens of the run)")
-    add("--no-general-texts", action="store_true", help="leave out the texts that show what was forgotten")
+    add("--examples", type=int, default=100, metavar="N", help="maximum number of examples; 0: none (default: 100)")
+    add("--max-new-tokens", type=int, metavar="N", help="maximum per output (default: eval.max_new_tokens of the run)")
+    add("--no-general-texts", action="store_true", help="skip the general texts, which measure forgetting")
 
 
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:
@@ -295,7 +295,7 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
     _add_publish(command, run_id)
     model = command("export-model", run_id, help="write the model of a run as a GGUF file, and check it in llama.cpp")
     model.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
-    model.add_argument("--format", choices=tuple(FORMATS), default=DEFAULT, help="(default: %(default)s)")
+    model.add_argument("--format", choices=tuple(FORMATS), default=DEFAULT, help="GGUF format (default: %(default)s)")
     command("metrics", run_id, help="print the logged metrics of a run")
     exported = command("export-metrics", folder, help="write the metrics of runs for TensorBoard or trackio")
     exported.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")
@@ -311,12 +311,12 @@ def _add_publish(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     add = published.add_argument
     place = published.add_mutually_exclusive_group(required=True)
     place.add_argument("--to", metavar="REPOSITORY", help="a repository of the Hub: account/name, or name")
-    place.add_argument("--folder", metavar="DIR", help="a new or empty folder")
+    place.add_argument("--folder", metavar="DIR", help="a folder that is empty or does not exist")
     add("--step", type=int, metavar="N", help="the model of this checkpoint (default: the final model)")
     add("--merged", action="store_true", help="the merged model instead of the adapter (footplate merge)")
     add("--public", action="store_true", help="a public repository (default: private)")
     add("--license", default="", metavar="ID", help="license of the model card, such as apache-2.0 (default: none)")
-    add("--base-model", default="", metavar="ID", help="Hub ID of the base model, if the run does not know it")
+    add("--base-model", default="", metavar="ID", help="Hub ID of the base model, if the run used a local folder")
     add("--dry-run", action="store_true", help="print what would be published, with the model card, and exit")
     add("--yes", action="store_true", help="publish without asking")
 

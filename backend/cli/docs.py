@@ -114,10 +114,12 @@ def _values(option: Option) -> str:
         return f"{len(option.choices)} values, listed below"
     if option.choices:
         return ", ".join(value for value, _ in option.choices)
-    lower = "above" if option.excludes_minimum else "from"
-    upper = "to below" if option.excludes_maximum else "to"
-    limits = [f"{word} {x:,}" for word, x in ((lower, option.minimum), (upper, option.maximum)) if x is not None]
-    return " ".join([option.kind, *limits]) + (f", {option.unit}" if option.unit else "")
+    lower, upper = ">" if option.excludes_minimum else "≥", "<" if option.excludes_maximum else "≤"
+    bounds = [(sign, x) for sign, x in ((lower, option.minimum), (upper, option.maximum)) if x is not None]
+    limits = " and ".join(f"{sign} {x:,}" for sign, x in bounds)
+    if [sign for sign, _ in bounds] == ["≥", "≤"]:
+        limits = f"from {option.minimum:,} to {option.maximum:,}"
+    return f"{option.kind} {limits}".rstrip() + (f", {option.unit}" if option.unit else "")
 
 
 # --- docs/rules.md ---

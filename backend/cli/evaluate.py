@@ -47,6 +47,6 @@ def _print_result(result: dict[str, Any]) -> None:
         print(each["sentence"])
     counts = sorted({each["count"] for each in result["comparisons"]})
     number = " to ".join(str(count) for count in (counts[:1] + counts[-1:] if len(counts) > 1 else counts))
-    print(f"Base model to trained model, with 95% intervals of the change (paired bootstrap, {number} texts).")
+    print(f"Intervals: paired bootstrap over {number} texts.")
     for limit in result["limits"]:
         print(f"Limitation: {limit}")

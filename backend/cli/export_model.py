@@ -29,18 +29,17 @@ def _print_result(gguf_file: dict[str, Any], certificate: dict[str, Any]) -> Non
     found, change = certificate["trained_to_file"], certificate["trained_to_base"]
     print(f"GGUF file: {gguf_file['file']}")
     if MODELFILE in gguf_file["files"]:
-        print(f"Modelfile for Ollama, not run with Ollama: {Path(gguf_file['file']).parent / MODELFILE}")
+        print(f"Modelfile for Ollama (untested): {Path(gguf_file['file']).parent / MODELFILE}")
     print(
         f"{certificate['status'].capitalize()}: the file was loaded in llama.cpp and compared with the trained model."
     )
     print(f"KL divergence: mean {found['kl_mean']:.2g}, largest {found['kl_max']:.2g} nats per token.", end=" ")
-    print(f"Accepted mean: {certificate['max_kl_mean']:g}.", end="\n" if not change else " ")
+    print(f"Limit for the mean: {certificate['max_kl_mean']:g}.", end="\n" if not change else " ")
     if change:
-        print(f"For comparison, the base model: {change['kl_mean']:.2g}.")
+        print(f"For comparison, the base model without the adapter: {change['kl_mean']:.2g}.")
     print(f"Same most likely next token: {found['same_argmax']:.1%} of {found['positions']} positions.")
     stops = [output["llama_cpp"]["stopped"] for output in certificate["outputs"]]
-    print(
-        f"Stop tokens: {', '.join(certificate['stop_tokens'])}. llama.cpp ended {sum(stops)} of {len(stops)} outputs."
-    )
+    ended = f"{sum(stops)} of {len(stops)} outputs ended with a stop token in llama.cpp."
+    print(f"Stop tokens: {', '.join(certificate['stop_tokens'])}. {ended}")
     for limit in certificate["limits"]:
         print(f"Limitation: {limit}")

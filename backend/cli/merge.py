@@ -35,7 +35,7 @@ def _print_result(job: Run, result: dict[str, Any]) -> None:
         print(f"The scores of {saved['positions']} texts differ by at most {saved['kl_max']:.2g}.")
     else:
         print(f"KL divergence from base model with adapter: {saved['kl_mean']:.2g} nats per token.", end=" ")
-        print(f"For comparison, the base model alone: {change['kl_mean']:.2g}.")
+        print(f"For comparison, the base model without the adapter: {change['kl_mean']:.2g}.")
         print(f"Same most likely next token: {saved['same_argmax']:.1%} of {saved['positions']} positions.")
     print(f"Base model: {certificate['base_model']}, {certificate['base_weights']}.")
     for limit in certificate["limits"]:

@@ -59,8 +59,8 @@ class Lora(Section):
     use_rslora: Annotated[bool, Ui("rsLoRA", when=LORA)] = False
     """Scales adapters by alpha / sqrt(r) instead of alpha / r, which stabilizes training at ranks above 64."""
     adapter_path: Annotated[str, Ui("Adapter to continue", when=LORA, path="folder")] = ""
-    """Folder of a trained LoRA adapter, such as the folder model of a run: training starts with its weights instead of
-    a new adapter, and with a new optimizer. Base model and adapter options must be those of the adapter."""
+    """Folder of a trained LoRA adapter, such as runs/ID/model: training starts with its weights instead of a new
+    adapter, and with a new optimizer. Base model and adapter options must match those of the adapter's training."""
     init: Annotated[
         str,
         *one_of(registry.LORA_INITS),

@@ -68,9 +68,10 @@ class Train(Section):
     """Saves a checkpoint and stops when the loss or the gradient norm jumps far above its usual values and stays there;
     usually off, because many runs recover from a spike."""
     half_lr_retries: Annotated[int, Field(ge=0, le=10), Ui("Retries with half the learning rate")] = 0
-    """How often a run that diverged or stopped on a spike is continued automatically: a new run starts from the last
-    checkpoint before the problem with half the learning rate, or a usual one if half is still far too high; without
-    such a checkpoint, none starts. Up to two more checkpoints are kept for this. 0 turns it off; 1 or 2 is usual."""
+    """How often a run that diverged or stopped on a spike is retried automatically: a new run continues from the last
+    checkpoint before the problem with half the learning rate, or the method's usual one if half is still far too high.
+    Without such a checkpoint there is no retry. Up to two more checkpoints are kept for this. 0 turns it off; 1 or 2 is
+    usual."""
     max_nonfinite_steps: Annotated[int, Field(ge=1, le=100_000), Ui("Max non-finite steps", unit="steps")] = 3
     """Ends the run as diverged after this many steps in a row with a loss that is NaN or infinite; 1 to 10 is usual."""
     momentum: Annotated[float, Field(ge=0, lt=1), Ui("Momentum", when=read_by("momentum"))] = 0.95

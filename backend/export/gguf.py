@@ -121,7 +121,7 @@ class GgufExport:
         if process.returncode or not file.is_file():
             self.run_log.info("".join(lines[-30:]))
             last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no message")
-            raise TrainError(f"llama.cpp's converter cannot convert this model: {last}")
+            raise TrainError(f"llama.cpp's converter cannot convert this model (its last lines are in the log): {last}")
 
     def _linked(self, source: Path) -> Path:
         """A folder with links to the files of the model, and to those of the base model that transformers does not save
@@ -181,7 +181,8 @@ class GgufExport:
         """Give the file its place, unless it differs: then only the certificate is kept. Raises TrainError."""
         if certificate["differences"]:
             files.write_json(self.folder / RESULT, {"model": "", "certificate": certificate})
-            raise TrainError(f"The GGUF file was deleted. {certificate['differences'][0]}")
+            why = certificate["differences"][0]
+            raise TrainError(f"The GGUF file differs from the trained model and was deleted. {why}")
         write_certificate(file.parent / CERTIFICATE, certificate)
         if text := modelfile.write(file.name, tokenizer, certificate["stop_tokens"]):
             (file.parent / MODELFILE).write_text(text, encoding="utf-8")

@@ -138,18 +138,21 @@ def _check_tokens(trained: Trained, runtime: Runtime, findings: Findings) -> Non
             findings.differences.append(difference)
             return
         rare = rare or text
-    findings.limits += [found for text in trained.odd_texts if (found := _token_difference(tokenizer, runtime, text))]
+    for text in trained.odd_texts:
+        if difference := _token_difference(tokenizer, runtime, text):
+            what = "Text with leading spaces" if text.startswith(" ") else "Special tokens within a text"
+            findings.limits.append(f"{what}: {difference}")
     if rare:
         alone = {character: _without(rare, character) for character in rare if character != _without(character)}
         odd = [character for character, text in alone.items() if _token_difference(tokenizer, runtime, text)]
         findings.limits.append(
-            f"llama.cpp splits numerals other than 0 to 9 into other tokens than in training{_listed(odd)}. Texts "
-            "without them have the same tokens."
+            f"llama.cpp tokenizes non-ASCII numerals{_listed(odd)} differently than in training. Without these "
+            "numerals, the tested texts have the same tokens."
         )
 
 
 def _token_difference(tokenizer: Any, runtime: Runtime, text: str) -> str:
-    """A sentence about the first other token, '' without one; with and without the tokens that are added to texts."""
+    """A sentence about the first token that differs, else ''; with and without the tokens that are added to texts."""
     for add_special in (False, True):
         there = runtime.tokenize(text, add_special)
         here = tokenizer(text, add_special_tokens=add_special)["input_ids"]
@@ -158,7 +161,7 @@ def _token_difference(tokenizer: Any, runtime: Runtime, text: str) -> str:
         if there != here:
             at = _first_difference(here, there)
             return (
-                f"The text {_short(text)!r} has other tokens in llama.cpp: token {at + 1} is "
+                f"llama.cpp tokenizes the text {_short(text)!r} differently: token {at + 1} is "
                 f"{_token(tokenizer, here, at)} in training and {_token(tokenizer, there, at)} in llama.cpp."
             )
     return ""
@@ -187,7 +190,7 @@ def _token(tokenizer: Any, ids: Sequence[int], at: int) -> str:
 
 
 def _listed(characters: Sequence[str]) -> str:
-    return f" (here {' '.join(characters)})" if characters else ""
+    return f" such as {' '.join(characters)}" if characters else ""
 
 
 def _short(text: str) -> str:
@@ -210,8 +213,8 @@ def _check_template(trained: Trained, runtime: Runtime, findings: Findings) -> N
     tokenizer = trained.tokenizer
     if not tokenizer.chat_template:
         findings.limits.append(
-            "The model has no chat template. llama.cpp uses ChatML for chats then, which the model was not trained "
-            "with: use the file to complete texts, not to chat."
+            "The model has no chat template, so llama.cpp uses ChatML for chats, which the model was not trained with: "
+            "use the file to complete texts, not to chat."
         )
         return
     for conversation in CONVERSATIONS:
@@ -227,10 +230,13 @@ def _check_template(trained: Trained, runtime: Runtime, findings: Findings) -> N
         if here.removeprefix(bos) != there.removeprefix(bos):  # llama.cpp adds the BOS token itself
             findings.differences.append(_template_difference(here, there))
             return
-        if runtime.tokenize(there, True) != _ids(tokenizer, here):
+        ours, theirs = _ids(tokenizer, here), runtime.tokenize(there, True)
+        if ours != theirs:
+            at = _first_difference(ours, theirs)
             findings.differences.append(
-                f"The conversation that begins with {_short(here)!r} has other tokens in llama.cpp, for example one "
-                f"more or one less BOS token: it has {len(_ids(tokenizer, here))} tokens in training."
+                f"llama.cpp tokenizes the conversation that begins with {_short(here)!r} differently: token {at + 1} "
+                f"is {_token(tokenizer, ours, at)} in training and {_token(tokenizer, theirs, at)} in llama.cpp "
+                f"({len(ours)} and {len(theirs)} tokens in total)."
             )
             return
 
@@ -240,7 +246,7 @@ def _template_difference(here: str, there: str) -> str:
     chatml = there.startswith("<|im_start|>") and not here.startswith("<|im_start|>")
     why = " llama.cpp uses ChatML, its template for files without one." if chatml else ""
     return (
-        f"The chat template renders another prompt in llama.cpp. After {here[max(0, at - CONTEXT_SHOWN) : at]!r}, "
+        f"The chat template renders a different prompt in llama.cpp. After {here[max(0, at - CONTEXT_SHOWN) : at]!r}, "
         f"training has {_short(here[at:])!r} and llama.cpp {_short(there[at:])!r}.{why}"
     )
 
@@ -260,8 +266,8 @@ def _check_stops(trained: Trained, runtime: Runtime, findings: Findings) -> list
     eos = runtime.eos_token()
     if others := [text(token) for token in trained.stops if text(token) != eos and runtime.stops_at(token)]:
         findings.limits.append(
-            f"The EOS token of the file is {eos}. The model also ends completions with {', '.join(others)}, which "
-            "llama.cpp recognizes by name; set it as a stop string in other programs."
+            f"The EOS token of the file is {eos}, but the model also ends completions with {', '.join(others)}. "
+            "llama.cpp stops there too; in programs that do not, set stop strings."
         )
     special = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special][:32]
     return [text(token) for token in special if token not in trained.stops and runtime.stops_at(token)]
@@ -280,7 +286,10 @@ def _check_predictions(
         expected = trained.expected[n][at]
         found = runtime.most_likely(trained.batches[n][0, : at + 1].tolist())
         if not found:
-            raise LlamaCppError("With this file llama.cpp computes values that are NaN or infinite. It was deleted.")
+            fix = "" if format == "bf16" else " Export as bf16."
+            raise LlamaCppError(
+                f"llama.cpp computes NaN or infinite values with this file, so the file was deleted.{fix}"
+            )
         divergences.append(divergence(expected, found))
         top = max(found, key=lambda token: found[token])
         same.append(int(expected.argmax()) == top)
@@ -293,10 +302,12 @@ def _check_predictions(
     if mean > limit:
         findings.differences.append(f"{_sentence(mean, limit)} {_worst(trained, *worst)}")
     if change and mean * APART > change.kl_mean:
+        other = "" if format == "f16" else " Export as f16."
         findings.differences.append(
-            f"The file is as far from the trained model as the base model is: the KL divergence is {mean:.2g} and "
-            f"{change.kl_mean:.2g} nats per token. Either it lacks the training, or training changed less than "
-            "rounding to this format: export as f16, or train longer."
+            "The comparison cannot rule out that the adapter is missing from the file: the mean KL divergence from the "
+            f"trained model is {mean:.2g} nats per token, more than a quarter of the base model's "
+            f"({change.kl_mean:.2g}). "
+            f"Training may also have changed the model less than rounding to {format} does.{other}"
         )
     if difference.same_argmax < MIN_SAME:
         findings.differences.append(
@@ -332,7 +343,7 @@ def divergence(expected: torch.Tensor, found: dict[int, float]) -> float:
 
 def _sentence(mean: float, limit: float) -> str:
     return (
-        f"llama.cpp predicts other tokens than the trained model: the mean KL divergence is {mean:.2g} nats per token, "
+        f"llama.cpp predicts differently from the trained model: the mean KL divergence is {mean:.2g} nats per token, "
         f"and at most {limit:g} is accepted."
     )
 

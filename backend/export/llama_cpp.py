@@ -148,7 +148,7 @@ class Server:
         except urllib.error.HTTPError as error:
             raise LlamaCppError(f"llama.cpp refuses the request {path}: {_message(error)}") from error
         except OSError as error:
-            raise LlamaCppError(f"llama.cpp ended during the request {path}: {self._last_line()}") from error
+            raise LlamaCppError(f"llama.cpp did not answer the request {path}: {self._last_line()}") from error
 
     def _last_line(self) -> str:
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]

@@ -112,7 +112,8 @@ class Evaluation:
                 for item, (loss, tokens) in zip(batch, _losses(model, loaded.tokenizer, batch), strict=True):
                     self._write({"side": side, "key": item.key, "loss": loss, "tokens": tokens})
                 done += len(batch)
-                self._tick(f"Loss of the {NAMES[side]}: {done} of {counted(len(items), 'text')}", LOSS_WORK * done)
+                title = f"Computing the loss of the {NAMES[side]} ({done} of {counted(len(items), 'text')})"
+                self._tick(title, LOSS_WORK * done)
         self.done += LOSS_WORK * len(items)
 
     def _generate(self, side: str, loaded: Loaded, items: Sequence[Item], ends: frozenset[int]) -> None:
@@ -125,7 +126,8 @@ class Evaluation:
         with loaded.active() as model:
             for start in range(0, len(waiting), size):
                 batch = waiting[start : start + size]
-                title = f"Outputs of the {NAMES[side]}: {len(items) - len(waiting) + start} of {len(items)}"
+                ready = len(items) - len(waiting) + start
+                title = f"Generating outputs of the {NAMES[side]} ({ready} of {len(items)})"
 
                 def tick(done: int, total: int, title: str = title) -> bool:
                     self._tick(title, done)
@@ -196,8 +198,8 @@ class Evaluation:
         changed = None if self.settings.data else examples.changed_file(self.models.spec, self.run)
         if count and changed:
             found.append(
-                f"{changed} was changed after the run was created, so the examples that are held out now may be others "
-                "than those of the training."
+                f"{changed} was changed after the run was created, so the validation set may contain examples that the "
+                "model was trained on."
             )
         if 0 < count < 30:
             few = counted(count, "example")

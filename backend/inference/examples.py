@@ -52,7 +52,10 @@ def read(spec: RunSpec, settings: Settings, tokenizer: Any, info: Callable[[str]
         make = _conversations if evaluation.generates(spec) else _texts
         found = make(spec, tokenizer, parts, settings.examples)
         if not found:
-            raise TrainError("No example has a completion with a loss, so there is nothing to evaluate.")
+            raise TrainError(
+                "No example can be evaluated: they have no completion, or no token with a loss. Choose another data "
+                "file, or set the number of examples to 0."
+            )
     return [*found, *(_general(tokenizer) if settings.general else ())]
 
 

@@ -41,10 +41,10 @@ class Comparison:
 
     def sentence(self) -> str:
         """What is certain."""
-        before, after = self._shown(self.base), self._shown(self.trained)
+        means = f"{self.label}: base model {self._shown(self.base)}, trained model {self._shown(self.trained)}"
         if self.verdict == UNCLEAR:
-            return f"{self.label}: {before} to {after}, no clear change ({self._change(self.low, self.high, True)})."
-        return f"{self.label}: {before} to {after}, {self.verdict} by {self._change(self.low, self.high, False)}."
+            return f"{means}; no clear change ({self._change(self.low, self.high, True)}, 95% interval)."
+        return f"{means}; {self.verdict} by {self._change(self.low, self.high, False)} (95% interval)."
 
     def _shown(self, value: float) -> str:
         return f"{100 * value:.1f}%" if self.is_share else f"{value:.3f}"
@@ -89,8 +89,8 @@ def _interval(differences: Any, weights: Any, is_share: bool) -> tuple[float, fl
 
 
 def _all_equal(difference: float, count: int) -> tuple[float, float]:
-    """The interval where all examples have the same difference, for which a bootstrap would be certain. At least
-    `share` of all examples have it: with a smaller share, `count` examples in a row would have it in fewer than 2.5% of
-    cases (Clopper and Pearson 1934). The others may have any, from -1 to 1."""
+    """The interval where all examples have the same difference, for which a bootstrap interval would have zero width.
+    At least `share` of all examples have it: with a smaller share, `count` examples in a row would have it in fewer
+    than 2.5% of cases (Clopper and Pearson 1934). The others may have any, from -1 to 1."""
     share = ((1 - CONFIDENCE) / 2) ** (1 / count)
     return share * difference - (1 - share), share * difference + (1 - share)

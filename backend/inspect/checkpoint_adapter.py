@@ -63,7 +63,7 @@ def _unusable_adapter(folder: Path) -> str:
     """Why the adapter in `folder` cannot be continued whatever the options are, a sentence; '' if it can."""
     if not any((folder / name).is_file() for name in WEIGHTS):
         return (
-            f"{folder} has no {WEIGHTS[0]}: set the folder of a saved LoRA adapter, such as the folder model of a run."
+            f"{folder} has no {WEIGHTS[0]}: set the folder of a saved LoRA adapter, such as the folder runs/ID/model."
         )
     try:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -76,15 +76,16 @@ def _unusable_adapter(folder: Path) -> str:
         config.get("bias") not in (None, "none")
     ):
         return (
-            f"The adapter in {folder} uses {', '.join(other)}, which Footplate's adapters do not have. Merge it first."
+            f"The adapter in {folder} uses {', '.join(other)}, which Footplate does not support. Merge it into its "
+            "base model with peft (merge_and_unload), and set the merged model as model.path."
         )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and any(
         row.changes_base_weights and row.init_lora_weights == init for row in registry.LORA_INITS.values()
     ):
         return (
-            f"The adapter in {folder} is that of a checkpoint initialized with {init}, which belongs to modified base "
-            "weights. Use the final model of the run: its adapter fits the base model."
+            f"The adapter in {folder} comes from a checkpoint of a run with {init} initialization, and fits only the "
+            "base weights that this run modified. Use the final model of that run: its adapter fits the base model."
         )
     return ""
 

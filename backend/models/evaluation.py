@@ -28,7 +28,10 @@ MAX_EXAMPLES, MAX_NEW_TOKENS = 10_000, 32_768
 TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)  # it ends within a token, and all outputs are written
 LOSS = "loss"  # the score of which less is better
 CHANGES = ("better", "worse", "unchanged")
-WITHOUT_BASE = "A reward model has no base model to compare with. Its accuracy on validation pairs is among its charts."
+WITHOUT_BASE = (
+    "Reward models cannot be evaluated here: their base model has no trained score head to compare with. The run's "
+    "charts show the accuracy on validation pairs."
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Settings:
         if not self.examples and not self.general:
             return "There is nothing to evaluate: set a number of examples, or include the general texts."
         if self.data and not Path(self.data).is_file():
-            return f"The data file {self.data} does not exist on the machine of the server."
+            return f"The data file {self.data} does not exist on the server."
         return ""
 
 
@@ -102,7 +105,7 @@ def start(run: Run, settings: Settings) -> Run:
             if job.state in ALIVE:
                 if is_same:
                     return job
-                raise RunError(f"{job.id} evaluates this run. Wait for its end, or stop it.")
+                raise RunError(f"This run is being evaluated ({job.id}). Wait until that has finished, or stop it.")
             if is_same and not job.result():
                 kept = {OUTPUTS: _outputs(job)}
                 job.delete()

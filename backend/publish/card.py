@@ -85,9 +85,9 @@ def _introduction(spec: RunSpec, model: trained.TrainedModel, subject: Subject) 
     name = subject.base_model
     base = f"[{name}]({HUB}/{name})" if name else "a base model without a Hub ID"
     if model.base:
-        what = f"An adapter (LoRA) for {base}"
+        what = f"A LoRA adapter for {base}"
     elif spec.method.kind == "lora":
-        what = f"An adapter (LoRA) merged into {base}: full weights"
+        what = f"A LoRA adapter merged into {base}: full weights"
     else:
         what = f"Full weights, fine-tuned from {base}"
     return f"{what}. Trained with Footplate."
@@ -124,7 +124,7 @@ def _data(run: Run, spec: RunSpec) -> str:
     train, evaluated = resolved.get("num_train_examples"), resolved.get("num_eval_examples")
     counts = [counted(train, "training example")] if isinstance(train, int) and train else []
     counts += [counted(evaluated, "validation example")] if isinstance(evaluated, int) and evaluated else []
-    return "\n".join(lines) + (f"\n\n{' and '.join(counts)}, as counted before the start." if counts else "")
+    return "\n".join(lines) + (f"\n\n{' and '.join(counts)}, counted before training." if counts else "")
 
 
 def _dataset(source: Any) -> str:
@@ -153,7 +153,7 @@ def _training(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Sub
     }
     values = {key: _value(get(spec, key)) for key in OPTIONS if shown(spec, by_name()[key])}
     rows |= {f"`{key}`": value for key, value in values.items()}
-    return _table(("Option", "Value"), [(name, value) for name, value in rows.items() if value not in (None, "")])
+    return _table(("Setting", "Value"), [(name, value) for name, value in rows.items() if value not in (None, "")])
 
 
 def _value(value: Any) -> str:
@@ -188,15 +188,19 @@ def _results(run: Run, model: trained.TrainedModel, subject: Subject) -> str:
 
 def _merge(spec: RunSpec, model: trained.TrainedModel, certificate: Mapping[str, Any]) -> str:
     if not certificate:
-        is_merged = spec.method.kind == "lora" and not model.base
-        return "The run merged the adapter at its end. The merged model was not compared with it." if is_merged else ""
+        if spec.method.kind != "lora" or model.base:
+            return ""
+        return (
+            "The adapter was merged at the end of the run. The merged model was not compared with the base model and "
+            "the adapter."
+        )
     saved, change = certificate["adapter_to_saved"], certificate["adapter_to_base"]
     if certificate.get("is_reward_model"):
         compared = f"The scores of {saved['positions']} texts differ by at most {saved['kl_max']:.2g}."
     else:
         compared = (
-            f"KL divergence from base model with adapter: {saved['kl_mean']:.2g} nats per token; for comparison, of "
-            f"the base model alone: {change['kl_mean']:.2g}. Same most likely next token: "
+            f"KL divergence from the base model with the adapter: {saved['kl_mean']:.2g} nats per token (for "
+            f"comparison, the base model without the adapter: {change['kl_mean']:.2g}). Same most likely next token: "
             f"{saved['same_argmax']:.1%} of {saved['positions']} positions."
         )
     limits = "".join(f"\n\nLimitation: {limit}" for limit in certificate.get("limits", ()))
@@ -222,7 +226,7 @@ def _environment(run: Run, model: trained.TrainedModel) -> str:
         on_nodes = f" on {counted(nodes, 'node')}" if isinstance(nodes, int) and nodes > 1 else ""
         rows.append(("Hardware", f"{family}, {counted(count, 'process')}{on_nodes}"))
     rows.append(("Model card", f"Footplate {metadata.version('footplate')}"))
-    return _table(("Component", "Version"), rows)
+    return _table(("Component", "Value"), rows)
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------

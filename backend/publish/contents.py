@@ -123,7 +123,7 @@ def contents(run: Run, request: Request) -> Contents:
     names = {str(path.relative_to(model.folder)): path for path in sorted(model.folder.rglob("*")) if not path.is_dir()}
     kept = {name: path for name, path in names.items() if _is_published(name)}
     if links := [path for path in kept.values() if path.is_symlink()]:
-        raise RunError(f"{links[0]} is a symbolic link: replace it by the file to publish the model.")
+        raise RunError(f"{links[0]} is a symbolic link: replace it with the file to publish the model.")
     local = _local_bases(run, spec, model)
     found = [_published(name, path, local, base) for name, path in kept.items()]
     certificate = jobs.find(run, request.merge).result().get("certificate", {}) if request.merge else {}

@@ -16,7 +16,7 @@ BLOCK = 2**23
 def check(folder: Path) -> None:
     """Raise RunError unless `folder` can become the published folder: it must not exist, or be empty."""
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise RunError(f"{folder} exists already. Choose another folder, or remove it first.")
+        raise RunError(f"{folder} is not an empty folder. Choose another folder, or empty this one first.")
     if not folder.parent.is_dir():
         raise RunError(f"The folder {folder.parent} does not exist. Create it, or choose another one.")
 

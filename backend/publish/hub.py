@@ -19,6 +19,7 @@ from backend.wording import counted
 
 Report = Callable[[str, float], None]  # (text, fraction of the bytes that are there)
 TOKENS = f"{constants.ENDPOINT}/settings/tokens"
+STORE = "with hf auth login, or on the page (Hugging Face token below Hub model ID)"
 MESSAGE = "Publish with Footplate"
 LARGE = 2**20  # bytes
 AGAIN = "Publish again later: files that are there already are not sent again."
@@ -38,7 +39,7 @@ def state(repository: str, public: bool) -> dict[str, Any]:
         if access.get("role") == "read":
             raise PublishError(
                 f"The Hugging Face token of the account {account} can only read. Create a token that can write at "
-                f"{TOKENS}, and store it with hf auth login or below model.hub_id on the page."
+                f"{TOKENS}, and store it {STORE}."
             )
         full = repository if "/" in repository else f"{account}/{repository}"
         owners = [account, *(str(each["name"]) for each in known.get("orgs") or ())]
@@ -72,7 +73,7 @@ def _visibility_problem(repository: str, public: bool) -> str:
 def publish(contents: Contents, repository: str, public: bool, report: Report) -> dict[str, Any]:
     """Create the repository if there is none, and upload the files in one commit. Returns the addresses of repository
     and commit, and whether anything had changed. Files whose hash the Hub knows are not sent. Raises PublishError."""
-    report(f"Asking the Hub for {repository}.", 0.0)
+    report(f"Looking up {repository} on the Hub.", 0.0)
     found = state(repository, public)
     api, token, name = HfApi(), _token(), str(found["repository"])
     with _plain_errors(name):
@@ -106,8 +107,7 @@ def _token() -> str:
     token = get_token()
     if not token:
         raise PublishError(
-            f"There is no Hugging Face token. Create one that can write at {TOKENS}, and store it with hf auth login "
-            "or below model.hub_id on the page."
+            f"There is no Hugging Face token. Create one that can write at {TOKENS}, and store it {STORE}."
         )
     return token
 
@@ -133,7 +133,10 @@ def _plain_errors(repository: str) -> Iterator[None]:
             f"The connection to {constants.ENDPOINT} failed ({_line(cause) or type(cause).__name__}). {AGAIN}"
         ) from error
     except (ValueError, LookupError, TypeError) as error:  # the model card is invalid, or this is not the Hub
-        raise PublishError(f"{constants.ENDPOINT} refused, or is not the Hub: {_line(error)}") from error
+        raise PublishError(
+            f"{constants.ENDPOINT} did not accept the request, or is not a Hugging Face Hub ({_line(error)}). If "
+            "HF_ENDPOINT is set in the environment of Footplate, check it."
+        ) from error
 
 
 def _refusal(error: HfHubHTTPError, repository: str) -> str:
@@ -146,7 +149,7 @@ def _refusal(error: HfHubHTTPError, repository: str) -> str:
     if status == 401:
         return (
             f"The Hub does not accept the Hugging Face token: it has expired or was revoked. Create one that can write "
-            f"at {TOKENS}, and store it with hf auth login or below model.hub_id on the page."
+            f"at {TOKENS}, and store it {STORE}."
         )
     if status in (403, 404):
         return (
@@ -154,7 +157,7 @@ def _refusal(error: HfHubHTTPError, repository: str) -> str:
             f"permission for it: {TOKENS}."
         )
     if status == 429:
-        return f"The Hub limits the number of requests ({answer}). Publish again in some minutes."
+        return f"The Hub limits the number of requests ({answer}). Publish again in a few minutes."
     return f"The Hub answered with status {answer}. {AGAIN}"
 
 

@@ -420,8 +420,9 @@ def adapters_of_shared_layers(case: Case) -> Violation | None:
     proof="launch",
 )
 def unusable_adapter(case: Case) -> Violation | None:
-    """A run can continue a LoRA adapter only with the adapter options and the base model that it was trained with:
-    rank, alpha, target modules, DoRA, rsLoRA and copied modules decide what its weights mean."""
+    """A LoRA adapter can be continued only with the base model and the adapter options that it was trained with (rank,
+    alpha, target modules, DoRA, rsLoRA, modules_to_save): with others, its weights do not fit or are scaled
+    differently."""
     problem = case.facts.adapter_problem
     if not _uses_lora(case) or not case.spec.lora.adapter_path or not problem:
         return None
@@ -433,7 +434,7 @@ def unusable_adapter(case: Case) -> Violation | None:
 @error(
     "ADP016",
     fields=("lora.adapter_path", "train.stage"),
-    title="The reference model would not have the adapter",
+    title="The reference model lacks the continued adapter",
     source="TRL 1.16 trainer/dpo_trainer.py: with an adapter and no reference model, the reference is the model with "
     "its adapter disabled, which is the base model",
     fixes=(Fix("Train a new adapter", {"lora.adapter_path": ""}, False, "the trained adapter is not used"),),
@@ -444,12 +445,12 @@ def unusable_adapter(case: Case) -> Violation | None:
 )
 def adapter_in_preference_stage(case: Case) -> str | None:
     """DPO and KTO keep a model close to its reference, which should be the model that training starts with. With LoRA,
-    the reference is the base model without its adapter: of a continued adapter, this is not the starting point, and the
-    loss would pull the model back to the base model."""
+    the reference is the base model without an adapter. A run that continues an adapter does not start from that model,
+    so the loss would pull it back toward the base model."""
     spec = case.spec
     if not _uses_lora(case) or not spec.lora.adapter_path or not registry.STAGES[spec.train.stage].uses_reference_model:
         return None
     return (
-        f"{registry.STAGES[spec.train.stage].label} compares with a reference model, which with LoRA is the base model "
-        "without any adapter. The continued adapter would not be part of it."
+        f"{registry.STAGES[spec.train.stage].label} cannot continue an adapter: with LoRA, its reference model is the "
+        "base model without the adapter, so the loss would pull the model back toward the base model."
     )

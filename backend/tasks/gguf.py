@@ -21,7 +21,7 @@ def start(run: Run, step: int | None, format: str) -> Run:
     """The job that exports, or has exported, the model of a checkpoint or the final one (None) in this format; started
     if there is none. Raises RunError."""
     if format not in FORMATS:
-        raise RunError(f"{format} is no format of GGUF files that is supported. Choose one of {', '.join(FORMATS)}.")
+        raise RunError(f"The GGUF format {format} is not supported. Choose one of {', '.join(FORMATS)}.")
     model = merge.find_model(run, step)
     if registry.STAGES[presets.read(run.path / SPEC).train.stage].is_reward_model:
         raise RunError(
@@ -36,7 +36,9 @@ def start(run: Run, step: int | None, format: str) -> Run:
             "downloads 110 MB, then export again."
         )
     if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
-        raise RunError(f"Another GGUF file of this run is being exported ({busy[0].id}). Wait for its end, or stop it.")
+        raise RunError(
+            f"Another GGUF file of this run is being exported ({busy[0].id}). Wait until it has finished, or stop it."
+        )
     for earlier in jobs.find_all(run, KIND):
         if _request(earlier) == (step, format):  # failed, or of a model that was replaced
             earlier.delete()

@@ -23,7 +23,9 @@ def start(run: Run, step: int | None) -> Run:
     if (job := find(run, model)) and (job.state in ALIVE or job.result()):
         return job
     if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
-        raise RunError(f"Another adapter of this run is being merged ({busy[0].id}). Wait for its end, or stop it.")
+        raise RunError(
+            f"Another adapter of this run is being merged ({busy[0].id}). Wait until it has finished, or stop it."
+        )
     for earlier in jobs.find_all(run, KIND):
         if _step(earlier) == step:  # failed, or of an adapter that was replaced
             earlier.delete()

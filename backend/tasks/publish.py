@@ -50,7 +50,8 @@ def merged(run: Run, step: int | None) -> str:
     model = trained.at_step(run, step)
     job = merge.find(run, model) if model else None
     if not job or not job.result():
-        raise RunError("There is no merged model of this adapter. Merge it first (footplate merge), then publish it.")
+        command = f"footplate merge {run.id}" + (f" --step {step}" if step is not None else "")
+        raise RunError(f"This adapter has not been merged. Run `{command}`, then publish again.")
     return job.id
 
 
@@ -60,7 +61,7 @@ def summary(run: Run, request: Request) -> Summary:
     found = contents(run, request)  # its errors come before a request to the Hub
     if request.folder:
         folder.check(Path(request.folder))
-        return Summary(request, found, f"Creates the folder {request.folder}.")
+        return Summary(request, found, f"Copies the files to the folder {request.folder}.")
     state = _state(request)
     if request.repository != state["repository"]:  # the name alone, which the model card has too
         request = replace(request, repository=state["repository"])
@@ -99,7 +100,9 @@ def start(run: Run, request: Request, shown: Mapping[str, int]) -> Run:
     Raises RunError."""
     request.check()
     if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
-        raise RunError(f"A model of this run is being published ({busy[0].id}). Wait for its end, or stop it.")
+        raise RunError(
+            f"A model of this run is being published ({busy[0].id}). Wait until it has finished, or stop it."
+        )
     for earlier in jobs.find_all(run, KIND):
         if _destination(earlier) == request.destination and not earlier.result():
             earlier.delete()

@@ -13,7 +13,7 @@ SCORES = {"exact_match": ([0.0] * 20 + [1.0] * 5, [1.0] * 20 + [0.0] * 5), "chrf
 
 def main():
     settings = evaluation.read_settings(HERE)
-    progress = {"phase": "evaluating", "text": "Outputs of the trained model: 8 of 25.", "fraction": 0.25}
+    progress = {"phase": "evaluating", "text": "Generating outputs of the trained model (8 of 25).", "fraction": 0.25}
     (HERE / "progress.json").write_text(json.dumps(progress))
     while not (HERE / "go").exists():
         time.sleep(0.02)

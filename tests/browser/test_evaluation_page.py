@@ -42,7 +42,9 @@ def test_from_start_to_examples(evaluating, page):
     expect(page.locator("#fp-toasts")).to_contain_text("mine.jsonl is relative", timeout=SLOW_TIMEOUT)
     card.get_by_label("Data file").fill("")
     card.get_by_role("button", name="Evaluate").click()
-    expect(card.get_by_role("status")).to_have_text("Outputs of the trained model: 8 of 25.", timeout=SLOW_TIMEOUT)
+    expect(card.get_by_role("status")).to_have_text(
+        "Generating outputs of the trained model (8 of 25).", timeout=SLOW_TIMEOUT
+    )
     expect(card.get_by_role("button", name="Evaluate")).to_be_hidden()
 
     card.get_by_role("button", name="Stop evaluation").click()

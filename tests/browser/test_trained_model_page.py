@@ -126,10 +126,10 @@ def test_a_model_is_published_after_a_summary(server, page):
     show_run(page, run)
     card, dialog = page.get_by_role("region", name="Your model"), page.get_by_role("dialog")
     card.get_by_role("button", name="Publish").click(timeout=SLOW_TIMEOUT)
-    dialog.get_by_role("button", name="Show what is sent").click()
+    dialog.get_by_role("button", name="Review files").click()
     expect(dialog).to_contain_text("Choose one destination")
     dialog.get_by_label("Repository").fill("trains")
-    dialog.get_by_role("button", name="Show what is sent").click()
+    dialog.get_by_role("button", name="Review files").click()
     expect(dialog).to_contain_text("Creates the private repository ada/trains.", timeout=SLOW_TIMEOUT)
     expect(dialog.get_by_role("row")).to_contain_text(["README.md", "config.json", "model.safetensors", "token"])
     dialog.get_by_text("README.md, the model card").click()
@@ -141,7 +141,7 @@ def test_a_model_is_published_after_a_summary(server, page):
     assert address == f"{server.variables['HF_ENDPOINT']}/ada/trains"
     assert page.request.get(address.replace("/ada", "/api/models/ada")).json()["private"]
     card.get_by_role("button", name="Remove from list").click()
-    expect(card.get_by_text("Publications")).to_be_hidden()
+    expect(card.get_by_text("Published copies")).to_be_hidden()
     token.unlink()
 
 

@@ -93,7 +93,7 @@ def test_a_stopped_evaluation_continues_with_what_it_has(run: Run, finish: Calla
     settings = Settings(step=2, examples=8, max_new_tokens=4000, general=False)
     job = evaluation.start(run, settings)
     wait_for(lambda: '"loss"' in evaluation._outputs(job) and job.progress().get("phase") == "evaluating")
-    with pytest.raises(RunError, match=r"evaluates this run. Wait for its end, or stop it\."):
+    with pytest.raises(RunError, match=r"This run is being evaluated .*Wait until that has finished, or stop it\."):
         evaluation.start(run, ALL)
     assert evaluation.start(run, settings).id == job.id, "the same evaluation is not started twice"
     job.stop(save=False)

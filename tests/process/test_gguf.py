@@ -168,7 +168,7 @@ def linked(job: Path) -> list[str]:
 
 
 def test_a_file_that_differs_is_deleted(adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match=r"The GGUF file was deleted. llama.cpp does not stop at <\|im_end\|>"):
+    with pytest.raises(TrainError, match=r"and was deleted. llama.cpp does not stop at <\|im_end\|>"):
         export(adapter, fault="stop")
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [GGUF, "progress.json", RESULT]
     result = json.loads((tmp_path / "job" / RESULT).read_text())
@@ -202,12 +202,12 @@ def certify(adapter: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 FAULTS = {
     "stop": "does not stop at <|im_end|>",
-    "word": "'What is the capital of France?' has other tokens in llama.cpp: token",
+    "word": "tokenizes the text 'What is the capital of France?' differently: token",
     "template": "cannot render the chat template: unknown filter",
 }
 LIMITS = {
-    "spaces": "The text '  Leading spaces",
-    "numeral": "numerals other than 0 to 9 into other tokens than in training (here ①)",
+    "spaces": "Text with leading spaces: llama.cpp tokenizes the text '  Leading spaces",
+    "numeral": "tokenizes non-ASCII numerals such as ① differently than in training.",
     "eos": "EOS token of the",
 }
 
@@ -237,8 +237,8 @@ def test_a_dropped_adapter_and_a_merge_on_another_base(
     plain: Any = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
     merging.merge(loading.load_adapter(plain, adapter / MODEL)).save_pretrained(other)
     dropped, elsewhere = certify(observed, base)["differences"], certify(observed, other)["differences"]
-    assert "predicts other tokens" in dropped[0] and "as far from the trained model as the base" in dropped[1]
-    assert "predicts other tokens" in elsewhere[0] and "It is largest (" in elsewhere[0]
+    assert "predicts differently" in dropped[0] and "cannot rule out that the adapter is missing" in dropped[1]
+    assert "predicts differently" in elsewhere[0] and "It is largest (" in elsewhere[0]
 
 
 def test_a_template_that_became_chatml_or_is_missing(
@@ -254,7 +254,7 @@ def test_a_template_that_became_chatml_or_is_missing(
     (difference,) = certify(changed, weights, "chatml")["differences"]
     assert "After '', training has '[user]" in difference and "llama.cpp uses ChatML" in difference
     changed.tokenizer.chat_template = None
-    assert certify(changed, weights)["limits"][0].startswith("The model has no chat template. llama.cpp uses ChatML")
+    assert certify(changed, weights)["limits"][0].startswith("The model has no chat template, so llama.cpp uses ChatML")
 
 
 def test_the_divergence_of_the_most_likely_tokens() -> None:
@@ -280,7 +280,7 @@ def test_what_prevents_an_export(
         (tmp_path / "env" / CONVERTER / "convert_hf_to_gguf.py").write_text(
             "raise SystemExit('Model X is unsupported')"
         )
-        with pytest.raises(TrainError, match="cannot convert this model: Model X is unsupported"):
+        with pytest.raises(TrainError, match=r"cannot convert this model .*: Model X is unsupported"):
             export(adapter)
     (tmp_path / "job" / STOP).write_text("discard")
     with pytest.raises(Stopped):

@@ -80,9 +80,12 @@ def continued(folder: Path, changes: dict[str, Any], **options: Any) -> Any:
         ({"use_dora": True}, "lora.use_dora True"),
         ({"target_modules": ["k_proj"]}, "lora.target_modules k_proj"),
         ({"peft_type": "IA3"}, "is of the kind IA3, and only LoRA adapters can be continued"),
-        ({"rank_pattern": {"q_proj": 2}}, "uses rank_pattern, which Footplate's adapters do not have"),
+        (
+            {"rank_pattern": {"q_proj": 2}},
+            "uses rank_pattern, which Footplate does not support. Merge it into its base model with peft",
+        ),
         ({"bias": "all"}, "uses bias"),
-        ({"init_lora_weights": "pissa"}, "belongs to modified base weights. Use the final model"),
+        ({"init_lora_weights": "pissa"}, "fits only the base weights that this run modified. Use the final model"),
         ({"init_lora_weights": "gaussian"}, ""),
     ],
 )

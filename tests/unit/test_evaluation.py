@@ -58,7 +58,7 @@ def test_what_a_run_offers(tmp_path):
     assert not evaluation.offer(without).has_validation and not evaluation.offer(without).generates
     with pytest.raises(RunError, match=r"This run has no validation examples\. Choose a data file"):
         evaluation.start(without, Settings())
-    with pytest.raises(RunError, match="A reward model has no base model"):
+    with pytest.raises(RunError, match="Reward models cannot be evaluated here"):
         evaluation.start(make_run(tmp_path / "three", REWARD), Settings())
 
 

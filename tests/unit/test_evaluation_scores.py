@@ -105,14 +105,16 @@ def test_losses_count_tokens_and_less_is_better():
     assert found.base == pytest.approx(1.9) and found.trained == pytest.approx(1.05)
     better = compare([2.0] * 20, [1.0] * 20, [5] * 20)
     assert better.verdict == "better" and better.low == better.high == -1
-    assert better.sentence() == "Score: 2.000 to 1.000, better by 1.000 to 1.000."
+    assert better.sentence() == "Score: base model 2.000, trained model 1.000; better by 1.000 to 1.000 (95% interval)."
     assert compare([1.0] * 20, [2.0] * 20, [5] * 20).verdict == "worse"
 
 
 def test_sentences():
     pairs = [0.0] * 10 + [1.0] * 10, [1.0] * 15 + [0.0] * 5
     unclear = compare(*pairs)
-    assert unclear.sentence().startswith("Score: 50.0% to 75.0%, no clear change (-")
+    assert unclear.sentence().startswith("Score: base model 50.0%, trained model 75.0%; no clear change (-")
+    assert unclear.sentence().endswith(" percentage points, 95% interval).")
     better = compare([0.0] * 20, [1.0] * 18 + [0.0] * 2)
-    assert better.sentence() == "Score: 0.0% to 90.0%, better by 75.0 to 100.0 percentage points."
+    expected = "Score: base model 0.0%, trained model 90.0%; better by 75.0 to 100.0 percentage points (95% interval)."
+    assert better.sentence() == expected
     assert json.loads(json.dumps(better.as_json()))["verdict"] == "better"

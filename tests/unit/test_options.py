@@ -68,7 +68,7 @@ SEVERAL = '[{}, {"source": "files", "files": ["b.jsonl"]}]'
 
 def values_of(option):
     """The words of a condition on an option."""
-    words = ["", "several"] if option.kind == "datasets" else ["true", "false"]
+    words = {"datasets": ["", "several"], "str": ["", "runs/a/model"]}.get(option.kind, ["true", "false"])
     return [value for value, _ in option.choices] or words
 
 

@@ -109,7 +109,7 @@ def test_full_weights_of_another_stage(tmp_path, base):
         assert part not in found.card, part
     plant(run.path, {"spec.yaml": "save:\n  merge_adapter: true\n"})
     merged = contents(run, Request(**TO)).card
-    assert "merged into [HuggingFaceTB" in merged and "was not compared with it" in merged
+    assert "merged into [HuggingFaceTB" in merged and "was not compared with the base model" in merged
 
 
 def test_a_system_prompt_is_not_published(tmp_path, base):
@@ -127,7 +127,7 @@ def test_a_merged_model_needs_no_id_of_a_base_model(run, base):
     assert "base_model" not in json.loads(text_of(found, "certificate.json"))
     assert "Verified: the merged model was loaded from its files (bf16)" in found.card and "1e-05 nats" in found.card
     assert publish.merged(run, None) == job.id
-    with pytest.raises(RunError, match="Merge it first"):
+    with pytest.raises(RunError, match="has not been merged"):
         publish.merged(run, 4)
 
 
@@ -173,7 +173,7 @@ def test_requests_that_cannot_be_published(run, values, message):
 def test_a_folder_appears_complete(run, tmp_path, monkeypatch):
     target = tmp_path / "out"
     summary = publish.summary(run, Request(folder=str(target), base_model=BASE_ID))
-    assert summary.effect == f"Creates the folder {target}."
+    assert summary.effect == f"Copies the files to the folder {target}."
     shown = []
     with monkeypatch.context() as patch:
         patch.setattr(folder, "_blocks", lambda source, text: 1 / 0)
@@ -184,7 +184,7 @@ def test_a_folder_appears_complete(run, tmp_path, monkeypatch):
     assert folder.publish(summary.contents, target, lambda *given: shown.append(given)) == {"folder": str(target)}
     assert {path.name: path.stat().st_size for path in target.iterdir()} == summary.contents.sizes()
     assert shown[-1][1] == 1.0
-    for place, message in ((target, "exists already"), (tmp_path / "no/out", "does not exist")):
+    for place, message in ((target, "is not an empty folder"), (tmp_path / "no/out", "does not exist")):
         with pytest.raises(RunError, match=message):
             folder.check(place)
 
@@ -218,7 +218,7 @@ def test_the_command_shows_and_asks(run, tmp_path, capsys, monkeypatch):
     command = ["publish", str(run.path), "--folder", str(tmp_path / "out"), "--base-model", BASE_ID]
     assert main([*command, "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "Creates the folder" in printed and "  adapter_model.safetensors  1,000 bytes\n" in printed
+    assert "Copies the files to the folder" in printed and "  adapter_model.safetensors  1,000 bytes\n" in printed
     assert "5 files, " in printed and "# out\n" in printed
     assert main([*command, "--dry-run", "--json"]) == 0
     assert [file["name"] for file in json.loads(capsys.readouterr().out)["files"]] == NAMES

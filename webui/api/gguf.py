@@ -44,5 +44,5 @@ def download(run: PathRun, job: str, name: str) -> Response:
     if not file or name not in gguf.names(file):
         raise ApiError(404, "This export has no such file.")
     if (file.parent / name).is_symlink():
-        raise ApiError(409, f"{file.parent / name} is a symbolic link: replace it by the file to download it.")
+        raise ApiError(409, f"{file.parent / name} is a symbolic link: replace it with the file to download it.")
     return FileResponse(file.parent / name, media_type="application/octet-stream", filename=name)

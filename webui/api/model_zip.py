@@ -47,7 +47,7 @@ def model_response(model: trained.TrainedModel, name: str) -> Response:
     """The files of a model in a zip file of this name. Raises ApiError."""
     for path in model.folder.rglob("*"):
         if path.is_symlink():  # to what the trainer did not write
-            raise ApiError(409, f"{path} is a symbolic link: replace it by the file to download the model.")
+            raise ApiError(409, f"{path} is a symbolic link: replace it with the file to download the model.")
     blocks, headers = zipped(model.folder, model.files(), name), disposition(f"{name}.zip", "attachment")
     return StreamingResponse(blocks, media_type="application/zip", headers=headers)
 

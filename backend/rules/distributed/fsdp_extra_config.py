@@ -67,8 +67,8 @@ def fsdp_activation_checkpointing(case: Case) -> Violation | None:
         return None
     patch = {**without_keys(extra, found), "train.activation_checkpointing": True}
     message = (
-        f"The extra config sets {found[0]} to true, which recomputes dropout with different random numbers. The checks "
-        "do not know whether the model itself uses dropout, so this is an error without LoRA dropout, too."
+        f"The extra config sets {found[0]} to true, which recomputes dropout with different random numbers. Footplate "
+        "cannot tell whether the model itself uses dropout, so this is an error even if lora.dropout is 0."
     )
     return Violation(message, (Fix("Use train.activation_checkpointing", patch),))
 

@@ -222,6 +222,7 @@ export function visibilityText(name) {
 
 function conditionText([name, allowed]) {
   if (option(name).kind === "datasets") return "there are several datasets";
+  if (allowed.join() === "") return `${label(name)} is empty`;
   if (option(name).kind === "bool") return `${label(name)} is ${allowed.includes("true") ? "on" : "off"}`;
   const others = Object.keys(option(name).choices).filter((value) => !allowed.includes(value));
   if (others.length === 1 && allowed.length > 2) return `${label(name)} is not ${choiceLabel(name, others[0])}`;

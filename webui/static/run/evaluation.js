@@ -15,8 +15,9 @@ const ABOUT =
   "Compare the trained model with its base model on the same examples: scores of their outputs, with 95% intervals " +
   "of the change, and the loss on general texts, which shows what the model has forgotten.";
 const GENERAL =
-  "The general texts were written for Footplate: encyclopedia, code, mathematics, stories, other languages. A " +
-  "higher loss on them means that the model has forgotten some of what it knew.";
+  "The general texts are 216 short texts written for Footplate: general knowledge, everyday life, stories, " +
+  "correspondence, code, mathematics and six European languages. A higher loss on them suggests that the model has " +
+  "forgotten some of what it knew; a small increase is common.";
 
 /** The card, and what it shows of the run that is open. */
 export class Evaluation {

@@ -68,7 +68,7 @@ function createParts() {
     el("label.fp-chat-field", {}, "Model", model),
     examples.node,
     tokens.node,
-    el("label.fp-chat-field", {}, "Data file on the server (optional)", data),
+    el("label.fp-chat-field", {}, "Data file on the server", data),
   );
   const button = el("button.fp-button", { type: "submit" }, "Evaluate");
   const check = el("label.fp-chat-check", {}, general, "Include general texts");

@@ -9,7 +9,7 @@ import { fold } from "./run_results.js";
 const FORMATS = {
   q8_0: "q8_0: 8 bits, half the size of 16 bits",
   f16: "f16: 16 bits, closest to the trained model",
-  bf16: "bf16: 16 bits, for models with large values",
+  bf16: "bf16: 16 bits, for weights beyond the range of fp16",
 };
 const WHY =
   "A GGUF file runs in llama.cpp, Ollama and LM Studio. Footplate compares its outputs with the trained model's.";
@@ -70,7 +70,9 @@ function filePart(job, run) {
     fold("Outputs of the trained model and of llama.cpp", outputs(certificate)),
     actions(
       link(file, "Download GGUF"),
-      ...others.map((name) => link(name, name === "Modelfile" ? "Modelfile for Ollama (untested)" : "Certificate")),
+      ...others.map((name) =>
+        link(name, name === "Modelfile" ? "Modelfile for Ollama (untested)" : "Certificate (report of the comparison)"),
+      ),
       button("Copy path", () => copy(job.gguf.file, "Path")),
       button("Delete", removeIt),
     ),
@@ -87,7 +89,7 @@ function verdict(certificate) {
     el("b", {}, `${status[0].toUpperCase()}${status.slice(1)}`),
     `. Compared in llama.cpp with the trained model: KL divergence ${kl} nats per token ` +
       `(at most ${num(limit, 2)} is accepted), same most likely next token at ${share} of ${count} positions, ` +
-      `stops at ${stops}.`,
+      `llama.cpp stops at ${stops}.`,
   );
 }
 

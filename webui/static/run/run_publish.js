@@ -20,7 +20,7 @@ export function publishParts(model, run) {
   const open = (request) => askWhere(model, run, request);
   const parts = jobs.map((job) => el("div.fp-publication", {}, publicationParts(job, run, open)));
   return [
-    jobs.length ? el("h4", {}, "Publications") : null,
+    jobs.length ? el("h4", {}, "Published copies") : null,
     ...parts,
     jobs.some((job) => isAlive(job)) ? null : actions(button("Publish", () => open({}))),
   ].filter(Boolean);
@@ -82,7 +82,7 @@ function askWhere(model, run, request) {
   const license = input(request.license, "apache-2.0");
   const base = input(request.base_model, "organization/name");
   const ofHub = [label("Repository", repository), label("Visibility", visibility)];
-  const ofFolder = label("New or empty folder, as an absolute path", folder);
+  const ofFolder = label("Empty or new folder, as an absolute path", folder);
   const show = () => {
     for (const field of ofHub) field.hidden = where.value !== HUB;
     ofFolder.hidden = where.value === HUB;
@@ -95,7 +95,7 @@ function askWhere(model, run, request) {
     ...ofHub,
     ofFolder,
     label("License in the model card (optional)", license),
-    label("Hub ID of the base model (only if the run does not know it)", base),
+    label("Hub ID of the base model (if the run used a local folder)", base),
   ];
   const next = async () => {
     const isHub = where.value === HUB;
@@ -110,7 +110,7 @@ function askWhere(model, run, request) {
     };
     confirmSummary(await post(`${run.base}/publications/summary`, body), model, run);
   };
-  formDialog("Publish this model", fields.filter(Boolean), next, { label: "Show what is sent" });
+  formDialog("Publish this model", fields.filter(Boolean), next, { label: "Review files" });
 }
 
 /** The second dialog: nothing is sent before it is confirmed. */
@@ -136,5 +136,5 @@ function confirmSummary(summary, model, run) {
     run.refresh();
   };
   const options = { actions: [back], wide: true, label: "Publish" };
-  const close = formDialog("This leaves the machine", parts.filter(Boolean), send, options);
+  const close = formDialog("Files to publish", parts.filter(Boolean), send, options);
 }
