@@ -58,7 +58,7 @@ class Lora(Section):
     """Also trains a magnitude per output feature (weight-decomposed LoRA): slightly better at low ranks, but slower."""
     use_rslora: Annotated[bool, Ui("rsLoRA", when=LORA)] = False
     """Scales adapters by alpha / sqrt(r) instead of alpha / r, which stabilizes training at ranks above 64."""
-    adapter_path: Annotated[str, Ui("Adapter to continue", when=LORA, path="folder")] = ""
+    adapter_path: Annotated[str, Ui("Adapter folder", when=LORA, path="folder")] = ""
     """Folder of a trained LoRA adapter, such as runs/ID/model: training starts with its weights instead of a new
     adapter, and with a new optimizer. Base model and adapter options must match those of the adapter's training."""
     init: Annotated[

@@ -140,7 +140,7 @@ def test_refused(tmp_path, given, named):
         ({"eval_dataset": "other", "val_size": 0}, ["eval_dataset: other"]),
         ({"report_to": ["wandb", "swanlab"]}, ["report_to: swanlab"]),
         ({"deepspeed": {"stage": 3}}, ["deepspeed: a configuration"]),
-        ({"adapter_name_or_path": "x", "use_ray": False}, ["adapter_name_or_path: x"]),
+        ({"adapter_name_or_path": "x", "create_new_adapter": True, "use_ray": False}, ["adapter_name_or_path: x"]),
         (
             {"stage": "dpo", "pref_loss": "sigmoid", "dpo_label_smoothing": 0.1},
             ["dpo_label_smoothing: 0.1 (preference.label_smoothing has no effect"],

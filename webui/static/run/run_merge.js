@@ -97,7 +97,7 @@ export async function ask(request, run) {
 export function furtherButton({ folder, base, further }, from, train, text = "Train further") {
   if (!further) return null;
   const change = base
-    ? { label: "Adapter to continue", from: "", to: folder }
+    ? { label: "Adapter folder", from: "", to: folder }
     : { label: "Model folder", from, to: folder };
   const fix = { label: base ? "the trained adapter" : "the trained model", patch: further, diff: [change] };
   return el("button.fp-button", { type: "button", onclick: () => train(fix) }, text);
