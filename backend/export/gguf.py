@@ -24,9 +24,9 @@ from backend.export import gguf_certificate, llama_cpp, loading, modelfile
 from backend.export.comparison import log_probabilities, write_certificate
 from backend.export.gguf_certificate import Trained
 from backend.export.merge import FROM_BASE, UNCHECKED
-from backend.models import trained
+from backend.models import system_prompt, trained
 from backend.models.gguf import CERTIFICATE, ENVIRONMENT, FOLDER, FORMATS, MODELFILE
-from backend.runs import GGUF, JOBS, RESULT, files, json_values
+from backend.runs import GGUF, JOBS, RESULT, SPEC, files, json_values
 from backend.runs.folder import Run
 from backend.train import base_weights, model
 from backend.train.run_log import RunLog, TrainError
@@ -177,6 +177,10 @@ class GgufExport:
         finally:
             server.close()
 
+    def _system_prompt(self) -> str:
+        spec = self.run.path / SPEC
+        return system_prompt.of_run(spec, spec.stat().st_mtime_ns)
+
     def _keep(self, certificate: dict[str, Any], tokenizer: Any, file: Path) -> None:
         """Give the file its place, unless it differs: then only the certificate is kept. Raises TrainError."""
         if certificate["differences"]:
@@ -184,6 +188,6 @@ class GgufExport:
             why = certificate["differences"][0]
             raise TrainError(f"The GGUF file differs from the trained model and was deleted. {why}")
         write_certificate(file.parent / CERTIFICATE, certificate)
-        if text := modelfile.write(file.name, tokenizer, certificate["stop_tokens"]):
+        if text := modelfile.write(file.name, tokenizer, certificate["stop_tokens"], self._system_prompt()):
             (file.parent / MODELFILE).write_text(text, encoding="utf-8")
         file.parent.replace(self.folder / FOLDER)

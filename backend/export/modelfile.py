@@ -41,16 +41,19 @@ class Parts:
         return text
 
 
-def write(file: str, tokenizer: Any, stops: Sequence[str]) -> str:
-    """The text of the Modelfile; '' without a chat template, or if its prompts cannot be put together in this way."""
+def write(file: str, tokenizer: Any, stops: Sequence[str], trained_system: str = "") -> str:
+    """The text of the Modelfile; '' without a chat template, or if its prompts cannot be put together in this way.
+    `trained_system`: the system prompt of the training examples, which conversations without one get."""
     parts = _find_parts(tokenizer, stops) if tokenizer.chat_template else None
-    if parts is None or any(mark in text for text in vars(parts).values() for mark in ('"""', "{{")):
+    system_prompt = trained_system or (parts.default if parts else "")
+    texts = [*vars(parts).values(), system_prompt] if parts else []
+    if parts is None or any(mark in text for text in texts for mark in ('"""', "{{")):
         return ""
     system = f"{{{{ if .System }}}}{parts.before_system}{{{{ .System }}}}{parts.after_system}{{{{ end }}}}"
     turn = f"{parts.before_user}{{{{ .Prompt }}}}{parts.after_user}{{{{ .Response }}}}{parts.after_assistant}"
     lines = [f"FROM ./{file}", f'TEMPLATE """{system}{turn}"""']
-    if parts.default:
-        lines.append(f'SYSTEM """{parts.default}"""')
+    if system_prompt:
+        lines.append(f'SYSTEM """{system_prompt}"""')
     return "\n".join([*lines, *(f'PARAMETER stop "{stop}"' for stop in stops)]) + "\n"
 
 

@@ -59,8 +59,9 @@ class Evaluation:
     def run_all(self) -> None:
         """Evaluate, and write the result. Raises TrainError, Stopped."""
         self._phase("reading data", "Reading the examples.")
+        tokenizer = self.models.tokenizer(self.settings.step)  # wrong data is found before the models are loaded
+        items = examples.read(self.models.spec, self.settings, tokenizer, self.log.info)
         trained = self.models.load(self.settings.step, TUNED)
-        items = examples.read(self.models.spec, self.settings, trained.tokenizer, self.log.info)
         for line in Lines(self.folder / OUTPUTS).read():
             self._keep(line)
         self.total = len(SIDES) * sum(self._work(item) for item in items)

@@ -17,7 +17,7 @@ from typing import Any
 from backend.config import RunSpec
 from backend.config.options import edit, for_dataset
 from backend.data import DataFileError, expand, file_patterns, read_examples, sample
-from backend.models import evaluation
+from backend.models import evaluation, system_prompt
 from backend.models.evaluation import Settings
 from backend.paths import ASSETS
 from backend.runs import SPEC
@@ -63,8 +63,11 @@ def _with_data(spec: RunSpec, settings: Settings) -> RunSpec:
     """The options with the data that is evaluated; a file is read with the columns of the first dataset."""
     if not settings.data:
         return spec
-    own = {"data.source": "files", "data.files": (settings.data,), "data.validation": "none", "data.streaming": False}
-    return edit(for_dataset(spec, 0), {**own, "data.max_samples": 0, "data.drop_duplicates": False})
+    own: dict[str, Any] = {"data.source": "files", "data.files": (settings.data,), "data.validation": "none"}
+    own |= {"data.streaming": False, "data.max_samples": 0, "data.drop_duplicates": False}
+    if evaluation.generates(spec):  # what the model has learned with; for examples without a system prompt of their own
+        own["data.system_prompt"] = system_prompt.of_training(spec)
+    return edit(for_dataset(spec, 0), own)
 
 
 def _chosen(spec: RunSpec, settings: Settings, info: Callable[[str], None]) -> list[Part]:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy
 
 RESAMPLES, CONFIDENCE, SEED = 10_000, 0.95, 0
+MIN_EXAMPLES = 8  # with fewer, an interval of losses misses the truth in one of five cases or more
 CHUNK = 2_000_000  # drawn numbers in memory at a time
-BETTER, WORSE, UNCLEAR = "better", "worse", "unclear"
+BETTER, WORSE, UNCLEAR, FEW = "better", "worse", "unclear", "few"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether the trained model is better, worse, or neither with certainty."""
+        """Whether the trained model is better, worse, neither with certainty, or whether the examples are too few."""
+        if self.count < MIN_EXAMPLES:
+            return FEW
         if self.low <= 0 <= self.high:
             return UNCLEAR
         return BETTER if (self.low > 0) == self.is_share else WORSE
@@ -42,6 +45,8 @@ class Comparison:
     def sentence(self) -> str:
         """What is certain."""
         means = f"{self.label}: base model {self._shown(self.base)}, trained model {self._shown(self.trained)}"
+        if self.verdict == FEW:
+            return f"{means}; too few examples to tell whether that is chance."
         if self.verdict == UNCLEAR:
             return f"{means}; no clear change ({self._change(self.low, self.high, True)}, 95% interval)."
         return f"{means}; {self.verdict} by {self._change(self.low, self.high, False)} (95% interval)."

@@ -71,10 +71,7 @@ class Models:
 
     def load(self, step: int | None, side: str) -> Loaded:
         """The model of a checkpoint, None for the final one, or its base model. Raises TrainError."""
-        found = trained.at_step(self.run, step)
-        if not found:
-            what = "The final model" if step is None else f"The checkpoint of step {step}"
-            raise TrainError(f"{what} of this run was deleted, or cannot be loaded because it is sharded.")
+        found = self._at(step)
         tokenizer = self._tokenizer(found.folder)
         if side == BASE:
             return self._load_base(found, tokenizer)
@@ -82,6 +79,16 @@ class Models:
         return Loaded(
             self.tuned, tokenizer, _generation(found.folder, self.tuned), True, self.dtype, contextlib.nullcontext
         )
+
+    def tokenizer(self, step: int | None) -> Any:
+        """The tokenizer that was saved with a model. Raises TrainError."""
+        return self._tokenizer(self._at(step).folder)
+
+    def _at(self, step: int | None) -> TrainedModel:
+        if found := trained.at_step(self.run, step):
+            return found
+        what = "The final model" if step is None else f"The checkpoint of step {step}"
+        raise TrainError(f"{what} of this run was deleted, or cannot be loaded because it is sharded.")
 
     def mode(self, step: int | None) -> str:
         """How the models are used."""

@@ -55,12 +55,18 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
     folder = base / Path(spec.lora.adapter_path).expanduser()
     if problem := _unusable_adapter(folder):
         return {"adapter_problem": problem}
-    found = adapter_facts(spec, saved_spec(folder), folder, shape)
+    saved = saved_spec(folder)
+    if saved and saved.model.name != spec.model.name and saved.model.source == spec.model.source:
+        problem = f"The adapter in {folder} was trained on {saved.model.name}, and this run uses {spec.model.name}."
+        return {"adapter_problem": f"{problem} Set the base model of the adapter."}
+    found = adapter_facts(spec, saved, folder, shape)
     return {name.replace("checkpoint", "adapter"): value for name, value in found.items()}
 
 
 def _unusable_adapter(folder: Path) -> str:
     """Why the adapter in `folder` cannot be continued whatever the options are, a sentence; '' if it can."""
+    if not folder.is_dir():
+        return f"The folder {folder} does not exist: set the folder of a saved LoRA adapter, such as runs/ID/model."
     if not any((folder / name).is_file() for name in WEIGHTS):
         return (
             f"{folder} has no {WEIGHTS[0]}: set the folder of a saved LoRA adapter, such as the folder runs/ID/model."

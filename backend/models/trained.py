@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from backend.runs import CHECKPOINTS, LOCK, MODEL, json_values
+from backend.models import system_prompt
+from backend.runs import CHECKPOINTS, JOBS, LOCK, MODEL, SPEC, json_values
 from backend.runs.folder import Run
 
 ADAPTER, CONFIG, TOKENIZER = "adapter_config.json", "config.json", "tokenizer_config.json"
@@ -65,7 +66,7 @@ def at_step(run: Run, step: int | None) -> TrainedModel | None:
         return None
     if step is None and not run.result().get("model") and _started_after(run, changed):
         return None
-    return _described(folder, step, changed)
+    return _described(folder, step, changed, _system_prompt(run))
 
 
 def models(run: Run) -> list[TrainedModel]:
@@ -82,8 +83,8 @@ def _started_after(run: Run, changed: int) -> bool:
 
 
 @lru_cache(maxsize=64)  # the page asks each second, and these files are written once
-def _described(folder: Path, step: int | None, changed: int) -> TrainedModel | None:
-    """The model in a folder that was `changed` at this time."""
+def _described(folder: Path, step: int | None, changed: int, system: str) -> TrainedModel | None:
+    """The model in a folder that was `changed` at this time, trained with this system prompt."""
     try:
         names = {path.name for path in folder.iterdir()}
         if not names.intersection(WEIGHTS) or TOKENIZER not in names:
@@ -91,7 +92,7 @@ def _described(folder: Path, step: int | None, changed: int) -> TrainedModel | N
         config = json_values.read(folder / (ADAPTER if ADAPTER in names else CONFIG))
         size = sum(path.stat().st_size for path in files_in(folder))
         base = str(config.get("base_model_name_or_path") or "") if ADAPTER in names else ""
-        code = _code(folder, config, ADAPTER in names, GENERATION in names)
+        code = _code(folder, config, ADAPTER in names, GENERATION in names, system)
     except (OSError, ValueError, AttributeError):
         return None
     return TrainedModel(folder, step, base, size, code, _further(folder, config, ADAPTER in names))
@@ -122,7 +123,16 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(TRAINING_STATE))
 
 
-def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool) -> str:
+def _system_prompt(run: Run) -> str:
+    """That of the run's training; a merge is a job of the run."""
+    folder = run.path.parent.parent if run.path.parent.name == JOBS else run.path
+    try:
+        return system_prompt.of_run(folder / SPEC, (folder / SPEC).stat().st_mtime_ns)
+    except OSError:
+        return ""
+
+
+def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool, system: str) -> str:
     architectures = config.get("architectures") or [""]
     scores = config.get("task_type") == "SEQ_CLS" or str(architectures[0]).endswith("ForSequenceClassification")
     kind = f"Auto{'Peft' if is_adapter else ''}ModelFor{'SequenceClassification' if scores else 'CausalLM'}"
@@ -134,7 +144,7 @@ def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool
     labels = ", num_labels=1, pad_token_id=tokenizer.pad_token_id" if scores else ""
     return CODE.format(
         imports=imports, folder=json.dumps(str(folder)), kind=kind, labels=labels,
-        prompt=CHAT if has_template(folder) else PLAIN,
+        prompt=_chat_code(system) if has_template(folder) else PLAIN,
         use=SCORE if scores else GENERATE,
         ends=OWN_ENDS if own else "",
     )  # fmt: skip
@@ -147,6 +157,19 @@ def has_template(folder: Path) -> bool:
     return bool(json_values.read(folder / TOKENIZER).get("chat_template"))
 
 
+SYSTEM = '    {"role": "system", "content": '  # begins a line of the code
+
+
+def public_code(model: TrainedModel) -> str:
+    """The code without the system prompt of training."""
+    return "".join(line for line in model.code.splitlines(keepends=True) if not line.startswith(SYSTEM))
+
+
+def _chat_code(system: str) -> str:
+    """A conversation as in training: without its system prompt, a model may generate something else."""
+    return CHAT.replace(SYSTEM_LINE, f"{SYSTEM}{json.dumps(system, ensure_ascii=False)}}},\n" if system else "")
+
+
 CODE = """\
 {imports}
 folder = {folder}
@@ -154,8 +177,11 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 model = {kind}.from_pretrained(folder, dtype="auto", device_map="auto"{labels})
 {ends}{prompt}inputs = inputs.to(model.device)
 {use}"""
-CHAT = """\
-messages = [{"role": "user", "content": "Hello!"}]
+SYSTEM_LINE = "    # system\n"
+CHAT = f"""\
+messages = [
+{SYSTEM_LINE}    {{"role": "user", "content": "Hello!"}},
+]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 """
 PLAIN = """\

@@ -113,7 +113,7 @@ def _use(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject)
     if model.base and commit:
         notes.append(f"The base model had the commit `{commit}`.")
     name = subject.destination if not subject.destination.startswith("/") else PurePath(subject.destination).name
-    marked = model.code.replace(json.dumps(str(model.folder)), "\0")
+    marked = trained.public_code(model).replace(json.dumps(str(model.folder)), "\0")
     code = re.sub(r"\bfolder\b", "model_id", marked).replace("\0", json.dumps(name))
     return "\n\n".join([f"```python\n{code.strip()}\n```", *([" ".join(notes)] if notes else [])])
 

@@ -261,6 +261,7 @@ def unbalanced_kto_labels(case: Case) -> Violation | None:
 
 
 SMALL_MODEL = 500_000_000  # parameters; smaller models need higher rates than the range below
+SMALL_FACTOR = 10  # times the highest usual rate of others
 
 
 @warning(
@@ -277,8 +278,9 @@ def unusual_preference_learning_rate(case: Case) -> Violation | None:
     degenerates."""
     train, shape = case.spec.train, case.shape
     low, high, usual = registry.PREFERENCE_RATES[case.spec.method.kind]
-    small = shape is not None and shape.parameters < SMALL_MODEL
-    if train.stage not in registry.LOW_RATE_STAGES or small or low <= train.learning_rate <= high:
+    if shape is not None and shape.parameters < SMALL_MODEL:
+        high *= SMALL_FACTOR
+    if train.stage not in registry.LOW_RATE_STAGES or low <= train.learning_rate <= high:
         return None
     comparison = "high" if train.learning_rate > high else "low"
     shown, least, most = map(wording.learning_rate, (train.learning_rate, low, high))

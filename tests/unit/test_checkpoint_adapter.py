@@ -102,6 +102,8 @@ def test_an_adapter_to_continue(tmp_path: Path, changes: dict[str, Any], problem
 
 def test_what_is_no_adapter_cannot_be_continued(tmp_path: Path) -> None:
     run = spec(**TINY, lora__adapter_path=str(tmp_path / "nothing"))
+    assert "does not exist: set the folder" in inspect_inputs(run, tmp_path).adapter_problem
+    (tmp_path / "nothing").mkdir()
     assert "has no adapter_model.safetensors: set the folder" in inspect_inputs(run, tmp_path).adapter_problem
     continued(tmp_path / "broken", {})
     (tmp_path / "broken/adapter_config.json").write_text("[1]")
@@ -112,6 +114,9 @@ def test_what_is_no_adapter_cannot_be_continued(tmp_path: Path) -> None:
 
 
 def test_the_targets_of_the_run_that_trained_it(tmp_path: Path) -> None:
-    (tmp_path / "spec.yaml").write_text("lora:\n  targets: all-linear\n")
+    (tmp_path / "spec.yaml").write_text("model:\n  builtin: smollm2-135m-instruct\n")
+    problem = continued(tmp_path / "model", {}).adapter_problem
+    assert "was trained on smollm2-135m-instruct, and this run uses tiny-llama" in problem
+    (tmp_path / "spec.yaml").write_text("model:\n  builtin: tiny-llama\nlora:\n  targets: all-linear\n")
     facts = continued(tmp_path / "model", {})
     assert dict(facts.adapter_options) == {"lora.targets": "all-linear", "lora.target_modules": ()}

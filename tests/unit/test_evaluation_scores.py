@@ -94,7 +94,8 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
 def test_few_equal_differences_are_not_certain():
     none = compare([0.0] * 12, [0.0] * 12)
     assert none.verdict == "unclear" and none.high == -none.low == pytest.approx(1 - 0.025 ** (1 / 12))
-    assert compare([0.0], [1.0]).verdict == "unclear"
+    few = compare([0.0] * 7, [1.0] * 7)
+    assert few.verdict == "few" and few.sentence().endswith("; too few examples to tell whether that is chance.")
     all_better = compare([0.0] * 12, [1.0] * 12)
     assert all_better.verdict == "better" and 0.4 < all_better.low < 0.6 and all_better.high == 1
 
@@ -102,6 +103,7 @@ def test_few_equal_differences_are_not_certain():
 def test_losses_count_tokens_and_less_is_better():
     """One long example decides the mean per token."""
     found = compare([2.0, 1.0], [1.0, 1.5], [900, 100])
+    assert found.verdict == "few"
     assert found.base == pytest.approx(1.9) and found.trained == pytest.approx(1.05)
     better = compare([2.0] * 20, [1.0] * 20, [5] * 20)
     assert better.verdict == "better" and better.low == better.high == -1

@@ -37,7 +37,7 @@ export function redraw(node, ...children) {
   const focusable = () => [...node.querySelectorAll("a, button, select, summary, [tabindex]")];
   const at = focusable().indexOf(document.activeElement);
   const unfolded = [...node.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent);
-  node.replaceChildren(...children);
+  node.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
   for (const summary of node.querySelectorAll("details > summary"))
     summary.parentNode.open ||= unfolded.includes(summary.textContent);
   if (at >= 0) focusable()[at]?.focus({ preventScroll: true });

@@ -71,7 +71,7 @@ export class Chat {
 
   #draw(found) {
     this.shown = found;
-    this.fields.draw(found.offer, found.turns[found.turns.length - 1]);
+    this.fields.draw(found.offer, found.turns[found.turns.length - 1], found.alive && Boolean(this.#running()));
     this.#drawTurns(found);
     this.parts.draw(found, { busy: this.busy, generating: Boolean(this.#running()) });
     this.fields.node.hidden = !found.alive && !found.turns.length;

@@ -20,7 +20,8 @@ export function createFields(send) {
     event.preventDefault();
     send();
   });
-  function draw(offer, last) {
+  function draw(offer, last, isGenerating) {
+    drawSend(parts.send, isGenerating);
     parts.historyRow.hidden = !last || offer.mode !== "chat";
     if (drawn === JSON.stringify(offer)) return;
     const isFirst = !drawn;
@@ -67,6 +68,11 @@ export function createFields(send) {
   return { node, actions: parts.actions, draw, request, sent, offerSamples, reset };
 }
 
+function drawSend(button, isGenerating) {
+  button.disabled = isGenerating;
+  button.title = isGenerating ? "An output is being generated. Stop it, or wait." : "";
+}
+
 function createParts() {
   const area = (label, rows, attributes = {}) => el("textarea.fp-input", { "aria-label": label, rows, ...attributes });
   const prompt = area("Prompt", 3, { enterkeyhint: "send" });
@@ -76,7 +82,8 @@ function createParts() {
   history.checked = true;
   const system = area("System prompt", 3);
   const settings = createSettings();
-  const actions = el("div.fp-chat-actions", {}, el("button.fp-button.fp-primary", { type: "submit" }, "Send"));
+  const send = el("button.fp-button.fp-primary", { type: "submit" }, "Send");
+  const actions = el("div.fp-chat-actions", {}, send);
   const answersRow = el("div.fp-chat-answer-fields", {}, answers);
   const compareRow = el("label.fp-chat-check", {}, compare, "Compare with the base model");
   const historyRow = el("label.fp-chat-check", {}, history, "Include earlier turns");
@@ -91,7 +98,7 @@ function createParts() {
   const node = el("form.fp-chat-form", { hidden: true }, prompt, answersRow, bar, fold);
   return {
     ...{ node, prompt, answers, answersRow, model, compare, compareRow, system, systemRow, variables },
-    ...{ settings, actions, example, history, historyRow },
+    ...{ settings, actions, send, example, history, historyRow },
   };
 }
 

@@ -3,12 +3,11 @@
 // that it goes on without the page.
 import { get, post, remove, url } from "../api.js";
 import { confirmDialog, el, notifyError, redraw, setText } from "../dom.js";
-import { dateTime, integer } from "../format.js";
+import { dateTime } from "../format.js";
 import { createPoller } from "../poll.js";
 import { hasEnded } from "../run_state.js";
-import { modelName } from "./chat_turn.js";
 import { createExamples } from "./evaluation_examples.js";
-import { createFields } from "./evaluation_fields.js";
+import { createFields, settingsText } from "./evaluation_fields.js";
 import { scoresTable } from "./evaluation_scores.js";
 
 const ABOUT =
@@ -81,7 +80,7 @@ export class Evaluation {
     parts.drawWork(running, () => this.#act(() => post(`${this.path}/${running.id}/stop`)));
     parts.drawFailure(failed);
     parts.earlier.draw(done, shown);
-    this.fields.draw(offer, Boolean(running), Boolean(done.length), failed);
+    this.fields.draw(offer, Boolean(running), running ? null : newest || null);
     const key = JSON.stringify(shown ?? null);
     if (key === this.drawn) return;
     this.drawn = key;
@@ -94,13 +93,13 @@ export class Evaluation {
     if (!job) return;
     const path = `${this.path}/${job.id}`;
     const { comparisons, limits, examples } = job.result;
-    redraw(
-      result,
+    const parts = [
       scoresTable(comparisons),
       comparisons.some(({ name }) => name === "general_loss") ? el("p.fp-dim", {}, GENERAL) : null,
       ...limits.map((limit) => el("p.fp-dim", {}, `Limitation: ${limit}`)),
       examples ? createExamples(path, comparisons) : null,
-    );
+    ];
+    redraw(result, ...parts);
     const removeIt = async () => {
       if (await confirmDialog("Delete this evaluation?", "Delete", true)) this.#act(() => remove(path));
     };
@@ -120,17 +119,6 @@ export class Evaluation {
     this.tag = "";
     if (this.path) this.poller.start();
   }
-}
-
-/** What the figures were computed with: Final model, 100 validation examples, at most 48 new tokens */
-export function settingsText({ settings, result }) {
-  const { step, data, max_new_tokens: limit } = settings;
-  const count = result ? result.examples : settings.examples;
-  const from = data ? `of ${data}` : "of the validation set";
-  const examples = count ? `${integer(count)} ${count === 1 ? "example" : "examples"} ${from}` : "";
-  const tokens = result?.generated ? `at most ${integer(limit)} new tokens` : "";
-  const general = settings.general ? "general texts" : "";
-  return [modelName(step), examples, tokens, general].filter(Boolean).join(", ");
 }
 
 function createParts() {

@@ -1,9 +1,21 @@
 // @ts-check
 // The settings of the next evaluation of a run.
 import { el, redraw, setText } from "../dom.js";
+import { integer } from "../format.js";
 import { modelName } from "./chat_turn.js";
 
-const STOPPED = "The evaluation was stopped. With the same settings, Continue computes only what is missing.";
+const STOPPED = "The newest evaluation was stopped; Continue computes what is missing of it:";
+
+/** What the figures were computed with: Final model, 100 validation examples, at most 48 new tokens */
+export function settingsText({ settings, result }) {
+  const { step, data, max_new_tokens: limit } = settings;
+  const count = result ? result.examples : settings.examples;
+  const from = data ? `of ${data}` : "of the validation set";
+  const examples = count ? `${integer(count)} ${count === 1 ? "example" : "examples"} ${from}` : "";
+  const tokens = result?.generated ? `at most ${integer(limit)} new tokens` : "";
+  const general = settings.general ? "general texts" : "";
+  return [modelName(step), examples, tokens, general].filter(Boolean).join(", ");
+}
 
 /** @param {() => void} start */
 export function createFields(start) {
@@ -20,11 +32,13 @@ export function createFields(start) {
     max_new_tokens: tokens.input.valueAsNumber,
     general: general.checked,
   });
-  function draw(offer, isRunning, hasResult, failed) {
+  /** @param {any} newest the newest evaluation that has ended, null without one */
+  function draw(offer, isRunning, newest) {
     node.hidden = isRunning || Boolean(offer.problem);
-    const name = failed?.state === "stopped" ? "Continue" : hasResult || failed ? "Evaluate again" : "Evaluate";
-    setText(button, name);
-    stopped.hidden = name !== "Continue";
+    const isStopped = newest?.state === "stopped";
+    setText(button, isStopped ? "Continue" : newest ? "Evaluate again" : "Evaluate");
+    stopped.hidden = !isStopped;
+    if (isStopped) setText(stopped, `${STOPPED} ${settingsText(newest)}.`);
     if (drawn === JSON.stringify(offer)) return;
     const isFirst = !drawn;
     drawn = JSON.stringify(offer);
@@ -36,7 +50,7 @@ export function createFields(start) {
     if (!isFirst) return;
     tokens.input.value = String(offer.max_new_tokens);
     examples.input.value = offer.has_validation ? "100" : "0";
-    if (failed) fill(failed.settings);
+    if (newest) fill(newest.settings);
   }
   function fill(settings) {
     model.value = settings.step ?? "";
@@ -74,7 +88,7 @@ function createParts() {
   const check = el("label.fp-chat-check", {}, general, "Include general texts");
   const body = el("div.fp-chat-settings", {}, numbers, check);
   const settings = el("details.fp-fold", {}, el("summary", {}, "Settings"), body);
-  const stopped = el("p.fp-dim", { hidden: true }, STOPPED);
+  const stopped = el("p.fp-dim", { hidden: true });
   // Without the browser's own checks, which cannot show what is wrong in closed settings; the server says it.
   const node = el("form.fp-chat-form", { novalidate: true }, settings, stopped, el("div.fp-chat-actions", {}, button));
   return { node, model, examples, tokens, data, general, button, stopped };

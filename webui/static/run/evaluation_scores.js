@@ -5,7 +5,7 @@ import { integer, num } from "../format.js";
 
 const WIDTH = 160;
 const HEIGHT = 18;
-const VERDICTS = { better: "Better", worse: "Worse", unclear: "No clear change" };
+const VERDICTS = { better: "Better", worse: "Worse", unclear: "No clear change", few: "Too few examples" };
 
 /** @param {any[]} comparisons as intervals.Comparison has them */
 export function scoresTable(comparisons) {
@@ -35,10 +35,15 @@ function scoreRow(row, scale) {
     el("th", { scope: "row" }, row.label),
     cell("Base model", shown(row.base), ".fp-figures"),
     cell("Trained model", shown(row.trained), ".fp-figures"),
-    cell("95% interval", picture(row, scale)),
+    cell("95% interval", row.verdict === "few" ? "\u2013" : picture(row, scale)),
     cell(
       "Change",
-      el("span.fp-score-change.fp-figures", {}, el("b", {}, VERDICTS[row.verdict]), ` ${changeText(row)}`),
+      el(
+        "span.fp-score-change.fp-figures",
+        {},
+        el("b", {}, VERDICTS[row.verdict]),
+        row.verdict === "few" ? "" : ` ${changeText(row)}`,
+      ),
     ),
     cell("Texts", integer(row.count), ".fp-figures"),
   );

@@ -452,7 +452,8 @@ function drawModel(model) {
   page.model.hidden = !model;
   if (!model) return;
   const trained = id;
-  const train = (fix) => emit("clone", { id: trained, fix });
+  const name = { "logging.run_name": `${run.summary.name || "run"} further`.slice(0, 80) };
+  const train = (fix) => emit("clone", { id: trained, fix: { ...fix, patch: { ...fix.patch, ...name } } });
   const from = run.spec?.["model.path"] || run.spec?.["model.hub_id"] || "";
   const showGenerations = model.generations ? () => page.samples.scrollIntoView({ behavior: "smooth" }) : null;
   redraw(page.model, ...modelParts(model, { base: base(), from, train, refresh: page.poller.wake, showGenerations }));
@@ -521,7 +522,7 @@ const resume = (fromScratch = false) =>
   });
 
 async function restartFromScratch() {
-  const question = "Restart this run at step 0? This deletes its checkpoints.";
+  const question = "Restart this run at step 0? This deletes its checkpoints; when it ends, its model is replaced.";
   if (await confirmDialog(question, "Restart from scratch", true)) await resume(true);
 }
 

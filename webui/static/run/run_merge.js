@@ -96,9 +96,7 @@ export async function ask(request, run) {
 /** Opens Build with the run's options and this model. */
 export function furtherButton({ folder, base, further }, from, train, text = "Train further") {
   if (!further) return null;
-  const change = base
-    ? { label: "Adapter folder", from: "", to: folder }
-    : { label: "Model folder", from, to: folder };
+  const change = base ? { label: "Adapter folder", from: "", to: folder } : { label: "Model folder", from, to: folder };
   const fix = { label: base ? "the trained adapter" : "the trained model", patch: further, diff: [change] };
   return el("button.fp-button", { type: "button", onclick: () => train(fix) }, text);
 }

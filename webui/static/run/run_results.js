@@ -53,6 +53,7 @@ export function resultCards({ summary, result: found, validation, estimate, moni
   ];
 }
 
+const SMALL = 0.05; // change of a score: with a hundred generations, less may be chance
 const FEW = 20; // generations: with fewer, a difference of one or two is chance
 
 /** Whether the scores are of so few generations that their change says little. */
@@ -98,6 +99,8 @@ export function gainOf(result) {
     const examples = result.samples.length === 1 ? "1 example" : `${result.samples.length} examples`;
     return { text: `${sentence}${first} This was measured on ${examples}, which is too few to tell.`, change: "same" };
   }
+  if (Math.abs(after - before) < SMALL)
+    return { text: `${sentence}${first} So small a change may be chance: see Evaluation.`, change: "same" };
   return { text: sentence + first, change: after > before ? "better" : "worse" };
 }
 
