@@ -47,6 +47,7 @@ def _print_result(result: dict[str, Any]) -> None:
         print(each["sentence"])
     counts = sorted({each["count"] for each in result["comparisons"]})
     number = " to ".join(str(count) for count in (counts[:1] + counts[-1:] if len(counts) > 1 else counts))
-    print(f"Intervals: paired bootstrap over {number} texts.")
+    noun = "text" if counts == [1] else "texts"
+    print(f"Intervals: paired bootstrap over {number} {noun}.")
     for limit in result["limits"]:
         print(f"Limitation: {limit}")

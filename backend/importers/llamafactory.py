@@ -98,7 +98,7 @@ def _adapter(found: Import) -> None:
     """The adapter that the run continues, unless the file does something else with it."""
     paths, makes_new = words(found.get("adapter_name_or_path")), bool(found.get("create_new_adapter"))
     if len(paths) == 1 and not makes_new:
-        found.patch["lora.adapter_path"] = paths[0]
+        found.set("adapter_name_or_path", "lora.adapter_path", paths[0])
     elif paths:
         what = "is merged, and a new adapter is trained" if makes_new else "several adapters are merged"
         found.missing.append(f"adapter_name_or_path: {', '.join(paths)} ({what}; merge first, and set model.path)")

@@ -182,7 +182,7 @@ class Evaluation:
             "examples": len(own),
             "generated": len(rows),
             "comparisons": [each.as_json() for each in comparisons],
-            "limits": self._limits(len(own)),
+            "limits": self._limits(own),
         }
 
     def _compared(self, name: str, label: str, items: Sequence[Item]) -> list[intervals.Comparison]:
@@ -193,9 +193,19 @@ class Evaluation:
         weights = [float(self.found[BASE, item.key]["tokens"]) for item in counted]
         return [intervals.compare(name, label, base, after, weights)]
 
-    def _limits(self, count: int) -> list[str]:
-        """What a reader must know about the figures, as sentences."""
-        found = []
+    def _limits(self, own: Sequence[Item]) -> list[str]:
+        """What a reader must know about the figures of the examples, as sentences."""
+        found, count = [], len(own)
+        if cut := sum(not self.found[BASE, item.key]["tokens"] for item in own):
+            found.append(
+                f"{counted(cut, 'example')} of {count} {'has' if cut == 1 else 'have'} no completion within the first "
+                f"{self.models.spec.data.max_length} tokens (data.max_length). The loss is that of the others."
+            )
+        if self.models.spec.method.kind == "lora" and self.models.spec.lora.adapter_path:
+            found.append(
+                "The base model has no adapter. This run continued the adapter in "
+                f"{self.models.spec.lora.adapter_path}, so what that adapter had learned is part of the change."
+            )
         changed = None if self.settings.data else examples.changed_file(self.models.spec, self.run)
         if count and changed:
             found.append(

@@ -16,14 +16,14 @@ from typing import Any
 
 from backend.config import RunSpec
 from backend.config.options import edit, for_dataset
-from backend.data import DataFileError, expand, file_patterns, read_examples, sample
+from backend.data import read_examples, sample
 from backend.models import evaluation, system_prompt
 from backend.models.evaluation import Settings
 from backend.paths import ASSETS
 from backend.runs import SPEC
 from backend.runs.folder import Run
-from backend.train.data import ExampleTokenizer, conversations
-from backend.train.examples import Part, select
+from backend.train.data import ExampleTokenizer, conversations, tokenizer_for
+from backend.train.examples import ConvertedExample, Part, select
 from backend.train.generation_eval import EvalPrompt, eval_prompts
 from backend.train.run_log import TrainError
 from backend.train.templates import ChatTokenizer
@@ -49,8 +49,7 @@ def read(spec: RunSpec, settings: Settings, tokenizer: Any, info: Callable[[str]
     if settings.examples:
         spec = _with_data(spec, settings)
         parts = _chosen(spec, settings, info)
-        make = _conversations if evaluation.generates(spec) else _texts
-        found = make(spec, tokenizer, parts, settings.examples)
+        found = _items(spec, tokenizer, parts, settings.examples)
         if not found:
             raise TrainError(
                 "No example can be evaluated: they have no completion, or no token with a loss. Choose another data "
@@ -77,29 +76,35 @@ def _chosen(spec: RunSpec, settings: Settings, info: Callable[[str], None]) -> l
     return [replace(part, positions=positions) for part, positions in zip(parts, drawn, strict=True)]
 
 
-def _conversations(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> list[Item]:
-    """Examples as conversations whose last completion the models generate."""
-    chat = ChatTokenizer.create(tokenizer, spec.data.loss_on == "all_tokens", spec.data.template_kwargs)
-    to_columns = ExampleTokenizer(tokenizer, chat, False, spec.data.max_length)
-    each = chain.from_iterable(zip_longest(*(conversations(part, to_columns) for part in parts)))
-    examples = list(islice(filter(None, each), most))
-    items = []
-    for number, (example, prompt) in enumerate(zip(examples, eval_prompts(chat, examples), strict=True)):
-        columns, _ = to_columns([example])  # nothing of an example without a loss within max_length
-        ids, labels = ((columns.get(name) or [[]])[0] for name in ("input_ids", "labels"))
-        items.append(Item(f"example {number}", ids, labels, prompt))
-    return items
-
-
-def _texts(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> list[Item]:
-    """The sequences of plain texts."""
-    to_columns = ExampleTokenizer(tokenizer, None, spec.train.stage == "pretraining", spec.data.max_length)
+def _items(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> list[Item]:
+    """The sequences of at most `most` examples, of each dataset in turn."""
+    each = chain.from_iterable(zip_longest(*(_usable(spec, tokenizer, part) for part in parts)))
     items = list[Item]()
-    for _, example in islice(chain.from_iterable(parts), most):
+    for number, (example, to_columns) in enumerate(islice(filter(None, each), most)):
         columns, _ = to_columns([example])
-        for ids, labels in zip(columns["input_ids"], columns["labels"], strict=True):
-            items.append(Item(f"text {len(items)}", ids, labels))
+        found = zip(columns.get("input_ids") or [], columns.get("labels") or [], strict=True)
+        if to_columns.chat is None:
+            items += [Item(f"text {len(items) + n}", ids, labels) for n, (ids, labels) in enumerate(found)]
+        else:  # nothing is found of an example without a loss within max_length
+            (prompt,) = eval_prompts(to_columns.chat, [example])
+            ids, labels = next(found, ([], []))
+            items.append(Item(f"example {number}", ids, labels, prompt))
     return items
+
+
+def _usable(spec: RunSpec, tokenizer: Any, part: Part) -> Iterator[tuple[ConvertedExample, ExampleTokenizer]]:
+    """The examples of a dataset that are plain texts, or conversations whose last completion the models generate, and
+    how they are tokenized."""
+    first = next(iter(part), None)
+    if first is None:
+        return
+    as_trained = to_columns = tokenizer_for(spec, tokenizer, first[1])
+    if not isinstance(to_columns, ExampleTokenizer):  # of preferences, the preferred completion counts
+        chat = ChatTokenizer.create(tokenizer, spec.data.loss_on == "all_tokens", spec.data.template_kwargs)
+        to_columns = ExampleTokenizer(tokenizer, chat, False, spec.data.max_length)
+    is_text = to_columns.chat is None
+    for example in (each for _, each in part) if is_text else conversations(part, as_trained):
+        yield example, to_columns
 
 
 def _general(tokenizer: Any) -> Iterator[Item]:
@@ -110,10 +115,7 @@ def _general(tokenizer: Any) -> Iterator[Item]:
 
 def changed_file(spec: RunSpec, run: Run) -> Path | None:
     """A data file that was changed after the run was created."""
-    with suppress(OSError, DataFileError):
+    with suppress(OSError):
         created = (run.path / SPEC).stat().st_mtime  # it is written once
-        for source in spec.data.datasets:
-            for path in chain.from_iterable(expand(part) for part in file_patterns(source)):
-                if path.stat().st_mtime > created:
-                    return path
+        return next((path for path in evaluation.data_files(spec) if path.stat().st_mtime > created), None)
     return None

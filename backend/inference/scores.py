@@ -18,7 +18,11 @@ from typing import Any
 from backend.train import text_metrics
 
 ANSWER = re.compile(r"####|\\boxed\{|\banswer(?: is|:)", re.IGNORECASE)  # before the number that an example asks for
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)")  # in LaTeX
+# An answer that is no number, though one may come after it; and one that is not just this number: 3/4, 3^2, 3\pi.
+WORD = re.compile(r"\W*[^\W\d]")
+TERM = re.compile(r"\W*\\[dt]?(?:frac|sqrt)|\W*[\d,.]+\s*(?:/\s*\d|\^(?!\{?\\circ)|\\(?:sqrt|[dt]?frac|pi))")
 ARGUMENTS = ("arguments", "parameters")
 CLOSE = 1e-6  # relative difference of equal numbers
 
@@ -48,7 +52,10 @@ def json_fields(reference: str, output: str) -> float | None:
     if not isinstance(wanted, dict):
         return None
     found = _json(output)
-    expected, given = Counter(_leaves(wanted)), Counter(_leaves(found) if isinstance(found, dict) else ())
+    try:
+        expected, given = Counter(_leaves(wanted)), Counter(_leaves(found) if isinstance(found, dict) else ())
+    except RecursionError:  # hundreds of brackets
+        return exact_match(reference, output)
     return sum((expected & given).values()) / max(1, sum((expected | given).values()))
 
 
@@ -62,9 +69,9 @@ def numeric_answer(reference: str, output: str) -> float | None:
 
 
 def tool_calls(reference: str, output: str) -> float | None:
-    """Whether the same functions are called with the same arguments, where the reference calls one."""
+    """Whether the same functions are called with the same arguments, in any order, where the reference calls one."""
     wanted = _calls(reference)
-    return float(_calls(output) == wanted) if wanted else None
+    return float(sorted(_calls(output)) == sorted(wanted)) if wanted else None
 
 
 def rouge_l(reference: str, output: str) -> float | None:
@@ -103,7 +110,7 @@ def _chrf() -> Any:
 def _json(text: str) -> Any:
     """The object or list of a JSON text, else None."""
     try:
-        value = json.loads(text)
+        value = text_metrics.parse_json(text)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict | list) else None
@@ -118,16 +125,20 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for number, part in enumerate(value):
             yield from _leaves(part, f"{path}/{number}")
     else:
-        yield path, json.dumps(value)
+        yield path, text_metrics.canonical_json(value)
 
 
 def _final_number(text: str, is_marked: bool) -> float | None:
     """The number of a text that is a number, or the one after the last mark; with `is_marked`, else the last one."""
-    marks = list(ANSWER.finditer(text))
-    if marks and (after := NUMBER.search(text, marks[-1].end())):
-        return _number(after[0])
-    if NUMBER.fullmatch(text.strip().strip("$€£%. ")):
-        return _number(text.strip().strip("$€£%. "))
+    text = THOUSANDS.sub("", text)
+    if marks := list(ANSWER.finditer(text)):
+        end = marks[-1].end()
+        if TERM.match(text, end) or (not is_marked and WORD.match(text, end)):
+            return None
+        if after := NUMBER.search(text, end):
+            return _number(after[0])
+    if NUMBER.fullmatch(text.strip().strip("$€£% ").rstrip(".")):
+        return _number(text.strip().strip("$€£% ").rstrip("."))
     every = NUMBER.findall(text)
     return _number(every[-1]) if is_marked and every else None
 
@@ -138,15 +149,16 @@ def _number(text: str) -> float:
 
 def _calls(text: str) -> list[str]:
     """The tool calls in a text, each as JSON in one notation: objects with a name and arguments, wherever they are."""
-    found, decoder, start = [], json.JSONDecoder(), text.find("{")
+    found, decoder, start = [], json.JSONDecoder(parse_float=text_metrics.parse_float), text.find("{")
     while start >= 0:
         try:
             value, end = decoder.raw_decode(text, start)
+            call = _call(value)
         except ValueError:
-            value, end = None, start + 1
+            call = None
         except RecursionError:  # thousands of brackets, each of which would be tried
             break
-        if call := _call(value):
+        if call:
             found.append(call)
         else:
             end = start + 1  # there may be one inside
@@ -160,4 +172,4 @@ def _call(value: Any) -> str | None:
     given = next((value[key] for key in ARGUMENTS if key in value), None)
     if isinstance(given, str):
         given = _json(given)
-    return json.dumps([value["name"], given], sort_keys=True) if isinstance(given, dict) else None
+    return text_metrics.canonical_json([value["name"], given]) if isinstance(given, dict) else None

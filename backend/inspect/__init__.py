@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import Data, RunSpec
-from backend.config.options import edit, for_dataset
+from backend.config.options import edit, for_dataset, get, options
 from backend.config.processes import rendezvous_port
 from backend.config.sources import key_of
 from backend.inspect.chain import awaited_model, predecessor
@@ -39,15 +39,9 @@ def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
         return os.path.normpath(base / os.path.expanduser(text)) if text else text
 
     patch: dict[str, Any] = {
-        name: absolute(value)
-        for name, value in (
-            ("model.path", spec.model.path),
-            ("data.chat_template_file", spec.data.chat_template_file),
-            ("save.resume_path", spec.save.resume_path),
-            ("parallel.nvme_path", spec.parallel.nvme_path),
-            ("llamafactory.environment", spec.llamafactory.environment),
-        )
-        if value and absolute(value) != value
+        option.name: absolute(value)
+        for option in options()
+        if option.kind == "str" and option.path and (value := get(spec, option.name)) and absolute(value) != value
     }
     for index, dataset in enumerate(spec.data.datasets):
         for name in ("files", "validation_files"):

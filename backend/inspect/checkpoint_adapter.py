@@ -23,6 +23,7 @@ NOT_IN_LORA = (
     "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "trainable_token_indices", "lora_bias",
     "exclude_modules", "arrow_config", "corda_config", "eva_config",
 )  # fmt: skip
+FUSED_EXPERTS = r".*\.gate_up_proj"
 TARGETS, NAMES = "lora.targets", "lora.target_modules"
 HEADS = {SCORE, "classifier"}  # of reward models, which peft adds to modules_to_save
 
@@ -53,7 +54,7 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
     if spec.method.kind != "lora" or not spec.lora.adapter_path:
         return {}
     folder = base / Path(spec.lora.adapter_path).expanduser()
-    if problem := _unusable_adapter(folder):
+    if problem := _unusable_adapter(folder, registry.STAGES[spec.train.stage].is_reward_model):
         return {"adapter_problem": problem}
     saved = saved_spec(folder)
     if saved and saved.model.name != spec.model.name and saved.model.source == spec.model.source:
@@ -63,8 +64,9 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
     return {name.replace("checkpoint", "adapter"): value for name, value in found.items()}
 
 
-def _unusable_adapter(folder: Path) -> str:
-    """Why the adapter in `folder` cannot be continued whatever the options are, a sentence; '' if it can."""
+def _unusable_adapter(folder: Path, for_reward: bool) -> str:
+    """Why the adapter in `folder` cannot be continued whatever its options are, a sentence; '' if it can. `for_reward`:
+    to train a reward model."""
     if not folder.is_dir():
         return f"The folder {folder} does not exist: set the folder of a saved LoRA adapter, such as runs/ID/model."
     if not any((folder / name).is_file() for name in WEIGHTS):
@@ -78,9 +80,16 @@ def _unusable_adapter(folder: Path) -> str:
         return f"{folder} has no adapter_config.json that can be read: set the folder of a saved LoRA adapter."
     if kind != "LORA":
         return f"The adapter in {folder} is of the kind {kind or 'unknown'}, and only LoRA adapters can be continued."
-    if other := [name for name in NOT_IN_LORA if config.get(name)] + ["bias"] * (
-        config.get("bias") not in (None, "none")
-    ):
+    is_reward = config.get("task_type") == "SEQ_CLS"
+    if is_reward != for_reward and config.get("task_type"):
+        kinds = ("a reward model", "a causal language model")
+        return (
+            f"The adapter in {folder} was trained for {kinds[not is_reward]}, but this run trains {kinds[is_reward]}, "
+            "which has a different output layer. Merge the adapter first, and set the merged model as model.path."
+        )
+    known = ("rank_pattern", "alpha_pattern") if _has_fused_experts(config) else ()
+    other = [name for name in NOT_IN_LORA if config.get(name) and name not in known]
+    if other := other + ["bias"] * (config.get("bias") not in (None, "none")):
         return (
             f"The adapter in {folder} uses {', '.join(other)}, which Footplate does not support. Merge it into its "
             "base model with peft (merge_and_unload), and set the merged model as model.path."
@@ -94,6 +103,16 @@ def _unusable_adapter(folder: Path) -> str:
             "base weights that this run modified. Use the final model of that run: its adapter fits the base model."
         )
     return ""
+
+
+def _has_fused_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the patterns are those that peft 0.21 (transformers_weight_conversion.py) adds to an adapter on stacked
+    experts: the gate and up projections are one parameter, with both ranks."""
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        return False
+    patterns = {FUSED_EXPERTS: 2 * rank}, {FUSED_EXPERTS: 2 * alpha}
+    return (config.get("rank_pattern"), config.get("alpha_pattern")) == patterns
 
 
 def saved_spec(folder: Path) -> RunSpec | None:

@@ -6,14 +6,16 @@ started with the same settings, for the same model and data.
 
 from __future__ import annotations
 
-import contextlib
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from backend import registry
 from backend.config import RunSpec
+from backend.data import DataFileError, expand, file_patterns
 from backend.models import trained
 from backend.models.chat import read_spec
 from backend.models.jobs import alone, place
@@ -54,7 +56,8 @@ class Settings:
         if not self.examples and not self.general:
             return "There is nothing to evaluate: set a number of examples, or include the general texts."
         if self.data and not Path(self.data).is_file():
-            return f"The data file {self.data} does not exist on the server."
+            what = "is not a file" if Path(self.data).exists() else "does not exist on the server"
+            return f"The data file {self.data} {what}."
         return ""
 
 
@@ -86,12 +89,21 @@ def offer(run: Run) -> Offer:
 
 def generates(spec: RunSpec) -> bool:
     """Whether examples have a prompt; else only the loss is computed."""
-    return spec.train.stage != "pretraining" and all(each.format != "text" for each in spec.data.datasets)
+    return spec.train.stage != "pretraining" and any(each.format != "text" for each in spec.data.datasets)
 
 
 def has_validation(spec: RunSpec) -> bool:
     """Whether a dataset of the run has validation examples."""
     return any(each.source == "builtin" or each.validation != "none" for each in spec.data.datasets)
+
+
+def data_files(spec: RunSpec) -> list[Path]:
+    """The data files of a run that exist."""
+    found: list[Path] = []
+    for patterns in chain.from_iterable(map(file_patterns, spec.data.datasets)):
+        with suppress(DataFileError):
+            found += expand(patterns)
+    return found
 
 
 def start(run: Run, settings: Settings) -> Run:
@@ -123,7 +135,7 @@ def find_all(run: Run) -> list[Run]:
 def delete(run: Run, job: Run) -> None:
     """Delete an evaluation, and what the list of runs has of it."""
     job.delete()
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, AttributeError):
         if json_values.read(run.path / EVALUATED).get("job") == job.id:
             (run.path / EVALUATED).unlink()
 
@@ -173,7 +185,9 @@ def _problem(run: Run, settings: Settings) -> str:
 def _versions(run: Run, settings: Settings) -> dict[str, Any]:
     """The settings, and when model and data were changed: outputs of other weights are not continued."""
     model = trained.at_step(run, settings.step)
-    paths = [*([model.folder] if model else []), *([Path(settings.data)] if settings.data else [])]
+    own = data_files(read_spec(run)) if settings.examples else []
+    data = [Path(settings.data)] if settings.data else own
+    paths = [*([model.folder] if model else []), *data]
     return {**asdict(settings), "changed": [_changed(path) for path in paths]}
 
 

@@ -150,6 +150,7 @@ def on_cpu(report: Report, here: Machine, base: Path, folder: Path) -> Report:
     if fixed.remaining:
         return report_on(case_of(fixed.spec))
     model = {"model.source": "path", "model.path": str(folder / SCRATCH / "model"), "model.trust_remote_code": False}
+    model["lora.adapter_path"] = ""  # it has the sizes of the model that is planned
     facts = case_of(fixed.spec).facts
     return report_on(Case(effective(edit(fixed.spec, model)), here, facts))
 

@@ -13,6 +13,8 @@ from backend.train.context import TrainContext
 from backend.train.model import ModelSource
 from backend.train.run_log import TrainError
 
+REMEDY = "Use the base model and the adapter options that it was trained with."
+
 
 def load(context: TrainContext, source: ModelSource, model: Any) -> None:
     """Load the adapter of lora.adapter_path into `model`, which has a new one; nothing without this option. Raises
@@ -23,7 +25,10 @@ def load(context: TrainContext, source: ModelSource, model: Any) -> None:
     folder = Path(spec.lora.adapter_path).expanduser()
     context.first(lambda: _check(spec, source, model, folder))
     if not any(parameter.is_meta for parameter in model.parameters()):  # those get the weights of rank 0
-        load_weights(model, folder)
+        try:
+            load_weights(model, folder)
+        except TrainError as error:
+            raise TrainError(f"lora.adapter_path: {str(error).replace(checkpoint_weights.REMEDY, REMEDY)}") from error
     context.run_log.info(f"Continuing the adapter in {folder}.")
 
 

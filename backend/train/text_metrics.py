@@ -27,10 +27,26 @@ def is_exact_match(reference: str, output: str) -> bool:
     if reference.strip() == output.strip():
         return True
     try:
-        first, second = json.loads(reference), json.loads(output)
-        return isinstance(first, dict | list) and bool(first == second)
+        first, second = parse_json(reference), parse_json(output)
+        return isinstance(first, dict | list) and canonical_json(first) == canonical_json(second)
     except (ValueError, RecursionError):  # a model may generate thousands of brackets
         return False
+
+
+def canonical_json(value: Any) -> str:
+    """JSON that is equal for equal values from `parse_json`. Raises RecursionError."""
+    return json.dumps(value, sort_keys=True)
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text, where 1.0 is the integer 1. Raises ValueError, RecursionError."""
+    return json.loads(text, parse_float=parse_float)
+
+
+def parse_float(text: str) -> float:
+    """A number, an integer if it is whole."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def exact_match(references: Sequence[str], outputs: Sequence[str]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from backend.machine import probe
 from backend.presets import read
 from backend.resolve import ResolvedRun
 from backend.rules import Case, examine
-from backend.runs import RESOLVED, SKIP_CHECKS, SPEC
+from backend.runs import RESOLVED, SKIP_CHECKS, SPEC, resume_point
 from backend.train import device
 from backend.train.run_log import TrainError
 
@@ -50,6 +51,8 @@ def check_rules(spec: RunSpec, folder: Path) -> None:
         return
     # No worker process to read an unknown architecture: this process is about to load the model itself.
     facts = inspect_inputs(spec, folder, {**os.environ, WORKER_SETTING: "off"})
+    if facts.adapter_problem and resume_point.find(folder).checkpoint:
+        facts = replace(facts, adapter_problem="")  # the adapter is loaded at step 0 only, which checks it again
     found = examine(Case(spec, probe(folder), facts), at_start=False)
     errors = [finding for finding in found if finding.level == "error"]
     if errors:

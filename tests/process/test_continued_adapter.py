@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build, save
 from fork_server import ForkServer
 from safetensors.torch import load_file, save_file
 from training_runs import log_text, make_spec, result
@@ -60,6 +61,30 @@ def test_it_starts_with_the_weights_of_the_adapter(
         assert {sample["before"] for sample in result(trained)["samples"]}.isdisjoint(outputs[1])
 
 
+def test_a_run_resumes_without_the_adapter_that_it_continued(
+    trained: Path, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """Its own checkpoint has the weights, so the run that trained the adapter may be deleted."""
+    adapter = Path(shutil.copytree(trained / MODEL, tmp_path / "adapter"))
+    steps: dict[str, Any] = {"train.max_steps": 2, "save.strategy": "steps", "save.steps": 1}
+    run = continued(fork_server, tmp_path / "run", adapter, **steps)
+    shutil.rmtree(adapter)
+    fork_server.resume(run, 1)
+    shutil.rmtree(run / "checkpoints")
+    assert fork_server.run(run, 0, "--from-scratch") != 0 and "The adapter to continue cannot be used" in log_text(run)
+
+
+def test_adapters_on_stacked_experts(fork_server: ForkServer, tiny: Path, tmp_path: Path) -> None:
+    """peft gives them ranks of their own (rank_pattern), which no option sets."""
+    save(build("qwen3_moe"), tiny, tmp_path / "base")
+    model: dict[str, Any] = {"model.source": "path", "model.path": str(tmp_path / "base"), "lora.modules_to_save": ()}
+    first = fork_server.train(tmp_path / "first", make_spec({**FIRST, **model}))
+    run = continued(fork_server, tmp_path / "run", first / MODEL, **model)
+    before, after = (load_file(folder / MODEL / WEIGHTS) for folder in (first, run))
+    assert before.keys() == after.keys() and any("experts" in key for key in before)
+    assert all(torch.allclose(after[key], tensor, atol=1e-6) for key, tensor in before.items())
+
+
 def test_what_does_not_fit_is_an_error(trained: Path, fork_server: ForkServer, tmp_path: Path) -> None:
     adapter = Path(shutil.copytree(trained / MODEL, tmp_path / "copy" / MODEL))
 
@@ -69,7 +94,8 @@ def test_what_does_not_fit_is_an_error(trained: Path, fork_server: ForkServer, t
         return log_text(tmp_path / name).rstrip().splitlines()[-1]
 
     assert "trained with lora_alpha 6.0, but this run has 7.0. Set lora.alpha" in error("alpha", **{"lora.alpha": 7.0})
-    assert "is missing there" in error("more", **{"lora.modules_to_save": ["lm_head", "embed_tokens"]})
+    more = error("more", **{"lora.modules_to_save": ["lm_head", "embed_tokens"]})
+    assert "is missing there" in more and "Use the base model and the adapter options" in more
     state = load_file(adapter / WEIGHTS)
     save_file(dict(list(state.items())[1:]), adapter / WEIGHTS)
     assert "1 tensor of the model is missing there" in error("less")

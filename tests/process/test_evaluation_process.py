@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_a_stopped_evaluation_continues_with_what_it_has(run: Run, finish: Calla
                 for n in range(8)]  # fmt: skip
     (job.path / OUTPUTS).write_text("".join(json.dumps(line) + "\n" for line in changed))
     later = finish(run, settings)
-    assert not job.path.exists() and later.id != job.id
+    assert job.path.exists() == (later.id == job.id), "the same id, if it started in the same second"
     losses = [row["scores"]["loss"][1] for row in evaluation.rows(later)]
     assert sum(loss > 10 for loss in losses) == sum(line.get("side") == "trained" and "loss" in line for line in kept)
     assert all(row["trained"] == "x" for row in evaluation.rows(later))
@@ -128,6 +129,9 @@ def test_other_data_and_general_texts(run: Run, finish: Callable[..., Run], tmp_
     assert listed["forgetting"] == general["trained"] - general["base"] != 0
     assert job.result()["limits"] == ["With only 1 example, the intervals are rough. Use at least 100 if you can."]
 
+    tokenizer = AutoTokenizer.from_pretrained(run.path / MODEL)
+    item = examples.read(evaluation.read_spec(run), replace(ALL, data=str(data)), tokenizer, print)[0]
+    assert item.prompt and "As JSON" in item.prompt.text, "the system prompt of training"
     data.write_text('{"question": 1}\n')
     broken = finish(run, Settings(data=str(data), examples=1, general=False), "failed")
     failure = broken.failure()
@@ -136,6 +140,18 @@ def test_other_data_and_general_texts(run: Run, finish: Callable[..., Run], tmp_
     with pytest.raises(RunError, match="This evaluation has no examples"):
         evaluation.rows(broken)
     assert not (broken.path / EXAMPLES).exists()
+
+
+def test_examples_without_a_loss_are_told(run: Run, finish: Callable[..., Run], tmp_path: Path) -> None:
+    """The prompt of one example alone is longer than data.max_length."""
+    data = tmp_path / "mine.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "Two? " * n, "completion": "2"}) + "\n" for n in (1, 1, 300)))
+    found = finish(run, Settings(data=str(data), examples=10, max_new_tokens=1, general=False))
+    assert found.result()["limits"][0] == (
+        "1 example of 3 has no completion within the first 256 tokens (data.max_length). The loss is that of the "
+        "others."
+    )
+    assert (comparison(found, "loss")["count"], comparison(found, "chrf")["count"]) == (2, 3)
 
 
 def test_texts_and_full_weights(fork_server: ForkServer, root: Path, finish: Callable[..., Run]) -> None:
@@ -147,3 +163,33 @@ def test_texts_and_full_weights(fork_server: ForkServer, root: Path, finish: Cal
     assert comparison(job, "loss")["trained"] == pytest.approx(result(run.path)["eval_loss"], abs=2e-5)
     assert comparison(job, "loss")["verdict"] == "better" and len(job.result()["comparisons"]) == 1
     assert "Loading the base model." in log_text(job.path)
+
+
+def test_a_continued_adapter_is_compared_with_the_base_model(
+    run: Run, fork_server: ForkServer, root: Path, finish: Callable[..., Run]
+) -> None:
+    """Not with the adapter that training started with, which may be deleted: the result says so."""
+    adapter = run.path / MODEL
+    own = {"lora.adapter_path": str(adapter), "lora.r": 32, "lora.alpha": 64.0}  # PiSSA's ranks are doubled
+    later = Run(fork_server.train(root / "evaluated-continued", make_spec({**TRAINED, **own})))
+    settings = Settings(examples=40, max_new_tokens=1, general=False)
+    first, second = (finish(each, settings) for each in (run, later))
+    assert comparison(first, "loss")["base"] == pytest.approx(comparison(second, "loss")["base"], abs=1e-5)
+    (limit,) = second.result()["limits"]
+    assert f"This run continued the adapter in {adapter}, so what that adapter had learned" in limit
+
+
+def test_datasets_of_texts_and_conversations(fork_server: ForkServer, root: Path, finish: Callable[..., Run]) -> None:
+    """Each example is prepared as in training, whatever the format of the others is, and no dataset is left out."""
+    turns = [{"role": "user", "content": "Which train?"}, {"role": "assistant", "content": "The next one."}]
+    examples = {"chats": {"messages": turns}, "texts": {"text": "The next train leaves at noon."}}
+    sources = []
+    for name, example in examples.items():
+        (root / f"{name}.jsonl").write_text(f"{json.dumps(example)}\n" * 8)
+        sources.append({"source": "files", "files": [str(root / f"{name}.jsonl")], "validation_split": 0.5})
+    run = Run(fork_server.train(root / "evaluated-datasets", make_spec({**TRAINED, "data.sources": sources})))
+    job = finish(run, ALL)
+    assert comparison(job, "loss")["trained"] == pytest.approx(result(run.path)["eval_loss"], abs=2e-5)
+    assert (comparison(job, "loss")["count"], comparison(job, "exact_match")["count"]) == (8, 4)
+    two = evaluation.rows(finish(run, Settings(examples=2, max_new_tokens=2, general=False)))
+    assert [row["prompt"] for row in two] == ["Which train?", ""]

@@ -60,6 +60,7 @@ def test_a_checkpoint_of_another_adapter(
         assert inspect_inputs(fixed, tmp_path).checkpoint_problem == ""
 
 
+EXPERTS = r".*\.gate_up_proj"  # peft's pattern for stacked experts
 CONTINUED = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": ["q_proj"], "bias": "none"}
 
 
@@ -84,7 +85,11 @@ def continued(folder: Path, changes: dict[str, Any], **options: Any) -> Any:
             {"rank_pattern": {"q_proj": 2}},
             "uses rank_pattern, which Footplate does not support. Merge it into its base model with peft",
         ),
+        ({"rank_pattern": {EXPERTS: 32}, "alpha_pattern": {EXPERTS: 64}}, ""),
+        ({"rank_pattern": {EXPERTS: 32}, "alpha_pattern": {EXPERTS: 32}}, "uses rank_pattern, alpha_pattern"),
         ({"bias": "all"}, "uses bias"),
+        ({"task_type": "CAUSAL_LM"}, ""),
+        ({"task_type": "SEQ_CLS"}, "for a reward model, but this run trains a causal language model"),
         ({"init_lora_weights": "pissa"}, "fits only the base weights that this run modified. Use the final model"),
         ({"init_lora_weights": "gaussian"}, ""),
     ],
@@ -98,6 +103,13 @@ def test_an_adapter_to_continue(tmp_path: Path, changes: dict[str, Any], problem
     if facts.adapter_options:
         fixed = edit(run, found[0].fixes[0].patch)
         assert inspect_inputs(fixed, tmp_path).adapter_problem == ""
+
+
+def test_a_reward_model_continues_an_adapter_of_a_reward_model(tmp_path: Path) -> None:
+    reward: dict[str, Any] = {"train__stage": "reward", "data__builtin": "train-pairs"}
+    assert not continued(tmp_path, {"task_type": "SEQ_CLS"}, **reward).adapter_problem
+    problem = continued(tmp_path, {"task_type": "CAUSAL_LM"}, **reward).adapter_problem
+    assert "for a causal language model, but this run trains a reward model" in problem
 
 
 def test_what_is_no_adapter_cannot_be_continued(tmp_path: Path) -> None:

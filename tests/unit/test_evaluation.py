@@ -1,6 +1,7 @@
 """Evaluations without their process: settings, start and stop, the endpoints and the command."""
 
 import json
+import os
 import sys
 import time
 
@@ -42,6 +43,7 @@ def wait_for_end(job):
         ({"max_new_tokens": 0}, "The maximum number of new tokens must be from 1 to 32,768."),
         ({"examples": 0, "general": False}, "There is nothing to evaluate"),
         ({"data": "/nowhere.jsonl"}, r"The data file /nowhere\.jsonl does not exist"),
+        ({"data": "/"}, r"The data file / is not a file\."),
         ({"step": 7}, r"The checkpoint of step 7 cannot be loaded\. Steps of checkpoints: 2\."),
     ],
 )
@@ -75,9 +77,30 @@ def test_stopped_and_started_again(tmp_path, waiter):
     other.stop(save=False)
     wait_for_end(other)
     later = evaluation.start(run, Settings(general=False))
-    assert not job.path.exists() and (later.path / evaluation.OUTPUTS).read_text() == '{"key": "example 0"}\n'
+    assert job.path.exists() == (later.id == job.id), "the same id, if it started in the same second"
+    assert (later.path / evaluation.OUTPUTS).read_text() == '{"key": "example 0"}\n'
     run.delete()  # stops it
     assert not later.path.exists()
+
+
+def test_outputs_for_other_examples_are_not_continued(tmp_path, waiter):
+    """The validation file of the run was changed after the stop: its examples have other prompts now."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    files = {"data.source": "files", "data.files": [str(data)], "data.validation_split": 0.5}
+    run = make_run(tmp_path / "runs", {**LORA, **files})
+    for changed, is_continued in ((False, True), (True, False)):
+        job = evaluation.start(run, Settings(general=False))
+        job.stop(save=False)
+        wait_for_end(job)
+        (job.path / evaluation.OUTPUTS).write_text('{"key": "example 0"}\n')
+        if changed:
+            os.utime(data, (1, 1))
+        later = evaluation.start(run, Settings(general=False))
+        assert (later.path / evaluation.OUTPUTS).exists() == is_continued
+        later.stop(save=False)
+        wait_for_end(later)
+    run.delete()
 
 
 def test_rows_and_their_changes(tmp_path, waiter):

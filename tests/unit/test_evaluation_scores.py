@@ -10,6 +10,7 @@ from backend.inference.scores import SCORES
 
 NUMBER, CALLS, FIELDS = "numeric_answer", "tool_calls", "json_fields"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
+OTHER = CALL.replace("add", "multiply")
 OF = {score.name: score.of for score in SCORES}
 
 
@@ -29,6 +30,10 @@ OF = {score.name: score.of for score in SCORES}
         (FIELDS, '{"a": [1, 2]}', '{"a": [1]}', 1 / 2),
         (FIELDS, '{"a": null}', "null", 0),
         (FIELDS, '{"a": {}}', '{"a": {}}', 1),
+        ("exact_match", '{"a": 1}', '{"a": 1.0}', 1),
+        ("exact_match", '{"a": 1}', '{"a": true}', 0),
+        (FIELDS, '{"a": 1, "b": 2.5}', '{"a": 1.0, "b": 2.50}', 1),
+        (FIELDS, '{"a": true}', '{"a": 1}', 0),
         (NUMBER, "Two trains leave at 7.", "7", None),
         (NUMBER, "3 + 4 = 7\n#### 7", "I think it is 7.", 1),
         (NUMBER, "3 + 4 = 7\n#### 7", "#### 8, since 7 is wrong", 0),
@@ -38,7 +43,19 @@ OF = {score.name: score.of for score in SCORES}
         (NUMBER, "-3", "3", 0),
         (NUMBER, "42", "no number", 0),
         (NUMBER, "42", "-", 0),
+        (NUMBER, "\\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{3}}", None),
+        (NUMBER, "The answer is 3/4.", "The answer is 3/5.", None),
+        (NUMBER, "\\boxed{3\\sqrt{2}}", "\\boxed{3}", None),
+        (NUMBER, "\\boxed{3}", "\\boxed{3\\sqrt{2}}", 0),
+        (NUMBER, "\\boxed{8{,}000}", "\\boxed{8{,}500}", 0),
+        (NUMBER, "\\boxed{8{,}000}", "8000", 1),
+        (NUMBER, "\\boxed{.5}", "0.5", 1),
+        (NUMBER, "\\boxed{50^\\circ}", "50 degrees", 1),
+        (NUMBER, "**Answer:** 7 apples", "The answer is $7$.", 1),
+        (NUMBER, "The answer is Paris, which has 2 million people.", "2", None),
         (CALLS, "No call.", CALL, None),
+        (CALLS, CALL + OTHER, OTHER + CALL, 1),
+        (CALLS, CALL, CALL.replace("1", "1.0"), 1),
         (CALLS, CALL, 'Sure: {"arguments": {"b": [2], "a": 1}, "name": "add"}', 1),
         (CALLS, CALL, '{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": [2]}"}', 1),
         (CALLS, CALL, '{"name": "add", "parameters": {"a": 1, "b": [2]}}', 1),
@@ -57,7 +74,10 @@ def test_score(name, reference, output, expected):
     assert found == (None if expected is None else pytest.approx(expected))
 
 
-@pytest.mark.parametrize("text", ["[" * 3000, '{"a":' * 3000, '{"name": 1e999}', "NaN", "{" * 2000, "9" * 5000])
+DEEP = '{"name": "a", "arguments": ' + '{"a":' * 980 + "1" + "}" * 981
+
+
+@pytest.mark.parametrize("text", [DEEP, "[" * 3000, '{"a":' * 3000, '{"name": 1e999}', "NaN", "{" * 2000, "9" * 5000])
 def test_strange_outputs_have_a_score(text):
     for reference in (CALL, '{"a": 1}', "#### 7", text):
         for score in SCORES:

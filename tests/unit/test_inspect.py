@@ -15,7 +15,7 @@ from specs import NO_TENSORS, spec
 
 from backend import registry
 from backend.config import RunSpec
-from backend.config.options import edit
+from backend.config.options import edit, get, options
 from backend.config.processes import rendezvous_port
 from backend.inspect import InputFacts, download_config, inspect_inputs, resolve_paths
 from backend.machine import Machine
@@ -416,6 +416,14 @@ def test_relative_paths_are_resolved(tmp_path: Path) -> None:
     first, second = resolve_paths(edit(RunSpec(), {"data.sources": sources}), tmp_path).data.datasets
     assert first.files == (f"{tmp_path}/a.jsonl",) and second.files == (f"{tmp_path}/b.jsonl", "/c.jsonl")
     assert second.validation_files == (f"{tmp_path}/d.jsonl",)
+
+
+def test_every_option_with_a_path_is_resolved(tmp_path: Path) -> None:
+    """A run's working directory is its own folder, so the trainer would find nothing there."""
+    names = [option.name for option in options() if option.path and option.kind == "str"]
+    assert "lora.adapter_path" in names
+    resolved = resolve_paths(edit(RunSpec(), dict.fromkeys(names, "a/b")), tmp_path)
+    assert {get(resolved, name) for name in names} == {str(tmp_path / "a/b")}
 
 
 def test_a_port_in_use_is_found(tmp_path: Path) -> None:

@@ -140,7 +140,15 @@ def test_refused(tmp_path, given, named):
         ({"eval_dataset": "other", "val_size": 0}, ["eval_dataset: other"]),
         ({"report_to": ["wandb", "swanlab"]}, ["report_to: swanlab"]),
         ({"deepspeed": {"stage": 3}}, ["deepspeed: a configuration"]),
-        ({"adapter_name_or_path": "x", "create_new_adapter": True, "use_ray": False}, ["adapter_name_or_path: x"]),
+        (
+            {"adapter_name_or_path": "x", "use_ray": False, "create_new_adapter": True},
+            ["adapter_name_or_path: x (is merged, and a new adapter is trained"],
+        ),
+        ({"adapter_name_or_path": "x,y"}, ["adapter_name_or_path: x, y (several adapters are merged"]),
+        (
+            {"adapter_name_or_path": "x", "finetuning_type": "full"},
+            ["adapter_name_or_path: x (lora.adapter_path has no effect"],
+        ),
         (
             {"stage": "dpo", "pref_loss": "sigmoid", "dpo_label_smoothing": 0.1},
             ["dpo_label_smoothing: 0.1 (preference.label_smoothing has no effect"],

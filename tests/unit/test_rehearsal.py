@@ -111,7 +111,7 @@ def test_what_a_rehearsal_on_cpu_replaces_is_told(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("backend.preflight.inspect_inputs", lambda spec, base: DEMO)
     patch = {"precision.compute": "fp16", "model.attn_implementation": "flash_attention_2", "data.max_length": 128}
     patch |= {"train.use_liger_kernel": True, "train.per_device_train_batch_size": 1}
-    patch |= {"parallel.strategy": "zero3", "launch.nproc_per_node": 8}
+    patch |= {"parallel.strategy": "zero3", "launch.nproc_per_node": 8, "lora.adapter_path": "/runs/a/model"}
     report = report_on(Case(effective(edit(RunSpec(), patch)), presets.machines()["8x80gb"], DEMO))
     small = on_cpu(report, LAPTOP, tmp_path, tmp_path / "folder")
     first, changed = replacements(report, small)
@@ -119,6 +119,7 @@ def test_what_a_rehearsal_on_cpu_replaces_is_told(tmp_path: Path, monkeypatch: p
     for text in (
         "train.use_liger_kernel is false instead of true",
         "model.attn_implementation is auto instead of flash",
+        "lora.adapter_path is empty instead of /runs/a/model",
     ):
         assert text in changed
     assert "precision.compute is auto instead of fp16" in changed and "launch." not in changed

@@ -62,3 +62,10 @@ def test_skypilot_copies_the_files_of_all_datasets(tmp_path):
     spec = edit(RunSpec(), {**ON_NODES, "data.sources": sources})
     task = yaml.safe_load(skypilot.files(spec, MACHINE, InputFacts())["task.yaml"])
     assert [path for path in task["file_mounts"] if path in paths] == paths[:3], "hidden options name no files"
+
+
+def test_skypilot_copies_the_adapter_that_a_run_continues(tmp_path):
+    for method, is_copied in (("lora", True), ("full", False)):
+        spec = edit(RunSpec(), {**ON_NODES, "lora.adapter_path": str(tmp_path), "method.kind": method})
+        mounts = yaml.safe_load(skypilot.files(spec, MACHINE, InputFacts())["task.yaml"]).get("file_mounts", {})
+        assert (str(tmp_path) in mounts) == is_copied

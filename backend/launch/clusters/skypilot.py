@@ -75,7 +75,7 @@ def refusals(spec: RunSpec, run: ResolvedRun) -> list[str]:
 
 def _inputs(spec: RunSpec) -> list[str]:
     """Files and folders of this machine that the trainer reads."""
-    named = [spec.model.path if spec.model.source == "path" else ""]
+    named = [spec.model.path if spec.model.source == "path" else "", effective(spec).lora.adapter_path]
     for dataset in spec.data.datasets:
         named += [*dataset.files, *dataset.validation_files]
     found = (str(Path(name).resolve()) for name in named if name and Path(name).exists())
