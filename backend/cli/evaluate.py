@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def _settings(arguments: argparse.Namespace, offered: evaluation.Offer) -> Setti
         raise RunError("--max-new-tokens has no effect: the examples of this run are texts, so nothing is generated.")
     return Settings(
         step=arguments.step if arguments.step is not None else next(iter(offered.steps), None),
-        data=str(Path(arguments.data).expanduser().resolve()) if arguments.data else "",
+        data=os.path.abspath(os.path.expanduser(arguments.data)) if arguments.data else "",
         examples=arguments.examples,
         max_new_tokens=arguments.max_new_tokens or offered.max_new_tokens,
         general=not arguments.no_general_texts,

@@ -21,7 +21,7 @@ def follow(job: Run) -> None:
         while (state := job.state) in (*ALIVE, "new"):
             try:
                 text = job.progress().get("text", "") or job.summary()["sentence"]
-                title = text.partition(":")[0]  # behind it is a number that changes
+                title = text.partition(":")[0].partition(" (")[0]  # behind it is a number that changes
                 if sys.stderr.isatty():
                     line.show(text.rstrip("."))
                 elif title != shown:

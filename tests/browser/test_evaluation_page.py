@@ -42,13 +42,15 @@ def test_from_start_to_examples(evaluating, page):
     expect(page.locator("#fp-toasts")).to_contain_text("mine.jsonl is relative", timeout=SLOW_TIMEOUT)
     card.get_by_label("Data file").fill("")
     card.get_by_role("button", name="Evaluate").click()
-    expect(card.get_by_role("status")).to_have_text(
-        "Generating outputs of the trained model (8 of 25).", timeout=SLOW_TIMEOUT
-    )
+    expect(card).to_contain_text("Generating outputs of the trained model (8 of 25).", timeout=SLOW_TIMEOUT)
+    expect(card.get_by_role("status")).to_have_text("Evaluating")
     expect(card.get_by_role("button", name="Evaluate")).to_be_hidden()
 
     card.get_by_role("button", name="Stop evaluation").click()
     expect(card.get_by_role("button", name="Continue")).to_be_visible(timeout=SLOW_TIMEOUT)
+    card.get_by_label("Examples").fill("24")
+    expect(card.get_by_role("button", name="Evaluate again")).to_be_visible()
+    card.get_by_label("Examples").fill("25")
     card.get_by_role("button", name="Continue").click()
     expect(card.get_by_role("button", name="Stop evaluation")).to_be_visible(timeout=SLOW_TIMEOUT)
     (job,) = evaluation.find_all(run)

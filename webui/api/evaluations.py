@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+import os
 from typing import Any, Literal
 
 import orjson
@@ -41,9 +41,9 @@ def show(run: PathRun, have: str = "") -> Any:
 
 def start(run: PathRun, body: EvaluationRequest) -> Response:
     """Start to evaluate, or return the job that does it already. A relative path belongs to no folder of the page."""
-    if body.data and not Path(body.data).expanduser().is_absolute():
+    data = os.path.expanduser(body.data)  # it leaves an unknown user as it is
+    if data and not os.path.isabs(data):
         raise ApiError(422, f"Write the path of the data file with all its folders: {body.data} is relative.")
-    data = str(Path(body.data).expanduser()) if body.data else ""
     return json(evaluation.as_json(evaluation.start(run, Settings(**{**body.model_dump(), "data": data}))), 201)
 
 

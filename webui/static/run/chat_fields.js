@@ -61,6 +61,7 @@ export function createFields(send) {
   function reset() {
     next = 0;
     drawn = "";
+    parts.model.replaceChildren(); // a step of this run may be one of the next run, too
     for (const field of [prompt, ...parts.answers]) field.value = "";
     parts.compare.checked = false;
     parts.history.checked = true;

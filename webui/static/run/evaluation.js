@@ -2,7 +2,7 @@
 // The card "Evaluation" of the Run view: base model and trained model on the same examples. It is computed by a job, so
 // that it goes on without the page.
 import { get, post, remove, url } from "../api.js";
-import { confirmDialog, el, notifyError, redraw, setText } from "../dom.js";
+import { confirmDialog, el, isFocusLost, notifyError, redraw, setText } from "../dom.js";
 import { dateTime } from "../format.js";
 import { createPoller } from "../poll.js";
 import { hasEnded } from "../run_state.js";
@@ -28,6 +28,7 @@ export class Evaluation {
     this.found = /** @type {any} */ (null); // the newest response
     this.chosen = ""; // the id of an earlier evaluation
     this.drawn = "";
+    this.hadFocus = false; // when something was clicked whose button may be gone after the next response
     this.poller = createPoller((isCurrent) => this.#pull(isCurrent), { isVisible });
     this.fields = createFields(() => this.#act(() => post(this.path, this.fields.values())));
     this.parts = createParts();
@@ -76,15 +77,19 @@ export class Evaluation {
     const failed = newest && !running && newest.state !== "done" ? newest : null;
     const done = jobs.filter(({ state }) => state === "done");
     const shown = done.find(({ id }) => id === this.chosen) || done[0];
-    parts.about.hidden = Boolean(shown);
+    parts.about.hidden = Boolean(shown) && !offer.problem;
+    setText(parts.about, offer.problem || ABOUT);
     parts.drawWork(running, () => this.#act(() => post(`${this.path}/${running.id}/stop`)));
     parts.drawFailure(failed);
     parts.earlier.draw(done, shown);
-    this.fields.draw(offer, Boolean(running), running ? null : newest || null);
+    this.fields.draw(offer, Boolean(running), newest || null);
+    this.fields.remove.hidden = !failed;
+    this.fields.remove.onclick = () => this.#act(() => remove(`${this.path}/${newest.id}`));
     const key = JSON.stringify(shown ?? null);
-    if (key === this.drawn) return;
+    if (key !== this.drawn) this.#drawResult(shown);
     this.drawn = key;
-    this.#drawResult(shown);
+    if (this.hadFocus && isFocusLost()) parts.heading.focus({ preventScroll: true });
+    this.hadFocus = false;
   }
 
   #drawResult(job) {
@@ -111,6 +116,7 @@ export class Evaluation {
   }
 
   async #act(work) {
+    this.hadFocus = this.node.contains(document.activeElement);
     try {
       await work();
     } catch (error) {
@@ -121,14 +127,20 @@ export class Evaluation {
   }
 }
 
+const STATES = { queued: "Waiting", starting: "Starting", stopping: "Stopping" };
+
 function createParts() {
+  const heading = el("h3", { tabindex: -1 }, "Evaluation");
+  const status = el("span.fp-dim", { role: "status" }); // screen readers need not hear each number of the progress
   const bar = el("span");
-  const text = el("p.fp-dim", { role: "status" });
+  const progress = el("div.fp-progress", { role: "progressbar", "aria-label": "Progress of the evaluation" }, bar);
+  const text = el("p.fp-dim");
   const stop = el("button.fp-button", { type: "button" }, "Stop evaluation");
-  const work = el("div.fp-evaluation-work", { hidden: true }, text, el("div.fp-progress", {}, bar), stop);
+  const work = el("div.fp-evaluation-work", { hidden: true }, text, progress, stop);
   const failure = el("p.fp-chat-failure", { hidden: true, role: "alert" });
   return {
-    head: el("div.fp-chat-head", {}, el("h3", {}, "Evaluation")),
+    head: el("div.fp-chat-head", {}, heading, status),
+    heading,
     about: el("p.fp-dim", {}, ABOUT),
     earlier: createEarlier(),
     result: el("div.fp-evaluation-result", { hidden: true }),
@@ -137,7 +149,9 @@ function createParts() {
   };
   function drawWork(job, onStop) {
     work.hidden = !job;
+    setText(status, job ? STATES[job.state] || "Evaluating" : "");
     if (!job) return;
+    progress.setAttribute("aria-valuenow", String(Math.round(100 * (job.fraction || 0))));
     const isStopping = job.state === "stopping";
     setText(text, isStopping ? "Stopping. What is computed is kept." : job.text || job.sentence);
     bar.style.width = `${100 * (job.fraction || 0)}%`;
@@ -156,11 +170,14 @@ function createEarlier() {
   const select = el("select.fp-select", { "aria-label": "Evaluation to show" });
   const text = el("span.fp-dim.fp-figures");
   const node = el("div.fp-evaluation-which", {}, select, text);
+  let drawn = ""; // an open menu stays as it is
   function draw(done, shown) {
     node.hidden = !shown;
     select.hidden = done.length < 2;
     if (!shown) return;
-    redraw(select, ...done.map((job) => el("option", { value: job.id }, dateTime(job.created))));
+    const ids = done.map(({ id }) => id).join();
+    if (ids !== drawn) redraw(select, ...done.map((job) => el("option", { value: job.id }, dateTime(job.created))));
+    drawn = ids;
     select.value = shown.id;
     setText(text, settingsText(shown));
   }

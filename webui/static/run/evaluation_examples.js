@@ -25,6 +25,7 @@ export function createExamples(path, comparisons) {
   const bar = el("div.fp-evaluation-which", {}, el("label.fp-chat-check", {}, "Score", select), group);
   const node = el("details.fp-fold.fp-evaluation-examples", {}, el("summary", {}, "Examples"), bar, table, more);
   let change = "";
+  let request = 0;
   const choose = (wanted) => {
     change = wanted;
     load(0);
@@ -33,6 +34,8 @@ export function createExamples(path, comparisons) {
   node.addEventListener("toggle", () => node.open && !body.children.length && load(0));
 
   async function load(first) {
+    const mine = ++request;
+    more.disabled = true;
     let found;
     try {
       found = await get(
@@ -40,8 +43,11 @@ export function createExamples(path, comparisons) {
       );
     } catch (error) {
       notifyError(error);
+      more.disabled = false;
       return;
     }
+    if (mine !== request) return; // another selection was made meanwhile
+    more.disabled = false;
     const shown = scores.find(({ name }) => name === select.value);
     const rows = found.rows.map((row) => exampleRow(row, shown));
     if (first) body.append(...rows);

@@ -4,7 +4,7 @@ import { el, redraw, setText } from "../dom.js";
 import { integer } from "../format.js";
 import { modelName } from "./chat_turn.js";
 
-const STOPPED = "The newest evaluation was stopped; Continue computes what is missing of it:";
+const STOPPED = "This evaluation was stopped; with the same settings, Continue computes what is missing:";
 
 /** What the figures were computed with: Final model, 100 validation examples, at most 48 new tokens */
 export function settingsText({ settings, result }) {
@@ -19,12 +19,14 @@ export function settingsText({ settings, result }) {
 
 /** @param {() => void} start */
 export function createFields(start) {
-  const { node, model, examples, tokens, data, general, button, stopped } = createParts();
+  const parts = createParts();
+  const { node, model, examples, tokens, data, general, button, stopped } = parts;
   node.addEventListener("submit", (event) => {
     event.preventDefault();
     start();
   });
   let drawn = "";
+  let last = /** @type {any} */ (null); // the newest evaluation, whose settings the fields have at first
   const values = () => ({
     step: model.value === "" ? null : Number(model.value),
     data: data.value.trim(),
@@ -32,13 +34,25 @@ export function createFields(start) {
     max_new_tokens: tokens.input.valueAsNumber,
     general: general.checked,
   });
-  /** @param {any} newest the newest evaluation that has ended, null without one */
+  function drawButton() {
+    const own = values();
+    const isSame = Boolean(last) && Object.keys(own).every((key) => own[key] === last.settings[key]);
+    const isStopped = last?.state === "stopped";
+    setText(button, isStopped && isSame ? "Continue" : last ? "Evaluate again" : "Evaluate");
+    stopped.hidden = !isStopped;
+    if (isStopped) setText(stopped, `${STOPPED} ${settingsText(last)}.`);
+  }
+  node.addEventListener("input", drawButton);
+  /** @param {any} newest the newest evaluation, null without one */
   function draw(offer, isRunning, newest) {
     node.hidden = isRunning || Boolean(offer.problem);
-    const isStopped = newest?.state === "stopped";
-    setText(button, isStopped ? "Continue" : newest ? "Evaluate again" : "Evaluate");
-    stopped.hidden = !isStopped;
-    if (isStopped) setText(stopped, `${STOPPED} ${settingsText(newest)}.`);
+    drawOffer(offer);
+    const isOther = newest && newest.id !== last?.id;
+    last = newest;
+    if (isOther) fill(newest.settings, offer);
+    drawButton();
+  }
+  function drawOffer(offer) {
     if (drawn === JSON.stringify(offer)) return;
     const isFirst = !drawn;
     drawn = JSON.stringify(offer);
@@ -50,10 +64,9 @@ export function createFields(start) {
     if (!isFirst) return;
     tokens.input.value = String(offer.max_new_tokens);
     examples.input.value = offer.has_validation ? "100" : "0";
-    if (newest) fill(newest.settings);
   }
-  function fill(settings) {
-    model.value = settings.step ?? "";
+  function fill(settings, offer) {
+    if (offer.steps.includes(settings.step)) model.value = settings.step ?? "";
     data.value = settings.data;
     examples.input.value = settings.examples;
     tokens.input.value = settings.max_new_tokens;
@@ -61,9 +74,11 @@ export function createFields(start) {
   }
   const reset = () => {
     drawn = data.value = "";
+    last = null;
+    model.replaceChildren(); // a step of this run may be one of the next run, too
     general.checked = true;
   };
-  return { node, values, draw, reset };
+  return { node, values, draw, reset, remove: parts.remove };
 }
 
 function createParts() {
@@ -90,6 +105,8 @@ function createParts() {
   const settings = el("details.fp-fold", {}, el("summary", {}, "Settings"), body);
   const stopped = el("p.fp-dim", { hidden: true });
   // Without the browser's own checks, which cannot show what is wrong in closed settings; the server says it.
-  const node = el("form.fp-chat-form", { novalidate: true }, settings, stopped, el("div.fp-chat-actions", {}, button));
-  return { node, model, examples, tokens, data, general, button, stopped };
+  const remove = el("button.fp-button", { type: "button", hidden: true }, "Delete this evaluation");
+  const buttons = el("div.fp-chat-actions", {}, button, remove);
+  const node = el("form.fp-chat-form", { novalidate: true }, settings, stopped, buttons);
+  return { node, model, examples, tokens, data, general, button, stopped, remove };
 }
