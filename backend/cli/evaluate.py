@@ -32,13 +32,15 @@ def start(arguments: argparse.Namespace) -> int:
 
 def _settings(arguments: argparse.Namespace, offered: evaluation.Offer) -> Settings:
     """Raises RunError."""
+    if arguments.max_new_tokens is not None and not arguments.examples:
+        raise RunError("--max-new-tokens has no effect without examples. Leave it out, or set --examples.")
     if arguments.max_new_tokens is not None and not offered.generates:
         raise RunError("--max-new-tokens has no effect: the examples of this run are texts, so nothing is generated.")
     return Settings(
-        step=arguments.step if arguments.step is not None else next(iter(offered.steps), None),
+        step=arguments.step,
         data=os.path.abspath(os.path.expanduser(arguments.data)) if arguments.data else "",
         examples=arguments.examples,
-        max_new_tokens=arguments.max_new_tokens or offered.max_new_tokens,
+        max_new_tokens=offered.max_new_tokens if arguments.max_new_tokens is None else arguments.max_new_tokens,
         general=not arguments.no_general_texts,
     )
 

@@ -177,10 +177,6 @@ class GgufExport:
         finally:
             server.close()
 
-    def _system_prompt(self) -> str:
-        spec = self.run.path / SPEC
-        return system_prompt.of_run(spec, spec.stat().st_mtime_ns)
-
     def _keep(self, certificate: dict[str, Any], tokenizer: Any, file: Path) -> None:
         """Give the file its place, unless it differs: then only the certificate is kept. Raises TrainError."""
         if certificate["differences"]:
@@ -188,6 +184,8 @@ class GgufExport:
             why = certificate["differences"][0]
             raise TrainError(f"The GGUF file differs from the trained model and was deleted. {why}")
         write_certificate(file.parent / CERTIFICATE, certificate)
-        if text := modelfile.write(file.name, tokenizer, certificate["stop_tokens"], self._system_prompt()):
+        if text := modelfile.write(
+            file.name, tokenizer, certificate["stop_tokens"], system_prompt.of_run(self.run.path / SPEC)
+        ):
             (file.parent / MODELFILE).write_text(text, encoding="utf-8")
         file.parent.replace(self.folder / FOLDER)

@@ -23,7 +23,7 @@ from backend.inference.scores import SCORES, Score
 from backend.models import evaluation
 from backend.models.chat_files import BASE, TUNED, Lines, append
 from backend.models.evaluation import EXAMPLES, OUTPUTS, Settings
-from backend.runs import EVALUATED, LOCK, RESULT
+from backend.runs import EVALUATED, LOCK, MODEL, RESULT
 from backend.runs.files import write_json
 from backend.runs.folder import Run
 from backend.train.device import ProcessGroup
@@ -54,6 +54,7 @@ class Evaluation:
         if "cpu" in job.plan().devices:
             os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
         self.found: dict[tuple[str, str], dict[str, Any]] = {}  # (side, key) -> loss, tokens, text, ended
+        self.model_changed = 0  # when the final model was saved
         self.done = self.total = 0  # work, in tokens of outputs
 
     def run_all(self) -> None:
@@ -65,12 +66,14 @@ class Evaluation:
         for line in Lines(self.folder / OUTPUTS).read():
             self._keep(line)
         self.total = len(SIDES) * sum(self._work(item) for item in items)
+        self.model_changed = (self.run.path / MODEL).stat().st_mtime_ns if self.settings.step is None else 0
         ends = frozenset(generation.stop_tokens(trained))  # of both, as when training generates before its first step
         del trained
         for side in SIDES:
             self._use(side, items, ends)
-        write_json(self.folder / EXAMPLES, [self._row(item) for item in items if not item.is_general])
-        result = self._result(items)
+        rows = self._rows([item for item in items if not item.is_general])
+        write_json(self.folder / EXAMPLES, rows)
+        result = self._result(items, rows)
         write_json(self.folder / RESULT, {**result, "seconds": round(time.time() - self.started, 1)})
         self._tell_list(result["comparisons"])
         for each in result["comparisons"]:
@@ -83,7 +86,7 @@ class Evaluation:
         for each in comparisons if self.settings.step is None else ():
             if each["name"] == GENERAL_LOSS:
                 found = {"general_loss": each["trained"], "forgetting": each["trained"] - each["base"]}
-                write_json(job.path.parent.parent / EVALUATED, {"job": job.id, **found})
+                write_json(job.path.parent.parent / EVALUATED, {"job": job.id, "model": self.model_changed, **found})
 
     def _phase(self, name: str, text: str) -> None:
         if self.log.stop_requested():
@@ -154,6 +157,13 @@ class Evaluation:
 
     # -- what they are compared to -------------------------------------------------------------------------------------
 
+    def _rows(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+        rows = []
+        for number, item in enumerate(items, 1):
+            rows.append(self._row(item))
+            self._tick(f"Computing scores ({number} of {counted(len(items), 'example')})", 0)
+        return rows
+
     def _row(self, item: Item) -> dict[str, Any]:
         """An example with the outputs and scores of both sides, as (base, trained)."""
         base, after = (self.found[side, item.key] for side in (BASE, TUNED))
@@ -168,29 +178,28 @@ class Evaluation:
         texts = {"base": base["text"], "trained": after["text"]}
         return {"scores": scores, "prompt": item.prompt.prompt, "reference": wanted, **texts}
 
-    def _result(self, items: Sequence[Item]) -> dict[str, Any]:
-        rows = [self._row(item) for item in items if item.prompt]
-        comparisons = [
-            intervals.compare(score.name, score.label, *zip(*pairs, strict=True))
-            for score in (*SCORES, ENDS)
-            if (pairs := [row["scores"][score.name] for row in rows if row["scores"][score.name][0] is not None])
-        ]
+    def _result(self, items: Sequence[Item], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        comparisons = []
+        for score in (*SCORES, ENDS):
+            pairs = (row["scores"].get(score.name, [None]) for row in rows)
+            if known := [pair for pair in pairs if pair[0] is not None]:
+                comparisons.append(intervals.compare(score.name, score.label, *zip(*known, strict=True)))
         own, others = ([item for item in items if item.is_general == general] for general in (False, True))
         comparisons += self._compared(evaluation.LOSS, "Loss per token", own)
         comparisons += self._compared(GENERAL_LOSS, "Loss per token on general texts", others)
         return {
             "examples": len(own),
-            "generated": len(rows),
+            "generated": sum(bool(item.prompt) for item in own),
             "comparisons": [each.as_json() for each in comparisons],
             "limits": self._limits(own),
         }
 
     def _compared(self, name: str, label: str, items: Sequence[Item]) -> list[intervals.Comparison]:
-        counted = [item for item in items if self.found[BASE, item.key]["tokens"]]
-        if not counted:
+        with_loss = [item for item in items if self.found[BASE, item.key]["tokens"]]
+        if not with_loss:
             return []
-        base, after = ([_mean(self.found[side, item.key]) or 0.0 for item in counted] for side in (BASE, TUNED))
-        weights = [float(self.found[BASE, item.key]["tokens"]) for item in counted]
+        base, after = ([_mean(self.found[side, item.key]) or 0.0 for item in with_loss] for side in (BASE, TUNED))
+        weights = [float(self.found[BASE, item.key]["tokens"]) for item in with_loss]
         return [intervals.compare(name, label, base, after, weights)]
 
     def _limits(self, own: Sequence[Item]) -> list[str]:

@@ -57,7 +57,9 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
     if problem := _unusable_adapter(folder, registry.STAGES[spec.train.stage].is_reward_model):
         return {"adapter_problem": problem}
     saved = saved_spec(folder)
-    if saved and saved.model.name != spec.model.name and saved.model.source == spec.model.source:
+    # Of a folder, the trainer decides by the fingerprint of its weights: it may have been moved or renamed.
+    is_named = spec.model.source in ("hub", "builtin") and saved and saved.model.source == spec.model.source
+    if saved and is_named and saved.model.name != spec.model.name:
         problem = f"The adapter in {folder} was trained on {saved.model.name}, and this run uses {spec.model.name}."
         return {"adapter_problem": f"{problem} Set the base model of the adapter."}
     found = adapter_facts(spec, saved, folder, shape)

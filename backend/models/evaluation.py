@@ -55,6 +55,8 @@ class Settings:
             return f"The maximum number of new tokens must be from 1 to {MAX_NEW_TOKENS:,}."
         if not self.examples and not self.general:
             return "There is nothing to evaluate: set a number of examples, or include the general texts."
+        if self.data and not self.examples:
+            return "A data file has no effect without examples: set their number, or leave out the file."
         if self.data and not Path(self.data).is_file():
             what = "is not a file" if Path(self.data).exists() else "does not exist on the server"
             return f"The data file {self.data} {what}."

@@ -6,26 +6,30 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from backend import registry
 from backend.config import Data, RunSpec
 from backend.config.options import SpecError, effective, for_dataset
 from backend.data import DataFileError, InvalidExample, convert, detect_format, expand, file_patterns, read_examples
 from backend.presets import read
+from backend.registry import STAGES
 
 MAX_EXAMPLES = 20
 MAX_BYTES = 2**26  # of a file that may have to be read whole for its first examples
 FOLLOWED = (".jsonl", ".csv", ".tsv")  # files that are read a line at a time
 
 
-@lru_cache(maxsize=64)  # the page asks each second
-def of_run(path: Path, changed: int) -> str:
-    """Same as `of_training`, of the run whose options are in `path`; '' without these. `changed`: when that file was
-    changed."""
+def of_run(path: Path) -> str:
+    """Same as `of_training`, of the run whose options are in the file `path`; '' without these."""
     try:
-        spec = effective(read(path))
+        spec = _spec(path, path.stat().st_mtime_ns)
     except (OSError, SpecError):
         return ""
-    return of_training(spec) if registry.STAGES[spec.train.stage].generates or spec.data.system_prompt else ""
+    return of_training(spec) if STAGES[spec.train.stage].generates or spec.data.system_prompt else ""
+
+
+@lru_cache(maxsize=64)  # the page asks each second
+def _spec(path: Path, changed: int) -> RunSpec:
+    """`changed`: when the file was changed."""
+    return effective(read(path))
 
 
 def of_training(spec: RunSpec) -> str:
@@ -40,7 +44,7 @@ def of_training(spec: RunSpec) -> str:
     if not paths:  # a dataset of the Hub
         return spec.data.system_prompt
     data = Data() if own.data.source == "builtin" else own.data
-    return _of_examples(paths[0], changed, data.model_dump_json(), tuple(registry.STAGES[spec.train.stage].formats))
+    return _of_examples(paths[0], changed, data.model_dump_json(), tuple(STAGES[spec.train.stage].formats))
 
 
 @lru_cache(maxsize=64)  # the page asks each second

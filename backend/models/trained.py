@@ -125,11 +125,7 @@ def files_in(folder: Path) -> list[Path]:
 
 def _system_prompt(run: Run) -> str:
     """That of the run's training; a merge is a job of the run."""
-    folder = run.path.parent.parent if run.path.parent.name == JOBS else run.path
-    try:
-        return system_prompt.of_run(folder / SPEC, (folder / SPEC).stat().st_mtime_ns)
-    except OSError:
-        return ""
+    return system_prompt.of_run((run.path.parent.parent if run.path.parent.name == JOBS else run.path) / SPEC)
 
 
 def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool, system: str) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 from backend.runs import (
     EVALUATED,
     LOCK,
+    MODEL,
     PLAN,
     STATE,
     files,
@@ -105,7 +106,8 @@ def _forgotten(run: Run) -> Row:
     """The loss of the final model on general texts, and how much higher it is than that of the base model."""
     try:
         found = json_values.read(run.path / EVALUATED)
-        return {name: _number(found.get(name)) for name in FORGOTTEN}
+        is_current = found.get("model") == (run.path / MODEL).stat().st_mtime_ns  # the run may have trained another one
+        return {name: _number(found.get(name)) for name in FORGOTTEN} if is_current else {}
     except (OSError, ValueError, AttributeError):  # it was not evaluated
         return {}
 

@@ -12,7 +12,7 @@ from test_chat import LORA, WAITER, make_run
 from backend.__main__ import main
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, Settings
-from backend.runs import EVALUATED, RESULT
+from backend.runs import EVALUATED, MODEL, RESULT
 from backend.runs.folder import ALIVE, RunError
 from backend.runs.listing import row
 
@@ -140,7 +140,11 @@ def test_what_the_list_shows_ends_with_the_evaluation(tmp_path, waiter):
     assert first.id == second.id
     first.stop(save=False)
     wait_for_end(first)
-    (run.path / EVALUATED).write_text(json.dumps({"job": first.id, "general_loss": 4.0, "forgetting": 0.5}))
+    changed = (run.path / MODEL).stat().st_mtime_ns
+    found = {"job": first.id, "model": changed, "general_loss": 4.0, "forgetting": 0.5}
+    (run.path / EVALUATED).write_text(json.dumps({**found, "model": changed - 1}))
+    assert row(run)["forgetting"] is None, "of a model that was replaced"
+    (run.path / EVALUATED).write_text(json.dumps(found))
     assert row(run)["forgetting"] == 0.5 and row(run)["general_loss"] == 4.0
     evaluation.delete(run, first)
     assert row(run)["forgetting"] is None and not first.path.exists()

@@ -33,16 +33,7 @@ export function createFields(send) {
     if (offer.steps.includes(last?.step)) parts.model.value = last.step ?? "";
     if (last) parts.settings.fill(last);
   }
-  const request = () => ({
-    kind: "generate",
-    prompt: prompt.value,
-    answers: parts.answersRow.hidden ? [] : parts.answers.map(({ value }) => value),
-    sides: parts.compare.checked && !parts.compareRow.hidden ? ["trained", "base"] : ["trained"],
-    step: parts.model.value ? Number(parts.model.value) : null,
-    history: parts.history.checked,
-    system: parts.systemRow.hidden ? "" : parts.system.value,
-    ...parts.settings.values(),
-  });
+  const request = () => requestOf(parts);
   const sent = () => (prompt.value = "");
   let samples = [];
   let next = 0; // the position of the one that the button fills in
@@ -68,6 +59,18 @@ export function createFields(send) {
   }
   return { node, actions: parts.actions, draw, request, sent, offerSamples, reset };
 }
+
+/** What the fields ask for. */
+const requestOf = (parts) => ({
+  kind: "generate",
+  prompt: parts.prompt.value,
+  answers: parts.answersRow.hidden ? [] : parts.answers.map(({ value }) => value),
+  sides: parts.compare.checked && !parts.compareRow.hidden ? ["trained", "base"] : ["trained"],
+  step: parts.model.value ? Number(parts.model.value) : null,
+  history: parts.history.checked,
+  system: parts.systemRow.hidden ? "" : parts.system.value,
+  ...parts.settings.values(),
+});
 
 function drawSend(button, isGenerating) {
   button.disabled = isGenerating;

@@ -20,65 +20,68 @@ export function settingsText({ settings, result }) {
 /** @param {() => void} start */
 export function createFields(start) {
   const parts = createParts();
-  const { node, model, examples, tokens, data, general, button, stopped } = parts;
-  node.addEventListener("submit", (event) => {
+  let drawn = "";
+  let last = /** @type {any} */ (null); // the newest evaluation, whose settings the fields have at first
+  parts.node.addEventListener("submit", (event) => {
     event.preventDefault();
     start();
   });
-  let drawn = "";
-  let last = /** @type {any} */ (null); // the newest evaluation, whose settings the fields have at first
-  const values = () => ({
-    step: model.value === "" ? null : Number(model.value),
-    data: data.value.trim(),
-    examples: examples.input.valueAsNumber,
-    max_new_tokens: tokens.input.valueAsNumber,
-    general: general.checked,
-  });
-  function drawButton() {
-    const own = values();
-    const isSame = Boolean(last) && Object.keys(own).every((key) => own[key] === last.settings[key]);
-    const isStopped = last?.state === "stopped";
-    setText(button, isStopped && isSame ? "Continue" : last ? "Evaluate again" : "Evaluate");
-    stopped.hidden = !isStopped;
-    if (isStopped) setText(stopped, `${STOPPED} ${settingsText(last)}.`);
-  }
-  node.addEventListener("input", drawButton);
+  parts.node.addEventListener("input", () => drawButton(parts, last));
   /** @param {any} newest the newest evaluation, null without one */
   function draw(offer, isRunning, newest) {
-    node.hidden = isRunning || Boolean(offer.problem);
-    drawOffer(offer);
+    parts.node.hidden = isRunning || Boolean(offer.problem);
+    const isFirst = !drawn;
+    if (drawn !== JSON.stringify(offer)) drawOffer(parts, offer, isFirst);
+    drawn = JSON.stringify(offer);
     const isOther = newest && newest.id !== last?.id;
     last = newest;
-    if (isOther) fill(newest.settings, offer);
-    drawButton();
-  }
-  function drawOffer(offer) {
-    if (drawn === JSON.stringify(offer)) return;
-    const isFirst = !drawn;
-    drawn = JSON.stringify(offer);
-    const chosen = model.value;
-    redraw(model, ...offer.steps.map((step) => el("option", { value: step ?? "" }, modelName(step))));
-    if (offer.steps.some((step) => String(step ?? "") === chosen)) model.value = chosen;
-    tokens.node.hidden = !offer.generates;
-    data.placeholder = offer.has_validation ? "Validation examples of the run" : "None: this run has no validation set";
-    if (!isFirst) return;
-    tokens.input.value = String(offer.max_new_tokens);
-    examples.input.value = offer.has_validation ? "100" : "0";
-  }
-  function fill(settings, offer) {
-    if (offer.steps.includes(settings.step)) model.value = settings.step ?? "";
-    data.value = settings.data;
-    examples.input.value = settings.examples;
-    tokens.input.value = settings.max_new_tokens;
-    general.checked = settings.general;
+    if (isOther) fill(parts, newest.settings, offer.steps);
+    drawButton(parts, last);
   }
   const reset = () => {
-    drawn = data.value = "";
+    drawn = parts.data.value = "";
     last = null;
-    model.replaceChildren(); // a step of this run may be one of the next run, too
-    general.checked = true;
+    parts.model.replaceChildren(); // a step of this run may be one of the next run, too
+    parts.general.checked = true;
   };
-  return { node, values, draw, reset, remove: parts.remove };
+  return { node: parts.node, values: () => valuesOf(parts), draw, reset, remove: parts.remove };
+}
+
+const valuesOf = ({ model, data, examples, tokens, general }) => ({
+  step: model.value === "" ? null : Number(model.value),
+  data: data.value.trim(),
+  examples: examples.input.valueAsNumber,
+  max_new_tokens: tokens.input.valueAsNumber,
+  general: general.checked,
+});
+
+/** What the button does with the values that the fields have now. */
+function drawButton(parts, last) {
+  const own = valuesOf(parts);
+  const isSame = Boolean(last) && Object.keys(own).every((key) => own[key] === last.settings[key]);
+  const isStopped = last?.state === "stopped";
+  setText(parts.button, isStopped && isSame ? "Continue" : last ? "Evaluate again" : "Evaluate");
+  parts.stopped.hidden = !isStopped;
+  if (isStopped) setText(parts.stopped, `${STOPPED} ${settingsText(last)}.`);
+}
+
+function drawOffer({ model, examples, tokens, data }, offer, isFirst) {
+  const chosen = model.value;
+  redraw(model, ...offer.steps.map((step) => el("option", { value: step ?? "" }, modelName(step))));
+  if (offer.steps.some((step) => String(step ?? "") === chosen)) model.value = chosen;
+  tokens.node.hidden = !offer.generates;
+  data.placeholder = offer.has_validation ? "Validation examples of the run" : "None: this run has no validation set";
+  if (!isFirst) return;
+  tokens.input.value = String(offer.max_new_tokens);
+  examples.input.value = offer.has_validation ? "100" : "0";
+}
+
+function fill({ model, data, examples, tokens, general }, settings, steps) {
+  if (steps.includes(settings.step)) model.value = settings.step ?? "";
+  data.value = settings.data;
+  examples.input.value = settings.examples;
+  tokens.input.value = settings.max_new_tokens;
+  general.checked = settings.general;
 }
 
 function createParts() {
