@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from backend.cli.commands import print_json
-from backend.cli.jobs import follow
-from backend.cli.runs import OUTCOMES, find_run
+from backend.cli.jobs import follow, print_end
+from backend.cli.runs import find_run
 from backend.publish.contents import Request
 from backend.rules.base import amount
 from backend.runs import jobs
 from backend.runs.folder import RunError
-from backend.tasks import publish
+from backend.tasks import merge, publish
 from backend.wording import counted
 
 
@@ -24,7 +24,7 @@ def start(arguments: argparse.Namespace) -> int:
     run = find_run(Path(arguments.runs), arguments.run)
     request = Request(
         step=arguments.step, repository=arguments.to or "", public=arguments.public, license=arguments.license,
-        merge=publish.merged(run, arguments.step) if arguments.merged else "", base_model=arguments.base_model,
+        merge=merge.find_merged(run, arguments.step).id if arguments.merged else "", base_model=arguments.base_model,
         folder=os.path.abspath(arguments.folder) if arguments.folder else "",
     )  # fmt: skip
     summary = publish.summary(run, request)
@@ -35,17 +35,14 @@ def start(arguments: argparse.Namespace) -> int:
     if not arguments.yes and not _confirmed():
         print("Nothing was published.", file=sys.stderr)
         return 1
-    job = publish.start(run, summary.request, summary.contents.sizes())
+    job = publish.start(run, summary.request, summary.contents.versions())
     follow(job)
     shown = jobs.as_json(job)
     if arguments.json:
         print_json({**shown, "folder": str(job.path)})
     elif shown["state"] == "done":
         _print_result(shown["result"])
-    else:
-        failure = shown["failure"]
-        print(failure["sentence"] if failure else shown["sentence"], file=sys.stderr)
-    return OUTCOMES.get(shown["state"], 1)
+    return print_end(shown)
 
 
 def _print(summary: publish.Summary, file: Any = None) -> None:

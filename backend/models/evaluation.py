@@ -113,7 +113,7 @@ def start(run: Run, settings: Settings) -> Run:
     if problem := _problem(run, settings):
         raise RunError(problem)
     with alone(run):
-        wanted, kept = _versions(run, settings), {}
+        wanted, stopped = _versions(run, settings), []
         for job in find_all(run):
             is_same = _content(job) == wanted
             if job.state in ALIVE:
@@ -121,10 +121,13 @@ def start(run: Run, settings: Settings) -> Run:
                     return job
                 raise RunError(f"This run is being evaluated ({job.id}). Wait until that has finished, or stop it.")
             if is_same and not job.result():
-                kept = {OUTPUTS: _outputs(job)}
-                job.delete()
+                stopped.append(job)
+        kept = {OUTPUTS: _outputs(stopped[0])} if stopped else {}
         env, devices = place(run, is_light=False)
         job = jobs.create(run, KIND, MODULE, {SETTINGS: json.dumps(wanted), **kept}, env, devices)
+        for earlier in stopped:  # only now: their outputs can be hours of work
+            if earlier.path != job.path:
+                earlier.delete()
         job.start(timeouts=TIMEOUTS)
         return job
 

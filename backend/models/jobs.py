@@ -1,4 +1,4 @@
-"""What the jobs of a run that load its models have in common: where they run, and that one is started at a time."""
+"""What the jobs of a run that use its models have in common: where they run, and that one is started at a time."""
 
 from __future__ import annotations
 

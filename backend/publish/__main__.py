@@ -49,7 +49,7 @@ def run_job(job: Path) -> None:
     report = _Report(job)
     report("Collecting the files.", 0.0)
     found = contents(Run(Run(job).path.parent.parent), request)
-    if found.sizes() != planned["files"]:
+    if found.versions() != planned["files"]:
         raise RunError("The files of the model have changed since they were listed. Publish again.")
     try:
         if request.folder:

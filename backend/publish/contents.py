@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -76,12 +77,26 @@ class Request:
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A file with its name in the repository: a copy of `source`, or `text` if that is not None."""
+    """A file with its name in the repository: a copy of `source`, or `text` if that is not None. `version`: size and
+    time of the last change of `source`, or the hash of `text`; a retrained model has files of the same size."""
 
     name: str
     source: Path
     bytes: int
+    version: str
     text: str | None = None
+
+    @classmethod
+    def copied(cls, name: str, source: Path) -> PublishedFile:
+        """A copy of `source`. Raises OSError."""
+        stat = source.stat()
+        return cls(name, source, stat.st_size, f"{stat.st_size} {stat.st_mtime_ns}")
+
+    @classmethod
+    def written(cls, name: str, source: Path, text: str) -> PublishedFile:
+        """A file with `text`, in place of `source`."""
+        content = text.encode()
+        return cls(name, source, len(content), hashlib.sha256(content).hexdigest(), text)
 
 
 @dataclass(frozen=True)
@@ -99,9 +114,9 @@ class Contents:
         """Of all files."""
         return sum(file.bytes for file in self.files)
 
-    def sizes(self) -> dict[str, int]:
-        """Name -> bytes."""
-        return {file.name: file.bytes for file in self.files}
+    def versions(self) -> dict[str, str]:
+        """Name -> version."""
+        return {file.name: file.version for file in self.files}
 
     @property
     def card(self) -> str:
@@ -128,7 +143,7 @@ def contents(run: Run, request: Request) -> Contents:
     found = [_published(name, path, local, base) for name, path in kept.items()]
     certificate = jobs.find(run, request.merge).result().get("certificate", {}) if request.merge else {}
     text = card.write(run, spec, model, card.Subject(request.destination, base, request.license, certificate))
-    found.append(PublishedFile(README, model.folder / README, len(text.encode()), text))
+    found.append(PublishedFile.written(README, model.folder / README, text))
     paths = {str(run.path), *local}
     for file in found:
         _check_paths(file, paths)
@@ -188,8 +203,8 @@ def _published(name: str, path: Path, local: Collection[str], base: str) -> Publ
             after["base_model_name_or_path"] = base
         if after != before:
             text = json.dumps(after, indent=2, ensure_ascii=False) + "\n"
-            return PublishedFile(name, path, len(text.encode()), text)
-    return PublishedFile(name, path, path.stat().st_size)
+            return PublishedFile.written(name, path, text)
+    return PublishedFile.copied(name, path)
 
 
 def _without_folder(value: Any, local: Collection[str], base: str) -> Any:

@@ -7,6 +7,7 @@ The token is the one of `hf auth login` or of the environment, which the library
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from backend.publish.contents import Contents, PublishedFile
 from backend.wording import counted
 
 Report = Callable[[str, float], None]  # (text, fraction of the bytes that are there)
+TOKEN = re.compile(r"[\x21-\x7e]+")
 TOKENS = f"{constants.ENDPOINT}/settings/tokens"
 STORE = "with hf auth login, or on the page (Hugging Face token below Hub model ID)"
 MESSAGE = "Publish with Footplate"
@@ -108,6 +110,11 @@ def _token() -> str:
     if not token:
         raise PublishError(
             f"There is no Hugging Face token. Create one that can write at {TOKENS}, and store it {STORE}."
+        )
+    if not TOKEN.fullmatch(token):  # the HTTP library's error would quote it
+        raise PublishError(
+            "The Hugging Face token contains a space, a control character or a character outside of ASCII. Copy it "
+            f"again from {TOKENS}, and store it {STORE}."
         )
     return token
 

@@ -9,6 +9,7 @@ from typing import Any
 from backend import environments, presets, registry
 from backend.models import trained
 from backend.models.gguf import CERTIFICATE, ENVIRONMENT, FORMATS, MODELFILE
+from backend.models.jobs import alone
 from backend.paths import environment_folder
 from backend.runs import GGUF, SPEC, jobs, json_values
 from backend.runs.folder import ALIVE, Run, RunError
@@ -27,40 +28,27 @@ def start(run: Run, step: int | None, format: str) -> Run:
         raise RunError(
             "Reward models cannot be exported as GGUF: llama.cpp would drop the layer that computes the score."
         )
-    merged = _merge_of(run, model)
-    if (job := find(run, model, format)) and (job.state in ALIVE or job.result().get("model")):
-        return job
-    if not environments.is_complete(ENVIRONMENT):
-        raise RunError(
-            "The converter and runtime of llama.cpp are not installed. Run `footplate env create gguf`, which "
-            "downloads 110 MB, then export again."
-        )
-    if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
-        raise RunError(
-            f"Another GGUF file of this run is being exported ({busy[0].id}). Wait until it has finished, or stop it."
-        )
-    for earlier in jobs.find_all(run, KIND):
-        if _request(earlier) == (step, format):  # failed, or of a model that was replaced
-            earlier.delete()
+    merged = merge.find_merged(run, step).id if model.base else ""  # a GGUF file needs full weights
     request = {"step": step, "format": format, "merge": merged, "environment": str(environment_folder(ENVIRONMENT))}
-    job = jobs.create(run, KIND, "backend.export", {GGUF: json.dumps(request)}, merge.ON_CPU, {})
-    job.start()
-    return job
-
-
-def _merge_of(run: Run, model: trained.TrainedModel) -> str:
-    """The id of the merge with the full weights of an adapter; '' for a model that has them. Raises RunError."""
-    if not model.base:
-        return ""
-    job = merge.find(run, model)
-    if not job or not job.result().get("model"):
-        step = f" --step {model.step}" if model.step is not None else ""
-        name = merge.name(model.step)
-        raise RunError(
-            f"{name[0].upper()}{name[1:]} of {run.id} is an adapter, and a GGUF file needs full weights. Merge it "
-            f"first: `footplate merge {run.id}{step}`, or Merge into base model on the run's page."
-        )
-    return job.id
+    with alone(run):
+        if (job := find(run, model, format)) and (job.state in ALIVE or job.result().get("model")):
+            return job
+        if not environments.is_complete(ENVIRONMENT):
+            raise RunError(
+                "The converter and runtime of llama.cpp are not installed. Run `footplate env create gguf`, which "
+                "downloads 110 MB, then export again."
+            )
+        if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
+            raise RunError(
+                f"Another GGUF file of this run is being exported ({busy[0].id}). Wait until it has finished, or stop "
+                "it."
+            )
+        for earlier in jobs.find_all(run, KIND):
+            if _request(earlier) == (step, format):  # failed, or of a model that was replaced
+                earlier.delete()
+        job = jobs.create(run, KIND, "backend.export", {GGUF: json.dumps(request)}, merge.ON_CPU, {})
+        job.start()
+        return job
 
 
 def find(run: Run, model: trained.TrainedModel, format: str) -> Run | None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from backend.models import trained
+from backend.models.jobs import alone
 from backend.runs import MERGE, MODEL, jobs, json_values
 from backend.runs.folder import ALIVE, Run, RunError
 
@@ -16,22 +17,20 @@ ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # memory decides,
 def start(run: Run, step: int | None) -> Run:
     """The job that merges, or has merged, the adapter of a checkpoint or of the final model (None); started if there is
     none. Raises RunError."""
-    model = find_model(run, step)
-    if not model.base:
-        which = name(step)
-        raise RunError(f"{which[0].upper()}{which[1:]} of {run.id} has full weights: there is no adapter to merge.")
-    if (job := find(run, model)) and (job.state in ALIVE or job.result()):
+    model = _find_adapter(run, step)
+    with alone(run):
+        if (job := find(run, model)) and (job.state in ALIVE or job.result()):
+            return job
+        if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
+            raise RunError(
+                f"Another adapter of this run is being merged ({busy[0].id}). Wait until it has finished, or stop it."
+            )
+        for earlier in jobs.find_all(run, KIND):
+            if _step(earlier) == step:  # failed, or of an adapter that was replaced
+                earlier.delete()
+        job = jobs.create(run, KIND, "backend.export", {MERGE: json.dumps({"step": step})}, ON_CPU, {})
+        job.start()
         return job
-    if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
-        raise RunError(
-            f"Another adapter of this run is being merged ({busy[0].id}). Wait until it has finished, or stop it."
-        )
-    for earlier in jobs.find_all(run, KIND):
-        if _step(earlier) == step:  # failed, or of an adapter that was replaced
-            earlier.delete()
-    job = jobs.create(run, KIND, "backend.export", {MERGE: json.dumps({"step": step})}, ON_CPU, {})
-    job.start()
-    return job
 
 
 def find_model(run: Run, step: int | None) -> trained.TrainedModel:
@@ -43,6 +42,31 @@ def find_model(run: Run, step: int | None) -> trained.TrainedModel:
         others = f"Choose one of its checkpoints: {steps}." if steps else sharded
         raise RunError(f"{run.id} has no weights of {name(step)} that can be loaded. {others}")
     return model
+
+
+def _find_adapter(run: Run, step: int | None) -> trained.TrainedModel:
+    model = find_model(run, step)
+    if not model.base:
+        raise RunError(f"{_subject(step)} of {run.id} has full weights: there is no adapter to merge.")
+    return model
+
+
+def find_merged(run: Run, step: int | None) -> Run:
+    """The job that has merged the adapter of a checkpoint or of the final model (None). Raises RunError."""
+    job = find(run, _find_adapter(run, step))
+    if job and job.result().get("model"):
+        return job
+    if job and job.state in ALIVE:
+        raise RunError(f"{_subject(step)} of {run.id} is being merged ({job.id}). Try again when that has finished.")
+    command = f"footplate merge {run.id}" + (f" --step {step}" if step is not None else "")
+    raise RunError(
+        f"{_subject(step)} of {run.id} is an adapter that is not merged into its base model. Merge it first: "
+        f"`{command}`, or Merge into base model on the run's page."
+    )
+
+
+def _subject(step: int | None) -> str:
+    return name(step)[0].upper() + name(step)[1:]
 
 
 def name(step: int | None) -> str:

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backend.models import trained
+from backend.models.jobs import alone
 from backend.publish import folder
 from backend.publish.contents import Contents, Request, contents
 from backend.runs import PUBLISH, jobs, json_values
 from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, StopTimeouts
-from backend.tasks import merge
 
 KIND, MODULE = "publish", "backend.publish"
 STATE_SECONDS = 60
@@ -36,23 +35,15 @@ class Summary:
         """For the page and `--json`."""
         return {
             "request": self.request.as_json(),
-            "files": [{"name": file.name, "bytes": file.bytes} for file in self.contents.files],
+            "files": [
+                {"name": file.name, "bytes": file.bytes, "version": file.version} for file in self.contents.files
+            ],
             "bytes": self.contents.bytes,
             "left_out": list(self.contents.left_out),
             "base_model": self.contents.base_model,
             "card": self.contents.card,
             "effect": self.effect,
         }
-
-
-def merged(run: Run, step: int | None) -> str:
-    """The id of the job that has merged the adapter of this step. Raises RunError."""
-    model = trained.at_step(run, step)
-    job = merge.find(run, model) if model else None
-    if not job or not job.result():
-        command = f"footplate merge {run.id}" + (f" --step {step}" if step is not None else "")
-        raise RunError(f"This adapter has not been merged. Run `{command}`, then publish again.")
-    return job.id
 
 
 def summary(run: Run, request: Request) -> Summary:
@@ -95,21 +86,22 @@ def _state(request: Request) -> dict[str, Any]:
     return answer
 
 
-def start(run: Run, request: Request, shown: Mapping[str, int]) -> Run:
-    """The job that publishes files with the names and sizes that were `shown`: it fails if they have changed since.
-    Raises RunError."""
+def start(run: Run, request: Request, shown: Mapping[str, str]) -> Run:
+    """The job that publishes the files whose versions (`Contents.versions`) were `shown`: it fails if they have changed
+    since. Raises RunError."""
     request.check()
-    if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
-        raise RunError(
-            f"A model of this run is being published ({busy[0].id}). Wait until it has finished, or stop it."
-        )
-    for earlier in jobs.find_all(run, KIND):
-        if _destination(earlier) == request.destination and not earlier.result():
-            earlier.delete()
     planned = {"request": request.as_json(), "files": dict(shown)}
-    job = jobs.create(run, KIND, MODULE, {PUBLISH: json.dumps(planned)}, {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, {})
-    job.start(timeouts=TIMEOUTS)
-    return job
+    with alone(run):
+        if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
+            raise RunError(
+                f"A model of this run is being published ({busy[0].id}). Wait until it has finished, or stop it."
+            )
+        for earlier in jobs.find_all(run, KIND):
+            if _destination(earlier) == request.destination and not earlier.result():
+                earlier.delete()
+        job = jobs.create(run, KIND, MODULE, {PUBLISH: json.dumps(planned)}, {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, {})
+        job.start(timeouts=TIMEOUTS)
+        return job
 
 
 def _request(job: Run) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Run:
 
 def start(run: Run, request: Request) -> Run:
     summary = publish.summary(run, request)
-    return publish.start(run, summary.request, summary.contents.sizes())
+    return publish.start(run, summary.request, summary.contents.versions())
 
 
 def wait(job: Run) -> Run:

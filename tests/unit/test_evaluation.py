@@ -1,5 +1,6 @@
 """Evaluations without their process: settings, start and stop, the endpoints and the command."""
 
+import errno
 import json
 import os
 import sys
@@ -64,7 +65,11 @@ def test_what_a_run_offers(tmp_path):
         evaluation.start(make_run(tmp_path / "three", REWARD), Settings())
 
 
-def test_stopped_and_started_again(tmp_path, waiter):
+def no_space(*given, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_stopped_and_started_again(tmp_path, waiter, monkeypatch):
     run = make_run(tmp_path / "runs")
     job = evaluation.start(run, Settings(general=False))
     assert evaluation.start(run, Settings(general=False)).id == job.id
@@ -72,12 +77,16 @@ def test_stopped_and_started_again(tmp_path, waiter):
     wait_for_end(job)
     assert job.state == "stopped"
     (job.path / evaluation.OUTPUTS).write_text('{"key": "example 0"}\n')
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="No space left"):
+        patch.setattr("backend.runs.folder.replace_text", no_space)
+        evaluation.start(run, Settings(general=False))
+    assert (job.path / evaluation.OUTPUTS).exists()
     other = evaluation.start(run, Settings(examples=5))
     assert job.path.exists() and not (other.path / evaluation.OUTPUTS).exists()
     other.stop(save=False)
     wait_for_end(other)
     later = evaluation.start(run, Settings(general=False))
-    assert job.path.exists() == (later.id == job.id), "the same id, if it started in the same second"
+    assert not job.path.exists()
     assert (later.path / evaluation.OUTPUTS).read_text() == '{"key": "example 0"}\n'
     run.delete()  # stops it
     assert not later.path.exists()

@@ -3,15 +3,20 @@
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import pytest
 from small import client
 
+from backend.__main__ import main
+from backend.config import RunSpec
 from backend.models import trained
-from backend.runs import LOCK, MERGE, MODEL, RESULT, Plan, jobs, processes
+from backend.presets import dump
+from backend.publish.contents import Request
+from backend.runs import LOCK, MERGE, MODEL, RESULT, SPEC, Plan, jobs, processes
 from backend.runs.folder import Run, RunError
-from backend.tasks import merge
+from backend.tasks import gguf, merge, publish
 
 SLEEP = ["sleep", "60"]
 CERTIFICATE = {
@@ -74,6 +79,40 @@ def test_a_merge_that_is_outdated_is_replaced(run, monkeypatch, change):
     assert again.plan().argv[1:] == ("-m", "backend.export", ".")
 
 
+@pytest.mark.parametrize("kind", [merge.KIND, gguf.KIND, publish.KIND])
+def test_two_starts_at_once_create_one_job(run, monkeypatch, kind):
+    """The second one waits for the first, and finds its job."""
+    starts = {
+        merge.KIND: lambda: merge.start(run, None),
+        gguf.KIND: lambda: gguf.start(run, None, "q8_0"),
+        publish.KIND: lambda: publish.start(run, Request(folder="/out"), {}),
+    }
+    locks, create = [], jobs.create
+
+    def create_slowly(*given):
+        time.sleep(0.2)  # long enough for the second start to look for a job
+        return create(*given)
+
+    def start(_):
+        try:
+            return starts[kind]().id
+        except RunError as error:
+            return "being published" if "being published" in str(error) else repr(error)
+
+    if kind == gguf.KIND:
+        finished_job(run)
+        (run.path / SPEC).write_text(dump(RunSpec()))
+    monkeypatch.setattr("backend.environments.is_complete", lambda name: True)
+    monkeypatch.setattr(jobs, "create", create_slowly)
+    monkeypatch.setattr(Run, "start", lambda self, timeouts=None: locks.append(processes.acquire_lock(self.path)))
+    with ThreadPoolExecutor(2) as pool:
+        answers = set(pool.map(start, range(2)))
+    for lock in locks:
+        processes.release(lock)
+    (job,) = jobs.find_all(run, kind)
+    assert answers == {job.id, *(["being published"] if kind == publish.KIND else [])}
+
+
 def test_deleting_a_run_stops_its_jobs(run, monkeypatch):
     job = jobs.create(run, merge.KIND, "x", {}, {}, {})
     (job.path / "plan.json").write_text(json.dumps({**json.loads((job.path / "plan.json").read_text()), "argv": SLEEP}))
@@ -127,5 +166,23 @@ def test_no_merge_of_full_weights(tmp_path):
     run = Run.create(tmp_path, "r", Plan(("true",)), datetime.now())
     plant_model(run, "config.json", {"architectures": ["LlamaForCausalLM"]})
     assert trained.find(run)
-    with pytest.raises(RunError, match="full weights"):
-        merge.start(run, None)
+    for use in (merge.start, merge.find_merged):
+        with pytest.raises(RunError, match="has full weights: there is no adapter to merge"):
+            use(run, None)
+
+
+def test_the_merge_of_an_adapter(run, capsys):
+    command = ["publish", "--runs", str(run.path.parent), run.id, "--folder", "/nowhere", "--merged"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert f"The final model of {run.id} is an adapter that is not merged" in error
+    assert f"`footplate merge {run.id}`" in error
+    assert main([*command, "--step", "7"]) == 2
+    assert f"{run.id} has no weights of checkpoint 7 that can be loaded" in capsys.readouterr().err
+    job = finished_job(run)
+    assert merge.find_merged(run, None).id == job.id
+    (job.path / RESULT).unlink()
+    lock = processes.acquire_lock(job.path)
+    with pytest.raises(RunError, match=r"The final model of .* is being merged"):
+        merge.find_merged(run, None)
+    processes.release(lock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from small import client
 
 from backend.__main__ import main
 from backend.publish import __main__ as process
-from backend.publish import folder
+from backend.publish import folder, hub
 from backend.publish.contents import Request, contents
-from backend.runs import LOCK, MODEL, PROGRESS, RESULT, jobs
+from backend.runs import LOCK, METRICS, MODEL, PROGRESS, RESULT, jobs
 from backend.runs.folder import RunError
 from backend.tasks import publish
 
@@ -44,7 +45,7 @@ def header(card):
 
 def test_an_adapter_with_the_id_of_its_base_model(run, base):
     found = contents(run, Request(**TO, base_model=BASE_ID, license="apache-2.0"))
-    assert list(found.sizes()) == NAMES and found.left_out == ()
+    assert list(found.versions()) == NAMES and found.left_out == ()
     assert json.loads(text_of(found, "adapter_config.json"))["base_model_name_or_path"] == BASE_ID
     assert found.bytes == sum(len(text_of(found, name).encode()) for name in NAMES)
     for name in NAMES:
@@ -84,7 +85,7 @@ def test_base_models_that_the_run_knows(tmp_path, base, options, expected):
 
 def test_a_checkpoint_without_its_training_state_and_with_its_own_figures(run):
     found = contents(run, Request(**TO, step=4, base_model=BASE_ID))
-    assert list(found.sizes()) == NAMES
+    assert list(found.versions()) == NAMES
     assert set(found.left_out) == {*STATE, "complete"}
     for part in ("| Steps | 4 |", "| Tokens | 400 |", "logged step | 0.5 |", "| Validation loss | 0.625 |"):
         assert part in found.card, part
@@ -126,9 +127,6 @@ def test_a_merged_model_needs_no_id_of_a_base_model(run, base):
     assert "base_model" not in header(found.card) and header(found.card)["library_name"] == "transformers"
     assert "base_model" not in json.loads(text_of(found, "certificate.json"))
     assert "Verified: the merged model was loaded from its files (bf16)" in found.card and "1e-05 nats" in found.card
-    assert publish.merged(run, None) == job.id
-    with pytest.raises(RunError, match="has not been merged"):
-        publish.merged(run, 4)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +168,14 @@ def test_requests_that_cannot_be_published(run, values, message):
         contents(run, Request(**values))
 
 
+@pytest.mark.parametrize("token", ["hf_abc\x1bdef", "hf_abc def", "hf_abcé"])
+def test_a_token_that_cannot_be_sent_is_not_repeated(monkeypatch, token):
+    monkeypatch.setattr(hub, "get_token", lambda: token)
+    with pytest.raises(hub.PublishError, match="contains a space, a control character") as error:
+        hub.state("ada/trains", public=False)
+    assert "hf_abc" not in str(error.value)
+
+
 def test_a_folder_appears_complete(run, tmp_path, monkeypatch):
     target = tmp_path / "out"
     summary = publish.summary(run, Request(folder=str(target), base_model=BASE_ID))
@@ -182,7 +188,9 @@ def test_a_folder_appears_complete(run, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*out*"))
     target.mkdir()
     assert folder.publish(summary.contents, target, lambda *given: shown.append(given)) == {"folder": str(target)}
-    assert {path.name: path.stat().st_size for path in target.iterdir()} == summary.contents.sizes()
+    assert {path.name: path.stat().st_size for path in target.iterdir()} == {
+        file.name: file.bytes for file in summary.contents.files
+    }
     assert shown[-1][1] == 1.0
     for place, message in ((target, "is not an empty folder"), (tmp_path / "no/out", "does not exist")):
         with pytest.raises(RunError, match=message):
@@ -192,11 +200,18 @@ def test_a_folder_appears_complete(run, tmp_path, monkeypatch):
 def test_files_that_changed_since_they_were_shown_are_not_published(run, tmp_path, monkeypatch):
     monkeypatch.setattr("backend.runs.folder.Run.start", lambda self, timeouts: (self.path / LOCK).touch())
     request = Request(folder=str(tmp_path / "out"), base_model=BASE_ID)
-    job = publish.start(run, request, contents(run, request).sizes())
-    plant(run.path / MODEL, {"notes.txt": "new"})
-    with pytest.raises(RunError, match="have changed since they were listed"):
-        process.run_job(job.path)
-    (run.path / MODEL / "notes.txt").unlink()
+    job = publish.start(run, request, contents(run, request).versions())
+    weights, metrics = run.path / MODEL / "adapter_model.safetensors", run.path / METRICS
+    before, written = metrics.read_text(), weights.stat().st_mtime_ns
+    for change, undo in (
+        (lambda: plant(run.path / MODEL, {"notes.txt": "new"}), lambda: (run.path / MODEL / "notes.txt").unlink()),
+        (lambda: os.utime(weights, ns=(1, 1)), lambda: os.utime(weights, ns=(written, written))),  # the same size
+        (lambda: metrics.write_text(before.replace("0.25", "0.75")), lambda: metrics.write_text(before)),
+    ):
+        change()
+        with pytest.raises(RunError, match="have changed since they were listed"):
+            process.run_job(job.path)
+        undo()
     process.run_job(job.path)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES
     assert json.loads((job.path / RESULT).read_text())["folder"] == str(tmp_path / "out")
@@ -229,6 +244,17 @@ def test_the_command_shows_and_asks(run, tmp_path, capsys, monkeypatch):
     assert not Path(tmp_path / "out").exists()
 
 
+def test_the_command_says_how_to_fix_a_failure(run, tmp_path, capsys, monkeypatch):
+    def fail(job, timeouts):
+        (job.path / LOCK).touch()
+        plant(job.path, {"state.json": {"end": "failed", "exit_code": 1}})
+
+    monkeypatch.setattr("backend.runs.folder.Run.start", fail)
+    monkeypatch.setattr("backend.runs.folder.Run.failure", lambda job: {"sentence": "It failed.", "help": "Fix it."})
+    assert main(["publish", str(run.path), "--folder", str(tmp_path / "out"), "--base-model", BASE_ID, "--yes"]) == 1
+    assert capsys.readouterr().err.endswith("It failed. Fix it.\n")
+
+
 def test_the_page_publishes_what_it_has_shown(run, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr("backend.runs.folder.Run.start", lambda self, timeouts: started.append(self))
@@ -236,12 +262,12 @@ def test_the_page_publishes_what_it_has_shown(run, tmp_path, monkeypatch):
     with client(run.path.parent) as web:
         place = f"/api/runs/{run.id}/publications"
         summary = web.post(f"{place}/summary", json=body).json()
-        sizes = {file["name"]: file["bytes"] for file in summary["files"]}
-        assert list(sizes) == NAMES and summary["card"].startswith("---\n")
-        assert web.post(place, json={"shown": sizes}).status_code == 409 and not started
-        assert web.post(place, json={**body, "shown": sizes}).status_code == 201
+        shown = {file["name"]: file["version"] for file in summary["files"]}
+        assert list(shown) == NAMES and summary["card"].startswith("---\n")
+        assert web.post(place, json={"shown": shown}).status_code == 409 and not started
+        assert web.post(place, json={**body, "shown": shown}).status_code == 201
         planned = json.loads((started[0].path / "publish.json").read_text())
-        assert planned["files"] == sizes and planned["request"]["folder"] == str(tmp_path / "out")
+        assert planned["files"] == shown and planned["request"]["folder"] == str(tmp_path / "out")
         assert [job["id"] for job in web.get(f"/api/runs/{run.id}").json()["publications"]] == [started[0].id]
         assert web.post(f"{place}/nothing/stop", json={}).status_code == 404
         assert web.delete(f"{place}/{started[0].id}").status_code == 200

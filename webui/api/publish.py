@@ -16,7 +16,7 @@ from webui.api.runs import PathRun
 
 
 class PublishRequest(RequestBody):
-    """See backend.publish.contents.Request. `shown`: the names and sizes of the files that the user has confirmed."""
+    """See backend.publish.contents.Request. `shown`: name -> version of the files that the user has confirmed."""
 
     step: int | None = None
     merge: str = Field("", max_length=200)
@@ -25,7 +25,7 @@ class PublishRequest(RequestBody):
     public: bool = False
     license: str = Field("", max_length=100)
     base_model: str = Field("", max_length=200)
-    shown: dict[str, int] = Field(default_factory=dict)
+    shown: dict[str, str] = Field(default_factory=dict)
 
     def request(self) -> Request:
         """The request, without the spaces that were pasted."""

@@ -116,7 +116,7 @@ function askWhere(model, run, request) {
 /** The second dialog: nothing is sent before it is confirmed. */
 function confirmSummary(summary, model, run) {
   const { request, files } = summary;
-  const shown = Object.fromEntries(files.map((file) => [file.name, file.bytes]));
+  const shown = Object.fromEntries(files.map((file) => [file.name, file.version]));
   const row = ({ name, bytes: size }) => el("tr", {}, el("td", {}, name), el("td.fp-figures", {}, bytes(size)));
   const total = el("p.fp-dim", {}, `${files.length} files, ${bytes(summary.bytes)}`);
   const leftOut = `Not published: ${summary.left_out.join(", ")}`;
