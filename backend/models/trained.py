@@ -24,7 +24,8 @@ WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.
 class TrainedModel:
     """`step`: of the checkpoint, None for the final model; `base`: the model that an adapter belongs to, '' for full
     weights; `bytes`: of all files; `code`: Python that loads the model and uses it; `further`: the options with which a
-    run trains it further, None for a checkpoint that belongs to modified base weights."""
+    run trains it further, None for a checkpoint that belongs to modified base weights; `is_reward_model`: it has a
+    scalar head instead of the LM head."""
 
     folder: Path
     step: int | None
@@ -32,6 +33,7 @@ class TrainedModel:
     bytes: int
     code: str
     further: Mapping[str, Any] | None
+    is_reward_model: bool
 
     def files(self) -> list[Path]:
         """The files of the model, without those of the training's state."""
@@ -46,6 +48,7 @@ class TrainedModel:
             "bytes": self.bytes,
             "code": self.code,
             "further": self.further,
+            "is_reward_model": self.is_reward_model,
         }
 
 
@@ -95,7 +98,8 @@ def _described(folder: Path, step: int | None, changed: int, system: str) -> Tra
         code = _code(folder, config, ADAPTER in names, GENERATION in names, system)
     except (OSError, ValueError, AttributeError):
         return None
-    return TrainedModel(folder, step, base, size, code, _further(folder, config, ADAPTER in names))
+    further = _further(folder, config, ADAPTER in names)
+    return TrainedModel(folder, step, base, size, code, further, _is_reward_model(config))
 
 
 # Initializations that subtract the initial adapter from the base weights: disabling the adapter does not restore them.
@@ -128,9 +132,13 @@ def _system_prompt(run: Run) -> str:
     return system_prompt.of_run((run.path.parent.parent if run.path.parent.name == JOBS else run.path) / SPEC)
 
 
-def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool, system: str) -> str:
+def _is_reward_model(config: Mapping[str, Any]) -> bool:
     architectures = config.get("architectures") or [""]
-    scores = config.get("task_type") == "SEQ_CLS" or str(architectures[0]).endswith("ForSequenceClassification")
+    return config.get("task_type") == "SEQ_CLS" or str(architectures[0]).endswith("ForSequenceClassification")
+
+
+def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool, system: str) -> str:
+    scores = _is_reward_model(config)
     kind = f"Auto{'Peft' if is_adapter else ''}ModelFor{'SequenceClassification' if scores else 'CausalLM'}"
     # An adapter is loaded with the base model's generation config, which may not know the token that ends completions.
     own = is_adapter and has_ends and not scores

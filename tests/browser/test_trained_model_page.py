@@ -15,7 +15,7 @@ from test_journeys import SLOW_TIMEOUT, value, wait_for_status
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
-from backend.runs import GGUF, LOCK, LOG, MERGE, RESULT, jobs
+from backend.runs import GGUF, LOCK, LOG, MERGE, PUBLISH, RESULT, jobs
 
 sys.path.append(str(Path(__file__).parent.parent / "unit"))
 from failed_runs import ended, planted_run
@@ -145,6 +145,65 @@ def test_a_model_is_published_after_a_summary(server, page):
     token.unlink()
 
 
+def test_a_review_that_is_canceled_opens_no_dialog(server, page, tmp_path):
+    run = plant(server, "canceled")
+    show_run(page, run)
+    publish = page.get_by_role("region", name="Your model").get_by_role("button", name="Publish")
+    dialog = page.get_by_role("dialog")
+    review, cancel = (dialog.get_by_role("button", name=name) for name in ("Review files", "Cancel"))
+    publish.click(timeout=SLOW_TIMEOUT)
+    dialog.get_by_label("Destination").select_option("folder")
+    review.click()
+    expect(dialog.get_by_role("alert")).to_contain_text("Choose one destination")
+    dialog.get_by_label("Empty or new folder").fill(str(tmp_path / "copy"))
+    pending = []
+    page.route("**/publications/summary", lambda route: pending.append(route))
+    with page.expect_request("**/publications/summary"):
+        review.click()
+    expect(dialog.get_by_role("alert")).to_be_hidden()
+    cancel.click()
+    expect(publish).to_be_focused()
+    with page.expect_response("**/publications/summary"):
+        pending[0].continue_()
+    page.unroute_all(behavior="ignoreErrors")
+    page.evaluate("() => new Promise((resolve) => setTimeout(resolve, 100))")
+    expect(dialog).to_have_count(0)
+    publish.click()
+    dialog.get_by_label("Destination").select_option("folder")
+    dialog.get_by_label("Empty or new folder").fill(str(tmp_path / "copy"))
+    review.click()
+    expect(dialog).to_contain_text("Copies the files to the folder", timeout=SLOW_TIMEOUT)
+    cancel.click()
+    expect(publish).to_be_focused()
+
+
+def test_publishing_again_keeps_the_checkpoint_and_the_merged_model(server, page):
+    run = plant(server, "again")
+    (run.path / "model/model.safetensors").unlink()
+    (run.path / "model/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "tiny-llama"}))
+    (run.path / "model/adapter_model.safetensors").write_bytes(bytes(1000))
+    merged = plant_merge(run)
+    for name, request in (("ada/early", {"step": 2, "merge": "early"}), ("ada/final", {"step": None, "merge": ""})):
+        planned = json.dumps({"request": {"repository": name, **request}, "files": {}})
+        job = jobs.create(run, "publish", "backend.publish", {PUBLISH: planned}, {}, {})
+        (job.path / LOCK).touch()
+        (job.path / "state.json").write_text(json.dumps({"end": "stopped"}))
+    show_run(page, run)
+    dialog = page.get_by_role("dialog")
+    for name, step, chosen, offered in (
+        ("ada/early", 2, "early", ["", "early"]), ("ada/final", None, "", ["", merged.id])
+    ):  # fmt: skip
+        page.get_by_role("button", name=f"Publish again: {name}").click(timeout=SLOW_TIMEOUT)
+        options = dialog.locator("label:has-text('Adapter') option").all()
+        assert [option.get_attribute("value") for option in options] == offered
+        expect(dialog.get_by_text("Checkpoint at step 2")).to_have_count(0 if step is None else 1)
+        with page.expect_request("**/publications/summary") as request:
+            dialog.get_by_role("button", name="Review files").click()
+        sent = request.value.post_data_json
+        assert (sent["step"], sent["merge"], sent["repository"]) == (step, chosen, name)
+        dialog.get_by_role("button", name="Cancel").click()
+
+
 def test_a_model_is_exported_as_gguf(server, page):
     run = plant(server, "exported")
     done, failed = plant_export(run, "q8_0"), plant_export(run, "f16", sentence="llama.cpp does not stop at </s> (2).")
@@ -172,6 +231,15 @@ def test_a_model_is_exported_as_gguf(server, page):
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(card.locator(".fp-gguf")).to_have_count(0, timeout=SLOW_TIMEOUT)
     assert not done.path.exists() and failed.path.exists()
+
+
+def test_a_reward_model_is_not_exported_as_gguf(server, page):
+    run = plant(server, "reward")
+    (run.path / "model/config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
+    show_run(page, run)
+    card = page.get_by_role("region", name="Your model")
+    expect(card.get_by_role("button", name="Publish")).to_be_visible(timeout=SLOW_TIMEOUT)
+    expect(card).not_to_contain_text("GGUF")
 
 
 def plant_export(run, format, sentence=""):

@@ -18,7 +18,7 @@ from backend.machine import Machine
 from backend.models import chat, chat_files, system_prompt, trained
 from backend.models.chat_files import BASE, CLEAR, OUTPUTS, REQUESTS, STOP, TUNED, Lines, Request
 from backend.models.jobs import place
-from backend.runs import RESULT
+from backend.runs import RESULT, STATE, jobs, processes
 from backend.runs.folder import ALIVE, RunError
 
 LORA = {"model.builtin": "tiny-llama", "logging.run_name": "chatty"}
@@ -222,6 +222,18 @@ def api(tmp_path, waiter):
     for run in (tmp_path / "runs").glob("2*"):
         for job in (run / "jobs").glob("2*"):
             assert not (job / "running").exists() or (job / "stop").exists()
+
+
+def test_a_waiting_chat_names_the_run_that_it_waits_for(tmp_path, api):
+    run = make_run(tmp_path / "runs")
+    job = jobs.create(run, chat.KIND, "x", {}, {}, {})
+    lock = processes.acquire_lock(job.path)
+    try:
+        (job.path / STATE).write_text(json.dumps({"queued": 1.0, "waiting": f"{run.id} uses the CPU."}))
+        shown = api.get(f"/api/runs/{run.id}/chat").json()["job"]
+        assert shown["sentence"] == f"Waiting in the queue. {run.name} uses the CPU."
+    finally:
+        processes.release(lock)
 
 
 def test_the_endpoints(tmp_path, api):

@@ -8,11 +8,13 @@ from datetime import datetime
 import pytest
 from small import client
 
-from backend.config.options import edit, parse
+from backend.config.options import edit, options, parse
 from backend.runs import LOCK, METRICS, RESULT, SPEC, Plan
 from backend.runs.folder import Run
 from backend.runs.metrics import read_points
 from webui.api.compare_runs import (
+    DECIDE_EVAL_LOSS,
+    DECIDE_SPLIT,
     MOST,
     csv_text,
     distinct_names,
@@ -53,6 +55,23 @@ def test_an_option_without_effect_has_no_value():
     assert rows["lora.r"] == {"a": 4, "b": None}
     assert rows["method.kind"]["a"] != rows["method.kind"]["b"]
     assert "lora.alpha" not in rows  # hidden in b, at its default in a
+
+
+def test_options_that_decide_the_validation_loss():
+    def decisive(changes, **data):
+        spec = edit(LORA, {f"data.{name}": value for name, value in data.items()})
+        rows = option_differences({"a": spec, "b": edit(spec, changes)})
+        return [row["key"] for row in rows if row["decides_eval_loss"]]
+
+    assert {option.name for option in options()} >= DECIDE_EVAL_LOSS | DECIDE_SPLIT
+    assert decisive({"data.max_length": 64, "model.builtin": "smollm2-135m-instruct"}) == [
+        "model.builtin", "data.max_length",
+    ]  # fmt: skip
+    assert not decisive({"data.dataset_num_proc": 2, "data.max_samples": 9, "model.attn_implementation": "sdpa"})
+    assert not decisive({"train.seed": 7})  # the validation set of built-in data is not split off
+    own = {"source": "files", "files": ("a.jsonl",)}
+    assert decisive({"train.seed": 7}, **own) == ["train.seed"]
+    assert not decisive({"train.seed": 7}, **own, validation="files", validation_files=("b.jsonl",))
 
 
 def test_secrets_are_masked():

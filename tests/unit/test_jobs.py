@@ -162,6 +162,18 @@ def test_endpoints(run):
         assert not job.path.exists() and web.get(f"/api/runs/{run.id}").json()["merge"] is None
 
 
+def test_endpoints_accept_only_jobs_of_their_kind(run):
+    job = finished_job(run)
+    with client(run.path.parent) as web:
+        for kind in ("gguf", "publications", "evaluations"):
+            place = f"/api/runs/{run.id}/{kind}/{job.id}"
+            assert web.delete(place).status_code == web.post(f"{place}/stop", json={}).status_code == 404
+        for path in ("gguf", "evaluations"):
+            file = "files/certificate.json" if path == "gguf" else "examples.json"
+            assert web.get(f"/api/runs/{run.id}/{path}/{job.id}/{file}").status_code == 404
+    assert job.path.exists()
+
+
 def test_no_merge_of_full_weights(tmp_path):
     run = Run.create(tmp_path, "r", Plan(("true",)), datetime.now())
     plant_model(run, "config.json", {"architectures": ["LlamaForCausalLM"]})

@@ -81,6 +81,7 @@ def test_a_reward_model_scores(run):
     finish(run)
     code = trained.find(run).code
     assert "AutoModelForSequenceClassification" in code and "num_labels=1" in code and "generate" not in code
+    assert trained.find(run).is_reward_model
 
 
 @pytest.mark.parametrize("broken", ["shards", "no tokenizer", "damaged", "list"])

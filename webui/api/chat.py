@@ -16,7 +16,9 @@ from backend.models import chat, chat_files
 from backend.models.chat_files import CLEAR, GENERATE, PAGE, STOP, TUNED, Request
 from backend.runs import jobs
 from backend.runs.folder import ALIVE, Run, RunError
-from webui.api.requests import ApiError, RequestBody, json, no_content
+from webui.api.app_state import AppState
+from webui.api.jobs import with_run_names
+from webui.api.requests import ApiError, RequestBody, State, json, no_content
 from webui.api.runs import PathRun
 
 
@@ -38,13 +40,13 @@ class ChatRequest(RequestBody):
     seed: int | None = None
 
 
-def show(run: PathRun, have: str = "") -> Any:
+def show(state: State, run: PathRun, have: str = "") -> Any:
     """The chat of a run: what it offers, its job, and the turns of the conversation without their tokens; 204 if `have`
     is its current tag. Raises RunError if no model of the run can be loaded."""
     job = chat.current(run)
     if job and job.state in ALIVE:
         chat_files.touch_client(job.path, PAGE)
-    found: dict[str, Any] = {"offer": chat.offer(run).as_json(), "job": jobs.as_json(job) if job else None}
+    found: dict[str, Any] = {"offer": chat.offer(run).as_json(), "job": _shown(state, job) if job else None}
     key = [found["offer"], found["job"], chat_files.tag(job.path) if job else ""]
     tag = hashlib.sha256(orjson.dumps(key)).hexdigest()[:16]
     if have == tag:
@@ -53,11 +55,11 @@ def show(run: PathRun, have: str = "") -> Any:
     return {**found, "alive": bool(job and job.state in ALIVE), "turns": turns, "tag": tag}
 
 
-def start(run: PathRun) -> Response:
+def start(state: State, run: PathRun) -> Response:
     """Start the chat unless it is alive."""
     job = chat.start(run)
     chat_files.touch_client(job.path, PAGE)
-    return json({"job": jobs.as_json(job)}, 201)
+    return json({"job": _shown(state, job)}, 201)
 
 
 def send(run: PathRun, body: ChatRequest) -> dict[str, Any]:
@@ -84,12 +86,12 @@ def tokens(run: PathRun, turn: str, side: str) -> dict[str, Any]:
     return {name: found[name] for name in ("prompt", "prompt_tokens", "tokens")}
 
 
-def end(run: PathRun) -> dict[str, Any]:
+def end(state: State, run: PathRun) -> dict[str, Any]:
     """End the chat's process; the conversation stays."""
     job = _job(run)
     if job.state in ALIVE:
         job.stop(save=False)
-    return {"job": jobs.as_json(job)}
+    return {"job": _shown(state, job)}
 
 
 def _job(run: Run) -> Run:
@@ -97,3 +99,7 @@ def _job(run: Run) -> Run:
     if job := chat.current(run):
         return job
     raise RunError("The chat of this run has not been started.")
+
+
+def _shown(state: AppState, job: Run) -> dict[str, Any]:
+    return with_run_names(state, jobs.as_json(job))

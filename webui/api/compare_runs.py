@@ -27,6 +27,24 @@ from webui.curves import AXES, Curves
 
 LEAST, MOST = 2, 20
 IGNORED = ("logging.run_name",)  # it differs on purpose, and is in every heading
+# Options that decide which tokens a validation loss is the mean of, or which loss it is. data.sources also has options
+# of the training examples. A model may have another tokenizer.
+DECIDE_EVAL_LOSS = {
+    *(f"data.{name}" for name in (
+        "source", "builtin", "files", "hub_id", "hub_config", "hub_split", "format", "messages_column", "prompt_column",
+        "completion_column", "chosen_column", "rejected_column", "label_column", "text_column", "system_column",
+        "system_prompt", "validation", "validation_split", "validation_files", "chat_template", "chat_template_file",
+        "chat_template_kwargs", "loss_on", "max_length", "packing", "drop_duplicates", "on_bad_example", "sources",
+    )),
+    *(f"model.{name}" for name in ("source", "builtin", "path", "hub_id", "revision", "trust_remote_code")),
+    *(f"preference.{name}" for name in (
+        "beta", "dpo_loss_type", "label_smoothing", "sft_loss_weight", "kto_loss_type", "desirable_weight",
+        "undesirable_weight", "center_rewards_coefficient",
+    )),
+    "train.stage",
+}  # fmt: skip
+# They decide which examples a validation split takes: with data.streaming a hash, else a random order.
+DECIDE_SPLIT = {"train.seed", "data.streaming"}
 IMAGE_POINTS = 1000
 FILE_NAME = "comparison"
 RESOLVED_LABELS = {  # of resolved.json: what follows from the options, the machine and the data
@@ -154,8 +172,11 @@ def _row(run: Run) -> dict[str, Any]:
 
 def option_differences(specs: Mapping[str, RunSpec]) -> list[dict[str, Any]]:
     """The options whose effective values differ: key, label, section, and the value of each run; None where the option
-    has no effect. An option that is only hidden in one run, and at its default in the others, does not differ."""
+    has no effect; and whether the validation losses cannot be compared because of it. An option that is only hidden in
+    one run, and at its default in the others, does not differ."""
     values = {id: flat(effective(spec)) for id, spec in specs.items()}
+    splits = any(source.splits for spec in specs.values() for source in spec.data.datasets)
+    decisive = DECIDE_EVAL_LOSS | (DECIDE_SPLIT if splits else set())
     found = []
     for option in options():
         if option.name in IGNORED or not _differs([known[option.name] for known in values.values()]):
@@ -164,7 +185,10 @@ def option_differences(specs: Mapping[str, RunSpec]) -> list[dict[str, Any]]:
             id: _shown_value(option, values[id][option.name]) if shown(spec, option) else None
             for id, spec in specs.items()
         }
-        found.append({"key": option.name, "label": option.label, "values": shown_values})
+        is_decisive = option.name in decisive
+        found.append(
+            {"key": option.name, "label": option.label, "values": shown_values, "decides_eval_loss": is_decisive}
+        )
     return found
 
 

@@ -11,9 +11,8 @@ from starlette.responses import FileResponse, Response
 
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, Settings
-from backend.runs import jobs
-from backend.runs.folder import Run, RunError
-from webui.api.requests import ApiError, RequestBody, json, no_content
+from webui.api.jobs import find_job, with_run_names
+from webui.api.requests import ApiError, RequestBody, State, json, no_content
 from webui.api.runs import PathRun
 
 ROWS = 20  # examples of a response
@@ -29,11 +28,11 @@ class EvaluationRequest(RequestBody):
     general: bool = True
 
 
-def show(run: PathRun, have: str = "") -> Any:
+def show(run: PathRun, state: State, have: str = "") -> Any:
     """What can be evaluated, and the run's evaluations; 204 if `have` is the current tag."""
     found = {
         "offer": evaluation.offer(run).as_json(),
-        "jobs": [evaluation.as_json(job) for job in evaluation.find_all(run)],
+        "jobs": [with_run_names(state, evaluation.as_json(job)) for job in evaluation.find_all(run)],
     }
     tag = hashlib.sha256(orjson.dumps(found)).hexdigest()[:16]
     return no_content() if have == tag else {**found, "tag": tag}
@@ -49,14 +48,14 @@ def start(run: PathRun, body: EvaluationRequest) -> Response:
 
 def stop(run: PathRun, job: str) -> dict[str, Any]:
     """Request a stop; what is computed is kept for the next start with the same settings."""
-    found = _find(run, job)
+    found = find_job(run, job, evaluation.KIND)
     found.stop(save=False)
     return evaluation.as_json(found)
 
 
 def remove(run: PathRun, job: str) -> dict[str, Any]:
     """Delete an evaluation."""
-    evaluation.delete(run, _find(run, job))
+    evaluation.delete(run, find_job(run, job, evaluation.KIND))
     return {"id": job}
 
 
@@ -64,7 +63,7 @@ def examples(
     run: PathRun, job: str, score: str, change: Literal["", "better", "worse", "unchanged"] = "", first: int = 0
 ) -> dict[str, Any]:
     """ROWS examples from the position `first` of those whose `score` changed so, and the number of each change."""
-    rows = [(evaluation.change_of(row, score), row) for row in evaluation.rows(_find(run, job))]
+    rows = [(evaluation.change_of(row, score), row) for row in evaluation.rows(find_job(run, job, evaluation.KIND))]
     chosen = [row for found, row in rows if change in ("", found)]
     counts = {each: sum(found == each for found, _ in rows) for each in evaluation.CHANGES}
     return {"rows": chosen[max(0, first) :][:ROWS], "counts": {"": len(rows), **counts}}
@@ -72,14 +71,7 @@ def examples(
 
 def download(run: PathRun, job: str) -> Response:
     """All examples with outputs and scores, as a JSON file. Raises ApiError."""
-    path = _find(run, job).path / EXAMPLES
+    path = find_job(run, job, evaluation.KIND).path / EXAMPLES
     if not path.is_file():
         raise ApiError(404, "This evaluation has no examples.")
     return FileResponse(path, filename=f"{run.id}-evaluation.json", media_type="application/json")
-
-
-def _find(run: Run, job: str) -> Run:
-    try:
-        return jobs.find(run, job)
-    except RunError as error:
-        raise ApiError(404, str(error)) from None

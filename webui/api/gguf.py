@@ -8,7 +8,7 @@ from starlette.responses import FileResponse, Response
 
 from backend.models.gguf import DEFAULT
 from backend.tasks import gguf
-from webui.api.merges import find_job
+from webui.api.jobs import find_job
 from webui.api.requests import ApiError, RequestBody, json
 from webui.api.runs import PathRun
 
@@ -27,20 +27,20 @@ def start(run: PathRun, body: GgufRequest) -> Response:
 
 def stop(run: PathRun, job: str) -> dict[str, Any]:
     """Request a stop."""
-    found = find_job(run, job)
+    found = find_job(run, job, gguf.KIND)
     found.stop(save=False)
     return gguf.as_json(found)
 
 
 def remove(run: PathRun, job: str) -> dict[str, Any]:
     """Delete the file and its certificate."""
-    find_job(run, job).delete()
+    find_job(run, job, gguf.KIND).delete()
     return {"id": job}
 
 
 def download(run: PathRun, job: str, name: str) -> Response:
     """The GGUF file, its certificate or its Modelfile. Raises ApiError."""
-    file = gguf.file_of(find_job(run, job))
+    file = gguf.file_of(find_job(run, job, gguf.KIND))
     if not file or name not in gguf.names(file):
         raise ApiError(404, "This export has no such file.")
     if (file.parent / name).is_symlink():

@@ -7,9 +7,8 @@ from typing import Any
 from starlette.responses import Response
 
 from backend.models import trained
-from backend.runs import jobs
-from backend.runs.folder import Run, RunError
 from backend.tasks import merge
+from webui.api.jobs import find_job
 from webui.api.model_zip import model_response
 from webui.api.requests import ApiError, RequestBody, json
 from webui.api.runs import PathRun
@@ -28,28 +27,20 @@ def start(run: PathRun, body: MergeRequest) -> Response:
 
 def stop(run: PathRun, job: str) -> dict[str, Any]:
     """Request a stop."""
-    found = find_job(run, job)
+    found = find_job(run, job, merge.KIND)
     found.stop(save=False)
     return merge.as_json(found)
 
 
 def remove(run: PathRun, job: str) -> dict[str, Any]:
     """Delete the merged model."""
-    find_job(run, job).delete()
+    find_job(run, job, merge.KIND).delete()
     return {"id": job}
 
 
 def download(run: PathRun, job: str) -> Response:
     """The merged model as a zip file. Raises ApiError."""
-    model = trained.find(find_job(run, job))
+    model = trained.find(find_job(run, job, merge.KIND))
     if not model:
         raise ApiError(404, "This merge has no model.")
     return model_response(model, f"{run.id}-merged")
-
-
-def find_job(run: Run, job: str) -> Run:
-    """The job of a run with this id. Raises ApiError."""
-    try:
-        return jobs.find(run, job)
-    except RunError as error:
-        raise ApiError(404, str(error)) from None

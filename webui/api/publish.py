@@ -8,10 +8,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from backend.publish.contents import Request
-from backend.runs import jobs
-from backend.runs.folder import Run, RunError
 from backend.tasks import publish
-from webui.api.requests import ApiError, RequestBody, json
+from webui.api.jobs import find_job
+from webui.api.requests import RequestBody, json
 from webui.api.runs import PathRun
 
 
@@ -46,19 +45,12 @@ def start(run: PathRun, body: PublishRequest) -> Response:
 
 def stop(run: PathRun, job: str) -> dict[str, Any]:
     """Request a stop."""
-    found = _find(run, job)
+    found = find_job(run, job, publish.KIND)
     found.stop(save=False)
     return publish.as_json(found)
 
 
 def remove(run: PathRun, job: str) -> dict[str, Any]:
     """Forget a publication; what was published stays."""
-    _find(run, job).delete()
+    find_job(run, job, publish.KIND).delete()
     return {"id": job}
-
-
-def _find(run: Run, job: str) -> Run:
-    try:
-        return jobs.find(run, job)
-    except RunError as error:
-        raise ApiError(404, str(error)) from None

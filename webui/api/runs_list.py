@@ -91,13 +91,13 @@ def waiting_runs(state: AppState) -> list[dict[str, Any]]:
         known = {"id": run.id, "name": run.name, "held": entry.held}
         waiting = run.waiting()
         waiting["reason"] = with_names(state, waiting["reason"])
-        found.append({**known, "elsewhere": _elsewhere(run, state.runs.resolve()), **waiting})
+        found.append({**known, "elsewhere": _elsewhere(state, run), **waiting})
     return found
 
 
-def _elsewhere(run: Run, root: Path) -> str:
+def _elsewhere(state: AppState, run: Run) -> str:
     """What a waiting run is that is not in the list of runs: '' for one that is."""
-    parents = run.path.parents
+    parents, root = run.path.parents, state.runs.resolve()
     if parents[0] == root:
         return ""
     if parents[1] == root / rehearsals.FOLDER:
@@ -105,7 +105,7 @@ def _elsewhere(run: Run, root: Path) -> str:
     if parents[0] == root / device_test.FOLDER:
         return "Device test"
     if parents[0].name == JOBS and parents[2] == root:
-        return f"Uses the model of {parents[1].name}"
+        return with_names(state, f"Uses the model of {parents[1].name}")
     return "In another runs folder"
 
 

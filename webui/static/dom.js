@@ -203,8 +203,9 @@ const enteredValues = (form) =>
  * A dialog with fields. `save` runs when it is confirmed; if it fails, the dialog stays open and shows the error.
  * Escape closes it if nothing was entered; else it says that what was entered would be lost, and the next Escape closes
  * it.
- * `actions` are further buttons, `label` is that of the button that confirms. Returns what closes the dialog.
- * @param {string} title @param {any[]} fields @param {() => Promise<void>} save
+ * `save` gets `isOpen`, which says whether the dialog has been closed meanwhile. `actions` are further buttons, `label`
+ * is that of the button that confirms. Returns what closes the dialog.
+ * @param {string} title @param {any[]} fields @param {(isOpen: () => boolean) => Promise<void>} save
  * @param {{ actions?: any[], wide?: boolean, label?: string }} options
  */
 export function formDialog(title, fields, save, { actions = [], wide = false, label = "Save" } = {}) {
@@ -226,8 +227,11 @@ export function formDialog(title, fields, save, { actions = [], wide = false, la
     event.preventDefault();
     if (form.ariaBusy === "true") return;
     form.ariaBusy = "true"; // a second click must not save twice
+    problem.hidden = true;
+    setText(problem, "");
+    unsaved = "";
     try {
-      await save();
+      await save(() => dialog.open);
       close();
     } catch (error) {
       problem.hidden = false;

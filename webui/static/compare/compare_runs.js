@@ -199,11 +199,8 @@ const panelHead = (title, ...more) => el("div.fp-panel-head", {}, el("h3", {}, t
 const runName = (run, number) =>
   el("span.fp-compare-name", {}, swatch(number), el("a", { href: `?tab=run&run=${run.id}`, title: run.id }, run.name));
 
-/** Options that decide which tokens a validation loss is the mean of. */
-const DECIDES_LOSS = /^(data|model|preference)\.|^train\.stage$/;
-
 function summaryParts(runs, options) {
-  const different = options.filter(({ key }) => DECIDES_LOSS.test(key));
+  const different = options.filter((option) => option.decides_eval_loss);
   const labels = different.map(({ label }) => label).join(", ");
   const note = labels && `The validation losses cannot be compared, because these options differ: ${labels}`;
   const best = labels ? NaN : Math.min(...runs.map((run) => run.best_eval_loss ?? Infinity));

@@ -3,7 +3,7 @@
 import { post, remove, url } from "../api.js";
 import { confirmDialog, copy, el } from "../dom.js";
 import { bytes, num, percent } from "../format.js";
-import { actions, ask, button, isAtWork, runningParts } from "./run_merge.js";
+import { actions, ask, button, isAtWork, named, runningParts } from "./run_merge.js";
 import { fold } from "./run_results.js";
 
 const FORMATS = {
@@ -55,7 +55,7 @@ function filePart(job, run) {
   const [file, ...others] = job.gguf.files;
   const link = (name, label) => {
     const href = url(`${jobPath}/files/${encodeURIComponent(name)}`);
-    return el("a.fp-button", { href, download: "" }, label);
+    return el("a.fp-button", { href, download: "", ...named(label, job.format) }, label);
   };
   const removeIt = async () => {
     if (await confirmDialog(`Delete the GGUF file in ${job.format}?`, "Delete", true)) ask(remove(jobPath), run);
@@ -67,14 +67,14 @@ function filePart(job, run) {
     el("p", {}, el("code.fp-path", {}, job.gguf.file)),
     verdict(certificate),
     ...certificate.limits.map((limit) => el("p.fp-dim", {}, `Limitation: ${limit}`)),
-    fold("Outputs of the trained model and of llama.cpp", outputs(certificate)),
+    fold(`Outputs of the trained model and of llama.cpp (${job.format})`, outputs(certificate)),
     actions(
       link(file, "Download GGUF"),
       ...others.map((name) =>
         link(name, name === "Modelfile" ? "Modelfile for Ollama (untested)" : "Certificate (report of the comparison)"),
       ),
-      button("Copy path", () => copy(job.gguf.file, "Path")),
-      button("Delete", removeIt),
+      button("Copy path", () => copy(job.gguf.file, "Path"), named("Copy path", job.format)),
+      button("Delete", removeIt, named("Delete", job.format)),
     ),
   );
 }

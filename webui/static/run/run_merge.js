@@ -80,7 +80,10 @@ function mergedParts(job, run) {
 }
 
 export const actions = (...children) => el("div.fp-run-actions", {}, ...children);
-export const button = (label, onclick) => el("button.fp-button", { type: "button", onclick }, label);
+export const button = (label, onclick, attributes = {}) =>
+  el("button.fp-button", { type: "button", onclick, ...attributes }, label);
+/** The name of a button that several parts of the card have. */
+export const named = (label, of) => ({ "aria-label": `${label}: ${of}` });
 const start = (run) => ask(post(`${run.base}/merges`, { step: run.step }), run);
 
 /** Show the error of a request, and the new state either way. */

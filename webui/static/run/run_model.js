@@ -10,7 +10,7 @@ import { fold } from "./run_results.js";
 
 /**
  * @param {{ folder: string, step: number | null, base: string, bytes: number, code: string, merge: any,
- * gguf: any[], publications: any[], further: any }} model
+ * gguf: any[], publications: any[], further: any, is_reward_model: boolean }} model
  * @param {{ base: string, from: string, train: (fix: any) => void, refresh: () => void, showGenerations: (() => void) |
  * null }} run base is its API path, from the model that it started with, train opens Build with a change
  * @returns {Node[]}
@@ -18,6 +18,7 @@ import { fold } from "./run_results.js";
 export function modelParts(model, { base, from, train, refresh, showGenerations }) {
   const kind = model.base ? `Adapter for ${model.base}` : "Full weights";
   const step = model.step === null ? "" : ` at step ${num(model.step)}`;
+  const hasGguf = !model.is_reward_model && (!model.base || model.merge?.model);
   return [
     el("h3", {}, "Your model"),
     el("p.fp-dim.fp-figures", {}, `${kind}${step}, ${bytes(model.bytes)}`),
@@ -33,7 +34,7 @@ export function modelParts(model, { base, from, train, refresh, showGenerations 
         el("button.fp-button", { type: "button", onclick: showGenerations }, "Generations before and after"),
     ),
     ...(model.base ? mergeParts(model.merge, { base, step: model.step, from, train, refresh }) : []),
-    ...(model.base && !model.merge?.model ? [] : ggufParts(model.gguf, { base, step: model.step, refresh })),
+    ...(hasGguf ? ggufParts(model.gguf, { base, step: model.step, refresh }) : []),
     ...publishParts(model, { base, refresh }),
   ].filter(Boolean);
 }

@@ -4,7 +4,8 @@
 import { post, remove } from "../api.js";
 import { chip, el, formDialog } from "../dom.js";
 import { bytes, dateTime } from "../format.js";
-import { actions, ask, button, isAtWork as isAlive, progressParts } from "./run_merge.js";
+import { modelName } from "./chat_turn.js";
+import { actions, ask, button, isAtWork as isAlive, named, progressParts } from "./run_merge.js";
 import { fold } from "./run_results.js";
 
 const HUB = "hub";
@@ -34,14 +35,14 @@ function publicationParts(job, run, open) {
     const stop = button("Stop publishing", () => ask(post(`${place}/stop`), run));
     return [el("p", {}, el("b", {}, name)), ...progressParts(job, stop)];
   }
-  const forget = chip("Remove from list", () => ask(remove(place), run));
+  const forget = chip("Remove from list", () => ask(remove(place), run), named("Remove from list", name));
   if (job.state === "done") return [publishedPart(job, forget)];
   const why = job.state === "stopped" ? "Stopped." : job.failure?.sentence || job.sentence;
   return [
     el("p", {}, el("b", {}, name)),
     el(job.state === "stopped" ? "p.fp-dim" : "p.fp-publish-failure", {}, why),
     actions(
-      button("Publish again", () => open(job.request)),
+      button("Publish again", () => open(job.request), named("Publish again", name)),
       forget,
     ),
   ];
@@ -71,10 +72,22 @@ const input = (value, placeholder) =>
   el("input.fp-input", { type: "text", value: value || "", placeholder, spellcheck: "false", autocomplete: "off" });
 const label = (text, field) => el("label", {}, text, field);
 
+/** What can be published of a step: id of the merge, '' for the model itself -> label. */
+function modelChoices(model, step, earlier) {
+  const { merge } = model;
+  const current = step === model.step && merge?.state === "done" && merge.model ? merge.id : "";
+  const choices = { "": model.base ? "Adapter" : "Full weights" };
+  if (earlier)
+    choices[earlier] = current && current !== earlier ? "Merged model of the earlier request" : "Merged model";
+  if (current && current !== earlier) choices[current] = "Merged model";
+  return choices;
+}
+
 /** The first dialog. @param {any} request the values of an earlier one, or {} */
 function askWhere(model, run, request) {
-  const merged = model.merge?.state === "done" && model.merge.model ? model.merge.id : "";
-  const what = select({ "": "Adapter", [merged]: "Merged model" }, request.merge === merged ? merged : "");
+  const step = "step" in request ? request.step : model.step;
+  const models = modelChoices(model, step, request.merge);
+  const what = select(models, request.merge || "");
   const where = select({ [HUB]: "Hugging Face Hub", [FOLDER]: "Folder on this server" }, request.folder ? FOLDER : HUB);
   const repository = input(request.repository, "account/name, or name");
   const visibility = select({ private: "Private", public: "Public" }, request.public ? "public" : "private");
@@ -90,17 +103,18 @@ function askWhere(model, run, request) {
   where.addEventListener("change", show);
   show();
   const fields = [
-    merged && label("Model", what),
+    step !== null && el("p.fp-dim", {}, modelName(step)),
+    Object.keys(models).length > 1 && label("Model", what),
     label("Destination", where),
     ...ofHub,
     ofFolder,
     label("License in the model card (optional)", license),
     label("Hub ID of the base model (if the run used a local folder)", base),
   ];
-  const next = async () => {
+  const next = async (isOpen) => {
     const isHub = where.value === HUB;
     const body = {
-      step: "step" in request ? request.step : model.step,
+      step,
       merge: what.value,
       repository: isHub ? repository.value : "",
       folder: isHub ? "" : folder.value,
@@ -108,9 +122,12 @@ function askWhere(model, run, request) {
       license: license.value,
       base_model: base.value,
     };
-    confirmSummary(await post(`${run.base}/publications/summary`, body), model, run);
+    const summary = await post(`${run.base}/publications/summary`, body);
+    if (!isOpen()) return;
+    close(); // first, so that the focus returns to the button that has opened it when the second dialog closes
+    confirmSummary(summary, model, run);
   };
-  formDialog("Publish this model", fields.filter(Boolean), next, { label: "Review files" });
+  const close = formDialog("Publish this model", fields.filter(Boolean), next, { label: "Review files" });
 }
 
 /** The second dialog: nothing is sent before it is confirmed. */
@@ -126,6 +143,7 @@ function confirmSummary(summary, model, run) {
   });
   const parts = [
     el("p", {}, summary.effect),
+    request.step !== null && el("p.fp-dim", {}, modelName(request.step)),
     el("table.fp-publish-files", {}, files.map(row)),
     total,
     summary.left_out.length ? el("p.fp-dim", {}, leftOut) : null,
