@@ -87,7 +87,7 @@ def log_probabilities(model: Any, batches: Sequence[torch.Tensor], name: str = "
     for ids in batches:
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
         if not output.isfinite().all():
-            raise TrainError(f"The outputs of the {name} contain NaN or infinity, so no merged model was saved.")
+            raise TrainError(f"The outputs of the {name} contain NaN or infinity, so nothing was saved.")
         found.append(output if output.dim() == 2 else output[0].log_softmax(-1))
     return found
 

@@ -7,6 +7,7 @@ is the trained model itself, so for an adapter base model and adapter, and not t
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import shutil
@@ -125,13 +126,14 @@ class GgufExport:
 
     def _linked(self, source: Path) -> Path:
         """A folder with links to the files of the model, and to those of the base model that transformers does not save
-        and that the converter needs."""
+        and that the converter needs. It runs code of the model only if training did."""
         folder = self.folder / SOURCE
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+        link = Path.symlink_to if loading.spec_of(self.run).model.trust_remote_code else _link_without_code
         for path in trained.files_in(source):
             if path.parent == source:
-                (folder / path.name).symlink_to(path.resolve())
+                link(folder / path.name, path.resolve())
         base = base_weights.recorded_folder(self.run.path)
         for name in FROM_BASE:
             if base and (base / name).is_file() and not (folder / name).exists():
@@ -147,16 +149,18 @@ class GgufExport:
         if found.base:
             source = loading.locate(spec, self.run_log)
             base_check = base_weights.check(self.run.path, source)
-            base = loading.load_base(self.run, spec, source, tokenizer)
-            of_base = log_probabilities(base, gguf_certificate.probes(self.run.path, tokenizer), "base model")
-            whole = loading.load_adapter(base, found.folder)
+            whole = loading.load_base(self.run, spec, source, tokenizer)
         else:
             whole = self._full_weights(spec, found.folder)
+        batches = gguf_certificate.probes(self.run.path, whole, tokenizer)
+        if found.base:
+            of_base = log_probabilities(whole, batches, "base model")
+            whole = loading.load_adapter(whole, found.folder)
         if (found.folder / trained.GENERATION).is_file():
             whole.generation_config = GenerationConfig.from_pretrained(found.folder)
         self._phase("computing", "Computing the outputs of the trained model.", (CONVERTED + COMPARED) / 2)
         stops = gguf_certificate.stop_tokens(whole, tokenizer)
-        observed = gguf_certificate.observe(self.run.path, whole, tokenizer, stops, of_base)
+        observed = gguf_certificate.observe(self.run.path, whole, tokenizer, stops, batches, of_base)
         del whole
         gc.collect()
         return observed, base_check
@@ -189,3 +193,19 @@ class GgufExport:
         ):
             (file.parent / MODELFILE).write_text(text, encoding="utf-8")
         file.parent.replace(self.folder / FOLDER)
+
+
+def _link_without_code(link: Path, file: Path) -> None:
+    """Link a file of the model, unless it is Python code, and copy it without `auto_map` if it refers to code, also
+    to that of a repository: llama.cpp's converter loads tokenizers with trust_remote_code=True."""
+    if link.suffix == ".py":
+        return
+    try:
+        values = json.loads(files.read_text(file)) if link.suffix == ".json" else None
+    except ValueError:  # transformers cannot read it either
+        values = None
+    if isinstance(values, dict) and "auto_map" in values:
+        del values["auto_map"]
+        link.write_text(json.dumps(values), encoding="utf-8")  # it may have Infinity
+    else:
+        link.symlink_to(file)

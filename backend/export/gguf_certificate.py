@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from backend.export.comparison import TEXTS, Difference, compare, held_out, log_probabilities, probe_batches
-from backend.export.llama_cpp import Generated, LlamaCppError, Runtime
+from backend.export.llama_cpp import Generated, LlamaCppError, Runtime, context_of
 from backend.models.gguf import FORMATS
 
 NUMERALS = "x ½ ① ٣ Ⅳ y"
@@ -68,26 +68,36 @@ def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     return sorted(found)
 
 
-def probes(run: Path, tokenizer: Any) -> list[torch.Tensor]:
-    """Token ids of the texts whose predictions are compared, of shape (1, tokens)."""
+def probes(run: Path, model: Any, tokenizer: Any) -> list[torch.Tensor]:
+    """Token ids of the texts whose predictions are compared, of shape (1, tokens). For each prediction one token is
+    generated."""
     long = tokenizer(LONG, add_special_tokens=False)["input_ids"][:LONG_TOKENS]
-    return [*probe_batches(run, tokenizer), torch.tensor([long])]
+    return [ids[:, : context_of(model) - 1] for ids in (*probe_batches(run, tokenizer), torch.tensor([long]))]
 
 
-def observe(run: Path, model: Any, tokenizer: Any, stops: list[int], of_base: list[torch.Tensor] | None) -> Trained:
-    """What the trained `model` does with the texts of the comparison, of which some are those of the run."""
-    batches = probes(run, tokenizer)
+def observe(
+    run: Path, model: Any, tokenizer: Any, stops: list[int], batches: list[torch.Tensor],
+    of_base: list[torch.Tensor] | None,
+) -> Trained:  # fmt: skip
+    """What the trained `model` does with the texts of the comparison, of which some are those of the run. `batches` are
+    those of `probes`, `of_base` the log-probabilities of the base model for them."""
     odd = [text for text in TEXTS if text.startswith(" ")]
     texts = [*(text for text in TEXTS if text not in odd), NUMERALS, LONG, *held_out(run)]
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special][:32]
     odd.append("a" + " b".join(special) + "c")
-    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in held_out(run, False)[:2]]
-    if not prompts and tokenizer.chat_template:
-        prompts = [_ids(tokenizer, _rendered(tokenizer, [USER]) or str(USER["content"]))]
-    prompts = prompts or [tokenizer(TEXTS[0])["input_ids"]]
+    prompts = _prompts(run, tokenizer, context_of(model) - MAX_NEW_TOKENS)
     outputs = [_generate(model, tokenizer, ids, stops) for ids in prompts]
     expected = log_probabilities(model, batches, "trained model")
     return Trained(tokenizer, stops, batches, expected, of_base, texts, odd, prompts, outputs)
+
+
+def _prompts(run: Path, tokenizer: Any, limit: int) -> list[list[int]]:
+    """The prompts of the greedy outputs: two of the run with at most `limit` tokens, else a fixed one."""
+    prompts = [ids for text in held_out(run, False) if len(ids := _ids(tokenizer, text)) <= limit][:2]
+    if not prompts and tokenizer.chat_template:
+        ids = _ids(tokenizer, _rendered(tokenizer, [USER]) or str(USER["content"]))
+        prompts = [ids] if len(ids) <= limit else []  # a template may add a long system prompt
+    return prompts or [tokenizer(TEXTS[0])["input_ids"]]
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

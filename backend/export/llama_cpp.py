@@ -23,6 +23,7 @@ from backend.environments import CONVERTER, PACKAGES
 from backend.train.run_log import TrainError
 
 SCRIPT = Path(__file__).parent / "llama_cpp_server.py"
+CONTEXT = 2048  # tokens of a request, with those that are generated
 TIMEOUT_SECONDS = 600.0  # of a request, of which the longest generates a few dozen tokens on the CPU
 FORCED = 1000.0  # added to a logit: this token is generated, whatever the model predicts
 MOST_LIKELY = 1000  # tokens whose probabilities are requested: JSON of a whole vocabulary takes half a second
@@ -83,7 +84,8 @@ class Server:
             )
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(OSError):  # it has ended
-            self._process.stdin.write(json.dumps({"model": str(file.resolve()), "key": self._key}) + "\n")
+            request = {"model": str(file.resolve()), "key": self._key, "context": CONTEXT}
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         self._address = self._process.stdout.readline().strip()
         if not self._address:
@@ -163,6 +165,12 @@ def _message(error: urllib.error.HTTPError) -> str:
         return str(json.load(error)["error"]["message"])
     except (ValueError, LookupError, TypeError):
         return str(error)
+
+
+def context_of(model: Any) -> int:
+    """The context size of the server with this model, in tokens; llama.cpp does not exceed that of the model."""
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(CONTEXT, own) if isinstance(own, int) and own > 0 else CONTEXT
 
 
 def convert_command(environment: Path, model: Path, file: Path, format: str, name: str) -> list[str]:

@@ -1,6 +1,6 @@
 """The process of llama.cpp's server with one GGUF file. It imports nothing from Footplate: its only packages are those
-of the environment gguf. stdin has one line of JSON, `model` and `key`; stdout gets the address. Ends when stdin
-is closed.
+of the environment gguf. stdin has one line of JSON, `model`, `key` and `context` (tokens); stdout gets the address.
+Ends when stdin is closed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import json
 import sys
 
 import xllamacpp
-
-CONTEXT = 2048  # tokens
 
 
 def main() -> None:
@@ -21,7 +19,7 @@ def main() -> None:
     parameters.api_keys = [request["key"]]
     parameters.hostnames, parameters.port = ["127.0.0.1"], 0  # a free one
     parameters.ui, parameters.offline, parameters.warmup = False, True, False
-    parameters.n_ctx, parameters.n_parallel, parameters.cache_ram_mib = CONTEXT, 1, 0
+    parameters.n_ctx, parameters.n_parallel, parameters.cache_ram_mib = request["context"], 1, 0
     parameters.n_gpu_layers = 0
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1  # trainings need the others
     server = xllamacpp.Server(parameters)

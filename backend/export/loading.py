@@ -62,7 +62,8 @@ def load_base(run: Run, spec: RunSpec, source: model.ModelSource, tokenizer: Any
             kind = getattr(base.config, "quantization_config", None)
             raise TrainError(
                 f"The base model is quantized as {getattr(kind, 'quant_method', 'another format')}, which cannot "
-                "be dequantized, so the adapter cannot be merged. Use base model and adapter together."
+                "be dequantized, so the adapter can be neither merged nor exported as GGUF. Use base model and adapter "
+                "together."
             ) from error
     return base.to(torch.float32)
 

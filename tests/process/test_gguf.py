@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +19,22 @@ import torch
 from fork_server import ForkServer
 from safetensors.torch import load_file, save_file
 from training_runs import make_spec
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
+from backend import presets
 from backend.environments import CONVERTER
 from backend.export import gguf_certificate, llama_cpp, loading, modelfile
 from backend.export import merge as merging
+from backend.export.comparison import log_probabilities
 from backend.export.gguf import GgufExport
 from backend.export.gguf_certificate import Trained, divergence
 from backend.export.llama_cpp import Generated
 from backend.models import trained
 from backend.models.gguf import CERTIFICATE, FOLDER, MODELFILE
-from backend.runs import BASE, CHECKPOINTS, GGUF, JOBS, MODEL, RESULT, STOP
+from backend.runs import BASE, CHECKPOINTS, GGUF, JOBS, MODEL, RESULT, SPEC, STOP
 from backend.runs.folder import Run
+from backend.train.generation_eval import BEFORE
+from backend.train.model import ModelSource
 from backend.train.run_log import RunLog, Stopped, TrainError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of peft
@@ -43,7 +48,7 @@ OTHER = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfo
 CONVERT = """import pathlib, sys
 print("Writing:  50%|", file=sys.stderr)
 folder = pathlib.Path(sys.argv[1])
-pathlib.Path(sys.argv[3]).write_text(str((folder / "config.json").resolve().parent))
+pathlib.Path(sys.argv[3]).write_text(str((folder / "model.safetensors").resolve().parent))
 """
 
 
@@ -79,11 +84,21 @@ class Transformers:
 
     @torch.no_grad()
     def most_likely(self, ids: Sequence[int]) -> dict[int, float]:
+        self._require_room(ids)
         found = self.model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
         return {} if self.fault == "nan" else dict(enumerate(found.tolist()))
 
     def generate(self, ids: Sequence[int], limit: int) -> Generated:
+        self._require_room(ids)
         return Generated("some text", self.fault != "endless")
+
+    def _require_room(self, ids: Sequence[int]) -> None:
+        """Refuse what llama.cpp's server refuses."""
+        context = min(llama_cpp.CONTEXT, self.model.config.max_position_embeddings)
+        if len(ids) >= context:
+            raise llama_cpp.LlamaCppError(
+                f"request ({len(ids)} tokens) exceeds the available context size ({context} tokens)"
+            )
 
     def close(self) -> None: ...
 
@@ -161,6 +176,32 @@ def test_a_checkpoint_with_full_weights(
     certificate = export(run, merge="", step=4)["certificate"]
     assert (certificate["status"], certificate["step"]) == ("verified", 4) and certificate["trained_to_base"] is None
     assert {"tokenizer.model", "model.safetensors", "config.json"} < set(converted) and "optimizer.pt" not in converted
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_converter_runs_no_code_that_training_did_not_run(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    """llama.cpp's converter always passes trust_remote_code=True; AutoTokenizer does so here."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    run, source, job = Run(tmp_path / "run"), tmp_path / "model", tmp_path / "job"
+    shutil.copytree(adapter / JOBS / "m" / MODEL, source)
+    run.path.mkdir()
+    options = {"model.source": "path", "model.path": str(source), "model.trust_remote_code": trusted}
+    (run.path / SPEC).write_text(presets.dump(make_spec(options)))
+    job.mkdir()
+    (source / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Tokenizer: ...\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        values = json.loads((source / name).read_text()) | {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}
+        (source / name).write_text(json.dumps(values))
+    folder = GgufExport(run, job, RunLog(job))._linked(source)
+    texts = [(folder / name).read_text() for name in ("config.json", "tokenizer_config.json")]
+    assert ["auto_map" in text for text in texts] == [trusted] * 2 and (folder / "own.py").exists() == trusted
+    assert (folder / "model.safetensors").is_symlink() and (folder / "tokenizer.json").is_symlink()
+    with suppress(AttributeError):  # of the class, which is no tokenizer
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert (tmp_path / "ran").exists() == trusted
+    assert "auto_map" in (source / "config.json").read_text(), "the model itself is not changed"
 
 
 def linked(job: Path) -> list[str]:
@@ -257,6 +298,41 @@ def test_a_template_that_became_chatml_or_is_missing(
     assert certify(changed, weights)["limits"][0].startswith("The model has no chat template, so llama.cpp uses ChatML")
 
 
+def test_base_and_trained_model_get_the_same_texts(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = iter(range(5, 9))  # others each time
+    monkeypatch.setattr(gguf_certificate, "probe_batches", lambda *_: [torch.ones(1, next(lengths), dtype=torch.long)])
+    found = observe(adapter, tmp_path)
+    assert found.base and [len(values) for values in found.base] == [len(values) for values in found.expected]
+    assert found.batches[0].shape == (1, 5) and len(found.expected[0]) == 5
+
+
+@pytest.mark.parametrize("context", [llama_cpp.CONTEXT, 200])
+def test_requests_fit_into_the_context(
+    adapter: Path,
+    certify: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: int,
+) -> None:
+    """The longest texts that are compared have 400 tokens, which exceeds a context of 200."""
+    run, prompt = tmp_path / "run", "Is this a short prompt?"
+    shutil.copytree(adapter, run)
+    monkeypatch.setattr(llama_cpp, "CONTEXT", context)
+    long = ["word " * context, "output"]
+    for examples, expected in (([long], "What is the capital of France?"), ([long, long, [prompt, "Yes"]], prompt)):
+        (run / BEFORE).write_text(json.dumps(examples))
+        certificate = certify(observe(run, tmp_path))
+        assert certificate["status"] == "verified"
+        assert [expected in output["prompt"] for output in certificate["outputs"]] == [True]
+
+
+def test_the_context_of_a_model_that_has_fewer_positions() -> None:
+    models = (SimpleNamespace(config=GPT2Config(n_positions=positions)) for positions in (1024, 4096))
+    assert [llama_cpp.context_of(model) for model in models] == [1024, llama_cpp.CONTEXT]
+
+
 def test_the_divergence_of_the_most_likely_tokens() -> None:
     """The others count together: a lower bound, and the divergence itself if all are known."""
     torch.manual_seed(0)
@@ -286,6 +362,17 @@ def test_what_prevents_an_export(
     with pytest.raises(Stopped):
         export(adapter)
     assert not {FOLDER, "source", "unchecked"} & {path.name for path in (tmp_path / "job").iterdir()}
+
+
+def test_errors_that_merges_and_exports_share(adapter: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base: Any = AutoModelForCausalLM.from_pretrained(tiny)
+    base.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(TrainError, match="of the base model contain NaN or infinity, so nothing was saved"):
+        log_probabilities(base, [torch.tensor([[1, 2]])], "base model")
+    base.is_quantized = True  # transformers has no quantizer that could dequantize it
+    monkeypatch.setattr(loading.model, "load", lambda *_, **__: base)
+    with pytest.raises(TrainError, match="so the adapter can be neither merged nor exported as GGUF"):
+        loading.load_base(Run(adapter), make_spec(TRAINED), ModelSource(str(tiny), {}), None)
 
 
 TEMPLATES = {
