@@ -17,6 +17,7 @@ INITS_FROM_WEIGHTS = tuple(name for name, row in registry.LORA_INITS.items() if 
 MAX_LORA_B_RATE = 2e-2  # learning rate of LoRA+'s B matrices
 MAX_RSLORA_SCALE = 10
 PAIRS = {"data.builtin": "train-pairs"}
+PRECOMPUTED = {"preference.precompute_ref_log_probs": True}
 
 
 def _uses_lora(case: Case) -> bool:
@@ -434,23 +435,29 @@ def unusable_adapter(case: Case) -> Violation | None:
 @error(
     "ADP016",
     fields=("lora.adapter_path", "train.stage"),
-    title="The reference model lacks the continued adapter",
-    source="TRL 1.16 trainer/dpo_trainer.py: with an adapter and no reference model, the reference is the model with "
-    "its adapter disabled, which is the base model",
-    fixes=(Fix("Train a new adapter", {"lora.adapter_path": ""}, False, "the trained adapter is not used"),),
+    title="The reference model would not have the continued adapter",
+    source="TRL 1.16 trainer/dpo_trainer.py: log-probs are precomputed when the trainer is created, before the adapter "
+    "is loaded; llamafactory 0.9.5 train/trainer_utils.py: create_ref_model takes the model without its adapter",
     manual_fix="To start from the trained model, merge the adapter into its base model, and set the merged model as "
     "model.path.",
-    fails_on=Example({**PAIRS, "train.stage": "dpo", "lora.adapter_path": "runs/a/model"}),
-    passes_on=Example({**PAIRS, "train.stage": "orpo", "lora.adapter_path": "runs/a/model"}),
+    fails_on=Example({**PAIRS, "train.stage": "dpo", "lora.adapter_path": "runs/a/model", **PRECOMPUTED}),
+    passes_on=Example({**PAIRS, "train.stage": "dpo", "lora.adapter_path": "runs/a/model"}),
 )
-def adapter_in_preference_stage(case: Case) -> str | None:
-    """DPO and KTO keep a model close to its reference, which should be the model that training starts with. With LoRA,
-    the reference is the base model without an adapter. A run that continues an adapter does not start from that model,
-    so the loss would pull it back toward the base model."""
+def adapter_in_preference_stage(case: Case) -> Violation | None:
+    """DPO and KTO keep a model close to its reference, which has to be the model that training starts with. With
+    precomputed log-probs of the reference, and with LLaMA-Factory, the reference is the base model without an adapter,
+    so the loss would pull a continued adapter back toward the base model."""
     spec = case.spec
     if not _uses_lora(case) or not spec.lora.adapter_path or not registry.STAGES[spec.train.stage].uses_reference_model:
         return None
-    return (
-        f"{registry.STAGES[spec.train.stage].label} cannot continue an adapter: with LoRA, its reference model is the "
-        "base model without the adapter, so the loss would pull the model back toward the base model."
-    )
+    label, new = registry.STAGES[spec.train.stage].label, {"lora.adapter_path": ""}
+    fixes = (Fix("Train a new adapter", new, False, "the trained adapter is not used"),)
+    if spec.launch.trainer == "llamafactory":
+        return Violation(
+            f"In LLaMA-Factory, the reference model of {label} is the base model without an adapter.", fixes
+        )
+    if not spec.preference.precompute_ref_log_probs:
+        return None
+    off = Fix("Compute the reference during training", {"preference.precompute_ref_log_probs": False}, False, "slower")
+    message = f"The precomputed log-probs of {label} would be those of the base model without the continued adapter."
+    return Violation(message, (off, *fixes))

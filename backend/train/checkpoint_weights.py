@@ -63,7 +63,7 @@ def load(model: Any, folder: Path) -> None:
     references. Raises TrainError unless `folder` has exactly these tensors."""
     if hasattr(model, "peft_config"):
         for adapter in model.peft_config:
-            _load_adapter(model, adapter, folder if adapter == "default" else folder / adapter)
+            load_adapter(model, adapter, folder if adapter == "default" else folder / adapter)
     else:
         _load_model(model, folder)
 
@@ -167,7 +167,7 @@ def _set(folder: Path, name: str, tensor: Any, value: torch.Tensor, sources: tup
         tensor.copy_(value)
 
 
-def _load_adapter(model: Any, adapter: str, folder: Path) -> None:
+def load_adapter(model: Any, adapter: str, folder: Path) -> None:
     """Load an adapter by the names it was saved with. peft 0.21 (transformers_weight_conversion.py) renames layers that
     have a published name, also where the adapter was saved with the model's name, as on laguna and inkling2_text; it
     ignores the tensors whose new name the model does not have."""

@@ -27,6 +27,7 @@ def load(context: TrainContext, source: ModelSource, model: Any) -> None:
     if not any(parameter.is_meta for parameter in model.parameters()):  # those get the weights of rank 0
         try:
             load_weights(model, folder)
+            _copy_to_reference(model)
         except TrainError as error:
             raise TrainError(f"lora.adapter_path: {str(error).replace(checkpoint_weights.REMEDY, REMEDY)}") from error
     context.run_log.info(f"Continuing the adapter in {folder}.")
@@ -47,7 +48,15 @@ def load_weights(adapted: Any, folder: Path) -> None:
     """Load the weights of the adapter in `folder`: all of them. Raises TrainError."""
     names = adapter_names.saved_names(adapted, get_peft_model_state_dict(adapted))
     if all(name == saved for name, saved in names.items()):
-        checkpoint_weights.load(adapted, folder)
+        checkpoint_weights.load_adapter(adapted, "default", folder)
     else:  # the file has published names, which only peft knows how to load
         adapted.load_adapter(str(folder), "default")
         adapter_names.require_loaded(adapted, folder)
+
+
+def _copy_to_reference(adapted: Any) -> None:
+    """TRL 1.16 (trainer/dpo_trainer.py, kto_trainer.py) copies the initial adapter when it creates the trainer: it is
+    the reference model of DPO and KTO. Copy the loaded weights, with which training starts, in the same way."""
+    for name, parameter in adapted.named_parameters():
+        if ".ref." in name:
+            parameter.data.copy_(adapted.get_parameter(name.replace(".ref.", ".default.")).data)

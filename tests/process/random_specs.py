@@ -72,6 +72,7 @@ EXCLUDED: Mapping[str, str] = {
     "model.builtin": "set with the model",
     "model.path": "set with the model",
     "model.hub_id": "the tests have no access to the Hub",
+    "lora.adapter_path": "needs an adapter with the options of the run; tests/process/test_continued_adapter.py",
     "model.revision": "the tests have no access to the Hub",
     "data.source": "set with the data",
     "data.builtin": "set with the data",

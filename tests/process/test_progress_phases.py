@@ -17,7 +17,7 @@ from backend.runs import PROGRESS
 from backend.train import generation_eval
 from backend.train.callbacks import ProgressCallback, evaluations_left, show_checkpoint
 from backend.train.context import TrainContext
-from backend.train.generation_eval import EvalPrompt, GenerationEvalCallback, Generator
+from backend.train.generation_eval import EvalPrompt, Generated, GenerationEvalCallback, Generator
 from backend.train.run_log import RunLog
 from backend.train.trl_trainers import TrainerMixin
 
@@ -44,9 +44,9 @@ def test_generation_counts_its_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
     context = TrainContext(None, tmp_path, False, group, run_log, None, None)  # type: ignore[arg-type]
     monkeypatch.setattr(generation_eval, "unsharded_model", lambda _, trainer: contextlib.nullcontext(trainer))
 
-    def batch(_: Generator, model: object, texts: list[str], count: Callable[[int], bool]) -> list[str]:
+    def batch(_: Generator, model: object, texts: list[str], count: Callable[[int], bool]) -> list[Generated]:
         assert count(1) and count(3)
-        return ["out"] * len(texts)
+        return [Generated("out")] * len(texts)
 
     monkeypatch.setattr(Generator, "_batch", batch)
     generator = Generator(None, group, 2, 8, None)  # type: ignore[arg-type]
@@ -63,14 +63,19 @@ def test_generation_counts_its_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_prompts_are_not_padded_where_padding_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """RWKV reads padding as if it was text."""
     sizes: list[int] = []
-    monkeypatch.setattr(Generator, "_batch", lambda _, model, texts, count: sizes.append(len(texts)) or texts)
+
+    def batch(_: Generator, model: object, texts: list[str], count: object) -> list[Generated]:
+        sizes.append(len(texts))
+        return [Generated(text) for text in texts]
+
+    monkeypatch.setattr(Generator, "_batch", batch)
     group: Any = SimpleNamespace(rank=0, world=1, gather=lambda value: [value], agree=lambda *_: 0)
     prompts = [EvalPrompt(text, text, "") for text in ("b", "aa")]
     for kind in ("rwkv", "llama"):
         model = SimpleNamespace(training=True, eval=lambda: None, train=lambda _: None)
         model.config = SimpleNamespace(model_type=kind)
         generator = Generator(None, group, 2, 8, torch.float32)
-        assert generator.generate(model, prompts, lambda *_: True) == ["b", "aa"]
+        assert [output.text for output in generator.generate(model, prompts, lambda *_: True)] == ["b", "aa"]
     assert sizes == [1, 1, 2]
 
 

@@ -4,6 +4,7 @@ requested."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,17 @@ def test_a_resume_does_not_restore_the_optimizer_state_on_nvme(tmp_path: Path, f
     before, after = losses(saved), losses(resumed)
     assert set(after) == {3, 4}
     assert all(abs(before[step] - after[step]) > REORDERING_TOLERANCE for step in after)
+
+
+@cites("ADP016")
+def test_precomputed_log_probs_are_those_of_the_base_model(tmp_path: Path, fork_server: ForkServer) -> None:
+    """At the first step, DPO's loss is ln 2 if the model is its own reference."""
+    short = {"train.max_steps": 3, "train.learning_rate": 0.01, "save.final_model": True}
+    adapter = fork_server.train(tmp_path / "sft", make_spec(short)) / "model"
+    preferences = {"train.stage": "dpo", "data.builtin": "train-pairs", "lora.adapter_path": str(adapter)}
+    first = {}
+    for precomputed in (False, True):
+        changes = {**preferences, "train.max_steps": 1, "preference.precompute_ref_log_probs": precomputed}
+        first[precomputed] = losses(run_without_checks(tmp_path / f"dpo-{precomputed}", changes, fork_server))[0]
+    assert first[False] == pytest.approx(math.log(2), abs=1e-5)
+    assert abs(first[True] - math.log(2)) > 1e-3
