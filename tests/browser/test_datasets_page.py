@@ -144,6 +144,7 @@ def test_files_are_uploaded_where_they_are_dropped(page, shared):
     expect(page.locator("#data-files textarea")).to_have_value(str(folder / "card.jsonl"))
 
 
+@pytest.mark.soak  # tests/unit/test_uploads.py has the requests
 def test_an_upload_survives_a_lost_connection_and_can_be_canceled(page, shared):
     parts, row = [], page.locator("#fp-uploads")
 

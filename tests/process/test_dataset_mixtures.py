@@ -116,7 +116,11 @@ def test_a_copy_in_another_dataset_is_dropped(folder: Path, tiny: Path) -> None:
         ({"data.sources[1].files": "nowhere.jsonl"}, "data.sources[1].files: nowhere.jsonl: does not exist."),
         ({"data.sources[1].format": "messages"}, "Dataset 2 (b.jsonl): "),
         ({"data.sources[1].validation": "split", "data.sources[1].files": "ONE"}, "data.sources[1].validation: a"),
-        ({"data.sources[1].source": "hub", "data.sources[1].hub_id": "no/such"}, "data.sources[1].hub_id: no/such"),
+        pytest.param(  # the library tries several times
+            {"data.sources[1].source": "hub", "data.sources[1].hub_id": "no/such"},
+            "data.sources[1].hub_id: no/such",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_an_error_names_the_dataset(folder: Path, tiny: Path, change: dict[str, Any], words: str) -> None:

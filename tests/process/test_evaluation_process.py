@@ -165,6 +165,7 @@ def test_texts_and_full_weights(fork_server: ForkServer, root: Path, finish: Cal
     assert "Loading the base model." in log_text(job.path)
 
 
+@pytest.mark.soak
 def test_a_continued_adapter_is_compared_with_the_base_model(
     run: Run, fork_server: ForkServer, root: Path, finish: Callable[..., Run]
 ) -> None:

@@ -308,7 +308,7 @@ def test_base_and_trained_model_get_the_same_texts(
     assert found.batches[0].shape == (1, 5) and len(found.expected[0]) == 5
 
 
-@pytest.mark.parametrize("context", [llama_cpp.CONTEXT, 200])
+@pytest.mark.parametrize("context", [pytest.param(llama_cpp.CONTEXT, marks=pytest.mark.soak), 200])
 def test_requests_fit_into_the_context(
     adapter: Path,
     certify: Callable[..., dict[str, Any]],

@@ -633,7 +633,7 @@ def test_a_file_of_the_future_belongs_to_an_earlier_start(make_run: MakeRun) -> 
     assert wait_until_ended(run).state == "failed" and not run.result()
 
 
-@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("save", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_run_stops_on_a_full_disk(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, save: bool) -> None:
     """The request cannot be written; an empty file still can."""
     run = make_run(STOPS_ON_REQUEST if save else SLEEPS)
