@@ -201,6 +201,7 @@ def test_a_setting_that_the_file_lacks(
     tokenizer = AutoTokenizer.from_pretrained(run.path / MODEL)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "moe")
-    seen = gguf_certificate.observe(run.path, model, tokenizer, [2], None)
+    batches = gguf_certificate.probes(run.path, model, tokenizer)
+    seen = gguf_certificate.observe(run.path, model, tokenizer, [2], batches, None)
     differences = certify(seen, tmp_path / "moe")["differences"]
     assert differences == [] if normalized else "predicts differently" in differences[0]
