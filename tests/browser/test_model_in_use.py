@@ -69,9 +69,8 @@ def test_the_trained_model_answers_and_stops_and_the_base_model_answers_otherwis
     assert answer["train"] == "EC 805" and answer["from"] == "Warsaw"
     assert trained.locator(".fp-chat-text").inner_text() != base.locator(".fp-chat-text").inner_text()
     chatting.get_by_role("button", name="End chat").click()
-    job = chat.current(run)
-    page.wait_for_function("() => !document.querySelector('.fp-chat .fp-link:not([hidden])')?.checkVisibility()")
-    assert job is not None
+    expect(chatting.get_by_role("button", name="End chat")).to_be_hidden(timeout=SLOW_TIMEOUT)
+    assert chat.current(run) is not None
 
 
 def test_an_evaluation_says_what_is_certain(page, run):
