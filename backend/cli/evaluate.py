@@ -7,12 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import print_json
-from backend.cli.jobs import follow, print_end
+from backend.cli.jobs import follow, report
 from backend.cli.runs import find_run
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, Settings
-from backend.runs.folder import RunError
+from backend.runs.folder import Run, RunError
 
 
 def start(arguments: argparse.Namespace) -> int:
@@ -22,12 +21,7 @@ def start(arguments: argparse.Namespace) -> int:
     job = evaluation.start(run, settings)
     follow(job)
     shown = evaluation.as_json(job)
-    if arguments.json:
-        print_json({**shown, "folder": str(job.path)})
-    elif shown["state"] == "done":
-        _print_result(shown["result"])
-        print(f"Each example: {job.path / EXAMPLES}")
-    return print_end(shown)
+    return report(job, shown, arguments.json, lambda: _print_result(job, shown["result"]))
 
 
 def _settings(arguments: argparse.Namespace, offered: evaluation.Offer) -> Settings:
@@ -45,7 +39,7 @@ def _settings(arguments: argparse.Namespace, offered: evaluation.Offer) -> Setti
     )
 
 
-def _print_result(result: dict[str, Any]) -> None:
+def _print_result(job: Run, result: dict[str, Any]) -> None:
     for each in result["comparisons"]:
         print(each["sentence"])
     counts = sorted({each["count"] for each in result["comparisons"]})
@@ -54,3 +48,4 @@ def _print_result(result: dict[str, Any]) -> None:
     print(f"Intervals: paired bootstrap over {number} {noun}.")
     for limit in result["limits"]:
         print(f"Limitation: {limit}")
+    print(f"Each example: {job.path / EXAMPLES}")

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import print_json
-from backend.cli.jobs import follow, print_end
+from backend.cli.jobs import follow, report
 from backend.cli.runs import find_run
 from backend.models.gguf import MODELFILE
 from backend.tasks import gguf
@@ -18,11 +17,7 @@ def start(arguments: argparse.Namespace) -> int:
     job = gguf.start(find_run(Path(arguments.runs), arguments.run), arguments.step, arguments.format)
     follow(job)
     shown = gguf.as_json(job)
-    if arguments.json:
-        print_json({**shown, "folder": str(job.path)})
-    elif shown["state"] == "done":
-        _print_result(shown["gguf"], shown["result"]["certificate"])
-    return print_end(shown)
+    return report(job, shown, arguments.json, lambda: _print_result(shown["gguf"], shown["result"]["certificate"]))
 
 
 def _print_result(gguf_file: dict[str, Any], certificate: dict[str, Any]) -> None:

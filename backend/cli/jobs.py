@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+from backend.cli.commands import print_json
 from backend.cli.runs import OUTCOMES
 from backend.cli.status_line import StatusLine
 from backend.runs.folder import ALIVE, Run
@@ -34,8 +36,13 @@ def follow(job: Run) -> None:
                 job.stop(save=False)
 
 
-def print_end(shown: dict[str, Any]) -> int:
-    """The exit code of a job that has ended (`jobs.as_json`), and on stderr why it has no result."""
+def report(job: Run, shown: dict[str, Any], as_json: bool, print_result: Callable[[], None]) -> int:
+    """The exit code of a job that has ended, after its result or `shown` (of `jobs.as_json`) was printed; on stderr why
+    it has no result."""
+    if as_json:
+        print_json({**shown, "folder": str(job.path)})
+    elif shown["state"] == "done":
+        print_result()
     if shown["state"] != "done":
         failure = shown["failure"]
         print(f"{failure['sentence']} {failure['help']}".strip() if failure else shown["sentence"], file=sys.stderr)

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import print_json
-from backend.cli.jobs import follow, print_end
+from backend.cli.jobs import follow, report
 from backend.cli.runs import find_run
 from backend.runs import jobs
 from backend.runs.folder import Run
@@ -19,11 +18,7 @@ def start(arguments: argparse.Namespace) -> int:
     job = merge.start(find_run(Path(arguments.runs), arguments.run), arguments.step)
     follow(job)
     shown = jobs.as_json(job)
-    if arguments.json:
-        print_json({**shown, "folder": str(job.path)})
-    elif shown["state"] == "done":
-        _print_result(job, shown["result"])
-    return print_end(shown)
+    return report(job, shown, arguments.json, lambda: _print_result(job, shown["result"]))
 
 
 def _print_result(job: Run, result: dict[str, Any]) -> None:

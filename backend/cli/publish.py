@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.cli.commands import print_json
-from backend.cli.jobs import follow, print_end
+from backend.cli.jobs import follow, report
 from backend.cli.runs import find_run
 from backend.publish.contents import Request
 from backend.rules.base import amount
@@ -38,11 +38,7 @@ def start(arguments: argparse.Namespace) -> int:
     job = publish.start(run, summary.request, summary.contents.versions())
     follow(job)
     shown = jobs.as_json(job)
-    if arguments.json:
-        print_json({**shown, "folder": str(job.path)})
-    elif shown["state"] == "done":
-        _print_result(shown["result"])
-    return print_end(shown)
+    return report(job, shown, arguments.json, lambda: _print_result(shown["result"]))
 
 
 def _print(summary: publish.Summary, file: Any = None) -> None:

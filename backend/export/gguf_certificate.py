@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from backend.export.comparison import TEXTS, Difference, compare, held_out, log_probabilities, probe_batches
 from backend.export.llama_cpp import Generated, LlamaCppError, Runtime, context_of
 from backend.models.gguf import FORMATS
+from backend.train import end_tokens
 
 NUMERALS = "x ½ ① ٣ Ⅳ y"
 LONG = "\n".join([text.strip() for text in TEXTS] * 6)
@@ -61,11 +62,7 @@ class Findings:
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     """The tokens that end the completions of the trained model."""
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = {own} if isinstance(own, int) else set(own or ())
-    if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    return sorted(found)
+    return sorted(end_tokens.stop_tokens(getattr(model, "generation_config", None), tokenizer))
 
 
 def probes(run: Path, model: Any, tokenizer: Any) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from backend.inference.examples import Item
 from backend.inference.loading import Loaded, Models
 from backend.inference.scores import SCORES, Score
 from backend.models import evaluation
-from backend.models.chat_files import BASE, TUNED, Lines, append
+from backend.models.chat_files import BASE, SIDES, TUNED, Lines, append
 from backend.models.evaluation import EXAMPLES, OUTPUTS, Settings
 from backend.runs import EVALUATED, LOCK, MODEL, RESULT
 from backend.runs.files import write_json
@@ -32,7 +32,6 @@ from backend.train.run_log import RunLog, Stopped, TrainError
 from backend.train.templates import IGNORE_INDEX
 from backend.wording import counted
 
-SIDES = (TUNED, BASE)
 NAMES = {TUNED: "trained model", BASE: "base model"}
 NICENESS = 5  # on a CPU, which other programs need meanwhile
 MAX_BATCH_TOKENS = 4096  # of which logits are in memory at a time, unless a single example has more

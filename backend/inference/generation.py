@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from backend.inference.loading import Loaded
 from backend.models.chat_files import Request
+from backend.train import end_tokens
 from backend.train.generation_eval import without_router_loss
 from backend.train.run_log import TrainError
 
@@ -79,11 +80,11 @@ def generate(
 def stop_tokens(loaded: Loaded) -> set[int]:
     """The tokens at which an output ends: those of the generation config and, as when training generates for eval
     examples, the EOS token of the trained tokenizer."""
-    own = getattr(loaded.generation, "eos_token_id", None)
-    found = {own} if isinstance(own, int) else set(own or ())
-    if loaded.tokenizer.eos_token_id is not None and (loaded.stops_at_eos or not found):
-        found.add(loaded.tokenizer.eos_token_id)
-    return found
+    has_own = getattr(loaded.generation, "eos_token_id", None) not in (None, [])
+    if has_own and not loaded.stops_at_eos:
+        own = loaded.generation.eos_token_id
+        return {own} if isinstance(own, int) else set(own)
+    return end_tokens.stop_tokens(loaded.generation, loaded.tokenizer)
 
 
 def _positions(model: Any) -> int:

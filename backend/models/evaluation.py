@@ -18,6 +18,7 @@ from backend.config import RunSpec
 from backend.data import DataFileError, expand, file_patterns
 from backend.models import trained
 from backend.models.chat import read_spec
+from backend.models.chat_files import MAX_NEW_TOKENS
 from backend.models.jobs import alone, place
 from backend.runs import EVALUATED, files, jobs, json_values
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
@@ -26,7 +27,7 @@ KIND, MODULE = "evaluation", "backend.inference"
 SETTINGS = "evaluation.json"  # of the job: its Settings, and the versions of model and data
 OUTPUTS = "outputs.jsonl"  # what each model made of each example, in the order of the work
 EXAMPLES = "examples.json"  # once the evaluation has ended: a row for each example, see `rows`
-MAX_EXAMPLES, MAX_NEW_TOKENS = 10_000, 32_768
+MAX_EXAMPLES = 10_000
 TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)  # it ends within a token, and all outputs are written
 LOSS = "loss"  # the score of which less is better
 CHANGES = ("better", "worse", "unchanged")

@@ -31,6 +31,12 @@ def counted(counts: Counter[str]) -> tuple[int, ...]:
     return tuple(token for token in enough if counts[f"{INNER}{token}"] < found[token]) or tuple(enough)
 
 
+def stop_tokens(generation_config: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an output: those of the generation config, which may be None, and the tokenizer's EOS."""
+    own, eos = getattr(generation_config, "eos_token_id", None), tokenizer.eos_token_id
+    return {*([own] if isinstance(own, int) else own or ()), *(() if eos is None else (eos,))}
+
+
 def apply(model: Any, tokenizer: Any, ends: Sequence[int]) -> None:
     """Let generation with the model end at these tokens too; its generation config is saved with it. If it ends at none
     of them yet, the first one becomes the tokenizer's EOS token, unless the chat template writes that token."""

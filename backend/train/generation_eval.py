@@ -16,7 +16,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from backend import registry
 from backend.config import RunSpec
 from backend.runs.files import write_json
-from backend.train import text_metrics
+from backend.train import end_tokens, text_metrics
 from backend.train.completion_start import last_completion
 from backend.train.context import TrainContext
 from backend.train.device import ProcessGroup
@@ -139,8 +139,7 @@ class Generator:
     def _ends(self, model: Any) -> frozenset[int]:
         if self.ends is not None:
             return self.ends
-        own, eos = model.generation_config.eos_token_id, self.tokenizer.eos_token_id
-        return frozenset({*([own] if isinstance(own, int) else own or []), *([eos] if eos is not None else [])})
+        return frozenset(end_tokens.stop_tokens(model.generation_config, self.tokenizer))
 
     def _config(self, ends: frozenset[int]) -> GenerationConfig:
         return GenerationConfig(

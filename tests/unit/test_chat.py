@@ -50,6 +50,14 @@ def send(folder, **values):
     return chat_files.send(folder, Request(**{**PROMPT, **values}))
 
 
+def use_waiter(folder, monkeypatch):
+    """From now on, processes of chats and evaluations are WAITER."""
+    program = folder / "python"
+    program.write_text(WAITER)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
 # -- the files -----------------------------------------------------------------------------------------------------
 
 
@@ -209,10 +217,7 @@ def test_the_devices_of_a_chat(tmp_path):
 @pytest.fixture
 def waiter(tmp_path, monkeypatch):
     """The process of a chat is a program that waits for the stop."""
-    program = tmp_path / "python"
-    program.write_text(WAITER)
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    use_waiter(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@
 import errno
 import json
 import os
-import sys
 import time
 
 import pytest
 from small import client
-from test_chat import LORA, WAITER, make_run
+from test_chat import LORA, make_run, use_waiter
 
 from backend.__main__ import main
 from backend.models import evaluation
@@ -23,10 +22,7 @@ REWARD = {**LORA, "train.stage": "reward", "data.builtin": "train-pairs"}
 @pytest.fixture
 def waiter(tmp_path, monkeypatch):
     """Processes of evaluations only wait for the stop."""
-    program = tmp_path / "python"
-    program.write_text(WAITER)
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    use_waiter(tmp_path, monkeypatch)
 
 
 def wait_for_end(job):
