@@ -33,7 +33,6 @@ from backend.rules import Finding, Fix
 from backend.tasks.measured import MeasuredPeaks
 
 WIDTH, INDENT = 110, " " * 9
-UNSAFE = "changes the training result"
 
 INSPECTION_SECONDS = 600  # for a model and examples that no check has inspected yet
 
@@ -136,7 +135,7 @@ def _wrapped(text: str) -> list[str]:
 
 def notes(fix: Fix) -> str:
     """What a fix costs, and whether the training result stays the same."""
-    found = [fix.cost, "safe" if fix.safe else UNSAFE]
+    found = [fix.cost, fix.effect or "safe"]
     return f" ({'; '.join(note for note in found if note)})"
 
 

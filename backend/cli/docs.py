@@ -197,7 +197,7 @@ def _rule_section(rule: Rule) -> Iterator[str]:
 
 
 def _fix_words(fix: Fix) -> str:
-    notes = ["safe" if fix.safe else "changes the training result", fix.cost]
+    notes = [fix.effect or "safe", fix.cost]
     return f"{fix.label} ({'; '.join(note for note in notes if note)})"
 
 

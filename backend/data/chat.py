@@ -347,21 +347,28 @@ def optional_text(example: Example, column: str) -> str:
 def check_encodable(converted: Mapping[str, Any]) -> None:
     """Raise InvalidExample for half of a surrogate pair, which JSON can escape but no tokenizer can encode, and for
     tools that are nested too deeply for a chat template."""
-    if _nests_deeper(converted, MAX_LEVELS):
+    texts: list[str] = []
+    if not _collect(converted, MAX_LEVELS, texts):
         raise InvalidExample(f"has tools or tool calls that are nested more than {MAX_LEVELS} levels deep")
     try:
-        json.dumps(converted, ensure_ascii=False, default=str).encode()
+        "".join(texts).encode()
     except UnicodeEncodeError as error:
         character = error.object[error.start]
         raise InvalidExample(f"contains {character!r}, half of a surrogate pair, which is not a character") from None
 
 
-def _nests_deeper(value: Any, levels: int) -> bool:
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return False
-    return levels == 0 or any(_nests_deeper(part, levels - 1) for part in value)
+def _collect(value: Any, levels: int, texts: list[str]) -> bool:
+    """Append every text in `value` to `texts`; False if it nests deeper than `levels`."""
+    if isinstance(value, str):
+        texts.append(value)
+    elif isinstance(value, Mapping):
+        texts.extend(map(str, value))
+        return levels > 0 and all(_collect(part, levels - 1, texts) for part in value.values())
+    elif isinstance(value, list | tuple):
+        return levels > 0 and all(_collect(part, levels - 1, texts) for part in value)
+    elif value is not None:
+        texts.append(str(value))
+    return True
 
 
 def parse_json(value: Any) -> Any:

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -49,6 +48,7 @@ MAX_FILES = 10_000  # of a folder
 ABOUT_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")  # in a folder that `datasets` has saved
 SUPPORTED = f"{', '.join(TEXT)} (also compressed, such as .jsonl.gz), .parquet and .arrow"
 HTML = (b"<!doctype html", b"<html")
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}  # of columns
 
 
 ROW, LINE = ", row ", ", line "  # between a file and the number of an example
@@ -65,12 +65,12 @@ def file_of(place: str) -> str:
 
 
 class DataFileError(ValueError):
-    """A data file that cannot be read, or one invalid example: `line` counts from 1, 0 is the whole file. The message
-    completes "FILE, line N: "."""
+    """A data file that cannot be read, or, with `is_example`, one invalid example, after which the next can be read.
+    `line` counts from 1, 0 is the whole file. The message completes "FILE, line N: "."""
 
     def __init__(self, path: str | Path, line: int, message: str) -> None:
         super().__init__(f"{place(path, line)}: {message}")
-        self.path, self.line, self.message = str(path), line, message
+        self.path, self.line, self.message, self.is_example = str(path), line, message, False
 
 
 Skip = Callable[[DataFileError], None]  # what happens with an example that cannot be read
@@ -148,7 +148,7 @@ def read_examples(
     """
     parquet = read_parquet_in_process if in_server else _read_parquet
     readers: Mapping[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
-        ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": partial(_read_csv, separator="\t"),
+        ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv,
         ".parquet": parquet, ".arrow": parquet,
     }  # fmt: skip
     reader = readers.get(data_suffix(path))
@@ -179,6 +179,7 @@ def _with_columns(path: Path, rows: Iterable[tuple[int, Any]], skip: Skip | None
             continue
         expected = f"is {type_name(row)}; expected an object with named columns"
         error = row if isinstance(row, DataFileError) else DataFileError(path, line, expected)
+        error.is_example = True
         if skip is None:
             raise error
         skip(error)
@@ -306,8 +307,9 @@ def _skip(text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def _read_csv(path: Path, separator: str = ",") -> Iterator[tuple[int, Any]]:
+def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(MAX_LINE)  # the default limit of 128 KiB is shorter than some completions
+    separator = _separator(path)
     with open_text(path, newline="") as file:
         reader, line = csv.reader(_lines(path, file), strict=True, delimiter=separator), 1
         names: list[str] = []
@@ -319,29 +321,36 @@ def _read_csv(path: Path, separator: str = ",") -> Iterator[tuple[int, Any]]:
                 elif fields:
                     names = fields
                     if problem := _header_problem(names, separator):
-                        raise DataFileError(path, line, problem)
+                        raise DataFileError(path, 0, problem)
                 line = reader.line_num + 1
         except csv.Error as error:
             raise DataFileError(path, line, f"is not valid CSV: {error}") from None
+
+
+def _separator(path: Path) -> str:
+    """What separates the columns: of a .tsv file tabs, of a .csv file commas, or what its header has instead. Excel
+    writes semicolons where numbers have a decimal comma."""
+    if data_suffix(path) == ".tsv":
+        return "\t"
+    with open_text(path, newline="") as file:
+        header = next((line for line in _lines(path, file) if line.strip()), "")
+    return next((each for each in SEPARATORS if each in header), ",")
 
 
 def _row_problem(fields: int, columns: int, separator: str) -> str:
     """Why a row with so many fields does not fit the header; '' if it does."""
     if fields == columns:
         return ""
-    separators = "commas" if separator == "," else "tabs"
-    wrong, cause = ("more", separators) if fields > columns else ("fewer", "line breaks")
+    wrong, cause = ("more", SEPARATORS[separator]) if fields > columns else ("fewer", "line breaks")
     return f"has {wrong} fields ({fields}) than the header has columns ({columns}); quote fields that contain {cause}"
 
 
 def _header_problem(names: list[str], separator: str) -> str:
     """Why these column names are not a header; '' if they are."""
-    other = next((each for each in (";", "\t", ",") if len(names) == 1 and each in names[0]), "")
-    if other == "\t":
-        return "has columns that are separated by tabs; rename it to .tsv"
+    other = next((each for each in SEPARATORS if len(names) == 1 and each in names[0]), "")
     if other:
-        expected = "commas" if separator == "," else "tabs"
-        return f"has columns that are separated by {other!r}; separate them with {expected}"
+        found, expected = SEPARATORS[other], SEPARATORS[separator]
+        return f"has columns that are separated by {found}, but {expected} are expected"
     return _duplicate_problem(names)
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m backend.export", description=__doc__)
     parser.add_argument("folder", type=Path, help=f"the job's folder, with {MERGE} or {GGUF}")
     folder = files.held(parser.parse_args().folder)
-    sys.excepthook = exit.print_error
+    sys.excepthook = exit.print_error_of_job
     logging_setup.configure_logging("warning", 0, False)
     run_log, started = RunLog(folder), (folder / LOCK).stat().st_mtime
     try:

@@ -17,7 +17,7 @@ from backend.train import exit
 @record  # type: ignore[untyped-decorator]
 def main() -> None:
     """Do what the folder says."""
-    sys.excepthook = exit.print_error
+    sys.excepthook = exit.print_error_of_job
     folder = files.held(Path(sys.argv[1]))
     if (folder / SETTINGS).exists():
         evaluate(folder)

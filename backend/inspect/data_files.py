@@ -190,7 +190,7 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
                 break
     except DataFileError as error:
         location = place(path, error.line)
-        inspection.issues.append((location, error.message, bool(error.line)))
+        inspection.issues.append((location, error.message, error.is_example))
         all_read = False
     count = inspection.count
     if not is_exact:

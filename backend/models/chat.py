@@ -33,13 +33,15 @@ CHAT, TEXT, SCORE = "chat", "text", "score"
 class Offer:
     """What can be asked of a run's models. `mode`: they continue a conversation or a text, or score two answers;
     `steps`: the models, None is the final one; `without_base`: why there is no base model to compare with, as a
-    sentence; `system` and `template_kwargs`: those of training, unless a request sets another system prompt."""
+    sentence; `system` and `template_kwargs`: those of training, unless a request sets another system prompt;
+    `history`: whether the model has learned from conversations of several turns."""
 
     mode: str
     steps: tuple[int | None, ...]
     without_base: str
     system: str
     template_kwargs: dict[str, Any]
+    history: bool
 
     def as_json(self) -> dict[str, Any]:
         """For the page."""
@@ -49,6 +51,7 @@ class Offer:
             "without_base": self.without_base,
             "system": self.system,
             "template_kwargs": self.template_kwargs,
+            "history": self.history,
         }
 
 
@@ -81,7 +84,8 @@ def offer(run: Run) -> Offer:
     without = "A reward model has no base model to compare with: its base has no trained head." if mode == SCORE else ""
     system = system_prompt.of_training(spec) if mode != TEXT else ""
     steps = tuple(model.step for model in found)
-    return Offer(mode, steps, without, system, dict(spec.data.template_kwargs) if mode != TEXT else {})
+    kwargs = dict(spec.data.template_kwargs) if mode != TEXT else {}
+    return Offer(mode, steps, without, system, kwargs, mode == CHAT and system_prompt.has_earlier_turns(spec))
 
 
 def mode_of(spec: RunSpec, folder: Path) -> str:

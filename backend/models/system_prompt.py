@@ -1,4 +1,5 @@
-"""The system prompt that a model was trained with: without it, outputs can differ from what the model has learned."""
+"""What the first training examples say about conversations with the model: their system prompt, without which outputs
+can differ from what it has learned, and whether they have several turns."""
 
 from __future__ import annotations
 
@@ -35,35 +36,51 @@ def _spec(path: Path, changed: int) -> RunSpec:
 def of_training(spec: RunSpec) -> str:
     """The system prompt of the first examples if it is the same in all; else data.system_prompt. Of several datasets,
     the first one decides."""
+    return _first_examples(spec)[0]
+
+
+def has_earlier_turns(spec: RunSpec) -> bool:
+    """Whether one of the first examples has more than one completion; True if they cannot be read."""
+    return _first_examples(spec)[1]
+
+
+def _first_examples(spec: RunSpec) -> tuple[str, bool]:
     own = for_dataset(spec, 0)
     try:
         paths = expand(file_patterns(own.data)[0])
         changed = paths[0].stat().st_mtime_ns if paths else 0
     except (OSError, DataFileError):  # the files were moved since
-        return spec.data.system_prompt
+        return spec.data.system_prompt, True
     if not paths:  # a dataset of the Hub
-        return spec.data.system_prompt
+        return spec.data.system_prompt, True
     data = Data() if own.data.source == "builtin" else own.data
     return _of_examples(paths[0], changed, data.model_dump_json(), tuple(STAGES[spec.train.stage].formats))
 
 
 @lru_cache(maxsize=64)  # the page asks each second
-def _of_examples(path: Path, changed: int, columns: str, formats: tuple[str, ...]) -> str:
+def _of_examples(path: Path, changed: int, columns: str, formats: tuple[str, ...]) -> tuple[str, bool]:
     """`columns`: the options of the data as JSON; `changed`: when the file was changed."""
     data = Data.model_validate_json(columns)
-    found = set()
+    found, earlier = set(), False
     try:
         if path.stat().st_size > MAX_BYTES and not path.name.endswith(FOLLOWED):
-            return data.system_prompt
+            return data.system_prompt, True
         for _, example in read_examples(path, MAX_EXAMPLES, in_server=True):
             format = detect_format(example, formats) if data.format == "auto" else data.format
-            found.add(_of_turns(convert(example, format or "", data)))
+            converted = convert(example, format or "", data)
+            found.add(_of_turns(converted))
+            earlier = earlier or _has_earlier_turns(converted)
     except (OSError, DataFileError, InvalidExample, LookupError, ValueError):
-        return data.system_prompt
-    return found.pop() if len(found) == 1 else data.system_prompt
+        return data.system_prompt, True
+    return found.pop() if len(found) == 1 else data.system_prompt, earlier
 
 
 def _of_turns(example: dict[str, Any]) -> str:
     turns = example.get("messages") or example.get("prompt") or ()
     first = turns[0] if isinstance(turns, list) and turns else {}
     return str(first.get("content", "")) if first.get("role") == "system" else ""
+
+
+def _has_earlier_turns(example: dict[str, Any]) -> bool:
+    turns = example.get("messages") or [*example.get("prompt", ()), {"role": "assistant"}]
+    return sum(1 for turn in turns if turn["role"] == "assistant") > 1

@@ -40,6 +40,14 @@ class Fix:
     cost: str = ""
     peak: int = 0
 
+    @property
+    def effect(self) -> str:
+        """What it changes besides the options, unless it is safe."""
+        if self.safe:
+            return ""
+        only_saved = all(name.startswith("save.") for name in self.patch)
+        return "changes what the run saves" if only_saved else "changes the training result"
+
     def for_spec(self, spec: RunSpec) -> Fix:
         """The fix for `spec`, whose hidden options may have values from an earlier choice."""
         return replace(self, patch=with_defaults(spec, self.patch))

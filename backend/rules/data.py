@@ -63,12 +63,11 @@ def unreadable_data_file(case: Case) -> Violation | None:
     fixes = _guessed_formats(case) if guesses else []
     if kept and len(kept) < len(data.files):
         fixes.append(Fix("Skip the files with errors", {"data.files": kept}, False, "fewer examples"))
-    fields = ("data.files", "data.format") if fixes and "data.format" in fixes[0].patch else ("data.files",)
     fixes.append(BUILTIN_DATA)
     if not all(issue.message.startswith(UNKNOWN_COLUMNS) for issue in issues):
-        return Violation(_summary(issues), tuple(fixes), fields)
-    message = f"{_summary(issues)} {CHOOSE_FORMAT}"
-    return Violation(message, tuple(fixes), fields, "The columns of a data file are not recognized")
+        return Violation(_summary(issues), tuple(fixes))
+    message, title = f"{_summary(issues)} {CHOOSE_FORMAT}", "The columns of a data file are not recognized"
+    return Violation(message, tuple(fixes), ("data.files", "data.format"), title)
 
 
 def _issues(case: Case, option: str) -> list[DataIssue]:

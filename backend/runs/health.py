@@ -28,8 +28,8 @@ ABOVE_ALL, ABOVE_FIRST, ABOVE_LEAST = (3.0, 3.0), (5.0, 7.0), (10.0, 10.0)
 LOSS, GRADIENT, THROUGHPUT, NOT_FINITE = "loss spike", "gradient spike", "throughput drop", "non-finite loss"
 RISE = "loss rise"
 SLOW_RANK, DATA, IDLE, DISK = "slow rank", "data loading", "idle GPU", "disk"
-SKIPPED = "skipped steps"
-KINDS = (LOSS, RISE, GRADIENT, THROUGHPUT, NOT_FINITE, SKIPPED, SLOW_RANK, DATA, IDLE, DISK)
+SKIPPED, EXAMPLES = "skipped steps", "other examples"
+KINDS = (LOSS, RISE, GRADIENT, THROUGHPUT, NOT_FINITE, SKIPPED, SLOW_RANK, DATA, IDLE, DISK, EXAMPLES)
 SPIKES = (LOSS, RISE, GRADIENT)  # after which train.stop_on_spike stops
 
 # Skipped optimizer steps that are reported. fp16's loss scale of 65,536 is halved after each: a few at the start are

@@ -280,6 +280,8 @@ def _stable_training(failed: Failed) -> Iterator[Fix]:
         yield replace(BF16, cost="fp16 overflows above 65,504")
     label = f"Learning rate {wording.learning_rate(rate)}"
     yield Fix(label, {"train.learning_rate": rate}, safe=False, cost="slower convergence")
+    if is_unusual:
+        return  # neither of the following changes would help
     if train.warmup_steps < 0.1:
         yield Fix("Warm up for 10% of the steps", {"train.warmup_steps": 0.1}, safe=False)
     if not 0 < train.max_grad_norm <= 1:

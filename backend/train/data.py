@@ -15,6 +15,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow
 from datasets import Dataset, concatenate_datasets, load_from_disk
 from datasets.arrow_writer import ArrowWriter
@@ -86,8 +87,8 @@ class ExampleTokenizer:
                 if all(label == IGNORE_INDEX for label in targets[1:]):
                     counts["dropped"] += 1
                     continue
-                ids.append(tokens)
-                labels.append(targets)
+                ids.append(numpy.array(tokens, numpy.int32))  # five times as fast to write as lists
+                labels.append(numpy.array(targets))
         return {"input_ids": ids, "labels": labels}, counts
 
     def sequences(self, example: ConvertedExample) -> Iterator[tuple[str, list[int], list[int]]]:

@@ -54,13 +54,16 @@ class ConvertedExample:
     value: dict[str, Any]
 
 
+UNCONVERTED = ConvertedExample("", {})  # in place of an example that nobody asked for
+
+
 @dataclass(frozen=True)
 class Part:
     """The training examples of a run, or the validation examples. `rows`: those of all files, which may be read any
     number of times; `positions`: where the examples of this part are in them, in the order of the part. With `unpairs`,
     a pair counts as two labeled completions, as in KTO. With `skips`, examples that cannot be rendered are left out."""
 
-    rows: Iterable[ConvertedExample]
+    rows: Rows | Sequence[ConvertedExample]
     positions: Sequence[int]
     unpairs: bool = False
     skips: bool = False
@@ -74,7 +77,7 @@ class Part:
         for number, position in enumerate(self.positions):
             numbers[position] = number
         found = 0
-        for position, example in enumerate(islice(self._examples(), len(numbers))):
+        for position, example in enumerate(islice(self._examples(numbers), len(numbers))):
             if numbers[position] >= 0:
                 found += 1
                 yield numbers[position], example
@@ -86,7 +89,10 @@ class Part:
         """Whether the order of the part is that of the files."""
         return all(one < other for one, other in pairwise(self.positions))
 
-    def _examples(self) -> Iterator[ConvertedExample]:
+    def _examples(self, numbers: Sequence[int]) -> Iterator[ConvertedExample]:
+        if not self.unpairs and isinstance(self.rows, Rows):
+            yield from self.rows.only(lambda position: position < len(numbers) and numbers[position] >= 0)
+            return
         if not self.unpairs:
             yield from self.rows
             return
@@ -105,9 +111,14 @@ class Rows:
     skipped: dict[str, None] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[ConvertedExample]:
+        return self.only(lambda position: True)
+
+    def only(self, wanted: Callable[[int], bool]) -> Iterator[ConvertedExample]:
+        """The examples, but UNCONVERTED for those at other positions than the `wanted` ones and the first. Positions
+        do not count examples that are skipped, so all are converted if some may be."""
         skip = self._skip if self.spec.data.on_bad_example == "skip" else None
         try:
-            yield from _converted(self.spec, self.read(skip), skip)
+            yield from _converted(self.spec, self.read(skip), skip, wanted)
         except DataFileError as error:
             raise TrainError(f"{error}.") from error
 
@@ -207,7 +218,7 @@ def _positions(
 ) -> tuple[array[int], bool]:
     """The positions of the rows, without copies of training examples if there is `seen`, and whether they are pairs."""
     found, dropped, are_pairs = array("q"), 0, False
-    for position, row in enumerate(rows):
+    for position, row in enumerate(rows.only(lambda position: seen is not None)):
         are_pairs = are_pairs or "chosen" in row.value
         if seen and seen.is_copy(row.value, remember=name == "training"):
             dropped += 1
@@ -315,13 +326,19 @@ def _hub(spec: RunSpec) -> Rows:
 
 
 def _converted(
-    spec: RunSpec, located: Iterable[tuple[str, Example]], skip: Callable[[Exception], None] | None
+    spec: RunSpec,
+    located: Iterable[tuple[str, Example]],
+    skip: Callable[[Exception], None] | None,
+    wanted: Callable[[int], bool],
 ) -> Iterator[ConvertedExample]:
-    """Converted examples. With data.format auto, the first example decides the format. `skip` gets the error of an
-    example that does not match it. Raises TrainError."""
+    """Converted examples, as in `Rows.only`. With data.format auto, the first example decides the format. `skip` gets
+    the error of an example that does not match it. Raises TrainError."""
     stage = registry.STAGES[spec.train.stage]
     format, empty = spec.data.format if spec.data.source != "builtin" else "auto", True
-    for location, row in located:
+    for position, (location, row) in enumerate(located):
+        if not skip and position and not wanted(position):
+            yield UNCONVERTED
+            continue
         if format == "auto":
             format = detect_format(row, stage.formats) or ""
             if not format:

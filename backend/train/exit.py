@@ -41,6 +41,15 @@ def print_error(kind: type[BaseException], error: BaseException, trace: Tracebac
         sys.__excepthook__(kind, error, trace)
 
 
+def print_error_of_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The same for a job that no launcher starts. Its log is all that is left of it, in which runs/failure.py finds the
+    sentence by the name of its class."""
+    if issubclass(kind, TrainError):
+        print(f"{kind.__module__}.{kind.__name__}: {error}", file=sys.stderr, flush=True)
+    else:
+        print_error(kind, error, trace)
+
+
 def exit_now() -> NoReturn:
     """Exit with status 0 once everything is written. Threads of native libraries can abort the process while Python
     finalizes (seen with deepspeed 0.19: "terminate called without an active exception"), and the run would count as

@@ -61,27 +61,24 @@ def compared(spec: RunSpec, examples: str) -> dict[str, Any]:
     return {**json.loads(json.dumps(plain)), EXAMPLES: examples}
 
 
-def differences(checkpoint: Path, now: Mapping[str, Any]) -> str:
-    """How `now`, which `compared` returned, differs from what the checkpoint was trained with, as sentences; '' if it
-    does not, or if the checkpoint does not say it."""
+def differences(checkpoint: Path, now: Mapping[str, Any]) -> tuple[str, str]:
+    """How the options and the training examples of `now`, which `compared` returned, differ from those that the
+    checkpoint was trained with, each as a sentence; '' if they do not, or if the checkpoint does not say it."""
     try:
         before = resume_point.read_mark(checkpoint).get("options")
     except (OSError, ValueError, TypeError):
         before = None
     if not isinstance(before, dict):
-        return ""
+        return "", ""
     known = {name: _default(name) for name in declared.by_name()}
     names = [name for name in known if before.get(name, known[name]) != now.get(name, known[name])]
     texts = [f"{name} was {before.get(name, known[name])}, is {now.get(name, known[name])}" for name in names]
-    found = []
-    if texts:
-        found.append(f"The options differ from those that {checkpoint.name} was trained with: {'; '.join(texts)}.")
-    if before.get(EXAMPLES, now[EXAMPLES]) != now[EXAMPLES]:
-        found.append(
-            f"The tokenized training examples are not those that {checkpoint.name} was trained with. Training "
-            "continues at the same position in the new ones, so some may be used twice this epoch, or never."
-        )
-    return " ".join(found)
+    options = f"The options differ from those that {checkpoint.name} was trained with: {'; '.join(texts)}."
+    examples = (
+        f"The tokenized training examples are not those that {checkpoint.name} was trained with. Training continues at "
+        "the same position in the new ones, so some may be used twice this epoch, or never."
+    )
+    return options if texts else "", examples if before.get(EXAMPLES, now[EXAMPLES]) != now[EXAMPLES] else ""
 
 
 def _default(name: str) -> Any:

@@ -17,6 +17,7 @@ from backend.data.chat import REASONING, SWITCHES, TEMPLATE_KWARGS, WEIGHTS, par
 
 Messages = Sequence[Mapping[str, Any]]
 ALWAYS = ("role", "content", "name", "tool_call_id")  # without a template that reads them, nothing of meaning is lost
+PLAIN_KEYS = frozenset(ALWAYS)
 COMPLETIONS = ("completion", "chosen", "rejected")
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)  # a content that begins with reasoning
 # What a template can raise: its own errors, those of the sandbox that it runs in, and Python's.
@@ -105,6 +106,8 @@ class TemplateInput:
         found = {f"the column {name}" for name in ("tools", "documents") if name in example.keys() - self.variables}
         found |= {f"{name} of {TEMPLATE_KWARGS}" for name in example.get(TEMPLATE_KWARGS, {}).keys() - self.variables}
         for turn in turns:
+            if turn.keys() <= PLAIN_KEYS and not self.without:
+                continue
             weights = {key for key in (*WEIGHTS, *SWITCHES) if key in turn and turn["role"] != "assistant"}
             found |= {f"{key} of a turn that is not an assistant turn" for key in weights}
             as_text = ("tool_calls",) if self != PLAIN else ()

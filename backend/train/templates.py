@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -191,29 +192,34 @@ class ChatTokenizer:
     def ends(self, labels: Sequence[int]) -> list[int | None]:
         """The token that ends each part with a loss: one that the tokenizer was given as a whole, such as <|im_end|>,
         or None. Whitespace after it does not count."""
-        ids = [*labels, IGNORE_INDEX]
-        lasts = [n for n, label in enumerate(labels) if label != IGNORE_INDEX == ids[n + 1]]
-        return [self._end(ids[: last + 1]) for last in lasts]
+        is_trained = numpy.append(numpy.asarray(labels) != IGNORE_INDEX, False)
+        return [self._end(labels, last) for last in numpy.flatnonzero(is_trained[:-1] & ~is_trained[1:]).tolist()]
 
     def inner(self, labels: Sequence[int]) -> set[int]:
         """The tokens that the tokenizer was given as a whole, and that text with a loss follows in the same part, such
         as the <|end|> of gpt-oss between a reasoning and its answer."""
-        found, seen, known = set[int](), set[int](), self._whole_tokens
-        for label in labels:
-            if label in known:
-                seen.add(label)
-            elif seen:
-                if label != IGNORE_INDEX and not self.tokenizer.decode([label]).strip():
-                    continue
-                found |= seen if label != IGNORE_INDEX else set()
-                seen = set()
+        known, found = self._whole_tokens, set[int]()
+        for position in numpy.flatnonzero(numpy.isin(labels, list(known))).tolist():
+            after = (label for label in islice(labels, position + 1, None) if label not in known)
+            if next((label for label in after if label == IGNORE_INDEX or self._has_text(label)), IGNORE_INDEX) >= 0:
+                found.add(labels[position])
         return found
 
-    def _end(self, ids: Sequence[int]) -> int | None:
+    def _end(self, labels: Sequence[int], last: int) -> int | None:
         known = self._whole_tokens
-        words = (token for token in reversed(ids) if token in known or self.tokenizer.decode([token]).strip())
-        last = next(words, None)
-        return last if last in known else None
+        tokens = (labels[position] for position in range(last, -1, -1))
+        end = next((token for token in tokens if token in known or self._has_text(token)), None)
+        return end if end in known else None
+
+    def _has_text(self, token: int) -> bool:
+        """Whether the text of a token is more than whitespace."""
+        if token not in self._with_text:
+            self._with_text[token] = bool(self.tokenizer.decode([token]).strip())
+        return self._with_text[token]
+
+    @cached_property
+    def _with_text(self) -> dict[int, bool]:
+        return {}
 
     @cached_property
     def _whole_tokens(self) -> set[int]:

@@ -264,6 +264,6 @@ def _converted(
             yield from ((is_training, ConvertedExample(place(path, line), each)) for each in values)
     except DataFileError as error:
         location = place(path, error.line)
-        found.data_issues.append((is_training, location, error.message, bool(error.line)))
+        found.data_issues.append((is_training, location, error.message, error.is_example))
         found.complete = False
     return format

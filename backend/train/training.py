@@ -12,7 +12,7 @@ from transformers import set_seed
 from backend import registry
 from backend.config import RunSpec
 from backend.resolve import ResolvedRun
-from backend.runs import MODEL, RESULT
+from backend.runs import MODEL, RESULT, health
 from backend.runs.files import write_json
 from backend.train import (
     adapters,
@@ -221,8 +221,11 @@ def _start(context: TrainContext, options: Mapping[str, Any]) -> Path | None:
         checkpoints.delete_incomplete(context.folder, context.from_scratch)  # the mark comes first: it explains this
         if start:
             context.run_log.info(f"Resuming from {start.name}.")
-            if different := resumed_options.differences(start, options):
-                context.run_log.info(different)
+            edited, other_examples = resumed_options.differences(start, options)
+            if edited:
+                context.run_log.info(edited)
+            if other_examples:  # options are edited on purpose; a data file may have changed unnoticed
+                context.run_log.event(health.EXAMPLES, step, other_examples)
         return start
 
     chosen: Path | None = context.group.share(context.first(choose))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from fake_hub import BAD, GOOD
@@ -101,6 +102,39 @@ def test_the_last_key_before_leaving_is_kept(context, shared, how, delays):
         page.wait_for_selector("body[data-ready]")
         assert value(page, "logging.run_name") == typed
         assert page.locator("#logging-run_name :is(input, textarea)").input_value() == typed
+
+
+def test_a_tab_comes_back_to_its_draft(context, shared):
+    """The form is hidden until the draft is there: an edit of its default values would begin another draft. The rules
+    and the help know no draft; a link to a preset wants none."""
+
+    def reply_late(route):
+        time.sleep(0.5)
+        route.continue_()
+
+    page = opened(context, shared.url)
+    fill(page, "train.max_steps", 7)
+    fill(opened(context, shared.url), "train.max_steps", 8)
+    page.route("**/api/drafts/*", reply_late)
+    page.reload(wait_until="commit")
+    steps = page.locator("#train-max_steps input").first
+    steps.wait_for(state="attached")
+    expect(steps).to_be_hidden()
+    page.wait_for_selector("body[data-ready]")
+    expect(steps).to_be_visible()
+    page.goto(f"{shared.url}/rules")
+    page.get_by_role("link", name="Build", exact=True).click()
+    page.wait_for_selector("body[data-ready]")
+    assert int(value(page, "train.max_steps")) == 7
+    linked = opened(context, f"{shared.url}/?preset=lora-80gb")
+    assert value(linked, "model.source") == "hub" and "preset=lora-80gb" in linked.url
+
+
+def test_a_comma_is_a_decimal_point(page):
+    field = page.locator("#train-learning_rate input").first
+    field.fill("")
+    field.press_sequentially("0,001")
+    assert field.input_value() == "0.001" and float(value(page, "train.learning_rate")) == 0.001
 
 
 def test_undo_and_redo_of_the_whole_form(context, shared):

@@ -55,6 +55,7 @@ def test_the_page_says_what_each_rank_is_doing(shared, same_page):
         answer.get_by_text("Stacks").click()
         expect(answer.locator("pre")).to_contain_text("rank.py")
     finally:
+        os.kill(stopped, signal.SIGCONT)  # otherwise the supervisor waits for the rank before it kills it
         run.stop(save=False)
         deadline = time.monotonic() + 30
         while processes.run_processes(run.path) and time.monotonic() < deadline:

@@ -371,7 +371,8 @@ def test_a_text_that_begins_with_bos_has_no_second_one(tokenizer: Any) -> None:
 
     to_columns = ExampleTokenizer(Tokenizer(**vars(added)), None, True, 99)
     for text in ("<s>a", "a"):
-        assert to_columns([ConvertedExample("here", {"text": text})])[0]["input_ids"] == [[7, first]]
+        (ids,) = to_columns([ConvertedExample("here", {"text": text})])[0]["input_ids"]
+        assert ids.tolist() == [7, first]
 
 
 def test_a_system_turn_that_the_template_replaces_is_named(tokenizer: Any) -> None:

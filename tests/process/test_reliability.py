@@ -23,7 +23,7 @@ from torch.utils.file_baton import FileBaton
 from training_runs import EXTENSIONS, log_text, losses, make_spec, result, same_losses
 from transformers import TrainerControl, TrainerState
 
-from backend.runs import SPEC, processes, resume_point, stacks
+from backend.runs import SPEC, events, health, processes, resume_point, stacks
 from backend.runs.folder import Run
 from backend.runs.metrics import read_points
 from backend.train import checkpoints, deepspeed_ops, device
@@ -71,6 +71,8 @@ def test_options_and_data_that_were_edited_before_a_resume_are_named(fork_server
     data.write_text("\n".join(rows[1:]))
     fork_server.resume(folder, 4)
     assert log_text(folder).count("The options differ from") == log_text(folder).count(other_examples) == 1
+    (alert,) = events.alerts(folder)
+    assert alert["kind"] == health.EXAMPLES and alert["text"].startswith(other_examples)
 
 
 def test_training_stops_early_and_a_resumed_run_goes_on_counting(fork_server: ForkServer, root: Path) -> None:

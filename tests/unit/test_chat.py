@@ -247,6 +247,7 @@ def test_the_endpoints(tmp_path, api):
     shown = api.get(path).json()
     assert shown["job"] is None and shown["turns"] == [] and not shown["alive"]
     assert shown["offer"]["steps"] == [None, 2]
+    assert not shown["offer"]["history"], "the examples of its dataset have one turn"
     assert api.post(f"{path}/end", json={}).status_code == 409
     assert api.post(path, json={}).status_code == 201
     assert api.post(path, json={}).status_code == 201, "it is alive already"

@@ -118,15 +118,29 @@ def test_the_examples_of_a_compressed_file_are_estimated(tmp_path: Path) -> None
     assert not found["counts_are_exact"] and not found["data_issues"]
 
 
-def test_columns_with_the_wrong_separator(tmp_path: Path) -> None:
-    for name, content, expected in (
-        ("a.csv", "q\ta\nx\ty\n", "separated by tabs; rename it to .tsv"),
-        ("a.tsv", "q,a\nx,y\n", "separated by ','; separate them with tabs"),
-        ("b.csv", "q;a\nx;y\n", "separated by ';'; separate them with commas"),
-    ):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(DataFileError, match=expected):
-            list(read_examples(tmp_path / name))
+def test_the_header_of_a_csv_file_says_what_separates_its_columns(tmp_path: Path) -> None:
+    """Excel writes semicolons in many countries."""
+    for separator in ",;\t":
+        for name in ("a.csv", "a.csv.gz"):
+            text = f'\ufeffq{separator}a\r\n"x{separator} y"{separator}"1,5; z"\r\n'.encode()
+            (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+            assert list(read_examples(tmp_path / name)) == [(2, {"q": f"x{separator} y", "a": "1,5; z"})]
+    (tmp_path / "one.csv").write_text("text\na; b\n")
+    assert list(read_examples(tmp_path / "one.csv")) == [(2, {"text": "a; b"})]
+
+
+def test_an_error_of_a_whole_file_skips_no_example(tmp_path: Path) -> None:
+    """Skipping would change nothing, so it is not offered."""
+    files = {"a.tsv": "q,a\nx,y\n", "b.csv": "q,q\nx,y\n", "c.csv": 'q,a\n"x,y\n', "d.json": '[{"q": 1},\n{]'}
+    words = ("separated by commas, but tabs are expected", "two columns q", "not valid CSV", "not valid JSON")
+    for (name, text), expected in zip(files.items(), words, strict=True):
+        (tmp_path / name).write_text(text)
+        spec = edit(RunSpec(), {"data.source": "files", "data.files": (name,)})
+        (issue,) = inspect_data_files(spec, tmp_path)["data_issues"]
+        assert expected in issue.message and not issue.is_example
+    (tmp_path / "e.jsonl").write_text("{]\n")
+    (issue,) = inspect_data_files(edit(spec, {"data.files": ("e.jsonl",)}), tmp_path)["data_issues"]
+    assert issue.is_example
 
 
 def test_a_folder_that_datasets_has_saved(tmp_path: Path) -> None:

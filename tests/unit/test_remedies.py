@@ -143,6 +143,14 @@ def test_other_failures(tmp_path, changes, error, patch):
     assert all(not errors(edit(spec, fix.patch), LAPTOP) for fix in found.fixes)
 
 
+def test_nothing_but_a_lower_rate_helps_if_the_learning_rate_is_unusual(tmp_path):
+    error = (
+        "backend.train.run_log.TrainError: Training diverged: the loss of step 4 is NaN or infinite. Start a new run"
+    )
+    found = find(failed_run(tmp_path, edit(TINY, {"train.learning_rate": 10}), LAPTOP, error), LAPTOP)
+    assert found.fixes and all("train.learning_rate" in fix.patch for fix in found.fixes)
+
+
 def test_what_the_checks_find_is_fixed(tmp_path):
     spec = edit(TINY, {"precision.compute": "fp16"})
     assert errors(spec, LAPTOP)

@@ -25,7 +25,8 @@ def fix_json(fix: Fix, spec: RunSpec) -> dict[str, Any]:
         for name, value in changed.items()
     ]
     patch = {name: text(_option(name), value) for name, value in changed.items()}
-    return {"label": fix.label, "safe": fix.safe, "cost": fix.cost, "peak": fix.peak, "patch": patch, "diff": diff}
+    shown = {name: getattr(fix, name) for name in ("label", "safe", "effect", "cost", "peak")}
+    return {**shown, "patch": patch, "diff": diff}
 
 
 def _option(name: str) -> Option:

@@ -68,7 +68,7 @@ def _fixes(fixes: tuple[Fix, ...]) -> str:
     """Each fix with its cost, and whether training results stay the same."""
     items = []
     for fix in fixes:
-        notes = [fix.cost, "" if fix.safe else "changes the training result"]
+        notes = [fix.cost, fix.effect]
         note = "; ".join(note for note in notes if note)
         safe = '<b class="safe">safe</b>' if fix.safe else ""
         items.append(f"<li>{escape(fix.label)} {safe}{f' <i>{escape(note)}</i>' if note else ''}</li>")

@@ -7,8 +7,8 @@ import { valueText } from "./format.js";
 export const applyFix = (fix) => setValues(fix.patch, { undo: `Applied: ${fix.label}.` });
 
 /** What a fix costs, and whether it changes the training result. */
-export function fixNote({ cost, safe }) {
-  return el("span.fp-dim", {}, [cost, safe ? "" : "changes the training result"].filter(Boolean).join("; "));
+export function fixNote({ cost, effect }) {
+  return el("span.fp-dim", {}, [cost, effect].filter(Boolean).join("; "));
 }
 
 /** The values that a fix changes: "Launcher: python -> torchrun". */

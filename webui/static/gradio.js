@@ -105,6 +105,18 @@ export function reopenMenu(event) {
   setTimeout(() => input.focus()); // in the same event, Gradio would close it again
 }
 
+/**
+ * Chromium leaves out a comma in a number field, so 0,001 would become 0001. In a field of decimal numbers, it is a
+ * decimal point. @param {InputEvent} event @param {(id: string) => boolean} isDecimal whether a field has such numbers
+ */
+export function typeDecimalPoint(event, isDecimal) {
+  const input = /** @type {HTMLInputElement} */ (event.target);
+  const parts = event.data?.split(",");
+  if (input.type !== "number" || parts?.length !== 2 || !isDecimal(input.closest(".fp-field")?.id || "")) return;
+  event.preventDefault();
+  document.execCommand("insertText", false, parts.join("."));
+}
+
 /** The text of each menu before it was typed into, to filter its list. @type {Map<Element, string>} */
 const choices = new Map();
 

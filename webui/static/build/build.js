@@ -4,7 +4,7 @@ import { createKeys, get, post, randomId, runPath } from "../api.js";
 import { $, address, download, el, notify, notifyError } from "../dom.js";
 import { diffList } from "../fixes.js";
 import { setPlaceholder } from "../gradio.js";
-import { draftId, editSaved, keepEdit, loadDraft, saveWhenLeaving, useDraft } from "./drafts.js";
+import { draftId, editSaved, keepEdit, lastDraft, loadDraft, ownDraft, saveWhenLeaving, useDraft } from "./drafts.js";
 import { prepareExamples, refreshExamples } from "./examples.js";
 import * as form from "./form.js";
 import { forgetChanges } from "./history.js";
@@ -103,7 +103,7 @@ async function rehearse() {
   startRehearsal(form.currentValues(), machine());
 }
 
-/** Fill the form: from the draft in the address or the last one of this browser, else from the first preset. */
+/** Fill the form: from a draft, else from the preset in the address, else from the first one. */
 export const loadInitialValues = () =>
   loadDraftOrPreset().finally(() => {
     forgetChanges();
@@ -114,16 +114,17 @@ export const loadInitialValues = () =>
 async function loadDraftOrPreset() {
   drawPredecessor();
   await loadPresets();
-  const id = address.get("draft") || localStorage.getItem("fp-draft");
+  const own = ownDraft();
+  const id = own || lastDraft();
   const saved = id ? await loadDraft(id) : null;
+  const named = presets.find(({ name }) => name === preset()) || presets[0];
   if (saved) {
-    // A new tab continues with the last values, in a draft of its own.
-    const from = address.get("draft") ? preset() : localStorage.getItem("fp-preset") || "";
-    await useDraft(address.get("draft") || randomId());
+    const from = address.get("draft") ? preset() : (own ? sessionStorage : localStorage).getItem("fp-preset") || "";
+    await useDraft(own || randomId()); // a new tab continues with the values of another one
     selectPreset(from);
     form.setValues(saved);
-  } else if (presets.length) {
-    await loadPreset(presets[0].name);
+  } else if (named) {
+    await loadPreset(named.name);
   } else {
     form.setValues({});
   }
@@ -193,7 +194,7 @@ async function loadPresets() {
 function selectPreset(name) {
   $("#fp-presets").value = name;
   address.set({ preset: presets.some((p) => p.name === name) ? name : null }, { replace: true });
-  localStorage.setItem("fp-preset", preset());
+  for (const storage of [sessionStorage, localStorage]) storage.setItem("fp-preset", preset());
   describePreset();
 }
 
@@ -288,6 +289,9 @@ function drawPredecessor() {
   menu.value = address.get("after_any") || "";
   menu.addEventListener("change", () => address.set({ after_any: menu.value }, { replace: true }));
   const link = el("a", { href: `?tab=run&run=${encodeURIComponent(id)}` }, id);
+  get(runPath(id))
+    .then(({ summary }) => (link.textContent = summary.name))
+    .catch(() => {});
   const clear = el("button.fp-link", { type: "button", onclick: () => selectPredecessor("") }, "Do not wait");
   const text = el("span", {}, "Start waits until ", link, " ", menu, ".");
   const train = el("button.fp-link", { type: "button", onclick: () => trainModelOf(id) }, "Train its model");
@@ -297,7 +301,12 @@ function drawPredecessor() {
 /** Train the model that another run saves. @param {string} id */
 async function trainModelOf(id) {
   try {
-    const { folder } = await get(runPath(id));
+    const [{ folder }, { values }] = await Promise.all([get(runPath(id)), get(`${runPath(id)}/values`)]);
+    if (values["method.kind"] === "lora" && !values["save.merge_adapter"]) {
+      const advice = "Copy the run, turn on Merge adapter there, and let this run wait for the copy.";
+      notify(`${id} saves an adapter, and only a whole model can be trained by a run that waits for it. ${advice}`);
+      return;
+    }
     const patch = { "model.source": "path", "model.path": `${folder}/model` };
     form.setValues(patch, { undo: `The model is the one that ${id} saves.` });
   } catch (error) {

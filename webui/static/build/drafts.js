@@ -3,6 +3,7 @@
 import { get, randomId, url } from "../api.js";
 import { address } from "../dom.js";
 
+const LAST = "fp-draft";
 const LOCK_TRIES = 3;
 const LOCK_PAUSE = 100; // ms
 const MAY_HAVE_SECRETS = "launch.env"; // the server does not store them, and neither does this browser
@@ -17,11 +18,17 @@ export const draftId = () => draft;
 
 // -- one draft per tab ------------------------------------------------------------------------------------------------
 
+/** The draft that this tab edits, also if it shows the rules or the help meanwhile; '' without one. */
+export const ownDraft = () => address.get("draft") || sessionStorage.getItem(LAST) || "";
+/** The draft that was last edited in any tab, for a new one; '' without one, or if the address asks for a preset. */
+export const lastDraft = () => (!address.get("preset") && localStorage.getItem(LAST)) || "";
+
 /** Edit the draft with this id, or a copy of it if another tab edits it already. */
 export async function useDraft(id) {
   draft = (await isFree(id)) ? id : randomId();
   if (draft !== id) await isFree(draft);
-  localStorage.setItem("fp-draft", draft);
+  sessionStorage.setItem(LAST, draft);
+  localStorage.setItem(LAST, draft);
   address.set({ draft }, { replace: true });
 }
 

@@ -8,6 +8,7 @@ import {
   editedField,
   focusField,
   keepMenuChoice,
+  typeDecimalPoint,
   reopenMenu,
   restoreMenuChoice,
   selectMenuText,
@@ -63,10 +64,13 @@ export function startForm(described) {
   document.addEventListener("focusin", selectMenuText);
   document.addEventListener("click", reopenMenu);
   document.addEventListener("beforeinput", keepMenuChoice);
+  document.addEventListener("beforeinput", (event) => typeDecimalPoint(event, isDecimal));
   for (const type of ["keydown", "pointerdown", "focusout"]) document.addEventListener(type, restoreMenuChoice);
   document.querySelectorAll(".fp-field").forEach(describeField);
 }
 
+/** @param {string} id */
+const isDecimal = (id) => option(namesById.get(id) || "")?.kind === "float";
 export const currentValues = () => ({ ...values });
 export const defaults = () => Object.fromEntries(description.names.map((n) => [n, description.options[n].default]));
 export const option = (name) => description.options[name];

@@ -30,6 +30,7 @@ export function createFields(send) {
     if (!isFirst) return;
     parts.system.value = last?.system ?? offer.system;
     parts.compare.checked = Boolean(last?.sides.includes("base"));
+    parts.history.checked = offer.history;
     if (offer.steps.includes(last?.step)) parts.model.value = last.step ?? "";
     if (last) parts.settings.fill(last);
   }
@@ -55,7 +56,6 @@ export function createFields(send) {
     parts.model.replaceChildren(); // a step of this run may be one of the next run, too
     for (const field of [prompt, ...parts.answers]) field.value = "";
     parts.compare.checked = false;
-    parts.history.checked = true;
   }
   return { node, actions: parts.actions, draw, request, sent, offerSamples, reset };
 }
@@ -83,7 +83,6 @@ function createParts() {
   const answers = [1, 2].map((number) => area(`Completion ${number}`, 2, { placeholder: `Completion ${number}` }));
   const model = el("select.fp-select");
   const [compare, history] = [1, 2].map(() => el("input.fp-checkbox", { type: "checkbox" }));
-  history.checked = true;
   const system = area("System prompt", 3);
   const settings = createSettings();
   const send = el("button.fp-button.fp-primary", { type: "submit" }, "Send");
