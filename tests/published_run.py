@@ -10,7 +10,7 @@ from typing import Any
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.presets import dump
-from backend.runs import BASE, LOCK, MERGE, METRICS, MODEL, RESOLVED, RESULT, SPEC, Plan, jobs
+from backend.runs import BASE, LOCK, METRICS, MODEL, RESOLVED, RESULT, SPEC, Plan, jobs
 from backend.runs.folder import Run
 
 CERTIFICATE = {
@@ -72,7 +72,7 @@ def adapter_run(root: Path, base: Path, **changes: Any) -> Run:
 
 def merged_job(run: Run) -> Run:
     """The job that has merged the adapter of `run`."""
-    job = jobs.create(run, "merge", "backend.export", {MERGE: json.dumps({"step": None})}, {}, {})
+    job = jobs.create(run, jobs.MERGE, {"step": None}, {}, {})
     (job.path / LOCK).touch()
     config = {"architectures": ["LlamaForCausalLM"], "transformers_version": "5.23.0"}
     weights = {"model.safetensors": "y" * 2000, "certificate.json": CERTIFICATE}

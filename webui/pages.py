@@ -31,6 +31,7 @@ STYLES = (
     "vendor/uPlot.min.css",
     "run/run.css",
     "run/results.css",
+    "run/jobs.css",
     "run/chat.css",
     "run/evaluation.css",
     "run/publish.css",

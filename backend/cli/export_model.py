@@ -8,8 +8,8 @@ from typing import Any
 
 from backend.cli.jobs import follow, report
 from backend.cli.runs import find_run
+from backend.models import gguf
 from backend.models.gguf import MODELFILE
-from backend.tasks import gguf
 
 
 def start(arguments: argparse.Namespace) -> int:

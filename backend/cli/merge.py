@@ -8,9 +8,9 @@ from typing import Any
 
 from backend.cli.jobs import follow, report
 from backend.cli.runs import find_run
+from backend.models import merge
 from backend.runs import jobs
 from backend.runs.folder import Run
-from backend.tasks import merge
 
 
 def start(arguments: argparse.Namespace) -> int:

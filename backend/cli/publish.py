@@ -11,11 +11,12 @@ from typing import Any
 from backend.cli.commands import print_json
 from backend.cli.jobs import follow, report
 from backend.cli.runs import find_run
+from backend.models import merge
+from backend.publish import publication
 from backend.publish.contents import Request
 from backend.rules.base import amount
 from backend.runs import jobs
 from backend.runs.folder import RunError
-from backend.tasks import merge, publish
 from backend.wording import counted
 
 
@@ -27,7 +28,7 @@ def start(arguments: argparse.Namespace) -> int:
         merge=merge.find_merged(run, arguments.step).id if arguments.merged else "", base_model=arguments.base_model,
         folder=os.path.abspath(arguments.folder) if arguments.folder else "",
     )  # fmt: skip
-    summary = publish.summary(run, request)
+    summary = publication.summary(run, request)
     if arguments.dry_run:
         print_json(summary.as_json()) if arguments.json else _print(summary)
         return 0
@@ -35,13 +36,13 @@ def start(arguments: argparse.Namespace) -> int:
     if not arguments.yes and not _confirmed():
         print("Nothing was published.", file=sys.stderr)
         return 1
-    job = publish.start(run, summary.request, summary.contents.versions())
+    job = publication.start(run, summary.request, summary.contents.versions())
     follow(job)
     shown = jobs.as_json(job)
     return report(job, shown, arguments.json, lambda: _print_result(shown["result"]))
 
 
-def _print(summary: publish.Summary, file: Any = None) -> None:
+def _print(summary: publication.Summary, file: Any = None) -> None:
     """What leaves the machine; the model card only if `file` is the standard output."""
     found = summary.contents
     print(summary.effect, file=file)

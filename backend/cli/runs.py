@@ -32,12 +32,12 @@ from backend.rules.base import amount
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, files, marks, queue, stacks, validation
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
 from backend.runs.metrics import chunks, gaps, since, stream_points
+from backend.runs.search import SCORES
 from backend.tasks import bundle as debug_bundle
 from backend.tasks import remedies
 from backend.tasks import retry as retries
 
 OUTCOMES = {"done": 0, "stopped": 3}
-SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
 NAMED_RUNS = 5  # in the error for an ambiguous prefix
 POLL_SECONDS = 0.25  # between two reads of a log or a state
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from backend.registry.llamafactory_names import OPTION_NAMES
+
 TRANSFORMERS: Mapping[str, str] = {
     "model_name_or_path": "model.hub_id",
     "model_name": "model.hub_id",
@@ -227,18 +229,15 @@ LAUNCH: Mapping[str, str] = {
 }
 
 LLAMA_FACTORY: Mapping[str, str] = {
+    **{name: option for name, option in OPTION_NAMES.items() if not option.endswith(f".{name}")},
     "finetuning_type": "method.kind",
     "template": "data.chat_template",
-    "cutoff_len": "data.max_length",
     "dataset": "data.source",
     "train_on_prompt": "data.loss_on",
     "val_size": "data.validation_split",
-    "preprocessing_num_workers": "data.dataset_num_proc",
     "quantization_bit": "method.quantization",
     "quantization_type": "method.quantization",
-    "double_quantization": "method.bnb_4bit_use_double_quant",
     "flash_attn": "model.attn_implementation",
-    "enable_liger_kernel": "train.use_liger_kernel",
     "lora_target": "lora.target_modules",
     "use_galore": "train.optim",
     "use_apollo": "train.optim",
@@ -246,12 +245,7 @@ LLAMA_FACTORY: Mapping[str, str] = {
     "galore_rank": "train.projection_rank",
     "galore_update_interval": "train.update_proj_gap",
     "badam_switch_interval": "train.badam_switch_block_every",
-    "pref_beta": "preference.beta",
     "pref_loss": "preference.dpo_loss_type",
-    "pref_ftx": "preference.sft_loss_weight",
-    "dpo_label_smoothing": "preference.label_smoothing",
-    "kto_chosen_weight": "preference.desirable_weight",
-    "kto_rejected_weight": "preference.undesirable_weight",
     "dataset_dir": "data.files",
     "freeze_trainable_modules": "method.freeze_extra_modules",
     "loraplus_lr": "lora.loraplus_lr_ratio",

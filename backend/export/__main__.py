@@ -1,5 +1,5 @@
 """`python -m backend.export FOLDER`: merges an adapter, or exports a GGUF file, as the job in FOLDER says
-(backend/tasks/merge.py, gguf.py)."""
+(backend/models/merge.py, gguf.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from backend.export.gguf import GgufExport
 from backend.export.merge import Merge
-from backend.runs import GGUF, LOCK, MERGE, RESULT, files, json_values
+from backend.runs import LOCK, RESULT, files, jobs
 from backend.runs.folder import Run
 from backend.train import exit, logging_setup
 from backend.train.run_log import RunLog, Stopped
@@ -19,17 +19,17 @@ from backend.train.run_log import RunLog, Stopped
 def main() -> None:
     """Merge or export, and write the result."""
     parser = argparse.ArgumentParser(prog="python -m backend.export", description=__doc__)
-    parser.add_argument("folder", type=Path, help=f"the job's folder, with {MERGE} or {GGUF}")
+    parser.add_argument("folder", type=Path, help="the job's folder")
     folder = files.held(parser.parse_args().folder)
     sys.excepthook = exit.print_error_of_job
     logging_setup.configure_logging("warning", 0, False)
     run_log, started = RunLog(folder), (folder / LOCK).stat().st_mtime
     try:
         run = Run(Run(folder).path.parent.parent)
-        if (folder / GGUF).exists():
+        if (folder / jobs.request_file(jobs.GGUF)).exists():
             result = GgufExport(run, folder, run_log).run_all()
         else:
-            result = Merge(run, json_values.read(folder / MERGE)["step"], folder, run_log).run_all()
+            result = Merge(run, jobs.request(folder, jobs.MERGE)["step"], folder, run_log).run_all()
     except Stopped:
         run_log.info("Stopped.")
         return

@@ -26,8 +26,9 @@ from backend.export.comparison import log_probabilities, write_certificate
 from backend.export.gguf_certificate import Trained
 from backend.export.merge import FROM_BASE, UNCHECKED
 from backend.models import system_prompt, trained
-from backend.models.gguf import CERTIFICATE, ENVIRONMENT, FOLDER, FORMATS, MODELFILE
-from backend.runs import GGUF, JOBS, RESULT, SPEC, files, json_values
+from backend.models.gguf import ENVIRONMENT, FOLDER, FORMATS, MODELFILE
+from backend.models.spec import read_spec_outside_training
+from backend.runs import CERTIFICATE, JOBS, RESULT, SPEC, files, jobs
 from backend.runs.folder import Run
 from backend.train import base_weights, model
 from backend.train.run_log import RunLog, TrainError
@@ -47,7 +48,7 @@ class GgufExport:
 
     def run_all(self) -> dict[str, Any]:
         """Convert, compare, keep. Returns the result; raises TrainError and Stopped."""
-        request = json_values.read(self.folder / GGUF)
+        request = jobs.request(self.folder, jobs.GGUF)
         format, environment = str(request["format"]), Path(request["environment"])
         found = self._model(request["step"])
         source = self._weights(found, str(request["merge"]))
@@ -130,7 +131,7 @@ class GgufExport:
         folder = self.folder / SOURCE
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        link = Path.symlink_to if loading.spec_of(self.run).model.trust_remote_code else _link_without_code
+        link = Path.symlink_to if read_spec_outside_training(self.run).model.trust_remote_code else _link_without_code
         for path in trained.files_in(source):
             if path.parent == source:
                 link(folder / path.name, path.resolve())
@@ -142,7 +143,7 @@ class GgufExport:
 
     def _observe(self, found: trained.TrainedModel) -> tuple[Trained, str]:
         """What the trained model does, and how its base model was identified."""
-        spec = loading.spec_of(self.run)
+        spec = read_spec_outside_training(self.run)
         self._phase("loading", "Loading the trained model.", CONVERTED)
         tokenizer = model.load_saved_tokenizer(spec, found.folder)
         of_base, base_check = None, ""

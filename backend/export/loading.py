@@ -12,19 +12,10 @@ from peft import PeftModel
 
 from backend import registry
 from backend.config import RunSpec
-from backend.config.options import edit
 from backend.inspect.weights import WeightsError, weight_shapes
-from backend.presets import read
-from backend.runs import SPEC
 from backend.runs.folder import Run
 from backend.train import adapter_names, base_weights, model
 from backend.train.run_log import RunLog, Stopped, TrainError
-
-OUTSIDE = {
-    "parallel.strategy": "single", "train.use_liger_kernel": False, "train.use_unsloth": False,
-    "train.torch_compile": False, "save.merge_adapter": False,
-    "model.attn_implementation": "auto",
-}  # fmt: skip
 
 
 def start_phase(run_log: RunLog, name: str, text: str, fraction: float) -> None:
@@ -37,11 +28,6 @@ def check_stop(run_log: RunLog) -> None:
     """Raise Stopped if a stop is requested."""
     if run_log.stop_requested():
         raise Stopped
-
-
-def spec_of(run: Run) -> RunSpec:
-    """The options of a run, without what only changes how training computes."""
-    return edit(read(run.path / SPEC), OUTSIDE)
 
 
 def locate(spec: RunSpec, run_log: RunLog) -> model.ModelSource:

@@ -29,12 +29,13 @@ from backend.config import RunSpec
 from backend.export import loading
 from backend.export.comparison import Difference, compare, log_probabilities, probe_batches, write_certificate
 from backend.models import trained
-from backend.runs import MODEL
+from backend.models.spec import read_spec_outside_training
+from backend.runs import CERTIFICATE, MODEL
 from backend.runs.folder import Run
 from backend.train import base_weights, lora, model
 from backend.train.run_log import RunLog, TrainError
 
-CERTIFICATE, UNCHECKED = "certificate.json", "unchecked"
+UNCHECKED = "unchecked"
 Tensors: TypeAlias = Sequence[torch.Tensor]  # one for each text
 MAX_KL, MAX_KL_16_BIT = 1e-4, 1e-3  # of fp32 weights, and of weights that are rounded to 16 bits; computed in fp32
 MIN_RATIO = 100.0  # what the adapter changes, as a multiple of what merging changes
@@ -53,7 +54,7 @@ class Merge:
     def run_all(self) -> dict[str, Any]:
         """Merge, check, save. Returns the result; raises TrainError and Stopped."""
         adapter = self._adapter()
-        spec = loading.spec_of(self.run)
+        spec = read_spec_outside_training(self.run)
         self._phase("loading base", f"Loading the base model, {spec.model.name}.", 0.05)
         source = loading.locate(spec, self.run_log)
         base_check = base_weights.check(self.run.path, source)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from backend import registry
 from backend.data.chat import KEYS, ROLES
-from backend.importers import datasets
+from backend.importers import datasets, foreign
 from backend.importers.datasets import Dataset
 from backend.importers.foreign import TENSOR_WITH_FSDP, Import, Table, with_current_names, words
 
@@ -68,7 +68,7 @@ ATTENTION_FLAGS = {
     "eager_attention": "eager",
 }  # fmt: skip
 OPTIMIZER_NAMES = {
-    "adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit",
+    **foreign.OPTIMIZER_NAMES,
     "ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit", "adamw_torch_xla": "adamw_torch",
 }  # fmt: skip
 FORMATS = {"alpaca": "alpaca", "completion": "text", "pretrain": "text", "chat_template": "auto"}
@@ -364,11 +364,7 @@ def _schedule(found: Import) -> None:
     if isinstance(checkpointing, str):
         found.missing.append(f"gradient_checkpointing: {checkpointing} (activations are recomputed, not offloaded)")
     found.set("torch_compile", "train.torch_compile", found.get("torch_compile") in (True, "auto"))
-    name = str(found.get("optimizer"))
-    if (name := OPTIMIZER_NAMES.get(name, name)) in registry.OPTIMIZERS:
-        found.patch["train.optim"] = name
-    else:
-        found.missing.append(f"optimizer: {name} (train.optim keeps its default)")
+    found.choose("optimizer", "train.optim", registry.OPTIMIZERS, OPTIMIZER_NAMES)
 
 
 def _precision(found: Import) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from backend import registry
@@ -16,6 +17,8 @@ from backend.engines import fsdp_keys
 
 Table = Mapping[str, Any]
 NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
+# Other names of the Trainer's optimizers (transformers 5.23 training_args.py: OptimizerNames).
+OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
 # Switches of these tools that are on unless a file turns them off.
 ON_BY_DEFAULT = {"average_tokens_across_devices", "shuffle_merged_datasets"}
 
@@ -118,9 +121,12 @@ class Import:
         else:
             self.different.append(f"{key}: PEFT's default for the model there, all linear layers here")
 
-    def choose(self, key: str, option: str, known: Collection[str]) -> None:
-        """A value of `key` that the option knows too; otherwise the option keeps its default."""
-        if (name := self.get(key)) in known:
+    def choose(
+        self, key: str, option: str, known: Collection[str], names: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """A value of `key` that the option knows too, under its name here; otherwise the option keeps its default."""
+        name = str(self.get(key))
+        if (name := names.get(name, name)) in known:
             self.set(key, option, name)
         else:
             self.missing.append(f"{key}: {name} ({option} keeps its default)")

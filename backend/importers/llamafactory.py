@@ -13,7 +13,7 @@ from pathlib import Path
 from backend import registry
 from backend.config.other_trainer import TEMPLATE
 from backend.importers.datasets import has_validation
-from backend.importers.foreign import Import, Table, with_current_names, words
+from backend.importers.foreign import OPTIMIZER_NAMES, Import, Table, with_current_names, words
 from backend.importers.llamafactory_data import take_datasets
 from backend.registry.llamafactory_names import ATTENTIONS, OPTION_NAMES, STAGES
 
@@ -43,7 +43,6 @@ FORMER = {
     "dpo_ftx": "pref_ftx",
     "dpo_loss": "pref_loss",
 }
-OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
 
 
 def is_llamafactory(found: Table) -> bool:

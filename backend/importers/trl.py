@@ -13,7 +13,7 @@ from pathlib import Path
 from backend import registry
 from backend.importers import datasets
 from backend.importers.datasets import Dataset
-from backend.importers.foreign import Import, Table, with_current_names, words
+from backend.importers.foreign import OPTIMIZER_NAMES, Import, Table, with_current_names, words
 
 # Same meaning under another or the same name.
 SAME: Mapping[str, str] = {
@@ -211,7 +211,7 @@ def _take_columns(found: Import, dataset: Dataset) -> None:
 
 def _training(found: Import) -> None:
     found.choose("lr_scheduler_type", "train.lr_scheduler_type", registry.SCHEDULERS)
-    found.choose("optim", "train.optim", registry.OPTIMIZERS)
+    found.choose("optim", "train.optim", registry.OPTIMIZERS, OPTIMIZER_NAMES)
     found.patch["train.warmup_steps"] = found.number("warmup_steps") or found.number("warmup_ratio")
     found.duration("max_steps")
     dtype, is_fp16 = str(found.table.get("torch_dtype") or found.get("dtype")), bool(found.table.get("fp16"))

@@ -9,8 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from backend.inference.chat import Chat
 from backend.inference.evaluation import evaluate
-from backend.models.evaluation import SETTINGS
-from backend.runs import files
+from backend.runs import files, jobs
 from backend.train import exit
 
 
@@ -19,7 +18,7 @@ def main() -> None:
     """Do what the folder says."""
     sys.excepthook = exit.print_error_of_job
     folder = files.held(Path(sys.argv[1]))
-    if (folder / SETTINGS).exists():
+    if (folder / jobs.request_file(jobs.EVALUATION)).exists():
         evaluate(folder)
     else:
         Chat(folder).serve()

@@ -19,8 +19,8 @@ from backend.data.chat import with_system_prompt
 from backend.inference import generation
 from backend.inference.loading import Loaded, Models
 from backend.models import chat, chat_files, system_prompt, trained
-from backend.models.chat_files import GENERATE, OPTIONS, OUTPUTS, REQUESTS, STOP, TUNED, Lines, Request
-from backend.runs import RESULT, json_values, queue
+from backend.models.chat_files import GENERATE, OUTPUTS, REQUESTS, STOP, TUNED, Lines, Request
+from backend.runs import RESULT, jobs, queue
 from backend.runs.files import write_json
 from backend.runs.folder import Run
 from backend.train.run_log import RunLog, TrainError
@@ -250,8 +250,8 @@ class Chat:
 
 def _idle_seconds(folder: Path) -> float:
     try:
-        return float(json_values.read(folder / OPTIONS)["idle_seconds"])
-    except (OSError, ValueError, TypeError, KeyError):
+        return float(jobs.request(folder, jobs.CHAT)["idle_seconds"])
+    except (ValueError, TypeError, KeyError):
         return chat.IDLE_SECONDS
 
 

@@ -23,7 +23,7 @@ from backend.inference.scores import SCORES, Score
 from backend.models import evaluation
 from backend.models.chat_files import BASE, SIDES, TUNED, Lines, append
 from backend.models.evaluation import EXAMPLES, OUTPUTS, Settings
-from backend.runs import EVALUATED, LOCK, MODEL, RESULT
+from backend.runs import EVALUATED, FORGETTING, GENERAL_LOSS, LOCK, MODEL, RESULT
 from backend.runs.files import write_json
 from backend.runs.folder import Run
 from backend.train.device import ProcessGroup
@@ -36,7 +36,6 @@ NAMES = {TUNED: "trained model", BASE: "base model"}
 NICENESS = 5  # on a CPU, which other programs need meanwhile
 MAX_BATCH_TOKENS = 4096  # of which logits are in memory at a time, unless a single example has more
 LOSS_WORK = 8  # the loss of an example is about as much work as this many tokens of an output
-GENERAL_LOSS = "general_loss"
 ENDS = Score("ends", "Ended by a stop token", lambda reference, output: None)  # computed from how the output ended
 
 
@@ -84,7 +83,7 @@ class Evaluation:
         job = Run(self.folder)  # its run may have been renamed
         for each in comparisons if self.settings.step is None else ():
             if each["name"] == GENERAL_LOSS:
-                found = {"general_loss": each["trained"], "forgetting": each["trained"] - each["base"]}
+                found = {GENERAL_LOSS: each["trained"], FORGETTING: each["trained"] - each["base"]}
                 write_json(job.path.parent.parent / EVALUATED, {"job": job.id, "model": self.model_changed, **found})
 
     def _phase(self, name: str, text: str) -> None:

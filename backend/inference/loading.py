@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from backend import registry
 from backend.config import RunSpec
-from backend.config.options import edit
 from backend.models import chat, trained
 from backend.models.chat_files import BASE
+from backend.models.spec import read_spec_outside_training
 from backend.models.trained import TrainedModel
 from backend.runs.folder import Run, RunError
 from backend.train import adapters, base_weights, device, model
@@ -27,8 +27,6 @@ from backend.train.continued_adapter import load_weights
 from backend.train.patches import peft_dequantize
 from backend.train.run_log import TrainError
 
-# How training distributes the weights, and replaces layers, has no effect on what one process generates.
-ALONE = {"parallel.strategy": "single", "train.use_unsloth": False, "train.use_liger_kernel": False}
 TRAINED_PARTS = ("lora_", "modules_to_save", "trainable_tokens")  # in the names of an adapter's parameters
 
 
@@ -189,10 +187,9 @@ class Models:
 def _spec(run: Run) -> RunSpec:
     """The options of the run, for one process. Raises TrainError."""
     try:
-        spec = chat.read_spec(run)
+        return read_spec_outside_training(run)
     except RunError as error:
         raise TrainError(str(error)) from error
-    return edit(spec, {**ALONE, "model.attn_implementation": "auto"})
 
 
 def _adapter_config(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Models that runs have trained: where they are, what they are, and which base model they belong to.
+"""Models that runs have trained: where they are, what they are, which base model they belong to, and what is done with
+them: chatting, evaluating, merging, exporting. Publishing is in `backend/publish`.
 
 `trained.py` describes the model in a folder; `fingerprint.py` tells whether weights are those of training. No torch:
-programs that load a model are in `backend/inference` and `backend/export`.
+the processes, which load a model, are in `backend/inference` and `backend/export`.
 """

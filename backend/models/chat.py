@@ -6,23 +6,17 @@ A run has at most one such job. It is started again when it has ended, with the 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from backend import registry
 from backend.config import RunSpec
-from backend.config.options import SpecError, effective
 from backend.models import chat_files, system_prompt, trained
-from backend.models.chat_files import OPTIONS
-from backend.models.jobs import alone, place
-from backend.presets import read
-from backend.runs import MODEL, SPEC, jobs
+from backend.models.spec import read_spec
+from backend.runs import MODEL, jobs
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
 
-KIND, MODULE = "chat", "backend.inference"
 IDLE_SECONDS = 300.0  # without a client, after which the process ends
 # A generation ends within a token, and there is nothing to save.
 TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)
@@ -55,22 +49,6 @@ class Offer:
         }
 
 
-def read_spec(run: Run) -> RunSpec:
-    """The options of the run. Raises RunError."""
-    try:
-        return _spec(run.path / SPEC, (run.path / SPEC).stat().st_mtime_ns)
-    except OSError as error:
-        raise RunError(f"{SPEC} of this run cannot be read: {error.strerror}.") from error
-    except SpecError as error:
-        raise RunError(f"{SPEC} of this run cannot be read: {error}.") from error
-
-
-@lru_cache(maxsize=64)  # the page asks each second
-def _spec(path: Path, changed: int) -> RunSpec:
-    """`changed`: when the file was changed."""
-    return effective(read(path))
-
-
 def offer(run: Run) -> Offer:
     """Raises RunError if no model of the run can be loaded here."""
     found = trained.models(run)
@@ -98,13 +76,13 @@ def mode_of(spec: RunSpec, folder: Path) -> str:
 
 def current(run: Run) -> Run | None:
     """The job of the run's chat, whatever its state is; None if it was never started."""
-    return next(iter(jobs.find_all(run, KIND)), None)
+    return next(iter(jobs.find_all(run, jobs.CHAT)), None)
 
 
 def start(run: Run, idle_seconds: float = IDLE_SECONDS) -> Run:
     """The chat of the run, started unless it is alive. Raises RunError."""
     offer(run)
-    with alone(run):
+    with jobs.alone(run):
         job = current(run)
         if job and job.state in ALIVE:
             return job
@@ -117,8 +95,8 @@ def _created(run: Run, earlier: Run | None, idle_seconds: float) -> Run:
     """A new job, with the conversation of the earlier one, which is deleted. A job is not started again: the run may
     have been moved, or Footplate updated."""
     kept = chat_files.conversation(earlier.path) if earlier else {}
-    env, devices = place(run, is_light=True)
-    job = jobs.create(run, KIND, MODULE, {OPTIONS: json.dumps({"idle_seconds": idle_seconds}), **kept}, env, devices)
+    env, devices = jobs.place(run, is_light=True)
+    job = jobs.create(run, jobs.CHAT, {"idle_seconds": idle_seconds}, env, devices, kept)
     if earlier and earlier.path != job.path and earlier.path.is_dir():  # one without a result is deleted already
         earlier.delete()
     return job

@@ -23,7 +23,6 @@ from backend.runs.folder import RunError
 
 REQUESTS, OUTPUTS = "requests.jsonl", "outputs.jsonl"
 CLIENTS = "clients"  # a folder: clients/NAME is touched by each client while it is there
-OPTIONS = "chat.json"  # written once: how long the process waits for a client
 TUNED, BASE = "trained", "base"
 SIDES = (TUNED, BASE)
 PAGE = "page"  # the conversation of all pages, and their name as a client

@@ -6,7 +6,6 @@ started with the same settings, for the same model and data.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
@@ -17,14 +16,11 @@ from backend import registry
 from backend.config import RunSpec
 from backend.data import DataFileError, expand, file_patterns
 from backend.models import trained
-from backend.models.chat import read_spec
 from backend.models.chat_files import MAX_NEW_TOKENS
-from backend.models.jobs import alone, place
+from backend.models.spec import read_spec
 from backend.runs import EVALUATED, files, jobs, json_values
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
 
-KIND, MODULE = "evaluation", "backend.inference"
-SETTINGS = "evaluation.json"  # of the job: its Settings, and the versions of model and data
 OUTPUTS = "outputs.jsonl"  # what each model made of each example, in the order of the work
 EXAMPLES = "examples.json"  # once the evaluation has ended: a row for each example, see `rows`
 MAX_EXAMPLES = 10_000
@@ -113,10 +109,10 @@ def start(run: Run, settings: Settings) -> Run:
     """Start to evaluate; the job that already does it. Raises RunError."""
     if problem := _problem(run, settings):
         raise RunError(problem)
-    with alone(run):
+    with jobs.alone(run):
         wanted, stopped = _versions(run, settings), []
         for job in find_all(run):
-            is_same = _content(job) == wanted
+            is_same = _request(job) == wanted
             if job.state in ALIVE:
                 if is_same:
                     return job
@@ -124,8 +120,8 @@ def start(run: Run, settings: Settings) -> Run:
             if is_same and not job.result():
                 stopped.append(job)
         kept = {OUTPUTS: _outputs(stopped[0])} if stopped else {}
-        env, devices = place(run, is_light=False)
-        job = jobs.create(run, KIND, MODULE, {SETTINGS: json.dumps(wanted), **kept}, env, devices)
+        env, devices = jobs.place(run, is_light=False)
+        job = jobs.create(run, jobs.EVALUATION, wanted, env, devices, kept)
         for earlier in stopped:  # only now: their outputs can be hours of work
             if earlier.path != job.path:
                 earlier.delete()
@@ -135,7 +131,7 @@ def start(run: Run, settings: Settings) -> Run:
 
 def find_all(run: Run) -> list[Run]:
     """The evaluations of a run, the newest first."""
-    return jobs.find_all(run, KIND)
+    return jobs.find_all(run, jobs.EVALUATION)
 
 
 def delete(run: Run, job: Run) -> None:
@@ -147,14 +143,14 @@ def delete(run: Run, job: Run) -> None:
 
 
 def read_settings(folder: Path) -> Settings:
-    """Those of the job in `folder`. Raises OSError, ValueError."""
-    found = json_values.read(folder / SETTINGS)
+    """Those of the job in `folder`."""
+    found = jobs.request(folder, jobs.EVALUATION)
     return Settings(**{field.name: found[field.name] for field in fields(Settings)})
 
 
 def as_json(job: Run) -> dict[str, Any]:
     """For page and command line: the job with its settings and result."""
-    return {**jobs.as_json(job), "settings": _content(job)}
+    return {**jobs.as_json(job), "settings": _request(job)}
 
 
 def rows(job: Run) -> list[dict[str, Any]]:
@@ -204,11 +200,9 @@ def _changed(path: Path) -> int:
         return 0
 
 
-def _content(job: Run) -> dict[str, Any]:
-    try:
-        return dict(json_values.read(job.path / SETTINGS))
-    except (OSError, ValueError, TypeError):
-        return {}
+def _request(job: Run) -> dict[str, Any]:
+    """Its settings, and the versions of model and data."""
+    return jobs.request(job.path, jobs.EVALUATION)
 
 
 def _outputs(job: Run) -> str:

@@ -1,11 +1,20 @@
-"""GGUF files of a trained model: their formats, and the names of the files next to them."""
+"""Exporting the model of a run as a GGUF file: the formats, the names of files, and the job, whose process is
+`backend.export`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-FOLDER, CERTIFICATE, MODELFILE = "gguf", "certificate.json", "Modelfile"  # in the folder of an export, and in FOLDER
+from backend import environments, presets, registry
+from backend.models import merge, trained
+from backend.paths import environment_folder
+from backend.runs import CERTIFICATE, SPEC, jobs
+from backend.runs.folder import ALIVE, Run, RunError
+
+FOLDER, MODELFILE = "gguf", "Modelfile"  # in the folder of an export, and in FOLDER
 ENVIRONMENT = "gguf"  # `footplate env create gguf`
 
 
@@ -25,3 +34,75 @@ FORMATS: Mapping[str, Format] = {
     "bf16": Format(2, 5e-3),
 }
 DEFAULT = "q8_0"
+
+
+def start(run: Run, step: int | None, format: str) -> Run:
+    """The job that exports, or has exported, the model of a checkpoint or the final one (None) in this format; started
+    if there is none. Raises RunError."""
+    if format not in FORMATS:
+        raise RunError(f"The GGUF format {format} is not supported. Choose one of {', '.join(FORMATS)}.")
+    model = merge.find_model(run, step)
+    if registry.STAGES[presets.read(run.path / SPEC).train.stage].is_reward_model:
+        raise RunError(
+            "Reward models cannot be exported as GGUF: llama.cpp would drop the layer that computes the score."
+        )
+    merged = merge.find_merged(run, step).id if model.base else ""  # a GGUF file needs full weights
+    request = {"step": step, "format": format, "merge": merged, "environment": str(environment_folder(ENVIRONMENT))}
+    with jobs.alone(run):
+        if (job := find(run, model, format)) and (job.state in ALIVE or job.result().get("model")):
+            return job
+        if not environments.is_complete(ENVIRONMENT):
+            raise RunError(
+                "The converter and runtime of llama.cpp are not installed. Run `footplate env create gguf`, which "
+                "downloads 110 MB, then export again."
+            )
+        jobs.require_ended(run, jobs.GGUF, "Another GGUF file of this run is being exported")
+        for earlier in jobs.find_all(run, jobs.GGUF):
+            if _request(earlier) == (step, format):  # failed, or of a model that was replaced
+                earlier.delete()
+        job = jobs.create(run, jobs.GGUF, request, merge.ON_CPU, {})
+        job.start()
+        return job
+
+
+def find(run: Run, model: trained.TrainedModel, format: str) -> Run | None:
+    """The newest job for this model and format, unless it exported an earlier model of this step, or its file was
+    deleted."""
+    for job in jobs.find_all(run, jobs.GGUF):
+        if _request(job) == (model.step, format) and (job.state in ALIVE or _is_current(job, model)):
+            return job
+    return None
+
+
+def find_all(run: Run, model: trained.TrainedModel) -> list[Run]:
+    """The newest job of each format, in the order of the formats."""
+    return [job for format in FORMATS if (job := find(run, model, format))]
+
+
+def file_of(job: Run) -> Path | None:
+    """The GGUF file of a job; None if it has none."""
+    name = str(job.result().get("model") or "")
+    return job.path / name if name and (job.path / name).is_file() else None
+
+
+def names(file: Path) -> list[str]:
+    """The GGUF file and those next to it that belong to it."""
+    return [file.name, *(name for name in (CERTIFICATE, MODELFILE) if (file.parent / name).is_file())]
+
+
+def _is_current(job: Run, model: trained.TrainedModel) -> bool:
+    is_newer = jobs.is_newer(job, jobs.GGUF, model.folder)
+    return is_newer and (not job.result().get("model") or file_of(job) is not None)
+
+
+def _request(job: Run) -> tuple[Any, Any]:
+    """Step and format."""
+    found = jobs.request(job.path, jobs.GGUF)
+    return found.get("step", -1), found.get("format", "")
+
+
+def as_json(job: Run) -> dict[str, Any]:
+    """For page and command line: the job, its format, and the file once there is one."""
+    file = file_of(job)
+    shown = {"file": str(file), "bytes": file.stat().st_size, "files": names(file)} if file else None
+    return {**jobs.as_json(job), "format": _request(job)[1], "gguf": shown}

@@ -1,4 +1,4 @@
-"""`python -m backend.publish FOLDER`: publishes a model, as the job in FOLDER (backend/tasks/publish.py) says.
+"""`python -m backend.publish FOLDER`: publishes a model, as the job in FOLDER (publication.py) says.
 `--state REPOSITORY` prints what a publication would find there, as JSON."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from backend.publish import folder as folders
 from backend.publish import hub
 from backend.publish.contents import Request, contents
-from backend.runs import LOCK, PROGRESS, PUBLISH, RESULT, files, json_values
+from backend.runs import LOCK, PROGRESS, RESULT, files, jobs
 from backend.runs.folder import Run, RunError
 
 REPORT_SECONDS = 0.25  # between two writes of the progress of a file
@@ -22,7 +22,7 @@ REPORT_SECONDS = 0.25  # between two writes of the progress of a file
 def main() -> int:
     """Publish, and write the result; or print the state of a repository."""
     parser = argparse.ArgumentParser(prog="python -m backend.publish", description=__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, help=f"the job's folder, with {PUBLISH}")
+    parser.add_argument("folder", nargs="?", type=Path, help="the job's folder")
     parser.add_argument("--state", metavar="REPOSITORY", help="print what is there")
     parser.add_argument("--public", action="store_true", help="with --state: the visibility of the publication")
     arguments = parser.parse_args()
@@ -44,7 +44,7 @@ def main() -> int:
 def run_job(job: Path) -> None:
     """Publish what the job in this folder says. Raises RunError and PublishError."""
     started = (job / LOCK).stat().st_mtime
-    planned = json_values.read(job / PUBLISH)
+    planned = jobs.request(job, jobs.PUBLISH)
     request = Request(**planned["request"])
     report = _Report(job)
     report("Collecting the files.", 0.0)

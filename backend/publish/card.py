@@ -14,19 +14,13 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import by_name, get, shown
 from backend.models import system_prompt, trained
-from backend.runs import BASE, METRICS, json_values
+from backend.runs import BASE, CERTIFICATE, METRICS, json_values
 from backend.runs.folder import Run
 from backend.runs.metrics import Point, read_points
+from backend.runs.search import SCORES
 from backend.wording import counted
 
 HUB = "https://huggingface.co"
-SCORES = {
-    "exact_match": "Exact match",
-    "rouge_1": "ROUGE-1",
-    "rouge_2": "ROUGE-2",
-    "rouge_l": "ROUGE-L",
-    "bleu": "BLEU",
-}
 # Of the options, what a reader of the card needs to judge or repeat the training; none of them can have a path.
 OPTIONS = (
     "method.quantization", "lora.r", "lora.alpha", "lora.dropout", "lora.targets", "lora.use_dora", "lora.use_rslora",
@@ -206,7 +200,7 @@ def _merge(spec: RunSpec, model: trained.TrainedModel, certificate: Mapping[str,
     limits = "".join(f"\n\nLimitation: {limit}" for limit in certificate.get("limits", ()))
     return (
         f"{str(certificate['status']).capitalize()}: the merged model was loaded from its files "
-        f"({certificate['dtype']}) and compared with base model and adapter. {compared} `certificate.json` has all "
+        f"({certificate['dtype']}) and compared with base model and adapter. {compared} `{CERTIFICATE}` has all "
         f"figures.{limits}"
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.models import trained
-from backend.models.chat import read_spec
+from backend.models.spec import read_spec
 from backend.paths import model_folder
 from backend.publish import card
 from backend.registry.hub_models import is_hub_id

@@ -11,7 +11,7 @@ is the list of all runs, `search.py` its columns and the search in them, `notebo
 `stacks.py` asks every rank what it is doing; `follower.py` follows a run's job in a cluster, `clusters.py` names the
 kinds of clusters; `rehearsals.py` runs through a spec in a minute, with `warm_python.py` in place of Python where one
 process can import the libraries for all.
-`jobs.py` has what is done with the trained model, `validation.py` decides which validation loss is that of a run;
+`jobs.py` has the jobs that use the trained model, `validation.py` decides which validation loss is that of a run;
 `lost_weights.py` finds runs of earlier versions that lost weights.
 """
 
@@ -77,12 +77,14 @@ DELETING = "deleting"  # exists once someone has begun to delete the run; says w
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"  # in a checkpoint: written last, by rank 0
 MODEL = "model"
-JOBS = "jobs"  # a folder for each job of the run that has trained, such as a merge: a run of its own (jobs.py)
-MERGE = "merge.json"  # in the job of a merge: the step of the adapter
-PUBLISH = "publish.json"  # in the job of a publication: the request, and the names and sizes of the files
-GGUF = "gguf.json"  # in the job of an export as GGUF: step, format, the id of the merge, and the environment's folder
+JOBS = "jobs"  # a folder for each job of the run that has trained, such as a merge: a run of its own (jobs.py), and
+# KIND.json in it: what was requested
+CERTIFICATE = "certificate.json"  # next to a merged model or a GGUF file: how it compares with the trained model
 EVALUATED = "evaluated.json"  # the loss of the final model on general texts, by the process of its newest evaluation
 BASE = "base.json"  # the base model as it was loaded for training: where, which revision, its fingerprint; by rank 0
+
+# In EVALUATED: that loss, and how much higher it is than the base model's.
+GENERAL_LOSS, FORGETTING = "general_loss", "forgetting"
 
 WRITTEN = (PROGRESS, METRICS, MONITOR, RESULT, ERROR)  # by the trainer; a start records which were there before it
 

@@ -2,29 +2,71 @@
 
 A job is a run of its own in the folder `jobs` of the run: detached from page and server, with a lock, a log, progress,
 a state, a place in the queue if it needs devices, and the same way to stop it. Renaming the run moves its jobs along;
-deleting the run deletes them.
+deleting the run deletes them. `backend/models` and `backend/publish` start them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from backend.runs import JOBS, Plan
-from backend.runs.folder import PACKAGES, Run, RunError, runs
+from backend import registry
+from backend.runs import JOBS, Plan, files, json_values
+from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, runs
 
+CHAT, EVALUATION, MERGE, GGUF, PUBLISH = "chat", "evaluation", "merge", "gguf", "publish"
+MODULES = {  # kind -> its process
+    CHAT: "backend.inference",
+    EVALUATION: "backend.inference",
+    MERGE: "backend.export",
+    GGUF: "backend.export",
+    PUBLISH: "backend.publish",
+}
 STOP_SECONDS = 5.0  # there is nothing to save
+MUTEX = ".start-lock"  # in the folder of the jobs
 
 
 def create(
-    run: Run, kind: str, module: str, files: Mapping[str, str], env: Mapping[str, str], devices: Mapping[str, str]
+    run: Run,
+    kind: str,
+    request: Mapping[str, Any],
+    env: Mapping[str, str],
+    devices: Mapping[str, str],
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> Run:
-    """A new job of `run`: `python -m MODULE .` in the job's folder, which has `files`. Raises RunError."""
-    argv = (sys.executable, "-m", module, ".")
-    plan = Plan(argv, {"PYTHONPATH": str(PACKAGES), **env}, files, devices=devices, stop_timeout=STOP_SECONDS)
+    """A new job of `run`, which does what is requested; `texts` are further files in its folder. Raises RunError."""
+    argv = (sys.executable, "-m", MODULES[kind], ".")
+    written = {request_file(kind): json.dumps(request), **texts}
+    plan = Plan(argv, {"PYTHONPATH": str(PACKAGES), **env}, written, devices=devices, stop_timeout=STOP_SECONDS)
     return Run.create(run.path / JOBS, kind, plan, datetime.now(), {"kind": kind})
+
+
+def request_file(kind: str) -> str:
+    """The file in a job's folder that says what was requested; written once."""
+    return f"{kind}.json"
+
+
+def request(folder: Path, kind: str) -> dict[str, Any]:
+    """What was requested from the job in `folder`; empty if that cannot be read."""
+    try:
+        return dict(json_values.read(folder / request_file(kind)))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def is_newer(job: Run, kind: str, folder: Path) -> bool:
+    """Whether a job was created after the last change of a model's folder."""
+    try:
+        return (job.path / request_file(kind)).stat().st_mtime >= folder.stat().st_mtime
+    except OSError:
+        return False
 
 
 def find_all(run: Run, kind: str) -> list[Run]:
@@ -38,6 +80,39 @@ def find(run: Run, id: str) -> Run:
         if job.id == id:
             return job
     raise RunError("This job no longer exists.")
+
+
+@contextlib.contextmanager
+def alone(run: Run) -> Iterator[None]:
+    """One start at a time, for two pages whose users click at once."""
+    place = run.path / JOBS
+    place.mkdir(mode=0o700, exist_ok=True)
+    with files.open_to_append(place / MUTEX) as mutex:
+        fcntl.flock(mutex, fcntl.LOCK_EX)
+        yield
+
+
+def require_ended(run: Run, kind: str, what: str) -> None:
+    """Raise RunError, which begins with `what` is done, if a job of this kind is alive."""
+    for job in find_all(run, kind):
+        if job.state in ALIVE:
+            raise RunError(f"{what} ({job.id}). Wait until it has finished, or stop it.")
+
+
+def place(run: Run, is_light: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """The environment and the devices of a job: the first device of the run. On the CPU, a light job has one thread and
+    runs beside trainings; others have the threads of the run and wait for the CPU as it did."""
+    plan, resolved = run.plan(), run.resolved()
+    env = {name: value for name, value in {**plan.defaults, **plan.env}.items() if name != "PYTHONPATH"}
+    devices = dict(list(plan.devices.items())[:1])
+    family = str(resolved.get("device") or "cpu")
+    if family == "cpu" or family not in registry.DEVICES or run.job():
+        on_cpu = {**env, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        return (on_cpu, devices) if family == "cpu" and not is_light else ({**on_cpu, "OMP_NUM_THREADS": "1"}, {})
+    device, ids = registry.DEVICES[family], resolved.get("device_ids") or ()
+    if device.visible_devices_env and ids:
+        env[device.visible_devices_env] = str(ids[0])
+    return env, devices
 
 
 def as_json(job: Run) -> dict[str, Any]:

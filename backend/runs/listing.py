@@ -23,6 +23,8 @@ from typing import Any
 
 from backend.runs import (
     EVALUATED,
+    FORGETTING,
+    GENERAL_LOSS,
     LOCK,
     MODEL,
     PLAN,
@@ -39,6 +41,7 @@ from backend.runs import (
     validation,
 )
 from backend.runs.folder import UNREADABLE, Run, damage
+from backend.runs.search import SCORES
 
 Row = dict[str, Any]
 INDEX = ".index.json"  # in the runs folder: the rows of runs that are not alive
@@ -47,9 +50,8 @@ REST = 10  # a scan that is long is followed by a pause of that many times its C
 SHORT_SECONDS = 0.02  # of CPU time: a shorter scan needs no pause. On a busy machine, small folders stay up to date
 MAX_REMOVED = 10_000  # deleted runs that are remembered for clients
 SETTLED = ("new", "done", "stopped", "failed", "lost")  # change only with the run's files
-SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
 TEXTS = ("failure", "mark", "warning", "sweep", "varied")
-FORGOTTEN = ("general_loss", "forgetting")
+FORGOTTEN = (GENERAL_LOSS, FORGETTING)
 REWARDS = ("reward_accuracy", "reward_margin")
 ABOUT = ("dataset", "strategy", "learning_rate")
 MEASURED = ("eval_loss", "tokens_per_second", "peak_memory", *SCORES, *REWARDS, *FORGOTTEN)

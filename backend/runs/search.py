@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from backend.runs import FORGETTING, GENERAL_LOSS
+
 Row = Mapping[str, Any]
 WORDS = ("name", "id", "model", "method", "strategy", "dataset", "notes", "failure", "mark")  # and the tags
 TOKEN = re.compile(r'(?:[^\s"]|"[^"]*"?)+')
@@ -42,6 +44,14 @@ class Column:
     unit: str = ""  # of the scaled value
 
 
+# The scores of generations (backend/train/text_metrics.py). In result.json their names end with _before and _after.
+SCORES: Mapping[str, str] = {
+    "exact_match": "Exact match",
+    "rouge_1": "ROUGE-1",
+    "rouge_2": "ROUGE-2",
+    "rouge_l": "ROUGE-L",
+    "bleu": "BLEU",
+}
 COLUMNS = (
     Column("name", "Name", "text"),
     Column("state", "State", "text"),
@@ -52,13 +62,9 @@ COLUMNS = (
     Column("step", "Progress", names=("progress",), unit="steps"),
     Column("loss", "Loss"),
     Column("eval_loss", "Validation loss"),
-    Column("exact_match", "Exact match"),
-    Column("rouge_1", "ROUGE-1"),
-    Column("rouge_2", "ROUGE-2"),
-    Column("rouge_l", "ROUGE-L"),
-    Column("bleu", "BLEU"),
-    Column("general_loss", "General loss"),
-    Column("forgetting", "Forgetting"),
+    *(Column(name, label) for name, label in SCORES.items()),
+    Column(GENERAL_LOSS, "General loss"),
+    Column(FORGETTING, "Forgetting"),
     Column("reward_accuracy", "Reward accuracy"),
     Column("reward_margin", "Reward margin"),
     Column("learning_rate", "Learning rate", names=("lr",)),

@@ -16,8 +16,8 @@ from test_whole_journeys import run_of, settled
 
 from backend import environments, paths
 from backend.models import chat
+from backend.runs import jobs
 from backend.runs.folder import ALIVE, Run, runs
-from backend.tasks import merge
 
 pytestmark = pytest.mark.soak
 TIMEOUT = 20 * 60_000  # ms
@@ -95,14 +95,14 @@ def test_merged_and_exported_with_a_certificate(page, run):
 
 def test_a_dropped_adapter_is_found(page, run):
     """The merged weights are replaced by those of the base model."""
-    job = next(each for each in merge.jobs.find_all(run, merge.KIND))
+    job = jobs.find_all(run, jobs.MERGE)[0]
     base = Path(paths.model_folder("smollm2-135m-instruct"))
     kept = shutil.copy(job.path / "model/model.safetensors", job.path / "kept")
     shutil.copy(base / "model.safetensors", job.path / "model/model.safetensors")
     model = card(page, "Your model")
     model.get_by_label("GGUF format").select_option("f16")
     model.get_by_role("button", name="Export as GGUF").click()
-    failure = model.locator(".fp-merge-failure")
+    failure = model.locator(".fp-job-failure")
     expect(failure).to_contain_text("f16: ", timeout=TIMEOUT)
     expect(failure).to_contain_text("deleted")
     shutil.move(kept, job.path / "model/model.safetensors")

@@ -1,5 +1,6 @@
 """The card "Your model" of a run's page: what it is, its code, its download, and training further."""
 
+import fcntl
 import io
 import json
 import sys
@@ -15,7 +16,7 @@ from test_journeys import SLOW_TIMEOUT, value, wait_for_status
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
-from backend.runs import GGUF, LOCK, LOG, MERGE, PUBLISH, RESULT, jobs
+from backend.runs import LOCK, LOG, PROGRESS, RESULT, jobs
 
 sys.path.append(str(Path(__file__).parent.parent / "unit"))
 from failed_runs import ended, planted_run
@@ -105,7 +106,7 @@ def test_an_adapter_is_continued_or_merged_and_trained_further(server, page):
 
 def plant_merge(run):
     """A merge of the run's adapter as it is after its end; tests/process/test_merge.py merges for real."""
-    job = jobs.create(run, "merge", "backend.export", {MERGE: '{"step": null}'}, {}, {})
+    job = jobs.create(run, jobs.MERGE, {"step": None}, {}, {})
     (job.path / LOCK).touch()
     saved = {"same_argmax": 0.998, "positions": 512, "kl_mean": 1e-5, "kl_max": 1e-4}
     certificate = {"status": "verified", "limits": [], "dtype": "bf16", "adapter_to_saved": saved}
@@ -184,8 +185,8 @@ def test_publishing_again_keeps_the_checkpoint_and_the_merged_model(server, page
     (run.path / "model/adapter_model.safetensors").write_bytes(bytes(1000))
     merged = plant_merge(run)
     for name, request in (("ada/early", {"step": 2, "merge": "early"}), ("ada/final", {"step": None, "merge": ""})):
-        planned = json.dumps({"request": {"repository": name, **request}, "files": {}})
-        job = jobs.create(run, "publish", "backend.publish", {PUBLISH: planned}, {}, {})
+        planned = {"request": {"repository": name, **request}, "files": {}}
+        job = jobs.create(run, jobs.PUBLISH, planned, {}, {})
         (job.path / LOCK).touch()
         (job.path / "state.json").write_text(json.dumps({"end": "stopped"}))
     show_run(page, run)
@@ -212,7 +213,7 @@ def test_a_model_is_exported_as_gguf(server, page):
     expect(card).to_contain_text("Verified with limitations. Compared in llama.cpp", timeout=SLOW_TIMEOUT)
     expect(card).to_contain_text("KL divergence 0.0083 nats per token (at most 0.03 is accepted)")
     expect(card).to_contain_text("Limitation: ① has other tokens.")
-    expect(card.locator(".fp-merge-failure")).to_contain_text("f16: llama.cpp does not stop at </s> (2).")
+    expect(card.locator(".fp-job-failure")).to_contain_text("f16: llama.cpp does not stop at </s> (2).")
     card.get_by_text("Outputs of the trained model and of llama.cpp").click()
     expect(card.locator(".fp-gguf pre")).to_contain_text("llama.cpp (reached the limit of new tokens):\nParis Paris")
     for label, body in (("Download GGUF", b"GGUF"), ("Modelfile for Ollama", b"FROM")):
@@ -227,10 +228,26 @@ def test_a_model_is_exported_as_gguf(server, page):
     assert request.value.post_data_json == {"step": None, "format": "bf16"}
     expect(page.locator("#fp-toasts")).to_contain_text("env create gguf", timeout=SLOW_TIMEOUT)
     page.unroute_all(behavior="ignoreErrors")
+    assert_progress_keeps_the_focus(card, run, formats)
     card.locator(".fp-gguf").get_by_role("button", name="Delete").click()
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(card.locator(".fp-gguf")).to_have_count(0, timeout=SLOW_TIMEOUT)
     assert not done.path.exists() and failed.path.exists()
+
+
+def assert_progress_keeps_the_focus(card, run, menu):
+    """The progress of another job neither replaces the menu, which would close it, nor takes its focus."""
+    job = jobs.create(run, jobs.PUBLISH, {}, {}, {})
+    with (job.path / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (job.path / PROGRESS).write_text(json.dumps({"text": "Sent 1 of 2 files.", "fraction": 0.5}))
+        expect(card).to_contain_text("Sent 1 of 2 files.", timeout=SLOW_TIMEOUT)
+        menu.focus()
+        before = menu.element_handle()
+        (job.path / PROGRESS).write_text(json.dumps({"text": "Sent 2 of 2 files.", "fraction": 1.0}))
+        expect(card).to_contain_text("Sent 2 of 2 files.", timeout=SLOW_TIMEOUT)
+        assert menu.evaluate("(menu, before) => menu === before && menu === document.activeElement", before)
+        expect(card.get_by_role("progressbar", name="Publishing: progress")).to_have_attribute("aria-valuenow", "100")
 
 
 def test_a_reward_model_is_not_exported_as_gguf(server, page):
@@ -244,8 +261,8 @@ def test_a_reward_model_is_not_exported_as_gguf(server, page):
 
 def plant_export(run, format, sentence=""):
     """An export as it is after its end; tests/process/test_gguf.py exports."""
-    request = json.dumps({"step": None, "format": format, "merge": "", "environment": ""})
-    job = jobs.create(run, "gguf", "backend.export", {GGUF: request}, {}, {})
+    request = {"step": None, "format": format, "merge": "", "environment": ""}
+    job = jobs.create(run, jobs.GGUF, request, {}, {})
     (job.path / LOCK).touch()
     certificate = {
         "status": "verified with limitations", "limits": ["① has other tokens."], "max_kl_mean": 0.03,

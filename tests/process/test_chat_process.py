@@ -170,13 +170,13 @@ def test_an_idle_chat_ends_and_keeps_its_conversation(run: Run, start: Callable[
     (turn,) = chat_files.read_turns(later.path, "page")
     assert turn.request.prompt == "Hello" and turn.is_done and not chat_files.read_turns(later.path, "shell")
     assert chat_files.details(later.path, turn.request.id, TUNED)
-    assert [found.id for found in jobs.find_all(run, chat.KIND)] == [later.id]
+    assert [found.id for found in jobs.find_all(run, jobs.CHAT)] == [later.id]
 
 
 def test_a_waiting_run_takes_the_device(
     run: Run, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(chat, "place", lambda *_, **__: ({"OMP_NUM_THREADS": "1"}, GPU))
+    monkeypatch.setattr(jobs, "place", lambda *_, **__: ({"OMP_NUM_THREADS": "1"}, GPU))
     job = start(run)
     wait_for(lambda: job.state == "running")
     waiting = Run.create(tmp_path / "runs", "next", Plan((sys.executable, "-c", ""), devices=GPU), datetime.now())

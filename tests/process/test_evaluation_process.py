@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from backend.inference import examples
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, OUTPUTS, Settings
+from backend.models.spec import read_spec
 from backend.runs import MODEL, jobs, processes
 from backend.runs.folder import ALIVE, Run, RunError
 from backend.runs.listing import row
@@ -82,7 +83,7 @@ def test_it_measures_what_training_measured(run: Run, tiny: Path, finish: Callab
 def assert_loss_of(tiny: Path, job: Run, row: dict[str, Any], run: Run) -> None:
     """The loss of the base model for an example is that of transformers for the reference after the prompt."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(run.path / MODEL)
-    items = examples.read(evaluation.read_spec(run), ALL, tokenizer, print)
+    items = examples.read(read_spec(run), ALL, tokenizer, print)
     item = next(item for item in items if item.prompt and item.prompt.prompt == row["prompt"])
     assert tokenizer.decode([label for label in item.labels if label >= 0]).strip().startswith(row["reference"])
     with torch.no_grad():
@@ -130,13 +131,13 @@ def test_other_data_and_general_texts(run: Run, finish: Callable[..., Run], tmp_
     assert job.result()["limits"] == ["With only 1 example, the intervals are rough. Use at least 100 if you can."]
 
     tokenizer = AutoTokenizer.from_pretrained(run.path / MODEL)
-    item = examples.read(evaluation.read_spec(run), replace(ALL, data=str(data)), tokenizer, print)[0]
+    item = examples.read(read_spec(run), replace(ALL, data=str(data)), tokenizer, print)[0]
     assert item.prompt and "As JSON" in item.prompt.text, "the system prompt of training"
     data.write_text('{"question": 1}\n')
     broken = finish(run, Settings(data=str(data), examples=1, general=False), "failed")
     failure = broken.failure()
     assert failure and "mine.jsonl" in failure["sentence"]
-    assert next(found.id for found in jobs.find_all(run, evaluation.KIND)) == broken.id
+    assert next(found.id for found in jobs.find_all(run, jobs.EVALUATION)) == broken.id
     with pytest.raises(RunError, match="This evaluation has no examples"):
         evaluation.rows(broken)
     assert not (broken.path / EXAMPLES).exists()

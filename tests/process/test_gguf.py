@@ -30,8 +30,8 @@ from backend.export.gguf import GgufExport
 from backend.export.gguf_certificate import Trained, divergence
 from backend.export.llama_cpp import Generated
 from backend.models import trained
-from backend.models.gguf import CERTIFICATE, FOLDER, MODELFILE
-from backend.runs import BASE, CHECKPOINTS, GGUF, JOBS, MODEL, RESULT, SPEC, STOP
+from backend.models.gguf import FOLDER, MODELFILE
+from backend.runs import BASE, CERTIFICATE, CHECKPOINTS, JOBS, MODEL, RESULT, SPEC, STOP
 from backend.runs.folder import Run
 from backend.train.generation_eval import BEFORE
 from backend.train.model import ModelSource
@@ -136,7 +136,7 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
         folder = tmp_path / "job"
         folder.mkdir(exist_ok=True)
         request = {"step": step, "format": "q8_0", "merge": merge, "environment": str(tmp_path / "env")}
-        (folder / GGUF).write_text(json.dumps(request))
+        (folder / "gguf.json").write_text(json.dumps(request))
         return GgufExport(Run(run), folder, RunLog(folder)).run_all()
 
     return make
@@ -154,7 +154,7 @@ def test_a_verified_file(adapter: Path, export: Callable[..., dict[str, Any]], t
     assert certificate["stop_tokens"] == ["<|im_end|>"] and certificate["tokenized_texts"] >= 8
     assert [output["llama_cpp"]["text"] for output in certificate["outputs"]] == ["some text"]
     assert (folder / MODELFILE).read_text().startswith(f"FROM ./{adapter.name}-q8_0.gguf\nTEMPLATE")
-    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [FOLDER, GGUF, "progress.json"]
+    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [FOLDER, "gguf.json", "progress.json"]
 
 
 def test_a_checkpoint_with_full_weights(
@@ -211,7 +211,7 @@ def linked(job: Path) -> list[str]:
 def test_a_file_that_differs_is_deleted(adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"and was deleted. llama.cpp does not stop at <\|im_end\|>"):
         export(adapter, fault="stop")
-    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [GGUF, "progress.json", RESULT]
+    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == ["gguf.json", "progress.json", RESULT]
     result = json.loads((tmp_path / "job" / RESULT).read_text())
     assert result["model"] == "" and result["certificate"]["status"] == "differs"
 

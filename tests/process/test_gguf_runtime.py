@@ -25,11 +25,10 @@ from backend.export import gguf_certificate, llama_cpp, loading
 from backend.export import merge as merging
 from backend.export.gguf import GgufExport
 from backend.export.gguf_certificate import Trained
-from backend.models import trained
+from backend.models import gguf, merge, trained
 from backend.models.gguf import FORMATS, MODELFILE
 from backend.runs import BASE, MODEL, processes
 from backend.runs.folder import ALIVE, Run
-from backend.tasks import gguf, merge
 from backend.train import builtin_models
 from backend.train.run_log import RunLog, TrainError
 

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from backend.config.options import edit
 from backend.export import merge as merging
-from backend.export.merge import CERTIFICATE, MAX_KL, MAX_KL_16_BIT, UNCHECKED, Merge
+from backend.export.merge import MAX_KL, MAX_KL_16_BIT, UNCHECKED, Merge
+from backend.models import merge as merge_task
 from backend.models import trained
-from backend.runs import BASE, LOCK, MERGE, MODEL, STOP, Plan, jobs
+from backend.runs import BASE, CERTIFICATE, LOCK, MODEL, STOP, Plan, jobs
 from backend.runs.folder import Run, RunError
-from backend.tasks import merge as merge_task
 from backend.train import model as train_model
 from backend.train.patches import bitsandbytes_cpu_layout
 from backend.train.run_log import RunLog, Stopped, TrainError
@@ -253,7 +253,7 @@ def test_stop_and_errors_before_the_start(adapter: Path, tmp_path: Path) -> None
 
 def test_the_process_of_a_job(fork_server: ForkServer, adapter: Path) -> None:
     """As a supervisor starts it, without its own import of the libraries."""
-    job = jobs.create(Run(adapter), merge_task.KIND, "backend.export", {MERGE: '{"step": null}'}, {}, {})
+    job = jobs.create(Run(adapter), jobs.MERGE, {"step": None}, {}, {})
     (job.path / LOCK).touch()
     (job.path / "run_it.py").write_text("from backend.export.__main__ import main\nmain()\n")
     assert fork_server.run(job.path, script=str(job.path / "run_it.py")) == 0, log_text(job.path)

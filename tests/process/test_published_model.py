@@ -19,12 +19,12 @@ from huggingface_hub import constants
 from published_run import adapter_run
 
 from backend.__main__ import main
+from backend.publish import publication
 from backend.publish.contents import Request, contents
 from backend.publish.hub import PublishError
 from backend.publish.hub import publish as publish_to_hub
 from backend.runs import MODEL
 from backend.runs.folder import ALIVE, Run, RunError
-from backend.tasks import publish
 
 REQUEST = Request(repository="trains", base_model="org/base")
 
@@ -47,8 +47,8 @@ def run(tmp_path: Path) -> Run:
 
 
 def start(run: Run, request: Request) -> Run:
-    summary = publish.summary(run, request)
-    return publish.start(run, summary.request, summary.contents.versions())
+    summary = publication.summary(run, request)
+    return publication.start(run, summary.request, summary.contents.versions())
 
 
 def wait(job: Run) -> Run:
@@ -82,7 +82,7 @@ def test_a_model_is_published_twice(hub: Hub, run: Run, capsys: pytest.CaptureFi
     printed = capsys.readouterr()
     assert f"Updates the private repository ada/trains, whose last commit is {result['commit'][:8]}" in printed.err
     assert f"Nothing had changed since the last commit: {hub.address}/ada/trains/commit/" in printed.out
-    assert hub.count("PUT") == 3 and len(found.commits) == 2 and len(publish.find_all(run)) == 1
+    assert hub.count("PUT") == 3 and len(found.commits) == 2 and len(publication.find_all(run)) == 1
     assert GOOD not in read_all(run.path)
 
 
@@ -91,7 +91,7 @@ def test_a_job_that_was_killed_is_finished_by_the_next_one(hub: Hub, run: Run) -
     job = start(run, REQUEST)
     assert hub.stalled.wait(60) and job.progress()["text"].startswith("Uploading adapter_model.safetensors")
     with pytest.raises(RunError, match="is being published"):
-        publish.start(run, REQUEST, {})
+        publication.start(run, REQUEST, {})
     launcher = json.loads((job.path / "state.json").read_text())["launcher"]
     assert GOOD.encode() not in Path(f"/proc/{launcher}/cmdline").read_bytes()
     os.kill(launcher, signal.SIGKILL)

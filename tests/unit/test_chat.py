@@ -17,7 +17,6 @@ from backend.config.options import edit
 from backend.machine import Machine
 from backend.models import chat, chat_files, system_prompt, trained
 from backend.models.chat_files import BASE, CLEAR, OUTPUTS, REQUESTS, STOP, TUNED, Lines, Request
-from backend.models.jobs import place
 from backend.runs import RESULT, STATE, jobs, processes
 from backend.runs.folder import ALIVE, RunError
 
@@ -198,16 +197,16 @@ def test_the_system_prompt_of_training(tmp_path):
 
 def test_the_devices_of_a_chat(tmp_path):
     run = make_run(tmp_path)
-    env, devices = place(run, is_light=True)
+    env, devices = jobs.place(run, is_light=True)
     assert devices == {} and env["OMP_NUM_THREADS"] == "1" and env["CUDA_VISIBLE_DEVICES"] == ""
-    env, devices = place(run, is_light=False)
+    env, devices = jobs.place(run, is_light=False)
     assert env["OMP_NUM_THREADS"] == run.plan().env["OMP_NUM_THREADS"] and devices == dict(run.plan().devices)
     resolved = json.loads((run.path / "resolved.json").read_text())
     (run.path / "resolved.json").write_text(json.dumps({**resolved, "device": "cuda", "device_ids": [3, 4]}))
     plan = json.loads((run.path / "plan.json").read_text())
     plan["devices"] = {"GPU-a": "GPU 3", "GPU-b": "GPU 4"}
     (run.path / "plan.json").write_text(json.dumps(plan))
-    env, devices = place(run, is_light=True)
+    env, devices = jobs.place(run, is_light=True)
     assert devices == {"GPU-a": "GPU 3"} and env["CUDA_VISIBLE_DEVICES"] == "3"
 
 
@@ -231,7 +230,7 @@ def api(tmp_path, waiter):
 
 def test_a_waiting_chat_names_the_run_that_it_waits_for(tmp_path, api):
     run = make_run(tmp_path / "runs")
-    job = jobs.create(run, chat.KIND, "x", {}, {}, {})
+    job = jobs.create(run, jobs.CHAT, {}, {}, {})
     lock = processes.acquire_lock(job.path)
     try:
         (job.path / STATE).write_text(json.dumps({"queued": 1.0, "waiting": f"{run.id} uses the CPU."}))
@@ -329,7 +328,7 @@ def test_the_command_refuses_what_cannot_be_generated(tmp_path, capsys, words, e
 
 def test_the_command_says_why_a_chat_has_ended(tmp_path, capsys, monkeypatch):
     run = make_run(tmp_path)
-    monkeypatch.setattr(chat, "MODULE", "backend.no_such_module")
+    monkeypatch.setitem(jobs.MODULES, jobs.CHAT, "backend.no_such_module")
     assert main(["chat", str(run.path), "--prompt", "p"]) == 2
     assert capsys.readouterr().err.strip()
     assert not [path for path in Path(run.path).glob("jobs/2*") if (path / "running").exists()]

@@ -11,11 +11,10 @@ from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
-from backend.models import trained
+from backend.models import gguf, trained
 from backend.models.gguf import FOLDER
-from backend.runs import GGUF, LOCK, RESULT, jobs
+from backend.runs import LOCK, RESULT, jobs
 from backend.runs.folder import Run, RunError
-from backend.tasks import gguf, merge
 
 BASE = {"base_model_name_or_path": "tiny-llama", "peft_type": "LORA"}
 
@@ -69,10 +68,10 @@ def test_an_adapter_has_to_be_merged_first(plant):
     create_environment()
     with pytest.raises(RunError, match=rf"`footplate merge {run.id}`, or Merge into base model"):
         gguf.start(run, None, "q8_0")
-    job = jobs.create(run, merge.KIND, "backend.export", {"merge.json": '{"step": null}'}, {}, {})
+    job = jobs.create(run, jobs.MERGE, {"step": None}, {}, {})
     finished(job, {"model": "model"})
     write(job.path / "model", **{"config.json": {}})
-    request = json.loads((gguf.start(run, None, "q8_0").path / GGUF).read_text())
+    request = json.loads((gguf.start(run, None, "q8_0").path / "gguf.json").read_text())
     environment = str(environments.environment_folder("gguf"))
     assert request == {"step": None, "format": "q8_0", "merge": job.id, "environment": environment}
 

@@ -11,12 +11,12 @@ from small import client
 
 from backend.__main__ import main
 from backend.config import RunSpec
-from backend.models import trained
+from backend.models import gguf, merge, trained
 from backend.presets import dump
+from backend.publish import publication
 from backend.publish.contents import Request
-from backend.runs import LOCK, MERGE, MODEL, RESULT, SPEC, Plan, jobs, processes
+from backend.runs import LOCK, MODEL, RESULT, SPEC, Plan, jobs, processes
 from backend.runs.folder import Run, RunError
-from backend.tasks import gguf, merge, publish
 
 SLEEP = ["sleep", "60"]
 CERTIFICATE = {
@@ -45,7 +45,7 @@ def plant_model(place, config, content):
 
 def finished_job(run, step=None):
     """A merge as it is after its end."""
-    job = jobs.create(run, merge.KIND, "backend.export", {MERGE: json.dumps({"step": step})}, {}, {})
+    job = jobs.create(run, jobs.MERGE, {"step": step}, {}, {})
     (job.path / LOCK).touch()
     plant_model(job, "config.json", {"architectures": ["LlamaForCausalLM"]})
     (job.path / "state.json").write_text(json.dumps({"end": "done", "exit_code": 0}))
@@ -64,7 +64,7 @@ def test_a_merge_that_is_outdated_is_replaced(run, monkeypatch, change):
     job, started = finished_job(run), []
     monkeypatch.setattr(Run, "start", lambda self: started.append(self.id))
     if change == "another adapter":
-        os.utime(job.path / MERGE, (1, 1))
+        os.utime(job.path / "merge.json", (1, 1))
     elif change == "failed":
         (job.path / RESULT).unlink()
         (job.path / "state.json").write_text(json.dumps({"end": "failed", "exit_code": 1}))
@@ -74,18 +74,18 @@ def test_a_merge_that_is_outdated_is_replaced(run, monkeypatch, change):
         (job.path / MODEL).rmdir()
     again = merge.start(run, None)
     assert started == [again.id]
-    assert [found.id for found in jobs.find_all(run, merge.KIND)] == [again.id]
-    assert json.loads((again.path / MERGE).read_text()) == {"step": None}
+    assert [found.id for found in jobs.find_all(run, jobs.MERGE)] == [again.id]
+    assert json.loads((again.path / "merge.json").read_text()) == {"step": None}
     assert again.plan().argv[1:] == ("-m", "backend.export", ".")
 
 
-@pytest.mark.parametrize("kind", [merge.KIND, gguf.KIND, publish.KIND])
+@pytest.mark.parametrize("kind", [jobs.MERGE, jobs.GGUF, jobs.PUBLISH])
 def test_two_starts_at_once_create_one_job(run, monkeypatch, kind):
     """The second one waits for the first, and finds its job."""
     starts = {
-        merge.KIND: lambda: merge.start(run, None),
-        gguf.KIND: lambda: gguf.start(run, None, "q8_0"),
-        publish.KIND: lambda: publish.start(run, Request(folder="/out"), {}),
+        jobs.MERGE: lambda: merge.start(run, None),
+        jobs.GGUF: lambda: gguf.start(run, None, "q8_0"),
+        jobs.PUBLISH: lambda: publication.start(run, Request(folder="/out"), {}),
     }
     locks, create = [], jobs.create
 
@@ -99,7 +99,7 @@ def test_two_starts_at_once_create_one_job(run, monkeypatch, kind):
         except RunError as error:
             return "being published" if "being published" in str(error) else repr(error)
 
-    if kind == gguf.KIND:
+    if kind == jobs.GGUF:
         finished_job(run)
         (run.path / SPEC).write_text(dump(RunSpec()))
     monkeypatch.setattr("backend.environments.is_complete", lambda name: True)
@@ -110,11 +110,11 @@ def test_two_starts_at_once_create_one_job(run, monkeypatch, kind):
     for lock in locks:
         processes.release(lock)
     (job,) = jobs.find_all(run, kind)
-    assert answers == {job.id, *(["being published"] if kind == publish.KIND else [])}
+    assert answers == {job.id, *(["being published"] if kind == jobs.PUBLISH else [])}
 
 
 def test_deleting_a_run_stops_its_jobs(run, monkeypatch):
-    job = jobs.create(run, merge.KIND, "x", {}, {}, {})
+    job = jobs.create(run, jobs.MERGE, {}, {}, {})
     (job.path / "plan.json").write_text(json.dumps({**json.loads((job.path / "plan.json").read_text()), "argv": SLEEP}))
     job.start()
     deadline = time.monotonic() + 60

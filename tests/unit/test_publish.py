@@ -13,11 +13,10 @@ from small import client
 
 from backend.__main__ import main
 from backend.publish import __main__ as process
-from backend.publish import folder, hub
+from backend.publish import folder, hub, publication
 from backend.publish.contents import Request, contents
 from backend.runs import LOCK, METRICS, MODEL, PROGRESS, RESULT, jobs
 from backend.runs.folder import RunError
-from backend.tasks import publish
 
 TO = {"repository": "ada/trains"}
 NAMES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"]
@@ -178,7 +177,7 @@ def test_a_token_that_cannot_be_sent_is_not_repeated(monkeypatch, token):
 
 def test_a_folder_appears_complete(run, tmp_path, monkeypatch):
     target = tmp_path / "out"
-    summary = publish.summary(run, Request(folder=str(target), base_model=BASE_ID))
+    summary = publication.summary(run, Request(folder=str(target), base_model=BASE_ID))
     assert summary.effect == f"Copies the files to the folder {target}."
     shown = []
     with monkeypatch.context() as patch:
@@ -200,7 +199,7 @@ def test_a_folder_appears_complete(run, tmp_path, monkeypatch):
 def test_files_that_changed_since_they_were_shown_are_not_published(run, tmp_path, monkeypatch):
     monkeypatch.setattr("backend.runs.folder.Run.start", lambda self, timeouts: (self.path / LOCK).touch())
     request = Request(folder=str(tmp_path / "out"), base_model=BASE_ID)
-    job = publish.start(run, request, contents(run, request).versions())
+    job = publication.start(run, request, contents(run, request).versions())
     weights, metrics = run.path / MODEL / "adapter_model.safetensors", run.path / METRICS
     before, written = metrics.read_text(), weights.stat().st_mtime_ns
     for change, undo in (
@@ -221,12 +220,14 @@ def test_files_that_changed_since_they_were_shown_are_not_published(run, tmp_pat
 @pytest.mark.parametrize("cause", ["[Errno -2] Name or service not known", "[Errno 28] No space left on device"])
 def test_the_failure_of_a_job_is_its_own_sentence(run, cause):
     """Not one of the known failures of a training, whose fixes do not help here."""
-    job = jobs.create(run, publish.KIND, publish.MODULE, {}, {}, {})
+    job = jobs.create(run, jobs.PUBLISH, {}, {}, {})
     (job.path / LOCK).touch()
     sentence = f"The connection to the Hub failed ({cause}). Publish again later."
     log = f"---- started now ----\n{cause}\nRetrying in 1s\nbackend.publish.PublishError: {sentence}\n"
     plant(job.path, {"log.txt": log, "state.json": {"end": "failed", "exit_code": 1}})
-    assert publish.as_json(job)["failure"]["sentence"] == sentence and not publish.as_json(job)["failure"]["help"]
+    assert (
+        publication.as_json(job)["failure"]["sentence"] == sentence and not publication.as_json(job)["failure"]["help"]
+    )
 
 
 def test_the_command_shows_and_asks(run, tmp_path, capsys, monkeypatch):

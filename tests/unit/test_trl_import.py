@@ -77,6 +77,7 @@ def test_defaults_are_those_of_trl(tmp_path):
         ({"max_steps": 7}, "train.max_steps", 7),
         ({"warmup_ratio": 0.1}, "train.warmup_steps", 0.1),
         ({"fp16": True}, "precision.compute", "fp16"),
+        ({"optim": "adamw_8bit"}, "train.optim", "adamw_bnb_8bit"),
         ({"bf16": False}, "precision.compute", "fp32"),
         ({"use_peft": False, "dtype": "bfloat16"}, "precision.compute", "pure_bf16"),
         ({"accelerate_config": "fsdp2"}, "parallel.strategy", "fsdp2"),

@@ -11,6 +11,7 @@ from starlette.responses import FileResponse, Response
 
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, Settings
+from backend.runs import jobs
 from webui.api.jobs import find_job, with_run_names
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
 from webui.api.runs import PathRun
@@ -48,14 +49,14 @@ def start(run: PathRun, body: EvaluationRequest) -> Response:
 
 def stop(run: PathRun, job: str) -> dict[str, Any]:
     """Request a stop; what is computed is kept for the next start with the same settings."""
-    found = find_job(run, job, evaluation.KIND)
+    found = find_job(run, job, jobs.EVALUATION)
     found.stop(save=False)
     return evaluation.as_json(found)
 
 
 def remove(run: PathRun, job: str) -> dict[str, Any]:
     """Delete an evaluation."""
-    evaluation.delete(run, find_job(run, job, evaluation.KIND))
+    evaluation.delete(run, find_job(run, job, jobs.EVALUATION))
     return {"id": job}
 
 
@@ -63,7 +64,7 @@ def examples(
     run: PathRun, job: str, score: str, change: Literal["", "better", "worse", "unchanged"] = "", first: int = 0
 ) -> dict[str, Any]:
     """ROWS examples from the position `first` of those whose `score` changed so, and the number of each change."""
-    rows = [(evaluation.change_of(row, score), row) for row in evaluation.rows(find_job(run, job, evaluation.KIND))]
+    rows = [(evaluation.change_of(row, score), row) for row in evaluation.rows(find_job(run, job, jobs.EVALUATION))]
     chosen = [row for found, row in rows if change in ("", found)]
     counts = {each: sum(found == each for found, _ in rows) for each in evaluation.CHANGES}
     return {"rows": chosen[max(0, first) :][:ROWS], "counts": {"": len(rows), **counts}}
@@ -71,7 +72,7 @@ def examples(
 
 def download(run: PathRun, job: str) -> Response:
     """All examples with outputs and scores, as a JSON file. Raises ApiError."""
-    path = find_job(run, job, evaluation.KIND).path / EXAMPLES
+    path = find_job(run, job, jobs.EVALUATION).path / EXAMPLES
     if not path.is_file():
         raise ApiError(404, "This evaluation has no examples.")
     return FileResponse(path, filename=f"{run.id}-evaluation.json", media_type="application/json")

@@ -6,8 +6,9 @@ from typing import Any
 
 from starlette.responses import FileResponse, Response
 
+from backend.models import gguf
 from backend.models.gguf import DEFAULT
-from backend.tasks import gguf
+from backend.runs import jobs
 from webui.api.jobs import find_job
 from webui.api.requests import ApiError, RequestBody, json
 from webui.api.runs import PathRun
@@ -27,20 +28,20 @@ def start(run: PathRun, body: GgufRequest) -> Response:
 
 def stop(run: PathRun, job: str) -> dict[str, Any]:
     """Request a stop."""
-    found = find_job(run, job, gguf.KIND)
+    found = find_job(run, job, jobs.GGUF)
     found.stop(save=False)
     return gguf.as_json(found)
 
 
 def remove(run: PathRun, job: str) -> dict[str, Any]:
     """Delete the file and its certificate."""
-    find_job(run, job, gguf.KIND).delete()
+    find_job(run, job, jobs.GGUF).delete()
     return {"id": job}
 
 
 def download(run: PathRun, job: str, name: str) -> Response:
     """The GGUF file, its certificate or its Modelfile. Raises ApiError."""
-    file = gguf.file_of(find_job(run, job, gguf.KIND))
+    file = gguf.file_of(find_job(run, job, jobs.GGUF))
     if not file or name not in gguf.names(file):
         raise ApiError(404, "This export has no such file.")
     if (file.parent / name).is_symlink():

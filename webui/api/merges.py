@@ -6,8 +6,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from backend.models import trained
-from backend.tasks import merge
+from backend.models import merge, trained
+from backend.runs import jobs
 from webui.api.jobs import find_job
 from webui.api.model_zip import model_response
 from webui.api.requests import ApiError, RequestBody, json
@@ -27,20 +27,20 @@ def start(run: PathRun, body: MergeRequest) -> Response:
 
 def stop(run: PathRun, job: str) -> dict[str, Any]:
     """Request a stop."""
-    found = find_job(run, job, merge.KIND)
+    found = find_job(run, job, jobs.MERGE)
     found.stop(save=False)
     return merge.as_json(found)
 
 
 def remove(run: PathRun, job: str) -> dict[str, Any]:
     """Delete the merged model."""
-    find_job(run, job, merge.KIND).delete()
+    find_job(run, job, jobs.MERGE).delete()
     return {"id": job}
 
 
 def download(run: PathRun, job: str) -> Response:
     """The merged model as a zip file. Raises ApiError."""
-    model = trained.find(find_job(run, job, merge.KIND))
+    model = trained.find(find_job(run, job, jobs.MERGE))
     if not model:
         raise ApiError(404, "This merge has no model.")
     return model_response(model, f"{run.id}-merged")

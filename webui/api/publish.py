@@ -7,8 +7,9 @@ from typing import Any
 from pydantic import Field
 from starlette.responses import Response
 
+from backend.publish import publication
 from backend.publish.contents import Request
-from backend.tasks import publish
+from backend.runs import jobs
 from webui.api.jobs import find_job
 from webui.api.requests import RequestBody, json
 from webui.api.runs import PathRun
@@ -35,22 +36,22 @@ class PublishRequest(RequestBody):
 
 def summarize(run: PathRun, body: PublishRequest) -> dict[str, Any]:
     """What would be published, and what the destination has. Asks the Hub, which takes a second."""
-    return publish.summary(run, body.request()).as_json()
+    return publication.summary(run, body.request()).as_json()
 
 
 def start(run: PathRun, body: PublishRequest) -> Response:
     """Start to publish what was shown."""
-    return json(publish.as_json(publish.start(run, body.request(), body.shown)), 201)
+    return json(publication.as_json(publication.start(run, body.request(), body.shown)), 201)
 
 
 def stop(run: PathRun, job: str) -> dict[str, Any]:
     """Request a stop."""
-    found = find_job(run, job, publish.KIND)
+    found = find_job(run, job, jobs.PUBLISH)
     found.stop(save=False)
-    return publish.as_json(found)
+    return publication.as_json(found)
 
 
 def remove(run: PathRun, job: str) -> dict[str, Any]:
     """Forget a publication; what was published stays."""
-    find_job(run, job, publish.KIND).delete()
+    find_job(run, job, jobs.PUBLISH).delete()
     return {"id": job}

@@ -19,7 +19,8 @@ from backend import presets
 from backend.config import RunSpec, variables
 from backend.config.options import SpecError, changes, effective, masked_value
 from backend.inspect import predecessor
-from backend.models import trained
+from backend.models import gguf, merge, trained
+from backend.publish import publication
 from backend.runs import (
     LOG,
     METRICS,
@@ -47,7 +48,7 @@ from backend.runs.metrics import (
     to_csv,
 )
 from backend.runs.metrics import before as log_before
-from backend.tasks import bundle, gguf, merge, publish, remedies, retry
+from backend.tasks import bundle, remedies, retry
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, form_values, parse_form, run_preflight
 from webui.api.drafts import without_secrets
@@ -204,7 +205,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "checkpoints": run.checkpoints(),
         "model": model.as_json() if (model := trained.find(run)) else None,
         "merge": merge.as_json(job) if model and model.base and (job := merge.find(run, model)) else None,
-        "publications": [publish.as_json(job) for job in publish.find_all(run)],
+        "publications": [publication.as_json(job) for job in publication.find_all(run)],
         "gguf": [gguf.as_json(job) for job in gguf.find_all(run, model)] if model else [],
         "folder": str(run.path),
         "can": run.can(),

@@ -6,6 +6,7 @@ import { confirmDialog, el, notifyError, setText } from "../dom.js";
 import { createPoller } from "../poll.js";
 import { createFields } from "./chat_fields.js";
 import { createTurn } from "./chat_turn.js";
+import { button, failurePart, failureText } from "./run_jobs.js";
 
 const ABOUT =
   "Chat with the trained model and, for comparison, with its base model. A separate process keeps the models loaded " +
@@ -24,7 +25,7 @@ export class Chat {
     this.fields = createFields(() => this.#send());
     this.parts = createParts();
     const { head, about, failure, turns, start, end, stop, again, clear } = this.parts;
-    this.node = el("section.fp-panel.fp-chat", { hidden: true, "aria-label": "Chat" });
+    this.node = el("section.fp-panel.fp-job-card.fp-chat", { hidden: true, "aria-label": "Chat" });
     this.node.append(head, about, failure, turns, start, this.fields.node);
     this.fields.actions.append(stop, again, clear);
     start.addEventListener("click", () => this.#act(() => post(this.path)));
@@ -145,13 +146,12 @@ export class Chat {
 
 /** The parts around the fields. */
 function createParts() {
-  const button = (text, kind = "") => el(`button.fp-button${kind}`, { type: "button" }, text);
   const status = el("span.fp-dim", { role: "status" });
   const end = el("button.fp-link", { type: "button", hidden: true }, "End chat");
   const parts = {
-    head: el("div.fp-chat-head", {}, el("h3", {}, "Chat"), status, el("span.fp-gap"), end),
+    head: el("div.fp-job-head", {}, el("h3", {}, "Chat"), status, el("span.fp-gap"), end),
     about: el("p.fp-dim", {}, ABOUT),
-    failure: el("p.fp-chat-failure", { hidden: true, role: "alert" }),
+    failure: failurePart(""),
     turns: el("ol.fp-chat-turns", { hidden: true, tabindex: 0, "aria-label": "Conversation" }),
     start: button("Chat with this model"),
     end,
@@ -161,13 +161,13 @@ function createParts() {
     draw,
   };
   function draw({ job, alive, turns }, { busy, generating }) {
-    const failed = Boolean(job?.failure) && !alive;
-    parts.failure.hidden = !failed;
-    setText(parts.failure, failed ? job.failure.sentence : "");
+    const failure = failureText(job);
+    parts.failure.hidden = !failure;
+    setText(parts.failure, failure);
     setText(status, generating && job.state === "running" ? "" : statusOf(job, alive));
     parts.about.hidden = alive || turns.length > 0;
     parts.start.hidden = alive;
-    setText(parts.start, turns.length || failed ? "Start again" : "Chat with this model");
+    setText(parts.start, turns.length || failure ? "Start again" : "Chat with this model");
     end.hidden = !alive || job.state === "stopping";
     parts.stop.hidden = !generating || !alive;
     parts.again.hidden = !turns.length || (generating && alive);

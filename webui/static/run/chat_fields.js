@@ -1,7 +1,7 @@
 // @ts-check
 // The fields of the chat: the prompt, which models generate, the system prompt and the settings of sampling.
 import { el, setText } from "../dom.js";
-import { modelName } from "./chat_turn.js";
+import { createCheckbox, createModelMenu, createNumberField, labeled } from "./run_jobs.js";
 
 const KEYS = "Enter sends, Shift+Enter begins a new line";
 const PLACEHOLDERS = { chat: "Prompt", text: "A text that the model continues", score: "Prompt" };
@@ -31,8 +31,10 @@ export function createFields(send) {
     parts.system.value = last?.system ?? offer.system;
     parts.compare.checked = Boolean(last?.sides.includes("base"));
     parts.history.checked = offer.history;
-    if (offer.steps.includes(last?.step)) parts.model.value = last.step ?? "";
-    if (last) parts.settings.fill(last);
+    if (last) {
+      parts.model.choose(last.step);
+      parts.settings.fill(last);
+    }
   }
   const request = () => requestOf(parts);
   const sent = () => (prompt.value = "");
@@ -53,7 +55,7 @@ export function createFields(send) {
   function reset() {
     next = 0;
     drawn = "";
-    parts.model.replaceChildren(); // a step of this run may be one of the next run, too
+    parts.model.draw([]); // a step of this run may be one of the next run, too
     for (const field of [prompt, ...parts.answers]) field.value = "";
     parts.compare.checked = false;
   }
@@ -66,7 +68,7 @@ const requestOf = (parts) => ({
   prompt: parts.prompt.value,
   answers: parts.answersRow.hidden ? [] : parts.answers.map(({ value }) => value),
   sides: parts.compare.checked && !parts.compareRow.hidden ? ["trained", "base"] : ["trained"],
-  step: parts.model.value ? Number(parts.model.value) : null,
+  step: parts.model.step(),
   history: parts.history.checked,
   system: parts.systemRow.hidden ? "" : parts.system.value,
   ...parts.settings.values(),
@@ -81,24 +83,24 @@ function createParts() {
   const area = (label, rows, attributes = {}) => el("textarea.fp-input", { "aria-label": label, rows, ...attributes });
   const prompt = area("Prompt", 3, { enterkeyhint: "send" });
   const answers = [1, 2].map((number) => area(`Completion ${number}`, 2, { placeholder: `Completion ${number}` }));
-  const model = el("select.fp-select");
-  const [compare, history] = [1, 2].map(() => el("input.fp-checkbox", { type: "checkbox" }));
+  const model = createModelMenu();
+  const [compare, history] = [createCheckbox(), createCheckbox()];
   const system = area("System prompt", 3);
   const settings = createSettings();
   const send = el("button.fp-button.fp-primary", { type: "submit" }, "Send");
   const actions = el("div.fp-chat-actions", {}, send);
   const answersRow = el("div.fp-chat-answer-fields", {}, answers);
-  const compareRow = el("label.fp-chat-check", {}, compare, "Compare with the base model");
-  const historyRow = el("label.fp-chat-check", {}, history, "Include earlier turns");
-  const systemRow = el("label.fp-chat-field", {}, "System prompt, as in training unless you change it", system);
+  const compareRow = el("label.fp-job-check", {}, compare, "Compare with the base model");
+  const historyRow = el("label.fp-job-check", {}, history, "Include earlier turns");
+  const systemRow = labeled("System prompt, as in training unless you change it", system);
   const variables = el("p.fp-dim");
-  const body = el("div.fp-chat-settings", {}, systemRow, variables, settings.node);
+  const body = el("div.fp-job-settings", {}, systemRow, variables, settings.node);
   const fold = el("details.fp-fold", {}, el("summary", {}, "System prompt and settings"), body);
-  const models = el("label.fp-chat-check", {}, "Model", model);
+  const models = el("label.fp-job-check", {}, "Model", model.node);
   const example = el("button.fp-link", { type: "button", hidden: true }, "Validation example");
   example.title = "Fill in the prompt of a validation example";
   const bar = el("div.fp-chat-bar", {}, actions, example, el("span.fp-gap"), models, compareRow, historyRow);
-  const node = el("form.fp-chat-form", { hidden: true }, prompt, answersRow, bar, fold);
+  const node = el("form.fp-job-form", { hidden: true }, prompt, answersRow, bar, fold);
   return {
     ...{ node, prompt, answers, answersRow, model, compare, compareRow, system, systemRow, variables },
     ...{ settings, actions, send, example, history, historyRow },
@@ -107,9 +109,7 @@ function createParts() {
 
 /** What can be asked of the run's models. */
 function drawOffer({ model, prompt, answersRow, systemRow, compareRow, variables, settings }, offer) {
-  const chosen = model.value;
-  model.replaceChildren(...offer.steps.map((step) => el("option", { value: step ?? "" }, modelName(step))));
-  if (offer.steps.some((step) => String(step ?? "") === chosen)) model.value = chosen;
+  model.draw(offer.steps);
   prompt.placeholder = `${PLACEHOLDERS[offer.mode]}. ${KEYS}.`;
   answersRow.hidden = offer.mode !== "score";
   systemRow.hidden = offer.mode === "text";
@@ -122,17 +122,14 @@ function drawOffer({ model, prompt, answersRow, systemRow, compareRow, variables
 
 /** The settings of sampling. */
 function createSettings() {
-  const field = (label, name, attributes) => {
-    const input = el("input.fp-input", { type: "number", name, ...attributes });
-    return { input, node: el("label.fp-chat-field", {}, label, input) };
-  };
+  const field = (label, name, attributes) => createNumberField(label, { name, ...attributes });
   const temperature = field("Temperature (0: greedy)", "temperature", { min: 0, max: 10, step: "any", value: 0 });
   const topP = field("top_p", "top_p", { min: 0, max: 1, step: "any", value: 1 });
   const tokens = field("Maximum new tokens", "max_new_tokens", { min: 1, max: 32768, step: 1, value: 256 });
   const seed = field("Seed (empty: random)", "seed", { min: 0, step: 1 });
   const all = [temperature, topP, tokens, seed];
   const node = el(
-    "div.fp-chat-numbers",
+    "div.fp-job-fields",
     {},
     all.map((each) => each.node),
   );

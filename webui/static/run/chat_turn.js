@@ -3,11 +3,9 @@
 import { get } from "../api.js";
 import { el, notifyError, setAttribute, setText } from "../dom.js";
 import { integer, num, percent } from "../format.js";
+import { modelName } from "./run_jobs.js";
 
 export const SIDES = { trained: "Trained model", base: "Base model" };
-
-/** The name of a model in the menu and above an output. @param {number | null} step */
-export const modelName = (step) => (step === null ? "Final model" : `Checkpoint at step ${num(step)}`);
 
 /**
  * The node of a turn, and how to draw it again when more was generated.

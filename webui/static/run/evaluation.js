@@ -1,14 +1,25 @@
 // @ts-check
 // The card "Evaluation" of the Run view: base model and trained model on the same examples. It is computed by a job, so
 // that it goes on without the page.
-import { get, post, remove, url } from "../api.js";
-import { confirmDialog, el, isFocusLost, notifyError, redraw, setText } from "../dom.js";
+import { get, post, remove } from "../api.js";
+import { el, redraw, setText } from "../dom.js";
 import { dateTime } from "../format.js";
 import { createPoller } from "../poll.js";
-import { hasEnded } from "../run_state.js";
 import { createExamples } from "./evaluation_examples.js";
 import { createFields, settingsText } from "./evaluation_fields.js";
-import { scoresTable } from "./evaluation_scores.js";
+import { GENERAL_LOSS, scoresTable } from "./evaluation_scores.js";
+import {
+  actions,
+  ask,
+  createProgress,
+  deleteButton,
+  downloadLink,
+  failurePart,
+  failureText,
+  isAlive,
+  keepFocus,
+  limitations,
+} from "./run_jobs.js";
 
 const ABOUT =
   "Compare the trained model with its base model on the same examples: scores of their outputs, with 95% intervals " +
@@ -28,16 +39,15 @@ export class Evaluation {
     this.found = /** @type {any} */ (null); // the newest response
     this.chosen = ""; // the id of an earlier evaluation
     this.drawn = "";
-    this.hadFocus = false; // when something was clicked whose button may be gone after the next response
     this.poller = createPoller((isCurrent) => this.#pull(isCurrent), { isVisible });
-    this.fields = createFields(() => this.#act(() => post(this.path, this.fields.values())));
+    this.fields = createFields(() => this.#ask(post(this.path, this.fields.values())));
     this.parts = createParts();
-    const { head, about, earlier, work, failure, result, actions } = this.parts;
-    this.node = el("section.fp-panel.fp-evaluation", { hidden: true, "aria-label": "Evaluation" });
-    this.node.append(head, about, failure, work, earlier.node, result, actions, this.fields.node);
+    const { head, about, earlier, progress, failure, result, buttons } = this.parts;
+    this.node = el("section.fp-panel.fp-job-card.fp-evaluation", { hidden: true, "aria-label": "Evaluation" });
+    this.node.append(head, about, failure, progress.node, earlier.node, result, buttons, this.fields.node);
     earlier.select.addEventListener("change", () => {
       this.chosen = earlier.select.value;
-      this.#draw();
+      this.#drawParts();
     });
   }
 
@@ -63,106 +73,76 @@ export class Evaluation {
     if (found) {
       this.found = found;
       this.tag = found.tag;
-      this.#draw();
+      keepFocus(this.node, this.parts.heading, () => this.#drawParts());
     }
-    return this.found.jobs.some(({ state }) => !hasEnded(state)) ? undefined : "rest"; // another tab may start one
+    return this.found.jobs.some(isAlive) ? undefined : "rest"; // another tab may start one
   }
 
-  #draw() {
+  #drawParts() {
     const { offer, jobs } = this.found;
     const parts = this.parts;
     this.node.hidden = Boolean(offer.problem) && !jobs.length;
     const newest = jobs[0];
-    const running = newest && !hasEnded(newest.state) ? newest : null;
-    const failed = newest && !running && newest.state !== "done" ? newest : null;
+    const running = isAlive(newest) ? newest : null;
+    const failure = failureText(newest);
     const done = jobs.filter(({ state }) => state === "done");
     const shown = done.find(({ id }) => id === this.chosen) || done[0];
     parts.about.hidden = Boolean(shown) && !offer.problem;
     setText(parts.about, offer.problem || ABOUT);
-    parts.drawWork(running, () => this.#act(() => post(`${this.path}/${running.id}/stop`)));
-    parts.drawFailure(failed);
+    parts.progress.draw(running, () => this.#ask(post(`${this.path}/${running.id}/stop`)));
+    parts.failure.hidden = !failure;
+    setText(parts.failure, failure);
     parts.earlier.draw(done, shown);
     this.fields.draw(offer, Boolean(running), newest || null);
-    this.fields.remove.hidden = !failed;
-    this.fields.remove.onclick = () => this.#act(() => remove(`${this.path}/${newest.id}`));
+    this.fields.remove.hidden = !newest || isAlive(newest) || newest.state === "done";
+    this.fields.remove.onclick = () => this.#ask(remove(`${this.path}/${newest.id}`));
     const key = JSON.stringify(shown ?? null);
     if (key !== this.drawn) this.#drawResult(shown);
     this.drawn = key;
-    if (this.hadFocus && isFocusLost()) parts.heading.focus({ preventScroll: true });
-    this.hadFocus = false;
   }
 
   #drawResult(job) {
-    const { result, actions } = this.parts;
-    result.hidden = actions.hidden = !job;
+    const { result, buttons } = this.parts;
+    result.hidden = buttons.hidden = !job;
     if (!job) return;
     const path = `${this.path}/${job.id}`;
     const { comparisons, limits, examples } = job.result;
-    const parts = [
-      scoresTable(comparisons),
-      comparisons.some(({ name }) => name === "general_loss") ? el("p.fp-dim", {}, GENERAL) : null,
-      ...limits.map((limit) => el("p.fp-dim", {}, `Limitation: ${limit}`)),
-      examples ? createExamples(path, comparisons) : null,
-    ];
-    redraw(result, ...parts);
-    const removeIt = async () => {
-      if (await confirmDialog("Delete this evaluation?", "Delete", true)) this.#act(() => remove(path));
-    };
     redraw(
-      actions,
-      examples ? el("a.fp-button", { href: url(`${path}/examples.json`), download: "" }, "Download examples") : null,
-      el("button.fp-button", { type: "button", onclick: removeIt }, "Delete evaluation"),
+      result,
+      scoresTable(comparisons),
+      comparisons.some(({ name }) => name === GENERAL_LOSS) && el("p.fp-dim", {}, GENERAL),
+      ...limitations(limits),
+      examples && createExamples(path, comparisons),
+    );
+    redraw(
+      buttons,
+      examples && downloadLink("Download examples", `${path}/examples.json`),
+      deleteButton("Delete evaluation", "Delete this evaluation?", path, () => this.#refresh()),
     );
   }
 
-  async #act(work) {
-    this.hadFocus = this.node.contains(document.activeElement);
-    try {
-      await work();
-    } catch (error) {
-      notifyError(error);
-    }
+  #ask(request) {
+    return ask(request, () => this.#refresh());
+  }
+  #refresh() {
     this.tag = "";
     if (this.path) this.poller.start();
   }
 }
 
-const STATES = { queued: "Waiting", starting: "Starting", stopping: "Stopping" };
-
 function createParts() {
   const heading = el("h3", { tabindex: -1 }, "Evaluation");
-  const status = el("span.fp-dim", { role: "status" }); // screen readers need not hear each number of the progress
-  const bar = el("span");
-  const progress = el("div.fp-progress", { role: "progressbar", "aria-label": "Progress of the evaluation" }, bar);
-  const text = el("p.fp-dim");
-  const stop = el("button.fp-button", { type: "button" }, "Stop evaluation");
-  const work = el("div.fp-evaluation-work", { hidden: true }, text, progress, stop);
-  const failure = el("p.fp-chat-failure", { hidden: true, role: "alert" });
+  const texts = { work: "Evaluating", stop: "Stop evaluation", stopping: "Stopping. What is computed is kept." };
+  const progress = createProgress(texts);
   return {
-    head: el("div.fp-chat-head", {}, heading, status),
+    head: el("div.fp-job-head", {}, heading, progress.status),
     heading,
     about: el("p.fp-dim", {}, ABOUT),
     earlier: createEarlier(),
-    result: el("div.fp-evaluation-result", { hidden: true }),
-    actions: el("div.fp-run-actions", { hidden: true }),
-    ...{ work, failure, drawWork, drawFailure },
+    result: el("div.fp-job-section", { hidden: true }),
+    buttons: actions(),
+    ...{ progress, failure: failurePart("") },
   };
-  function drawWork(job, onStop) {
-    work.hidden = !job;
-    setText(status, job ? STATES[job.state] || "Evaluating" : "");
-    if (!job) return;
-    progress.setAttribute("aria-valuenow", String(Math.round(100 * (job.fraction || 0))));
-    const isStopping = job.state === "stopping";
-    setText(text, isStopping ? "Stopping. What is computed is kept." : job.text || job.sentence);
-    bar.style.width = `${100 * (job.fraction || 0)}%`;
-    stop.disabled = isStopping;
-    stop.onclick = onStop;
-  }
-  function drawFailure(job) {
-    const sentence = job && job.state !== "stopped" ? job.failure?.sentence || job.sentence : "";
-    failure.hidden = !sentence;
-    setText(failure, sentence);
-  }
 }
 
 /** Which evaluation is shown. */

@@ -2,13 +2,13 @@
 // The examples of an evaluation with both outputs: those that a score calls better, worse or unchanged.
 import { get } from "../api.js";
 import { el, notifyError, redraw, setText } from "../dom.js";
-import { scoreText } from "./evaluation_scores.js";
+import { GENERAL_LOSS, scoreText } from "./evaluation_scores.js";
 
 const CHANGES = { "": "All", better: "Better", worse: "Worse", unchanged: "Unchanged" };
 
 /** @param {string} path of the evaluation's API @param {any[]} comparisons */
 export function createExamples(path, comparisons) {
-  const scores = comparisons.filter(({ name }) => name !== "general_loss");
+  const scores = comparisons.filter(({ name }) => name !== GENERAL_LOSS);
   const select = el(
     "select.fp-select",
     { "aria-label": "Score" },
@@ -22,7 +22,7 @@ export function createExamples(path, comparisons) {
   const heads = ["Prompt", "Reference", "Base model", "Trained model"].map((name) => el("th", { scope: "col" }, name));
   const table = el("table", {}, el("thead", {}, el("tr", {}, heads)), body);
   const group = el("div.fp-sample-filters", { role: "group", "aria-label": "Examples to show" }, chips);
-  const bar = el("div.fp-evaluation-which", {}, el("label.fp-chat-check", {}, "Score", select), group);
+  const bar = el("div.fp-evaluation-which", {}, el("label.fp-job-check", {}, "Score", select), group);
   const node = el("details.fp-fold.fp-evaluation-examples", {}, el("summary", {}, "Examples"), bar, table, more);
   let change = "";
   let request = 0;

@@ -1,8 +1,8 @@
 // @ts-check
 // The settings of the next evaluation of a run.
-import { el, redraw, setText } from "../dom.js";
+import { el, setText } from "../dom.js";
 import { integer } from "../format.js";
-import { modelName } from "./chat_turn.js";
+import { actions, button, createCheckbox, createModelMenu, createNumberField, labeled, modelName } from "./run_jobs.js";
 
 const STOPPED = "This evaluation was stopped; with the same settings, Continue computes what is missing:";
 
@@ -35,20 +35,20 @@ export function createFields(start) {
     drawn = JSON.stringify(offer);
     const isOther = newest && newest.id !== last?.id;
     last = newest;
-    if (isOther) fill(parts, newest.settings, offer.steps);
+    if (isOther) fill(parts, newest.settings);
     drawButton(parts, last);
   }
   const reset = () => {
     drawn = parts.data.value = "";
     last = null;
-    parts.model.replaceChildren(); // a step of this run may be one of the next run, too
+    parts.model.draw([]); // a step of this run may be one of the next run, too
     parts.general.checked = true;
   };
   return { node: parts.node, values: () => valuesOf(parts), draw, reset, remove: parts.remove };
 }
 
 const valuesOf = ({ model, data, examples, tokens, general }) => ({
-  step: model.value === "" ? null : Number(model.value),
+  step: model.step(),
   data: data.value.trim(),
   examples: examples.input.valueAsNumber,
   max_new_tokens: tokens.input.valueAsNumber,
@@ -66,9 +66,7 @@ function drawButton(parts, last) {
 }
 
 function drawOffer({ model, examples, tokens, data }, offer, isFirst) {
-  const chosen = model.value;
-  redraw(model, ...offer.steps.map((step) => el("option", { value: step ?? "" }, modelName(step))));
-  if (offer.steps.some((step) => String(step ?? "") === chosen)) model.value = chosen;
+  model.draw(offer.steps);
   tokens.node.hidden = !offer.generates;
   data.placeholder = offer.has_validation ? "Validation examples of the run" : "None: this run has no validation set";
   if (!isFirst) return;
@@ -76,8 +74,8 @@ function drawOffer({ model, examples, tokens, data }, offer, isFirst) {
   examples.input.value = offer.has_validation ? "100" : "0";
 }
 
-function fill({ model, data, examples, tokens, general }, settings, steps) {
-  if (steps.includes(settings.step)) model.value = settings.step ?? "";
+function fill({ model, data, examples, tokens, general }, settings) {
+  model.choose(settings.step);
   data.value = settings.data;
   examples.input.value = settings.examples;
   tokens.input.value = settings.max_new_tokens;
@@ -85,31 +83,20 @@ function fill({ model, data, examples, tokens, general }, settings, steps) {
 }
 
 function createParts() {
-  const number = (label, attributes) => {
-    const input = el("input.fp-input", { type: "number", step: 1, ...attributes });
-    return { input, node: el("label.fp-chat-field", {}, label, input) };
-  };
-  const model = el("select.fp-select");
-  const examples = number("Examples (0: none)", { min: 0, max: 10000, value: 100 });
-  const tokens = number("Maximum new tokens", { min: 1, max: 32768, value: 256 });
+  const model = createModelMenu();
+  const examples = createNumberField("Examples (0: none)", { step: 1, min: 0, max: 10000, value: 100 });
+  const tokens = createNumberField("Maximum new tokens", { step: 1, min: 1, max: 32768, value: 256 });
   const data = el("input.fp-input", { type: "text", placeholder: "Validation examples of the run" });
-  const general = el("input.fp-checkbox", { type: "checkbox", checked: true });
-  const numbers = el(
-    "div.fp-chat-numbers",
-    {},
-    el("label.fp-chat-field", {}, "Model", model),
-    examples.node,
-    tokens.node,
-    el("label.fp-chat-field", {}, "Data file on the server", data),
-  );
-  const button = el("button.fp-button", { type: "submit" }, "Evaluate");
-  const check = el("label.fp-chat-check", {}, general, "Include general texts");
-  const body = el("div.fp-chat-settings", {}, numbers, check);
+  const general = createCheckbox({ checked: true });
+  const file = labeled("Data file on the server", data);
+  const numbers = el("div.fp-job-fields", {}, labeled("Model", model.node), examples.node, tokens.node, file);
+  const check = el("label.fp-job-check", {}, general, "Include general texts");
+  const body = el("div.fp-job-settings", {}, numbers, check);
   const settings = el("details.fp-fold", {}, el("summary", {}, "Settings"), body);
   const stopped = el("p.fp-dim", { hidden: true });
+  const start = button("Evaluate", null, { type: "submit" });
+  const remove = button("Delete this evaluation", null, { hidden: true });
   // Without the browser's own checks, which cannot show what is wrong in closed settings; the server says it.
-  const remove = el("button.fp-button", { type: "button", hidden: true }, "Delete this evaluation");
-  const buttons = el("div.fp-chat-actions", {}, button, remove);
-  const node = el("form.fp-chat-form", { novalidate: true }, settings, stopped, buttons);
-  return { node, model, examples, tokens, data, general, button, stopped, remove };
+  const node = el("form.fp-job-form", { novalidate: true }, settings, stopped, actions(start, remove));
+  return { node, model, examples, tokens, data, general, button: start, stopped, remove };
 }

@@ -3,6 +3,7 @@
 import { el, svg } from "../dom.js";
 import { integer, num } from "../format.js";
 
+export const GENERAL_LOSS = "general_loss"; // the name of the score of general texts
 const WIDTH = 160;
 const HEIGHT = 18;
 const VERDICTS = { better: "Better", worse: "Worse", unclear: "No clear change", few: "Too few examples" };

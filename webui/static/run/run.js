@@ -35,8 +35,8 @@ import { failureParts, remedies } from "./failure.js";
 import { alertParts, isAlert, rankTable } from "./live.js";
 import { createLog } from "./log.js";
 import { createCharts } from "./run_charts.js";
-import { isAtWork } from "./run_merge.js";
-import { modelParts } from "./run_model.js";
+import { isAlive } from "./run_jobs.js";
+import { createModelCard } from "./run_model.js";
 import {
   cardNode,
   detailParts,
@@ -101,7 +101,7 @@ function buildPage(place) {
     page.gain,
     page.cards,
     page.routerNote,
-    page.model,
+    page.model.node,
     page.chat.node,
     page.evaluation.node,
     page.samples,
@@ -144,7 +144,7 @@ function createDrawnParts() {
   page.gain = el("p.fp-gain", { hidden: true });
   page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
   page.routerNote = el("p.fp-router-note", { hidden: true });
-  page.model = panel("model", "Your model");
+  page.model = createModelCard();
   page.samples = panel("samples", "Generations");
   page.placement = panel("run-placement", "Memory of each device");
   page.ranks = el("div.fp-ranks");
@@ -234,6 +234,7 @@ function close() {
   page.poller.stop();
   page.charts.close();
   page.sweep.close();
+  page.model.close();
   page.chat.close();
   page.evaluation.close();
   page.log.close();
@@ -263,7 +264,6 @@ function open(selected) {
     "checkpointsFold",
     "gain",
     "cards",
-    "model",
     "samples",
     "clone",
     "downloads",
@@ -291,7 +291,7 @@ async function pull(isCurrent) {
   run = found;
   draw();
   if (before && hasEnded(before.state) && isRestarted(before, run.summary)) resumePanels();
-  const hasJobs = [run.merge, ...run.gguf, ...run.publications].some(isAtWork);
+  const hasJobs = [run.merge, ...run.gguf, ...run.publications].some(isAlive);
   return ended() && !hasJobs ? "rest" : undefined; // another window or a shell may restart it
 }
 
@@ -329,11 +329,7 @@ function draw() {
   drawIfChanged("events", { events: run.events, hasChanges }, drawEvents);
   drawIfChanged("checkpoints", run.checkpoints, drawCheckpoints);
   drawIfChanged("monitor", run.monitor, drawRanks);
-  drawIfChanged(
-    "model",
-    run.model && { ...run.model, ...jobsOfModel(), generations: run.result?.samples?.length },
-    drawModel,
-  );
+  drawModel();
   drawIfChanged("placement", placementOf(run), drawPlacement);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);
   const { spec, command, joining, yaml, script, result, estimate } = run;
@@ -343,8 +339,6 @@ function draw() {
   if (ended()) drawIfChanged("ended", summary.state, page.charts.redraw);
   drawCards();
 }
-
-const jobsOfModel = () => ({ merge: run.merge, gguf: run.gguf, publications: run.publications });
 
 function drawIfChanged(part, value, drawPart) {
   const text = JSON.stringify(value === undefined ? null : value);
@@ -448,15 +442,16 @@ function drawPlacement(placement) {
   redraw(page.placement, ...(placement ? placementParts(placement) : []));
 }
 
-function drawModel(model) {
-  page.model.hidden = !model;
-  if (!model) return;
+function drawModel() {
   const trained = id;
   const name = { "logging.run_name": `${run.summary.name || "run"} further`.slice(0, 80) };
   const train = (fix) => emit("clone", { id: trained, fix: { ...fix, patch: { ...fix.patch, ...name } } });
   const from = run.spec?.["model.path"] || run.spec?.["model.hub_id"] || "";
-  const showGenerations = model.generations ? () => page.samples.scrollIntoView({ behavior: "smooth" }) : null;
-  redraw(page.model, ...modelParts(model, { base: base(), from, train, refresh: page.poller.wake, showGenerations }));
+  const generations = run.result?.samples?.length;
+  const showGenerations = generations ? () => page.samples.scrollIntoView({ behavior: "smooth" }) : null;
+  const { model, merge, gguf, publications } = run;
+  const shown = model && { ...model, merge, gguf, publications, generations };
+  page.model.draw(shown, { base: base(), from, train, refresh: page.poller.wake, showGenerations });
 }
 
 function drawSamples(samples) {

@@ -4,43 +4,43 @@
 import { post, remove } from "../api.js";
 import { chip, el, formDialog } from "../dom.js";
 import { bytes, dateTime } from "../format.js";
-import { modelName } from "./chat_turn.js";
-import { actions, ask, button, isAtWork as isAlive, named, progressParts } from "./run_merge.js";
+import { actions, ask, button, failurePart, failureText, isAlive, modelName, named } from "./run_jobs.js";
 import { fold } from "./run_results.js";
 
 const HUB = "hub";
 const FOLDER = "folder";
 
-/**
- * @param {{ step: number | null, base: string, merge: any, publications: any[] }} model base is '' for full weights
- * @param {{ base: string, refresh: () => void }} run base is its API path
- * @returns {Node[]}
- */
-export function publishParts(model, run) {
-  const jobs = model.publications || [];
+/** `publications` has the newest one for each destination. */
+export const PUBLICATIONS = {
+  path: "publications",
+  work: "Publishing",
+  stop: "Stop publishing",
+  shown: ({ base, step, merge, publications }) => ({ base, step, merge, publications }),
+  jobs: ({ publications }) => publications,
+  parts: publicationsParts,
+};
+
+function publicationsParts(model, run, progress) {
+  const jobs = model.publications;
   const open = (request) => askWhere(model, run, request);
-  const parts = jobs.map((job) => el("div.fp-publication", {}, publicationParts(job, run, open)));
   return [
-    jobs.length ? el("h4", {}, "Published copies") : null,
-    ...parts,
-    jobs.some((job) => isAlive(job)) ? null : actions(button("Publish", () => open({}))),
-  ].filter(Boolean);
+    jobs.length > 0 && el("h4", {}, "Published copies"),
+    ...jobs.map((job) => el("div.fp-publication", {}, publicationParts(job, run, open, progress))),
+    !jobs.some(isAlive) && actions(button("Publish", () => open({}))),
+  ];
 }
 
-function publicationParts(job, run, open) {
+function publicationParts(job, run, open, progress) {
   const { repository, folder } = job.request;
-  const place = `${run.base}/publications/${job.id}`;
   const name = repository || folder || "Unknown destination";
-  if (isAlive(job)) {
-    const stop = button("Stop publishing", () => ask(post(`${place}/stop`), run));
-    return [el("p", {}, el("b", {}, name)), ...progressParts(job, stop)];
-  }
-  const forget = chip("Remove from list", () => ask(remove(place), run), named("Remove from list", name));
+  const title = el("p", {}, el("b", {}, name));
+  if (isAlive(job)) return [title, progress];
+  const path = `${run.base}/publications/${job.id}`;
+  const forget = chip("Remove from list", () => ask(remove(path), run.refresh), named("Remove from list", name));
   if (job.state === "done") return [publishedPart(job, forget)];
-  const why = job.state === "stopped" ? "Stopped." : job.failure?.sentence || job.sentence;
   return [
-    el("p", {}, el("b", {}, name)),
-    el(job.state === "stopped" ? "p.fp-dim" : "p.fp-publish-failure", {}, why),
+    title,
+    job.state === "stopped" ? el("p.fp-dim", {}, "Stopped.") : failurePart(failureText(job)),
     actions(
       button("Publish again", () => open(job.request), named("Publish again", name)),
       forget,

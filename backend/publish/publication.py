@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backend.models.jobs import alone
 from backend.publish import folder
 from backend.publish.contents import Contents, Request, contents
-from backend.runs import PUBLISH, jobs, json_values
-from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, StopTimeouts
+from backend.runs import jobs
+from backend.runs.folder import PACKAGES, Run, RunError, StopTimeouts
 
-KIND, MODULE = "publish", "backend.publish"
 STATE_SECONDS = 60
 # An upload can be interrupted at any time: the next one sends what is missing.
 TIMEOUTS = StopTimeouts(save=1.0, discard=1.0, sigterm=10.0)
@@ -69,7 +67,8 @@ def summary(run: Run, request: Request) -> Summary:
 
 def _state(request: Request) -> dict[str, Any]:
     """What the Hub says about the repository. Raises RunError."""
-    command = [sys.executable, "-m", MODULE, "--state", request.repository, *(["--public"] if request.public else [])]
+    asked = ["--state", request.repository, *(["--public"] if request.public else [])]
+    command = [sys.executable, "-m", jobs.MODULES[jobs.PUBLISH], *asked]
     try:
         done = subprocess.run(
             command, cwd=PACKAGES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STATE_SECONDS,
@@ -91,24 +90,18 @@ def start(run: Run, request: Request, shown: Mapping[str, str]) -> Run:
     since. Raises RunError."""
     request.check()
     planned = {"request": request.as_json(), "files": dict(shown)}
-    with alone(run):
-        if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
-            raise RunError(
-                f"A model of this run is being published ({busy[0].id}). Wait until it has finished, or stop it."
-            )
-        for earlier in jobs.find_all(run, KIND):
+    with jobs.alone(run):
+        jobs.require_ended(run, jobs.PUBLISH, "A model of this run is being published")
+        for earlier in jobs.find_all(run, jobs.PUBLISH):
             if _destination(earlier) == request.destination and not earlier.result():
                 earlier.delete()
-        job = jobs.create(run, KIND, MODULE, {PUBLISH: json.dumps(planned)}, {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, {})
+        job = jobs.create(run, jobs.PUBLISH, planned, {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, {})
         job.start(timeouts=TIMEOUTS)
         return job
 
 
 def _request(job: Run) -> dict[str, Any]:
-    try:
-        found = json_values.read(job.path / PUBLISH)["request"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
+    found = jobs.request(job.path, jobs.PUBLISH).get("request")
     return found if isinstance(found, dict) else {}
 
 
@@ -120,7 +113,7 @@ def _destination(job: Run) -> str:
 def find_all(run: Run) -> list[Run]:
     """The newest job for each destination, the newest first."""
     found: dict[str, Run] = {}
-    for job in jobs.find_all(run, KIND):
+    for job in jobs.find_all(run, jobs.PUBLISH):
         found.setdefault(_destination(job), job)
     return list(found.values())
 

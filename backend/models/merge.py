@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from backend.models import trained
-from backend.models.jobs import alone
-from backend.runs import MERGE, MODEL, jobs, json_values
+from backend.runs import MODEL, jobs
 from backend.runs.folder import ALIVE, Run, RunError
 
-KIND = "merge"
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # memory decides, and trainings need the GPUs
 
 
@@ -18,17 +15,14 @@ def start(run: Run, step: int | None) -> Run:
     """The job that merges, or has merged, the adapter of a checkpoint or of the final model (None); started if there is
     none. Raises RunError."""
     model = _find_adapter(run, step)
-    with alone(run):
+    with jobs.alone(run):
         if (job := find(run, model)) and (job.state in ALIVE or job.result()):
             return job
-        if busy := [job for job in jobs.find_all(run, KIND) if job.state in ALIVE]:
-            raise RunError(
-                f"Another adapter of this run is being merged ({busy[0].id}). Wait until it has finished, or stop it."
-            )
-        for earlier in jobs.find_all(run, KIND):
+        jobs.require_ended(run, jobs.MERGE, "Another adapter of this run is being merged")
+        for earlier in jobs.find_all(run, jobs.MERGE):
             if _step(earlier) == step:  # failed, or of an adapter that was replaced
                 earlier.delete()
-        job = jobs.create(run, KIND, "backend.export", {MERGE: json.dumps({"step": step})}, ON_CPU, {})
+        job = jobs.create(run, jobs.MERGE, {"step": step}, ON_CPU, {})
         job.start()
         return job
 
@@ -76,26 +70,20 @@ def name(step: int | None) -> str:
 
 def find(run: Run, model: trained.TrainedModel) -> Run | None:
     """The newest job for this adapter, unless it merged an earlier adapter of this step, or its model was deleted."""
-    for job in jobs.find_all(run, KIND):
+    for job in jobs.find_all(run, jobs.MERGE):
         if _step(job) == model.step and (job.state in ALIVE or _is_current(job, model)):
             return job
     return None
 
 
 def _is_current(job: Run, model: trained.TrainedModel) -> bool:
-    try:
-        is_newer = (job.path / MERGE).stat().st_mtime >= model.folder.stat().st_mtime
-    except OSError:
-        return False
+    is_newer = jobs.is_newer(job, jobs.MERGE, model.folder)
     return is_newer and (not job.result() or (job.path / MODEL).is_dir())
 
 
-def _step(job: Run) -> int | None:
-    try:
-        found = json_values.read(job.path / MERGE)["step"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return -1
-    return found if isinstance(found, int) else None
+def _step(job: Run) -> Any:
+    """That of the adapter; -1 if it is unknown."""
+    return jobs.request(job.path, jobs.MERGE).get("step", -1)
 
 
 def as_json(job: Run) -> dict[str, Any]:

@@ -1,0 +1,39 @@
+"""The options of a run that has trained."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from backend.config import RunSpec
+from backend.config.options import SpecError, edit, effective
+from backend.presets import read
+from backend.runs import SPEC
+from backend.runs.folder import Run, RunError
+
+# How training distributes, replaces and compiles layers has no effect on what one process computes with the model.
+OUTSIDE_TRAINING = {
+    "parallel.strategy": "single", "train.use_liger_kernel": False, "train.use_unsloth": False,
+    "train.torch_compile": False, "save.merge_adapter": False, "model.attn_implementation": "auto",
+}  # fmt: skip
+
+
+def read_spec(run: Run) -> RunSpec:
+    """The options of the run. Raises RunError."""
+    try:
+        return _spec(run.path / SPEC, (run.path / SPEC).stat().st_mtime_ns)
+    except OSError as error:
+        raise RunError(f"{SPEC} of this run cannot be read: {error.strerror}.") from error
+    except SpecError as error:
+        raise RunError(f"{SPEC} of this run cannot be read: {error}.") from error
+
+
+@lru_cache(maxsize=64)  # the page asks each second
+def _spec(path: Path, changed: int) -> RunSpec:
+    """`changed`: when the file was changed."""
+    return effective(read(path))
+
+
+def read_spec_outside_training(run: Run) -> RunSpec:
+    """The options with which one process uses the trained model. Raises RunError."""
+    return edit(read_spec(run), OUTSIDE_TRAINING)

@@ -1,0 +1,146 @@
+// @ts-check
+// What the cards of a run's jobs share: chat, evaluation, merge, export as GGUF and publication.
+import { post, remove, url } from "../api.js";
+import { confirmDialog, el, isFocusLost, notifyError, redraw, setText } from "../dom.js";
+import { capitalized, num } from "../format.js";
+import { hasEnded } from "../run_state.js";
+
+const STATES = { queued: "Waiting", starting: "Starting", stopping: "Stopping" };
+
+/** Whether a job waits or runs, so that the page asks for its progress. */
+export const isAlive = (job) => Boolean(job) && !hasEnded(job.state);
+
+/** Why a job failed; '' if it has not. */
+export function failureText(job) {
+  const hasFailed = job && hasEnded(job.state) && !["done", "stopped"].includes(job.state);
+  return hasFailed ? job.failure?.sentence || job.sentence : "";
+}
+
+/** The name of a model in menus and texts. @param {number | null} step */
+export const modelName = (step) => (step === null ? "Final model" : `Checkpoint at step ${num(step)}`);
+
+/** Show the error of a request, and the new state either way. @param {() => void} refresh */
+export async function ask(request, refresh) {
+  try {
+    await request;
+  } catch (error) {
+    notifyError(error);
+  }
+  refresh();
+}
+
+/** Draw parts of a card. If what had the focus is gone, the card's heading gets it. */
+export function keepFocus(card, heading, draw) {
+  const hadFocus = card.contains(document.activeElement);
+  draw();
+  if (hadFocus && isFocusLost()) heading.focus({ preventScroll: true });
+}
+
+// -- parts ------------------------------------------------------------------------------------------------------------
+
+export const actions = (...children) => el("div.fp-run-actions", {}, ...children);
+export const button = (label, onclick = null, attributes = {}) =>
+  el("button.fp-button", { type: "button", onclick, ...attributes }, label);
+/** The name of a button that several parts of a card have. */
+export const named = (label, of) => ({ "aria-label": `${label}: ${of}` });
+export const downloadLink = (label, path, attributes = {}) =>
+  el("a.fp-button", { href: url(path), download: "", ...attributes }, label);
+
+/** Deletes something of a job. @param {string} question @param {string} path of the API @param {() => void} refresh */
+export function deleteButton(label, question, path, refresh, attributes = {}) {
+  const removeIt = async () => {
+    if (await confirmDialog(question, "Delete", true)) ask(remove(path), refresh);
+  };
+  return button(label, removeIt, attributes);
+}
+
+export const failurePart = (text) => el("p.fp-job-failure", { hidden: !text, role: "alert" }, text);
+export const limitations = (limits) => limits.map((limit) => el("p.fp-dim", {}, `Limitation: ${limit}`));
+/** The status of a certificate, and what was compared. */
+export const verdictPart = (status, text) => el("p.fp-job-verdict", {}, el("b", {}, capitalized(status)), `. ${text}`);
+
+/**
+ * What a job does and how far it is, drawn in place, and a button that stops it.
+ * @param {{ work: string, stop: string, stopping?: string }} texts the work, such as Merging; the button; what a stop
+ * means
+ */
+export function createProgress({ work, stop, stopping = "Stopping." }) {
+  const status = el("span.fp-dim", { role: "status" }); // screen readers need not hear each number of the progress
+  const text = el("p.fp-dim");
+  const bar = el("span");
+  const progress = el("div.fp-progress", { role: "progressbar", "aria-label": `${work}: progress` }, bar);
+  const stopButton = button(stop);
+  const node = el("div.fp-job-work", { hidden: true }, text, progress, actions(stopButton));
+  /** @param {any} job none if nothing is done @param {() => void} onStop */
+  function draw(job, onStop) {
+    node.hidden = !job;
+    setText(status, job ? STATES[job.state] || work : "");
+    if (!job) return;
+    const share = 100 * (job.fraction || 0);
+    const isStopping = job.state === "stopping";
+    progress.setAttribute("aria-valuenow", String(Math.round(share)));
+    setText(text, isStopping ? stopping : job.text || job.sentence);
+    bar.style.width = `${share}%`;
+    stopButton.disabled = isStopping;
+    stopButton.onclick = onStop;
+  }
+  return { node, status, draw };
+}
+
+/** What is shown, without the progress of jobs. */
+const withoutProgress = (shown) =>
+  JSON.stringify(shown, (_, value) =>
+    value?.state && isAlive(value) ? { ...value, state: "", text: "", sentence: "", fraction: 0 } : value,
+  );
+
+/**
+ * A part of a card that is drawn again when something has changed. The progress of its job is drawn in place, so that
+ * an open menu stays open.
+ * @param {{ shown: (model: any) => any, parts: (shown: any, run: any, progress: Node) => any[], jobs?: (shown: any) =>
+ * any[], path?: string, work?: string, stop?: string }} section what it shows of a model, null for nothing; its jobs
+ * and their path below that of the run
+ */
+export function createSection({ shown: shownOf, parts, jobs = () => [], path = "", work = "", stop = "" }) {
+  const node = el("div.fp-job-section");
+  const progress = createProgress({ work, stop });
+  let drawn = "";
+  function draw(model, run) {
+    const shown = shownOf(model);
+    node.hidden = !shown;
+    const key = withoutProgress([shown, run.base]);
+    if (key !== drawn) redraw(node, ...(shown ? parts(shown, run, progress.node) : []));
+    drawn = key;
+    const job = shown && jobs(shown).find(isAlive);
+    progress.draw(job, () => ask(post(`${run.base}/${path}/${job.id}/stop`), run.refresh));
+  }
+  return { node, status: progress.status, draw };
+}
+
+// -- fields -----------------------------------------------------------------------------------------------------------
+
+export const labeled = (label, field) => el("label.fp-job-field", {}, label, field);
+/** @param {string} label @param {any} attributes limits, step and value */
+export function createNumberField(label, attributes) {
+  const input = el("input.fp-input", { type: "number", ...attributes });
+  return { input, node: labeled(label, input) };
+}
+/** @param {any} attributes @returns {any} */
+export const createCheckbox = (attributes = {}) => el("input.fp-checkbox", { type: "checkbox", ...attributes });
+
+/** A menu of the models of a run, whose values are steps; null is the final model. */
+export function createModelMenu() {
+  const node = el("select.fp-select");
+  const step = () => (node.value === "" ? null : Number(node.value));
+  /** @param {number | null} wanted */
+  function choose(wanted) {
+    const value = String(wanted ?? "");
+    if ([...node.options].some((option) => option.value === value)) node.value = value;
+  }
+  /** @param {(number | null)[]} steps */
+  function draw(steps) {
+    const chosen = step();
+    redraw(node, ...steps.map((each) => el("option", { value: each ?? "" }, modelName(each))));
+    choose(chosen);
+  }
+  return { node, step, choose, draw };
+}
