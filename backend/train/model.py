@@ -229,6 +229,20 @@ def save(
         raise TrainError(f"The trained model could not be saved in {folder}: {error.strerror or error}.") from error
 
 
+def rounding_problem(model: nn.Module, dtype: torch.dtype) -> str:
+    """A sentence about weights that were rounded to a 16-bit compute dtype and not trained, although those in the files
+    of the base model have another `dtype`; '' without such weights."""
+    found = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16} - {dtype}
+    names = {value: name for name, value in DTYPES.items()}
+    if not found or dtype not in names:
+        return ""
+    rounded = " and ".join(sorted(names[each] for each in found))
+    return (
+        f"Weights that were not trained had the compute dtype {rounded}, and are saved in it; in the files of the base "
+        f"model they have {names[dtype]}."
+    )
+
+
 def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A weight as it is saved: fp32 ones in `dtype`. Others are frozen weights in a 16-bit compute dtype, or merged or
     gathered ones: in a wider dtype they would look as if they had not been rounded."""

@@ -21,6 +21,7 @@ from backend.train.patches import (
     accelerate_absent_layers,
     trl_adapter_dtype,
     trl_expert_count,
+    trl_functional_dropout,
     trl_loss_positions,
     trl_missing_router,
     trl_router_logits,
@@ -148,6 +149,7 @@ def build_trainer(
             callbacks=callbacks,
             **trl_trainers.constructor_arguments(spec.train.stage, reference, prepared.train, prepared.validation),
         )
+    trl_functional_dropout.apply(config, trainer.model, getattr(trainer, "ref_model", None))
     if prepared.validation is not None:  # of which TRL leaves out examples without labels, and to which it adds columns
         multiple = config.per_device_eval_batch_size * config.world_size if next_token else 1
         trainer.eval_parts = eval_loss.parts(trainer.eval_dataset, prepared.validation_sizes, multiple)

@@ -331,6 +331,8 @@ def _save(context: TrainContext, trainer: Any, tokens: Any) -> None:
         disk_space.retry(context.run_log, "The model", lambda: model.save(weights, tokens, folder, dtype, state))
 
     disk_space.on_rank_0(context.group, write)
+    if not hasattr(weights, "peft_config") and (problem := model.rounding_problem(weights, dtype)):
+        context.run_log.info(problem)
     if registry.STAGES[context.spec.train.stage].is_reward_model and hasattr(weights, "peft_config"):
         context.run_log.info(
             "Load the reward model with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, "

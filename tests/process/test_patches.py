@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, SeedOssConfig
+from trl.trainer.utils import disable_dropout_in_model
 
 from backend.train import patches
+from backend.train.patches import trl_functional_dropout
 
 NAMES = [module.name for module in pkgutil.iter_modules(patches.__path__)]
 ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
@@ -74,6 +77,7 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "trl_router_logits": (
         "trl.trainer.sft_trainer:SFTTrainer.__init__", ".output_router_logits = self.aux_loss_enabled",
     ),
+    "trl_functional_dropout": ("trl.trainer.utils:disable_dropout_in_model", "isinstance(module, torch.nn.Dropout)"),
     "trl_soft_cap": ("trl.trainer.utils:add_fused_lm_head", 'getattr(text_config, "final_logit_softcapping", None)'),
     "ulysses_gradients": ("deepspeed.runtime.zero.stage_1_and_2:", "self.sequence_parallel_size"),
     "ulysses_heads": (f"{ULYSSES}:UlyssesSPAttentionHF.register_with_transformers", "attn_head_size=getattr"),
@@ -211,3 +215,19 @@ def test_patch_is_still_needed(name: str, tmp_path: Path) -> None:
         f"{patch.LIBRARY} {installed} no longer has the defect that was seen in {patch.SEEN_IN}: "
         f"remove backend/train/patches/{name}.py and its calls"
     )
+
+
+def test_dropout_that_is_a_function_is_turned_off() -> None:
+    torch.manual_seed(1)
+    config = SeedOssConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, vocab_size=64, residual_dropout=0.5, attention_dropout=0.5,
+    )  # fmt: skip
+    model, ids = AutoModelForCausalLM.from_config(config).train(), torch.arange(8)[None]
+    disable_dropout_in_model(model)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    trl_functional_dropout.apply(SimpleNamespace(disable_dropout=False), model)
+    assert not torch.equal(model(ids).logits, model(ids).logits), "training on completions keeps it"
+    trl_functional_dropout.apply(SimpleNamespace(disable_dropout=True), model, None)
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    assert model.config.residual_dropout == 0.5, "the saved config"
