@@ -16,6 +16,7 @@ from backend.cli import (
     commands,
     device_test,
     environments,
+    estimate,
     evaluate,
     export,
     export_metrics,
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 COMMANDS: Mapping[str, Command] = {
     "check": commands.check,
     "plan": commands.plan,
-    "estimate": commands.estimate,
+    "estimate": estimate.estimate,
     "data": show_data.start,
     "prepare": prepared_data.prepare,
     "cache": prepared_data.cache,
@@ -169,7 +170,14 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     command("check", spec, machine, help="check a spec before launch: errors, warnings and advice with their fixes")
     plan = command("plan", spec, machine, help="print the exact launch command and the files that it reads")
     plan.add_argument("--launcher", choices=commands.launchers(), help="override launch.launcher of SPEC")
-    command("estimate", spec, machine, folder, help="print the memory and disk estimate item by item")
+    estimated = command("estimate", spec, machine, folder, help="print memory, disk, time and price, item by item")
+    estimated.add_argument(
+        "--machines",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="compare time and price on several machines: all in presets/machines, or the YAML files in FOLDER",
+    )
     data = command("data", spec, help="print examples as the model sees them, with what is trained on")
     data.add_argument("--first", type=_position, default=1, metavar="N", help="the first one (default: 1)")
     data.add_argument("--dataset", type=_position, default=1, metavar="N", help="dataset to print (default: 1)")

@@ -24,18 +24,20 @@ from backend.resolve import ResolvedRun, selected_gpus
 from backend.rules import Case, Finding, examine
 from backend.rules.base import amount
 from backend.runs import Plan
+from backend.timing import TimeEstimate, time_json
 from backend.wording import counted, figure, plural
 
 
 @dataclass(frozen=True)
 class Report:
-    """Findings, memory estimate and launch plan of a spec on a machine."""
+    """Findings, estimates of memory and time, and launch plan of a spec on a machine."""
 
     spec: RunSpec
     machine: Machine
     facts: InputFacts
     run: ResolvedRun
     estimate: Estimate
+    time: TimeEstimate
     findings: tuple[Finding, ...]
     plan: Plan
 
@@ -118,7 +120,7 @@ class Report:
         on_cpu = self.run.device == "cpu"  # a CPU run measures its resident memory, others torch's allocator
         measured = peak if on_cpu else peak - overhead
         compared = {"measured_bytes": measured, "compared": list(self.compared), **self._flops}
-        compared["placement"] = self.placement
+        compared |= {"placement": self.placement, "time": time_json(self.time)}
         return {**estimate_json(self.estimate), **compared}
 
     @property
@@ -211,7 +213,7 @@ def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float =
 def report_on(case: Case) -> Report:
     """The preflight report of a spec whose files have been inspected."""
     launch_plan = plan(case.spec, case.machine, case.facts, case.run)
-    return Report(case.spec, case.machine, case.facts, case.run, case.estimate, examine(case), launch_plan)
+    return Report(case.spec, case.machine, case.facts, case.run, case.estimate, case.time, examine(case), launch_plan)
 
 
 def build_case(spec: RunSpec, machine: Machine, base: Path) -> Case:

@@ -23,6 +23,7 @@ LAYERS = {
     "backend.rules": 8,
     "backend.importers": 8,
     "backend.launch": 7,
+    "backend.timing": 7,
     "backend.memory": 6,
     "backend.publish": 6,
     "backend.resolve": 5,

@@ -1,4 +1,4 @@
-"""Commands that need no run: check, plan, estimate, machine, presets, rules, docs, ui.
+"""Commands that need no run: check, plan, machine, presets, rules, docs, ui.
 
 `backend/__main__.py` declares the arguments, `runs.py` has the commands on runs.
 """
@@ -28,9 +28,8 @@ from backend.config import Launch, RunSpec, consent
 from backend.config.options import Problem, SpecError, edit, word
 from backend.inspect import shares
 from backend.machine import Machine, describe, description, probe, read
-from backend.preflight import Report, estimate_json, preflight
+from backend.preflight import Report, preflight
 from backend.rules import Finding, Fix
-from backend.tasks.measured import MeasuredPeaks
 
 WIDTH, INDENT = 110, " " * 9
 
@@ -168,35 +167,6 @@ def plan(arguments: argparse.Namespace) -> int:
     for note in made.notes:
         print(f"\n# {note}")
     return 0
-
-
-def estimate(arguments: argparse.Namespace) -> int:
-    """Print the memory and disk estimate, item by item."""
-    report = run_preflight(arguments)
-    found, measured = report.estimate, MeasuredPeaks(Path(arguments.runs)).latest(report)
-    if arguments.json:
-        print_json({**estimate_json(found), "measured": measured.as_json(report) if measured else None})
-        return 0
-    if found.unknown:
-        print(f"{'This is a lower bound' if found.lower_bound else 'Memory use cannot be estimated'}: {found.unknown}")
-    totals = (("device", found.device_bytes), ("host", found.host_bytes), ("disk", found.disk_bytes))
-    width = max((len(row.name) for row in found.rows), default=0)
-    for row in found.rows:
-        print(f"{_gib(row.bytes)}  {row.where:6}  {row.name:{width}}  {row.formula}")
-    for where, total in totals if found.rows else ():
-        print(f"{_gib(total)}  {where:6}  total")
-    print(f"{_gib(found.capacity_bytes)}  device  free memory")
-    if not found.unknown:
-        low, high = _gib(found.low_bytes).strip(), _gib(found.high_bytes).strip()
-        print(f"Estimated peak per device: {low} to {high}.")
-    if measured:
-        scaled = _gib(measured.corrected(report)).strip()
-        print(f"{measured.sentence} Scaled by {measured.ratio:.2f}, this run peaks at {scaled} per device.")
-    return 0
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:10.2f} GiB"
 
 
 def describe_machine(arguments: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from backend import registry
 from backend.config.options import Problem
 from backend.machine.types import GIB
 
+GIGA = 10**9
 MAX_TEXT = 200
 MAX_GPUS = 64  # of one node
 MIN_GIB, MAX_GPU_GIB = 0.001, 10_000
@@ -28,7 +29,8 @@ YES_OR_NO = (("true", "Yes"), ("false", "No"))
 
 @dataclass(frozen=True)
 class Key:
-    """One key. `kind` is text, integer, gib, bool, choice, capability, version, versions or gpus; limits are inclusive.
+    """One key. `kind` is text, integer, gib, rate, price, bool, choice, capability, version, versions or gpus; limits
+    are inclusive.
 
     `field` is what it sets in Machine or Gpu, '' if the reader derives that. `absent` says what holds without the key,
     and `default` is its value then.
@@ -49,7 +51,7 @@ class Key:
     @property
     def unit(self) -> str:
         """The unit of a number."""
-        return "GiB" if self.kind == "gib" else ""
+        return {"gib": "GiB", "rate": "GB/s"}.get(self.kind, "")
 
 
 GPU_KEYS = (
@@ -78,6 +80,15 @@ KEYS = (
         help="/dev/shm; containers often have 64 MiB, which is 0.0625."),
     Key("cpu_bf16", "bool", "CPU multiplies bf16 in hardware", "Default: no", "cpu_bf16", False, "AMX or AVX512-BF16.",
         choices=YES_OR_NO),
+    Key("gpu_link_gb_per_s", "rate", "Bandwidth between GPUs of a node", "From the GPU model", "gpu_link_rate",
+        help="What one GPU sends to the others in one direction: busbw of all_gather_perf of nccl-tests."),
+    Key("network_gb_per_s", "rate", "Network bandwidth per node", "From the GPU model", "network_rate",
+        help="What a node sends to another one, all network adapters together, as measured: usually about 60% of what "
+             "the adapters are sold for."),
+    Key("disk_gb_per_s", "rate", "Disk bandwidth", "Unknown: 1 GB/s is assumed", "disk_rate",
+        help="Of the file system that stores models and runs."),
+    Key("price_per_gpu_hour", "price", "Price per GPU hour", "Unknown: no price is predicted", "price_per_gpu_hour",
+        help="In any currency: prices of runs are predicted in the same one."),
     Key("python", "text", "Python interpreter", "Default: python", "python", "python", hardware=False,
         help="The path that commands and scripts start."),
     Key("driver_version", "version", "NVIDIA driver version", "Unknown", "driver_version", "", hardware=False),
@@ -170,6 +181,22 @@ def _gib(key: Key, value: Any) -> float:
     return _short(number)
 
 
+def _rate(key: Key, value: Any) -> float:
+    return _positive(value, "a number of GB/s", 100_000)
+
+
+def _price(key: Key, value: Any) -> float:
+    return _positive(value, "a price", 1_000_000)
+
+
+def _positive(value: Any, what: str, maximum: int) -> float:
+    number = _number(value)
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not 0 < number <= maximum:
+        raise InvalidValue(f"must be {what} greater than 0 and at most {maximum:,}, but is {value!r:.80}")
+    return _short(number)
+
+
 def _short(number: float) -> float:
     return int(number) if number == int(number) else number
 
@@ -218,6 +245,8 @@ READERS = {
     "text": _text,
     "integer": _integer,
     "gib": _gib,
+    "rate": _rate,
+    "price": _price,
     "bool": _bool,
     "choice": _choice,
     "capability": _capability,
@@ -232,6 +261,8 @@ def to_field(key: Key, value: Any) -> Any:
         return None
     if key.kind == "gib":
         return int(value * GIB)
+    if key.kind == "rate":
+        return max(1, round(value * GIGA))
     if key.kind == "capability":
         major, _, minor = value.partition(".")
         return int(major), int(minor)
@@ -244,6 +275,8 @@ def from_field(key: Key, value: Any) -> Any:
         return None
     if key.kind == "gib":
         return _short(math.floor(value / GIB * 10_000) / 10_000)
+    if key.kind == "rate":
+        return _short(value / GIGA)
     if key.kind == "capability":
         return f"{value[0]}.{value[1]}" if value != (0, 0) else None
     return dict(value) if key.kind == "versions" else value

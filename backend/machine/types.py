@@ -56,6 +56,11 @@ class Machine:
     unsloth_unmet_requirements: str = ""  # of the installed Unsloth: 'transformers <=5.17.0'
     has_libaio: bool = True  # with its headers, for DeepSpeed's NVMe offload
     shm_free_bytes: int | None = None  # free bytes of /dev/shm; None without one, or if unknown
+    # Measured bandwidths in bytes per second, in one direction; None if unknown.
+    gpu_link_rate: int | None = None  # from one GPU to the others of its node
+    network_rate: int | None = None  # of a node, all its network adapters together
+    disk_rate: int | None = None  # of the file system that stores models and runs
+    price_per_gpu_hour: float | None = None  # in any currency
 
 
 def describe(machine: Machine) -> str:

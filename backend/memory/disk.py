@@ -13,9 +13,9 @@ SMALL_FILES = 8 * MIB  # tokenizer, configuration and trainer state in each save
 
 def disk_rows(ctx: MemoryContext) -> list[Row]:
     """What the run leaves on disk at most."""
-    spec, each, rows = ctx.spec, ctx.trainable_bytes, []
+    spec, rows = ctx.spec, []
     if spec.save.strategy != "no":
-        weights, state = _checkpoint_bytes(ctx)
+        weights, state = checkpoint_bytes(ctx)
         count, size = _checkpoint_count(ctx), weights + state + SMALL_FILES
         contents = "weights, optimizer state and tokenizer" if state else "weights and tokenizer"
         rows.append(
@@ -27,17 +27,27 @@ def disk_rows(ctx: MemoryContext) -> list[Row]:
             )
         )
     if spec.save.final_model:
-        if ctx.is_lora and not spec.save.merge_adapter:
-            count, stored, size = ctx.trainable_count, each, ctx.trainable_count * each
-        else:
-            stored = STORED_BYTES.get(ctx.shape.dtype, 4) if each == 4 else 2
-            count, size = ctx.shape.parameters, ctx.shape.parameters * stored
+        count, stored = _final_parameters(ctx)
         formula = f"{count:,} parameters x {stored} bytes, and tokenizer"
-        rows.append(Row("Final model", size + SMALL_FILES, formula, "disk"))
+        rows.append(Row("Final model", final_model_bytes(ctx), formula, "disk"))
     return rows
 
 
-def _checkpoint_bytes(ctx: MemoryContext) -> tuple[int, int]:
+def final_model_bytes(ctx: MemoryContext) -> int:
+    """Bytes of the final model, with its tokenizer."""
+    count, stored = _final_parameters(ctx)
+    return count * stored + SMALL_FILES
+
+
+def _final_parameters(ctx: MemoryContext) -> tuple[int, int]:
+    """(parameters of the final model, bytes of each)."""
+    each = ctx.trainable_bytes
+    if ctx.is_lora and not ctx.spec.save.merge_adapter:
+        return ctx.trainable_count, each
+    return ctx.shape.parameters, STORED_BYTES.get(ctx.shape.dtype, 4) if each == 4 else 2
+
+
+def checkpoint_bytes(ctx: MemoryContext) -> tuple[int, int]:
     """(bytes of the weights in a checkpoint, bytes of what it has to resume from): the optimizer state, with master
     weights where the engine has them, and the weights in the engine's own format."""
     separate, count = ctx.engine.separate_master_weights, ctx.trainable_count

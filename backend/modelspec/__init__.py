@@ -14,7 +14,7 @@ from backend.modelspec.architectures import (
     UnknownArchitecture,
     from_config,
 )
-from backend.modelspec.flops import flops_per_token
+from backend.modelspec.flops import TokenWeights, flops_per_token, stored_weights, token_weights
 from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches, matches_any, names_of
 from backend.modelspec.trainable import (
     adaptable_names,

@@ -26,6 +26,7 @@ from backend.registry.architectures import (
 )
 from backend.registry.attention import ATTENTIONS, FLASH_ATTENTIONS, SEQUENCE_PARALLEL_ATTENTIONS
 from backend.registry.builtin_models import BUILTIN_MODELS
+from backend.registry.gpus import GpuModel, gpu_model, peak_flops
 from backend.registry.hub_models import HUB_CONFIGS, has_chat_template, hub_id_in, is_hub_id
 from backend.registry.learning_rates import (
     HIGHEST_OF_LARGE,
@@ -43,7 +44,6 @@ from backend.registry.packing import (
     PACKING_PACKAGES,
     PACKING_WITHIN_POSITIONS,
 )
-from backend.registry.peak_flops import peak_flops
 from backend.registry.quantization import FOUR_BIT, PREQUANTIZED, QUANTIZATIONS
 from backend.registry.sequence_parallel import SEQUENCE_PARALLEL_TYPES
 from backend.registry.stages import (

@@ -21,6 +21,7 @@ from backend.machine import Gpu, Machine
 from backend.memory import Estimate, estimate
 from backend.modelspec import ModelShape
 from backend.resolve import ResolvedRun, resolve, selected_gpus
+from backend.timing import TimeEstimate, time_of
 from backend.wording import counted, figure
 
 Level = Literal["error", "warning", "advice"]
@@ -121,6 +122,11 @@ class Case:
     def estimate(self) -> Estimate:
         """The memory of this spec."""
         return estimate(self.spec, self.run, self.machine, self.facts)
+
+    @cached_property
+    def time(self) -> TimeEstimate:
+        """The time of this spec."""
+        return time_of(self.spec, self.run, self.machine, self.facts)
 
     def estimated(self, spec: RunSpec) -> Estimate:
         """The memory of a changed spec."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.launch.clusters.answers import UNKNOWN_GPU
+from backend.launch.clusters.slurm import minutes
 from backend.machine import GIB, Gpu
 from backend.rules.base import Case, Example, Fix, Violation, error, warning
 from backend.rules.examples import DEMO, TWO_H100
+from backend.runs.throughput import duration
 from backend.wording import counted
 
 SLURM_SPEC = {"launch.place": "slurm"}
@@ -16,6 +18,7 @@ HERE = Fix("Run on this machine", {"launch.place": "local"}, safe=False, cost="o
 PARTITION = replace(TWO_H100, name="Slurm partition gpu")
 RAY_CLUSTER = replace(TWO_H100, name="Ray cluster")
 ON_KUBERNETES = {"launch.place": "kubernetes"}
+LONG_JOB = {**SLURM_SPEC, "slurm.time_limit": "5", "train.duration": "steps", "train.max_steps": 1_000_000}
 IN_POD = {**ON_KUBERNETES, "kubernetes.image": "registry/footplate:1", "kubernetes.volumes": ("runs=/runs",)}
 
 
@@ -118,3 +121,29 @@ def missing_in_train_job(case: Case) -> str | None:
         return None
     chosen = [f"kubernetes.{name}" for name in ("secret", "priority_class") if getattr(cluster, name)]
     return f"A TrainJob cannot set {' and '.join(chosen)}." if chosen else None
+
+
+@warning(
+    "CLU008",
+    fields=("slurm.time_limit", "slurm.requeue"),
+    title="The job most likely ends before the run",
+    source="sbatch(1): --time; the time estimate",
+    fixes=(Fix("Continue automatically after the time limit", {"slurm.requeue": True}),),
+    manual_fix="Set a longer slurm.time_limit.",
+    fails_on=Example({**LONG_JOB, "slurm.requeue": False}, TWO_H100, DEMO),
+    passes_on=Example(LONG_JOB, TWO_H100, DEMO),
+)
+def job_shorter_than_run(case: Case) -> str | None:
+    """Slurm ends a job at its time limit. Without slurm.requeue, the run does not continue, and has only the
+    checkpoints that it saved before. The limit is compared with the lower end of the predicted time."""
+    slurm = case.spec.slurm
+    if case.spec.launch.place != "slurm" or slurm.requeue or not slurm.time_limit or case.time.run_seconds is None:
+        return None
+    least, predicted, _ = case.time.run_seconds
+    if least <= 60 * minutes(slurm.time_limit):
+        return None
+    limit = duration(60 * minutes(slurm.time_limit))
+    return (
+        f"slurm.time_limit ends the job after {limit}, and slurm.requeue is off. The run is predicted to take "
+        f"{duration(predicted)}, at least {duration(least)}."
+    )

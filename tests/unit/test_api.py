@@ -88,6 +88,7 @@ def test_check_report_is_complete(api, monkeypatch):
     assert report["preview"]["script"] and report["preview"]["env"] and report["preview"]["others"] == []
     assert report["memory"]["device_bytes"] > 0 and report["memory"]["rows"][0]["formula"]
     assert report["memory"]["device_label"]
+    assert report["time"]["unknown"] and report["time"]["texts"]["summary"].startswith("The time is not predicted")
     read = report["examples"]
     assert read == {**read, "checked": read["total"], "pending": False, "note": ""} and read["total"] > 100
     assert read["text"] == f"all {read['total']} examples read" and report["pending"] is False

@@ -97,3 +97,20 @@ def test_an_ambiguous_prefix_names_a_few_runs(tmp_path):
         find_run(tmp_path, "2026")
     assert sum(run in str(caught.value).replace(",", " ").split() for run in made) == 5
     assert find_run(tmp_path, made[3]).id == made[3]
+
+
+def test_estimate_prints_time_and_price(capsys, tmp_path):
+    described = tmp_path / "machines" / "priced.yaml"
+    described.parent.mkdir()
+    described.write_text("gpus: [{name: H100, count: 1}]\nprice_per_gpu_hour: 3\n")
+    words = ["estimate", "first-run", "--set", "train.per_device_train_batch_size=2"]
+    out = printed(capsys, *words, "--machine", str(described))
+    assert " tokens/s." in out and "Largest part of a step: " in out and "at 3 per GPU hour." in out
+    found = json.loads(printed(capsys, *words, "--machine", str(described), "--json"))["time"]
+    assert found["run"]["steps"] > 0 and found["price"]["per_gpu_hour"] == 3 and found["texts"]["run"] in out
+    (tmp_path / "machines" / "cpu.yaml").write_text("cores: 8\n")
+    header, first, last = printed(capsys, *words, "--machines", str(described.parent)).splitlines()
+    assert header.split() == ["MACHINE", "GPUS", "TIME", "TOKENS/S", "PRICE", "RESULT"]
+    assert first.startswith("priced   1 ") and last.startswith("cpu ") and "not compared" in last
+    assert main([*words, "--machines", str(tmp_path)]) == 2 and "no YAML files" in capsys.readouterr().err
+    assert main([*words, "--machines", "--machine", "laptop"]) == 2 and "exclude" in capsys.readouterr().err

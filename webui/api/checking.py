@@ -23,6 +23,7 @@ from backend.registry import DEVICES
 from backend.resolve import estimated_gpus, resolve
 from backend.rules import Finding, Fix
 from backend.tasks.autofix import autofix
+from backend.timing import time_json
 from webui.api.app_state import AppState
 from webui.api.drafts import without_secrets
 from webui.api.fixes import fix_json
@@ -82,6 +83,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
             "measured": measured.as_json(report) if measured else None,
             "placement": report.placement,
         },
+        "time": time_json(report.time),
         "datasets": [
             [report.spec.data.title_of(index), share] for index, share in enumerate(shares(report.spec, report.facts))
         ],

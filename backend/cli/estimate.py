@@ -1,0 +1,137 @@
+"""footplate estimate: memory, disk and time of a spec, on one machine or on several."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from backend.cli.commands import print_json, read_spec, run_preflight, wait_for_preflight
+from backend.config.options import Problem, SpecError
+from backend.machine import Machine, describe, read
+from backend.machine.descriptions import machines
+from backend.preflight import Report, estimate_json
+from backend.tasks.measured import MeasuredPeaks
+from backend.timing import TimeEstimate, texts, time_json
+
+
+def estimate(arguments: argparse.Namespace) -> int:
+    """Print the estimate of memory, disk and time, item by item; with --machines, a line for each machine."""
+    if arguments.machines is not None:
+        return _compare_machines(arguments)
+    report = run_preflight(arguments)
+    found, measured = report.estimate, MeasuredPeaks(Path(arguments.runs)).latest(report)
+    if arguments.json:
+        peaks = measured.as_json(report) if measured else None
+        print_json({**estimate_json(found), "measured": peaks, "time": time_json(report.time)})
+        return 0
+    print("\n".join(_memory_lines(report)))
+    if measured:
+        scaled = _gib(measured.corrected(report)).strip()
+        print(f"{measured.sentence} Scaled by {measured.ratio:.2f}, this run peaks at {scaled} per device.")
+    print()
+    print("\n".join(_time_lines(report.time)))
+    return 0
+
+
+def _memory_lines(report: Report) -> Iterator[str]:
+    found = report.estimate
+    if found.unknown:
+        yield f"{'This is a lower bound' if found.lower_bound else 'Memory use cannot be estimated'}: {found.unknown}"
+    totals = (("device", found.device_bytes), ("host", found.host_bytes), ("disk", found.disk_bytes))
+    width = max((len(row.name) for row in found.rows), default=0)
+    for row in found.rows:
+        yield f"{_gib(row.bytes)}  {row.where:6}  {row.name:{width}}  {row.formula}"
+    for where, total in totals if found.rows else ():
+        yield f"{_gib(total)}  {where:6}  total"
+    yield f"{_gib(found.capacity_bytes)}  device  free memory"
+    if not found.unknown:
+        low, high = _gib(found.low_bytes).strip(), _gib(found.high_bytes).strip()
+        yield f"Estimated peak per device: {low} to {high}."
+
+
+def _time_lines(found: TimeEstimate) -> Iterator[str]:
+    """The items of a step and of the run, and the totals in words."""
+    if found.unknown:
+        yield texts.summary_text(found)
+        return
+    items = [*found.items, *(found.run.items if found.run else ())]
+    width = max(len(item.label) for item in items)
+    for item in items:
+        where = "step" if item in found.items else "run"
+        yield f"{_seconds(item.seconds)}  {where:6}  {item.label:{width}}  {item.formula}"
+    yield f"{_seconds(found.step_seconds)}  step    total"
+    if found.run:
+        yield f"{_seconds(found.run.seconds)}  run     total"
+    yield f"Estimated time: {texts.run_text(found)}." if found.run else texts.run_steps_text(found)
+    sentences = [texts.step_text(found), texts.tokens_text(found), texts.dominating_text(found)]
+    sentences += [texts.padding_text(found), texts.range_text(found), texts.not_included_text(found)]
+    price = texts.price_text(found)
+    for sentence in filter(None, [*sentences, price[:1].upper() + price[1:]]):
+        yield f"{sentence}."
+
+
+def _compare_machines(arguments: argparse.Namespace) -> int:
+    """A line for each machine, the shortest time first; those that cannot run the spec come last, with the reason."""
+    if arguments.machine:
+        raise SpecError([Problem("", "--machine and --machines exclude each other: name one machine, or compare all")])
+    spec = read_spec(arguments)
+    lines = [_line(machine, name, wait_for_preflight(spec, machine)) for name, machine in _described(arguments).items()]
+    lines.sort(key=lambda x: (not x["can_run"], x["seconds"] or float("inf"), -x["tokens_per_second"]))
+    if arguments.json:
+        print_json(lines)
+        return 0
+    table = [("MACHINE", "GPUS", "TIME", "TOKENS/S", "PRICE", "RESULT")]
+    table += [(x["name"], x["gpus"], x["time"], x["tokens"], x["price"], x["result"]) for x in lines]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    for row in table:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    if any(line["tokens_per_second"] and line["seconds"] is None for line in lines):
+        print("TIME is empty, because the number of steps is not known before the run.")
+    return 0
+
+
+def _described(arguments: argparse.Namespace) -> dict[str, Machine]:
+    """The machines of --machines: those of presets/machines, or of the YAML files in a folder."""
+    if not arguments.machines:
+        return machines()
+    paths = sorted(Path(arguments.machines).glob("*.yaml"))
+    if not paths:
+        raise SpecError([Problem("", f"--machines {arguments.machines}: the folder has no YAML files of machines")])
+    return {path.stem: read(path) for path in paths}
+
+
+def _line(machine: Machine, name: str, report: Report) -> dict[str, Any]:
+    found = report.time
+    known = report.can_run and not found.unknown
+    price = found.price
+    return {
+        "name": name,
+        "machine": describe(machine),
+        "can_run": report.can_run,
+        "gpus": str(report.run.world_size) if report.run.on_gpu else "-",
+        "seconds": found.run.seconds if known and found.run else None,
+        "time": texts.run_text(found) if known and found.run else "-",
+        "tokens": texts.tokens_text(found).partition(" ")[0] if known else "-",
+        "tokens_per_second": found.tokens_per_second if known else 0,
+        "price": f"{price[1]:,.2f}" if known and price else "-",
+        "result": _result(report),
+        "unknown": found.unknown,
+    }
+
+
+def _result(report: Report) -> str:
+    """The verdict, with the first error, or why no time is predicted."""
+    titles = [finding.title for finding in report.findings if finding.level == "error"]
+    if titles:
+        return f"{report.verdict}: {titles[0]}"
+    return f"{report.verdict}. {texts.summary_text(report.time)}" if report.time.unknown else report.verdict
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:10.2f} GiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:10.3f} s  "

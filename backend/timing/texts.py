@@ -1,0 +1,155 @@
+"""The time estimate in words, and as JSON with these words: what the command line prints and the page shows.
+
+`time_json` has the fields of `TimeEstimate` as numbers in seconds, tokens, and the currency of the machine's price:
+
+    unknown            why no time is predicted, the end of a sentence; '' if it is. Then items and texts are empty
+    step_seconds, tokens_per_second, tokens_per_second_per_gpu, padded (share of the computed tokens), factor
+    items              of a step: label, seconds, share (of the step), formula
+    run                null if the number of steps is unknown; else steps, seconds, low_seconds, high_seconds,
+                       items (as above), not_included (nouns)
+    price              null without a price per GPU hour; else price, low, high, per_gpu_hour
+    texts              sentences and figures to show: summary, step, tokens, dominating, range, run, price, padding,
+                       not_included; '' for what does not apply
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from backend.runs.throughput import duration
+from backend.timing.computing import Part
+from backend.timing.estimate import TimeEstimate
+from backend.wording import counted, figure
+
+MUCH_PADDING = 0.05
+
+
+def summary_text(estimate: TimeEstimate) -> str:
+    """The result in one line; the reason if no time is predicted."""
+    if estimate.unknown:
+        return f"The time is not predicted, because {estimate.unknown}."
+    parts = [run_text(estimate), tokens_text(estimate)]
+    return "; ".join(filter(None, [*parts, price_text(estimate)]))
+
+
+def step_text(estimate: TimeEstimate) -> str:
+    """Seconds of a step with their range: "1.23 s per optimizer step (0.946 s to 1.6 s)"."""
+    seconds, factor = estimate.step_seconds, estimate.factor
+    return f"{figure(seconds)} s per optimizer step ({figure(seconds / factor)} s to {figure(seconds * factor)} s)"
+
+
+def tokens_text(estimate: TimeEstimate) -> str:
+    """Tokens per second, and those of a GPU where there are several."""
+    total = f"{_rounded(estimate.tokens_per_second)} tokens/s"
+    each = f", {_rounded(estimate.tokens_per_second / estimate.gpus)} per GPU" if estimate.gpus > 1 else ""
+    return total + each
+
+
+def run_text(estimate: TimeEstimate) -> str:
+    """The time of the whole run with its range: "3 h 10 min (2 h 26 min to 4 h 7 min)"; '' if it is not known."""
+    if estimate.run_seconds is None:
+        return ""
+    low, middle, high = (duration(seconds) for seconds in estimate.run_seconds)
+    return f"{middle} ({low} to {high})"
+
+
+def price_text(estimate: TimeEstimate) -> str:
+    """The price of the whole run with its range; '' without a price per GPU hour."""
+    if estimate.price is None:
+        return ""
+    low, middle, high = (f"{price:,.2f}" for price in estimate.price)
+    return f"price {middle} ({low} to {high}) at {estimate.price_per_gpu_hour:g} per GPU hour"
+
+
+def dominating_text(estimate: TimeEstimate) -> str:
+    """What takes the most of a step: "Largest part of a step: waiting for the network, 71%"."""
+    part = estimate.dominating
+    if part is None:
+        return ""
+    label = part.label[0].lower() + part.label[1:]
+    return f"Largest part of a step: {label}, {part.seconds / estimate.step_seconds:.0%}"
+
+
+def range_text(estimate: TimeEstimate) -> str:
+    """The range and the reason for its width."""
+    width = f"prediction / {estimate.factor:g} to prediction x {estimate.factor:g}"
+    return f"Expected range: {width}, because {estimate.factor_reason}"
+
+
+def padding_text(estimate: TimeEstimate) -> str:
+    """How much of the computing is wasted on padding; '' if that is little."""
+    return f"{estimate.padded:.0%} of the computed tokens are padding" if estimate.padded > MUCH_PADDING else ""
+
+
+def not_included_text(estimate: TimeEstimate) -> str:
+    """What the time of the run does not include; '' if that is nothing."""
+    missing = estimate.run.not_included if estimate.run else ()
+    return f"Not included: {', '.join(missing)}" if missing else ""
+
+
+def run_steps_text(estimate: TimeEstimate) -> str:
+    """Why the time of the run is known or not."""
+    if estimate.run is None:
+        return "The time of the whole run is not predicted, because the number of steps is not known."
+    return f"{counted(estimate.run.steps, 'step')} and what else the run does"
+
+
+def time_json(estimate: TimeEstimate) -> dict[str, Any]:
+    """The estimate as JSON; the first lines of this module describe it."""
+    if estimate.unknown:
+        return {"unknown": estimate.unknown, "items": [], "run": None, "price": None,
+                "texts": {"summary": summary_text(estimate)}}  # fmt: skip
+    return {
+        "unknown": "",
+        "step_seconds": estimate.step_seconds,
+        "tokens_per_second": estimate.tokens_per_second,
+        "tokens_per_second_per_gpu": estimate.tokens_per_second / estimate.gpus,
+        "padded": estimate.padded,
+        "factor": estimate.factor,
+        "items": _items(estimate.items),
+        "run": _run_json(estimate),
+        "price": _price_json(estimate),
+        "texts": {
+            "summary": summary_text(estimate),
+            "step": step_text(estimate),
+            "tokens": tokens_text(estimate),
+            "dominating": dominating_text(estimate),
+            "range": range_text(estimate),
+            "run": run_text(estimate) or run_steps_text(estimate),
+            "price": price_text(estimate),
+            "padding": padding_text(estimate),
+            "not_included": not_included_text(estimate),
+        },
+    }
+
+
+def _run_json(estimate: TimeEstimate) -> dict[str, Any] | None:
+    if estimate.run is None or estimate.run_seconds is None:
+        return None
+    low, middle, high = estimate.run_seconds
+    return {
+        "steps": estimate.run.steps,
+        "seconds": middle,
+        "low_seconds": low,
+        "high_seconds": high,
+        "items": _items(estimate.run.items),
+        "not_included": list(estimate.run.not_included),
+    }
+
+
+def _price_json(estimate: TimeEstimate) -> dict[str, Any] | None:
+    if estimate.price is None:
+        return None
+    low, middle, high = estimate.price
+    return {"price": middle, "low": low, "high": high, "per_gpu_hour": estimate.price_per_gpu_hour}
+
+
+def _items(items: Sequence[Part]) -> list[dict[str, Any]]:
+    total = sum(item.seconds for item in items)
+    return [{**item._asdict(), "share": item.seconds / total} for item in items]
+
+
+def _rounded(value: float) -> str:
+    """Three significant digits: more would pretend a precision that the prediction does not have."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else figure(value)

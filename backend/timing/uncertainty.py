@@ -1,0 +1,40 @@
+"""How far the real time may be from the prediction, by what takes most of a step (docs/time.md has the shares of
+published runs that lie within the range)."""
+
+from __future__ import annotations
+
+from backend import registry
+from backend.modelspec import ARCHITECTURES
+from backend.timing.context import TimeContext
+
+ONE_GPU, SEVERAL_GPUS = 1.3, 1.45
+LONG_ATTENTION, WAITING, LONGEST_ATTENTION, UNCOMPARED = 1.5, 1.7, 1.8, 2.0
+MUCH_ATTENTION, MOST_ATTENTION, MUCH_WAITING, SOME_WAITING = 0.3, 0.4, 0.3, 0.1  # shares of a step
+CPU_LIMIT = 0.5  # what the CPU needs for a batch, as a share of the batch
+
+
+def step_range(ctx: TimeContext, waiting: float, host: float, attention: float) -> tuple[float, str]:
+    """(a factor: the real time is between the prediction divided by it and multiplied with it, the reason). `waiting`,
+    `host`, `attention`: shares of a step that wait for other GPUs, that the CPU needs, and of attention."""
+    memory = ctx.memory
+    found = [(ONE_GPU, "published speeds on one GPU differ this much from the prediction")]
+    if ctx.links.assumed:
+        found.append((WAITING if waiting > SOME_WAITING else SEVERAL_GPUS, f"the estimate assumes {ctx.links.assumed}"))
+    if memory.run.world_size > 1:
+        found.append((SEVERAL_GPUS, "several GPUs wait for each other"))
+    if attention > MUCH_ATTENTION:
+        width = LONGEST_ATTENTION if attention > MOST_ATTENTION else LONG_ATTENTION
+        found.append((width, "attention over long sequences takes much of a step"))
+    if waiting > MUCH_WAITING:
+        found.append((WAITING, "communication takes much of a step"))
+    if host > CPU_LIMIT:
+        found.append((WAITING, "the CPU limits the speed"))
+    if memory.shape.model_type not in ARCHITECTURES or memory.shape.activations_unknown:
+        found.append((UNCOMPARED, "this architecture was not compared with measurements"))
+    if memory.shape.experts:
+        found.append((UNCOMPARED, "the speed of mixture-of-experts models depends on their kernels"))
+    if memory.spec.train.stage not in registry.NEXT_TOKEN_STAGES:
+        found.append((UNCOMPARED, "preference and reward training was not compared with measurements"))
+    if memory.spec.launch.trainer != "footplate":
+        found.append((UNCOMPARED, "LLaMA-Factory's own kernels are not modeled"))
+    return max(found, key=lambda each: each[0])

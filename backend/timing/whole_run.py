@@ -1,0 +1,107 @@
+"""Seconds of a whole run: start, steps, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from backend.inspect import InputFacts
+from backend.memory.disk import checkpoint_bytes, final_model_bytes
+from backend.timing.computing import Part, forward_seconds
+from backend.timing.context import TimeContext
+from backend.timing.rates import DISK_RATE
+
+START_SECONDS = 30  # imports, process groups, and the inspection of files
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """The items of a run, which add up to it, its optimizer steps, and what is not included."""
+
+    items: tuple[Part, ...]
+    steps: int
+    not_included: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the start to the end."""
+        return sum(item.seconds for item in self.items)
+
+
+def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTime | None:
+    """The time of all steps of `step_seconds` and of what else a run does; None if the number of steps is unknown."""
+    steps = _steps(ctx, facts)
+    if steps is None:
+        return None
+    items = [
+        _start(ctx),
+        Part("Steps", steps * step_seconds, f"{steps:,} steps x {step_seconds:.3g} s"),
+        _evaluations(ctx, steps),
+        _checkpoints(ctx, steps),
+    ]
+    spec, missing = ctx.memory.spec, []
+    if not facts.is_downloaded:
+        missing.append("downloads")
+    if spec.eval.num_generations:
+        missing.append("generations of the evaluation")
+    if spec.train.torch_compile:
+        missing.append("minutes of compiling in the first step")
+    missing.append("tokenizing the data")
+    return RunTime(tuple(item for item in items if item.seconds > 0), steps, tuple(missing))
+
+
+def _steps(ctx: TimeContext, facts: InputFacts) -> int | None:
+    """Optimizer steps. Packed sequences are counted by their tokens."""
+    memory, train = ctx.memory, ctx.memory.spec.train
+    if memory.run.total_steps is not None:
+        return memory.run.total_steps
+    examples, limit = memory.run.num_train_examples, memory.spec.data.max_length
+    if not examples or not facts.token_lengths or train.duration == "steps":
+        return None
+    mean = sum(min(length, limit) for length in facts.token_lengths) / len(facts.token_lengths)
+    return max(1, math.ceil(train.num_train_epochs * examples * mean / (limit * memory.run.global_batch_size)))
+
+
+def _start(ctx: TimeContext) -> Part:
+    size = ctx.memory.shape.parameters * 2
+    formula = f"{START_SECONDS} s, and {size:,} bytes of weights at {_disk(ctx)}"
+    return Part("Start and loading", START_SECONDS + size / _disk_rate(ctx), formula)
+
+
+def _evaluations(ctx: TimeContext, steps: int) -> Part:
+    """Forward passes over the validation set."""
+    memory, spec = ctx.memory, ctx.memory.spec
+    examples = memory.run.num_eval_examples or 0
+    count = _count(ctx, steps, spec.eval.strategy, spec.eval.steps)
+    each = forward_seconds(ctx) / max(1, spec.train.per_device_train_batch_size)
+    seconds = count * examples * each / memory.run.data_parallel_size
+    return Part("Evaluations", seconds, f"{count} x forward passes over {examples:,} examples")
+
+
+def _checkpoints(ctx: TimeContext, steps: int) -> Part:
+    save, each = ctx.memory.spec.save, sum(checkpoint_bytes(ctx.memory))
+    count = _count(ctx, steps, save.strategy, save.steps)
+    size = count * each + (final_model_bytes(ctx.memory) if save.final_model else 0)
+    formula = f"{count} x {each:,} bytes, and the final model, at {_disk(ctx)}"
+    return Part("Checkpoints and final model", size / _disk_rate(ctx), formula)
+
+
+def _count(ctx: TimeContext, steps: int, strategy: str, interval: int) -> int:
+    """How often something happens that happens each epoch or each `interval` steps."""
+    if strategy == "steps":
+        return steps // interval
+    if strategy == "no":
+        return 0
+    train, each = ctx.memory.spec.train, ctx.memory.run.steps_per_epoch
+    if train.duration == "steps":
+        return max(1, steps // each) if each else 1
+    return max(1, math.floor(train.num_train_epochs))
+
+
+def _disk_rate(ctx: TimeContext) -> int:
+    return ctx.memory.machine.disk_rate or DISK_RATE
+
+
+def _disk(ctx: TimeContext) -> str:
+    assumed = "" if ctx.memory.machine.disk_rate else " (assumed)"
+    return f"{_disk_rate(ctx) / 1e9:g} GB/s{assumed}"
