@@ -73,8 +73,7 @@ def dominating_text(estimate: TimeEstimate) -> str:
 
 def range_text(estimate: TimeEstimate) -> str:
     """The range and the reason for its width."""
-    width = f"prediction / {estimate.factor:g} to prediction x {estimate.factor:g}"
-    return f"Expected range: {width}, because {estimate.factor_reason}"
+    return f"The range is a factor of {estimate.factor:g} down and up, because {estimate.factor_reason}"
 
 
 def padding_text(estimate: TimeEstimate) -> str:

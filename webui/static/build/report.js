@@ -12,6 +12,7 @@ import { offerModuleNames } from "./module_names.js";
 import { drawMemory } from "./memory.js";
 import { isRehearsing } from "./rehearsal.js";
 import { drawStrategies } from "./strategies.js";
+import { drawTime } from "./time.js";
 
 const MAX_FIXES = 3; // on a card; the memory card lists all fixes of the memory rules
 const MEMORY_RULES = ["MEM001", "MEM002"];
@@ -60,6 +61,7 @@ function drawContent(report) {
     findings.find((f) => MEMORY_RULES.includes(f.code)),
     report.examples.pending,
   );
+  drawTime(report.time, report.memory?.placement.noun === "GPU");
   drawDevices(report.devices);
   drawShares(report.datasets);
   drawStrategies(report.strategies, report.memory.placement.noun);

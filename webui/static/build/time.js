@@ -1,0 +1,62 @@
+// @ts-check
+// The time card: how long the run takes and what it costs, where the time of a step goes, and the reason for the range.
+import { $, el, redraw } from "../dom.js";
+
+const SHOWN = 5; // parts of a step in the picture; the rest is one part
+const LEAST = 0.02; // share of the smallest of them
+
+/** @param {any} time the estimate @param {boolean} isPredicted whether a time can be expected for such a device */
+export function drawTime(time, isPredicted) {
+  const box = $("#fp-time");
+  box.hidden = !time || (Boolean(time.unknown) && !isPredicted);
+  if (box.hidden) return;
+  const { texts } = time;
+  const wasOpen = $("details", box)?.open;
+  const [figure, ...sentences] = time.unknown
+    ? ["Unknown", texts.summary]
+    : time.run
+      ? [texts.run.replace(/ \(.*/, ""), `${texts.run}.`, `${texts.tokens}, ${texts.step}.`]
+      : [texts.tokens.replace(/,? [\d,.]+ per GPU$/, ""), `${texts.tokens}, ${texts.step}.`, texts.run];
+  const more = [texts.price, texts.padding, texts.range, texts.not_included].filter(Boolean);
+  redraw(
+    box,
+    el("div.fp-card-head", {}, el("h3", {}, "Time"), el("span.fp-gap"), el("span.fp-figure", {}, figure)),
+    ...(time.unknown ? [] : [picture(time.items)]),
+    el("p.fp-dim.fp-range", {}, [...sentences, ...more.map(sentence)].join(" ")),
+    ...(time.unknown ? [] : [el("details", { open: wasOpen }, el("summary", {}, "Breakdown"), breakdown(time))]),
+  );
+}
+
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${text.endsWith(".") ? "" : "."}`;
+const percent = (share) => `${Math.round(100 * share)}%`;
+
+/** The parts of a step as a bar with its legend, the largest first. */
+function picture(items) {
+  const sorted = [...items].sort((one, other) => other.share - one.share);
+  const parts = sorted.filter(({ share }, n) => n < SHOWN && share >= LEAST);
+  const rest = 1 - parts.reduce((sum, { share }) => sum + share, 0);
+  if (rest >= LEAST) parts.push({ label: "Other", share: rest });
+  const piece = ({ share }) => {
+    const node = el("i");
+    node.style.flexGrow = String(100 * share); // below 1 in sum, they would not fill the bar
+    return node;
+  };
+  const entry = ({ label, share }) => el("li", {}, el("i"), el("span", {}, label), el("b", {}, percent(share)));
+  return el(
+    "figure.fp-time-picture",
+    { "aria-label": "Where the time of a step goes" },
+    el("div.fp-time-bar", { "aria-hidden": "true" }, ...parts.map(piece)),
+    el("ul", {}, ...parts.map(entry)),
+  );
+}
+
+function breakdown({ items, run }) {
+  const row = ({ label, seconds, formula }) =>
+    el("tr", {}, el("td", {}, label), el("td.fp-n", {}, inSeconds(seconds)), el("td.fp-dim", {}, formula));
+  const group = (title, rows) => [el("tr", {}, el("th", { colspan: 3 }, title)), ...rows.map(row)];
+  const ofRun = run ? group("The run", run.items) : [];
+  return el("table.fp-rows", {}, el("tbody", {}, ...group("An optimizer step", items), ...ofRun));
+}
+
+const inSeconds = (seconds) =>
+  seconds < 1 ? `${(1000 * seconds).toPrecision(3)} ms` : `${Number(seconds.toPrecision(3)).toLocaleString("en")} s`;
