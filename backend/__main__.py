@@ -27,6 +27,7 @@ from backend.cli import (
     rehearse,
     runs,
     runs_list,
+    serve,
     show_data,
     sweep,
 )
@@ -87,6 +88,7 @@ COMMANDS: Mapping[str, Command] = {
     "merge": merge.start,
     "publish": publish.start,
     "export-model": export_model.start,
+    "serve": serve.start,
     "import": commands.import_file,
     "export": export.start,
     "env": environments.start,
@@ -295,7 +297,7 @@ def _add_evaluate(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
 
 
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:
-    """merge, export-model, publish, metrics, export-metrics, stacks, bundle."""
+    """merge, export-model, serve, publish, metrics, export-metrics, stacks, bundle."""
     merged = command("merge", run_id, help="merge the adapter of a run into its base model, and check the result")
     merged.add_argument(
         "--step", type=int, metavar="N", help="the adapter of this checkpoint (default: the final model)"
@@ -304,6 +306,7 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
     model = command("export-model", run_id, help="write the model of a run as a GGUF file, and check it in llama.cpp")
     model.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
     model.add_argument("--format", choices=tuple(FORMATS), default=DEFAULT, help="GGUF format (default: %(default)s)")
+    _add_serve(command, run_id)
     command("metrics", run_id, help="print the logged metrics of a run")
     exported = command("export-metrics", folder, help="write the metrics of runs for TensorBoard or trackio")
     exported.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")
@@ -312,6 +315,19 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
     command("stacks", run_id, help="print what each rank of a running run is doing: for a run without progress")
     bundled = command("bundle", run_id, help="write a zip file for a bug report: options, versions and log, no secrets")
     bundled.add_argument("--output", default="", metavar="FILE", help="the zip file (default: RUN-bundle.zip)")
+
+
+def _add_serve(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
+    served = command("serve", run_id, help="serve a GGUF file of a run with an OpenAI-compatible API, on the CPU")
+    add = served.add_argument
+    add("--file", default="", metavar="FILE", help="name or path of the GGUF file (default: the newest of the run)")
+    add("--format", choices=tuple(FORMATS), default="", help="the newest file of this format (default: any)")
+    add("--port", type=int, default=0, metavar="N", help="port of 127.0.0.1 (default: a free one)")
+    add("--context", type=int, default=0, metavar="N", help="tokens of a request with its output (default: up to 4096)")
+    add("--parallel", type=int, default=1, metavar="N", help="requests at the same time (default: 1)")
+    add("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1, beside trainings)")
+    add("--token-file", default="", metavar="FILE", help="your API token, in a file that only you can read")
+    add("--background", action="store_true", help="exit once it answers; footplate stop ends the server")
 
 
 def _add_publish(command: AddCommand, run_id: argparse.ArgumentParser) -> None:

@@ -26,6 +26,7 @@ LAYERS = {
     "backend.timing": 7,
     "backend.memory": 6,
     "backend.publish": 6,
+    "backend.serve": 4,
     "backend.resolve": 5,
     "backend.models": 5,
     "backend.inspect": 4,

@@ -15,13 +15,15 @@ from backend.runs.folder import ALIVE, Run
 POLL_SECONDS = 0.25
 
 
-def follow(job: Run) -> None:
-    """Show on stderr what the job does until it has ended: a terminal gets one line that is rewritten, anything else a
-    line for each thing. Ctrl-C stops the job."""
+def follow(job: Run, is_enough: Callable[[], object] = bool) -> None:
+    """Show on stderr what the job does until it has ended, or until `is_enough`: a terminal gets one line that is
+    rewritten, anything else a line for each thing. Ctrl-C stops the job."""
     shown = ""
     with StatusLine() as line:
-        while (state := job.state) in (*ALIVE, "new"):
+        while True:
             try:
+                if job.state not in (*ALIVE, "new") or is_enough():
+                    return
                 text = job.progress().get("text", "") or job.summary()["sentence"]
                 title = text.partition(":")[0].partition(" (")[0]  # behind it is a number that changes
                 if sys.stderr.isatty():
@@ -31,7 +33,7 @@ def follow(job: Run) -> None:
                 shown = title
                 time.sleep(POLL_SECONDS)
             except KeyboardInterrupt:
-                if state == "stopping":
+                if job.state == "stopping":
                     raise
                 job.stop(save=False)
 

@@ -29,7 +29,7 @@ from backend.cli.commands import (  # fmt: skip
 from backend.inspect import predecessor
 from backend.machine import probe
 from backend.rules.base import amount
-from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, files, marks, queue, stacks, validation
+from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, files, jobs, marks, queue, stacks, validation
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
 from backend.runs.metrics import chunks, gaps, since, stream_points
 from backend.runs.search import SCORES
@@ -118,8 +118,12 @@ def follow(followed: Run, offset: int) -> Iterator[str]:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print one run: its state, its options and its results."""
+    """Print one run: its state, its options and its results; of a job, which has no options, its state."""
     shown = _find_run(arguments)
+    if shown.about().get("kind"):
+        job = jobs.as_json(shown)
+        print_json(job) if arguments.json else print(f"{job['id']}\n{job['sentence']}")
+        return 0
     about = _run_json(shown)
     spec = about.pop("spec")
     if arguments.json:
@@ -132,6 +136,17 @@ def show(arguments: argparse.Namespace) -> int:
         print(f"Alert at step {alert['step']}: {alert['text']}")
     for gap in about["missing_points"]:
         print(f"{METRICS} has no points of steps {gap['after'] + 1:g} to {gap['until']:g}.")
+    _print_result(about)
+    if about["failure"]:
+        print(f"{about['failure']['sentence']} {about['failure']['help']}")
+    _print_remedies(shown)
+    if about["failure"]:
+        print(about["failure"]["traceback"])
+    return 0
+
+
+def _print_result(about: dict[str, Any]) -> None:
+    """Print the scores, the losses and the time of a run."""
     for name in (
         *(f"{score}_{side}" for score in SCORES for side in ("before", "after")),
         "eval_reward_accuracy",
@@ -146,12 +161,6 @@ def show(arguments: argparse.Namespace) -> int:
             print(f"{name.replace('_', ' ')}: {value:.4g}{of_model}")
     if about["router_note"]:
         print(about["router_note"])
-    if about["failure"]:
-        print(f"{about['failure']['sentence']} {about['failure']['help']}")
-    _print_remedies(shown)
-    if about["failure"]:
-        print(about["failure"]["traceback"])
-    return 0
 
 
 def _print_remedies(run: Run) -> None:

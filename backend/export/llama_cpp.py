@@ -6,11 +6,8 @@ file that it cannot use may end that process.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import secrets
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -19,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from backend.environments import CONVERTER, PACKAGES
+from backend.environments import CONVERTER
+from backend.environments.llama_cpp import ServerError, ServerProcess, Settings
 from backend.train.run_log import TrainError
 
-SCRIPT = Path(__file__).parent / "llama_cpp_server.py"
 CONTEXT = 2048  # tokens of a request, with those that are generated
 TIMEOUT_SECONDS = 600.0  # of a request, of which the longest generates a few dozen tokens on the CPU
 FORCED = 1000.0  # added to a logit: this token is generated, whatever the model predicts
@@ -72,37 +69,14 @@ class Server:
         self._key = secrets.token_hex(16)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._plain = 0  # set by most_likely: an ordinary token
-        self._log = log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(SCRIPT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(environment / PACKAGES)},
-            )
-        assert self._process.stdin and self._process.stdout
-        with contextlib.suppress(OSError):  # it has ended
-            request = {"model": str(file.resolve()), "key": self._key, "context": CONTEXT}
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        self._address = self._process.stdout.readline().strip()
-        if not self._address:
-            self.close()
-            raise LlamaCppError(f"llama.cpp cannot load the GGUF file: {self._last_line()}")
+        try:
+            self._process = ServerProcess(environment, Settings(file.resolve(), self._key, CONTEXT), log)
+        except ServerError as error:
+            raise LlamaCppError(f"llama.cpp cannot load the GGUF file: {error}") from error
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin and self._process.stdout
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        self._process.close()
 
     def tokenize(self, text: str, add_special: bool) -> list[int]:
         """See Runtime."""
@@ -143,18 +117,14 @@ class Server:
     def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._address}/{path}", data, headers)
+        request = urllib.request.Request(f"{self._process.address}/{path}", data, headers)
         try:
             with self._opener.open(request, timeout=TIMEOUT_SECONDS) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             raise LlamaCppError(f"llama.cpp refuses the request {path}: {_message(error)}") from error
         except OSError as error:
-            raise LlamaCppError(f"llama.cpp did not answer the request {path}: {self._last_line()}") from error
-
-    def _last_line(self) -> str:
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else "it wrote no message."
+            raise LlamaCppError(f"llama.cpp did not answer the request {path}: {self._process.last_line()}") from error
 
 
 GREEDY = {"temperature": 0, "repeat_penalty": 1.0, "cache_prompt": True}

@@ -51,11 +51,7 @@ def start(run: Run, step: int | None, format: str) -> Run:
     with jobs.alone(run):
         if (job := find(run, model, format)) and (job.state in ALIVE or job.result().get("model")):
             return job
-        if not environments.is_complete(ENVIRONMENT):
-            raise RunError(
-                "The converter and runtime of llama.cpp are not installed. Run `footplate env create gguf`, which "
-                "downloads 110 MB, then export again."
-            )
+        require_environment("export again")
         jobs.require_ended(run, jobs.GGUF, "Another GGUF file of this run is being exported")
         for earlier in jobs.find_all(run, jobs.GGUF):
             if _request(earlier) == (step, format):  # failed, or of a model that was replaced
@@ -63,6 +59,15 @@ def start(run: Run, step: int | None, format: str) -> Run:
         job = jobs.create(run, jobs.GGUF, request, merge.ON_CPU, {})
         job.start()
         return job
+
+
+def require_environment(then: str) -> None:
+    """Raise RunError if llama.cpp is not installed; `then` is what to do once it is."""
+    if not environments.is_complete(ENVIRONMENT):
+        raise RunError(
+            "The converter and runtime of llama.cpp are not installed. Run `footplate env create gguf`, which "
+            f"downloads 110 MB, then {then}."
+        )
 
 
 def find(run: Run, model: trained.TrainedModel, format: str) -> Run | None:
@@ -77,6 +82,16 @@ def find(run: Run, model: trained.TrainedModel, format: str) -> Run | None:
 def find_all(run: Run, model: trained.TrainedModel) -> list[Run]:
     """The newest job of each format, in the order of the formats."""
     return [job for format in FORMATS if (job := find(run, model, format))]
+
+
+def exported(run: Run) -> list[Run]:
+    """The jobs with a GGUF file, the newest first, without those of models that were replaced since."""
+    found = []
+    for job in jobs.find_all(run, jobs.GGUF):
+        model = trained.at_step(run, _request(job)[0])
+        if job.state not in ALIVE and file_of(job) and (model is None or _is_current(job, model)):
+            found.append(job)
+    return found
 
 
 def file_of(job: Run) -> Path | None:

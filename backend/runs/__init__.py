@@ -80,6 +80,7 @@ MODEL = "model"
 JOBS = "jobs"  # a folder for each job of the run that has trained, such as a merge: a run of its own (jobs.py), and
 # KIND.json in it: what was requested
 CERTIFICATE = "certificate.json"  # next to a merged model or a GGUF file: how it compares with the trained model
+TOKEN = "token"  # in the job of a server, while it runs: what its clients have to send
 EVALUATED = "evaluated.json"  # the loss of the final model on general texts, by the process of its newest evaluation
 BASE = "base.json"  # the base model as it was loaded for training: where, which revision, its fingerprint; by rank 0
 
@@ -94,6 +95,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable: where torch writ
 RUN_MARKER = "FOOTPLATE_RUN"  # environment variable of every process of a run: the resolved folder
 REHEARSAL = "FOOTPLATE_REHEARSAL"  # environment variable: the trainer rehearses (backend/train/rehearsal.py)
 RANDOM_ID = "{RANDOM_ID}"  # in the environment of a plan: an ID that is generated when the run is created
+SERVE_TOKEN = "FOOTPLATE_SERVE_TOKEN"  # environment variable: the user's own token for servers; runs do not get it
 SKIP_CHECKS = "FOOTPLATE_SKIP_CHECKS"  # environment variable: the trainer checks no rules, as `--skip-checks` asks
 
 

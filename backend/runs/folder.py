@@ -544,15 +544,15 @@ class Run:
                 return f"Not started. {kept.get('cause') or 'It was removed from the queue.'}"
             return f"Lost: it was waiting in the queue when {KILLED} Resume puts it back into the queue."
         at = f" after step {step}" if step else ""
-        resume = self.resume_point().sentence
+        resume = "" if self.about().get("kind") else self.resume_point().sentence  # jobs (jobs.py) have no checkpoints
         if state == "stopped":
             failure = self.failure()
-            return f"Stopped{at}. {failure['sentence'] if failure else kept.get('cause') or resume}"
+            return f"Stopped{at}. {failure['sentence'] if failure else kept.get('cause') or resume}".rstrip()
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
         if job := follower.unended(self.path):
             return f"Lost{at}: {KILLED} Its job {job} may continue; Resume follows it again, or starts another one."
-        return f"Lost{at}: {KILLED} {resume}"
+        return f"Lost{at}: {KILLED} {resume}".rstrip()
 
     def _disk_problem(self) -> str:
         """What a live run waits for if it can write nothing, not even its progress; '' if it can."""

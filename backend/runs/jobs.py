@@ -21,12 +21,13 @@ from backend import registry
 from backend.runs import JOBS, Plan, files, json_values
 from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, runs
 
-CHAT, EVALUATION, MERGE, GGUF, PUBLISH = "chat", "evaluation", "merge", "gguf", "publish"
+CHAT, EVALUATION, MERGE, GGUF, SERVE, PUBLISH = "chat", "evaluation", "merge", "gguf", "serve", "publish"
 MODULES = {  # kind -> its process
     CHAT: "backend.inference",
     EVALUATION: "backend.inference",
     MERGE: "backend.export",
     GGUF: "backend.export",
+    SERVE: "backend.serve",
     PUBLISH: "backend.publish",
 }
 STOP_SECONDS = 5.0  # there is nothing to save

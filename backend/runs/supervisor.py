@@ -39,6 +39,7 @@ from backend.runs import (
     RESULT,
     RUN_MARKER,
     SEPARATOR,
+    SERVE_TOKEN,
     STACKS,
     STATE,
     STOP,
@@ -90,7 +91,8 @@ class Supervisor:
         plan = json.loads(files.read_text(folder / PLAN))
         self.argv = [*plan["argv"], *(["--from-scratch"] if from_scratch else [])]
         self.then = plan.get("then", [])
-        inherited = {name: value for name, value in os.environ.items() if name != webhook.WEBHOOK}
+        secret = (webhook.WEBHOOK, SERVE_TOKEN)
+        inherited = {name: value for name, value in os.environ.items() if name not in secret}
         inherited = {**inherited, ERROR_FILE: f"./{ERROR}"}
         self.place = str(folder.resolve())  # now; the files are reached through the working directory
         self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), RUN_MARKER: self.place}

@@ -7,8 +7,12 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,7 @@ from backend.export import gguf_certificate, llama_cpp, loading
 from backend.export import merge as merging
 from backend.export.gguf import GgufExport
 from backend.export.gguf_certificate import Trained
-from backend.models import gguf, merge, trained
+from backend.models import gguf, merge, serve, trained
 from backend.models.gguf import FORMATS, MODELFILE
 from backend.runs import BASE, MODEL, processes
 from backend.runs.folder import ALIVE, Run
@@ -35,6 +39,12 @@ from backend.train.run_log import RunLog, TrainError
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")]
 SMOLLM2 = "smollm2-135m-instruct"
 TRAINED = {"model.builtin": SMOLLM2, "train.learning_rate": 2e-3, "train.max_steps": 8, "save.final_model": True}
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
 OTHER = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}{{ '[assistant] ' }}"
 
 
@@ -204,3 +214,137 @@ def test_a_setting_that_the_file_lacks(
     seen = gguf_certificate.observe(run.path, model, tokenizer, [2], batches, None)
     differences = certify(seen, tmp_path / "moe")["differences"]
     assert differences == [] if normalized else "predicts differently" in differences[0]
+
+
+class Client:
+    """A client of a served model."""
+
+    def __init__(self, job: Run) -> None:
+        while not (shown := serve.as_json(job))["address"]:
+            assert job.state in ALIVE, log_text(job.path)
+            time.sleep(0.1)
+        self.job, self.shown, self.token = job, shown, serve.token_of(job)
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, token: str | None = None) -> tuple[int, str]:
+        """Status and text of a response."""
+        key = self.token if token is None else token
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        data = None if body is None else json.dumps(body).encode()
+        url = self.shown["address"].removesuffix("/v1") + path
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=300) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def choice(self, path: str, **body: Any) -> dict[str, Any]:
+        """The first greedy output."""
+        found: dict[str, Any] = json.loads(self.ask(path, {"temperature": 0, "max_tokens": 64, **body})[1])
+        assert found["model"] == self.shown["name"]
+        output: dict[str, Any] = found["choices"][0]
+        return output
+
+    def end(self) -> None:
+        self.job.stop(save=False)
+        while self.job.state in ALIVE:
+            time.sleep(0.05)
+        assert self.job.state == "done" and not processes.run_processes(self.job.path)
+
+
+@pytest.fixture(scope="module")
+def served(run: Run, environment: Path) -> Iterator[Client]:
+    """A server of the q8_0 file."""
+    wait_for(gguf.start(run, None, "q8_0"))
+    client = Client(serve.start(run, serve.Settings(format="q8_0", parallel=2, context=2048)))
+    yield client
+    client.end()
+
+
+def test_a_served_model_generates_the_outputs_of_the_certificate(run: Run, served: Client) -> None:
+    outputs = gguf.exported(run)[0].result()["certificate"]["outputs"]
+    for output in outputs:
+        choice = served.choice("/v1/completions", prompt=output["prompt"])
+        assert choice["text"] == output["llama_cpp"]["text"]
+        assert choice["finish_reason"] == ("stop" if output["llama_cpp"]["stopped"] else "length")
+    assert any(output["llama_cpp"]["stopped"] for output in outputs), "at a stop token that was trained"
+    user = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    text = served.choice("/v1/chat/completions", **user)["message"]["content"]
+    lines = served.ask("/v1/chat/completions", {"temperature": 0, "max_tokens": 64, "stream": True, **user})[1]
+    chunks = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert len(deltas) > 2 and "".join(delta.get("content") or "" for delta in deltas) == text
+    assert lines.rstrip().endswith("data: [DONE]")
+    word = text.split()[2]
+    shorter = served.choice("/v1/chat/completions", stop=[word], **user)
+    assert shorter["message"]["content"] == text.partition(word)[0] and shorter["finish_reason"] == "stop"
+
+
+def test_what_a_server_answers_without_its_token(run: Run, served: Client) -> None:
+    expected = {
+        "/v1/models": (401, 401, 200), "/v1/chat/completions": (401, 401, 404), "/slots": (401, 401, 501),
+        "/metrics": (401, 401, 501), "/props": (401, 401, 200), "/": (404, 404, 404), "/health": (200, 200, 200),
+    }  # fmt: skip
+    for path, statuses in expected.items():
+        assert tuple(served.ask(path, None, token)[0] for token in ("", "wrong", served.token)) == statuses, path
+    assert served.ask("/health", None, "")[1] == '{"status":"ok"}'
+    for path in ("/v1/models", "/props"):
+        assert str(run.path) not in served.ask(path)[1]
+    for path in served.job.path.rglob("*"):
+        assert path.name == "token" or not path.is_file() or served.token[-4:] not in path.read_text(), path
+
+
+def test_two_requests_at_the_same_time(served: Client) -> None:
+    ended = []
+
+    def generate(count: int) -> None:
+        served.ask("/v1/completions", {"prompt": "The", "max_tokens": count, "ignore_eos": True})
+        ended.append(count)
+
+    long = threading.Thread(target=generate, args=(200,))
+    long.start()
+    time.sleep(0.5)
+    generate(3)
+    long.join()
+    assert ended == [3, 200]
+    status, text = served.ask("/v1/completions", {"prompt": "word " * 4000})
+    assert status == 400 and "exceeds the available context size (2048 tokens)" in text
+
+
+def test_tools_the_same_port_again_and_a_context_that_the_model_does_not_have(
+    run: Run, environment: Path, root: Path
+) -> None:
+    """A file whose chat template has tools. The stop ends a request that generates."""
+    other = Run(root / "runs/tools")
+    shutil.copytree(run.path, other.path, ignore=shutil.ignore_patterns("*_serve"))
+    export = gguf.start(run, None, "q8_0")
+    file = gguf.file_of(export)
+    assert file
+    target = other.path / file.relative_to(run.path)
+    target.unlink(missing_ok=True)
+    command = [str(Path(sys.prefix) / "bin/gguf-new-metadata"), "--chat-template", TOOLS, str(file), str(target)]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True)
+    client = Client(serve.start(other, serve.Settings(file=str(target))))
+    user = {"messages": [{"role": "user", "content": "The time in Bern?"}]}
+    tool = {"type": "function", "function": {"name": "get_time", "description": "T", "parameters": {"type": "object"}}}
+    assert client.shown["has_tools"] and "get_time" in client.ask("/apply-template", {**user, "tools": [tool]})[1]
+    port = int(client.shown["address"].split(":")[2].partition("/")[0])
+    request = {"prompt": "The", "max_tokens": 3000, "ignore_eos": True}
+
+    def send() -> None:
+        with pytest.raises(OSError):
+            client.ask("/v1/completions", request)
+
+    sent = threading.Thread(target=send)
+    sent.start()
+    time.sleep(1)
+    client.end()
+    sent.join(10)
+    assert not sent.is_alive()
+    again = Client(serve.start(other, serve.Settings(port=port)))
+    assert again.shown["address"].endswith(f":{port}/v1")
+    again.end()
+    failed = serve.start(other, serve.Settings(context=9000))
+    while failed.state in ALIVE:
+        time.sleep(0.1)
+    failure = failed.failure()
+    assert failure and failure["sentence"].startswith("A context of 9,000 tokens exceeds that of the model, 8,192")

@@ -131,7 +131,7 @@ def test_the_header_of_a_csv_file_says_what_separates_its_columns(tmp_path: Path
 
 def test_an_error_of_a_whole_file_skips_no_example(tmp_path: Path) -> None:
     """Skipping would change nothing, so it is not offered."""
-    files = {"a.tsv": "q,a\nx,y\n", "b.csv": "q,q\nx,y\n", "c.csv": 'q,a\n"x,y\n', "d.json": '[{]'}
+    files = {"a.tsv": "q,a\nx,y\n", "b.csv": "q,q\nx,y\n", "c.csv": 'q,a\n"x,y\n', "d.json": "[{]"}
     words = ("separated by commas, but tabs are expected", "two columns q", "not valid CSV", "not valid JSON")
     for (name, text), expected in zip(files.items(), words, strict=True):
         (tmp_path / name).write_text(text)

@@ -30,6 +30,7 @@ from webui.api import (
     rules_page,
     runs,
     runs_list,
+    servers,
     sweeps,
     uploads,
 )
@@ -69,6 +70,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/runs/{id}/model.zip": model_zip.model_zip,
     "/api/runs/{id}/merges/{job}/model.zip": merges.download,
     "/api/runs/{id}/gguf/{job}/files/{name}": gguf.download,
+    "/api/runs/{id}/servers/{job}/token": servers.token,
     "/api/runs/{id}/values": runs.values,
     "/api/runs/{id}/log": runs.log,
     "/api/runs/{id}/log.txt": runs.log_file,
@@ -117,6 +119,8 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs/{id}/publications/{job}/stop": publish.stop,
     "/api/runs/{id}/gguf": gguf.start,
     "/api/runs/{id}/gguf/{job}/stop": gguf.stop,
+    "/api/runs/{id}/servers": servers.start,
+    "/api/runs/{id}/servers/{job}/stop": servers.stop,
 }
 PUT: Mapping[str, Endpoint] = {"/api/uploads": uploads.receive}
 DELETE: Mapping[str, Endpoint] = {
@@ -125,6 +129,7 @@ DELETE: Mapping[str, Endpoint] = {
     "/api/runs/{id}/evaluations/{job}": evaluations.remove,
     "/api/runs/{id}/publications/{job}": publish.remove,
     "/api/runs/{id}/gguf/{job}": gguf.remove,
+    "/api/runs/{id}/servers/{job}": servers.remove,
     "/api/machines/{name}": machines.remove,
     "/api/uploads/{name}": uploads.remove,
 }

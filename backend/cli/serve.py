@@ -1,0 +1,68 @@
+"""The command serve: a model of a run with an OpenAI-compatible API, until it is stopped."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from backend.cli.commands import print_json
+from backend.cli.jobs import follow, report
+from backend.cli.runs import find_run
+from backend.models import serve
+from backend.runs.folder import ALIVE, Run
+
+
+def start(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C, the end of the terminal or SIGTERM; with --background, only until the server answers."""
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    names = ("file", "format", "port", "context", "parallel", "threads")
+    settings = serve.Settings(**{name: getattr(arguments, name) for name in names})
+    run, token = find_run(Path(arguments.runs), arguments.run), serve.own_token(arguments.token_file)
+    before = serve.current(run)
+    try:
+        job = serve.start(run, settings, token)
+    except KeyboardInterrupt:
+        _end_started(run, before)
+        raise
+    follow(job, lambda: serve.as_json(job)["address"])
+    shown = serve.as_json(job)
+    if not shown["address"]:
+        return report(job, shown, arguments.json, lambda: _print_end(job))
+    try:
+        print_json({**shown, "folder": str(job.path)}) if arguments.json else _print(shown, arguments.background)
+    except KeyboardInterrupt:
+        job.stop(save=False)
+    if arguments.background:
+        return 0
+    follow(job)
+    return report(job, serve.as_json(job), False, lambda: _print_end(job))
+
+
+def _end_started(run: Run, before: Run | None) -> None:
+    """Stop the server that was started just now; `before` is the one of an earlier command."""
+    job = serve.current(run)
+    if job and (not before or job.id != before.id) and job.state in ALIVE:
+        job.stop(save=False)
+        follow(job)
+
+
+def _print_end(job: Run) -> None:
+    print(job.result()["text"], file=sys.stderr)
+
+
+def _print(shown: dict[str, Any], in_background: bool) -> None:
+    print(f"Serving {Path(shown['file']).name} on the CPU at {shown['address']}, as the model {shown['name']}.")
+    print(f"Context: {shown['context']:,} tokens per request. Requests at the same time: {shown['parallel']}.")
+    print(f"API token, which every request needs: in {shown['token_file']}, a file that only you can read.")
+    if not shown["is_chat"]:
+        print("The model was not trained for chats: use /v1/completions, and not /v1/chat/completions.")
+    elif not shown["has_tools"]:
+        print("The chat template has no place for tools: llama.cpp ignores those of a request.")
+    print(f"\n{shown['curl']}\n{shown['python']}")
+    stop = f"footplate stop {shlex.quote(str(Path(shown['token_file']).parent))}"
+    print(f"To stop it: {stop}" if in_background else "Ctrl-C stops it.", flush=True)

@@ -1,0 +1,102 @@
+"""llama.cpp's server, out of the environment gguf, in a process of its own: a GGUF file that it cannot use, or a lack
+of memory, may end that process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backend.environments import PACKAGES
+
+SCRIPT = Path(__file__).parent / "llama_cpp_server.py"
+END_SECONDS = 10.0  # after which a server that does not end is killed
+ERROR = re.compile(r"^[\d.]+ E (.+)$", re.MULTILINE)  # a line of llama.cpp's log: time, level, function and message
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`file`: the GGUF file; `key`: what every request has to send as its Bearer token; `name`: the model's name for
+    clients, '' for that in the file; `context`: tokens of a request with its output; `port`: of 127.0.0.1, 0 for a free
+    one; `parallel`: requests at the same time; `template_kwargs`: of the chat template."""
+
+    file: Path
+    key: str = field(repr=False)
+    context: int
+    name: str = ""
+    port: int = 0
+    parallel: int = 1
+    threads: int = 1  # trainings need the others
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ServerError(Exception):
+    """The server did not start; the message is what llama.cpp says."""
+
+
+class ServerProcess:
+    """The server from its start to `close`; also ends with the process that has started it. `environment` is the folder
+    of the environment gguf, `log` the file for the server's messages. Returns when it answers requests. Raises
+    ServerError."""
+
+    def __init__(self, environment: Path, settings: Settings, log: Path) -> None:
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                cwd=settings.file.parent,  # so that clients get the name of the file and not its path
+                env={**os.environ, "PYTHONPATH": str(environment / PACKAGES)},
+            )
+        assert self._process.stdin and self._process.stdout
+        request = {**asdict(settings), "model": settings.file.name, "file": None}
+        with contextlib.suppress(OSError):  # it has ended
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        self.address = self._process.stdout.readline().strip()  # http://127.0.0.1:PORT
+        if not self.address:
+            self.close()
+            first = ERROR.search(self._text())  # the others follow from it
+            raise ServerError(
+                " ".join(first[1].split()) if first else f"its process {self.ending()}. {self.last_line()}"
+            )
+
+    def ending(self) -> str:
+        """How the process has ended, as a verb and its object; '' while it runs."""
+        if (code := self._process.poll()) is None:
+            return ""
+        if code >= 0:
+            return f"ended with exit code {code}"
+        memory = ", perhaps because the machine ran out of memory" if code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{memory}"
+
+    def last_line(self) -> str:
+        """The last line of the log."""
+        lines = [line.strip() for line in self._text().splitlines() if line.strip()]
+        return lines[-1] if lines else "It wrote no message."
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _text(self) -> str:
+        return self._log.read_text(errors="replace")

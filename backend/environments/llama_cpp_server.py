@@ -1,0 +1,44 @@
+"""The process of llama.cpp's server with one GGUF file (llama_cpp.py starts it). It imports nothing from Footplate: its
+only packages are those of the environment gguf. stdin has one line of JSON, the settings; stdout gets the address. Ends
+when stdin is closed, also during a request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import xllamacpp
+
+
+def main() -> None:
+    """Load the file, print the address, wait."""
+    settings = json.loads(sys.stdin.readline())
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = settings["model"]
+    parameters.model_alias = {settings["name"]} if settings["name"] else set()
+    parameters.api_keys = [settings["key"]]
+    parameters.hostnames, parameters.port = ["127.0.0.1"], settings["port"]
+    # Only what OpenAI's clients need: no page, no state of requests, and no access for other web pages.
+    parameters.ui = parameters.endpoint_slots = parameters.endpoint_metrics = parameters.endpoint_props = False
+    parameters.cors_origins, parameters.cors_credentials = "", False
+    parameters.verbosity = 1  # errors: information has the end of the key, and warnings each request without a key
+    parameters.offline, parameters.warmup = True, False
+    parameters.n_ctx = settings["context"] * settings["parallel"]  # of all slots
+    parameters.n_parallel, parameters.cache_ram_mib = settings["parallel"], 0
+    parameters.default_template_kwargs = {key: json.dumps(value) for key, value in settings["template_kwargs"].items()}
+    parameters.n_gpu_layers = 0
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = settings["threads"]
+    try:
+        server = xllamacpp.Server(parameters)
+    except RuntimeError as error:  # why is in the errors that llama.cpp has printed
+        sys.exit(str(error))
+    sys.stdout.write(f"{server.listening_address}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    os._exit(0)  # the server would first finish its requests
+
+
+if __name__ == "__main__":
+    main()

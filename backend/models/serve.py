@@ -1,0 +1,203 @@
+"""Serving a GGUF file of a run with llama.cpp's server, whose API is OpenAI's: a job of the run, whose process is
+`backend.serve`."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backend.models import chat, gguf, system_prompt, trained
+from backend.models.gguf import ENVIRONMENT, FORMATS
+from backend.paths import environment_folder
+from backend.runs import SERVE_TOKEN, SPEC, TOKEN, files, jobs
+from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
+
+MIN_TOKEN, MAX_TOKEN = 16, 512  # characters
+MAX_CONTEXT, MAX_PARALLEL = 2**20, 64
+CPU = {"CUDA_VISIBLE_DEVICES": ""}  # the packages of the environment compute on the CPU only
+TIMEOUTS = StopTimeouts(save=5.0, discard=5.0, sigterm=5.0)  # there is nothing to save
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`file`: the name or path of an exported file, '' for the newest; `format`: only of this format, '' for any;
+    `port`: 0 for a free one; `context`: tokens of a request with its output, 0 for at most 4,096; `parallel`: requests
+    at the same time."""
+
+    file: str = ""
+    format: str = ""
+    port: int = 0
+    context: int = 0
+    parallel: int = 1
+    threads: int = 1
+
+    def check(self) -> None:
+        """Raises RunError."""
+        if self.format not in ("", *FORMATS):
+            raise RunError(f"The GGUF format {self.format} is not supported. Choose one of {', '.join(FORMATS)}.")
+        limits = {"context": MAX_CONTEXT, "parallel": MAX_PARALLEL, "threads": os.cpu_count() or 1}
+        for name, most in limits.items():
+            value, least = getattr(self, name), 0 if name == "context" else 1
+            if not least <= value <= most:
+                raise RunError(f"{name} must be from {least} to {most:,}; it is {value:,}.")
+        if self.port and not 1024 <= self.port < 2**16:
+            raise RunError(f"port must be from 1024 to 65535, or 0 for a free one; it is {self.port}.")
+
+
+def start(run: Run, settings: Settings, token: str = "") -> Run:
+    """The job that serves a GGUF file of the run; `token`: what clients have to send, '' for a random one. Raises
+    RunError, also if the run has a server already."""
+    settings.check()
+    gguf.require_environment("serve the model again")
+    export, file = find_file(run, settings)
+    request = {
+        "file": str(file.relative_to(export.path.parent)),
+        "format": gguf.as_json(export)["format"],
+        "name": run.name,
+        "port": settings.port,
+        "context": settings.context,
+        "parallel": settings.parallel,
+        "threads": settings.threads,
+        "template_kwargs": dict(chat.read_spec(run).data.template_kwargs),
+        "environment": str(environment_folder(ENVIRONMENT)),
+    }
+    with jobs.alone(run):
+        if (job := current(run)) and job.state in ALIVE:
+            command = f"footplate stop {shlex.quote(str(job.path))}"
+            raise RunError(f"A model of this run is being served already. Stop it first: `{command}`.")
+        _check_port(settings.port)
+        for earlier in jobs.find_all(run, jobs.SERVE):
+            earlier.delete()
+        texts = {TOKEN: token or secrets.token_urlsafe(32)}  # mode 0600, like all files of a run
+        job = jobs.create(run, jobs.SERVE, request, CPU, {}, texts)
+        job.start(timeouts=TIMEOUTS)
+        return job
+
+
+def current(run: Run) -> Run | None:
+    """The newest job that serves, or has served, a model of the run."""
+    return next(iter(jobs.find_all(run, jobs.SERVE)), None)
+
+
+def find_file(run: Run, settings: Settings) -> tuple[Run, Path]:
+    """The export, and its GGUF file, that the settings name. Raises RunError."""
+    exports = [(job, file) for job in gguf.exported(run) if (file := gguf.file_of(job))]
+    of_format = [found for found in exports if settings.format in ("", gguf.as_json(found[0])["format"])]
+    for job, file in of_format:
+        if settings.file in ("", file.name) or Path(settings.file).resolve() == file:
+            return job, file
+    if settings.file and of_format:
+        names = ", ".join(str(file) for _, file in of_format)
+        raise RunError(f"{settings.file} is no GGUF file of this run. Its files are: {names}.")
+    kind = f" in {settings.format}" if settings.format else ""
+    command = f"footplate export-model {run.id}" + (f" --format {settings.format}" if settings.format else "")
+    raise RunError(
+        f"{run.id} has no GGUF file of its model{kind}. Export one first: `{command}`, or Export as GGUF on the run's "
+        "page."
+    )
+
+
+def _check_port(port: int) -> None:
+    """Raise RunError if another program uses the port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that has ended
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise RunError(
+                f"Port {port} of 127.0.0.1 cannot be used: {error.strerror}. Choose another port, or 0 for a free one."
+            ) from error
+
+
+def own_token(file: str = "") -> str:
+    """The user's own token: in a file, else in the environment; '' for a random one. Raises RunError."""
+    token, place = os.environ.get(SERVE_TOKEN, ""), SERVE_TOKEN
+    if file:
+        token, place = _read_token(Path(file)), file
+    elif not token:
+        return ""
+    if not MIN_TOKEN <= len(token) <= MAX_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+        raise RunError(
+            f"The API token in {place} cannot be used: it must have {MIN_TOKEN} to {MAX_TOKEN} letters, digits and "
+            "punctuation marks, without spaces."
+        )
+    return token
+
+
+def _read_token(file: Path) -> str:
+    """The first line of a file that only its owner can read. Raises RunError."""
+    try:
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as opened:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise RunError(f"--token-file {file} is not a regular file.")
+            if status.st_mode & 0o077:
+                raise RunError(f"Other users can read {file}: run `chmod 600 {file}`.")
+            return opened.readline(4096).rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"--token-file {file} cannot be read: {error}.") from None
+
+
+def token_of(job: Run) -> str:
+    """What clients of a running server have to send. Raises RunError."""
+    try:
+        return files.read_text(job.path / TOKEN)
+    except OSError:
+        raise RunError("The server has ended, and its API token was removed.") from None
+
+
+def as_json(job: Run) -> dict[str, Any]:
+    """For page and command line: the job, and, once requests are answered, the address with examples of requests. They
+    read the token from its file, so that it is in no command line."""
+    request = jobs.request(job.path, jobs.SERVE)
+    progress = job.progress() if job.state == "running" else {}
+    shown = {name: request.get(name) for name in ("name", "format", "parallel", "threads")}
+    shown |= {"file": str(job.path.parent / str(request.get("file"))), "address": progress.get("address")}
+    shown |= {"context": progress.get("context"), "has_tools": progress.get("has_tools")}
+    shown |= {"token_file": str(job.path / TOKEN)}
+    examples = _examples(job, shown) if shown["address"] else {"curl": "", "python": "", "is_chat": True}
+    return {**jobs.as_json(job), **shown, **examples}
+
+
+def _examples(job: Run, shown: dict[str, Any]) -> dict[str, Any]:
+    """A request with curl, and with the openai package; a chat if the model was trained for chats."""
+    run = Run(job.path.parent.parent)
+    body: dict[str, Any] = {"model": shown["name"]}
+    model = trained.find(run)
+    is_chat = not model or chat.mode_of(chat.read_spec(run), model.folder) == chat.CHAT
+    if is_chat:
+        system = system_prompt.of_run(run.path / SPEC)
+        before = [{"role": "system", "content": system}] if system else []
+        body["messages"] = [*before, {"role": "user", "content": "Hello!"}]
+        path, call, text = "chat/completions", "chat.completions", "message.content"
+    else:
+        body["prompt"] = "Once upon a time"
+        path, call, text = "completions", "completions", "text"
+    arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in body.items())
+    data = shlex.quote(json.dumps(body, ensure_ascii=False))
+    return {
+        "curl": CURL.format(file=shlex.quote(shown["token_file"]), url=f"{shown['address']}/{path}", data=data),
+        "python": PYTHON.format(
+            url=json.dumps(shown["address"]), file=json.dumps(shown["token_file"]), call=call, arguments=arguments,
+            text=text,
+        ),
+        "is_chat": is_chat,
+    }  # fmt: skip
+
+
+# The header comes from stdin: arguments of programs can be read by other users.
+CURL = """\
+sed 's/^/Authorization: Bearer /' {file} | curl -H @- -H 'Content-Type: application/json' {url} -d {data}
+"""
+PYTHON = """\
+from openai import OpenAI
+client = OpenAI(base_url={url}, api_key=open({file}).read())
+print(client.{call}.create({arguments}).choices[0].{text})
+"""
