@@ -201,8 +201,9 @@ def unusable_checkpoint(case: Case) -> str | Violation | None:
     options and model has saved, at a step before the end of the resumed run."""
     if case.spec.save.resume_from != "path":
         return None
-    path, last = Path(case.spec.save.resume_path), case.run.total_steps
-    is_exact = case.spec.train.duration == "steps" or case.facts.counts_are_exact
+    path, last, train = Path(case.spec.save.resume_path), case.run.total_steps, case.spec.train
+    # Pretraining splits long texts: how many sequences there are is known once all are tokenized.
+    is_exact = train.duration == "steps" or (case.facts.counts_are_exact and train.stage != "pretraining")
     if case.facts.checkpoint_problem or last is None or not is_exact or step_of(path) < last:
         options, problem = dict(case.facts.checkpoint_options), case.facts.checkpoint_problem
         fix = Fix("Use the adapter options of the checkpoint", options, False, "those of this run are not used")

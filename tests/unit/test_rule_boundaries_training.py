@@ -411,6 +411,8 @@ TRAINING = (
              {RESUME_PATH: "a/checkpoint-20"}, words="ends at step 20, so no step would be trained"),
     facts_boundary("TRN008", {**RESUMED, "train.num_train_epochs": 1, RESUME_PATH: "a/checkpoint-900"},
                    replace(DEMO, counts_are_exact=False), DEMO, words="so no step would be trained"),
+    boundary("TRN008", {**RESUMED, "train.num_train_epochs": 1, RESUME_PATH: "a/checkpoint-900"},
+             {"train.stage": "pretraining"}, {"train.stage": "sft"}),
     boundary("TRN009", FOUR_OF_EACH, {MAX_STEPS: 10_000}, {MAX_STEPS: 10_001}, {MAX_STEPS: 1000}),
     facts_boundary("TRN009", {**STEPS, MAX_STEPS: 101, BATCH: 64, ACCUMULATION: 1}, lengths(9, num_examples=65),
                    lengths(9, num_examples=6), {MAX_STEPS: 1}),
