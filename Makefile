@@ -15,9 +15,14 @@ export FOOTPLATE_TEST_THREADS := $(or $(THREADS),1)
 # Some environments forbid compiled modules, so that each of hundreds of processes would compile the project again.
 export PYTHONDONTWRITEBYTECODE :=
 
+MAKEFLAGS += -j2  # Python's packages and the system's are installed at the same time
+
 .PHONY: setup run test check soak soak-cpu gpu bench docs pictures tools
 
 setup: $(VENV)/ready  ## a virtual environment with the versions of constraints.txt
+
+# A third of the source text in the packages, which most runs never import.
+UNUSED := /(tests|testing|kubernetes/aio|transformers/models)/
 
 # torch first, with its pinned version: an open range could select a build with several gigabytes of CUDA libraries.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -25,7 +30,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77"
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable ".[dev]"
-	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib  # pip would use one core; some files are for another Python
+	-$(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib  # pip would use one core; some files are for another Python
 	touch $@
 
 run: setup  ## serves the page, with further ARGS such as --no-login; converts the default model first
