@@ -69,6 +69,11 @@ class Variant:
         """Bytes between each device and host RAM in an optimizer step."""
         return host_bytes(self._context) if self._context else 0
 
+    @cached_property
+    def tokens_per_second(self) -> float | None:
+        """The predicted speed; None if it cannot run, or if no time is predicted."""
+        return None if self.error or self.case.time.unknown else self.case.time.tokens_per_second
+
     @property
     def error(self) -> str:
         """The title of the first error that is neither about memory nor unrelated; '' without one."""

@@ -58,6 +58,7 @@ def _line(variant: Variant, spec: RunSpec, best: Variant | None) -> dict[str, An
         "host_bytes": variant.host_bytes,
         "sent_bytes": variant.sent_bytes,
         "host_traffic_bytes": variant.host_traffic_bytes,
+        "tokens_per_second": variant.tokens_per_second,
     }
 
 

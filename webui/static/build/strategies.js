@@ -11,6 +11,7 @@ const lines = new Map();
 const HELP = {
   host: "Estimated peak in the RAM of a node, of all its processes together",
   sent: "Data that each device sends to other devices and exchanges with host RAM in an optimizer step",
+  speed: "Predicted training speed of all devices together. No speed is predicted for offloading, among others.",
 };
 let showsOthers = false;
 let latest = null;
@@ -25,7 +26,8 @@ export function drawStrategies(strategies, device) {
   if (!strategies) return;
   latest = { strategies, device };
   const shown = [...strategies.lines, ...(showsOthers ? strategies.others : [])];
-  const nodes = shown.map((line) => drawLine(line, device));
+  const hasSpeed = shown.some((line) => line.tokens_per_second); // else what is sent tells which is faster
+  const nodes = shown.map((line) => drawLine(line, device, hasSpeed));
   const list = $(".fp-strategy-list", box) || firstDraw(box);
   const capacities = shown.map((line) => line.capacity_bytes);
   const [least, most] = [Math.min(...capacities), Math.max(...capacities)]; // processes on a CPU share its RAM
@@ -35,6 +37,9 @@ export function drawStrategies(strategies, device) {
   const memory = $(".fp-strategy-memory", box);
   memory.title = memoryHelp(device, most && range, least < most);
   setText(memory, most ? `Memory per ${device}, of ${range}` : `Memory per ${device}`);
+  const last = $(".fp-strategy-speed", box);
+  last.title = hasSpeed ? HELP.speed : HELP.sent;
+  setText(last, hasSpeed ? "Tokens/s" : "Sent per step");
   if (nodes.length !== list.children.length || nodes.some((node, i) => list.children[i] !== node)) {
     const focused = /** @type {HTMLElement} */ (document.activeElement);
     list.replaceChildren(...nodes);
@@ -69,7 +74,7 @@ function firstDraw(box) {
       el("span", {}, "Strategy"),
       el("span.fp-strategy-memory"),
       el("span.fp-n", { title: HELP.host }, "Host RAM"),
-      el("span.fp-n", { title: HELP.sent }, "Sent per step"),
+      el("span.fp-n.fp-strategy-speed"),
     ),
     list,
     el("p.fp-strategy-best"),
@@ -88,7 +93,7 @@ function newLine(name) {
     badge: el("span.fp-strategy-badge", { hidden: true }, "recommended"),
     memory: el("span.fp-n"),
     host: el("span.fp-n"),
-    sent: el("span.fp-n"),
+    speed: el("span.fp-n"),
     verdict: el("span.fp-strategy-verdict"),
   };
   const node = el(
@@ -98,12 +103,12 @@ function newLine(name) {
     el("span.fp-strategy-bar", { "aria-hidden": "true" }, bar),
     parts.memory,
     parts.host,
-    parts.sent,
+    parts.speed,
   );
   return { node, ...parts };
 }
 
-function drawLine(line, device) {
+function drawLine(line, device, hasSpeed) {
   const name = line.name;
   if (!lines.has(name)) lines.set(name, newLine(name));
   const parts = lines.get(name);
@@ -118,11 +123,14 @@ function drawLine(line, device) {
   setText(parts.memory, known ? bytes(line.device_bytes) : "");
   setText(parts.host, known ? (line.host_bytes ? bytes(line.host_bytes) : "none") : "");
   const sent = line.sent_bytes + line.host_traffic_bytes;
-  setText(parts.sent, known ? (sent ? bytes(sent) : "none") : "");
+  const speed = line.tokens_per_second ? num(Number(line.tokens_per_second.toPrecision(3))) : "unknown";
+  setText(parts.speed, !known ? "" : hasSpeed ? speed : sent ? bytes(sent) : "none");
+  parts.speed.title = hasSpeed && known ? `${bytes(sent)} sent per step` : "";
   const share = known && line.capacity_bytes ? line.device_bytes / line.capacity_bytes : 0;
   parts.bar.style.width = `${Math.min(100, 100 * share)}%`;
   const figures = known
-    ? `${bytes(line.device_bytes)} per ${device}, ${bytes(line.host_bytes)} of host RAM, ${bytes(sent)} sent per step`
+    ? `${bytes(line.device_bytes)} per ${device}, ${bytes(line.host_bytes)} of host RAM, ${bytes(sent)} sent per step` +
+      (hasSpeed ? `, ${speed} tokens per second` : "")
     : "";
   parts.input.setAttribute(
     "aria-label",
