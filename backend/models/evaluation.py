@@ -18,7 +18,7 @@ from backend.data import DataFileError, expand, file_patterns
 from backend.models import trained
 from backend.models.chat_files import MAX_NEW_TOKENS
 from backend.models.spec import read_spec
-from backend.runs import EVALUATED, files, jobs, json_values
+from backend.runs import files, jobs, json_values
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
 
 OUTPUTS = "outputs.jsonl"  # what each model made of each example, in the order of the work
@@ -132,14 +132,6 @@ def start(run: Run, settings: Settings) -> Run:
 def find_all(run: Run) -> list[Run]:
     """The evaluations of a run, the newest first."""
     return jobs.find_all(run, jobs.EVALUATION)
-
-
-def delete(run: Run, job: Run) -> None:
-    """Delete an evaluation, and what the list of runs has of it."""
-    job.delete()
-    with suppress(OSError, ValueError, AttributeError):
-        if json_values.read(run.path / EVALUATED).get("job") == job.id:
-            (run.path / EVALUATED).unlink()
 
 
 def read_settings(folder: Path) -> Settings:

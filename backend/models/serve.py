@@ -163,7 +163,7 @@ def as_json(job: Run) -> dict[str, Any]:
     shown |= {"context": progress.get("context"), "has_tools": progress.get("has_tools")}
     shown |= {"token_file": str(job.path / TOKEN)}
     examples = _examples(job, shown) if shown["address"] else {"curl": "", "python": "", "is_chat": True}
-    return {**jobs.as_json(job), **shown, **examples}
+    return {**jobs.as_json(job), "fraction": None, **shown, **examples}
 
 
 def _examples(job: Run, shown: dict[str, Any]) -> dict[str, Any]:

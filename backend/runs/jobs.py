@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from backend import registry
-from backend.runs import JOBS, Plan, files, json_values
+from backend.runs import EVALUATED, JOBS, Plan, files, json_values
 from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, runs
 
 CHAT, EVALUATION, MERGE, GGUF, SERVE, PUBLISH = "chat", "evaluation", "merge", "gguf", "serve", "publish"
@@ -81,6 +81,14 @@ def find(run: Run, id: str) -> Run:
         if job.id == id:
             return job
     raise RunError("This job no longer exists.")
+
+
+def delete(run: Run, job: Run) -> None:
+    """Delete a job, and what the list of runs has of it. Raises RunError."""
+    job.delete()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if json_values.read(run.path / EVALUATED).get("job") == job.id:
+            (run.path / EVALUATED).unlink()
 
 
 @contextlib.contextmanager

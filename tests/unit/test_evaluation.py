@@ -12,7 +12,7 @@ from test_chat import LORA, make_run, use_waiter
 from backend.__main__ import main
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, Settings
-from backend.runs import EVALUATED, MODEL, RESULT
+from backend.runs import EVALUATED, MODEL, RESULT, jobs
 from backend.runs.folder import ALIVE, RunError
 from backend.runs.listing import row
 
@@ -122,9 +122,9 @@ def test_rows_and_their_changes(tmp_path, waiter):
         assert http.get(path, params={"score": "loss", "change": "x"}).status_code == 400
         relative = http.post(f"/api/runs/{run.id}/evaluations", json={"data": "mine.jsonl"})
         assert relative.status_code == 422 and "mine.jsonl is relative" in relative.json()["error"]
-        assert http.post(f"/api/runs/{run.id}/evaluations/{job.id}/stop", json={}).status_code == 200
+        assert http.post(f"/api/runs/{run.id}/jobs/{job.id}/stop", json={}).status_code == 200
         wait_for_end(job)
-        assert http.delete(f"/api/runs/{run.id}/evaluations/{job.id}").status_code == 200
+        assert http.delete(f"/api/runs/{run.id}/jobs/{job.id}").status_code == 200
         assert http.get(path, params={"score": "loss"}).status_code == 404
     run.delete()
 
@@ -151,7 +151,7 @@ def test_what_the_list_shows_ends_with_the_evaluation(tmp_path, waiter):
     assert row(run)["forgetting"] is None, "of a model that was replaced"
     (run.path / EVALUATED).write_text(json.dumps(found))
     assert row(run)["forgetting"] == 0.5 and row(run)["general_loss"] == 4.0
-    evaluation.delete(run, first)
+    jobs.delete(run, first)
     assert row(run)["forgetting"] is None and not first.path.exists()
     for broken in ("[1]", "{", '{"forgetting": "x"}'):
         (run.path / EVALUATED).write_text(broken)

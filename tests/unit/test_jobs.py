@@ -155,10 +155,10 @@ def test_endpoints(run):
         response = web.get(f"/api/runs/{run.id}/merges/{job.id}/model.zip")
         assert response.status_code == 200 and f"{run.id}-merged.zip" in response.headers["content-disposition"]
         assert web.post(f"/api/runs/{run.id}/merges", json={"step": 7}).status_code in (409, 422)
-        assert web.post(f"/api/runs/{run.id}/merges/{job.id}/stop").json()["error"]
+        assert web.post(f"/api/runs/{run.id}/jobs/{job.id}/stop").json()["error"]
         for name in (run.id, "nothing", "..%2F.."):
             assert web.get(f"/api/runs/{run.id}/merges/{name}/model.zip").status_code == 404
-        assert web.delete(f"/api/runs/{run.id}/merges/{job.id}").status_code == 200
+        assert web.delete(f"/api/runs/{run.id}/jobs/{job.id}").status_code == 200
         assert not job.path.exists() and web.get(f"/api/runs/{run.id}").json()["merge"] is None
 
 

@@ -270,6 +270,6 @@ def test_the_page_publishes_what_it_has_shown(run, tmp_path, monkeypatch):
         planned = json.loads((started[0].path / "publish.json").read_text())
         assert planned["files"] == shown and planned["request"]["folder"] == str(tmp_path / "out")
         assert [job["id"] for job in web.get(f"/api/runs/{run.id}").json()["publications"]] == [started[0].id]
-        assert web.post(f"{place}/nothing/stop", json={}).status_code == 404
-        assert web.delete(f"{place}/{started[0].id}").status_code == 200
+        assert web.post(f"/api/runs/{run.id}/jobs/nothing/stop", json={}).status_code == 404
+        assert web.delete(f"/api/runs/{run.id}/jobs/{started[0].id}").status_code == 200
         assert not web.get(f"/api/runs/{run.id}").json()["publications"]

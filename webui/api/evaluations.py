@@ -47,19 +47,6 @@ def start(run: PathRun, body: EvaluationRequest) -> Response:
     return json(evaluation.as_json(evaluation.start(run, Settings(**{**body.model_dump(), "data": data}))), 201)
 
 
-def stop(run: PathRun, job: str) -> dict[str, Any]:
-    """Request a stop; what is computed is kept for the next start with the same settings."""
-    found = find_job(run, job, jobs.EVALUATION)
-    found.stop(save=False)
-    return evaluation.as_json(found)
-
-
-def remove(run: PathRun, job: str) -> dict[str, Any]:
-    """Delete an evaluation."""
-    evaluation.delete(run, find_job(run, job, jobs.EVALUATION))
-    return {"id": job}
-
-
 def examples(
     run: PathRun, job: str, score: str, change: Literal["", "better", "worse", "unchanged"] = "", first: int = 0
 ) -> dict[str, Any]:

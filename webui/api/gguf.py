@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.responses import FileResponse, Response
 
 from backend.models import gguf
@@ -24,19 +22,6 @@ class GgufRequest(RequestBody):
 def start(run: PathRun, body: GgufRequest) -> Response:
     """Start to export, or return the job that does or did."""
     return json(gguf.as_json(gguf.start(run, body.step, body.format)), 201)
-
-
-def stop(run: PathRun, job: str) -> dict[str, Any]:
-    """Request a stop."""
-    found = find_job(run, job, jobs.GGUF)
-    found.stop(save=False)
-    return gguf.as_json(found)
-
-
-def remove(run: PathRun, job: str) -> dict[str, Any]:
-    """Delete the file and its certificate."""
-    find_job(run, job, jobs.GGUF).delete()
-    return {"id": job}
 
 
 def download(run: PathRun, job: str, name: str) -> Response:

@@ -1,4 +1,4 @@
-"""The jobs of a run in requests and responses."""
+"""The jobs of a run in requests and responses: what all kinds have in common."""
 
 from __future__ import annotations
 
@@ -8,16 +8,30 @@ from backend.runs import jobs
 from backend.runs.folder import Run, RunError
 from webui.api.app_state import AppState
 from webui.api.requests import ApiError
+from webui.api.runs import PathRun
 from webui.api.runs_list import with_names
 
 
-def find_job(run: Run, job: str, kind: str) -> Run:
-    """The job of a run with this id and kind. Raises ApiError."""
+def stop(run: PathRun, job: str) -> dict[str, Any]:
+    """Request a stop."""
+    found = find_job(run, job)
+    found.stop(save=False)
+    return jobs.as_json(found)
+
+
+def remove(run: PathRun, job: str) -> dict[str, Any]:
+    """Delete a job with all that it has made. What was published stays."""
+    jobs.delete(run, find_job(run, job))
+    return {"id": job}
+
+
+def find_job(run: Run, job: str, kind: str = "") -> Run:
+    """The job of a run with this id, and with this kind if one is given. Raises ApiError."""
     try:
         found = jobs.find(run, job)
     except RunError as error:
         raise ApiError(404, str(error)) from None
-    if found.about().get("kind") != kind:
+    if kind and found.about().get("kind") != kind:
         raise ApiError(404, f"The job {job} is not of the kind {kind}.")
     return found
 

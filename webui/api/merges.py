@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.responses import Response
 
 from backend.models import merge, trained
@@ -23,19 +21,6 @@ class MergeRequest(RequestBody):
 def start(run: PathRun, body: MergeRequest) -> Response:
     """Start to merge, or return the job that does or did."""
     return json(merge.as_json(merge.start(run, body.step)), 201)
-
-
-def stop(run: PathRun, job: str) -> dict[str, Any]:
-    """Request a stop."""
-    found = find_job(run, job, jobs.MERGE)
-    found.stop(save=False)
-    return merge.as_json(found)
-
-
-def remove(run: PathRun, job: str) -> dict[str, Any]:
-    """Delete the merged model."""
-    find_job(run, job, jobs.MERGE).delete()
-    return {"id": job}
 
 
 def download(run: PathRun, job: str) -> Response:

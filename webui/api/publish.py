@@ -9,8 +9,6 @@ from starlette.responses import Response
 
 from backend.publish import publication
 from backend.publish.contents import Request
-from backend.runs import jobs
-from webui.api.jobs import find_job
 from webui.api.requests import RequestBody, json
 from webui.api.runs import PathRun
 
@@ -42,16 +40,3 @@ def summarize(run: PathRun, body: PublishRequest) -> dict[str, Any]:
 def start(run: PathRun, body: PublishRequest) -> Response:
     """Start to publish what was shown."""
     return json(publication.as_json(publication.start(run, body.request(), body.shown)), 201)
-
-
-def stop(run: PathRun, job: str) -> dict[str, Any]:
-    """Request a stop."""
-    found = find_job(run, job, jobs.PUBLISH)
-    found.stop(save=False)
-    return publication.as_json(found)
-
-
-def remove(run: PathRun, job: str) -> dict[str, Any]:
-    """Forget a publication; what was published stays."""
-    find_job(run, job, jobs.PUBLISH).delete()
-    return {"id": job}

@@ -1,8 +1,8 @@
-"""Endpoints of serving a run's model with an OpenAI-compatible API: start, stop, delete, the API token."""
+"""Endpoints of serving a run's model with an OpenAI-compatible API: start, the API token."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 from starlette.responses import Response
@@ -30,19 +30,6 @@ class ServeRequest(RequestBody):
 def start(run: PathRun, body: ServeRequest) -> Response:
     """Start to serve a GGUF file of the run."""
     return json(serve.as_json(serve.start(run, serve.Settings(**body.model_dump()), serve.own_token())), 201)
-
-
-def stop(run: PathRun, job: str) -> dict[str, Any]:
-    """Request a stop."""
-    found = find_job(run, job, jobs.SERVE)
-    found.stop(save=False)
-    return serve.as_json(found)
-
-
-def remove(run: PathRun, job: str) -> dict[str, Any]:
-    """Delete a server that has ended."""
-    find_job(run, job, jobs.SERVE).delete()
-    return {"id": job}
 
 
 def token(run: PathRun, job: str) -> dict[str, str]:

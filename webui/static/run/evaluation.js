@@ -1,7 +1,7 @@
 // @ts-check
 // The card "Evaluation" of the Run view: base model and trained model on the same examples. It is computed by a job, so
 // that it goes on without the page.
-import { get, post, remove } from "../api.js";
+import { get, post } from "../api.js";
 import { el, redraw, setText } from "../dom.js";
 import { dateTime } from "../format.js";
 import { createPoller } from "../poll.js";
@@ -19,6 +19,8 @@ import {
   isAlive,
   keepFocus,
   limitations,
+  removeJob,
+  stopJob,
 } from "./run_jobs.js";
 
 const ABOUT =
@@ -40,7 +42,7 @@ export class Evaluation {
     this.chosen = ""; // the id of an earlier evaluation
     this.drawn = "";
     this.poller = createPoller((isCurrent) => this.#pull(isCurrent), { isVisible });
-    this.fields = createFields(() => this.#ask(post(this.path, this.fields.values())));
+    this.fields = createFields(() => ask(post(this.path, this.fields.values()), this.#run().refresh));
     this.parts = createParts();
     const { head, about, earlier, progress, failure, result, buttons } = this.parts;
     this.node = el("section.fp-panel.fp-job-card.fp-evaluation", { hidden: true, "aria-label": "Evaluation" });
@@ -89,13 +91,13 @@ export class Evaluation {
     const shown = done.find(({ id }) => id === this.chosen) || done[0];
     parts.about.hidden = Boolean(shown) && !offer.problem;
     setText(parts.about, offer.problem || ABOUT);
-    parts.progress.draw(running, () => this.#ask(post(`${this.path}/${running.id}/stop`)));
+    parts.progress.draw(running, () => stopJob(running.id, this.#run()));
     parts.failure.hidden = !failure;
     setText(parts.failure, failure);
     parts.earlier.draw(done, shown);
     this.fields.draw(offer, Boolean(running), newest || null);
     this.fields.remove.hidden = !newest || isAlive(newest) || newest.state === "done";
-    this.fields.remove.onclick = () => this.#ask(remove(`${this.path}/${newest.id}`));
+    this.fields.remove.onclick = () => removeJob(newest.id, this.#run());
     const key = JSON.stringify(shown ?? null);
     if (key !== this.drawn) this.#drawResult(shown);
     this.drawn = key;
@@ -117,16 +119,17 @@ export class Evaluation {
     redraw(
       buttons,
       examples && downloadLink("Download examples", `${path}/examples.json`),
-      deleteButton("Delete evaluation", "Delete this evaluation?", path, () => this.#refresh()),
+      deleteButton("Delete evaluation", "Delete this evaluation?", job.id, this.#run()),
     );
   }
 
-  #ask(request) {
-    return ask(request, () => this.#refresh());
-  }
-  #refresh() {
-    this.tag = "";
-    if (this.path) this.poller.start();
+  /** The run, for requests. */
+  #run() {
+    const refresh = () => {
+      this.tag = "";
+      if (this.path) this.poller.start();
+    };
+    return { base: this.base(), refresh };
   }
 }
 

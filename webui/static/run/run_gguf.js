@@ -29,7 +29,6 @@ let chosen = "q8_0";
 
 /** `gguf` has the newest export of each format. */
 export const GGUF = {
-  path: "gguf",
   work: "Exporting",
   stop: "Stop exporting",
   shown: ({ base, step, merge, gguf, is_reward_model: isRewardModel }) =>
@@ -64,10 +63,9 @@ function startPart(formats, step, run) {
 
 function filePart(job, run) {
   const { certificate } = job.result;
-  const jobPath = `${run.base}/gguf/${job.id}`;
   const [file, ...others] = job.gguf.files;
   const link = (name, label) =>
-    downloadLink(label, `${jobPath}/files/${encodeURIComponent(name)}`, named(label, job.format));
+    downloadLink(label, `${run.base}/gguf/${job.id}/files/${encodeURIComponent(name)}`, named(label, job.format));
   const question = `Delete the GGUF file in ${job.format}?`;
   return el(
     "div.fp-gguf",
@@ -83,7 +81,7 @@ function filePart(job, run) {
         link(name, name === "Modelfile" ? "Modelfile for Ollama (untested)" : "Certificate (report of the comparison)"),
       ),
       button("Copy path", () => copy(job.gguf.file, "Path"), named("Copy path", job.format)),
-      deleteButton("Delete", question, jobPath, run.refresh, named("Delete", job.format)),
+      deleteButton("Delete", question, job.id, run, named("Delete", job.format)),
     ),
   );
 }

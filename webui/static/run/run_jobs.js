@@ -29,6 +29,10 @@ export async function ask(request, refresh) {
   refresh();
 }
 
+/** @param {string} id @param {{ base: string, refresh: () => void }} run base is its API path */
+export const stopJob = (id, { base, refresh }) => ask(post(`${base}/jobs/${id}/stop`), refresh);
+export const removeJob = (id, { base, refresh }) => ask(remove(`${base}/jobs/${id}`), refresh);
+
 /** Draw parts of a card. If what had the focus is gone, the card's heading gets it. */
 export function keepFocus(card, heading, draw) {
   const hadFocus = card.contains(document.activeElement);
@@ -46,10 +50,12 @@ export const named = (label, of) => ({ "aria-label": `${label}: ${of}` });
 export const downloadLink = (label, path, attributes = {}) =>
   el("a.fp-button", { href: url(path), download: "", ...attributes }, label);
 
-/** Deletes something of a job. @param {string} question @param {string} path of the API @param {() => void} refresh */
-export function deleteButton(label, question, path, refresh, attributes = {}) {
+/**
+ * Deletes a job. @param {string} id @param {{ base: string, refresh: () => void }} run base is its API path
+ */
+export function deleteButton(label, question, id, run, attributes = {}) {
   const removeIt = async () => {
-    if (await confirmDialog(question, "Delete", true)) ask(remove(path), refresh);
+    if (await confirmDialog(question, "Delete", true)) removeJob(id, run);
   };
   return button(label, removeIt, attributes);
 }
@@ -76,6 +82,7 @@ export function createProgress({ work, stop, stopping = "Stopping." }) {
     node.hidden = !job;
     setText(status, job ? STATES[job.state] || work : "");
     if (!job) return;
+    progress.hidden = job.fraction === null; // nothing that ends by itself
     const share = 100 * (job.fraction || 0);
     const isStopping = job.state === "stopping";
     progress.setAttribute("aria-valuenow", String(Math.round(share)));
@@ -97,10 +104,9 @@ const withoutProgress = (shown) =>
  * A part of a card that is drawn again when something has changed. The progress of its job is drawn in place, so that
  * an open menu stays open.
  * @param {{ shown: (model: any) => any, parts: (shown: any, run: any, progress: Node) => any[], jobs?: (shown: any) =>
- * any[], path?: string, work?: string, stop?: string }} section what it shows of a model, null for nothing; its jobs
- * and their path below that of the run
+ * any[], work?: string, stop?: string }} section what it shows of a model, null for nothing; its jobs
  */
-export function createSection({ shown: shownOf, parts, jobs = () => [], path = "", work = "", stop = "" }) {
+export function createSection({ shown: shownOf, parts, jobs = () => [], work = "", stop = "" }) {
   const node = el("div.fp-job-section");
   const progress = createProgress({ work, stop });
   let drawn = "";
@@ -111,7 +117,7 @@ export function createSection({ shown: shownOf, parts, jobs = () => [], path = "
     if (key !== drawn) redraw(node, ...(shown ? parts(shown, run, progress.node) : []));
     drawn = key;
     const job = shown && jobs(shown).find(isAlive);
-    progress.draw(job, () => ask(post(`${run.base}/${path}/${job.id}/stop`), run.refresh));
+    progress.draw(job, () => stopJob(job.id, run));
   }
   return { node, status: progress.status, draw };
 }

@@ -22,7 +22,6 @@ const WHY =
 
 /** `merge` is the newest merge of this adapter, null without one. */
 export const MERGE = {
-  path: "merges",
   work: "Merging",
   stop: "Stop merging",
   shown: ({ base, step, merge }) => (base ? { step, merge } : null),
@@ -47,7 +46,6 @@ function mergedParts({ id, model, result: { certificate } }, run) {
   const same = `same most likely next token at ${share} of ${count} positions, KL divergence ${kl} nats per token`;
   const scores = `the scores of ${count} texts differ by at most ${num(saved.kl_max, 2)}`;
   const compared = certificate.is_reward_model ? scores : same;
-  const path = `${run.base}/merges/${id}`;
   const question = "Delete the merged model? The adapter stays.";
   return [
     el("h4", {}, "Merged model"),
@@ -56,10 +54,10 @@ function mergedParts({ id, model, result: { certificate } }, run) {
     verdictPart(certificate.status, `Loaded from its files and compared with base model and adapter: ${compared}.`),
     ...limitations(certificate.limits),
     actions(
-      downloadLink("Download merged model", `${path}/model.zip`),
+      downloadLink("Download merged model", `${run.base}/merges/${id}/model.zip`),
       button("Copy folder", () => copy(model.folder, "Folder")),
       furtherButton(model, run, "Train merged model further"),
-      deleteButton("Delete merged model", question, path, run.refresh),
+      deleteButton("Delete merged model", question, id, run),
     ),
   ];
 }

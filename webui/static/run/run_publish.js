@@ -1,10 +1,10 @@
 // @ts-check
 // Part of the card "Your model": publishing the model on the Hugging Face Hub or in a folder. A first dialog asks
 // where, a second one shows what leaves the machine.
-import { post, remove } from "../api.js";
+import { post } from "../api.js";
 import { chip, el, formDialog } from "../dom.js";
 import { bytes, dateTime } from "../format.js";
-import { actions, ask, button, failurePart, failureText, isAlive, modelName, named } from "./run_jobs.js";
+import { actions, button, failurePart, failureText, isAlive, modelName, named, removeJob } from "./run_jobs.js";
 import { fold } from "./run_results.js";
 
 const HUB = "hub";
@@ -12,7 +12,6 @@ const FOLDER = "folder";
 
 /** `publications` has the newest one for each destination. */
 export const PUBLICATIONS = {
-  path: "publications",
   work: "Publishing",
   stop: "Stop publishing",
   shown: ({ base, step, merge, publications }) => ({ base, step, merge, publications }),
@@ -35,8 +34,7 @@ function publicationParts(job, run, open, progress) {
   const name = repository || folder || "Unknown destination";
   const title = el("p", {}, el("b", {}, name));
   if (isAlive(job)) return [title, progress];
-  const path = `${run.base}/publications/${job.id}`;
-  const forget = chip("Remove from list", () => ask(remove(path), run.refresh), named("Remove from list", name));
+  const forget = chip("Remove from list", () => removeJob(job.id, run), named("Remove from list", name));
   if (job.state === "done") return [publishedPart(job, forget)];
   return [
     title,

@@ -12,7 +12,6 @@ const WHY =
 
 /** `server` is the newest server of the run. */
 export const SERVER = {
-  path: "servers",
   work: "Serving",
   stop: "Stop serving",
   shown: ({ gguf, server }) => (server || gguf.some((job) => job.gguf) ? { gguf, server } : null),
