@@ -1,7 +1,6 @@
 """A run on a stand-in for a Kubernetes cluster from the page: refused, waiting with a reason, evicted, continued,
 stopped with a checkpoint, and resumed."""
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -14,18 +13,16 @@ from test_journeys import (
     choose,
     open_page,
     open_section,
-    show_more_options,
     start_run,
     steps_on_disk,
     type_value,
-    use_tiny_model,
     wait_for_chart_step,
     wait_for_state,
     wait_for_status,
 )
-from test_slurm_page import STEPS, stop_and_save, wait_for_step
+from test_slurm_page import STEPS, fill_in_two_nodes, stop_resume_and_stop, wait_for_step
 
-from backend.runs import METRICS, follower
+from backend.runs import follower
 
 sys.path.append(str(Path(__file__).parent.parent / "process"))
 from kubernetes_cluster import PYTHON, fake_kubernetes
@@ -49,13 +46,7 @@ def server(tmp_path, cluster):
 
 def fill_in(page):
     """A run on both nodes; a missing image and too few nodes are named."""
-    use_tiny_model(page, STEPS)
-    open_section(page, "launch")
-    show_more_options(page, "launch")
-    type_value(page, "launch.omp_num_threads", 1)  # both nodes are this machine
-    choose(page, "parallel.strategy", "ddp")
-    type_value(page, "launch.nproc_per_node", 1)
-    choose(page, "launch.place", "kubernetes")
+    fill_in_two_nodes(page, "kubernetes")
     expect(page.locator("[data-code=CLU004]")).to_contain_text("no image and no volumes")
     type_value(page, "kubernetes.image", "registry/footplate:1")
     type_value(page, "kubernetes.volumes", f"runs={tempfile.gettempdir()}")
@@ -92,13 +83,8 @@ def test_a_run_on_kubernetes(server, page, cluster):
     wait_for_step(page, run, run.checkpoints()[-1] + 20)
     wait_for_state(page, "running")
 
-    stopped = stop_and_save(page, run)
-    page.get_by_role("button", name="Resume").click()
-    wait_for_state(page, "running")
-    wait_for_step(page, run, stopped + 1)
-    stop_and_save(page, run)
-    events = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
-    resumed = [event["step"] for event in events if event.get("event") == "resumed"]
+    stopped, events = stop_resume_and_stop(page, run)
+    resumed = [event["step"] for event in events if event["event"] == "resumed"]
     assert len(resumed) == 2 and resumed[1] == stopped
     assert steps_on_disk(run)[-1] < STEPS and not cluster.unended()
     wait_for_chart_step(page, "[1-9]")

@@ -1,7 +1,6 @@
 """A run on a real Ray cluster of two simulated hosts from the page: it waits with a reason, trains on two nodes, loses
 a node, continues, is stopped with a checkpoint, and resumed."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -13,18 +12,16 @@ from test_journeys import (
     choose,
     open_page,
     open_section,
-    show_more_options,
     start_run,
     steps_on_disk,
     type_value,
-    use_tiny_model,
     wait_for_chart_step,
     wait_for_state,
     wait_for_status,
 )
-from test_slurm_page import STEPS, stop_and_save, wait_for_step
+from test_slurm_page import STEPS, fill_in_two_nodes, stop_resume_and_stop, wait_for_step
 
-from backend.runs import METRICS, follower
+from backend.runs import follower
 
 sys.path.append(str(Path(__file__).parent.parent / "process"))
 from ray_cluster import real_cluster
@@ -49,13 +46,7 @@ def server(tmp_path, cluster):
 
 def fill_in(page, cluster):
     """A run on both nodes; too few nodes are named."""
-    use_tiny_model(page, STEPS)
-    open_section(page, "launch")
-    show_more_options(page, "launch")
-    type_value(page, "launch.omp_num_threads", 1)  # both nodes are this machine
-    choose(page, "parallel.strategy", "ddp")
-    type_value(page, "launch.nproc_per_node", 1)
-    choose(page, "launch.place", "ray")
+    fill_in_two_nodes(page, "ray")
     type_value(page, "ray.python", cluster.python)
     type_value(page, "launch.nnodes", 3)
     expect(page.locator("[data-code=CLU003]")).to_contain_text("the Ray cluster has 2")
@@ -94,12 +85,7 @@ def test_a_run_on_ray(server, page, cluster):
     wait_for_state(page, "running")
     wait_for_step(page, run, before + 1)  # steps after the checkpoint are on disk from before the failure
 
-    stopped = stop_and_save(page, run)
-    page.get_by_role("button", name="Resume").click()
-    wait_for_state(page, "running")
-    wait_for_step(page, run, stopped + 1)
-    stop_and_save(page, run)
-    events = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
-    assert [event["step"] for event in events if event.get("event") == "resumed"] == [failed, stopped]
+    stopped, events = stop_resume_and_stop(page, run)
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [failed, stopped]
     assert steps_on_disk(run)[-1] < STEPS and not cluster.unended()
     wait_for_chart_step(page, "[1-9]")

@@ -47,15 +47,19 @@ def server(tmp_path, cluster):
         yield started
 
 
-def fill_in(page):
-    """A run on both nodes; a partition that does not exist is named."""
+def fill_in_two_nodes(page, place):
     use_tiny_model(page, STEPS)
     open_section(page, "launch")
     show_more_options(page, "launch")
     type_value(page, "launch.omp_num_threads", 1)  # both nodes are this machine
     choose(page, "parallel.strategy", "ddp")
     type_value(page, "launch.nproc_per_node", 1)
-    choose(page, "launch.place", "slurm")
+    choose(page, "launch.place", place)
+
+
+def fill_in(page):
+    """A run on both nodes; a partition that does not exist is named."""
+    fill_in_two_nodes(page, "slurm")
     type_value(page, "slurm.partition", "gpu")
     wait_for_status(page, "^Cannot run")
     expect(page.locator("[data-code=CLU001]")).to_contain_text("Slurm has no partition gpu. It has main, urgent.")
@@ -84,6 +88,17 @@ def stop_and_save(page, run):
     return saved
 
 
+def stop_resume_and_stop(page, run):
+    """Where the first stop was, and the events in the metrics."""
+    stopped = stop_and_save(page, run)
+    page.get_by_role("button", name="Resume").click()
+    wait_for_state(page, "running")
+    wait_for_step(page, run, stopped + 1)
+    stop_and_save(page, run)
+    points = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
+    return stopped, [point for point in points if "event" in point]
+
+
 def test_a_run_on_slurm(server, page, cluster):
     other = cluster.command(
         "sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 999"
@@ -109,11 +124,6 @@ def test_a_run_on_slurm(server, page, cluster):
     wait_for_state(page, "running")
     wait_for_step(page, run, preempted + 1)
 
-    stopped = stop_and_save(page, run)
-    page.get_by_role("button", name="Resume").click()
-    wait_for_state(page, "running")
-    wait_for_step(page, run, stopped + 1)
-    stop_and_save(page, run)
-    events = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
-    assert [event["step"] for event in events if "event" in event] == [preempted, stopped]
-    assert not cluster.jobs()
+    stopped, events = stop_resume_and_stop(page, run)
+    assert [event["step"] for event in events] == [preempted, stopped]
+    assert not cluster.unended()

@@ -9,13 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from training_runs import last_step
+from training_runs import last_step, read_metrics
 
 from backend.runs import Plan, follower
 from backend.runs.folder import ALIVE, Run, StopTimeouts
 
 FULL = {"method.kind": "full", "train.max_steps": 60, "train.per_device_train_batch_size": 2}
 LONG = {**FULL, "train.max_steps": 100_000}
+SAVING = {**LONG, "save.strategy": "steps", "save.steps": 2}
 ON_TWO_NODES = {
     "parallel.strategy": "ddp",
     "launch.nnodes": 2,
@@ -81,3 +82,8 @@ class ClusterRun:
             self.run.stop(save=False)
         self.wait("done", "stopped", "failed", "lost")
         self.wait_for(lambda: not self.processes())
+
+
+def resumed(run: ClusterRun) -> list[int]:
+    """The steps from which it was resumed."""
+    return [point["step"] for point in read_metrics(run.run.path) if point.get("event") == "resumed"]

@@ -13,6 +13,8 @@ from training_runs import ignore_progress
 
 from backend.train import builtin_models
 
+pytest.register_assert_rewrite("cluster_contract")
+
 
 @pytest.fixture(scope="module")
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

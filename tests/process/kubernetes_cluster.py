@@ -123,8 +123,13 @@ class FakeKubernetes:
     # -- what tests do -------------------------------------------------------------------------------------------------
 
     def unended(self) -> list[str]:
+        """The ids of the jobs that have not ended."""
         with self.lock:
-            return [name for name, job in self.jobs.items() if not _conditions(job) & {"Complete", "Failed"}]
+            return [
+                f"{NAMESPACE}/{name}"
+                for name, job in self.jobs.items()
+                if not _conditions(job) & {"Complete", "Failed"}
+            ]
 
     def evict(self, index: int) -> None:
         """Drain the node of a pod: its first process gets SIGTERM."""
@@ -225,7 +230,8 @@ class FakeKubernetes:
         container = _pod_job(job)["template"]["spec"]["containers"][0]
         given = {}
         for variable in container["env"]:
-            given[variable["name"]] = variable.get("value", str(pod.index))  # otherwise the completion index
+            value = variable.get("value", str(pod.index))  # otherwise the completion index
+            given[variable["name"]] = value.replace("$$", "$")
         # Every pod has the addresses of this machine, in place of the cluster's DNS.
         given["PET_MASTER_ADDR"] = re.sub(r"^[\w-]+-0\.[\w-]+$", "127.0.0.1", given["PET_MASTER_ADDR"])
         kept = {
@@ -236,8 +242,9 @@ class FakeKubernetes:
         place = Path(container.get("workingDir", "/"))
         output = (self.folder / f"{pod.name}.txt").open("wb")
         with output:
+            arguments = [text.replace("$$", "$") for text in container["args"]]
             pod.process = subprocess.Popen(
-                [*container["command"], *container["args"]], cwd=place if place.is_dir() else "/tmp",
+                [*container["command"], *arguments], cwd=place if place.is_dir() else "/tmp",
                 env={**kept, **given, POD_MARK: pod.name}, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
 

@@ -70,7 +70,7 @@ class SlurmCluster:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def jobs(self) -> list[str]:
+    def unended(self) -> list[str]:
         """The ids of jobs that have not ended."""
         return self.command("squeue", "--noheader", "--format=%i").split()
 
@@ -118,7 +118,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
         cluster.daemons += [_daemon(folder, "slurmd", "-D", "-N", node) for node in ("n0", "n1")]
         _wait_until_idle(cluster)
         yield cluster
-        assert not cluster.jobs()
+        assert not cluster.unended()
     finally:
         _cancel_all(cluster)
         for daemon in reversed(cluster.daemons):
@@ -133,10 +133,10 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 def _cancel_all(cluster: SlurmCluster) -> None:
     """Jobs that a failed test has left would go on without their cluster."""
-    if cluster.daemons[0].poll() is None and cluster.jobs():
-        cluster.command("scancel", *cluster.jobs())
+    if cluster.daemons[0].poll() is None and cluster.unended():
+        cluster.command("scancel", *cluster.unended())
         deadline = time.monotonic() + 30
-        while cluster.jobs() and time.monotonic() < deadline:
+        while cluster.unended() and time.monotonic() < deadline:
             time.sleep(0.2)
 
 

@@ -3,32 +3,29 @@ started again after a failure, left by their follower."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import FULL, LONG, ON_TWO_NODES, ClusterRun
-from kubernetes_cluster import PYTHON, FakeKubernetes, fake_kubernetes
-from training_runs import (
-    REORDERING_TOLERANCE,
-    last_step,
-    losses,
-    make_spec,
-    read_metrics,
-    same_losses,
+from cluster_contract import (  # noqa: F401  the tests of every cluster
+    check_failed_node,
+    check_stop_and_resume,
+    no_kept_answers,
+    test_a_failed_rank_is_started_again_until_the_limit,
+    test_a_killed_follower_ends_the_job,
+    test_the_run_is_followed_again_after_its_supervisor_was_killed,
 )
+from cluster_runs import FULL, LONG, ON_TWO_NODES, SAVING, ClusterRun, resumed
+from kubernetes_cluster import PYTHON, FakeKubernetes, fake_kubernetes
+from training_runs import last_step, make_spec
 
 from backend.launch.clusters import answers
 from backend.machine import probe
 from backend.preflight import Report, preflight
 from backend.runs import follower
-
-SAVING = {**LONG, "save.strategy": "steps", "save.steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +34,6 @@ def cluster(root: Path) -> Iterator[FakeKubernetes]:
         patch.setenv("KUBECONFIG", str(started.config))
         patch.setenv(follower.POLL, "0.3")
         yield started
-
-
-@pytest.fixture(autouse=True)
-def no_kept_answers() -> None:
-    answers.forget()
 
 
 def check(changes: Mapping[str, Any]) -> Report:
@@ -71,32 +63,14 @@ def start(root: Path, cache: Path, cluster: FakeKubernetes) -> Iterator[Callable
         run.wait_for(lambda: not cluster.unended())
 
 
-def resumed(run: ClusterRun) -> list[int]:
-    return [point["step"] for point in read_metrics(run.run.path) if point.get("event") == "resumed"]
-
-
 @pytest.mark.soak
 def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start, cluster) -> None:  # type: ignore[no-untyped-def]
     """The losses of all steps, before and after the stop, are those of one process."""
     alone = fork_server.train(root / "alone", make_spec({**FULL, "train.per_device_train_batch_size": 4}))
     unused = {"parallel.ddp_find_unused_parameters": True}  # torch warns on both ranks that there are none
     started = start({**FULL, **unused, "kubernetes.python": str(fork_server.python)})
-    started.wait_for_step(2)
-    run = started.run
-    assert len(started.ranks()) == 2
-    run.stop()
-    assert started.wait("stopped", "done") == "stopped", started.text
-    saved = run.checkpoints()
-    assert len(saved) == 1 and saved[0] == last_step(run.path) < 60
-    assert not started.processes() and not cluster.unended()
-    first = started.job["id"]
-    run.resume()
-    started.wait("done")
-    assert started.job["id"] != first
-    assert resumed(started) == saved
-    assert losses(run.path) == same_losses(losses(alone), REORDERING_TOLERANCE)
-    assert run.result()["ranks"][1]["backend"] == "gloo"
-    text = (run.path / "log.txt").read_text()
+    check_stop_and_resume(started, alone, lambda: not cluster.unended())
+    text = (started.run.path / "log.txt").read_text()
     assert "[default0]:" in text and "[default1]:" in text, "the lines of both nodes"
 
 
@@ -143,29 +117,7 @@ def test_a_pod_that_is_evicted_before_training_begins_comes_back(start, cluster)
 @pytest.mark.soak
 def test_a_run_continues_after_a_node_failed(start, cluster) -> None:  # type: ignore[no-untyped-def]
     """It waits for a node, and continues from the last complete checkpoint."""
-    started = start(SAVING)
-    started.wait_for_step(5)
-    cluster.lose_node()
-    started.wait("queued", seconds=120)
-    before = last_step(started.run.path)
-    cluster.restore_node()
-    started.wait_for(lambda: resumed(started) != [])
-    assert all(4 <= step <= before for step in resumed(started))
-    started.wait_for_step(before + 2)
-
-
-@pytest.mark.soak
-def test_a_failed_rank_is_started_again_until_the_limit(start, cluster) -> None:  # type: ignore[no-untyped-def]
-    started = start({**SAVING, "launch.max_restarts": 1})
-    started.wait_for_step(3)
-    first = started.ranks()
-    os.kill(first[0], signal.SIGKILL)
-    started.wait_for(lambda: resumed(started) != [])
-    second = started.ranks()
-    assert len(second) == 2 and not set(first) & set(second)
-    os.kill(second[0], signal.SIGKILL)
-    assert started.wait("failed") == "failed"
-    assert "SIGKILL" in started.run.summary()["sentence"], started.text
+    check_failed_node(start(SAVING), cluster, "")
 
 
 @pytest.mark.soak
@@ -210,32 +162,6 @@ def test_a_train_job_of_kubeflow(start, cluster) -> None:  # type: ignore[no-unt
     started.run.stop()
     assert started.wait("stopped", "failed") == "stopped", started.text
     assert not started.processes()
-
-
-@pytest.mark.soak
-def test_the_run_is_followed_again_after_its_supervisor_was_killed(start, cluster) -> None:  # type: ignore[no-untyped-def]
-    started = start(LONG)
-    run = started.run
-    started.wait_for_step(1)
-    job = started.job["id"]
-    state = run._json("state.json")
-    for pid in (state["pid"], state["launcher"]):
-        os.kill(pid, signal.SIGKILL)
-    started.wait("lost")
-    assert f"Its job {job} may continue" in run.summary()["sentence"]
-    run.resume()
-    started.wait_for_step(last_step(run.path) + 2)
-    assert cluster.unended() == [job.split("/")[1]], "not submitted again"
-    assert not resumed(started)
-
-
-@pytest.mark.soak
-def test_a_killed_follower_ends_the_job(start, cluster) -> None:  # type: ignore[no-untyped-def]
-    started = start(LONG)
-    started.wait_for_step(1)
-    os.kill(started.run._json("state.json")["launcher"], signal.SIGKILL)
-    assert started.wait("failed") == "failed"
-    assert not cluster.unended() and not started.processes()
 
 
 def test_a_pod_without_the_run_folder_says_so(start, cluster, tmp_path) -> None:  # type: ignore[no-untyped-def]

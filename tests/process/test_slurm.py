@@ -17,14 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import FULL, LONG, ON_TWO_NODES, ClusterRun
+from cluster_contract import (  # noqa: F401  the tests of every cluster
+    check_stop_and_resume,
+    no_kept_answers,
+    test_a_killed_follower_ends_the_job,
+    test_the_run_is_followed_again_after_its_supervisor_was_killed,
+)
+from cluster_runs import FULL, LONG, ON_TWO_NODES, SAVING, ClusterRun, resumed
 from slurm_cluster import SlurmCluster, slurm_cluster
 from training_runs import (
     REORDERING_TOLERANCE,
     last_step,
     losses,
     make_spec,
-    read_metrics,
     same_losses,
 )
 
@@ -45,11 +50,6 @@ def cluster(root: Path) -> Iterator[SlurmCluster]:
             patch.setenv(name, value)
         patch.setenv(follower.POLL, "0.3")
         yield started
-
-
-@pytest.fixture(autouse=True)
-def no_kept_answers() -> None:
-    answers.forget()
 
 
 def check(changes: Mapping[str, Any], python: str | Path = sys.executable) -> Report:
@@ -93,7 +93,7 @@ def start(root: Path, cache: Path, cluster: SlurmCluster) -> Iterator[Callable[.
     yield start_run
     for run in runs:
         run.end()
-        run.wait_for(lambda: not cluster.jobs())
+        run.wait_for(lambda: not cluster.unended())
 
 
 def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start) -> None:  # type: ignore[no-untyped-def]
@@ -101,21 +101,8 @@ def test_two_nodes_stop_with_a_checkpoint_and_resume(root, fork_server, start) -
     alone = fork_server.train(root / "alone", make_spec({**FULL, "train.per_device_train_batch_size": 4}))
     started = start(FULL, python=fork_server.python)
     started.wait_for_step(2)
-    run = started.run
-    assert run.state in ("running", "done")
-    assert len(started.ranks()) == 2
-    run.stop()
-    assert started.wait("stopped", "done") == "stopped", started.text
-    saved = run.checkpoints()
-    assert len(saved) == 1 and saved[0] == last_step(run.path) < 60
-    assert not started.processes() and not slurm.jobs(max_age=0)[started.job["id"]].waits
-    first = started.job["id"]
-    run.resume()
-    started.wait("done")
-    assert started.job["id"] != first
-    assert [p["step"] for p in read_metrics(run.path) if p.get("event") == "resumed"] == saved
-    assert losses(run.path) == same_losses(losses(alone), REORDERING_TOLERANCE)
-    assert run.result()["ranks"][1]["backend"] == "gloo"
+    assert started.run.state in ("running", "done")
+    check_stop_and_resume(started, alone, lambda: not slurm.jobs(max_age=0)[started.job["id"]].waits)
 
 
 @pytest.mark.soak
@@ -135,8 +122,8 @@ def test_an_interrupted_job_saves_and_continues(how: str, start, cluster) -> Non
     assert len(saved) == 1 and saved[0] >= 3
     started.wait("running")
     started.wait_for_step(saved[0] + 2)
-    assert [p["step"] for p in read_metrics(run.path) if p.get("event") == "resumed"] == saved
-    assert started.job["id"] in cluster.jobs()  # the same job
+    assert resumed(started) == saved
+    assert started.job["id"] in cluster.unended()  # the same job
     run.stop()
     assert started.wait("stopped") == "stopped"
     assert run.summary()["sentence"].startswith(f"Stopped after step {run.checkpoints()[-1]}. Resume continues")
@@ -172,10 +159,10 @@ def test_a_waiting_job_says_why_and_can_be_stopped(start, cluster) -> None:  # t
         assert started.run.state == "queued" and started.run.summary()["started"] is None
         started.run.stop()
         assert started.wait("stopped") == "stopped"
-        assert started.job["state"] == "CANCELLED" and cluster.jobs() == [other]
+        assert started.job["state"] == "CANCELLED" and cluster.unended() == [other]
     finally:
         cluster.command("scancel", other)
-    started.wait_for(lambda: not cluster.jobs())
+    started.wait_for(lambda: not cluster.unended())
 
 
 @pytest.mark.soak
@@ -188,39 +175,13 @@ def test_a_job_that_someone_cancels_is_stopped(start, cluster) -> None:  # type:
 
 
 @pytest.mark.soak
-def test_the_run_is_followed_again_after_its_supervisor_was_killed(start, cluster) -> None:  # type: ignore[no-untyped-def]
-    started = start(LONG)
-    run = started.run
-    started.wait_for_step(1)
-    job = started.job["id"]
-    state = run._json("state.json")
-    for pid in (state["pid"], state["launcher"]):
-        os.kill(pid, signal.SIGKILL)
-    started.wait("lost")
-    assert f"Its job {job} may continue" in run.summary()["sentence"]
-    run.resume()
-    started.wait_for_step(last_step(run.path) + 2)
-    assert cluster.jobs() == [job], "not submitted again"
-    assert not [p for p in read_metrics(run.path) if "event" in p]
-
-
-@pytest.mark.soak
-def test_a_killed_follower_ends_the_job(start, cluster) -> None:  # type: ignore[no-untyped-def]
-    started = start(LONG)
-    started.wait_for_step(1)
-    os.kill(started.run._json("state.json")["launcher"], signal.SIGKILL)
-    assert started.wait("failed") == "failed"
-    assert not cluster.jobs() and not started.processes()
-
-
-@pytest.mark.soak
 def test_a_failed_rank_fails_the_run_with_its_traceback(start, cluster, tmp_path) -> None:  # type: ignore[no-untyped-def]
     started = start({**LONG, "slurm.setup": ("if [ $SLURM_NODEID = 1 ]; then export FOOTPLATE_NONE=1; fi",)})
     started.wait_for_step(1)
     os.kill(started.ranks()[0], signal.SIGKILL)
     assert started.wait("failed") == "failed"
     assert "SIGKILL" in started.run.summary()["sentence"]
-    assert not cluster.jobs()
+    assert not cluster.unended()
 
 
 @pytest.mark.soak
@@ -286,19 +247,18 @@ def test_a_job_is_canceled_once_the_controller_responds_again(start, cluster) ->
         started.wait_for(lambda: started.job["silent_since"])
         assert started.run.state == "stopping" and len(started.ranks()) == 2
     assert started.wait("stopped", "failed") == "stopped", started.text
-    assert started.job["state"] == "CANCELLED" and not cluster.jobs()
+    assert started.job["state"] == "CANCELLED" and not cluster.unended()
 
 
 @pytest.mark.soak
 def test_a_run_continues_after_a_node_failed(start, cluster) -> None:  # type: ignore[no-untyped-def]
     """Slurm puts the job back into the queue, and the run continues from the last complete checkpoint."""
-    started = start({**LONG, "save.strategy": "steps", "save.steps": 2})
-    run = started.run
+    started = start(SAVING)
     started.wait_for_step(5)
     cluster.command("scontrol", "update", "nodename=n1", "state=down", "reason=test")
     started.wait("queued", seconds=60)
-    started.wait_for(lambda: any(p.get("event") == "resumed" for p in read_metrics(run.path)))
-    assert all(p["step"] >= 4 for p in read_metrics(run.path) if p.get("event") == "resumed")
+    started.wait_for(lambda: resumed(started) != [])
+    assert all(step >= 4 for step in resumed(started))
 
 
 @pytest.mark.soak
@@ -352,7 +312,7 @@ def test_random_scheduler_events(root, fork_server, start, cluster) -> None:  # 
             print(f"{sum(counts.values())} {event}: {started.run.state}", flush=True)
         assert started.wait("done", "stopped", "failed", "lost", seconds=600) == "done", started.text
         assert losses(started.run.path) == same_losses(expected, REORDERING_TOLERANCE)
-        assert not started.processes() and not cluster.jobs()
+        assert not started.processes() and not cluster.unended()
     print(dict(counts))
 
 
@@ -372,7 +332,7 @@ def inject(event: str, started: SlurmRun, cluster: SlurmCluster) -> None:
     run, job = started.run, started.job.get("id", "")
     if event == "preemption":
         cluster.command("sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=sleep 2")
-    elif event == "requeue" and job in cluster.jobs():
+    elif event == "requeue" and job in cluster.unended():
         subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True)  # it may have ended meanwhile
     elif event == "time limit":
         with suppress(AssertionError, ProcessLookupError):
