@@ -321,7 +321,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
                 elif fields:
                     names = fields
                     if problem := _header_problem(names, separator):
-                        raise DataFileError(path, 0, problem)
+                        raise DataFileError(path, line, problem)
                 line = reader.line_num + 1
         except csv.Error as error:
             raise DataFileError(path, line, f"is not valid CSV: {error}") from None

@@ -218,7 +218,8 @@ def _positions(
 ) -> tuple[array[int], bool]:
     """The positions of the rows, without copies of training examples if there is `seen`, and whether they are pairs."""
     found, dropped, are_pairs = array("q"), 0, False
-    for position, row in enumerate(rows.only(lambda position: seen is not None)):
+    checks = seen is not None or name == "validation"  # without evaluations nothing else would convert them
+    for position, row in enumerate(rows.only(lambda position: checks)):
         are_pairs = are_pairs or "chosen" in row.value
         if seen and seen.is_copy(row.value, remember=name == "training"):
             dropped += 1

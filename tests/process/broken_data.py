@@ -538,11 +538,11 @@ LINES = {
         "DAT002", "is UTF-16 text", content=lambda old: old.decode().encode("utf-16-le")
     ),
     "Latin-1": Breakage(
-        "DAT003", "is not UTF-8 text: byte 0xe9 in column 57; .*iconv -f", 3,
+        "DAT002", "is not UTF-8 text: byte 0xe9 in column 57; .*iconv -f", 3,
         content=replaces("train 3", "caf\u00e9", "latin-1"),
     ),
     "Windows-1252 quotes": Breakage(
-        "DAT003", "is not UTF-8 text: byte 0x93", 3, content=replaces("train 3", "\u201ctrain\u201d", "cp1252")
+        "DAT002", "is not UTF-8 text: byte 0x93", 3, content=replaces("train 3", "\u201ctrain\u201d", "cp1252")
     ),
     "last line truncated": Breakage(
         "DAT003", "is not valid JSON: unterminated string", 4, content=lambda old: old[:-20],
@@ -633,27 +633,27 @@ DOCUMENTS = {
     ),
     "empty list": Breakage("DAT002", "contains no examples", **JSON, content=content("[]"), run_words="no examples"),
     "empty .json file": Breakage("DAT002", "must contain a list", **JSON, content=content("")),
-    ".json truncated": Breakage("DAT003", "is not valid JSON", 5, **JSON, content=lambda old: old[:-20]),
+    ".json truncated": Breakage("DAT002", "is not valid JSON", 5, **JSON, content=lambda old: old[:-20]),
     ".json truncated in its list": Breakage(
-        "DAT003", "a comma or ] is missing", 6, **JSON, content=lambda old: old[:-2],
+        "DAT002", "a comma or ] is missing", 6, **JSON, content=lambda old: old[:-2],
     ),
     ".json with a comma at the end": Breakage(
-        "DAT003", "is not valid JSON", 6, **JSON, content=replaces("}\n]", "},\n]"),
+        "DAT002", "is not valid JSON", 6, **JSON, content=replaces("}\n]", "},\n]"),
     ),
-    ".json with a comment": Breakage("DAT003", "is not valid JSON", 4, **JSON, content=before_third("// three\n")),
+    ".json with a comment": Breakage("DAT002", "is not valid JSON", 4, **JSON, content=before_third("// three\n")),
     ".json with a number of 5,000 digits": Breakage(
-        "DAT003", "contains a number with more than 4300 digits", 4, **JSON,
+        "DAT002", "contains a number with more than 4300 digits", 4, **JSON,
         content=before_third('{"id": ' + "9" * 5000 + "},\n"),
     ),
     ".json nested too deep": Breakage(
-        "DAT003", "is nested too deeply", 4, **JSON, content=before_third(nested(99_999)),
+        "DAT002", "is nested too deeply", 4, **JSON, content=before_third(nested(99_999)),
     ),
     ".json with an invalid example": Breakage("DAT003", "turn 1 is text", -1, **JSON, example=turns("a")),
     ".json with NaN": Breakage(**JSON, example=sets(score=float("nan"))),
     ".json with a byte order mark": Breakage(**JSON, content=lambda old: b"\xef\xbb\xbf" + old),
     ".json in UTF-16": Breakage("DAT002", "is UTF-16 text", **JSON, content=lambda old: old.decode().encode("utf-16")),
     ".json with Latin-1": Breakage(
-        "DAT003", "is not UTF-8 text: byte 0xe9", 4, **JSON, content=replaces("train 3", "caf\u00e9", "latin-1"),
+        "DAT002", "is not UTF-8 text: byte 0xe9", 4, **JSON, content=replaces("train 3", "caf\u00e9", "latin-1"),
     ),
     "gzip under .json": Breakage("DAT002", "is compressed with gzip", **JSON, content=lambda old: gzip.compress(old)),
 }  # fmt: skip
@@ -667,9 +667,9 @@ TABLES = {
         "DAT002", r"matches no data format by its columns \(Train 1\?: text, At 1\.: text\)", **CSV,
         content=lambda old: old.partition(b"\n")[2],
     ),
-    "unbalanced quotes": Breakage("DAT003", "is not valid CSV", 4, **CSV, content=replaces("Train 3?", '"Train 3?')),
+    "unbalanced quotes": Breakage("DAT002", "is not valid CSV", 4, **CSV, content=replaces("Train 3?", '"Train 3?')),
     "backslash before a quote": Breakage(
-        "DAT003", "is not valid CSV", 4, **CSV, content=replaces("Train 3?", r'"Train \"3\"?"'),
+        "DAT002", "is not valid CSV", 4, **CSV, content=replaces("Train 3?", r'"Train \"3\"?"'),
     ),
     "semicolons": Breakage(**CSV, content=lambda old: old.replace(b",", b";")),
     "tabs": Breakage(**CSV, content=lambda old: old.replace(b",", b"\t")),
@@ -683,7 +683,7 @@ TABLES = {
     ),
     "empty field": Breakage("DAT003", "column completion is empty", 4, **CSV, content=replaces("At 3.", "")),
     "column twice": Breakage(
-        "DAT003", "has two columns completion", 1, **CSV, content=lambda old: b"prompt,completion,completion\na,b,c\n",
+        "DAT002", "has two columns completion", 1, **CSV, content=lambda old: b"prompt,completion,completion\na,b,c\n",
     ),
     "space before a column name": Breakage(
         "DAT002", r"columns \(prompt: text, ' completion': text\)", **CSV, content=replaces("prompt,", "prompt, "),
@@ -698,7 +698,7 @@ TABLES = {
     "CSV with Windows line endings": Breakage(**CSV, content=lambda old: old.replace(b"\n", b"\r\n")),
     "CSV with blank lines": Breakage(**CSV, content=lambda old: old.replace(b"\n", b"\n\n")),
     "CSV in Latin-1": Breakage(
-        "DAT003", "is not UTF-8 text: byte 0xe9", 4, **CSV, content=replaces("Train 3", "caf\u00e9", "latin-1"),
+        "DAT002", "is not UTF-8 text: byte 0xe9", 4, **CSV, content=replaces("Train 3", "caf\u00e9", "latin-1"),
     ),
     "CSV in UTF-16": Breakage("DAT002", "is UTF-16 text", **CSV, content=lambda old: old.decode().encode("utf-16")),
     "CSV with NUL bytes": Breakage(**CSV, content=replaces("At 3.", "At\x003.")),
@@ -877,11 +877,11 @@ PATHS = {
     ),
     "text under .gz": Breakage("DAT002", "Not a gzipped file", files=renamed("a.jsonl.gz"), names=("a.jsonl.gz",)),
     "bomb of empty lines": Breakage(
-        "DAT003", "follows more than 1,000,000 empty lines",
+        "DAT002", "follows more than 1,000,000 empty lines",
         files=next_to("a.jsonl.gz", gzip.compress(b"\n" * 2_000_000)), names=("a.jsonl.gz",),
     ),
     "bomb of one line": Breakage(
-        "DAT003", "is longer than 64 MiB",
+        "DAT002", "is longer than 64 MiB",
         files=next_to("a.jsonl.gz", gzip.compress(bytes(70 * 2**20), 1)), names=("a.jsonl.gz",),
     ),
     "data pasted as a path": Breakage("DAT002", "is not a path|File name too long", names=(numbered(1) * 50,)),
