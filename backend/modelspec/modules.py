@@ -116,8 +116,9 @@ class ModelShape:
 
     @property
     def module_names(self) -> tuple[str, ...]:
-        """The last name part of every module with parameters."""
-        return tuple(dict.fromkeys(_end(leaf.path) for leaf in (*self.layer_modules, *self.non_layer_modules)))
+        """The last name part of every module with parameters, without that of parameters outside of all modules."""
+        ends = (_end(leaf.path) for leaf in (*self.layer_modules, *self.non_layer_modules))
+        return tuple(dict.fromkeys(filter(None, ends)))
 
     @property
     def head(self) -> str:
