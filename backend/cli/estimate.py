@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from backend.cli.commands import print_json, read_spec, run_preflight, wait_for_preflight
 from backend.config.options import Problem, SpecError
-from backend.machine import Machine, describe, read
+from backend.machine import Machine, read
 from backend.machine.descriptions import machines
 from backend.preflight import Report, estimate_json
+from backend.tasks import compare_machines
 from backend.tasks.measured import MeasuredPeaks
 from backend.timing import TimeEstimate, texts, time_json
 
@@ -77,8 +77,8 @@ def _compare_machines(arguments: argparse.Namespace) -> int:
     if arguments.machine:
         raise SpecError([Problem("", "--machine and --machines exclude each other: name one machine, or compare all")])
     spec = read_spec(arguments)
-    lines = [_line(machine, name, wait_for_preflight(spec, machine)) for name, machine in _described(arguments).items()]
-    lines.sort(key=lambda x: (not x["can_run"], x["seconds"] or float("inf"), -x["tokens_per_second"]))
+    described = _described(arguments).items()
+    lines = compare_machines.lines((name, machine, wait_for_preflight(spec, machine)) for name, machine in described)
     if arguments.json:
         print_json(lines)
         return 0
@@ -100,33 +100,6 @@ def _described(arguments: argparse.Namespace) -> dict[str, Machine]:
     if not paths:
         raise SpecError([Problem("", f"--machines {arguments.machines}: the folder has no YAML files of machines")])
     return {path.stem: read(path) for path in paths}
-
-
-def _line(machine: Machine, name: str, report: Report) -> dict[str, Any]:
-    found = report.time
-    known = report.can_run and not found.unknown
-    price = found.price
-    return {
-        "name": name,
-        "machine": describe(machine),
-        "can_run": report.can_run,
-        "gpus": str(report.run.world_size) if report.run.on_gpu else "-",
-        "seconds": found.run.seconds if known and found.run else None,
-        "time": texts.run_text(found) if known and found.run else "-",
-        "tokens": texts.tokens_text(found).partition(" ")[0] if known else "-",
-        "tokens_per_second": found.tokens_per_second if known else 0,
-        "price": f"{price[1]:,.2f}" if known and price else "-",
-        "result": _result(report),
-        "unknown": found.unknown,
-    }
-
-
-def _result(report: Report) -> str:
-    """The verdict, with the first error, or why no time is predicted."""
-    titles = [finding.title for finding in report.findings if finding.level == "error"]
-    if titles:
-        return f"{report.verdict}: {titles[0]}"
-    return f"{report.verdict}. {texts.summary_text(report.time)}" if report.time.unknown else report.verdict
 
 
 def _gib(size: int) -> str:

@@ -92,6 +92,7 @@ POST: Mapping[str, Endpoint] = {
     "/api/export": checking.export_yaml,
     "/api/config": checking.download_model_config,
     "/api/fix": checking.apply_safe_fixes,
+    "/api/machines/comparison": checking.compare_machines,
     "/api/hub-token": hub_token.store,
     "/api/hub-token/test": hub_token.test,
     "/api/machines": machines.save,

@@ -23,6 +23,7 @@ from backend.registry import DEVICES
 from backend.resolve import estimated_gpus, resolve
 from backend.rules import Finding, Fix
 from backend.tasks.autofix import autofix
+from backend.tasks.compare_machines import lines as machine_lines
 from backend.timing import time_json
 from webui.api.app_state import AppState
 from webui.api.drafts import without_secrets
@@ -61,6 +62,14 @@ class ModelRequest(RequestBody):
 
     id: str
     revision: str = "main"
+
+
+def compare_machines(state: State, body: FormRequest) -> list[dict[str, Any]]:
+    """How long the form's run takes on this machine, the custom ones and those of presets, and what it costs."""
+    spec, _ = parse_form(body.values)
+    names = ["", *state.custom_machines.ids(), *state.machines]
+    reports = ((name, run_preflight(state, spec, name)) for name in names)
+    return machine_lines((name, report.machine, report) for name, report in reports)
 
 
 def check(state: State, body: CheckRequest) -> dict[str, Any]:

@@ -1,9 +1,14 @@
 // @ts-check
 // The time card: how long the run takes and what it costs, where the time of a step goes, and the reason for the range.
-import { $, el, redraw } from "../dom.js";
+import { post } from "../api.js";
+import { $, el, notifyError, redraw } from "../dom.js";
+import { currentValues } from "./form.js";
 
 const SHOWN = 5; // parts of a step in the picture; the rest is one part
 const LEAST = 0.02; // share of the smallest of them
+
+const machines = el("details.fp-time-machines", { ontoggle: compare }, el("summary", {}, "Other machines"));
+let compared = ""; // the values that the table of machines is about
 
 /** @param {any} time the estimate @param {boolean} isPredicted whether a time can be expected for such a device */
 export function drawTime(time, isPredicted) {
@@ -11,20 +16,58 @@ export function drawTime(time, isPredicted) {
   box.hidden = !time || (Boolean(time.unknown) && !isPredicted);
   if (box.hidden) return;
   const { texts } = time;
-  const wasOpen = $("details", box)?.open;
+  const wasOpen = $(".fp-time-parts", box)?.open;
   const [figure, ...sentences] = time.unknown
     ? ["Unknown", texts.summary]
     : time.run
       ? [texts.run.replace(/ \(.*/, ""), `${texts.run}.`, `${texts.tokens}, ${texts.step}.`]
       : [texts.tokens.replace(/,? [\d,.]+ per GPU$/, ""), `${texts.tokens}, ${texts.step}.`, texts.run];
   const more = [texts.price, texts.padding, texts.range, texts.not_included].filter(Boolean);
-  redraw(
-    box,
+  const children = [
     el("div.fp-card-head", {}, el("h3", {}, "Time"), el("span.fp-gap"), el("span.fp-figure", {}, figure)),
-    ...(time.unknown ? [] : [picture(time.items)]),
+    time.unknown ? null : picture(time.items),
     el("p.fp-dim.fp-range", {}, [...sentences, ...more.map(sentence)].join(" ")),
-    ...(time.unknown ? [] : [el("details", { open: wasOpen }, el("summary", {}, "Breakdown"), breakdown(time))]),
-  );
+    time.unknown
+      ? null
+      : el("details.fp-time-parts", { open: wasOpen }, el("summary", {}, "Breakdown"), breakdown(time)),
+    machines,
+  ];
+  redraw(box, ...children.filter(Boolean));
+  void compare();
+}
+
+/** The time and the price on the other machines, once that is opened. */
+async function compare() {
+  const values = currentValues();
+  const key = JSON.stringify(values);
+  if (!machines.open || key === compared) return;
+  compared = key;
+  try {
+    const lines = await post("api/machines/comparison", { values });
+    if (key === compared) redraw(machines, $("summary", machines), comparison(lines));
+  } catch (error) {
+    compared = "";
+    notifyError(error);
+  }
+}
+
+function comparison(lines) {
+  const columns = [
+    { head: "GPUs", text: ({ gpus }) => gpus },
+    { head: "Tokens/s", text: ({ tokens }) => tokens },
+    { head: "Time", text: ({ time }) => time.replace(/ \(.*/, "") },
+    { head: "Price", text: ({ price }) => price },
+  ].filter(({ text }) => lines.some((line) => text(line) !== "-"));
+  const head = [
+    el("th", { scope: "col" }, "Machine"),
+    ...columns.map((each) => el("th.fp-n", { scope: "col" }, each.head)),
+  ];
+  const row = (line) => {
+    const machine = [line.machine, el("div.fp-dim", {}, line.result)];
+    if (!line.can_run) return el("tr", {}, el("td", { colspan: 1 + columns.length }, ...machine));
+    return el("tr", {}, el("td", {}, ...machine), ...columns.map(({ text }) => el("td.fp-n", {}, text(line))));
+  };
+  return el("table.fp-rows", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...lines.map(row)));
 }
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${text.endsWith(".") ? "" : "."}`;

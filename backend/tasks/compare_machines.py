@@ -1,0 +1,45 @@
+"""Comparison of machines for one spec: how long the run takes on each and what it costs, or why it cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from backend.machine import Machine, describe
+from backend.preflight import Report
+from backend.timing import texts
+
+
+def lines(reports: Iterable[tuple[str, Machine, Report]]) -> list[dict[str, Any]]:
+    """A line for each (name, machine, report), the shortest time first, then the highest speed; those that cannot run
+    the spec come last. "seconds" of the run may be None; "time", "tokens" and "price" are texts; "result" is the
+    verdict, and "unknown" why no time is predicted."""
+    found = [_line(name, machine, report) for name, machine, report in reports]
+    return sorted(found, key=lambda x: (not x["can_run"], x["seconds"] or float("inf"), -x["tokens_per_second"]))
+
+
+def _line(name: str, machine: Machine, report: Report) -> dict[str, Any]:
+    found = report.time
+    known = report.can_run and not found.unknown
+    price = found.price
+    return {
+        "name": name,
+        "machine": describe(machine),
+        "can_run": report.can_run,
+        "gpus": str(report.run.world_size) if report.run.on_gpu else "-",
+        "seconds": found.run.seconds if known and found.run else None,
+        "time": texts.run_text(found) if known and found.run else "-",
+        "tokens": texts.tokens_text(found).partition(" ")[0] if known else "-",
+        "tokens_per_second": found.tokens_per_second if known else 0,
+        "price": f"{price[1]:,.2f}" if known and price else "-",
+        "result": _result(report),
+        "unknown": found.unknown,
+    }
+
+
+def _result(report: Report) -> str:
+    """The verdict, with the first error, or why no time is predicted."""
+    titles = [finding.title for finding in report.findings if finding.level == "error"]
+    if titles:
+        return f"{report.verdict}: {titles[0]}"
+    return f"{report.verdict}. {texts.summary_text(report.time)}" if report.time.unknown else report.verdict
