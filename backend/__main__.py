@@ -323,11 +323,23 @@ def _add_serve(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     add("--file", default="", metavar="FILE", help="name or path of the GGUF file (default: the newest of the run)")
     add("--format", choices=tuple(FORMATS), default="", help="the newest file of this format (default: any)")
     add("--port", type=int, default=0, metavar="N", help="port of 127.0.0.1 (default: a free one)")
-    add("--context", type=int, default=0, metavar="N", help="tokens of a request with its output (default: up to 4096)")
-    add("--parallel", type=int, default=1, metavar="N", help="requests at the same time (default: 1)")
-    add("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1, beside trainings)")
+    add(
+        "--context",
+        type=int,
+        default=0,
+        metavar="N",
+        help="most tokens of a prompt and its output (default: 4096, or the model's context)",
+    )
+    add("--parallel", type=int, default=1, metavar="N", help="concurrent requests (default: 1)")
+    add(
+        "--threads",
+        type=int,
+        default=1,
+        metavar="N",
+        help="CPU threads (default: 1, which leaves the cores to training runs)",
+    )
     add("--token-file", default="", metavar="FILE", help="your API token, in a file that only you can read")
-    add("--background", action="store_true", help="exit once it answers; footplate stop ends the server")
+    add("--background", action="store_true", help="exit once the server answers; `footplate stop FOLDER` ends it")
 
 
 def _add_publish(command: AddCommand, run_id: argparse.ArgumentParser) -> None:

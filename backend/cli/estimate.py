@@ -88,7 +88,7 @@ def _compare_machines(arguments: argparse.Namespace) -> int:
     for row in table:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     if any(line["tokens_per_second"] and line["seconds"] is None for line in lines):
-        print("TIME is empty, because the number of steps is not known before the run.")
+        print("TIME is -, because the number of steps is not known before the run.")
     return 0
 
 

@@ -56,13 +56,15 @@ def _print_end(job: Run) -> None:
 
 
 def _print(shown: dict[str, Any], in_background: bool) -> None:
-    print(f"Serving {Path(shown['file']).name} on the CPU at {shown['address']}, as the model {shown['name']}.")
-    print(f"Context: {shown['context']:,} tokens per request. Requests at the same time: {shown['parallel']}.")
-    print(f"API token, which every request needs: in {shown['token_file']}, a file that only you can read.")
+    print(
+        f"Serving {Path(shown['file']).name} on the CPU at {shown['address']}. Model name in requests: {shown['name']}"
+    )
+    print(f"Context: {shown['context']:,} tokens per request. Concurrent requests: {shown['parallel']}.")
+    print(f"API token, which requests need: in {shown['token_file']}, a file that only you can read.")
     if not shown["is_chat"]:
-        print("The model was not trained for chats: use /v1/completions, and not /v1/chat/completions.")
+        print("This is not a chat model: use /v1/completions, and not /v1/chat/completions.")
     elif not shown["has_tools"]:
-        print("The chat template has no place for tools: llama.cpp ignores those of a request.")
+        print("The chat template does not support tools: llama.cpp ignores those of a request.")
     print(f"\n{shown['curl']}\n{shown['python']}")
     stop = f"footplate stop {shlex.quote(str(Path(shown['token_file']).parent))}"
     print(f"To stop it: {stop}" if in_background else "Ctrl-C stops it.", flush=True)

@@ -79,7 +79,7 @@ class ServerProcess:
         if code >= 0:
             return f"ended with exit code {code}"
         memory = ", perhaps because the machine ran out of memory" if code == -signal.SIGKILL else ""
-        return f"was ended by {signal.Signals(-code).name}{memory}"
+        return f"was killed by {signal.Signals(-code).name}{memory}"
 
     def last_line(self) -> str:
         """The last line of the log."""

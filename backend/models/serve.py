@@ -95,7 +95,7 @@ def find_file(run: Run, settings: Settings) -> tuple[Run, Path]:
             return job, file
     if settings.file and of_format:
         names = ", ".join(str(file) for _, file in of_format)
-        raise RunError(f"{settings.file} is no GGUF file of this run. Its files are: {names}.")
+        raise RunError(f"{settings.file} is not a GGUF file of this run. Its files are: {names}.")
     kind = f" in {settings.format}" if settings.format else ""
     command = f"footplate export-model {run.id}" + (f" --format {settings.format}" if settings.format else "")
     raise RunError(
@@ -139,7 +139,7 @@ def _read_token(file: Path) -> str:
             if not stat.S_ISREG(status.st_mode):
                 raise RunError(f"--token-file {file} is not a regular file.")
             if status.st_mode & 0o077:
-                raise RunError(f"Other users can read {file}: run `chmod 600 {file}`.")
+                raise RunError(f"Other users can read or change {file}: run `chmod 600 {file}`.")
             return opened.readline(4096).rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"--token-file {file} cannot be read: {error}.") from None

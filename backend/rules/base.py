@@ -46,7 +46,7 @@ class Fix:
         """What it changes besides the options, unless it is safe."""
         if self.safe:
             return ""
-        only_saved = all(name.startswith("save.") for name in self.patch)
+        only_saved = all(name.startswith("save.") and not name.startswith("save.resume") for name in self.patch)
         return "changes what the run saves" if only_saved else "changes the training result"
 
     def for_spec(self, spec: RunSpec) -> Fix:

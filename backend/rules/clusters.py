@@ -126,7 +126,7 @@ def missing_in_train_job(case: Case) -> str | None:
 @warning(
     "CLU008",
     fields=("slurm.time_limit", "slurm.requeue"),
-    title="The job most likely ends before the run",
+    title="The time limit of the Slurm job is shorter than the predicted time of the run",
     source="sbatch(1): --time; the time estimate",
     fixes=(Fix("Continue automatically after the time limit", {"slurm.requeue": True}),),
     manual_fix="Set a longer slurm.time_limit.",
@@ -145,5 +145,5 @@ def job_shorter_than_run(case: Case) -> str | None:
     limit = duration(60 * minutes(slurm.time_limit))
     return (
         f"slurm.time_limit ends the job after {limit}, and slurm.requeue is off. The run is predicted to take "
-        f"{duration(predicted)}, at least {duration(least)}."
+        f"{duration(predicted)}, at least {duration(least)}, so it would end unfinished."
     )

@@ -28,7 +28,7 @@ MUCH_PADDING = 0.05
 def summary_text(estimate: TimeEstimate) -> str:
     """The result in one line; the reason if no time is predicted."""
     if estimate.unknown:
-        return f"The time is not predicted, because {estimate.unknown}."
+        return f"The time is not predicted: {estimate.unknown}."
     parts = [run_text(estimate), tokens_text(estimate)]
     return "; ".join(filter(None, [*parts, price_text(estimate)]))
 
@@ -59,7 +59,7 @@ def price_text(estimate: TimeEstimate) -> str:
     if estimate.price is None:
         return ""
     low, middle, high = (f"{price:,.2f}" for price in estimate.price)
-    return f"price {middle} ({low} to {high}) at {estimate.price_per_gpu_hour:g} per GPU hour"
+    return f"estimated price {middle} ({low} to {high}) at {estimate.price_per_gpu_hour:g} per GPU hour"
 
 
 def dominating_text(estimate: TimeEstimate) -> str:
@@ -73,7 +73,7 @@ def dominating_text(estimate: TimeEstimate) -> str:
 
 def range_text(estimate: TimeEstimate) -> str:
     """The range and the reason for its width."""
-    return f"The range is a factor of {estimate.factor:g} down and up, because {estimate.factor_reason}"
+    return f"The real time may be up to {estimate.factor:g} times shorter or longer: {estimate.factor_reason}"
 
 
 def padding_text(estimate: TimeEstimate) -> str:

@@ -14,14 +14,14 @@ CPU_LIMIT = 0.5  # what the CPU needs for a batch, as a share of the batch
 
 
 def step_range(ctx: TimeContext, waiting: float, host: float, attention: float) -> tuple[float, str]:
-    """(a factor: the real time is between the prediction divided by it and multiplied with it, the reason). `waiting`,
+    """(a factor: the real time is between the prediction divided by it and multiplied by it, the reason). `waiting`,
     `host`, `attention`: shares of a step that wait for other GPUs, that the CPU needs, and of attention."""
     memory = ctx.memory
     found = [(ONE_GPU, "published speeds on one GPU differ this much from the prediction")]
     if ctx.links.assumed:
         found.append((WAITING if waiting > SOME_WAITING else SEVERAL_GPUS, f"the estimate assumes {ctx.links.assumed}"))
     if memory.run.world_size > 1:
-        found.append((SEVERAL_GPUS, "several GPUs wait for each other"))
+        found.append((SEVERAL_GPUS, "how long several GPUs wait for each other is hard to predict"))
     if attention > MUCH_ATTENTION:
         width = LONGEST_ATTENTION if attention > MOST_ATTENTION else LONG_ATTENTION
         found.append((width, "attention over long sequences takes much of a step"))

@@ -33,7 +33,7 @@ def device_reason(run: ResolvedRun, machine: Machine) -> str:
         if not {"bf16": model.bf16, "fp16": model.fp16}.get(run.compute_dtype):
             return f"the rate of {gpu.name} in {run.compute_dtype} is not known"
     if run.world_size > MAX_GPUS and run.nnodes > 1 and not machine.network_rate:
-        return f"for more than {MAX_GPUS} GPUs, the measured network rate is needed (network_gb_per_s of the machine)"
+        return f"more than {MAX_GPUS} GPUs need a measured network bandwidth (network_gb_per_s of the machine)"
     return ""
 
 
@@ -43,7 +43,7 @@ def run_reason(spec: RunSpec, facts: InputFacts) -> str:
     if shape is None:
         return facts.shape_unknown_reason
     if spec.other_backend:
-        return "LLaMA-Factory's other backends were not compared with measurements"
+        return "LLaMA-Factory's Megatron-Core and KTransformers were not compared with measurements"
     if any(word in leaf.path for leaf in shape.layer_modules for word in LINEAR_ATTENTION):
         return "layers with linear attention or recurrence depend on kernels that were not measured"
     if not (shape.layers and shape.layer and shape.heads):

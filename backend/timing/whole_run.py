@@ -43,9 +43,9 @@ def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTim
     if not facts.is_downloaded:
         missing.append("downloads")
     if spec.eval.num_generations:
-        missing.append("generations of the evaluation")
+        missing.append("generated outputs of evaluations")
     if spec.train.torch_compile:
-        missing.append("minutes of compiling in the first step")
+        missing.append("compiling, which takes minutes in the first step")
     missing.append("tokenizing the data")
     return RunTime(tuple(item for item in items if item.seconds > 0), steps, tuple(missing))
 

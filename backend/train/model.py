@@ -238,8 +238,8 @@ def rounding_problem(model: nn.Module, dtype: torch.dtype) -> str:
         return ""
     rounded = " and ".join(sorted(names[each] for each in found))
     return (
-        f"Weights that were not trained had the compute dtype {rounded}, and are saved in it; in the files of the base "
-        f"model they have {names[dtype]}."
+        f"Weights that were not trained are saved in {rounded}, the compute dtype, although the base model's files "
+        f"have {names[dtype]}."
     )
 
 

@@ -108,7 +108,7 @@ def test_what_is_refused(run, environment, monkeypatch, tmp_path):
     file = export(run)
     with pytest.raises(RunError, match=r"in f16\. Export one first: `footplate export-model \S+ --format f16`"):
         serve.start(run, Settings(format="f16"))
-    with pytest.raises(RunError, match=rf"other.gguf is no GGUF file of this run. Its files are: {file}"):
+    with pytest.raises(RunError, match=rf"other.gguf is not a GGUF file of this run. Its files are: {file}"):
         serve.start(run, Settings(file="other.gguf"))
     for settings, text in {
         "port": ({"port": 80}, "port must be from 1024 to 65535, or 0 for a free one; it is 80"),
@@ -147,7 +147,7 @@ def test_the_users_own_token(tmp_path, monkeypatch):
     assert serve.own_token() == OWN
     file.write_text("of-the-file-0123456789\n")
     file.chmod(0o640)
-    with pytest.raises(RunError, match=f"Other users can read {file}: run `chmod 600 {file}`"):
+    with pytest.raises(RunError, match=f"Other users can read or change {file}: run `chmod 600 {file}`"):
         serve.own_token(str(file))
     file.chmod(0o600)
     assert serve.own_token(str(file)) == "of-the-file-0123456789"
@@ -208,7 +208,7 @@ def test_a_server_that_fails_says_why(run, environment, how):
             status_of(f"{shown['address'].removesuffix('/v1')}/crash", OWN)
         wait_for(lambda: job.state not in ALIVE)
     expected = {
-        "crash": "llama.cpp's server was ended by SIGABRT. Its last message: GGML_ASSERT(false) failed",
+        "crash": "llama.cpp's server was killed by SIGABRT. Its last message: GGML_ASSERT(false) failed",
         "broken file": "llama.cpp cannot serve the GGUF file: load: error loading model: tensor x",
     }
     assert job.state == "failed" and job.failure()["sentence"] == expected[how]
@@ -275,9 +275,9 @@ def test_a_model_for_texts_in_the_background(run, environment, capsys, handlers)
     output, job = capsys.readouterr().out, serve.current(run)
     shown = serve.as_json(job)
     assert status_of(f"{shown['address']}/models", serve.token_of(job)) == 200
-    assert f"at {shown['address']}, as the model Train info." in output and "Context: 4,096 tokens" in output
-    assert f"API token, which every request needs: in {job.path / TOKEN}, a file that only you can read." in output
-    assert "The model was not trained for chats: use /v1/completions" in output
+    assert f"at {shown['address']}. Model name in requests: Train info" in output and "Context: 4,096 tokens" in output
+    assert f"API token, which requests need: in {job.path / TOKEN}, a file that only you can read." in output
+    assert "This is not a chat model: use /v1/completions" in output
     assert f"{shown['address']}/completions" in output and "client.completions.create(" in output
     assert output.endswith(f"To stop it: footplate stop {job.path}\n")
     assert main(["show", str(job.path)]) == main(["stop", str(job.path)]) == 0
@@ -303,10 +303,10 @@ def test_endpoints(run, environment):
         shown = wait_for(lambda: (s := web.get(f"/api/runs/{run.id}").json()["server"])["address"] and s)
         token = web.get(f"{place}/{job.id}/token").json()["token"]
         assert status_of(f"{shown['address']}/models", token) == 200 and token not in json.dumps(shown)
-        assert web.delete(f"{place}/{job.id}").status_code == 409
-        assert web.post(f"{place}/{job.id}/stop", json={}).status_code == 200
+        assert web.delete(f"/api/runs/{run.id}/jobs/{job.id}").status_code == 409
+        assert web.post(f"/api/runs/{run.id}/jobs/{job.id}/stop", json={}).status_code == 200
         wait_for(lambda: job.state not in ALIVE)
         assert web.get(f"{place}/{job.id}/token").status_code == 409
         other = jobs.find_all(run, jobs.GGUF)[0].id
         assert web.get(f"{place}/{other}/token").status_code == web.delete(f"{place}/{other}").status_code == 404
-        assert web.delete(f"{place}/{job.id}").status_code == 200 and not job.path.exists()
+        assert web.delete(f"/api/runs/{run.id}/jobs/{job.id}").status_code == 200 and not job.path.exists()

@@ -159,7 +159,7 @@ def test_small_batches_wait_for_the_cpu() -> None:
 def test_no_number_without_evidence(machine: Machine, options: dict[str, Any], reason: str) -> None:
     found = time(spec(**options), machine)
     assert reason in found.unknown and not found.items and time_json(found)["items"] == []
-    assert time_json(found)["texts"]["summary"].startswith("The time is not predicted, because ")
+    assert time_json(found)["texts"]["summary"].startswith("The time is not predicted: ")
 
 
 def test_no_number_for_gptq_checkpoints() -> None:

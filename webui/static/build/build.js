@@ -303,8 +303,8 @@ async function trainModelOf(id) {
   try {
     const [{ folder }, { values }] = await Promise.all([get(runPath(id)), get(`${runPath(id)}/values`)]);
     if (values["method.kind"] === "lora" && !values["save.merge_adapter"]) {
-      const advice = "Copy the run, turn on Merge adapter there, and let this run wait for the copy.";
-      notify(`${id} saves an adapter, and only a whole model can be trained by a run that waits for it. ${advice}`);
+      const advice = "Copy that run, turn on Merge adapter there, and start this one after the copy.";
+      notify(`${id} saves only an adapter, and a run that waits for its model needs full weights. ${advice}`);
       return;
     }
     const patch = { "model.source": "path", "model.path": `${folder}/model` };

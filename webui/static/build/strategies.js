@@ -11,7 +11,8 @@ const lines = new Map();
 const HELP = {
   host: "Estimated peak in the RAM of a node, of all its processes together",
   sent: "Data that each device sends to other devices and exchanges with host RAM in an optimizer step",
-  speed: "Predicted training speed of all devices together. No speed is predicted for offloading, among others.",
+  speed:
+    "Predicted training speed of all devices together; unknown where none is predicted, for example with offloading",
 };
 let showsOthers = false;
 let latest = null;

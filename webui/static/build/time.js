@@ -20,7 +20,7 @@ export function drawTime(time, isPredicted) {
   const [figure, ...sentences] = time.unknown
     ? ["Unknown", texts.summary]
     : time.run
-      ? [texts.run.replace(/ \(.*/, ""), `${texts.run}.`, `${texts.tokens}, ${texts.step}.`]
+      ? [texts.run.replace(/ \(.*/, ""), `The run takes about ${texts.run}.`, `${texts.tokens}, ${texts.step}.`]
       : [texts.tokens.replace(/,? [\d,.]+ per GPU$/, ""), `${texts.tokens}, ${texts.step}.`, texts.run];
   const more = [texts.price, texts.padding, texts.range, texts.not_included].filter(Boolean);
   const children = [

@@ -23,8 +23,8 @@ export function createModelCard() {
   const node = el("section.fp-panel.fp-job-card.fp-model", { hidden: true, "aria-label": "Your model" }, heading);
   node.append(...sections.map((section) => section.node), status);
   /**
-   * @param {{ folder: string, step: number | null, base: string, bytes: number, code: string, merge: any, gguf: any[], server: any,
-   * publications: any[], further: any, is_reward_model: boolean } | null} model
+   * @param {{ folder: string, step: number | null, base: string, bytes: number, code: string, merge: any, gguf: any[],
+   * server: any, publications: any[], further: any, is_reward_model: boolean } | null} model
    * @param {{ base: string, from: string, train: (fix: any) => void, refresh: () => void, showGenerations: (() => void)
    * | null }} run base is its API path, from the model that it started with, train opens Build with a change
    */

@@ -7,8 +7,8 @@ import { actions, ask, button, failurePart, failureText, isAlive } from "./run_j
 import { fold } from "./run_results.js";
 
 const WHY =
-  "Serve a GGUF file to programs on this machine: llama.cpp answers OpenAI's API at an address of 127.0.0.1, and " +
-  "refuses requests without the API token.";
+  "Serves a GGUF file to programs on this machine with an OpenAI-compatible API on 127.0.0.1, by llama.cpp on the " +
+  "CPU. Requests need the API token.";
 
 /** `server` is the newest server of the run. */
 export const SERVER = {
@@ -52,8 +52,10 @@ function addressPart(server, run) {
   const parallel = server.parallel === 1 ? "one request at a time" : `${server.parallel} requests at a time`;
   const notes = [
     `Model ${server.name}, ${server.format}, context of ${num(server.context)} tokens, ${parallel}.`,
-    !server.is_chat && "The model continues texts: use /v1/completions.",
-    server.is_chat && !server.has_tools && "Its chat template has no tools: those of a request are ignored.",
+    !server.is_chat && "This is not a chat model: use /v1/completions.",
+    server.is_chat &&
+      !server.has_tools &&
+      "The chat template does not support tools: llama.cpp ignores those of a request.",
   ];
   return el(
     "div.fp-gguf",
