@@ -15,9 +15,7 @@ export FOOTPLATE_TEST_THREADS := $(or $(THREADS),1)
 # Some environments forbid compiled modules, so that each of hundreds of processes would compile the project again.
 export PYTHONDONTWRITEBYTECODE :=
 
-MAKEFLAGS += -j2  # Python's packages and the system's are installed at the same time
-
-.PHONY: setup run test check soak soak-cpu gpu bench docs pictures tools
+.PHONY: installed setup run test check soak soak-cpu gpu bench docs pictures tools
 
 setup: $(VENV)/ready  ## a virtual environment with the versions of constraints.txt
 
@@ -33,6 +31,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	-$(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib  # pip would use one core; some files are for another Python
 	touch $@
 
+installed:  # Python's packages and the system's, at the same time
+	@$(MAKE) --no-print-directory -j2 setup tools
+
 run: setup  ## serves the page, with further ARGS such as --no-login; converts the default model first
 	$(BIN)/python -m backend.train.builtin_models smollm2-135m-instruct
 	$(BIN)/python -m webui --host $(HOST) --port $(PORT) --runs $(RUNS) $(ARGS)
@@ -45,13 +46,13 @@ check: setup  ## linters, types and unit tests
 	$(BIN)/pytest tests/test_floors.py tests/test_docs.py tests/unit
 
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
-test: setup tools  ## all tests except soak and gpu; CPU and THREADS as above
+test: installed  ## all tests except soak and gpu; CPU and THREADS as above
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & mypy=$$!; tests/js/check.sh && wait $$mypy
 	$(BIN)/pytest $(PARALLEL) --durations=40 -m "not soak and not gpu"
 
-soak: setup tools  ## long tests, or PART of them; writes docs/strategies.md, checks.md, memory.md, architectures.md
+soak: installed  ## long tests, or PART of them; writes docs/strategies.md, checks.md, memory.md, architectures.md
 	$(BIN)/pytest -m soak --durations=10 $(if $(PART),$(or $(wildcard $(PART:%=tests/*/test_%.py) $(PART:%=tests/*/cited/test_%.py)),$(error no test_$(PART).py)))
 
 # The tests that train, with each instruction set that this CPU has and one thread, then with two and four threads.
@@ -60,7 +61,7 @@ has = $(shell grep -qw $(1) /proc/cpuinfo && echo $(2))
 CPUS = default $(call has,avx2,avx2) $(call has,avx512vl,avx512)
 TRAIN := optimizers strategies preference_stages methods quantized precisions training rank0_loading mixture_of_experts \
 	loss_labels option_effects reference_loop
-soak-cpu: setup tools  ## the training tests on other CPUs' kernels and with more threads
+soak-cpu: installed  ## the training tests on other CPUs' kernels and with more threads
 	@trap 'exit 130' INT; failed=0; \
 	for each in $(CPUS:%=%/1) $(lastword $(CPUS))/2 $(lastword $(CPUS))/4; do \
 		echo "CPU=$${each%/*} THREADS=$${each#*/}"; \
@@ -69,16 +70,16 @@ soak-cpu: setup tools  ## the training tests on other CPUs' kernels and with mor
 	done; \
 	exit $$failed
 
-gpu: setup tools  ## tests on one or more NVIDIA GPUs; writes docs/gpu.md
+gpu: installed  ## tests on one or more NVIDIA GPUs; writes docs/gpu.md
 	$(BIN)/pytest -m gpu -rs
 
-bench: setup tools  ## timings, printed as tables
+bench: installed  ## timings, printed as tables
 	$(BIN)/python -m tests.bench
 
 docs: setup  ## writes docs/options.md and docs/rules.md
 	$(BIN)/python -m backend docs
 
-pictures: setup tools  ## the screenshots of README and guide; trains the preset First run
+pictures: installed  ## the screenshots of README and guide; trains the preset First run
 	$(BIN)/python tests/browser/pictures.py $(ARGS)
 
 # What the tests need from the system: a browser; a compiler, Python's headers and libaio, because DeepSpeed builds operators

@@ -83,7 +83,9 @@ def _compare_machines(arguments: argparse.Namespace) -> int:
         print_json(lines)
         return 0
     table = [("MACHINE", "GPUS", "TIME", "TOKENS/S", "PRICE", "RESULT")]
-    table += [(x["name"], x["gpus"], x["time"], x["tokens"], x["price"], x["result"]) for x in lines]
+    table += [
+        (x["name"], *(x["texts"][key] for key in ("gpus", "time", "tokens", "price")), x["result"]) for x in lines
+    ]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     for row in table:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())

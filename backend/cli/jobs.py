@@ -15,7 +15,7 @@ from backend.runs.folder import ALIVE, Run
 POLL_SECONDS = 0.25
 
 
-def follow(job: Run, is_enough: Callable[[], object] = bool) -> None:
+def follow(job: Run, is_enough: Callable[[], object] = lambda: False) -> None:
     """Show on stderr what the job does until it has ended, or until `is_enough`: a terminal gets one line that is
     rewritten, anything else a line for each thing. Ctrl-C stops the job."""
     shown = ""

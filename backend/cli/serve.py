@@ -19,7 +19,8 @@ from backend.runs.folder import ALIVE, Run
 def start(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C, the end of the terminal or SIGTERM; with --background, only until the server answers."""
     for number in (signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)
     names = ("file", "format", "port", "context", "parallel", "threads")
     settings = serve.Settings(**{name: getattr(arguments, name) for name in names})
     run, token = find_run(Path(arguments.runs), arguments.run), serve.own_token(arguments.token_file)
@@ -37,6 +38,8 @@ def start(arguments: argparse.Namespace) -> int:
         print_json({**shown, "folder": str(job.path)}) if arguments.json else _print(shown, arguments.background)
     except KeyboardInterrupt:
         job.stop(save=False)
+        follow(job)
+        raise
     if arguments.background:
         return 0
     follow(job)

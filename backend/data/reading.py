@@ -334,7 +334,8 @@ def _separator(path: Path) -> str:
         return "\t"
     with open_text(path, newline="") as file:
         header = next((line for line in _lines(path, file) if line.strip()), "")
-    return next((each for each in SEPARATORS if each in header), ",")
+    outside = re.sub('"[^"]*"', "", header)
+    return next((each for each in SEPARATORS if each in outside), ",")
 
 
 def _row_problem(fields: int, columns: int, separator: str) -> str:
@@ -347,8 +348,8 @@ def _row_problem(fields: int, columns: int, separator: str) -> str:
 
 def _header_problem(names: list[str], separator: str) -> str:
     """Why these column names are not a header; '' if they are."""
-    other = next((each for each in SEPARATORS if len(names) == 1 and each in names[0]), "")
-    if other:
+    other = next((each for each in SEPARATORS if len(names) == 1 and each in names[0]), separator)
+    if other != separator and separator == "\t":
         found, expected = SEPARATORS[other], SEPARATORS[separator]
         return f"has columns that are separated by {found}, but {expected} are expected"
     return _duplicate_problem(names)

@@ -82,7 +82,7 @@ def _items(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> l
     items = list[Item]()
     for number, (example, to_columns) in enumerate(islice(filter(None, each), most)):
         columns, _ = to_columns([example])
-        found = zip(columns.get("input_ids") or [], columns.get("labels") or [], strict=True)
+        found = zip(*([values.tolist() for values in columns[name]] for name in ("input_ids", "labels")), strict=True)
         if to_columns.chat is None:
             items += [Item(f"text {len(items) + n}", ids, labels) for n, (ids, labels) in enumerate(found)]
         else:  # nothing is found of an example without a loss within max_length

@@ -135,7 +135,7 @@ def find_all(run: Run) -> list[Run]:
 
 
 def read_settings(folder: Path) -> Settings:
-    """Those of the job in `folder`."""
+    """Those of the job in `folder`. Raises KeyError if they cannot be read."""
     found = jobs.request(folder, jobs.EVALUATION)
     return Settings(**{field.name: found[field.name] for field in fields(Settings)})
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from backend.models import chat, gguf, system_prompt, trained
 from backend.models.gguf import ENVIRONMENT, FORMATS
+from backend.models.spec import read_spec
 from backend.paths import environment_folder
 from backend.runs import SERVE_TOKEN, SPEC, TOKEN, files, jobs
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
@@ -65,7 +66,7 @@ def start(run: Run, settings: Settings, token: str = "") -> Run:
         "context": settings.context,
         "parallel": settings.parallel,
         "threads": settings.threads,
-        "template_kwargs": dict(chat.read_spec(run).data.template_kwargs),
+        "template_kwargs": dict(read_spec(run).data.template_kwargs),
         "environment": str(environment_folder(ENVIRONMENT)),
     }
     with jobs.alone(run):
@@ -77,7 +78,11 @@ def start(run: Run, settings: Settings, token: str = "") -> Run:
             earlier.delete()
         texts = {TOKEN: token or secrets.token_urlsafe(32)}  # mode 0600, like all files of a run
         job = jobs.create(run, jobs.SERVE, request, CPU, {}, texts)
-        job.start(timeouts=TIMEOUTS)
+        try:
+            job.start(timeouts=TIMEOUTS)
+        except RunError:
+            (job.path / TOKEN).unlink(missing_ok=True)
+            raise
         return job
 
 
@@ -146,7 +151,9 @@ def _read_token(file: Path) -> str:
 
 
 def token_of(job: Run) -> str:
-    """What clients of a running server have to send. Raises RunError."""
+    """What clients of a running server have to send. A server that was killed could not remove it. Raises RunError."""
+    if job.state not in ALIVE:
+        (job.path / TOKEN).unlink(missing_ok=True)
     try:
         return files.read_text(job.path / TOKEN)
     except OSError:
@@ -163,7 +170,7 @@ def as_json(job: Run) -> dict[str, Any]:
     shown |= {"context": progress.get("context"), "has_tools": progress.get("has_tools")}
     shown |= {"token_file": str(job.path / TOKEN)}
     examples = _examples(job, shown) if shown["address"] else {"curl": "", "python": "", "is_chat": True}
-    return {**jobs.as_json(job), "fraction": None, **shown, **examples}
+    return {**jobs.as_json(job), **shown, **examples}
 
 
 def _examples(job: Run, shown: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +178,10 @@ def _examples(job: Run, shown: dict[str, Any]) -> dict[str, Any]:
     run = Run(job.path.parent.parent)
     body: dict[str, Any] = {"model": shown["name"]}
     model = trained.find(run)
-    is_chat = not model or chat.mode_of(chat.read_spec(run), model.folder) == chat.CHAT
+    try:
+        is_chat = not model or chat.mode_of(read_spec(run), model.folder) == chat.CHAT
+    except RunError:  # its spec cannot be read any more, and the server goes on
+        is_chat = True
     if is_chat:
         system = system_prompt.of_run(run.path / SPEC)
         before = [{"role": "system", "content": system}] if system else []

@@ -38,6 +38,8 @@ def _ada(tflops: float, memory: float, watts: int, cache: int) -> GpuModel:
 
 
 _A100 = GpuModel(312, 312, 2039, 400, 40, 300, 200, "A100")
+_A100_PCIE = replace(_A100, memory=1935, watts=300, nvlink=0, network=0)
+_A100_PCIE_40 = replace(_A100_PCIE, memory=1555, watts=250)
 _H100 = GpuModel(989, 989, 3350, 700, 50, 450, 400, "Hopper")
 # Part of the device's name -> data sheet. The first part that fits counts.
 GPU_MODELS: Mapping[str, GpuModel] = {
@@ -45,12 +47,17 @@ GPU_MODELS: Mapping[str, GpuModel] = {
     "H100 PCIe": replace(_H100, bf16=756, fp16=756, memory=2000, watts=350, nvlink=0, network=0),
     "H100 NVL": replace(_H100, bf16=835, fp16=835, memory=3900, watts=400, nvlink=0, network=0),
     "H100": _H100,
+    "H200 NVL": replace(_H100, bf16=835, fp16=835, memory=4800, watts=600, nvlink=0, network=0),
     "H200": replace(_H100, memory=4800),
     "H20": replace(_H100, bf16=148, fp16=148, memory=4000, watts=400, cache=60),
-    "A100 PCIE": replace(_A100, memory=1935, watts=300, nvlink=0, network=0),
+    "A100 PCIE 40GB": _A100_PCIE_40,
+    "A100 40GB PCIe": _A100_PCIE_40,
+    "A100 80GB PCIe": _A100_PCIE,
+    "A100 PCIE": _A100_PCIE,
     "A100 40GB": replace(_A100, memory=1555),
     "A100 SXM4 40GB": replace(_A100, memory=1555),
     "A100": _A100,
+    "A800 80GB PCIe": _A100_PCIE,
     "A800": replace(_A100, nvlink=200),
     "L40S": _ada(362, 864, 350, 96),
     "L4": _ada(121, 300, 72, 48),

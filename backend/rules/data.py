@@ -63,9 +63,10 @@ def unreadable_data_file(case: Case) -> Violation | None:
     fixes = _guessed_formats(case) if guesses else []
     if kept and len(kept) < len(data.files):
         fixes.append(Fix("Skip the files with errors", {"data.files": kept}, False, "fewer examples"))
+    fields = ("data.files", "data.format") if fixes and "data.format" in fixes[0].patch else ("data.files",)
     fixes.append(BUILTIN_DATA)
     if not all(issue.message.startswith(UNKNOWN_COLUMNS) for issue in issues):
-        return Violation(_summary(issues), tuple(fixes))
+        return Violation(_summary(issues), tuple(fixes), fields)
     message, title = f"{_summary(issues)} {CHOOSE_FORMAT}", "The columns of a data file are not recognized"
     return Violation(message, tuple(fixes), ("data.files", "data.format"), title)
 

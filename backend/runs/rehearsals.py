@@ -28,6 +28,7 @@ from backend.runs import (
     PLAN,
     REHEARSED,
     RUN_MARKER,
+    SERVE_TOKEN,
     STOP,
     Plan,
     files,
@@ -363,7 +364,8 @@ def main(arguments: Sequence[str]) -> int:
     if os.fork():
         return 0
     detach(rehearsal.path)
-    os.environ.pop(webhook.WEBHOOK, None)  # nobody waits for the end of its runs
+    for name in (webhook.WEBHOOK, SERVE_TOKEN):  # nobody waits for the end of its runs, and they serve nothing
+        os.environ.pop(name, None)
     Driver(rehearsal).run()
     os._exit(0)
 

@@ -12,28 +12,33 @@ from backend.timing import texts
 
 def lines(reports: Iterable[tuple[str, Machine, Report]]) -> list[dict[str, Any]]:
     """A line for each (name, machine, report), the shortest time first, then the highest speed; those that cannot run
-    the spec come last. "seconds" of the run may be None; "time", "tokens" and "price" are texts; "result" is the
-    verdict, and "unknown" why no time is predicted."""
+    the spec come last. Numbers are None where nothing is predicted; "texts" has them as shown, "-" for None. "result"
+    is the verdict, and "unknown" why no time is predicted."""
     found = [_line(name, machine, report) for name, machine, report in reports]
-    return sorted(found, key=lambda x: (not x["can_run"], x["seconds"] or float("inf"), -x["tokens_per_second"]))
+    return sorted(found, key=lambda x: (not x["can_run"], x["seconds"] or float("inf"), -(x["tokens_per_second"] or 0)))
 
 
 def _line(name: str, machine: Machine, report: Report) -> dict[str, Any]:
-    found = report.time
+    found, on_gpu = report.time, report.run.on_gpu
     known = report.can_run and not found.unknown
-    price = found.price
+    seconds = found.run.seconds if known and found.run else None
+    price = found.price[1] if known and found.price else None
     return {
         "name": name,
         "machine": describe(machine),
         "can_run": report.can_run,
-        "gpus": str(report.run.world_size) if report.run.on_gpu else "-",
-        "seconds": found.run.seconds if known and found.run else None,
-        "time": texts.run_text(found) if known and found.run else "-",
-        "tokens": texts.tokens_text(found).partition(" ")[0] if known else "-",
-        "tokens_per_second": found.tokens_per_second if known else 0,
-        "price": f"{price[1]:,.2f}" if known and price else "-",
+        "gpus": report.run.world_size if on_gpu else None,
+        "seconds": seconds,
+        "tokens_per_second": found.tokens_per_second if known else None,
+        "price": price,
         "result": _result(report),
         "unknown": found.unknown,
+        "texts": {
+            "gpus": str(report.run.world_size) if on_gpu else "-",
+            "time": texts.run_text(found) if seconds is not None else "-",
+            "tokens": texts.tokens_text(found).partition(" ")[0] if known else "-",
+            "price": f"{price:,.2f}" if price is not None else "-",
+        },
     }
 
 

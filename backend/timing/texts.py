@@ -67,7 +67,7 @@ def dominating_text(estimate: TimeEstimate) -> str:
     part = estimate.dominating
     if part is None:
         return ""
-    label = part.label[0].lower() + part.label[1:]
+    label = part.label if part.label.startswith("LoRA") else part.label[0].lower() + part.label[1:]
     return f"Largest part of a step: {label}, {part.seconds / estimate.step_seconds:.0%}"
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from backend.inspect import InputFacts
 from backend.memory.disk import checkpoint_bytes, final_model_bytes
+from backend.runs.resume_point import step_of
+from backend.timing.batch import trained_lengths
 from backend.timing.computing import Part, forward_seconds
 from backend.timing.context import TimeContext
 from backend.timing.rates import DISK_RATE
@@ -33,6 +36,8 @@ def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTim
     steps = _steps(ctx, facts)
     if steps is None:
         return None
+    if ctx.memory.spec.save.resume_from == "path":
+        steps = max(0, steps - max(0, step_of(Path(ctx.memory.spec.save.resume_path))))
     items = [
         _start(ctx),
         Part("Steps", steps * step_seconds, f"{steps:,} steps x {step_seconds:.3g} s"),
@@ -58,7 +63,8 @@ def _steps(ctx: TimeContext, facts: InputFacts) -> int | None:
     examples, limit = memory.run.num_train_examples, memory.spec.data.max_length
     if not examples or not facts.token_lengths or train.duration == "steps":
         return None
-    mean = sum(min(length, limit) for length in facts.token_lengths) / len(facts.token_lengths)
+    lengths = trained_lengths(facts.token_lengths, limit, ctx.memory.spec.train.stage == "pretraining")
+    mean = sum(lengths) / len(lengths)
     return max(1, math.ceil(train.num_train_epochs * examples * mean / (limit * memory.run.global_batch_size)))
 
 

@@ -232,7 +232,8 @@ def save(
 def rounding_problem(model: nn.Module, dtype: torch.dtype) -> str:
     """A sentence about weights that were rounded to a 16-bit compute dtype and not trained, although those in the files
     of the base model have another `dtype`; '' without such weights."""
-    found = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16} - {dtype}
+    frozen = {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
+    found = frozen & {torch.bfloat16, torch.float16} - {dtype}
     names = {value: name for name, value in DTYPES.items()}
     if not found or dtype not in names:
         return ""

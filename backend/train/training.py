@@ -225,6 +225,7 @@ def _start(context: TrainContext, options: Mapping[str, Any]) -> Path | None:
             if edited:
                 context.run_log.info(edited)
             if other_examples:  # options are edited on purpose; a data file may have changed unnoticed
+                context.run_log.info(other_examples)
                 context.run_log.event(health.EXAMPLES, step, other_examples)
         return start
 

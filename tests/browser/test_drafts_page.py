@@ -126,8 +126,23 @@ def test_a_tab_comes_back_to_its_draft(context, shared):
     page.get_by_role("link", name="Build", exact=True).click()
     page.wait_for_selector("body[data-ready]")
     assert int(value(page, "train.max_steps")) == 7
-    linked = opened(context, f"{shared.url}/?preset=lora-80gb")
-    assert value(linked, "model.source") == "hub" and "preset=lora-80gb" in linked.url
+    settled(page)
+    page.goto(f"{shared.url}/?preset=lora-80gb")
+    page.wait_for_selector("body[data-ready]")
+    assert value(page, "model.source") == "hub" and "preset=lora-80gb" in page.url
+
+
+def test_the_form_stays_hidden_without_its_draft(context, shared):
+    page = opened(context, shared.url)
+    fill(page, "train.max_steps", 7)
+    page.route("**/api/drafts/*", lambda route: route.fulfill(status=503, body="{}"))
+    page.reload()
+    expect(page.locator(".fp-status-text")).to_have_text("Loading failed")
+    expect(page.locator("#train-max_steps input").first).to_be_hidden()
+    page.unroute_all()
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    assert int(value(page, "train.max_steps")) == 7
 
 
 def test_a_comma_is_a_decimal_point(page):
@@ -135,6 +150,9 @@ def test_a_comma_is_a_decimal_point(page):
     field.fill("")
     field.press_sequentially("0,001")
     assert field.input_value() == "0.001" and float(value(page, "train.learning_rate")) == 0.001
+    field.fill("")
+    field.press_sequentially("1,000")
+    assert field.input_value() == "1000", "it may separate thousands"
 
 
 def test_undo_and_redo_of_the_whole_form(context, shared):

@@ -332,3 +332,12 @@ def test_the_command_says_why_a_chat_has_ended(tmp_path, capsys, monkeypatch):
     assert main(["chat", str(run.path), "--prompt", "p"]) == 2
     assert capsys.readouterr().err.strip()
     assert not [path for path in Path(run.path).glob("jobs/2*") if (path / "running").exists()]
+
+
+def test_earlier_turns_are_known_from_the_first_examples(tmp_path):
+    user, assistant = ({"role": role, "content": "x"} for role in ("user", "assistant"))
+    for turns, expected in (([user, assistant], False), ([user, assistant] * 2, True), ([user], True)):
+        (tmp_path / "data.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+        spec = edit(RunSpec(), {"data.source": "files", "data.files": (str(tmp_path / "data.jsonl"),)})
+        system_prompt._of_examples.cache_clear()
+        assert system_prompt.has_earlier_turns(spec) == expected, "unreadable examples: assume that it has"

@@ -125,6 +125,10 @@ def test_the_header_of_a_csv_file_says_what_separates_its_columns(tmp_path: Path
             text = f'\ufeffq{separator}a\r\n"x{separator} y"{separator}"1,5; z"\r\n'.encode()
             (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
             assert list(read_examples(tmp_path / name)) == [(2, {"q": f"x{separator} y", "a": "1,5; z"})]
+    (tmp_path / "quoted.csv").write_text('"question, please";answer\nx;y\n')
+    assert list(read_examples(tmp_path / "quoted.csv")) == [(2, {"question, please": "x", "answer": "y"})]
+    (tmp_path / "alone.csv").write_text('"a;b"\nx\n')
+    assert list(read_examples(tmp_path / "alone.csv")) == [(2, {"a;b": "x"})]
     (tmp_path / "one.csv").write_text("text\na; b\n")
     assert list(read_examples(tmp_path / "one.csv")) == [(2, {"text": "a; b"})]
 

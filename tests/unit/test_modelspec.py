@@ -222,6 +222,27 @@ def test_peak_flops(name: str, dtype: str, tflops: int) -> None:
     assert registry.peak_flops(name, dtype) == tflops * 10**12
 
 
+@pytest.mark.parametrize(
+    ("name", "memory", "watts", "nvlink"),
+    [
+        ("NVIDIA A100-PCIE-40GB", 1555, 250, 0),
+        ("NVIDIA A100 80GB PCIe", 1935, 300, 0),
+        ("NVIDIA A100-SXM4-40GB", 1555, 400, 300),
+        ("NVIDIA A100-SXM4-80GB", 2039, 400, 300),
+        ("NVIDIA A800 80GB PCIe", 1935, 300, 0),
+        ("NVIDIA A800-SXM4-80GB", 2039, 400, 200),
+        ("NVIDIA H100 80GB HBM3", 3350, 700, 450),
+        ("NVIDIA H100 NVL", 3900, 400, 0),
+        ("NVIDIA H200", 4800, 700, 450),
+        ("NVIDIA H200 NVL", 4800, 600, 0),
+    ],
+)
+def test_cards_of_one_chip_are_told_apart(name: str, memory: int, watts: int, nvlink: int) -> None:
+    """By the names that NVIDIA's driver reports."""
+    found = registry.gpu_model(name)
+    assert found is not None and (found.memory, found.watts, found.nvlink) == (memory, watts, nvlink)
+
+
 @pytest.mark.parametrize(("kind", "end"), [("lora", "trainable (adapters included)"), ("full", "trainable")])
 def test_the_summary_of_a_plan_has_the_trainable_parameters(kind: str, end: str) -> None:
     spec = edit(presets.presets()[0].spec, {"model.builtin": "tiny-llama", "method.kind": kind})

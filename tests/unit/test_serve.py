@@ -1,6 +1,6 @@
 """Serving a GGUF file: what is refused, how the server is started and ends, and who can read the API token.
 
-xllamacpp is replaced by fake_xllamacpp.py; test_serve_runtime.py serves with llama.cpp itself.
+xllamacpp is replaced by fake_xllamacpp.py; test_gguf_runtime.py serves with llama.cpp itself.
 """
 
 import json
@@ -61,8 +61,8 @@ def run(tmp_path):
 
 def export(run, format="q8_0", content="weights"):
     """An export that has finished."""
-    request = json.dumps({"step": None, "format": format})
-    job = jobs.create(run, jobs.GGUF, json.loads(request) if isinstance(request, str) else request, {}, {})
+    request = {"step": None, "format": format}
+    job = jobs.create(run, jobs.GGUF, request, {}, {})
     (job.path / "gguf").mkdir()
     file = job.path / f"gguf/{run.id}-{format}.gguf"
     file.write_text(content)

@@ -209,3 +209,10 @@ def test_rates_of_a_machine_description(tmp_path: Path) -> None:
 def test_options_do_not_change_the_estimate_of_others() -> None:
     """A hidden option, and one without an effect on speed."""
     assert time(edit(spec(), {"train.learning_rate": 1e-5})).items == time(spec()).items
+
+
+def test_a_resumed_run_takes_the_remaining_steps() -> None:
+    steps = {"train.duration": "steps", "train.max_steps": 1000}
+    resumed = {"save.resume_from": "path", "save.resume_path": "runs/a/checkpoints/checkpoint-900"}
+    runs = (time(spec(**steps, **more)).run for more in ({}, resumed))
+    assert [run and run.steps for run in runs] == [1000, 100]

@@ -106,15 +106,16 @@ export function reopenMenu(event) {
 }
 
 /**
- * Chromium leaves out a comma in a number field, so 0,001 would become 0001. In a field of decimal numbers, it is a
- * decimal point. @param {InputEvent} event @param {(id: string) => boolean} isDecimal whether a field has such numbers
+ * Chromium leaves out a comma in a number field, so 0,001 would become 0001. After a 0 in a field of decimal numbers it
+ * is a decimal point; elsewhere it may separate thousands.
+ * @param {InputEvent} event @param {(id: string) => boolean} isDecimal whether a field has such numbers
  */
 export function typeDecimalPoint(event, isDecimal) {
   const input = /** @type {HTMLInputElement} */ (event.target);
-  const parts = event.data?.split(",");
-  if (input.type !== "number" || parts?.length !== 2 || !isDecimal(input.closest(".fp-field")?.id || "")) return;
+  const text = `${event.inputType === "insertText" ? input.value : ""}${event.data || ""}`;
+  if (input.type !== "number" || !/^-?0?,\d*$/.test(text) || !isDecimal(input.closest(".fp-field")?.id || "")) return;
   event.preventDefault();
-  document.execCommand("insertText", false, parts.join("."));
+  document.execCommand("insertText", false, (event.data || "").replace(",", "."));
 }
 
 /** The text of each menu before it was typed into, to filter its list. @type {Map<Element, string>} */

@@ -125,9 +125,11 @@ async function start(description) {
   mountCompareRuns();
   drawView();
   await loadMachines().catch(() => {});
-  await loadInitialValues().catch((error) => drawCheckFailed("Loading failed", error.message));
+  const failed = await loadInitialValues().catch((error) => error);
   stopLoadingTimer();
-  document.body.dataset.ready = "yes";
+  // Without the values of the draft the form stays hidden: an edit of the default values would begin another draft.
+  if (failed) drawCheckFailed("Loading failed", `${failed.message} Reload the page to try again.`);
+  else document.body.dataset.ready = "yes";
 }
 
 // For Gradio's handlers (pages.py), and for tests/browser.

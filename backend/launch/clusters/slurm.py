@@ -93,7 +93,8 @@ def cpus(spec: RunSpec, run: ResolvedRun, machine: Machine) -> int:
 
 
 def minutes(text: str) -> float:
-    """A time of Slurm: minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes:seconds, or infinite."""
+    """A time of Slurm: minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes:seconds, or infinite, as a
+    time of zero is, too (sbatch(1), --time)."""
     days, dash, rest = text.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdigit() for part in parts):
@@ -101,8 +102,8 @@ def minutes(text: str) -> float:
     numbers = [int(part) for part in parts]
     if dash or len(numbers) == 3:
         hours, minutes, seconds = (*numbers, 0, 0)[:3]
-        return (int(days or 0) * 24 + hours) * 60 + minutes + seconds / 60
-    return numbers[0] + (numbers[1] / 60 if len(numbers) == 2 else 0)
+        return (int(days or 0) * 24 + hours) * 60 + minutes + seconds / 60 or math.inf
+    return numbers[0] + (numbers[1] / 60 if len(numbers) == 2 else 0) or math.inf
 
 
 def sigterm_seconds(spec: RunSpec) -> int:

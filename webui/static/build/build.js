@@ -117,7 +117,9 @@ async function loadDraftOrPreset() {
   const own = ownDraft();
   const id = own || lastDraft();
   const saved = id ? await loadDraft(id) : null;
-  const named = presets.find(({ name }) => name === preset()) || presets[0];
+  const asked = presets.find(({ name }) => name === preset());
+  if (preset() && !asked && !saved) notify(`There is no preset ${preset()}.`);
+  const named = asked || presets[0];
   if (saved) {
     const from = address.get("draft") ? preset() : (own ? sessionStorage : localStorage).getItem("fp-preset") || "";
     await useDraft(own || randomId()); // a new tab continues with the values of another one

@@ -18,10 +18,11 @@ export const draftId = () => draft;
 
 // -- one draft per tab ------------------------------------------------------------------------------------------------
 
+const draftIn = (storage) => (!address.get("preset") && storage.getItem(LAST)) || ""; // a link to a preset wants none
 /** The draft that this tab edits, also if it shows the rules or the help meanwhile; '' without one. */
-export const ownDraft = () => address.get("draft") || sessionStorage.getItem(LAST) || "";
-/** The draft that was last edited in any tab, for a new one; '' without one, or if the address asks for a preset. */
-export const lastDraft = () => (!address.get("preset") && localStorage.getItem(LAST)) || "";
+export const ownDraft = () => address.get("draft") || draftIn(sessionStorage);
+/** The draft that was last edited in any tab, for a new one; '' without one. */
+export const lastDraft = () => draftIn(localStorage);
 
 /** Edit the draft with this id, or a copy of it if another tab edits it already. */
 export async function useDraft(id) {

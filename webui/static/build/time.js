@@ -53,10 +53,10 @@ async function compare() {
 
 function comparison(lines) {
   const columns = [
-    { head: "GPUs", text: ({ gpus }) => gpus },
-    { head: "Tokens/s", text: ({ tokens }) => tokens },
-    { head: "Time", text: ({ time }) => time.replace(/ \(.*/, "") },
-    { head: "Price", text: ({ price }) => price },
+    { head: "GPUs", text: ({ texts }) => texts.gpus },
+    { head: "Tokens/s", text: ({ texts }) => texts.tokens },
+    { head: "Time", text: ({ texts }) => texts.time.replace(/ \(.*/, "") },
+    { head: "Price", text: ({ texts }) => texts.price },
   ].filter(({ text }) => lines.some((line) => text(line) !== "-"));
   const head = [
     el("th", { scope: "col" }, "Machine"),

@@ -82,7 +82,7 @@ export function createProgress({ work, stop, stopping = "Stopping." }) {
     node.hidden = !job;
     setText(status, job ? STATES[job.state] || work : "");
     if (!job) return;
-    progress.hidden = job.fraction === null; // nothing that ends by itself
+    progress.hidden = Boolean(job.address); // a server does not end by itself
     const share = 100 * (job.fraction || 0);
     const isStopping = job.state === "stopping";
     progress.setAttribute("aria-valuenow", String(Math.round(share)));
