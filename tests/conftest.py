@@ -84,12 +84,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With xdist, run the files that take minutes first, so that all workers end at about the same time; and in each
-    file, the tests that need DeepSpeed's operators last, so that no worker waits for their build."""
+    """With xdist, run the files that take minutes first, then those in a browser, those with processes and the others,
+    which take seconds, so that all workers end at about the same time; and in each file, the tests that need
+    DeepSpeed's operators last, so that no worker waits for their build."""
     if hasattr(config, "workerinput"):
-        rank = {name: position for position, name in enumerate(SLOWEST)}
+        rank = {name: position for position, name in enumerate((*SLOWEST, "browser", "process"))}
         files = {path: position for position, path in enumerate(dict.fromkeys(item.path for item in items))}
-        items.sort(key=lambda item: (rank.get(item.path.stem, len(SLOWEST)), files[item.path], _operators(item)))
+
+        def order(item: pytest.Item) -> tuple[int, int, int]:
+            of_folder = rank.get(item.path.parent.name, len(rank))
+            return rank.get(item.path.stem, of_folder), files[item.path], _operators(item)
+
+        items.sort(key=order)
 
 
 def _operators(item: pytest.Item) -> int:

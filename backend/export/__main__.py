@@ -29,7 +29,7 @@ def main() -> None:
         if (folder / jobs.request_file(jobs.GGUF)).exists():
             result = GgufExport(run, folder, run_log).run_all()
         else:
-            result = Merge(run, jobs.request(folder, jobs.MERGE)["step"], folder, run_log).run_all()
+            result = Merge(run, jobs.required_request(folder, jobs.MERGE)["step"], folder, run_log).run_all()
     except Stopped:
         run_log.info("Stopped.")
         return

@@ -48,7 +48,7 @@ class GgufExport:
 
     def run_all(self) -> dict[str, Any]:
         """Convert, compare, keep. Returns the result; raises TrainError and Stopped."""
-        request = jobs.request(self.folder, jobs.GGUF)
+        request = jobs.required_request(self.folder, jobs.GGUF)
         format, environment = str(request["format"]), Path(request["environment"])
         found = self._model(request["step"])
         source = self._weights(found, str(request["merge"]))

@@ -135,8 +135,8 @@ def find_all(run: Run) -> list[Run]:
 
 
 def read_settings(folder: Path) -> Settings:
-    """Those of the job in `folder`. Raises KeyError if they cannot be read."""
-    found = jobs.request(folder, jobs.EVALUATION)
+    """Those of the job in `folder`. Raises RunError."""
+    found = jobs.required_request(folder, jobs.EVALUATION)
     return Settings(**{field.name: found[field.name] for field in fields(Settings)})
 
 

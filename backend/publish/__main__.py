@@ -44,7 +44,7 @@ def main() -> int:
 def run_job(job: Path) -> None:
     """Publish what the job in this folder says. Raises RunError and PublishError."""
     started = (job / LOCK).stat().st_mtime
-    planned = jobs.request(job, jobs.PUBLISH)
+    planned = jobs.required_request(job, jobs.PUBLISH)
     request = Request(**planned["request"])
     report = _Report(job)
     report("Collecting the files.", 0.0)

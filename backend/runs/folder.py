@@ -312,7 +312,8 @@ class Run:
 
     def about(self) -> dict[str, Any]:
         """What lists show of the options: model, method, dataset, strategy, learning rate."""
-        return dict(self._json(PLAN).get("about", {}))
+        found = self._json(PLAN).get("about")
+        return found if isinstance(found, dict) else {}
 
     def job(self) -> dict[str, Any]:
         """The run's job in a cluster, as its follower has seen it last (`follower.py`); empty for other runs."""

@@ -62,6 +62,14 @@ def request(folder: Path, kind: str) -> dict[str, Any]:
         return {}
 
 
+def required_request(folder: Path, kind: str) -> dict[str, Any]:
+    """What was requested from the job in `folder`. Raises RunError."""
+    found = request(folder, kind)
+    if not found:
+        raise RunError(f"{request_file(kind)} of this job cannot be read. Start the job again.")
+    return found
+
+
 def is_newer(job: Run, kind: str, folder: Path) -> bool:
     """Whether a job was created after the last change of a model's folder."""
     try:

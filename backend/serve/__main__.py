@@ -35,7 +35,7 @@ def main() -> int:
     with contextlib.suppress(OSError):  # if memory is short, the kernel ends the server, and not a training
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
-        request = jobs.request(folder, jobs.SERVE)
+        request = jobs.required_request(folder, jobs.SERVE)
         token = _token(folder)
         server = _start(folder, request, token)
         try:

@@ -7,6 +7,7 @@ import sys
 import time
 from datetime import datetime
 
+import pytest
 from playwright.sync_api import expect
 from same_page import show_run
 
@@ -33,6 +34,7 @@ read_slow_disk()
 """
 
 
+@pytest.mark.soak
 def test_the_page_says_what_each_rank_is_doing(shared, same_page):
     page = same_page.page
     packages = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -55,7 +57,6 @@ def test_the_page_says_what_each_rank_is_doing(shared, same_page):
         answer.get_by_text("Stacks").click()
         expect(answer.locator("pre")).to_contain_text("rank.py")
     finally:
-        os.kill(stopped, signal.SIGCONT)  # otherwise the supervisor waits for the rank before it kills it
         run.stop(save=False)
         deadline = time.monotonic() + 30
         while processes.run_processes(run.path) and time.monotonic() < deadline:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published_throughput import DOCUMENT, further, predicted, section, shares_of
 from specs import spec
 
 from backend.config import RunSpec
@@ -20,7 +21,6 @@ from backend.rules.examples import H100, LAPTOP, LLAMA_8B, gpus
 from backend.timing import TimeEstimate, time_json
 from backend.timing.batch import expected_maximum, trained_lengths
 from backend.timing.estimate import CPU, GPUS, NETWORK, RANKS
-from tests.published_throughput import DOCUMENT, further, predicted, section, shares_of
 
 A100 = gpus(1, "A100", 80, (8, 0))
 MIXTURE = from_config(

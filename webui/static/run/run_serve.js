@@ -33,7 +33,7 @@ function serverParts({ gguf, server }, run, progress) {
 
 function startPart(formats, run) {
   const option = (format) => el("option", { value: format }, format);
-  const format = el("select.fp-select", { "aria-label": "GGUF format to serve" }, ...formats.map(option));
+  const format = el("select.fp-select", { "aria-label": "File to serve" }, ...formats.map(option));
   const start = () => ask(post(`${run.base}/servers`, { format: format.value }), run.refresh);
   return actions(format, button("Serve this model", start));
 }
