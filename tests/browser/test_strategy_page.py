@@ -57,6 +57,23 @@ def test_lines_have_the_figures_of_the_comparison(page):
     expect(page.locator(".fp-strategy-best")).to_contain_text("Recommended: ZeRO-1. It needs")
 
 
+def test_the_time_and_the_other_machines(page):
+    """The card shows the prediction of the chosen strategy, and a line for each machine once that is opened."""
+    card = page.locator("#fp-time")
+    speed = line(page, "FSDP2, replicated (HSDP)").locator(".fp-n").last.inner_text()
+    expect(card.locator(".fp-figure")).to_have_text(f"{speed} tokens/s")
+    expect(card.locator(".fp-time-picture li").first).to_contain_text("Linear layers")
+    expect(card.locator(".fp-range")).to_contain_text("The real time may be up to 1.45 times shorter or longer")
+    card.get_by_text("Other machines").click()
+    rows = card.locator(".fp-time-machines tbody tr")
+    expect(rows).to_have_count(1 + len(machines()))
+    expect(rows.filter(has_text="two nodes with eight 80 GB GPUs")).to_contain_text(speed)
+    expect(rows.filter(has_text="a laptop")).to_contain_text("Cannot run")
+    page.locator("#fp-machine").select_option("")
+    settled(page)
+    expect(card).to_be_hidden()
+
+
 def test_the_head_names_the_memory_that_lines_are_measured_against(page):
     head = page.locator(".fp-strategy-memory")
     expect(head).to_have_text("Memory per GPU, of 80 GiB")

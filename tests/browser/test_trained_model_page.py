@@ -16,7 +16,7 @@ from test_journeys import SLOW_TIMEOUT, value, wait_for_status
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
-from backend.runs import LOCK, LOG, PROGRESS, RESULT, jobs
+from backend.runs import LOCK, LOG, PROGRESS, RESULT, TOKEN, jobs
 
 sys.path.append(str(Path(__file__).parent.parent / "unit"))
 from failed_runs import ended, planted_run
@@ -229,6 +229,7 @@ def test_a_model_is_exported_as_gguf(server, page):
     expect(page.locator("#fp-toasts")).to_contain_text("env create gguf", timeout=SLOW_TIMEOUT)
     page.unroute_all(behavior="ignoreErrors")
     assert_progress_keeps_the_focus(card, run, formats)
+    assert_a_server_has_its_address_and_token(card, run)
     card.locator(".fp-gguf").get_by_role("button", name="Delete").click()
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(card.locator(".fp-gguf")).to_have_count(0, timeout=SLOW_TIMEOUT)
@@ -248,6 +249,23 @@ def assert_progress_keeps_the_focus(card, run, menu):
         expect(card).to_contain_text("Sent 2 of 2 files.", timeout=SLOW_TIMEOUT)
         assert menu.evaluate("(menu, before) => menu === before && menu === document.activeElement", before)
         expect(card.get_by_role("progressbar", name="Publishing: progress")).to_have_attribute("aria-valuenow", "100")
+
+
+def assert_a_server_has_its_address_and_token(card, run):
+    """As its process says once llama.cpp answers; the token is sent when somebody asks for it."""
+    expect(card.get_by_role("button", name="Serve this model")).to_be_enabled()
+    request = {"name": run.name, "format": "q8_0", "parallel": 1, "file": "a.gguf"}
+    job = jobs.create(run, jobs.SERVE, request, {}, {}, {TOKEN: "a-token-of-a-test"})
+    with (job.path / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        progress = {"text": "Serving.", "address": "http://127.0.0.1:9/v1", "context": 4096, "has_tools": False}
+        (job.path / PROGRESS).write_text(json.dumps(progress))
+        expect(card).to_contain_text("http://127.0.0.1:9/v1", timeout=SLOW_TIMEOUT)
+        expect(card).to_contain_text("context of 4,096 tokens, one request at a time")
+        expect(card).not_to_contain_text("a-token-of-a-test")
+        card.get_by_role("button", name="Show API token").click()
+        expect(card).to_contain_text("a-token-of-a-test")
+        expect(card.get_by_role("button", name="Stop serving")).to_be_enabled()
 
 
 def test_a_reward_model_is_not_exported_as_gguf(server, page):
