@@ -17,7 +17,6 @@ import logging
 import os
 import socket
 import ssl
-import stat
 import sys
 from collections.abc import MutableMapping
 from contextlib import suppress
@@ -27,7 +26,7 @@ from typing import Any
 
 import uvicorn
 
-from backend.runs import ownership, webhook
+from backend.runs import files, ownership, webhook
 from webui import gradio_internals
 from webui.auth import LOOPBACK, WILDCARD
 from webui.connections import Listener, MessageLimit, TimedProtocol, limit_handshakes
@@ -111,24 +110,13 @@ def _password(environment: MutableMapping[str, str]) -> str:
     if file := environment.pop("FOOTPLATE_PASSWORD_FILE", ""):
         if password:
             raise StartupError("FOOTPLATE_PASSWORD and FOOTPLATE_PASSWORD_FILE are both set: unset one of them.")
-        name, password = file, _read_password(Path(file))
+        try:
+            name, password = file, files.read_private_line(Path(file), "FOOTPLATE_PASSWORD_FILE")
+        except files.PrivateFileError as error:
+            raise StartupError(str(error)) from None
     if (password or file) and len(password) < MIN_PASSWORD_LENGTH:
         raise StartupError(f"The password in {name} is too short: use at least {MIN_PASSWORD_LENGTH} characters.")
     return password
-
-
-def _read_password(file: Path) -> str:
-    """The first line of a file that only its owner can read. Raises StartupError."""
-    try:
-        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as opened:
-            status = os.fstat(opened.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise StartupError(f"FOOTPLATE_PASSWORD_FILE {file} is not a regular file.")
-            if status.st_mode & 0o077:
-                raise StartupError(f"Other users can read {file}: run `chmod 600 {file}`.")
-            return opened.readline(4096).rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"FOOTPLATE_PASSWORD_FILE {file} cannot be read: {error}.") from None
 
 
 def _check_certificate(options: ServerOptions) -> None:

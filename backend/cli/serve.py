@@ -38,8 +38,9 @@ def start(arguments: argparse.Namespace) -> int:
         print_json({**shown, "folder": str(job.path)}) if arguments.json else _print(shown, arguments.background)
     except KeyboardInterrupt:
         job.stop(save=False)
-        follow(job)
-        raise
+        if arguments.background:
+            follow(job)
+            raise
     if arguments.background:
         return 0
     follow(job)

@@ -8,7 +8,6 @@ import os
 import secrets
 import shlex
 import socket
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,10 @@ def own_token(file: str = "") -> str:
     """The user's own token: in a file, else in the environment; '' for a random one. Raises RunError."""
     token, place = os.environ.get(SERVE_TOKEN, ""), SERVE_TOKEN
     if file:
-        token, place = _read_token(Path(file)), file
+        try:
+            token, place = files.read_private_line(Path(file), "--token-file"), file
+        except files.PrivateFileError as error:
+            raise RunError(str(error)) from None
     elif not token:
         return ""
     if not MIN_TOKEN <= len(token) <= MAX_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
@@ -134,20 +136,6 @@ def own_token(file: str = "") -> str:
             "punctuation marks, without spaces."
         )
     return token
-
-
-def _read_token(file: Path) -> str:
-    """The first line of a file that only its owner can read. Raises RunError."""
-    try:
-        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as opened:
-            status = os.fstat(opened.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise RunError(f"--token-file {file} is not a regular file.")
-            if status.st_mode & 0o077:
-                raise RunError(f"Other users can read or change {file}: run `chmod 600 {file}`.")
-            return opened.readline(4096).rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"--token-file {file} cannot be read: {error}.") from None
 
 
 def token_of(job: Run) -> str:

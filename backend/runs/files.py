@@ -23,6 +23,10 @@ class IrregularFile(OSError):
     """A pipe, a socket, a device, a folder or a link in the place of a file."""
 
 
+class PrivateFileError(Exception):
+    """Why a file with a secret cannot be used, as a sentence."""
+
+
 def held(folder: Path) -> Path:
     """A path of the run's folder that stays valid when it is renamed or its mount is moved, and under which nothing can
     be created again once it was deleted: the working directory of this process."""
@@ -67,6 +71,21 @@ def read_bytes(path: Path) -> bytes:
 def read_text(path: Path, errors: str = "strict") -> str:
     """The text of a regular file in UTF-8. Raises OSError, UnicodeDecodeError."""
     return read_bytes(path).decode("utf-8", errors).replace("\r\n", "\n")
+
+
+def read_private_line(path: Path, name: str) -> str:
+    """The first line of a user's own file that nobody else can read or change, such as a password. A link is followed:
+    Kubernetes mounts secrets as links. Raises PrivateFileError; `name` is the option or the variable with the path."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise PrivateFileError(f"{name} {path} is not a regular file.")
+            if status.st_mode & 0o077:
+                raise PrivateFileError(f"Other users can read or change {path}: run `chmod 600 {path}`.")
+            return file.readline(4096).rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PrivateFileError(f"{name} {path} cannot be read: {error}.") from None
 
 
 def check_names(folder: Path, names: Container[str]) -> None:

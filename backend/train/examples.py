@@ -54,7 +54,7 @@ class ConvertedExample:
     value: dict[str, Any]
 
 
-UNCONVERTED = ConvertedExample("", {})  # in place of an example that nobody asked for
+UNCONVERTED = ConvertedExample("", {})  # stands for an example that is not needed, so that positions stay the same
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,13 @@ class Part:
         return all(one < other for one, other in pairwise(self.positions))
 
     def _examples(self, numbers: Sequence[int]) -> Iterator[ConvertedExample]:
-        if not self.unpairs and isinstance(self.rows, Rows):
+        if self.unpairs:
+            for row in self.rows:
+                yield from (ConvertedExample(row.location, value) for value in unpair(row.value))
+        elif isinstance(self.rows, Rows):
             yield from self.rows.only(lambda position: position < len(numbers) and numbers[position] >= 0)
-            return
-        if not self.unpairs:
+        else:
             yield from self.rows
-            return
-        for row in self.rows:
-            yield from (ConvertedExample(row.location, value) for value in unpair(row.value))
 
 
 @dataclass(frozen=True)

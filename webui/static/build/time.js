@@ -6,6 +6,7 @@ import { currentValues } from "./form.js";
 
 const SHOWN = 5; // parts of a step in the picture; the rest is one part
 const LEAST = 0.02; // share of the smallest of them
+const SHADES = [100, 76, 58, 43, 31, 18]; // percent of the accent color, the largest part first
 
 const machines = el("details.fp-time-machines", { ontoggle: compare }, el("summary", {}, "Other machines"));
 let compared = ""; // the values that the table of machines is about
@@ -79,12 +80,17 @@ function picture(items) {
   const parts = sorted.filter(({ share }, n) => n < SHOWN && share >= LEAST);
   const rest = 1 - parts.reduce((sum, { share }) => sum + share, 0);
   if (rest >= LEAST) parts.push({ label: "Other", share: rest });
-  const piece = ({ share }) => {
+  const color = (n) => {
     const node = el("i");
+    node.style.setProperty("--shade", `${SHADES[n]}%`);
+    return node;
+  };
+  const piece = ({ share }, n) => {
+    const node = color(n);
     node.style.flexGrow = String(100 * share); // below 1 in sum, they would not fill the bar
     return node;
   };
-  const entry = ({ label, share }) => el("li", {}, el("i"), el("span", {}, label), el("b", {}, percent(share)));
+  const entry = ({ label, share }, n) => el("li", {}, color(n), el("span", {}, label), el("b", {}, percent(share)));
   return el(
     "figure.fp-time-picture",
     { "aria-label": "Where the time of a step goes" },
