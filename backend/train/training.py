@@ -46,7 +46,7 @@ from backend.train.divergence import DivergenceCallback
 from backend.train.engines import train_engine
 from backend.train.engines.deepspeed import TrainDeepSpeed
 from backend.train.monitor import Monitor
-from backend.train.patches import accelerate_fsdp2_addresses, trl_precompute_hooks
+from backend.train.patches import accelerate_fsdp2_addresses, transformers_padding_index, trl_precompute_hooks
 from backend.train.run_log import RunLog, Stopped
 from backend.train.skipped_steps import SkippedSteps
 from backend.train.templates import ChatTokenizer, set_defaults
@@ -183,6 +183,7 @@ def _trainer(
     context.engine.check_model(whole)
     context.engine.prepare_config(whole.config)
     end_tokens.apply(whole, tokens, prepared.end_tokens)
+    callbacks = [*callbacks, transformers_padding_index.PaddingIndex(whole.config.get_text_config().pad_token_id)]
     weights = adapters.apply_method(spec, whole, precision, context.run.device)
     context.loaded_bytes, context.saved_dtype = sharding.loaded_bytes(weights), model.saved_dtype(spec, source)
     accelerate_fsdp2_addresses.apply(weights)

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, SeedOssConfig
+from transformers import AutoModelForCausalLM, SeedOssConfig, XGLMConfig
+from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import disable_dropout_in_model
 
 from backend.train import patches
-from backend.train.patches import trl_functional_dropout
+from backend.train.patches import transformers_padding_index, trl_functional_dropout
 
 NAMES = [module.name for module in pkgutil.iter_modules(patches.__path__)]
 ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
@@ -60,6 +61,9 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "peft_reference_init": ("trl.trainer.dpo_trainer:DPOTrainer.__init__", 'add_adapter("ref", default_config)'),
     "tensor_parallel_save": ("transformers:PreTrainedModel.save_pretrained", "distributed_config"),
     "torch_build_lock": ("torch.utils.file_baton:FileBaton.wait", "while os.path.exists(self.lock_file_path)"),
+    "transformers_padding_index": (
+        "transformers.trainer_utils:align_special_tokens", '_align_special_token("pad_token_id"',
+    ),
     "transformers_quantize_on_device": (
         "transformers.integrations.bitsandbytes:Bnb4bitQuantize.convert", ".to(value.device)",
     ),
@@ -231,3 +235,21 @@ def test_dropout_that_is_a_function_is_turned_off() -> None:
     trl_functional_dropout.apply(SimpleNamespace(disable_dropout=True), model, None)
     assert torch.equal(model(ids).logits, model(ids).logits)
     assert model.config.residual_dropout == 0.5, "the saved config"
+
+
+def test_a_saved_model_is_built_with_the_padding_index_of_the_trained_one(tmp_path: Path) -> None:
+    config = XGLMConfig(
+        vocab_size=64, d_model=32, ffn_dim=32, num_layers=1, attention_heads=2, max_position_embeddings=32,
+        pad_token_id=None,
+    )  # fmt: skip
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(8)[None]
+    trained = model(ids).logits
+    tokens = SimpleNamespace(eos_token_id=2, bos_token_id=0, pad_token_id=2)
+    for name, equal in (("without", False), ("with", True)):
+        align_special_tokens(model, tokens)
+        if equal:
+            transformers_padding_index.PaddingIndex(None).on_train_begin(None, None, None, model=model)
+        model.save_pretrained(tmp_path / name)
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        assert torch.equal(saved(ids).logits, trained) == equal
+        assert saved.generation_config.pad_token_id == 2
