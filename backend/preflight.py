@@ -152,10 +152,12 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """Duration, global batch size and trainable parameters, such as "3 epochs, 32 examples per step; 1.2 M of 136 M
-        parameters are trainable (adapters included)"."""
+        """Duration, global batch size and trainable parameters, such as "3 epochs (45 steps), 32 examples per step;
+        1.2 M of 136 M parameters are trainable (adapters included)"."""
         train, shape = self.spec.train, self.facts.shape
         epochs = f"{train.num_train_epochs:g} {'epoch' if train.num_train_epochs == 1 else plural('epoch')}"
+        if train.duration == "epochs" and self.run.total_steps:
+            epochs += f" ({counted(self.run.total_steps, 'step')})"
         duration = counted(train.max_steps, "step") if train.duration == "steps" else epochs
         parts = [f"{duration}, {counted(self.run.global_batch_size, 'example')} per step"]
         if shape:

@@ -12,7 +12,9 @@ def figure(value: float) -> str:
 
 
 def learning_rate(value: float) -> str:
-    """A learning rate, always as the page writes it: 1e-4, 2.5e-3."""
+    """A learning rate, always as the page writes it: 1e-4, 2.5e-3, and 10."""
+    if abs(value) >= 1:
+        return f"{value:g}"
     digits, _, exponent = f"{value:.3e}".partition("e")
     return f"{float(digits):g}e{int(exponent)}" if value else "0"
 

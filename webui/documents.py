@@ -104,13 +104,24 @@ def document_address(name: str, anchor: str = "") -> str:
     return f"{name}#{anchor}" if anchor else name
 
 
-def search(query: str) -> tuple[list[Section], int]:
-    """The first sections that contain every word of `query`, those with the words in the heading first; and how many
-    there are."""
+@dataclass(frozen=True)
+class Search:
+    """Sections for a query: the first of `total`. `has_all_words`: whether they contain every word of it."""
+
+    sections: tuple[Section, ...]
+    total: int
+    has_all_words: bool
+
+
+def search(query: str) -> Search:
+    """The sections with every word of `query`, or with as many of its words as any section has; those with the words
+    in the heading first."""
     words = patterns(query)
-    found = [section for section in _sections() if words and all(_finds(word, section) for word in words)]
+    counts = [(sum(_finds(word, section) for word in words), section) for section in _sections()]
+    most = max((count for count, _ in counts), default=0)
+    found = [section for count, section in counts if most and count == most]
     found.sort(key=lambda section: -sum(bool(word.search(section.heading)) for word in words))
-    return found[:MAX_RESULTS], len(found)
+    return Search(tuple(found[:MAX_RESULTS]), len(found), most == len(words))
 
 
 def patterns(query: str) -> list[re.Pattern[str]]:

@@ -219,9 +219,12 @@ class Evaluation:
                 f"{changed} was changed after the run was created, so the validation set may contain examples that the "
                 "model was trained on."
             )
-        if 0 < count < 30:
-            few = counted(count, "example")
-            found.append(f"With only {few}, the intervals are rough. Use at least 100 if you can.")
+        if 0 < count < intervals.MIN_EXAMPLES:
+            found.append(
+                f"Only {counted(count, 'example')} cannot tell a change from chance. Use at least 100 if you can."
+            )
+        elif 0 < count < 30:
+            found.append(f"With only {count} examples, the intervals are rough. Use at least 100 if you can.")
         return found
 
 

@@ -246,7 +246,7 @@ class _Inspection:
         self.count += 1
         if not self.columns:
             self.columns = tuple(printable(str(name)) for name in example)
-            self.text_columns = tuple(printable(name) for name, value in example.items() if isinstance(value, str))
+            self.text_columns = tuple(printable(name) for name, value in example.items() if _is_text(value))
             self.detected_format = detect_format(example, self.formats) or ""
         self.format = self.format or detect_format(example, self.formats) or ""
         if not self.format:
@@ -312,6 +312,11 @@ def _count_tokens(texts: list[str]) -> int:
     text = "".join(texts)
     single = len(SINGLE_TOKEN.findall(text))
     return single + (len(text) - single) // 5 + 2 * len(texts)
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is text and not a number, which a CSV file holds as text too."""
+    return isinstance(value, str) and not value.replace(".", "", 1).isdecimal()
 
 
 def _texts(value: Any) -> list[str]:

@@ -108,8 +108,8 @@ ID_NAMES = ("id", "idx", "index", "uuid", "key", "number")
 
 def _guessed_formats(case: Case) -> list[Fix]:
     """Formats for columns that no supported format has: a prompt with a completion, and one column as text. Columns
-    with unknown names are taken in their order."""
-    found = case.facts.text_columns or case.facts.columns
+    with unknown names are taken in their order, those of text before those of numbers."""
+    found = tuple(dict.fromkeys((*case.facts.text_columns, *case.facts.columns)))
     columns = {name.lower(): name for name in found}
     prompt = next((columns[name] for name in PROMPT_NAMES if name in columns), "")
     completion = next((columns[name] for name in COMPLETION_NAMES if name in columns), "")

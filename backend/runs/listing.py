@@ -97,7 +97,8 @@ def _details(run: Run, state: str) -> Row:
         "mark": found.name,
         "warning": found.sentence,
         "sweep": part.sweep if part else "",
-        "varied": sweeps.label(part.varied) if part else "",
+        # A run that has a name of its own is listed by it.
+        "varied": sweeps.label(part.varied) if part and not notebook.read(run.path).name else "",
         **{name: _number(result.get(f"{name}_after")) for name in SCORES},
         **{name: _number(result.get(f"eval_{name}")) for name in REWARDS},
         **_forgotten(run),

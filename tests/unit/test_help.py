@@ -60,18 +60,20 @@ def test_unknown_documents_and_pictures(help_pages):
 
 
 def test_search_finds_sections_by_all_words(help_pages):
-    found, total = documents.search("Out of memory")
-    assert found[0].address == "guide#out-of-memory" and total > 1
-    assert {section.address for section in documents.search("zero3 pissa")[0]} == {
-        section.address for section in documents.search("ZeRO-3 PiSSA")[0]
+    found = documents.search("Out of memory")
+    assert found.sections[0].address == "guide#out-of-memory" and found.total > 1
+    assert {section.address for section in documents.search("zero3 pissa").sections} == {
+        section.address for section in documents.search("ZeRO-3 PiSSA").sections
     }
-    assert any(section.address.startswith("../rules#") for section in documents.search("PiSSA rank")[0])
+    assert any(section.address.startswith("../rules#") for section in documents.search("PiSSA rank").sections)
     assert documents.patterns("merge a LoRA") == documents.patterns("merge LoRA")
     assert "<mark>a</mark>" not in help_pages.get("/help/search", params={"q": "merge a LoRA"}).text
-    assert documents.search("") == documents.search("-") == ([], 0)
+    assert documents.search("").total == documents.search("-").total == 0
     page = help_pages.get("/help/search", params={"q": "rehearsal"}).text
     assert '<a href="guide#rehearsal">Rehearsal</a>' in page and "<mark>rehearsal</mark>" in page
-    assert "No section contains all of these words." in help_pages.get("/help/search?q=zzzz").text
+    assert "No section contains these words." in help_pages.get("/help/search?q=zzzz").text
+    some = help_pages.get("/help/search?q=rehearsal+zzzz").text
+    assert "with some of these words; none has all of them" in some and '<a href="guide#rehearsal">' in some
 
 
 def test_text_of_queries_and_documents_is_escaped(help_pages, tmp_path, monkeypatch):

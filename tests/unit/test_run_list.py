@@ -12,7 +12,21 @@ from small import client
 
 from backend.__main__ import main
 from backend.machine import Machine
-from backend.runs import ANNOTATIONS, LOCK, METRICS, PLAN, PROGRESS, RESULT, SPEC, STATE, Plan, listing, notebook
+from backend.runs import (
+    ANNOTATIONS,
+    LOCK,
+    METRICS,
+    PLAN,
+    PROGRESS,
+    RESULT,
+    SPEC,
+    STATE,
+    SWEEP,
+    Plan,
+    listing,
+    notebook,
+    sweeps,
+)  # fmt: skip
 from backend.runs.folder import Run
 from backend.runs.listing import INDEX, RunList, row
 
@@ -343,6 +357,14 @@ def test_the_command_line_searches_sorts_and_shows_columns(tmp_path, capsys):
     assert main(["annotate", good.id, bad.id, "--runs", str(tmp_path), "--restore", "--json"]) == 0
     assert [found["archived"] for found in json.loads(capsys.readouterr().out)] == [False, False]
     assert "--sweep has its own columns" in printed("--sweep", "x", "--search", "y", code=2)
+
+
+def test_a_renamed_run_of_a_sweep_is_listed_by_its_name(tmp_path):
+    run = make(tmp_path)
+    (run.path / SWEEP).write_text(sweeps.Member("s", {"train.learning_rate": 10.0, "lora.r": 8}, 0).to_json())
+    assert row(run)["varied"] == "learning_rate=10 r=8"
+    notebook.change(run.path, name="best so far")
+    assert (row(run)["varied"], row(run)["name"]) == ("", "best so far")
 
 
 def test_show_prints_skipped_optimizer_steps(tmp_path, capsys):

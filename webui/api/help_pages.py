@@ -44,17 +44,18 @@ def show(name: str) -> Response:
 
 
 def search(q: Annotated[str, Query(max_length=MAX_QUERY)] = "") -> Response:
-    """The sections of all documents that contain every word of `q`."""
-    found, total = documents.search(q)
+    """The sections of all documents that contain every word of `q`, or most of its words."""
+    found = documents.search(q)
     words = documents.patterns(q)
     items = "".join(
         f'<li><a href="{escape(section.address)}">{escape(section.heading)}</a> '
         f'<span class="dim">{escape(section.title)}</span><p>{documents.excerpt(section.text, words)}</p></li>'
-        for section in found
+        for section in found.sections
     )
-    count = {0: "No section contains all of these words.", 1: "1 section"}.get(total, f"{total} sections")
-    more = f"; the first {len(found)} are shown" if total > len(found) else ""
-    status = f'<p class="dim" role="status">{count}{more}</p>'
+    count = {0: "No section contains these words.", 1: "1 section"}.get(found.total, f"{found.total} sections")
+    which = "" if found.has_all_words or not found.total else " with some of these words; none has all of them"
+    more = f"; the first {len(found.sections)} are shown" if found.total > len(found.sections) else ""
+    status = f'<p class="dim" role="status">{count}{which}{more}</p>'
     return _page("Search", f'<h1>Search results</h1>{status}<ul class="results">{items}</ul>', query=q)
 
 

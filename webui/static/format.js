@@ -18,10 +18,10 @@ const exponential = (value, decimals) =>
     .replace("e+", "e")
     .replace(/\.?0+e/, "e");
 
-/** The value of an option or a series by its key: learning rates always as 1e-4 or 2.5e-3, because 0.001 and 1e-4 in
- * one table are hard to compare. */
+/** The value of an option or a series by its key: learning rates below 1 always as 1e-4 or 2.5e-3, because 0.001 and
+ * 1e-4 in one table are hard to compare. */
 export const valueText = (key, value) =>
-  value && Number.isFinite(value) && /(^|\.)learning_rate$/.test(key) ? exponential(value, 3) : num(value);
+  value && Math.abs(value) < 1 && /(^|\.)learning_rate$/.test(key) ? exponential(value, 3) : num(value);
 
 export const capitalized = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
 

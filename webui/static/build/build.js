@@ -290,10 +290,10 @@ function drawPredecessor() {
   menu.append(el("option", { value: "" }, "has succeeded"), el("option", { value: "1" }, "has ended, in any state"));
   menu.value = address.get("after_any") || "";
   menu.addEventListener("change", () => address.set({ after_any: menu.value }, { replace: true }));
-  const link = el("a", { href: `?tab=run&run=${encodeURIComponent(id)}` }, id);
+  const link = el("a", { href: `?tab=run&run=${encodeURIComponent(id)}` }, "the run before it");
   get(runPath(id))
     .then(({ summary }) => (link.textContent = summary.name))
-    .catch(() => {});
+    .catch(() => (link.textContent = id));
   const clear = el("button.fp-link", { type: "button", onclick: () => selectPredecessor("") }, "Do not wait");
   const text = el("span", {}, "Start waits until ", link, " ", menu, ".");
   const train = el("button.fp-link", { type: "button", onclick: () => trainModelOf(id) }, "Train its model");

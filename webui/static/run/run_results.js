@@ -59,6 +59,12 @@ const FEW = 20; // generations: with fewer, a difference of one or two is chance
 /** Whether the scores are of so few generations that their change says little. */
 const isFew = ({ samples }) => Boolean(samples) && samples.length > 0 && samples.length < FEW;
 
+const tooFew = (result) => {
+  if (!isFew(result)) return "";
+  const examples = result.samples.length === 1 ? "1 example" : `${result.samples.length} examples`;
+  return ` This was measured on ${examples}, which is too few to tell.`;
+};
+
 const METRICS = [
   {
     key: "exact_match",
@@ -88,17 +94,17 @@ export function gainOf(result) {
   const changed = metrics.find(({ before, after }) => before !== after);
   if (!changed) {
     const { name, after, text } = metrics[0];
-    return { text: `No improvement: ${name} is ${text(after)} before and after training.`, change: "same" };
+    return {
+      text: `No improvement: ${name} is ${text(after)} before and after training.${tooFew(result)}`,
+      change: "same",
+    };
   }
   const { name, before, after, text } = changed;
   const verb = after > before ? "raised" : "lowered";
   const sentence = `Training ${verb} ${name} from ${text(before)} to ${text(after)}.`;
   const first =
     metrics[0] === changed ? "" : ` ${capitalized(metrics[0].name)} is still ${metrics[0].text(metrics[0].after)}.`;
-  if (isFew(result)) {
-    const examples = result.samples.length === 1 ? "1 example" : `${result.samples.length} examples`;
-    return { text: `${sentence}${first} This was measured on ${examples}, which is too few to tell.`, change: "same" };
-  }
+  if (isFew(result)) return { text: sentence + first + tooFew(result), change: "same" };
   if (Math.abs(after - before) < SMALL)
     return { text: `${sentence}${first} So small a change may be chance: see Evaluation.`, change: "same" };
   return { text: sentence + first, change: after > before ? "better" : "worse" };
