@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ from backend.train import base_weights, model
 from backend.train.run_log import RunLog, TrainError
 
 PROGRESS = re.compile(r"Writing: +(\d+)%")  # of the converter, by tqdm
+KNOWN_ERRORS = {
+    "BPE pre-tokenizer was not recognized": "it accepts only BPE tokenizers that it knows: those of published models. "
+    "A tokenizer that was trained from scratch is not among them, and neither is one that was changed. "
+    "transformers and vLLM can use the model; for a GGUF file, train a model with the tokenizer of a published one.",
+    "File not found: tokenizer.model": "for this kind of model it needs tokenizer.model, the SentencePiece file of the "
+    "tokenizer, and neither the model's folder nor that of its base model has one. Copy it from the original model to "
+    "the folder of the base model, then export again.",
+}
 SOURCE = "source"  # links to the files that are converted
 CONVERTED, COMPARED = 0.3, 0.6  # completed fractions
 
@@ -122,8 +131,7 @@ class GgufExport:
                 raise
         if process.returncode or not file.is_file():
             self.run_log.info("".join(lines[-30:]))
-            last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no message")
-            raise TrainError(f"llama.cpp's converter cannot convert this model (its last lines are in the log): {last}")
+            raise TrainError(f"llama.cpp's converter cannot convert this model: {_why(lines)}")
 
     def _linked(self, source: Path) -> Path:
         """A folder with links to the files of the model, and to those of the base model that transformers does not save
@@ -194,6 +202,15 @@ class GgufExport:
         ):
             (file.parent / MODELFILE).write_text(text, encoding="utf-8")
         file.parent.replace(self.folder / FOLDER)
+
+
+def _why(lines: Sequence[str]) -> str:
+    """Why the converter that wrote these lines failed."""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no message")
+    for text, reason in KNOWN_ERRORS.items():
+        if text in last:
+            return reason
+    return f"{last} (the log has its last lines)"
 
 
 def _link_without_code(link: Path, file: Path) -> None:

@@ -315,8 +315,8 @@ def _count_tokens(texts: list[str]) -> int:
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is text and not a number, which a CSV file holds as text too."""
-    return isinstance(value, str) and not value.replace(".", "", 1).isdecimal()
+    """Whether a value is text, and not a number or a date, which a CSV file holds as text too."""
+    return isinstance(value, str) and (not value or bool(value.strip("0123456789 .,:/+-")))
 
 
 def _texts(value: Any) -> list[str]:

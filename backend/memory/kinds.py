@@ -11,7 +11,7 @@ KINDS: Mapping[str, str] = {
     "overhead": "Device context and libraries",
     "quantized": "Quantized base model",
     "weights": "Weights",
-    "optimizer": "Optimizer state",
+    "optimizer": "Optimizer state and step",
     "gradients": "Gradients",
     "gathered": "Gathered weights and buffers",
     "activations": "Activations",

@@ -34,6 +34,7 @@ from backend.registry.learning_rates import (
     LOW_RATE_STAGES,
     PREFERENCE_RATES,
     SFT_RATES,
+    Rates,
     lower_learning_rate,
     usual_learning_rate,
 )

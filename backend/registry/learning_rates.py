@@ -4,27 +4,40 @@ the rules MTH010 and STG008 cite."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
-# Method -> (low, high, usual).
-SFT_RATES: Mapping[str, tuple[float, float, float]] = {
-    "lora": (1e-6, 5e-3, 2e-4), "freeze": (1e-7, 1e-3, 5e-5), "full": (1e-7, 5e-4, 2e-5)
-}  # fmt: skip
-LARGE, HIGHEST_OF_LARGE = 10**9, 1e-4  # parameters of a model, and the highest usual rate of full SFT from there
-PREFERENCE_RATES: Mapping[str, tuple[float, float, float]] = {
-    "lora": (1e-7, 1e-4, 5e-6), "freeze": (1e-8, 2e-5, 1e-6), "full": (1e-9, 1e-5, 5e-7)
-}  # fmt: skip
+
+class Rates(NamedTuple):
+    """Learning rates of a method: those beyond which one is most likely a mistake, what is usual, where to start."""
+
+    lowest: float
+    highest: float
+    usual: tuple[float, float]
+    first: float
+
+
+SFT_RATES: Mapping[str, Rates] = {
+    "lora": Rates(2e-5, 5e-3, (1e-4, 5e-4), 2e-4),
+    "freeze": Rates(1e-7, 1e-3, (1e-5, 1e-4), 5e-5),
+    "full": Rates(1e-7, 5e-4, (1e-5, 5e-5), 2e-5),
+}
+LARGE, HIGHEST_OF_LARGE = 10**9, 1e-4  # parameters of a model, and the highest rate of full SFT from there
+PREFERENCE_RATES: Mapping[str, Rates] = {
+    "lora": Rates(1e-7, 1e-4, (1e-6, 2e-5), 5e-6),
+    "freeze": Rates(1e-8, 2e-5, (5e-7, 5e-6), 1e-6),
+    "full": Rates(1e-9, 1e-5, (5e-7, 5e-6), 5e-7),
+}
 LOW_RATE_STAGES = ("dpo", "kto", "orpo")
 
 
 def usual_learning_rate(stage: str, method: str) -> float:
     """The learning rate to start with."""
-    return (PREFERENCE_RATES if stage in LOW_RATE_STAGES else SFT_RATES)[method][2]
+    return (PREFERENCE_RATES if stage in LOW_RATE_STAGES else SFT_RATES)[method].first
 
 
 def lower_learning_rate(stage: str, method: str, optimizer: str, rate: float, factor: float) -> float:
     """A learning rate for a run that diverged with `rate`: `factor` x the rate, or the usual rate if that product is
-    still above the usual range."""
-    rates = PREFERENCE_RATES if stage in LOW_RATE_STAGES else SFT_RATES
-    _, high, usual = rates[method]
+    still above the highest one."""
+    rates = (PREFERENCE_RATES if stage in LOW_RATE_STAGES else SFT_RATES)[method]
     lower = float(f"{rate * factor:.3g}")
-    return usual if lower > high and optimizer != "sgd" else lower
+    return rates.first if lower > rates.highest and optimizer != "sgd" else lower

@@ -1,8 +1,8 @@
-"""Fixes that several rules offer, each with its cost."""
+"""Fixes that several rules offer, each with its cost, and a violation that two rules have."""
 
 from __future__ import annotations
 
-from backend import registry
+from backend import registry, wording
 from backend.rules.base import Fix, Violation
 
 DDP = Fix("Use DDP", {"parallel.strategy": "ddp"}, cost="a full replica of the model on each device")
@@ -39,3 +39,11 @@ def hub_id_violation(option: str, hub_id: str) -> Violation | None:
     found = registry.hub_id_in(hub_id) or hub_id.strip().strip("/")
     fixes = (Fix(f"Use {found}", {option: found}),) if registry.is_hub_id(found) else ()
     return Violation(f"{option} is {hub_id!r}, which is not the id of a repository on the Hub.", fixes)
+
+
+def unusual_rate(rate: float, rates: registry.Rates, what: str) -> Violation:
+    """A learning rate that is far above or below what is usual for a method or stage."""
+    comparison = "high" if rate > rates.usual[1] else "low"
+    shown, least, most, first = map(wording.learning_rate, (rate, *rates.usual, rates.first))
+    message = f"A learning rate of {shown} is {comparison} for {what}; {least} to {most} is usual."
+    return Violation(message, (Fix(f"Set the learning rate to {first}", {"train.learning_rate": rates.first}, False),))

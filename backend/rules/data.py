@@ -108,11 +108,14 @@ ID_NAMES = ("id", "idx", "index", "uuid", "key", "number")
 
 def _guessed_formats(case: Case) -> list[Fix]:
     """Formats for columns that no supported format has: a prompt with a completion, and one column as text. Columns
-    with unknown names are taken in their order, those of text before those of numbers."""
+    with unknown names are taken in their order, those of text before those of numbers. A column that is set already is
+    kept."""
+    data = case.spec.data
     found = tuple(dict.fromkeys((*case.facts.text_columns, *case.facts.columns)))
     columns = {name.lower(): name for name in found}
-    prompt = next((columns[name] for name in PROMPT_NAMES if name in columns), "")
-    completion = next((columns[name] for name in COMPLETION_NAMES if name in columns), "")
+    prompt = next((columns[name] for name in (data.prompt_column.lower(), *PROMPT_NAMES) if name in columns), "")
+    completions = (data.completion_column.lower(), *COMPLETION_NAMES)
+    completion = next((columns[name] for name in completions if columns.get(name, prompt) != prompt), "")
     is_known = bool(prompt and completion)
     others = [name for name in found if name not in (prompt, completion) and name.lower() not in ID_NAMES]
     text = prompt or (others or found)[0]

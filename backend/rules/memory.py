@@ -53,8 +53,8 @@ SOURCE = "the estimate: closed formulas, verified with measured peaks"
     at_start=True,
 )
 def device_out_of_memory(case: Case) -> Violation | None:
-    """The run would end with an out-of-memory error. On a CPU, the kernel kills the process without an error
-    message."""
+    """A GPU that runs out of memory ends the run with an out-of-memory error. On a machine without GPUs, the kernel
+    kills the process without an error message."""
     if case.estimate.fit != Fit.NO:
         return None
     if case.estimate.lower_bound:

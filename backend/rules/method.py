@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from backend import registry, wording
+from backend import registry
 from backend.modelspec import (
     ModelShape,
     adaptable_names,
@@ -16,7 +16,7 @@ from backend.modelspec import (
     trainable_parameters,
 )
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, names, warning
-from backend.rules.common_fixes import ZERO3
+from backend.rules.common_fixes import ZERO3, unusual_rate
 from backend.rules.examples import DEMO, H100, LLAMA_8B
 from backend.wording import counted
 
@@ -352,16 +352,12 @@ METHOD_NAMES = {"lora": "LoRA", "freeze": "training some of the layers", "full":
 def unusual_learning_rate(case: Case) -> Violation | None:
     """A learning rate that is too high makes the loss diverge or become NaN; one that is too low leaves the model
     almost unchanged. Full fine-tuning usually needs about a tenth of LoRA's learning rate, and large models need less
-    than small ones."""
+    than small ones; an adapter that is trained further may need less, too."""
     rate, kind = case.spec.train.learning_rate, case.spec.method.kind
-    low, high, usual = registry.SFT_RATES[kind]
-    method = METHOD_NAMES[kind]
+    rates, method = registry.SFT_RATES[kind], METHOD_NAMES[kind]
+    highest, lowest = rates.highest, 0.0 if case.spec.lora.adapter_path else rates.lowest
     if kind == "full" and case.shape is not None and case.shape.parameters >= registry.LARGE:
-        high, method = registry.HIGHEST_OF_LARGE, f"{method} of a model of this size"
-    if case.spec.train.optim == "sgd" or case.spec.train.stage not in ("sft", "reward") or low <= rate <= high:
+        highest, method = registry.HIGHEST_OF_LARGE, f"{method} of a model of this size"
+    if case.spec.train.optim == "sgd" or case.spec.train.stage not in ("sft", "reward") or lowest <= rate <= highest:
         return None
-    comparison = "high" if rate > high else "low"
-    shown, least, most = map(wording.learning_rate, (rate, low, high))
-    message = f"A learning rate of {shown} is {comparison} for {method}; {least} to {most} is usual."
-    label = f"Set the learning rate to {wording.learning_rate(usual)}"
-    return Violation(message, (Fix(label, {"train.learning_rate": usual}, False),))
+    return unusual_rate(rate, rates, method)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import registry, wording
+from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, advice, amount, error, set_to, warning
+from backend.rules.common_fixes import unusual_rate
 from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100, USER_DATA, USER_DATA_FACTS
 
 DPO = {"train.stage": "dpo", "data.builtin": "train-pairs"}
@@ -277,13 +278,8 @@ def unusual_preference_learning_rate(case: Case) -> Violation | None:
     fine-tuning, the probabilities of the chosen and the rejected completion both collapse, and the model
     degenerates."""
     train, shape = case.spec.train, case.shape
-    low, high, usual = registry.PREFERENCE_RATES[case.spec.method.kind]
-    if shape is not None and shape.parameters < SMALL_MODEL:
-        high *= SMALL_FACTOR
-    if train.stage not in registry.LOW_RATE_STAGES or low <= train.learning_rate <= high:
+    rates = registry.PREFERENCE_RATES[case.spec.method.kind]
+    highest = rates.highest * (SMALL_FACTOR if shape is not None and shape.parameters < SMALL_MODEL else 1)
+    if train.stage not in registry.LOW_RATE_STAGES or rates.lowest <= train.learning_rate <= highest:
         return None
-    comparison = "high" if train.learning_rate > high else "low"
-    shown, least, most = map(wording.learning_rate, (train.learning_rate, low, high))
-    message = f"A learning rate of {shown} is {comparison} for {_stage(case).label}; {least} to {most} is usual."
-    label = f"Set the learning rate to {wording.learning_rate(usual)}"
-    return Violation(message, (Fix(label, {"train.learning_rate": usual}, False),))
+    return unusual_rate(train.learning_rate, rates, _stage(case).label)

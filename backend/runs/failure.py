@@ -25,6 +25,7 @@ CHAINED = ("During handling of the above exception", "The above exception was th
 TRACEBACK = "Traceback (most recent call last):"
 CAUSED = "The above exception was the direct cause of the following exception:"
 PREFIX = re.compile(r"^\[default(\d+)\]:")
+OWN = re.compile(r"backend\.[\w.]+: .")
 ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 
 
@@ -234,6 +235,9 @@ def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
         traceback = _traceback(run_log, rank)
     if not traceback and code < 0:
         return _ended_by(-code, None, run_log, state)
+    end = run_log.rstrip().rpartition("\n")[2]
+    if OWN.match(end) and end not in traceback:  # of a job; the traceback is that of a program that it ran
+        traceback = end
     last = _last(traceback) if traceback else run_log[-4000:]
     if known := _known(last) or _known(traceback, anywhere=True) or _known(run_log[-4000:], anywhere=True):
         return replace(_with_amounts(known, traceback or run_log), traceback=traceback, rank=rank)

@@ -216,9 +216,8 @@ def _reason(best: Variant, found: list[Variant], everywhere: frozenset[str], des
     too_large = ", ".join(v.name for v in cheaper if v.fit != Fit.YES)
     worse = [v for v in cheaper if v.fit == Fit.YES and v.drawbacks - everywhere]
     drawbacks = [f" {v.name} sends less, but: {min(v.drawbacks - everywhere)}." for v in worse]
-    needs = (
-        f"It needs {amount(best.device_bytes or 0)} of the {amount(best.capacity_bytes)} of each device{description}"
-    )
+    where = "for each process" if best.case.run.device == "cpu" else "of each device"
+    needs = f"It needs {amount(best.device_bytes or 0)} of the {amount(best.capacity_bytes)} {where}{description}"
     parts = (
         "" if best.fit == Fit.YES else ", which may not be enough,",
         " and has the least communication of the strategies that fit",

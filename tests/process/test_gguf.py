@@ -157,6 +157,26 @@ def test_a_verified_file(adapter: Path, export: Callable[..., dict[str, Any]], t
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [FOLDER, "gguf.json", "progress.json"]
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("NotImplementedError: BPE pre-tokenizer was not recognized - update x()", "only BPE tokenizers that it knows"),
+        ("FileNotFoundError: File not found: tokenizer.model", "the SentencePiece file of the tokenizer"),
+        ("ValueError: Can not map tensor 'x'", "ValueError: Can not map tensor 'x' (the log has its last lines)"),
+    ],
+)
+def test_a_model_that_the_converter_refuses(
+    adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path, error: str, reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    script = tmp_path / "env" / CONVERTER / "convert_hf_to_gguf.py"
+    script.write_text(f"print({error!r})\nraise SystemExit(1)\n")
+    with pytest.raises(TrainError) as raised:
+        export(adapter)
+    assert reason in str(raised.value) and error in capsys.readouterr().out
+    assert not list((tmp_path / "job").rglob("*.gguf"))
+
+
 def test_a_checkpoint_with_full_weights(
     adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,7 +376,7 @@ def test_what_prevents_an_export(
         (tmp_path / "env" / CONVERTER / "convert_hf_to_gguf.py").write_text(
             "raise SystemExit('Model X is unsupported')"
         )
-        with pytest.raises(TrainError, match=r"cannot convert this model .*: Model X is unsupported"):
+        with pytest.raises(TrainError, match=r"cannot convert this model: Model X is unsupported"):
             export(adapter)
     (tmp_path / "job" / STOP).write_text("discard")
     with pytest.raises(Stopped):

@@ -109,6 +109,13 @@ def test_one_process_without_torchrun(tmp_path: Path) -> None:
     assert failure.rank is None and failure.sentence == "Row 7 is empty." and "TrainError" in failure.traceback
 
 
+def test_a_job_that_ran_another_program(tmp_path: Path) -> None:
+    """The program's traceback is in the log before the sentence of the job."""
+    said = "Traceback (most recent call last):\n  File x\nNotImplementedError: not recognized\n\n"
+    failure = diagnose_log(tmp_path, f"{said}backend.train.run_log.TrainError: It cannot be converted.\n")
+    assert (failure.sentence, failure.rank) == ("It cannot be converted.", None)
+
+
 def test_a_killed_rank_comes_before_ranks_that_lost_the_connection(tmp_path: Path) -> None:
     write_error_file(tmp_path, 0, PEER, when=300)
     report = REPORT.format(code=-9, said="Signal 9 (SIGKILL) received by PID 6946")

@@ -159,7 +159,7 @@ METHOD = (
     boundary("MTH009", {R: 193, **CUSTOM}, {TARGETS: ("nothing",)}, {TARGETS: ("k_proj",)}),
     boundary("MTH009", {R: 193, **CUSTOM}, {TARGETS: ("q_proj",)}, {TARGETS: ("q_proj", "v_proj")}),
     highest("MTH010", {}, 5e-3, 2e-4, "is high for LoRA"),
-    lowest("MTH010", {}, 1e-6, 2e-4, "is low for LoRA"),
+    lowest("MTH010", {}, 2e-5, 2e-4, "is low for LoRA"),
     highest("MTH010", FREEZE, 1e-3, 5e-5, "is high for"),
     lowest("MTH010", FREEZE, 1e-7, 5e-5, "is low for"),
     highest("MTH010", FULL, 5e-4, 2e-5, "is high for full"),

@@ -1,7 +1,7 @@
 // @ts-check
 // The Build view: a check after every edit, drafts, presets, machines, import, export and start.
 import { createKeys, get, post, randomId, runPath } from "../api.js";
-import { $, address, download, el, notify, notifyError } from "../dom.js";
+import { $, address, download, el, notify, notifyError, on } from "../dom.js";
 import { diffList } from "../fixes.js";
 import { setPlaceholder } from "../gradio.js";
 import { draftId, editSaved, keepEdit, lastDraft, loadDraft, ownDraft, saveWhenLeaving, useDraft } from "./drafts.js";
@@ -94,6 +94,12 @@ async function check() {
     setCurrent();
     drawCheckFailed(error.offline ? "No connection" : "Check failed", `${error.message}${next}`);
   }
+}
+
+/** Repeat a check that found errors: what they are about, such as a missing file, may have changed since. */
+function checkAgain() {
+  const isShown = document.body.dataset.tab === "build" && !document.hidden;
+  if (isShown && lastReport && lastReport.findings.some(({ level }) => level === "error")) check();
 }
 
 // -- drafts -----------------------------------------------------------------------------------------------------------
@@ -411,6 +417,8 @@ async function exportFile() {
 /** @param {(tab: string, run?: string) => void} showView */
 export function addBuildEvents(showView) {
   saveWhenLeaving();
+  on("view", checkAgain);
+  window.addEventListener("focus", checkAgain);
   startHistory();
   $("#fp-fix-all").addEventListener("click", () => fixAll().catch(notifyError));
   $("#fp-start").addEventListener("click", () => start(showView));

@@ -63,12 +63,14 @@ function comparison(lines) {
     el("th", { scope: "col" }, "Machine"),
     ...columns.map((each) => el("th.fp-n", { scope: "col" }, each.head)),
   ];
+  const same = lines.every(({ result }) => result === lines[0].result); // said once, above the table
   const row = (line) => {
-    const machine = [line.machine, el("div.fp-dim", {}, line.result)];
+    const machine = [line.machine, same ? null : el("div.fp-dim", {}, line.result)].filter(Boolean);
     if (!line.can_run) return el("tr", {}, el("td", { colspan: 1 + columns.length }, ...machine));
     return el("tr", {}, el("td", {}, ...machine), ...columns.map(({ text }) => el("td.fp-n", {}, text(line))));
   };
-  return el("table.fp-rows", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...lines.map(row)));
+  const table = el("table.fp-rows", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...lines.map(row)));
+  return el("div", {}, same ? el("p.fp-dim", {}, lines[0].result) : null, table);
 }
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${text.endsWith(".") ? "" : "."}`;
