@@ -43,6 +43,7 @@ KNOWN_ERRORS = {
     "tokenizer, and neither the model's folder nor that of its base model has one. Copy it from the original model to "
     "the folder of the base model, then export again.",
 }
+TOKENIZER_CONFIG = "tokenizer_config.json"
 SOURCE = "source"  # links to the files that are converted
 CONVERTED, COMPARED = 0.3, 0.6  # completed fractions
 
@@ -114,7 +115,9 @@ class GgufExport:
 
     def _convert(self, environment: Path, source: Path, file: Path, format: str) -> None:
         """Run llama.cpp's converter. Raises TrainError, Stopped."""
-        command = llama_cpp.convert_command(environment, self._linked(source), file, format, self.run.name)
+        linked = self._linked(source)
+        self._say_whether_texts_begin_with_bos(linked)
+        command = llama_cpp.convert_command(environment, linked, file, format, self.run.name)
         env = {**os.environ, "PYTHONPATH": str(environment / PACKAGES), "HF_HUB_OFFLINE": "1"}
         lines: list[str] = []
         with subprocess.Popen(
@@ -148,6 +151,18 @@ class GgufExport:
             if base and (base / name).is_file() and not (folder / name).exists():
                 (folder / name).symlink_to((base / name).resolve())
         return folder
+
+    def _say_whether_texts_begin_with_bos(self, folder: Path) -> None:
+        """Write into the copy of tokenizer_config.json what the tokenizer does. Where the file says nothing, llama.cpp
+        follows the kind of tokenizer: with Llama 2's, each text would begin with a BOS token."""
+        path = folder / TOKENIZER_CONFIG
+        values = json.loads(files.read_text(path.resolve())) if path.exists() else {}
+        if "add_bos_token" in values:
+            return
+        tokenizer = model.load_saved_tokenizer(read_spec_outside_training(self.run), folder)
+        begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        path.unlink(missing_ok=True)  # a link to the model's own file
+        path.write_text(json.dumps({**values, "add_bos_token": begins}), encoding="utf-8")
 
     def _observe(self, found: trained.TrainedModel) -> tuple[Trained, str]:
         """What the trained model does, and how its base model was identified."""

@@ -114,8 +114,14 @@ def _general(tokenizer: Any) -> Iterator[Item]:
 
 
 def changed_file(spec: RunSpec, run: Run) -> Path | None:
-    """A data file that was changed after the run was created."""
+    """A data file of the user that was changed after the run was created. Footplate's own demo datasets only become
+    newer when it is installed again."""
     with suppress(OSError):
         created = (run.path / SPEC).stat().st_mtime  # it is written once
-        return next((path for path in evaluation.data_files(spec) if path.stat().st_mtime > created), None)
+        return next((path for path in evaluation.data_files(spec) if _is_newer(path, created)), None)
     return None
+
+
+
+def _is_newer(path: Path, created: float) -> bool:
+    return not path.is_relative_to(ASSETS) and path.stat().st_mtime > created

@@ -29,6 +29,7 @@ GPUS: Mapping[str, tuple[int, tuple[int, int]]] = {
     "T4": (16, (7, 5)),
     "A100": (80, (8, 0)),
     "A10": (24, (8, 6)),
+    "A10G": (24, (8, 6)),
     "A40": (48, (8, 6)),
     "RTX 3090": (24, (8, 6)),
     "RTX 4090": (24, (8, 9)),
@@ -45,7 +46,7 @@ def known_gpu(name: str) -> tuple[str, int, tuple[int, int]] | None:
     """(product name, GiB, compute capability) of a name such as a100, nvidia_h100_80gb_hbm3 or "A100 40GB"; None if it
     is unknown and has no size, as "MI300X 192GB" has. A size in the name comes before the usual one."""
     words = re.sub(r"[_-]", " ", name.upper())
-    matches = [key for key in GPUS if re.search(rf"(?<![A-Z0-9]){key.replace(' ', ' ?')}(?![0-9])", words)]
+    matches = [key for key in GPUS if re.search(rf"(?<![A-Z0-9]){key.replace(' ', ' ?')}(?![A-Z0-9])", words)]
     size = re.search(r"(\d+) ?GI?B\b", words)
     if not matches:
         return (words, int(size[1]), (0, 0)) if size else None

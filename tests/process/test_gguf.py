@@ -45,9 +45,10 @@ CHATML = (
 )
 OTHER = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}[assistant] "
 # Writes which folder it was to convert, which is all that the runtime below needs.
-CONVERT = """import pathlib, sys
+CONVERT = """import json, pathlib, sys
 print("Writing:  50%|", file=sys.stderr)
 folder = pathlib.Path(sys.argv[1])
+assert json.loads((folder / "tokenizer_config.json").read_text())["add_bos_token"] is False
 pathlib.Path(sys.argv[3]).write_text(str((folder / "model.safetensors").resolve().parent))
 """
 

@@ -18,6 +18,7 @@ import { remember } from "./history.js";
 
 const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
 const MAX_SUMMARY_PARTS = 4;
+const SHOWN_LABELS = 2; // of the options that are set behind "More options"
 const MAX_VALUES_IN_TEXT = 4; // of a condition
 
 /** @type {{ names: string[], options: Record<string, any> }} */
@@ -99,8 +100,17 @@ function openSection(section, open) {
 
 function showAdvanced(button, show = button.getAttribute("aria-expanded") !== "true") {
   button.setAttribute("aria-expanded", String(show));
-  button.textContent = show ? "Fewer options" : "More options";
   button.closest(".fp-body").classList.toggle("fp-all", show);
+  labelMore(button);
+}
+
+/** "More options" names what is set there: a form may continue an adapter, and nothing else would show it. */
+function labelMore(button) {
+  const fields = button.closest(".fp-body").querySelectorAll(".fp-advanced .fp-field.fp-set:not(.fp-unused)");
+  const labels = [...fields].map(({ id }) => option(namesById.get(id) || "")?.label).filter(Boolean);
+  const more = labels.length > SHOWN_LABELS ? `, ${labels.length - SHOWN_LABELS} more` : "";
+  const set = labels.length ? ` (set: ${labels.slice(0, SHOWN_LABELS).join(", ")}${more})` : "";
+  setText(button, button.getAttribute("aria-expanded") === "true" ? "Fewer options" : `More options${set}`);
 }
 
 export const sectionTitle = (name) => {
@@ -176,6 +186,7 @@ function refresh(names) {
     if (!field) continue;
     field.classList.toggle("fp-set", !equal(values[name], option(name).default));
   }
+  document.querySelectorAll(".fp-more").forEach(labelMore);
 }
 
 const pick = (from, names) => Object.fromEntries(names.map((name) => [name, from[name]]));
