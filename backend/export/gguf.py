@@ -25,7 +25,7 @@ from backend.environments import ENVIRONMENTS, PACKAGES
 from backend.export import gguf_certificate, llama_cpp, loading, modelfile
 from backend.export.comparison import log_probabilities, write_certificate
 from backend.export.gguf_certificate import Trained
-from backend.export.merge import FROM_BASE, UNCHECKED
+from backend.export.merge import UNCHECKED
 from backend.models import system_prompt, trained
 from backend.models.gguf import ENVIRONMENT, FOLDER, FORMATS, MODELFILE
 from backend.models.spec import read_spec_outside_training
@@ -147,7 +147,7 @@ class GgufExport:
             if path.parent == source:
                 link(folder / path.name, path.resolve())
         base = base_weights.recorded_folder(self.run.path)
-        for name in FROM_BASE:
+        for name in base_weights.FROM_BASE:
             if base and (base / name).is_file() and not (folder / name).exists():
                 (folder / name).symlink_to((base / name).resolve())
         return folder

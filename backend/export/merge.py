@@ -39,7 +39,6 @@ UNCHECKED = "unchecked"
 Tensors: TypeAlias = Sequence[torch.Tensor]  # one for each text
 MAX_KL, MAX_KL_16_BIT = 1e-4, 1e-3  # of fp32 weights, and of weights that are rounded to 16 bits; computed in fp32
 MIN_RATIO = 100.0  # what the adapter changes, as a multiple of what merging changes
-FROM_BASE = ("tokenizer.model",)  # files that transformers 5 does not write, and that converters to GGUF need
 
 
 @dataclass
@@ -108,10 +107,7 @@ class Merge:
                 f"{self.folder.resolve()}. Free some disk space, then merge again."
             )
         model.save(merged, tokenizer, self.folder / UNCHECKED, dtype)
-        base = base_weights.folder_of(source)
-        for name in FROM_BASE:
-            if base and (base / name).is_file():
-                shutil.copyfile(base / name, self.folder / UNCHECKED / name)
+        base_weights.copy_tokenizer_files(base_weights.folder_of(source), self.folder / UNCHECKED)
 
     def _check_saved(self, spec: RunSpec, expected: Tensors, batches: Tensors, dtype: torch.dtype) -> Difference:
         """How far the saved weights are from the trained model, computed in fp32. Raises TrainError."""

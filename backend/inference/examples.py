@@ -122,6 +122,5 @@ def changed_file(spec: RunSpec, run: Run) -> Path | None:
     return None
 
 
-
 def _is_newer(path: Path, created: float) -> bool:
     return not path.is_relative_to(ASSETS) and path.stat().st_mtime > created

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from backend import registry
@@ -435,8 +436,18 @@ def _mostly_identical(case: Case) -> bool:
     return 2 * facts.num_identical_pairs > (facts.num_examples or 0) - (facts.num_usable or 0)
 
 
+def _without_system_prompt(case: Case, reasons: Iterable[str]) -> list[Fix]:
+    """The fix for a template that accepts no system turns, if all of them come from data.system_prompt."""
+    is_cause = case.spec.data.system_prompt and any("system" in reason.lower() for reason in reasons)
+    return [Fix("Remove the system prompt", {"data.system_prompt": ""}, False)] if is_cause else []
+
+
 def _none_usable(case: Case) -> Violation:
     facts, limit = case.facts, case.spec.data.max_length
+    if facts.skipped and facts.num_skipped >= facts.num_checked:
+        which = f"All {facts.num_checked:,} examples are" if facts.num_checked > 1 else "The only example is"
+        fixes, fields = _without_system_prompt(case, facts.skipped), ("data.files", "data.on_bad_example")
+        return Violation(f"{which} skipped: {facts.skipped[0]}.", tuple(fixes), fields, "All examples are skipped")
     which, longest = f"None of the {facts.num_checked:,} examples has a", "the longest example"
     if facts.num_checked == 1:
         which, longest = "The only example has no", "it"
@@ -517,7 +528,7 @@ def unrenderable_examples(case: Case) -> Violation | None:
     issues = list(case.facts.unrenderable_examples)
     if not issues:
         return None
-    fixes = []
+    fixes = _without_system_prompt(case, [issue.message for issue in issues])
     if case.facts.num_unmarked:
         fixes.append(Fix("Train on all tokens", {"data.loss_on": "all_tokens"}, False, "prompts are trained on too"))
     if case.spec.data.chat_template != "chatml":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from backend.runs.files import write_json
 from backend.train.context import TrainContext
 from backend.train.model import ModelSource
 from backend.train.run_log import TrainError
+
+FROM_BASE = ("tokenizer.model",)  # files that transformers 5 does not write, and that converters to GGUF need
 
 
 def folder_of(source: ModelSource) -> Path | None:
@@ -32,6 +35,13 @@ def recorded_folder(run: Path) -> Path | None:
     """Where the base model of the run in this folder is, as the run recorded it; None if it is not there."""
     found = _recorded(run)
     return folder_of(ModelSource(found["name"], {"revision": found.get("commit") or None})) if found else None
+
+
+def copy_tokenizer_files(base: Path | None, folder: Path) -> None:
+    """Copy the files of the base model that its tokenizer is made of and that transformers does not save."""
+    for name in FROM_BASE:
+        if base and (base / name).is_file():
+            shutil.copyfile(base / name, folder / name)
 
 
 def describe(source: ModelSource) -> dict[str, str]:

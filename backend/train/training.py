@@ -329,8 +329,13 @@ def _save(context: TrainContext, trainer: Any, tokens: Any) -> None:
     state = context.engine.full_state_dict(trainer)
     folder, dtype = context.folder / MODEL, context.saved_dtype
 
+    def save() -> None:
+        model.save(weights, tokens, folder, dtype, state)
+        if not hasattr(weights, "peft_config"):
+            base_weights.copy_tokenizer_files(base_weights.recorded_folder(context.folder), folder)
+
     def write() -> None:
-        disk_space.retry(context.run_log, "The model", lambda: model.save(weights, tokens, folder, dtype, state))
+        disk_space.retry(context.run_log, "The model", save)
 
     disk_space.on_rank_0(context.group, write)
     if not hasattr(weights, "peft_config") and (problem := model.rounding_problem(weights, dtype)):

@@ -38,17 +38,22 @@ def test_settings_of_the_generation_config_without_effect(settings: dict[str, ob
     Model.generation_config.validate(strict=True)
 
 
-def test_a_generation_config_that_transformers_would_not_save(
+def test_files_that_transformers_would_not_save(
     tiny: Path, root: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
+    """A generation config with a setting without effect, and the file of a SentencePiece tokenizer."""
     model = tmp_path / "model"
     shutil.copytree(tiny, model)
     unusual = {"do_sample": False, "temperature": 0.6, "eos_token_id": 2}
     (model / "generation_config.json").write_text(json.dumps(unusual))
-    changes = {**QUICK, "model.path": str(model), "data.source": "builtin", "save.final_model": True}
+    (model / "tokenizer.model").write_bytes(b"sentencepiece")
+    full = {"data.source": "builtin", "save.final_model": True, "method.kind": "full"}
+    changes = {**QUICK, "model.path": str(model), **full}
     folder = make_run_folder(root, "unsaved-config", changes)
     assert fork_server.run(folder, 1) == 0
-    saved = json.loads((folder / result(folder)["model"] / "generation_config.json").read_text())
+    trained = folder / result(folder)["model"]
+    saved = json.loads((trained / "generation_config.json").read_text())
+    assert (trained / "tokenizer.model").read_bytes() == b"sentencepiece"
     assert "temperature" not in saved and saved["eos_token_id"] == 2
 
 

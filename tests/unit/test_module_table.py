@@ -208,6 +208,16 @@ def test_attention_layers_that_peft_cannot_adapt_are_refused(kind: str) -> None:
     assert rule_finding("ADP010", dict(finding.fixes[0].patch), TWO_H100, facts) is None
 
 
+def test_a_reference_adapter_cannot_be_put_on_a_quantized_router() -> None:
+    config = {"model_type": "afmoe", "num_hidden_layers": 3}
+    facts = replace(DEMO, model_type="afmoe", shape=shape_from_table(describe(config), config))
+    nf4 = {"method.quantization": "nf4"}
+    for stage, is_refused in (("dpo", True), ("kto", True), ("sft", False)):
+        finding = rule_finding("ADP010", {**nf4, "train.stage": stage}, TWO_H100, facts)
+        assert bool(finding and "gate" in finding.message) == is_refused, stage
+    assert rule_finding("ADP010", {"train.stage": "dpo"}, TWO_H100, facts) is None
+
+
 @pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma"])
 def test_attention_targets_need_layers_that_are_named_attention(kind: str) -> None:
     config = {"model_type": kind, "num_hidden_layers": 3}

@@ -100,10 +100,10 @@ const NOTE_SECONDS = 8;
 const LONG_NOTE_SECONDS = 15; // with an error or an action
 
 /**
- * Show a notification. With `details` it stays until it is dismissed; else its time begins when neither the pointer nor
- * the focus is on it.
+ * Show a notification. With `details` that are not folded it stays until it is dismissed; else its time begins when
+ * neither the pointer nor the focus is on it.
  * @param {string} text
- * @param {{ level?: string, action?: { label: string, run: () => void } | null, details?: Node | null }} options
+ * @param {{ level?: string, action?: { label: string, run: () => void } | null, details?: Element | null }} options
  */
 export function notify(text, { level = "info", action = null, details = null } = {}) {
   let area = $("#fp-toasts");
@@ -125,7 +125,8 @@ export function notify(text, { level = "info", action = null, details = null } =
   };
   const closeLater = () => {
     clearTimeout(timer);
-    if (details || note.matches(":hover, :focus-within")) return;
+    if (details && !details.matches("details:not([open])")) return;
+    if (note.matches(":hover, :focus-within")) return;
     timer = setTimeout(close, 1000 * (action || level === "error" ? LONG_NOTE_SECONDS : NOTE_SECONDS));
   };
   const entered = ({ relatedTarget: from }) => {

@@ -23,3 +23,7 @@ function display(name, value) {
   if (typeof value === "boolean") return value ? "on" : "off";
   return typeof value === "number" ? valueText(name, value) : String(value);
 }
+
+/** The same for a notification, behind a line: a notification must not cover what comes next. */
+export const foldedDiff = (diff) =>
+  el("details", {}, el("summary", {}, diff.length === 1 ? "1 option" : `${diff.length} options`), diffList(diff));

@@ -2,7 +2,7 @@
 // The Build view: a check after every edit, drafts, presets, machines, import, export and start.
 import { createKeys, get, post, randomId, runPath } from "../api.js";
 import { $, address, download, el, notify, notifyError, on } from "../dom.js";
-import { diffList } from "../fixes.js";
+import { diffList, foldedDiff } from "../fixes.js";
 import { setPlaceholder } from "../gradio.js";
 import { draftId, editSaved, keepEdit, lastDraft, loadDraft, ownDraft, saveWhenLeaving, useDraft } from "./drafts.js";
 import { prepareExamples, refreshExamples } from "./examples.js";
@@ -328,7 +328,7 @@ async function fixAll() {
   const applied = `${found.count} ${found.count === 1 ? "fix" : "fixes"} applied.`;
   const titles = found.remaining.map((title) => title.replace(/\.$/, "")).join("; ");
   const remaining = titles ? ` Remaining errors: ${titles}.` : "";
-  form.setValues(found.patch, { undo: applied + remaining, details: diffList(found.diff) });
+  form.setValues(found.patch, { undo: applied + remaining, details: foldedDiff(found.diff) });
 }
 
 /**
@@ -341,7 +341,7 @@ export async function cloneRun({ id, fix = null, field = "" }, showView) {
   selectPreset("");
   const copied = "The run's options were copied into the form";
   const plain = { undo: `${copied}.`, details: checkpoint ? resumeOffer(checkpoint) : null };
-  const changed = fix && { undo: `${copied}, with one change: ${fix.label}.`, details: diffList(fix.diff) };
+  const changed = fix && { undo: `${copied}, with one change: ${fix.label}.`, details: foldedDiff(fix.diff) };
   form.setValues({ ...values, ...(fix ? fix.patch : {}) }, changed || plain);
   window.scrollTo(0, 0);
   if (field) form.goTo(field);

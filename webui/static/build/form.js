@@ -207,7 +207,7 @@ export const differing = (changes) => Object.keys(changes).filter((name) => !equ
 /**
  * Set some values. With `undo`, its text is shown with an Undo button. `remembered` is false for an undo or a redo.
  * @param {Record<string, any>} wanted
- * @param {{ undo?: string, details?: Node | null, remembered?: boolean }} options
+ * @param {{ undo?: string, details?: Element | null, remembered?: boolean }} options
  */
 export function setValues(wanted, { undo = "", details = null, remembered = true } = {}) {
   const changes = gathered(wanted);

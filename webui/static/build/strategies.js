@@ -2,7 +2,7 @@
 // The strategy picker: a line for each parallel strategy with its memory, communication and verdict; a click selects
 // it.
 import { $, el, setText } from "../dom.js";
-import { diffList } from "../fixes.js";
+import { foldedDiff } from "../fixes.js";
 import { bytes, num } from "../format.js";
 import { setValues } from "./form.js";
 
@@ -152,7 +152,7 @@ function apply(line) {
   const changes = [batch, line.diff.length ? "changes other options too" : ""].filter(Boolean).join(" and ");
   const notice = {
     undo: `Strategy: ${line.name}. It ${changes}.`,
-    details: line.diff.length ? diffList(line.diff) : null,
+    details: line.diff.length ? foldedDiff(line.diff) : null,
   };
   setValues(line.patch, changes ? notice : {});
 }
