@@ -96,7 +96,9 @@ class Report:
     @property
     def title(self) -> str:
         """logging.run_name, or model and method."""
-        return self.spec.logging.run_name or f"{self.about['model']} {self.about['method']}".strip()
+        is_quantized = self.spec.method.kind == "lora" and self.spec.method.quantization != "none"
+        method = "QLoRA" if is_quantized else self.about["method"]
+        return self.spec.logging.run_name or f"{self.about['model']} {method}".strip()
 
     @property
     def about(self) -> Mapping[str, Any]:

@@ -34,6 +34,9 @@ MAX_NEW_TOKENS = 64  # of greedy outputs
 STRIDE = 2  # every second position is compared: llama.cpp computes them one by one
 APART = 4.0  # the base model has to be this many times as far from the trained model as the file is
 MIN_SAME = 0.75  # positions with the same most likely token: q8_0 of SmolLM2 has 93%
+OTHER_TOKENIZER = (
+    "llama.cpp has tokenizers of its own, for those of published models: run this model with transformers or vLLM."
+)
 CONTEXT_SHOWN = 40  # characters before a difference
 
 
@@ -142,7 +145,7 @@ def _check_tokens(trained: Trained, runtime: Runtime, findings: Findings) -> Non
         if not (difference := _token_difference(tokenizer, runtime, text)):
             continue
         if _without(text) == text or _token_difference(tokenizer, runtime, _without(text)):
-            findings.differences.append(difference)
+            findings.differences.append(f"{difference} {OTHER_TOKENIZER}")
             return
         rare = rare or text
     for text in trained.odd_texts:
@@ -193,7 +196,10 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _token(tokenizer: Any, ids: Sequence[int], at: int) -> str:
-    return f"{tokenizer.decode([ids[at]])!r} ({ids[at]})" if at < len(ids) else "missing"
+    if at >= len(ids):
+        return "missing"
+    text = tokenizer.decode([ids[at]]) or tokenizer.convert_ids_to_tokens(ids[at])  # decoding may leave it out
+    return f"{text!r} ({ids[at]})"
 
 
 def _listed(characters: Sequence[str]) -> str:
