@@ -2,7 +2,7 @@
 
 The page and the command line call the same functions. With --json stdout is one JSON document and nothing else. Exit
 codes: `check` 0 without error findings, 1 with; `run --follow` and `resume --follow` 0 done, 1 failed, 3 stopped, as
-`rehearse`; `test-devices` 1 if one is slow; 2 for a spec, file or run that cannot be read or found.
+`rehearse` and `tune`; `test-devices` 1 if one is slow; 2 for a spec, file or run that cannot be read or found.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from backend.cli import (
     serve,
     show_data,
     sweep,
+    tune,
 )
 from backend.config.options import SpecError
 from backend.environments import ENVIRONMENTS
 from backend.models.gguf import DEFAULT, FORMATS
 from backend.runs.folder import RunError
+from backend.tasks.tuning.tuning import MINUTES
 
 Command = Callable[[argparse.Namespace], int]
 FOLLOW = "print the log until the run has ended; exit code 0 done, 1 failed, 3 stopped"
@@ -69,6 +71,7 @@ COMMANDS: Mapping[str, Command] = {
     "cache": prepared_data.cache,
     "run": runs.run,
     "rehearse": rehearse.start,
+    "tune": tune.start,
     "test-devices": device_test.start,
     "sweep": sweep.start,
     "queue": runs.queued,
@@ -157,7 +160,7 @@ def _position(text: str) -> int:
 
 
 def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
-    """check, plan, estimate, data, prepare, run, rehearse, test-devices, sweep."""
+    """check, plan, estimate, data, prepare, run, rehearse, tune, test-devices, sweep."""
     spec = argparse.ArgumentParser(add_help=False)
     spec.add_argument("spec", metavar="SPEC", help="a YAML file with options, or the name of a preset")
     spec.add_argument(
@@ -195,6 +198,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     run.add_argument("--follow", action="store_true", help=FOLLOW)
     run.add_argument("--skip-checks", action="store_true", help="start even if the checks report errors")
     command("rehearse", spec, folder, machine, help="try a spec: two steps, a crash, a resume, the saved model")
+    _add_tune(command, spec, folder)
     command("test-devices", spec, folder, help="measure every device and link that a spec would use; name slow ones")
     sweep = command("sweep", spec, folder, help="queue a run for each combination of values")
     sweep.add_argument(
@@ -215,6 +219,14 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
         help="stop runs early (successive halving): at the first evaluation, and again after FACTOR times as many "
         "steps, only the best 1/FACTOR by validation loss continue",
     )
+
+
+def _add_tune(command: AddCommand, spec: argparse.ArgumentParser, folder: argparse.ArgumentParser) -> None:
+    tuned = command("tune", spec, folder, help="measure which settings of a spec are fastest on this machine")
+    add = tuned.add_argument
+    add("--minutes", type=float, default=MINUTES, metavar="N", help="most minutes of measuring (default: %(default)g)")
+    add("--allow-changes", action="store_true", help="also try settings that change the result slightly")
+    add("--again", action="store_true", help="measure even if there is a result for the same spec")
 
 
 def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:

@@ -96,8 +96,11 @@ REPORT = """
 Start begins the training.">Try it</button>
     <button type="button" class="fp-start" id="fp-start" disabled>Start</button>
     <button type="button" class="fp-start" id="fp-export-plan" hidden disabled>Export</button>
+    <button type="button" class="fp-link" id="fp-tune" hidden
+      title="Measure which settings train fastest on this machine, with short trainings">Find fastest settings</button>
   </section>
   <section class="fp-card" id="fp-rehearsal" aria-label="Rehearsal" hidden></section>
+  <section class="fp-card" id="fp-tuning" aria-label="Fastest settings" hidden></section>
   <section class="fp-card" id="fp-sweep-form" aria-label="Sweep" hidden></section>
   <section class="fp-card" id="fp-memory" aria-label="Memory"></section>
   <section class="fp-card" id="fp-time" aria-label="Time" hidden></section>

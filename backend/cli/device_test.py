@@ -12,7 +12,7 @@ from typing import Any
 from backend.cli.commands import print_findings, print_json, read_spec, report_json, wait_for_preflight
 from backend.machine import probe
 from backend.runs.folder import ALIVE, Run, RunError
-from backend.runs.rehearsals import TIMEOUTS
+from backend.runs.scratch import TIMEOUTS
 from backend.tasks import device_test
 
 POLL_SECONDS = 0.2

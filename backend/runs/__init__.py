@@ -9,8 +9,9 @@ incrementally, `events.py` what happened meanwhile; `health.py` finds spikes, dr
 is the list of all runs, `search.py` its columns and the search in them, `notebook.py` the tags and notes of a run;
 `oom.py` counts processes that the kernel killed; `resume_point.py` finds the checkpoint that a run resumes from;
 `stacks.py` asks every rank what it is doing; `follower.py` follows a run's job in a cluster, `clusters.py` names the
-kinds of clusters; `rehearsals.py` runs through a spec in a minute, with `warm_python.py` in place of Python where one
-process can import the libraries for all.
+kinds of clusters; `rehearsals.py` runs through a spec in a minute. It is one of the detached processes that start runs
+in a scratch folder (`scratch.py`), with `warm_python.py` in place of Python where one process can import the libraries
+for all (`warm_process.py`).
 `jobs.py` has the jobs that use the trained model, `validation.py` decides which validation loss is that of a run;
 `lost_weights.py` finds runs of earlier versions that lost weights.
 """

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,33 +22,25 @@ from typing import Any
 
 from backend.runs import (
     LOG,
-    PLAN,
     REHEARSED,
-    RUN_MARKER,
-    SERVE_TOKEN,
     STOP,
     Plan,
     files,
     json_values,
     processes,
     replace_text,
-    start_env,
-    warm_python,
-    webhook,
+    scratch,
 )
-from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, StopTimeouts, runs
-from backend.runs.supervisor import detach
+from backend.runs.folder import ALIVE, Run, RunError
+from backend.runs.scratch import OUTCOME, POLL_SECONDS, TIMEOUTS, discard_runs
+from backend.runs.warm_process import WarmProcess, warmed
 
 FOLDER = ".rehearsals"  # in the runs folder
 ABOUT = "rehearsal.json"  # written once: the ids of the runs, and notes
-OUTCOME = "outcome.json"  # the final status
 KEPT = 5  # rehearsals that have ended, without their runs
-POLL_SECONDS, STOP_SECONDS = 0.1, 60.0
-TIMEOUTS = StopTimeouts(discard=5.0, before_training=0.5)  # there is nothing to keep
 CLEAN_UP = "Delete the runs"
 BEFORE = ("shrink", "devices")
 RUNS = (*BEFORE, "train", "load")  # the names of the runs, in their order
-SCRATCH = "scratch"  # in a rehearsal's folder, deleted with its runs
 LABELS: Mapping[str, str] = {
     "shrink": "Build a small model",
     "devices": "Measure every device and link",
@@ -103,18 +92,11 @@ class Rehearsal:
 
     def start(self) -> None:
         """Start the process that runs it. Raises RunError."""
-        command = [sys.executable, "-m", "backend.runs.rehearsals", str(self.path)]
-        try:
-            subprocess.run(
-                command, cwd=PACKAGES, stdin=subprocess.DEVNULL, start_new_session=True, timeout=60, check=True
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise RunError(f"The rehearsal's process did not start: {error}.") from error
+        scratch.start("backend.runs.rehearsals", self.path, "The rehearsal's process")
 
     def stop(self) -> None:
         """Request a stop."""
-        with contextlib.suppress(OSError):
-            replace_text(self.path / STOP, "discard")
+        scratch.request_stop(self.path)
 
     def status(self) -> dict[str, Any]:
         """id, name, state (running, done, failed, stopped, lost), the `phases` that have ended, the phase `now` with a
@@ -182,12 +164,6 @@ class Rehearsal:
         return f"step {1 + max([_step(line['phase']) for line in lines], default=0)}"
 
 
-def warmed(plan: Plan) -> Plan:
-    """`plan` with processes that the warm server of the rehearsal forks."""
-    argv = (plan.argv[0], "-I", "-S", warm_python.__file__, *plan.argv[1:])
-    return replace(plan, argv=argv, env={**plan.env, warm_python.SOCKET: f"../{warm_python.NAME}"})
-
-
 def _step(phase: str) -> int:
     return int(phase.removeprefix("step ")) if phase.startswith("step ") else 0
 
@@ -228,7 +204,7 @@ class Driver:
     def __init__(self, rehearsal: Rehearsal) -> None:
         self.rehearsal = rehearsal
         self.failure: dict[str, Any] | None = None
-        self.warm_server: subprocess.Popen[bytes] | None = None
+        self.warm_process = WarmProcess(rehearsal.path)
 
     def run(self) -> None:
         """Run all of it, write the outcome, delete the runs."""
@@ -241,16 +217,11 @@ class Driver:
             status |= {"state": "failed", "failure": failure}
         if status["state"] != "running":
             status |= {"now": "", "text": ""}
-        if self.warm_server:
-            self.warm_server.kill()
-            self.warm_server.wait()
-            for name in (warm_python.NAME, warm_python.STAND_IN):
-                with contextlib.suppress(OSError):
-                    (self.rehearsal.path / name).unlink()
+        self.warm_process.end()
         self._keep_log()
         with contextlib.suppress(OSError):  # a full disk: deleting the runs frees some of it
             self._write({**status, "state": "running", "now": CLEAN_UP, "text": ""})
-        discard_runs(self.rehearsal)
+        discard_runs(self.rehearsal.path)
         self._write(status)
 
     def _write(self, status: Mapping[str, Any]) -> None:
@@ -276,24 +247,14 @@ class Driver:
         run.start(timeouts=TIMEOUTS)
         requested = False
         while (state := run.state) in ALIVE:
-            if state != "queued" and self.rehearsal._about().get("warm") and not self.warm_server:
-                self._start_warm_server(run)
+            if state != "queued" and self.rehearsal._about().get("warm"):
+                self.warm_process.start(run)
             if self._stop_requested() and not requested:
                 requested = True
                 with contextlib.suppress(RunError):  # it has just ended
                     run.stop(save=False)
             time.sleep(POLL_SECONDS)
         return "stopped" if requested else state
-
-    def _start_warm_server(self, run: Run) -> None:
-        """Start the process that imports the libraries, with the environment of the runs. Without it they do."""
-        plan = json.loads(files.read_text(run.path / PLAN))
-        environment = {**start_env(os.environ, plan["defaults"], plan["env"]), RUN_MARKER: str(self.rehearsal.path)}
-        command = [plan["argv"][0], "-m", "backend.train.warm_server", str(self.rehearsal.path), str(os.getpid())]
-        with contextlib.suppress(OSError), files.open_to_append(self.rehearsal.path / LOG) as log:
-            self.warm_server = subprocess.Popen(
-                command, cwd=PACKAGES, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
 
     def _stop_requested(self) -> bool:
         return (self.rehearsal.path / STOP).exists()
@@ -314,38 +275,14 @@ def _failure(rehearsal: Rehearsal, part: str, run: Run) -> dict[str, Any]:
     return {"phase": label(rehearsal.current_phase(part)), **found}
 
 
-def discard_runs(rehearsal: Rehearsal) -> None:
-    """Stop and delete the runs of a rehearsal."""
-    for run in runs(rehearsal.path):
-        with contextlib.suppress(RunError):
-            run.stop(save=False)
-        deadline = time.monotonic() + STOP_SECONDS
-        while run.state in ALIVE and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        with contextlib.suppress(RunError):
-            run.delete()
-    shutil.rmtree(rehearsal.path / SCRATCH, ignore_errors=True)
-
-
 def new_folder(root: Path) -> Path:
     """The path of a new rehearsal below the runs folder `root`; old ones are deleted."""
-    delete_old(root)
-    return root.absolute() / FOLDER / f"{datetime.now():%Y%m%d%H%M%S%f}"
+    return scratch.new_folder(root / FOLDER, KEPT)
 
 
 def delete_old(root: Path) -> None:
     """Delete what killed rehearsals left behind, and all but the newest of those that have ended."""
-    ended = []
-    for path in sorted((root / FOLDER).glob("*")):
-        if processes.is_locked(path):
-            continue
-        if (path / OUTCOME).exists() and not runs(path):
-            ended.append(path)
-        elif time.time() - path.stat().st_mtime > STOP_SECONDS or (path / LOG).exists() or (path / "lock").exists():
-            discard_runs(Rehearsal(path))
-            shutil.rmtree(path, ignore_errors=True)
-    for path in ended[:-KEPT]:
-        shutil.rmtree(path, ignore_errors=True)
+    scratch.delete_old(root / FOLDER, KEPT)
 
 
 def find_rehearsal(root: Path, name: str) -> Rehearsal:
@@ -359,15 +296,7 @@ def find_rehearsal(root: Path, name: str) -> Rehearsal:
 def main(arguments: Sequence[str]) -> int:
     """Acquire the lock of the rehearsal's folder and fork: the parent returns, the child runs the rehearsal."""
     rehearsal = Rehearsal(Path(arguments[0]).resolve())
-    if processes.acquire_lock(rehearsal.path) is None:  # held until this process ends
-        return 1
-    if os.fork():
-        return 0
-    detach(rehearsal.path)
-    for name in (webhook.WEBHOOK, SERVE_TOKEN):  # nobody waits for the end of its runs, and they serve nothing
-        os.environ.pop(name, None)
-    Driver(rehearsal).run()
-    os._exit(0)
+    return scratch.run_detached(rehearsal.path, Driver(rehearsal).run)
 
 
 if __name__ == "__main__":

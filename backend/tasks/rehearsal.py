@@ -24,7 +24,8 @@ from backend.resolve import selected_gpus
 from backend.rules import Case
 from backend.runs import REHEARSAL, SPEC, Plan
 from backend.runs.folder import RunError
-from backend.runs.rehearsals import SCRATCH, Rehearsal, new_folder
+from backend.runs.rehearsals import Rehearsal, new_folder
+from backend.runs.scratch import SCRATCH
 from backend.tasks.autofix import autofix
 from backend.tasks.device_test import planned_test
 

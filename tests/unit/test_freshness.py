@@ -14,7 +14,8 @@ import pytest
 from backend.runs import ERROR, LOCK, PROGRESS, RANK_LOGS, RESULT, SPEC, STATE, SUPERVISOR, Plan, lock_file
 from backend.runs.folder import Run
 from backend.runs.freshness import BEFORE, file_versions
-from backend.runs.rehearsals import ABOUT, FOLDER, STOP_SECONDS, delete_old
+from backend.runs.rehearsals import ABOUT, FOLDER, delete_old
+from backend.runs.scratch import STOP_SECONDS
 
 FUTURE = 4_000_000_000.0  # in the year 2096
 

@@ -25,7 +25,8 @@ from backend.rules import RULES, Case, examine
 from backend.rules.examples import DEMO, LAPTOP
 from backend.runs import Plan, processes, rehearsals
 from backend.runs.folder import Run, runs
-from backend.runs.rehearsals import FOLDER, SCRATCH, Driver, Rehearsal, delete_old, find_rehearsal, new_folder
+from backend.runs.rehearsals import FOLDER, Driver, Rehearsal, delete_old, find_rehearsal, new_folder
+from backend.runs.scratch import SCRATCH
 from backend.tasks.rehearsal import differences, on_cpu, rehearsal_spec, replacements, run_plans
 
 RECORD = """
@@ -160,7 +161,9 @@ def test_a_rehearsal_resumes_after_its_crash_and_leaves_no_run(root: Path, monke
     rehearsal = make(root, CRASHES_ONCE)
     seen = []
     discard = rehearsals.discard_runs
-    monkeypatch.setattr(rehearsals, "discard_runs", lambda r: [discard(r), seen.append(r.status())])
+    monkeypatch.setattr(
+        rehearsals, "discard_runs", lambda folder: [discard(folder), seen.append(Rehearsal(folder).status())]
+    )
     lock = processes.acquire_lock(rehearsal.path)
     Driver(rehearsal).run()
     status = rehearsal.status()

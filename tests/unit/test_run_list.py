@@ -383,7 +383,10 @@ def test_a_waiting_run_names_other_runs_as_people_see_them(tmp_path):
         f"{first.id} in the runs folder {tmp_path} uses the CPU.": "first uses the CPU.",
         f"{twin.id} is ahead of this run.": f"{twin.id} is ahead of this run.",
         f"{waiting.id}-9 must end first.": f"{waiting.id}-9 must end first.",
-        f"train in the runs folder {folder} uses the CPU.": "A rehearsal uses the CPU.",
+        f"2026-11-28_183714_a-lora in the runs folder {folder} uses the CPU.": "A rehearsal uses the CPU.",
+        f"2026-11-28_183714_trial in the runs folder {tmp_path}/.tunings/20261128183714 uses the CPU.": (
+            "A measurement of the fastest settings uses the CPU."
+        ),
     }
     lock = listing.processes.acquire_lock(waiting.path)
     try:

@@ -33,6 +33,7 @@ from webui.api import (
     runs_list,
     servers,
     sweeps,
+    tunings,
     uploads,
 )
 from webui.api.requests import ApiError, ApiRoute, json_endpoint
@@ -57,6 +58,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/runs/{id}": runs.show,
     "/api/sweeps/{id}": sweeps.show,
     "/api/rehearsals/{id}": rehearsals.status,
+    "/api/tunings/{id}": tunings.status,
     "/api/uploads": uploads.list_uploads,
     "/api/comparison": compare_runs.compare,
     "/api/comparison/curves.csv": compare_runs.curves_csv,
@@ -104,6 +106,9 @@ POST: Mapping[str, Endpoint] = {
     "/api/sweeps": sweeps.start,
     "/api/sweeps/check": sweeps.check,
     "/api/rehearsals/{id}/stop": rehearsals.stop,
+    "/api/tunings": tunings.start,
+    "/api/tunings/earlier": tunings.show_earlier,
+    "/api/tunings/{id}/stop": tunings.stop,
     "/api/runs/{id}/chat": chat.start,
     "/api/runs/{id}/chat/requests": chat.send,
     "/api/runs/{id}/chat/end": chat.end,

@@ -21,12 +21,14 @@ from backend.runs import JOBS, METRICS, notebook, queue, rehearsals
 from backend.runs.folder import ALIVE, Run, RunError, find
 from backend.runs.search import COLUMNS
 from backend.tasks import device_test
+from backend.tasks.tuning import tuning
 from webui.api.app_state import AppState
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
 
 Ids = Annotated[list[str], Field(min_length=1, max_length=10_000)]
 RUN_ID = re.compile(r"\d{4}-\d\d-\d\d_\d{6}_[\w.-]*[\w-]")
-IN_REHEARSAL = re.compile(rf"\w+ in the runs folder /.*/{re.escape(rehearsals.FOLDER)}/\d+")
+IN_TUNING = re.compile(rf"[\w-]+ in the runs folder /.*/{re.escape(tuning.FOLDER)}/\d+")
+IN_REHEARSAL = re.compile(rf"[\w-]+ in the runs folder /.*/{re.escape(rehearsals.FOLDER)}/\d+")
 NAMED_PROBLEMS = 3  # in an error about several runs
 
 
@@ -74,7 +76,7 @@ def _without_blanks(row: dict[str, Any]) -> dict[str, Any]:
 
 def with_names(state: AppState, text: str) -> str:
     """Why a run waits, with the names of other runs for their ids; an id stays if two runs have the same name."""
-    text = IN_REHEARSAL.sub("A rehearsal", text)
+    text = IN_TUNING.sub("A measurement of the fastest settings", IN_REHEARSAL.sub("A rehearsal", text))
     if not RUN_ID.search(text):
         return text
     names = {row["id"]: row["name"] for row in state.runs_list.all()}
@@ -102,6 +104,8 @@ def _elsewhere(state: AppState, run: Run) -> str:
         return ""
     if parents[1] == root / rehearsals.FOLDER:
         return "Rehearsal, started with Try it"
+    if parents[1] == root / tuning.FOLDER:
+        return "Trial of Find fastest settings"
     if parents[0] == root / device_test.FOLDER:
         return "Device test"
     if parents[0].name == JOBS and parents[2] == root:

@@ -12,6 +12,7 @@ import { editMachine } from "./machine_form.js";
 import { compareRehearsal, resumeRehearsal, startRehearsal } from "./rehearsal.js";
 import { drawCheckFailed, drawReport, drawStart, keepFocus } from "./report.js";
 import { checkSweep, prepareSweep } from "./sweep_form.js";
+import { compareTuning, prepareTuning, resumeTuning } from "./tuning.js";
 import { drawUndo, startHistory } from "./versions.js";
 
 const RETRY = 2000; // ms to the next check while the server does not respond or examples are being checked
@@ -59,6 +60,7 @@ export function checkSoon() {
   keepEdit(form.currentValues());
   drawUndo();
   compareRehearsal(form.currentValues(), machine());
+  compareTuning(form.currentValues());
   if (!isAsked) queueMicrotask(check); // one check for all changes of this moment, sent before they are drawn
   isAsked = true;
   checkSweep();
@@ -138,6 +140,7 @@ async function loadDraftOrPreset() {
   }
   if (!saved && address.get("draft")) await useDraft(address.get("draft"));
   resumeRehearsal(id || "");
+  resumeTuning(id || "");
 }
 
 // -- machines ---------------------------------------------------------------------------------------------------------
@@ -423,6 +426,7 @@ export function addBuildEvents(showView) {
   $("#fp-fix-all").addEventListener("click", () => fixAll().catch(notifyError));
   $("#fp-start").addEventListener("click", () => start(showView));
   $("#fp-try").addEventListener("click", rehearse);
+  prepareTuning(machine);
   prepareExamples();
   prepareSweep((id) => showView("run", id));
   $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());

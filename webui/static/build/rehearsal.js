@@ -20,7 +20,7 @@ let drawn = "";
 let checksum = 0; // of the form's values now
 
 /** FNV-1a: whether the form has changed, without a copy of its values, which may contain secrets. */
-function checksumOf(values, machine) {
+export function checksumOf(values, machine) {
   let sum = 0x811c9dc5;
   for (const char of JSON.stringify([machine, Object.entries(values).sort()])) {
     sum = Math.imul(sum ^ (char.codePointAt(0) || 0), 0x01000193) >>> 0;

@@ -52,7 +52,7 @@ function drawContent(report) {
   $(".fp-status-text", box).textContent = status.text;
   const more = [report.place && `On ${report.place}`, report.summary].filter(Boolean).join(": ");
   $(".fp-status-more", box).textContent = more;
-  $("#fp-try").hidden = preventsStart(status); // Apply fixes is in its place
+  $("#fp-try").hidden = $("#fp-tune").hidden = preventsStart(status); // Apply fixes is in its place
   drawFixAll(findings.filter((f) => f.level === "error"));
   offerModuleNames(report.modules || {});
   $("#fp-findings").replaceChildren(...invalid.map(invalidCard), ...findings.map(findingCard));

@@ -1,0 +1,214 @@
+"""The search: axis by axis from the settings of the spec, keeping what is faster by more than the measured spread.
+
+It starts nothing itself: what a trial measures and what the checks say comes from a `Workbench`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from backend.rules import Fix
+from backend.tasks.tuning.trial import Trial, compare, loss_difference
+
+Patch = Mapping[str, Any]
+BASE, REPEATED = "Current settings", "Current settings, measured again"
+RESERVE = 1.5  # times as long as the first trial took: kept free for the repeated one at the end
+CHANGED = 0.05  # by which the speed of the same settings may differ at the end
+
+State = Literal["base", "faster", "same", "slower", "refused", "failed", "skipped", "stopped", "repeated"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One coordinate of the search, such as the attention implementation. `safe`: its settings do not change the
+    result."""
+
+    name: str
+    safe: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the result. `patch`: all that differs from the spec; `gain`: the speed of the whole run as a multiple
+    of that with the settings of the spec; `margin`: by how much it may be off; `reason`: a sentence."""
+
+    label: str
+    patch: Patch
+    safe: bool
+    state: State
+    reason: str = ""
+    tokens_per_second: float | None = None
+    spread: float | None = None
+    step_seconds: float | None = None
+    warm_up_seconds: float | None = None
+    peak_bytes: int | None = None
+    gain: float | None = None
+    margin: float | None = None
+    losses: Sequence[float | None] = ()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the settings were measured, so that they can be adopted."""
+        return self.state in ("faster", "same", "slower")
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields."""
+        return {**asdict(self), "patch": dict(self.patch)}
+
+
+class Workbench(Protocol):
+    """What the search needs from the one who runs the trials."""
+
+    total_steps: int | None  # of the run
+    tolerance: float  # by which losses may differ
+
+    def propose(self, axis: Axis, patch: Patch) -> Sequence[Fix]:
+        """The candidates of an axis, as changes of the spec with `patch`, the most promising first."""
+
+    def changes(self, patch: Patch) -> Patch:
+        """The part of a patch that changes the effective options of the spec."""
+
+    def refusal(self, patch: Patch) -> str:
+        """Why the spec with this patch cannot run, as a sentence; '' if it can."""
+
+    def measure(self, label: str, patch: Patch, other: Trial | None, reserve: float) -> Trial:
+        """Run a trial, and stop it once it is clearly slower than `other`, or once only `reserve` seconds are left."""
+
+    def left(self) -> float:
+        """Seconds of the allowed time that are left."""
+
+    def is_stopped(self) -> bool:
+        """Whether a stop is requested."""
+
+    def show(self) -> None:
+        """The rows have changed."""
+
+
+@dataclass
+class Search:
+    """The rows so far, and the best settings: their labels by axis, patch and trial. `reference`: the trial whose
+    losses those of a safe candidate must equal."""
+
+    bench: Workbench
+    axes: Sequence[Axis]
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_doubtful: bool = False  # the fastest settings are not faster than the repeated trial of the base
+    labels: dict[str, str] = field(default_factory=dict)
+    patch: Patch = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Measure the settings of the spec, the candidates of every axis, and the settings of the spec again."""
+        self.base = self.best = self.reference = self.bench.measure(BASE, {}, None, 0)
+        if self.base.end != "measured":
+            reason = self.base.reason or "The time was over before enough steps were measured. Allow more minutes."
+            self._add(Row(BASE, {}, True, "stopped" if self.base.end == "stopped" else "failed", reason))
+            return
+        self._add(_measured(Row(BASE, {}, True, "base", gain=1.0), self.base))
+        self.tried: list[Patch] = [{}]
+        self.expected_seconds = self.base.wall_seconds
+        for axis in self.axes:
+            for fix in self.bench.propose(axis, self.patch):
+                if self.bench.is_stopped():
+                    return
+                self._try(axis, fix)
+        self._repeat_base()
+
+    @property
+    def fastest(self) -> Row | None:
+        """The row of the fastest settings; None if none is faster than those of the spec."""
+        faster = [row for row in self.rows if row.state == "faster"]
+        return faster[-1] if faster and not self.is_doubtful else None
+
+    def _try(self, axis: Axis, fix: Fix) -> None:
+        """One candidate: skipped, or measured and compared with the best so far."""
+        patch = self.bench.changes({**self.patch, **fix.patch})
+        if patch in self.tried:
+            return
+        self.tried.append(patch)
+        labels = {**self.labels, axis.name: fix.label}
+        label, expected = " + ".join(labels.values()), self.expected_seconds
+        safe = axis.safe and self.reference is self.base
+        if reason := self.bench.refusal(patch):
+            self._add(Row(label, patch, safe, "skipped", reason))
+        elif self.bench.left() < (1 + RESERVE) * expected:
+            self._add(Row(label, patch, safe, "skipped", "Not tried: the time was over. Allow more minutes."))
+        else:
+            trial = self.bench.measure(label, patch, self.best, RESERVE * expected)
+            row = self._row(Row(label, patch, safe, "stopped"), trial, axis)
+            self._add(row)
+            if row.state == "faster":
+                self.labels, self.patch, self.best = labels, patch, trial
+            if trial.end == "measured":  # the first trial on CPU imports the libraries for all
+                self.expected_seconds = min(self.expected_seconds, trial.wall_seconds)
+                self.reference = self.reference if axis.safe else trial
+
+    def _row(self, row: Row, trial: Trial, axis: Axis) -> Row:
+        """`row` with the result of its trial: "faster" if it is faster than the best so far."""
+        if trial.end == "failed":
+            return replace(row, state="failed", reason=trial.reason)
+        difference = loss_difference(trial, self.reference, self.bench.tolerance) if axis.safe else ""
+        if difference:
+            return replace(row, state="refused", reason=f"The loss differs: {difference}.")
+        if trial.end in ("late", "stopped"):
+            why = "The time was over" if trial.end == "late" else "The measurement was stopped"
+            return replace(row, reason=f"{why} before enough steps were measured.")
+        steps = self.bench.total_steps
+        speed, total = compare(trial, self.best, steps), compare(trial, self.base, steps)
+        is_faster = speed.is_faster and trial.end == "measured"
+        state: State = "faster" if is_faster else "slower" if speed.is_slower or trial.end == "slow" else "same"
+        why = "Stopped early, because its first steps were clearly slower." if trial.end == "slow" else ""
+        return replace(_measured(row, trial), state=state, reason=why, gain=total.ratio, margin=total.margin)
+
+    def _repeat_base(self) -> None:
+        """Measure the settings of the spec again, and say if the machine has changed meanwhile."""
+        if not any(row.is_usable for row in self.rows):
+            return  # there is nothing to compare with
+        if self.bench.left() < self.expected_seconds:
+            self.notes.append("The current settings were not measured again at the end: the time was over.")
+            return
+        again = self.bench.measure(REPEATED, {}, None, 0)
+        if again.end != "measured":
+            if again.end != "stopped":
+                self.notes.append(f"The current settings could not be measured again at the end. {again.reason}")
+            return
+        speed = compare(again, self.base)
+        row = _measured(Row(REPEATED, {}, True, "repeated"), again)
+        self._add(replace(row, gain=speed.ratio, margin=speed.margin))
+        if abs(speed.ratio - 1) > max(CHANGED, speed.margin):
+            word = "faster" if speed.ratio > 1 else "slower"
+            percent = round(100 * abs(speed.ratio - 1))
+            self.notes.append(
+                f"The machine changed meanwhile: the current settings were {percent}% {word} at the end than at the "
+                "start. Differences of this size say nothing; measure again when nothing else is running."
+            )
+        if self.fastest and not compare(self.best, again, self.bench.total_steps).is_faster:
+            label, self.is_doubtful = self.fastest.label, True
+            self.notes.append(
+                f"{label}: not faster than the current settings at the end, so this difference was not caused by "
+                "the settings."
+            )
+        if difference := loss_difference(again, self.base, self.bench.tolerance):
+            self.notes.append(
+                f"Two trials with the current settings have different losses ({difference}), so a refused row may "
+                "be right."
+            )
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.bench.show()
+
+
+def _measured(row: Row, trial: Trial) -> Row:
+    """`row` with the figures of its trial."""
+    return replace(
+        row,
+        tokens_per_second=trial.tokens_per_second,
+        spread=trial.spread,
+        step_seconds=trial.step_seconds,
+        warm_up_seconds=trial.warm_up_seconds,
+        peak_bytes=trial.peak_bytes,
+        losses=[step.loss for step in trial.steps],
+    )

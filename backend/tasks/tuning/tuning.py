@@ -1,0 +1,179 @@
+"""A tuning: its scratch folder in `.tunings` of the runs folder, and the earlier results that are kept there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from backend.config import RunSpec
+from backend.config.options import edit, effective
+from backend.inspect import predecessor
+from backend.machine import Machine
+from backend.preflight import Report, preflight
+from backend.presets import dump
+from backend.runs import json_values, processes, replace_text, scratch
+from backend.runs.folder import RunError
+from backend.runs.scratch import OUTCOME
+from backend.tasks.tuning.trial import STEPS
+
+FOLDER = ".tunings"  # in the runs folder
+REQUEST = "tuning.json"  # written once: the spec of the trials, and what the user allows
+KEPT = 20  # tunings that have ended, with their results
+MINUTES = 10.0  # that are usual
+MOST_MINUTES = 24 * 60.0
+EXAMPLES_PER_SEQUENCE = 16  # that packing may need
+
+
+class Tuning:
+    """A tuning's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = path.name
+
+    @classmethod
+    def create(cls, root: Path, request: Mapping[str, Any]) -> Tuning:
+        """A new tuning below the runs folder `root`. Raises RunError."""
+        self = cls(scratch.new_folder(root / FOLDER, KEPT))
+        try:
+            (root / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700)
+            replace_text(self.path / REQUEST, json.dumps(request), mode=0o600)
+        except OSError as error:
+            raise RunError(f"The folder {self.path} could not be written: {error.strerror}.") from error
+        return self
+
+    def start(self) -> None:
+        """Start the process that measures. Raises RunError."""
+        scratch.start("backend.tasks.tuning.runner", self.path, "The process that measures the settings")
+
+    def stop(self) -> None:
+        """Request a stop."""
+        scratch.request_stop(self.path)
+
+    def request(self) -> dict[str, Any]:
+        """What `create` has written; empty if it cannot be read."""
+        return self._read(REQUEST)
+
+    def status(self) -> dict[str, Any]:
+        """id, name, key, created; state (running, done, failed, stopped, lost), the `rows` so far (search.Row), the
+        number of the `fastest`, `notes`, what is measured `now`, why it waits (`text`), seconds spent and left."""
+        request, is_alive = self.request(), processes.is_locked(self.path)
+        kept = ("name", "key", "created", "minutes", "changes_result")
+        found = {"id": self.id, **{name: request.get(name) for name in kept}, **EMPTY, **self._read(OUTCOME)}
+        if found["state"] == "running" and not is_alive:
+            found |= {"state": "lost", "now": "", "text": ""}
+        return found
+
+    def _read(self, name: str) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return dict(json_values.read(self.path / name))
+        return {}
+
+
+EMPTY: Mapping[str, Any] = {
+    "state": "running", "rows": [], "fastest": None, "notes": [], "now": "", "text": "", "seconds": 0, "left": None,
+    "failure": None, "trial": 0, "planned": 0,
+}  # fmt: skip
+
+
+def find_tuning(root: Path, name: str) -> Tuning:
+    """The tuning with this id. Raises RunError."""
+    path = root / FOLDER / name
+    if not name.isdigit() or not (path / REQUEST).is_file():
+        raise RunError("This measurement no longer exists.")
+    return Tuning(path)
+
+
+def earlier(root: Path, report: Report, changes_result: bool) -> Tuning | None:
+    """The newest finished tuning of the same spec on the same machine with the same versions; None without one."""
+    wanted = key(report, changes_result)
+    for path in sorted((root / FOLDER).glob("*"), reverse=True):
+        status = Tuning(path).status()
+        if status["key"] == wanted and status["state"] == "done":
+            return Tuning(path)
+    return None
+
+
+def tune(
+    root: Path, report: Report, base: Path, here: Machine, minutes: float = MINUTES, changes_result: bool = False
+) -> tuple[Report, Tuning | None]:
+    """Start to measure which settings of a checked spec are fastest on this machine, `here`. Returns the report of the
+    spec of the trials, and None if that has errors. Raises RunError."""
+    if not 0 < minutes <= MOST_MINUTES:
+        raise RunError(f"Not started: the minutes must be above 0 and at most {MOST_MINUTES:g}; they are {minutes:g}.")
+    if reason := _unsupported(report, base):
+        raise RunError(f"Not started: {reason}")
+    trial = preflight(trial_spec(report), here, base)
+    if not trial.can_run:
+        return trial, None
+    request = {
+        "name": report.title, "created": time.time(), "spec": dump(trial.spec), "total_steps": report.run.total_steps,
+        "minutes": minutes, "changes_result": changes_result, "key": key(report, changes_result),
+    }  # fmt: skip
+    tuning = Tuning.create(root, request)
+    tuning.start()
+    return trial, tuning
+
+
+def _unsupported(report: Report, base: Path) -> str:
+    """Why the settings of a spec cannot be measured, as a sentence; '' if they can."""
+    spec = report.spec
+    if report.machine.name:
+        return (
+            f"the options are checked for another machine ({report.machine.name}), and speed can only be measured on "
+            "this one. Select This machine."
+        )
+    if spec.launch.trainer != "footplate":
+        return "only Footplate's own trainer can measure its settings. Set launch.trainer to footplate."
+    if spec.launch.place != "local":
+        return "the settings of a cluster's job cannot be measured here. Set launch.place to local."
+    if report.run.nnodes > 1:
+        return "the settings of a run on several nodes cannot be measured. Set launch.rendezvous to standalone."
+    if found := predecessor(spec, base, None):
+        return f"{found.id} saves the model and has not ended."
+    return ""
+
+
+def trial_spec(report: Report) -> RunSpec:
+    """The spec of `report` as its trials train it: a few steps, without evaluation, checkpoints and generation. What
+    decides the time of a step stays as it is."""
+    spec = effective(report.spec)
+    patch: dict[str, Any] = {
+        "train.duration": "steps",
+        "train.max_steps": STEPS,
+        "train.stop_on_spike": False,
+        "train.half_lr_retries": 0,
+        "eval.strategy": "no",
+        "eval.num_generations": 0,
+        "save.strategy": "no",
+        "save.final_model": False,
+        "save.resume_from": "latest",
+        "logging.steps": 1,
+        "logging.report_to": "none",
+        "logging.run_name": "",
+    }
+    if spec.train.warmup_steps >= 1:  # a fraction of all steps fits any number of them
+        patch["train.warmup_steps"] = 0.1
+    if not spec.data.streaming and not spec.data.sources:  # fewer examples are quicker to prepare
+        sequences = STEPS * report.run.global_batch_size
+        needed = sequences * (EXAMPLES_PER_SEQUENCE if spec.data.packing else 1)
+        patch["data.max_samples"] = min(needed, spec.data.max_samples or needed)
+    return effective(edit(spec, patch))
+
+
+def key(report: Report, changes_result: bool) -> str:
+    """Identifies what a result holds for: machine, versions, model, and all options that a trial has. The number of
+    steps counts because the warm-up of torch.compile is spread over them."""
+    machine = report.machine
+    gpus = [(gpu.name, gpu.total_bytes) for gpu in machine.gpus]
+    hardware = [machine.device, gpus, machine.cores, machine.ram_bytes, dict(machine.versions), machine.driver_version]
+    model = asdict(report.facts.shape) if report.facts.shape else report.facts.model_type
+    parts = [hardware, dump(trial_spec(report)), report.run.total_steps, repr(model), changes_result]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

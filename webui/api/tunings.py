@@ -1,0 +1,85 @@
+"""Endpoints of tunings, which measure the fastest settings: start, the earlier result, status, stop.
+
+A tuning is its folder, so its state survives a restart of the server.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.responses import Response
+
+from backend.config.options import by_name, text
+from backend.preflight import Report
+from backend.runs.folder import RunError
+from backend.tasks.tuning.tuning import MINUTES, MOST_MINUTES, Tuning, earlier, find_tuning, tune
+from webui.api.app_state import AppState
+from webui.api.checking import findings_json, parse_form, run_preflight
+from webui.api.requests import ApiError, FormRequest, State, json
+from webui.api.runs import INSPECTION_SECONDS
+from webui.api.runs_list import with_names
+
+
+class TuningRequest(FormRequest):
+    """`minutes`: at most, without waiting; `changes_result`: also settings that change the result slightly."""
+
+    minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] = MINUTES
+    changes_result: bool = False
+
+
+def start(state: State, body: TuningRequest) -> Response:
+    """Measure the fastest settings for the form's values on this machine."""
+    report, tuning = _report(state, body), None
+    if report.can_run:
+        options = (body.minutes, body.changes_result)
+        report, tuning = tune(state.runs, report, Path.cwd(), state.machine.get(), *options)
+    if tuning is None:
+        findings = findings_json(report, report.spec)
+        titles = "; ".join(f["title"].rstrip(".") for f in findings if f["level"] == "error")
+        raise ApiError(422, f"Not started: {titles}.", findings=findings)
+    return json({"id": tuning.id}, 201)
+
+
+def show_earlier(state: State, body: TuningRequest) -> dict[str, Any]:
+    """The id of the earlier result for the form's values; '' without one."""
+    found = earlier(state.runs, _report(state, body), body.changes_result)
+    return {"id": found.id if found else ""}
+
+
+def status(state: State, id: str) -> dict[str, Any]:
+    """The state, what is measured now, and the rows so far, with the form values of each."""
+    return _status(state, _find(state, id))
+
+
+def stop(state: State, id: str) -> dict[str, Any]:
+    """Request a stop."""
+    tuning = _find(state, id)
+    tuning.stop()
+    return _status(state, tuning)
+
+
+def _report(state: AppState, body: TuningRequest) -> Report:
+    spec, problems = parse_form(body.values)
+    if problems:
+        named = "; ".join(f"{p.field} {p.message}" for p in problems)
+        raise ApiError(422, f"Not started: {named}.", field=problems[0].field)
+    return run_preflight(state, spec, body.machine, INSPECTION_SECONDS)
+
+
+def _status(state: AppState, tuning: Tuning) -> dict[str, Any]:
+    status = tuning.status()
+    rows = [{**row, "patch": _form_values(row["patch"])} for row in status["rows"]]
+    return {**status, "rows": rows, "text": with_names(state, status["text"])}
+
+
+def _form_values(patch: dict[str, Any]) -> dict[str, Any]:
+    return {name: text(by_name()[name], value) for name, value in patch.items()}
+
+
+def _find(state: AppState, id: str) -> Tuning:
+    try:
+        return find_tuning(state.runs, id)
+    except RunError as error:
+        raise ApiError(404, str(error)) from None

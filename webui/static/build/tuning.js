@@ -1,0 +1,253 @@
+// @ts-check
+// The card with the fastest settings: how long to measure, the progress, and a table whose rows can be adopted.
+import { get, post } from "../api.js";
+import { $, el, notifyError, redraw, setText } from "../dom.js";
+import { bytes, capitalized, dateTime, duration, integer, num, percent } from "../format.js";
+import { createPoller } from "../poll.js";
+import { draftId } from "./drafts.js";
+import * as form from "./form.js";
+import { checksumOf } from "./rehearsal.js";
+
+const MINUTES = 10;
+const TITLES = { running: "Measuring the fastest settings", stopped: "Fastest settings: stopped" };
+const RESULTS = {
+  same: "no difference",
+  slower: "slower",
+  refused: "refused",
+  failed: "failed",
+  stopped: "not measured",
+};
+// Of each draft: the id of its last measurement, a space, and a checksum of what was measured.
+const key = (draft) => `fp-tuning-${draft}`;
+const stored = () => (localStorage.getItem(key(draftId())) || "").split(" ");
+const idOf = () => stored()[0];
+const path = () => `api/tunings/${encodeURIComponent(idOf())}`;
+const box = () => $("#fp-tuning");
+const poller = createPoller(poll, { isVisible: () => document.body.dataset.tab === "build", interval: 1000 });
+
+let machine = () => "";
+let drawn = "";
+let title = "";
+let checksum = 0; // of the form's values now
+const minutes = el("input", { type: "number", min: 1, max: 1440, value: MINUTES });
+const changes = el("input.fp-checkbox", { type: "checkbox" });
+
+/** @param {() => string} machineOf the machine that the form is checked for */
+export function prepareTuning(machineOf) {
+  machine = machineOf;
+  $("#fp-tune").addEventListener("click", open);
+}
+
+/** The form has these values now: mark a result of other values. @param {Record<string, any>} values */
+export function compareTuning(values) {
+  if (!idOf()) return;
+  checksum = checksumOf(values, machine());
+  drawTitle();
+}
+
+function drawTitle() {
+  const isOutdated = Boolean(idOf() && checksum && stored()[1]) && stored()[1] !== String(checksum);
+  const head = $("#fp-tuning h3");
+  if (head) setText(head, isOutdated ? `${title}, with earlier values of the form` : title);
+}
+
+const body = () => ({
+  values: form.currentValues(),
+  machine: machine(),
+  minutes: Number(minutes.value) || MINUTES,
+  changes_result: changes.checked,
+});
+
+function keep(id, values) {
+  localStorage.setItem(key(draftId()), `${id} ${checksumOf(values, machine())}`);
+  drawn = "";
+  compareTuning(values);
+  poller.start();
+}
+
+/** Show what can be measured, or the earlier result for these values. */
+async function open() {
+  const request = body();
+  if (poller.isActive()) return box().scrollIntoView({ block: "nearest" });
+  localStorage.removeItem(key(draftId()));
+  drawEmpty();
+  minutes.focus();
+  try {
+    const { id } = await post("api/tunings/earlier", request);
+    if (id && !idOf() && !box().hidden) keep(id, request.values);
+  } catch (error) {
+    notifyError(error);
+  }
+}
+
+async function start(event) {
+  const button = event.target;
+  const request = body();
+  button.disabled = true;
+  try {
+    keep((await post("api/tunings", request)).id, request.values);
+  } catch (error) {
+    notifyError(error);
+    button.disabled = false;
+  }
+}
+
+/** Show the last measurement of this draft, or of the draft `from` that it is a copy of. @param {string} from */
+export function resumeTuning(from) {
+  if (!draftId()) return;
+  const earlier = localStorage.getItem(key(from));
+  if (!idOf() && earlier) localStorage.setItem(key(draftId()), earlier);
+  if (idOf()) poller.start();
+}
+
+/** @param {() => boolean} isCurrent */
+async function poll(isCurrent) {
+  try {
+    const status = await get(path());
+    if (!isCurrent()) return "end";
+    draw(status);
+    return status.state === "running" ? undefined : "end";
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    if (isCurrent()) dismiss(); // later ones have replaced it
+    return "end";
+  }
+}
+
+function dismiss() {
+  localStorage.removeItem(key(draftId()));
+  drawn = "";
+  box().hidden = true;
+}
+
+const isUsable = ({ state }) => ["faster", "same", "slower"].includes(state);
+
+// -- drawing ----------------------------------------------------------------------------------------------------------
+
+const link = (text, onclick) => el("button.fp-link", { type: "button", onclick }, text);
+const note = (text) => el("p.fp-dim", {}, text);
+
+function head(text, ...actions) {
+  title = text;
+  return el("div.fp-card-head", {}, el("h3", {}, text), el("span.fp-gap"), ...actions);
+}
+
+function drawEmpty() {
+  const about =
+    "Trains a few steps with other settings, one after the other, and compares their speed: kernels, batch size, " +
+    "optimizer, DataLoader workers and others. No checkpoint is saved, and the form changes only if you adopt a row.";
+  redraw(box(), head("Fastest settings", link("Close", dismiss)), note(about), controls("Measure"));
+  box().hidden = false;
+  box().dataset.state = "empty";
+}
+
+const controls = (label) =>
+  el(
+    "div.fp-tuning-controls",
+    {},
+    el("label", {}, "At most ", minutes, " minutes"),
+    el("label", {}, changes, "Also settings that change the result slightly: strategy, precision, packing"),
+    el("button.fp-button", { type: "button", onclick: start }, label),
+  );
+
+function draw(status) {
+  const running = status.state === "running";
+  const text = JSON.stringify({ ...status, seconds: 0, left: 0 });
+  const card = box();
+  const left = running && status.left && !status.text ? `At most ${duration(status.left)} left.` : "";
+  if (text === drawn) {
+    if (running) setText($(".fp-tuning-left", card), left);
+    return;
+  }
+  drawn = text;
+  const unfolded = $("details", card)?.open;
+  const stop = () => post(`${path()}/stop`).catch(notifyError);
+  const titles = { ...TITLES, done: "Fastest settings" };
+  const isUnmeasured = status.rows.length === 1 && status.rows[0].step_seconds === null; // the status says why
+  const tried = isUnmeasured ? [] : status.rows.filter((row) => row.state !== "skipped");
+  const parts = [
+    head(titles[status.state] || "Fastest settings: failed", running ? link("Stop", stop) : link("Dismiss", dismiss)),
+    el("p", { role: "status" }, running ? progress(status) : outcome(status)),
+    running ? el("p.fp-dim.fp-tuning-left", {}, left) : null,
+    tried.length ? table(tried, status) : null,
+    ...status.notes.map(note),
+    skipped(status.rows, unfolded),
+    running ? null : controls("Measure again"),
+  ];
+  redraw(card, ...parts.filter(Boolean));
+  card.hidden = false;
+  card.dataset.state = status.state;
+  drawTitle();
+}
+
+function progress({ now, text, trial, planned }) {
+  if (text) return text;
+  if (!now) return "Checking the settings\u2026";
+  return `Trial ${trial} of about ${planned}: ${now}.`;
+}
+
+function outcome({ state, failure, fastest, rows, seconds, created, changes_result: changing }) {
+  const when = `Measured in ${duration(seconds)} (${dateTime(created)}).`;
+  if (state === "failed") return `The settings could not be measured. ${failure || ""}`;
+  if (state === "lost") return "The process that measures was killed, or the machine shut down.";
+  if (fastest === null) {
+    if (!rows.some(isUsable)) return `No other settings were measured. ${when}`;
+    const none = changing ? "No other settings" : "No other settings that keep the result";
+    return state === "done" ? `${none} were faster by more than the spread of the steps. ${when}` : when;
+  }
+  const { label, gain, safe } = rows[fastest];
+  const effect = safe ? "with the same result" : "with a slightly different result";
+  return `${label}: ${gain.toFixed(2)}\u00d7 as fast as the current settings, ${effect}. ${when}`;
+}
+
+function table(rows, { fastest, rows: all }) {
+  const heads = ["Tokens/s", "Speed"].map((text) => el("th.fp-n", { scope: "col" }, text));
+  const top = el("tr", {}, el("th", { scope: "col" }, "Settings"), ...heads, el("th", {}, el("span.fp-sr", {}, "Use")));
+  const lines = rows.flatMap((row) => pair(row, row === all[fastest] ? "fastest" : row.state));
+  return el("table.fp-rows.fp-tuning-rows", {}, el("thead", {}, top), el("tbody", {}, ...lines));
+}
+
+/** The settings with their speed, and below them the figures of their steps, or why there are none. */
+function pair(row, state) {
+  const { label, step_seconds: step, tokens_per_second: speed, gain } = row;
+  const use = isUsable(row) ? el("button.fp-link", { type: "button", onclick: () => adopt(row) }, "Use these") : "";
+  const times = row.state === "base" || step === null ? "" : `${gain.toFixed(2)}\u00d7`;
+  const figures = [speed ? integer(speed) : "", times, use].map((figure) => el("td.fp-n", {}, figure));
+  const attributes = { "data-state": state };
+  const cells = step === null ? [el("td", { colspan: 4 }, label)] : [el("td", {}, label), ...figures];
+  return [
+    el("tr", attributes, ...cells),
+    el("tr.fp-tuning-detail", attributes, el("td.fp-dim", { colspan: 4 }, detail(row))),
+  ];
+}
+
+function detail({ state, reason, step_seconds: step, spread, peak_bytes: peak, warm_up_seconds: warmUp, safe }) {
+  const figures =
+    step === null
+      ? []
+      : [
+          `${num(step, 3)} s per step`,
+          `spread ${percent(spread)}`,
+          peak ? bytes(peak) : "",
+          warmUp > Math.max(5, 5 * step) ? `${duration(warmUp)} of warm-up` : "",
+        ];
+  const effect = safe ? "" : "changes the result slightly";
+  const words = [RESULTS[state], ...figures, effect].filter(Boolean).join(", ");
+  return [words && `${capitalized(words)}.`, reason].filter(Boolean).join(" ");
+}
+
+function skipped(rows, isOpen) {
+  const left = rows.filter((row) => row.state === "skipped");
+  if (!left.length) return null;
+  const items = left.map(({ label, reason }) => el("li", {}, `${label}. ${reason}`));
+  return el(
+    "details.fp-tuning-skipped",
+    { open: isOpen },
+    el("summary", {}, `Not tried (${left.length})`),
+    el("ul", {}, ...items),
+  );
+}
+
+function adopt({ patch, label }) {
+  form.setValues(patch, { undo: `Settings: ${label}.` });
+}
