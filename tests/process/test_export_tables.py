@@ -64,6 +64,7 @@ TITLES = (MERGES, FILES)
 SMOLLM2 = "smollm2-135m-instruct"
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 ROUNDING = 1e-9  # smaller divergences of fp32 are rounding
+REFUSED = "llama.cpp's converter cannot convert this model: "
 SHOWN = 160  # characters of a reason
 ABOUT_MERGES = (
     "Each cell: the mean Kullback-Leibler divergence from the trained model to the merged one, and the divergence from "
@@ -164,7 +165,13 @@ def exported(run: Run, environment: Path, format: str) -> str:
         certificate = GgufExport(run, job, RunLog(job)).run_all()["certificate"]
     except TrainError as error:
         if not (job / RESULT).exists():
-            return str(error).replace("|", "\\|")[:SHOWN]
+            return cut(str(error).removeprefix(REFUSED))
         certificate = json.loads((job / RESULT).read_text())["certificate"]
     text = f"{certificate['status']}, {shown(certificate['trained_to_file']['kl_mean'])}"
-    return "; ".join([text, *certificate["differences"][:1]]).replace("|", "\\|")[:SHOWN]
+    return cut("; ".join([text, *certificate["differences"][:1]]))
+
+
+def cut(text: str) -> str:
+    """The first sentence, for a cell."""
+    first = text.partition(". ")[0].rstrip(".").replace("|", "\\|")
+    return first if len(first) <= SHOWN else f"{first[:SHOWN]}…"
