@@ -13,19 +13,22 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec, variables
 from backend.config.options import edit, effective
-from backend.inspect import InputFacts, Show, inspect_inputs, no_show, resolve_paths, wait_for_worker
+from backend.inspect import InputFacts, Show, inspect_cpu, inspect_inputs, no_show, resolve_paths, wait_for_worker
 from backend.launch import clusters
 from backend.launch.plan import plan
-from backend.machine import Machine
+from backend.machine import Machine, describe
 from backend.memory import OVERHEAD, Estimate, Fit, MemoryContext
 from backend.memory.placement import placement
 from backend.modelspec import all_parameters, flops_per_token, trainable_parameters
-from backend.resolve import ResolvedRun, selected_gpus
+from backend.resolve import ResolvedRun, selected_gpus, threads_per_process
 from backend.rules import Case, Finding, examine
 from backend.rules.base import amount
 from backend.runs import Plan
 from backend.timing import TimeEstimate, time_json
 from backend.wording import counted, figure, plural
+
+FP32_BYTES = 4
+MAX_KEPT_BYTES = 2**26  # of activations, for the measurement of the CPU: more than malloc reuses
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class Report:
         on_cpu = self.run.device == "cpu"  # a CPU run measures its resident memory, others torch's allocator
         measured = peak if on_cpu else peak - overhead
         compared = {"measured_bytes": measured, "compared": list(self.compared), **self._flops}
+        compared["compared_time"] = list(self.compared_time)
         compared |= {"placement": self.placement, "time": time_json(self.time)}
         return {**estimate_json(self.estimate), **compared}
 
@@ -151,6 +155,17 @@ class Report:
         other: model, method, quantization, strategy and device type."""
         spec, quantization = self.spec, self.spec.method.quantization
         return spec.model.name, spec.method.kind, quantization, spec.parallel.strategy, self.run.device
+
+    @property
+    def compared_time(self) -> tuple[str, ...]:
+        """The same for the time of a step, which also depends on the machine, the dtype and the sizes of a batch."""
+        spec, train, run = self.spec, self.spec.train, self.run
+        kernels = train.use_liger_kernel, train.torch_compile, train.use_unsloth, spec.model.attn_implementation
+        sizes = train.per_device_train_batch_size, train.gradient_accumulation_steps, spec.data.max_length
+        others = train.stage, train.optim, train.activation_checkpointing, spec.data.packing, spec.launch.trainer
+        lora = (spec.lora.r, spec.lora.use_dora) if spec.method.kind == "lora" else ()
+        known = describe(self.machine), run.compute_dtype, run.world_size, *kernels, *sizes, *others, *lora
+        return *map(str, self.compared), *map(str, known)
 
     @property
     def summary(self) -> str:
@@ -203,15 +218,44 @@ class Report:
         return "first example" if count == 1 else f"first {count:,} examples"
 
 
-def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float = 0, show: Show = no_show) -> Report:
+def preflight(
+    spec: RunSpec, machine: Machine, base: Path, wait_seconds: float = 0, show: Show = no_show, cpu_seconds: float = 0
+) -> Report:
     """Inspect, check, estimate and plan. Relative paths in `spec` are relative to `base`. Never raises for the values
     of a spec. Waits up to `wait_seconds` for the worker process, which reads an architecture without a closed formula
-    and all examples; `show` gets its progress as a text."""
+    and all examples; `show` gets its progress as a text. Waits up to `cpu_seconds` for a measurement of this CPU, if
+    the run uses it. A caller that waits only for the others does not start one."""
     if wait_seconds:
         wait_for_worker(resolve_paths(effective(spec), base), base, wait_seconds, show)
-    report = report_on(build_case(spec, machine, base))
+    report = report_on(_with_cpu(build_case(spec, machine, base), cpu_seconds > 0 or not wait_seconds, cpu_seconds))
     found = (replace(finding, fixes=tuple(fix.for_spec(spec) for fix in finding.fixes)) for finding in report.findings)
     return replace(report, findings=tuple(found))
+
+
+def _with_cpu(case: Case, start: bool, seconds: float) -> Case:
+    """The case with the speed of this machine's CPU, if the run uses it. `start`: measure it if no fresh measurement is
+    kept, and wait for that up to `seconds`."""
+    spec, run, shape = case.spec, case.run, case.facts.shape
+    if run.device != "cpu" or case.machine.name or spec.launch.place != "local" or run.nnodes > 1 or shape is None:
+        return case
+    if not (shape.hidden and shape.intermediate and shape.heads and shape.head_dim):
+        return case
+    tokens = spec.train.per_device_train_batch_size * spec.data.max_length // run.token_shards
+    layers = 1 if spec.train.activation_checkpointing else shape.layers
+    kept = tokens * layers * (10 * shape.hidden + 4 * shape.intermediate) * FP32_BYTES
+    request = {
+        "threads": threads_per_process(spec, run.nproc_per_node, case.machine.cores),
+        "processes": run.nproc_per_node, "dtype": run.compute_dtype, "hidden": shape.hidden,
+        "intermediate": shape.intermediate, "vocabulary": shape.vocabulary, "heads": shape.heads,
+        "head_dim": shape.head_dim, "tokens": _power_of_two(tokens), "length": _power_of_two(spec.data.max_length),
+        "rank": spec.lora.r, "kept_bytes": min(_power_of_two(kept), MAX_KEPT_BYTES),
+    }  # fmt: skip
+    return replace(case, facts=replace(case.facts, **inspect_cpu(request, start, seconds)))
+
+
+def _power_of_two(value: int) -> int:
+    """The nearest one below: sizes that differ little are measured once."""
+    return 1 << max(0, value.bit_length() - 1)
 
 
 def report_on(case: Case) -> Report:

@@ -139,6 +139,11 @@ def resolve(spec: RunSpec, machine: Machine, facts: InputFacts | None = None) ->
     )
 
 
+def threads_per_process(spec: RunSpec, nproc_per_node: int, cores: int) -> int:
+    """OMP_NUM_THREADS of each process: what is set, else the cores divided by the processes of a node."""
+    return spec.launch.omp_num_threads or max(1, cores // nproc_per_node)
+
+
 def device_type(spec: RunSpec, machine: Machine) -> str:
     """The requested device type, or the accelerator that the machine has, else cpu."""
     return machine.device if spec.launch.device == "auto" else spec.launch.device

@@ -77,10 +77,10 @@ def run_preflight(arguments: argparse.Namespace) -> Report:
     return wait_for_preflight(read_spec(arguments), target_machine(arguments))
 
 
-def wait_for_preflight(spec: RunSpec, machine: Machine) -> Report:
+def wait_for_preflight(spec: RunSpec, machine: Machine, cpu_seconds: float = 0) -> Report:
     """The preflight report of `spec`, with all examples checked; shows the progress on stderr."""
     with StatusLine() as line:
-        return preflight(spec, machine, Path.cwd(), INSPECTION_SECONDS, line.show)
+        return preflight(spec, machine, Path.cwd(), INSPECTION_SECONDS, line.show, cpu_seconds)
 
 
 def check(arguments: argparse.Namespace) -> int:

@@ -6,25 +6,30 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from backend.cli.commands import print_json, read_spec, run_preflight, wait_for_preflight
+from backend.cli.commands import print_json, read_spec, target_machine, wait_for_preflight
 from backend.config.options import Problem, SpecError
 from backend.machine import Machine, read
 from backend.machine.descriptions import machines
 from backend.preflight import Report, estimate_json
 from backend.tasks import compare_machines
 from backend.tasks.measured import MeasuredPeaks
+from backend.tasks.measured_time import MeasuredTimes
 from backend.timing import TimeEstimate, texts, time_json
+
+CPU_SECONDS = 60.0  # to wait for the measurement of this CPU: loading the libraries takes most of it
 
 
 def estimate(arguments: argparse.Namespace) -> int:
     """Print the estimate of memory, disk and time, item by item; with --machines, a line for each machine."""
     if arguments.machines is not None:
         return _compare_machines(arguments)
-    report = run_preflight(arguments)
-    found, measured = report.estimate, MeasuredPeaks(Path(arguments.runs)).latest(report)
+    report = wait_for_preflight(read_spec(arguments), target_machine(arguments), CPU_SECONDS)
+    found, runs = report.estimate, Path(arguments.runs)
+    measured, timed = MeasuredPeaks(runs).latest(report), MeasuredTimes(runs).latest(report)
     if arguments.json:
+        time = {**time_json(report.time), "measured": timed.for_next(report) if timed else None}
         peaks = measured.as_json(report) if measured else None
-        print_json({**estimate_json(found), "measured": peaks, "time": time_json(report.time)})
+        print_json({**estimate_json(found), "measured": peaks, "time": time})
         return 0
     print("\n".join(_memory_lines(report)))
     if measured:
@@ -32,6 +37,8 @@ def estimate(arguments: argparse.Namespace) -> int:
         print(f"{measured.sentence} Scaled by {measured.ratio:.2f}, this run peaks at {scaled} per device.")
     print()
     print("\n".join(_time_lines(report.time)))
+    if timed:
+        print(timed.for_next(report)["sentence"])
     return 0
 
 
@@ -70,6 +77,7 @@ def _time_lines(found: TimeEstimate) -> Iterator[str]:
     price = texts.price_text(found)
     for sentence in filter(None, [*sentences, price[:1].upper() + price[1:]]):
         yield f"{sentence}."
+    yield from filter(None, [texts.busy_text(found), found.cpu.note if found.cpu else ""])
 
 
 def _compare_machines(arguments: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, 
 from backend.runs.metrics import chunks, gaps, since, stream_points
 from backend.runs.search import SCORES
 from backend.tasks import bundle as debug_bundle
-from backend.tasks import remedies
+from backend.tasks import measured_time, remedies
 from backend.tasks import retry as retries
 
 OUTCOMES = {"done": 0, "stopped": 3}
@@ -159,6 +159,10 @@ def _print_result(about: dict[str, Any]) -> None:
         if (value := about["result"].get(name)) is not None:
             of_model = f" ({about['validation']})" if name == "eval_loss" else ""
             print(f"{name.replace('_', ' ')}: {value:.4g}{of_model}")
+    if timed := about["timed"]:
+        for what, predicted, measured in timed["rows"]:
+            print(f"{what.lower()}: {measured}, predicted {predicted}")
+        print(timed["sentence"])
     if about["router_note"]:
         print(about["router_note"])
 
@@ -195,6 +199,7 @@ def _run_json(shown: Run) -> dict[str, Any]:
             "summary": shown.summary(),
             "progress": shown.progress(),
             "result": shown.result(),
+            "timed": timed.as_json() if (timed := measured_time.measure_time(shown)) else None,
             "warning": marks.mark(shown).sentence,
             "validation": validation.model(shown.result()),
             "router_note": validation.router_note(shown.result() or shown.progress()),

@@ -18,6 +18,7 @@ from backend.config.sources import key_of
 from backend.inspect.chain import awaited_model, predecessor
 from backend.inspect.checkpoint import inspect_checkpoint
 from backend.inspect.checkpoint_adapter import continued_adapter_facts
+from backend.inspect.cpu_speed import CpuSpeed, inspect_cpu
 from backend.inspect.datasets import inspect_datasets, shares
 from backend.inspect.disk import inspect_nvme_folder
 from backend.inspect.examples import inspect_examples, show_examples, summarize_examples, wait_for_examples

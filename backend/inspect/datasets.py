@@ -103,6 +103,9 @@ def combined(each: Sequence[InputFacts], known: Collection[str]) -> Facts:
         else:
             facts[name] = next((value for value in values if value), values[0])
     facts["token_lengths"] = tuple(sorted(length for own in each for length in own.token_lengths))
+    sizes = [sum(own.token_lengths) for own in each]
+    labeled = sum(own.labeled_share * size for own, size in zip(each, sizes, strict=True))
+    facts["labeled_share"] = labeled / sum(sizes) if sum(sizes) else 1.0
     facts["tokenizer_size"] = max(own.tokenizer_size for own in each)
     facts["min_prompt_tokens"] = min((own.min_prompt_tokens for own in each if own.min_prompt_tokens), default=0)
     formats = {own.format for own in each}

@@ -23,7 +23,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 13
+FORMAT = 14
 # Options that decide nothing about a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -248,4 +248,6 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
     if found["token_lengths"]:
         lengths = sorted(found["token_lengths"])
         facts["token_lengths"] = (*lengths, found["longest"]) if found["longest"] > lengths[-1] else tuple(lengths)
+    if labeled := found["counts"].get("labeled"):
+        facts["labeled_share"] = labeled / found["counts"]["tokens"]
     return facts

@@ -10,6 +10,7 @@ from typing import Any
 
 from backend.config import Data, RunSpec, Source
 from backend.data import FIRST_VALIDATION, mixed_counts, printable, sample, split, validation_size
+from backend.inspect.cpu_speed import CpuSpeed
 from backend.modelspec import ModelShape
 
 
@@ -64,6 +65,10 @@ class InputFacts:
     counts_are_exact: bool = True  # False: the number of examples is estimated from the size of a file
     label_counts: tuple[int, int] | None = None  # desirable and undesirable completions that were read
     token_lengths: tuple[int, ...] = ()  # of the examples that were read, ascending
+    labeled_share: float = 1.0  # of their tokens: those that have a loss
+    cpu: CpuSpeed | None = None  # of this machine, if the run uses it
+    cpu_unknown: str = ""  # why it was not measured, the end of a sentence
+    cpu_pending: bool = False  # a worker process is measuring it: `cpu` will be known soon
     min_prompt_tokens: int = 0  # tokens before the first completion, of the example that has the fewest
     examples_pending: bool = False  # a worker process is reading and tokenizing the examples
     tokenizer_problem: str = ""  # why the tokenizer cannot be loaded

@@ -17,7 +17,7 @@ from backend.inspect.facts import InputFacts
 from backend.launch import accelerate_config, clusters, launchers, llamafactory
 from backend.machine import Machine
 from backend.presets import dump
-from backend.resolve import ResolvedRun, resolve, selected_gpus
+from backend.resolve import ResolvedRun, resolve, selected_gpus, threads_per_process
 from backend.runs import (
     ACCELERATE,
     DATASET_INFO,
@@ -133,7 +133,7 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     device, launcher = registry.DEVICES[run.device], spec.launch.launcher
     cluster = clusters.job_of(spec)
     cores = cluster.cpus(spec, run, machine) if cluster else machine.cores
-    env = {"OMP_NUM_THREADS": str(spec.launch.omp_num_threads or max(1, cores // run.nproc_per_node))}
+    env = {"OMP_NUM_THREADS": str(threads_per_process(spec, run.nproc_per_node, cores))}
     env["PYTHONUNBUFFERED"] = "1"  # so that log lines appear at once
     env["TOKENIZERS_PARALLELISM"] = "false"  # dataloader workers fork after the tokenizer was used
     env |= run.engine.environment(run.device) | llamafactory.environment(spec)

@@ -1,27 +1,20 @@
 """Measured peaks of earlier runs next to their estimates, which say how far the next estimate may be off.
 
 A run that ended has the peak of each rank in result.json; of one that ran out of memory, torch's error says how much it
-needed at least. Only the newest runs of a folder are read, and each of them once.
+needed at least.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from backend.preflight import Report
-from backend.runs import ESTIMATE, LOCK, RESULT, STATE, device_memory, files, ownership
+from backend.runs import device_memory
 from backend.runs.failure import DEVICE_MEMORY
 from backend.runs.folder import Run
-
-MAX_RUNS = 400  # of the folder, the newest first
-MAX_CANDIDATES = 20  # comparable runs whose result is looked for: those that were stopped have none
-LISTED_SECONDS = 5.0
+from backend.tasks.earlier_runs import EarlierRuns
 
 
 @dataclass(frozen=True)
@@ -88,64 +81,12 @@ def least_needed(text: str, estimate: dict[str, Any]) -> int:
     return max(0, int(estimate.get("capacity_bytes", 0)) - overhead)
 
 
-class MeasuredPeaks:
-    """The measured peaks in a folder of runs. Cheap enough for every check: names are listed every few seconds, and a
-    run is read again only after it was started or has ended."""
+class MeasuredPeaks(EarlierRuns[Measurement]):
+    """The measured peaks in a folder of runs."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self._names: list[str] = []
-        self._listed = 0.0
-        self._compared: dict[str, tuple[str, ...]] = {}
-        self._measured: dict[str, tuple[tuple[int, ...], Measurement | None]] = {}
-        self._lock = threading.Lock()
+        super().__init__(root, "compared", measure)
 
     def latest(self, report: Report, without: str = "") -> Measurement | None:
         """The newest measurement of a comparable run, except of the run `without`."""
-        if report.estimate.unknown:
-            return None
-        with self._lock:
-            names = [name for name in self._newest() if name != without]
-            comparable = (name for name in names if self._settings(name) == report.compared)
-            for _, name in zip(range(MAX_CANDIDATES), comparable, strict=False):
-                if found := self._measurement(name):
-                    return found
-        return None
-
-    def _newest(self) -> list[str]:
-        if not self._names or time.monotonic() - self._listed > LISTED_SECONDS:
-            try:
-                names = [name for name in os.listdir(self.root) if name[0] != "."]
-            except OSError:
-                names = []
-            self._names = sorted(names, reverse=True)[:MAX_RUNS]
-            self._listed = time.monotonic()
-            for kept in (self._compared, self._measured):
-                for name in set(kept) - set(self._names):
-                    kept.pop(name, None)
-        return self._names
-
-    def _settings(self, name: str) -> tuple[str, ...]:
-        """What the run can be compared by; () without an estimate. Written once, when a run is created."""
-        if name not in self._compared:
-            try:
-                estimate = json.loads(files.read_text(self.root / name / ESTIMATE))
-                self._compared[name] = tuple(map(str, estimate.get("compared", ())))
-            except (OSError, ValueError, AttributeError, TypeError):
-                self._compared[name] = ()
-        return self._compared[name]
-
-    def _measurement(self, name: str) -> Measurement | None:
-        folder = self.root / name
-        stamp = tuple(_modified_ns(folder / file) for file in (LOCK, STATE, RESULT))
-        if name not in self._measured or self._measured[name][0] != stamp:
-            usable = not ownership.problem(folder)
-            self._measured[name] = stamp, measure(Run(folder)) if usable else None
-        return self._measured[name][1]
-
-
-def _modified_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+        return None if report.estimate.unknown else self.newest(report.compared, without)

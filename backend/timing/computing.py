@@ -1,4 +1,4 @@
-"""Seconds that a GPU needs for the forward and backward pass of one batch, and for the optimizer step.
+"""Seconds that a device needs for the forward and backward pass of one batch, and for the optimizer step.
 
 Products are counted in FLOPs, everything else in bytes that are read and written. The bytes and operations of a layer
 are rough counts for the kernels of transformers, Liger, Unsloth and torch.compile.
@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from backend.modelspec import lora_modules, stored_weights
+from backend.registry.gpus import TERA
 from backend.timing.context import COMPILED, FUSED, STOCK, UNSLOTH, TimeContext
 
-SMALL_MATRIX_RATE = 0.3  # of the rate of large matrices, which LoRA's reach
-OPTIMIZER_LATENCY = 0.010  # seconds: thousands of small kernels, learning rate, log line
+OPTIMIZER_LATENCY = 0.010  # seconds on GPUs: thousands of small kernels, learning rate, log line
+STEP_OPERATIONS, TENSOR_OPERATIONS = 1500, 12  # the same on CPUs: of a step, and for each trained tensor
+CHUNKED = 2  # times the work of a cross entropy: TRL computes entropy and accuracy too
 UNFUSED = 2.2  # an optimizer that is a list of operations moves so many times the bytes of a fused kernel
 SMALL_HEAD, SMALL_HEAD_RATE = 64, 0.8  # head dimensions up to this one leave a part of the tensor cores unused
 # Bytes for each token and layer: per hidden feature, per feature of the MLP, of the projections of q, k and v, of the
@@ -40,7 +42,7 @@ class Part(NamedTuple):
 
 
 def batch_parts(ctx: TimeContext) -> list[Part]:
-    """What the GPU computes for one batch, forward and backward."""
+    """What the device computes for one batch, forward and backward."""
     found = [_linear(ctx), _head(ctx), _attention(ctx), _elementwise(ctx), _weight_reads(ctx)]
     found += [_adapters(ctx), _dequantization(ctx), _gradients(ctx), _reference(ctx)]
     return [part for part in found if part.seconds > 0]
@@ -60,10 +62,12 @@ def _linear(ctx: TimeContext) -> Part:
 def _head(ctx: TimeContext) -> Part:
     weights, shape = ctx.weights, ctx.memory.shape
     again = ctx.kernels in (STOCK, COMPILED)  # TRL's chunks compute the logits a second time
-    flops = 2 * ctx.tokens * (weights.head * (2 + again) + weights.trained_head) / ctx.model_shards
-    logits = 0 if ctx.memory.stage.is_reward_model else ctx.tokens * shape.vocabulary * LOGIT_BYTES[ctx.kernels]
-    seconds = flops / ctx.rates.matmul + logits / ctx.rates.memory / ctx.model_shards
-    formula = f"{ctx.tokens:,.0f} tokens x {weights.head:,} weights, and {LOGIT_BYTES[ctx.kernels]} bytes per logit"
+    flops = 2 * ctx.head_tokens * (weights.head * (2 + again) + weights.trained_head) / ctx.model_shards
+    logits = 0 if ctx.memory.stage.is_reward_model else ctx.head_tokens * shape.vocabulary
+    each = CHUNKED * ctx.rates.logit or LOGIT_BYTES[ctx.kernels] / ctx.rates.memory
+    seconds = flops / ctx.rates.matmul + logits * each / ctx.model_shards
+    of_logit = f"{1e9 * each:.3g} ns" if ctx.rates.logit else f"{LOGIT_BYTES[ctx.kernels]} bytes"
+    formula = f"{ctx.head_tokens:,.0f} tokens x {weights.head:,} weights, and {of_logit} per logit"
     return Part("Output layer and loss", seconds, formula)
 
 
@@ -88,21 +92,34 @@ def _elementwise(ctx: TimeContext) -> Part:
     hidden, inner, projections, output = ELEMENTWISE[ctx.kernels]
     width, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     intermediate = shape.intermediate * max(1, shape.experts_per_token)
-    fp32_states = memory.hidden_state_bytes / 2
+    fp32_states = memory.hidden_state_bytes / memory.compute_bytes
     each = hidden * shape.hidden * fp32_states + inner * intermediate + projections * (width + kv) + output * width
     if ctx.writes_scores:
         each += 18 * shape.heads * ctx.batch.attended
     size = 3 * ctx.tokens * (shape.hidden + intermediate)
     cached = 1 / (1 + (size / ctx.rates.cache) ** 2) if ctx.rates.cache else 0
-    moved = ctx.tokens * shape.layers * each * ctx.passes * (1 - 0.67 * cached) / ctx.model_shards
+    each *= ctx.element_scale
+    moved = ctx.tokens * shape.layers * each * (1 - 0.67 * cached) / ctx.model_shards
     formula = f"{ctx.tokens:,.0f} tokens x {shape.layers} layers x {each:,.0f} bytes x {ctx.passes:.3g} passes"
-    return Part("Norms, activations and residuals", moved / ctx.rates.memory, f"{formula}, at {_bytes(ctx)}")
+    return Part("Norms, activations and residuals", _passes_seconds(ctx, moved), f"{formula}, at {_pass_rates(ctx)}")
+
+
+def _passes_seconds(ctx: TimeContext, moved: float) -> float:
+    """Seconds of all passes over activations of which one moves `moved` bytes: the forward pass writes new memory, the
+    others reuse it."""
+    return moved / ctx.rates.activations + moved * (ctx.passes - 1) / ctx.rates.memory
+
+
+def _pass_rates(ctx: TimeContext) -> str:
+    first, others = _giga(ctx.rates.activations), _giga(ctx.rates.memory)
+    return others if first == others else f"{first} forward and {others} backward"
 
 
 def _weight_reads(ctx: TimeContext) -> Part:
     times = 2 + ctx.recomputed + (ctx.weights.trained > 0)
-    moved = 2 * stored_weights(ctx.memory.shape) * times + 4 * ctx.weights.head
-    formula = f"2 bytes x all weights x {times}, at {_bytes(ctx)}"
+    size = ctx.memory.compute_bytes
+    moved = size * stored_weights(ctx.memory.shape) * times + 4 * ctx.weights.head
+    formula = f"{size} bytes x all weights x {times}, at {_giga(ctx.rates.memory)}"
     return Part("Reading the weights", moved / ctx.model_shards / ctx.rates.memory, formula)
 
 
@@ -114,10 +131,10 @@ def _adapters(ctx: TimeContext) -> Part:
     flops = 2 * ctx.tokens * ctx.weights.adapters * passes
     inputs, outputs = ADAPTER_BYTES[ctx.kernels]
     widths = _adapted_widths(ctx)
-    moved = ctx.tokens * (inputs * widths[0] + outputs * widths[1]) * passes
+    seconds = _passes_seconds(ctx, ctx.tokens * (inputs * widths[0] + outputs * widths[1]) * ctx.element_scale)
     if memory.spec.lora.use_dora:
-        moved += DORA_BYTES * widths[2] * (1 + ctx.recomputed)
-    seconds = flops / (SMALL_MATRIX_RATE * ctx.rates.matmul) + moved / ctx.rates.memory
+        seconds += DORA_BYTES * ctx.element_scale * widths[2] * (1 + ctx.recomputed) / ctx.rates.memory
+    seconds += flops / ctx.rates.small
     formula = f"2 FLOPs x {ctx.tokens:,.0f} tokens x {ctx.weights.adapters:,} weights x {passes:.3g}, in small products"
     return Part("LoRA adapters", seconds / ctx.model_shards, formula)
 
@@ -149,7 +166,8 @@ def _gradients(ctx: TimeContext) -> Part:
     if memory.uses_autocast and memory.run.parameter_shards == 1:
         moved += 6 * count * (1 + ctx.recomputed)
     formula = f"{count:,} trained weights: gradients, and casts to 16 bits"
-    return Part("Gradients", moved / ctx.model_shards / ctx.rates.memory, formula)
+    seconds = moved * ctx.element_scale / ctx.model_shards / ctx.rates.activations
+    return Part("Gradients", seconds, formula)
 
 
 def _reference(ctx: TimeContext) -> Part:
@@ -163,7 +181,7 @@ def forward_seconds(ctx: TimeContext) -> float:
     """One forward pass of a batch, without gradients."""
     linear = 2 * ctx.tokens * (ctx.weights.layers + ctx.weights.head) / ctx.model_shards / ctx.rates.matmul
     others = _elementwise(ctx).seconds / ctx.passes
-    reads = 2 * stored_weights(ctx.memory.shape) / ctx.model_shards / ctx.rates.memory
+    reads = ctx.memory.compute_bytes * stored_weights(ctx.memory.shape) / ctx.model_shards / ctx.rates.memory
     dequantized = _dequantization(ctx).seconds / (2 + ctx.recomputed)
     return linear + attention_flops(ctx, 1) / ctx.rates.attention + others + reads + dequantized
 
@@ -190,12 +208,15 @@ def optimizer_part(ctx: TimeContext) -> Part:
     fused = row.temporaries == 0 or memory.engine.separate_master_weights
     moved = (3 * count * weights + 2 * state) * (1 if fused else UNFUSED) / memory.run.optimizer_shards
     formula = f"{count:,} trained weights and {state:,} bytes of state are read and written"
-    return Part("Optimizer step", moved / ctx.rates.memory + OPTIMIZER_LATENCY, f"{formula}, at {_bytes(ctx)}")
+    latency = OPTIMIZER_LATENCY
+    if ctx.cpu:
+        latency = (STEP_OPERATIONS + TENSOR_OPERATIONS * ctx.trained_tensors) * ctx.calibration.operation_seconds
+    return Part("Optimizer step", moved / ctx.rates.memory + latency, f"{formula}, at {_giga(ctx.rates.memory)}")
 
 
 def _rate(flops: float) -> str:
-    return f"{flops / 1e12:,.0f} TFLOP/s"
+    return f"{flops / 1e12:,.0f} TFLOP/s" if flops >= TERA else f"{flops / 1e9:,.0f} GFLOP/s"
 
 
-def _bytes(ctx: TimeContext) -> str:
-    return f"{ctx.rates.memory / 1e9:,.0f} GB/s"
+def _giga(rate: float) -> str:
+    return f"{rate / 1e9:,.0f} GB/s"

@@ -6,24 +6,28 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from backend import registry
+from backend.inspect import CpuSpeed
 from backend.memory import MemoryContext
 from backend.memory.activations import layers_with_gradients
-from backend.modelspec import TokenWeights, lora_modules, token_weights
+from backend.modelspec import TokenWeights, lora_modules, token_weights, trained_modules
 from backend.registry.gpus import GpuModel
 from backend.timing.batch import Batch
-from backend.timing.rates import Calibration, DeviceRates, LinkRates, device_rates, link_rates
+from backend.timing.rates import GLOO_SHARE, Calibration, DeviceRates, LinkRates, cpu_rates, device_rates, link_rates
 
 STOCK, FUSED, UNSLOTH, COMPILED = "transformers", "liger", "unsloth", "compile"  # sets of kernels
 
 
 @dataclass(frozen=True)
 class TimeContext:
-    """The run of a memory estimate, its average batch, and what its GPUs can do."""
+    """The run of a memory estimate, its average batch, and what its GPUs can do, or its CPU. `labeled_share`: of the
+    tokens that are not padding, those that have a loss."""
 
     memory: MemoryContext
     batch: Batch
     models: tuple[GpuModel, ...]
     calibration: Calibration
+    cpu: CpuSpeed | None = None
+    labeled_share: float = 1.0
 
     @cached_property
     def kernels(self) -> str:
@@ -35,13 +39,17 @@ class TimeContext:
 
     @cached_property
     def rates(self) -> DeviceRates:
-        """What the GPUs reach."""
+        """What the devices reach."""
+        if self.cpu:
+            return cpu_rates(self.cpu)
         own = self.memory.spec.model.attn_implementation == "flash_attention_3"
         return device_rates(list(self.models), self.memory.run.compute_dtype, own, self.calibration)
 
     @cached_property
     def links(self) -> LinkRates:
         """What the links and the network reach."""
+        if self.cpu:
+            return LinkRates(GLOO_SHARE * self.cpu.memory, GLOO_SHARE * self.cpu.memory)
         return link_rates(self.memory.run, self.memory.machine, list(self.models), self.calibration)
 
     @cached_property
@@ -71,9 +79,30 @@ class TimeContext:
         return self.batch.tokens / self.memory.run.token_shards
 
     @cached_property
+    def head_tokens(self) -> float:
+        """Tokens whose logits one device computes in a batch: TRL's chunked loss skips those without a label."""
+        if self.labeled_share == 1 or self.kernels not in (STOCK, COMPILED):
+            return self.tokens
+        return self.batch.sequences * self.batch.trained * self.labeled_share / self.memory.run.token_shards
+
+    @cached_property
+    def element_scale(self) -> float:
+        """What an operation on an element moves, as a multiple of the 16 bits that bytes are counted for. CPUs convert
+        16 bits to fp32 and back, which takes about as long as moving 32."""
+        return 2.0 if self.cpu else self.memory.compute_bytes / 2
+
+    @cached_property
     def model_shards(self) -> int:
         """Devices that share each matrix multiplication."""
         return self.memory.run.tensor_parallel_size
+
+    @cached_property
+    def trained_tensors(self) -> int:
+        """Tensors that the optimizer updates, one after another on a CPU."""
+        shape = self.memory.shape
+        if self.memory.is_lora:
+            return 2 * sum(leaf.count for leaf in lora_modules(self.memory.spec.lora, shape))
+        return sum(leaf.count for leaf in trained_modules(self.memory.spec, shape))
 
     @cached_property
     def adapters_per_layer(self) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from backend.config import RunSpec
-from backend.inspect import InputFacts
+from backend.inspect import CpuSpeed, InputFacts
 from backend.machine import Machine
 from backend.memory import MemoryContext
 from backend.resolve import ResolvedRun
@@ -14,13 +14,14 @@ from backend.timing.batch import expected_batch
 from backend.timing.communication import Communication, communication
 from backend.timing.computing import Part, batch_parts, host_seconds, optimizer_part
 from backend.timing.context import TimeContext
-from backend.timing.rates import CALIBRATION, Calibration, models_of
+from backend.timing.rates import CALIBRATION, Calibration, cpu_calibration, models_of
 from backend.timing.uncertainty import step_range
 from backend.timing.unpredictable import device_reason, run_reason, step_reason
 from backend.timing.whole_run import RunTime, run_time
 
-CPU, NETWORK, GPUS, RANKS = (
-    "Waiting for the CPU", "Waiting for the network", "Waiting for transfers between GPUs", "Waiting for longer batches"
+CPU, OPERATIONS, NETWORK, GPUS, PROCESSES, RANKS = (
+    "Waiting for the CPU", "Starting operations", "Waiting for the network", "Waiting for transfers between GPUs",
+    "Transfers between processes", "Waiting for longer batches",
 )  # fmt: skip
 NEGLIGIBLE = 0.0005  # of a step: such items are left out
 
@@ -32,7 +33,7 @@ class TimeEstimate:
     `unknown` is why no time is predicted, the end of a sentence; then all else is empty. `factor`: the real time is
     between the prediction divided by it and multiplied with it, for the reason `factor_reason`. `tokens` are those of
     one step on all devices that are trained on, without padding; `padded` is the share of computed tokens that are
-    padding. `run` is None if the number of steps is not known.
+    padding. `run` is None if the number of steps is not known. `cpu` is this machine's CPU, if the run uses it.
     """
 
     items: tuple[Part, ...] = ()
@@ -44,6 +45,7 @@ class TimeEstimate:
     gpus: int = 0
     run: RunTime | None = None
     price_per_gpu_hour: float | None = None
+    cpu: CpuSpeed | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -81,21 +83,26 @@ def time_of(
     spec: RunSpec, run: ResolvedRun, machine: Machine, facts: InputFacts, calibration: Calibration = CALIBRATION
 ) -> TimeEstimate:
     """The time of `spec`, which resolves to `run` on `machine`, for the model and the data that were inspected."""
-    reason = run_reason(spec, facts) or device_reason(run, machine)
+    reason = run_reason(spec, facts) or device_reason(run, machine, facts)
     if reason or facts.shape is None:
         return TimeEstimate(unknown=reason)
     memory = MemoryContext(spec, run, machine, facts.shape, facts.longest_example)
     if reason := step_reason(memory):
         return TimeEstimate(unknown=reason)
-    ctx = TimeContext(memory, expected_batch(memory, facts.token_lengths), tuple(models_of(run, machine)), calibration)
-    return _predict(ctx, facts)
+    cpu = facts.cpu if run.device == "cpu" else None
+    models = () if cpu else tuple(models_of(run, machine))
+    rates = cpu_calibration(cpu) if cpu else calibration
+    batch = expected_batch(memory, facts.token_lengths)
+    found = _predict(TimeContext(memory, batch, models, rates, cpu, facts.labeled_share), facts)
+    return replace(found, cpu=cpu)
 
 
 def _predict(ctx: TimeContext, facts: InputFacts) -> TimeEstimate:
     run, batches = ctx.memory.run, ctx.memory.spec.train.gradient_accumulation_steps
     parts, host, sent = batch_parts(ctx), host_seconds(ctx), communication(ctx)
     gpu = sum(part.seconds for part in parts)
-    batch = (gpu**4 + host**4) ** 0.25  # the CPU runs ahead of the GPU, unless both need about as long
+    # The CPU runs ahead of a GPU, unless both need about as long; on a CPU, both follow one another.
+    batch = gpu + host if ctx.cpu else (gpu**4 + host**4) ** 0.25
     times = f", for each of {batches} batches" if batches > 1 else ""
     items = [part._replace(seconds=part.seconds * batches, formula=part.formula + times) for part in parts]
     items.append(_cpu_item(ctx, host, batches * (batch - gpu)))
@@ -104,7 +111,7 @@ def _predict(ctx: TimeContext, facts: InputFacts) -> TimeEstimate:
     least = NEGLIGIBLE * sum(item.seconds for item in items)
     items = [item for item in items if item.seconds > least]
     total = sum(item.seconds for item in items)
-    waiting = sum(item.seconds for item in items if item.label in (NETWORK, GPUS)) / total
+    waiting = sum(item.seconds for item in items if item.label in (NETWORK, GPUS, PROCESSES)) / total
     attention = sum(item.seconds for item in items if item.label == "Attention") / total
     factor, reason = step_range(ctx, waiting, host / batch, attention)
     trained = ctx.batch.sequences * ctx.batch.trained * batches * run.data_parallel_size
@@ -119,17 +126,17 @@ def _cpu_item(ctx: TimeContext, host: float, seconds: float) -> Part:
     formula = (
         f"starting the operations of a batch takes {host:.2g} s, {ctx.calibration.operation_seconds * 1e6:.0f} us each"
     )
-    return Part(CPU, seconds, formula)
+    return Part(OPERATIONS if ctx.cpu else CPU, seconds, formula)
 
 
 def _waiting_items(ctx: TimeContext, batch: float, sent: Communication) -> Sequence[Part]:
     """The communication that computing does not hide, and waiting for the rank with the longest batch."""
-    label = NETWORK if sent.between_nodes else GPUS
+    label = NETWORK if sent.between_nodes else PROCESSES if ctx.cpu else GPUS
     batches, overlap = ctx.memory.spec.train.gradient_accumulation_steps, ctx.calibration.overlap
     each = sent.hidden / sent.rounds
     exposed = sent.rounds * (max(batch, each) + (1 - overlap) * min(batch, each) - batch)
     rate = ctx.links.between if sent.between_nodes else ctx.links.inside
-    formula = f"{sent.bytes:,} bytes per step, at {rate / 1e9:,.0f} GB/s, less what computing hides"
+    formula = f"{sent.bytes:,} bytes per step, at {rate / 1e9:,.3g} GB/s, less what computing hides"
     # Without communication in each batch, ranks wait only once for a step of several batches.
     spread = (ctx.batch.imbalance - 1) / (1 if sent.rounds == batches else batches**0.5)
     ranks = spread * batch * batches if ctx.memory.run.data_parallel_size > 1 else 0

@@ -1,4 +1,5 @@
-"""Rates that GPUs, links and networks reach in training, as shares of their data sheets.
+"""Rates that devices, links and networks reach in training: those of GPUs are shares of their data sheets, that of this
+CPU is measured.
 
 The shares were set before they were compared with published throughputs. A fit did not improve the prediction of
 programs that were left out of it (docs/time.md), so they are not fitted.
@@ -7,9 +8,10 @@ programs that were left out of it (docs/time.md), so they are not fitted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from backend import registry
+from backend.inspect import CpuSpeed
 from backend.machine import Gpu, Machine
 from backend.registry.gpus import TERA, GpuModel
 from backend.resolve import ResolvedRun, estimated_gpus
@@ -18,6 +20,9 @@ GIGA, MEGA = 10**9, 10**6
 PCIE_RATE = 12 * GIGA  # bytes/s between GPUs without NVLink, through host RAM
 ETHERNET_RATE = 3 * GIGA  # bytes/s of a node of which nothing is known: 25 Gbit/s
 DISK_RATE = GIGA
+SMALL_MATRIX_RATE = 0.3  # of the rate of large matrices, which LoRA's reach on GPUs
+LAYER_OPERATIONS = 80  # operations that start in a decoder layer of transformers, forward and backward
+GLOO_SHARE = 0.08  # of the memory rate: an all-reduce copies each byte several times, through sockets
 
 
 @dataclass(frozen=True)
@@ -44,13 +49,17 @@ CALIBRATION = Calibration()
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What the slowest GPU of a run reaches: FLOP/s of linear layers and of attention, bytes/s of its memory, and the
-    bytes of its cache."""
+    """What the slowest device of a run reaches: FLOP/s of linear layers, of LoRA's matrices and of attention, bytes/s
+    of its memory and of activations, the bytes of its cache, and seconds of the loss of one logit (0: it follows from
+    the memory rate)."""
 
     matmul: float
+    small: float
     attention: float
     memory: float
-    cache: int
+    activations: float
+    cache: int = 0
+    logit: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,18 @@ def device_rates(models: list[GpuModel], dtype: str, own_kernels: bool, calibrat
     hopper = any(model.generation == "Hopper" for model in models) and not own_kernels
     attention = matmul * (calibration.attention_hopper if hopper else calibration.attention)
     memory = calibration.memory * min(model.memory for model in models) * GIGA
-    return DeviceRates(matmul, attention, memory, min(model.cache for model in models) * MEGA)
+    cache = min(model.cache for model in models) * MEGA
+    return DeviceRates(matmul, SMALL_MATRIX_RATE * matmul, attention, memory, memory, cache)
+
+
+def cpu_rates(cpu: CpuSpeed) -> DeviceRates:
+    """What was measured, for the threads of one process."""
+    return DeviceRates(cpu.matmul, cpu.small, cpu.attention, cpu.memory, cpu.activations, 0, cpu.logit)
+
+
+def cpu_calibration(cpu: CpuSpeed) -> Calibration:
+    """What differs on a CPU: starting an operation takes as long as measured, and communication uses the same cores."""
+    return replace(CALIBRATION, operation_seconds=cpu.layer / LAYER_OPERATIONS, overlap=0.0)
 
 
 def _matmul_rate(model: GpuModel, dtype: str, calibration: Calibration) -> float:

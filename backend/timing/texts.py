@@ -5,11 +5,12 @@
     unknown            why no time is predicted, the end of a sentence; '' if it is. Then items and texts are empty
     step_seconds, tokens_per_second, tokens_per_second_per_gpu, padded (share of the computed tokens), factor
     items              of a step: label, seconds, share (of the step), formula
+    busy               null, unless other programs use this CPU: used and cores, in cores
     run                null if the number of steps is unknown; else steps, seconds, low_seconds, high_seconds,
                        items (as above), not_included (nouns)
     price              null without a price per GPU hour; else price, low, high, per_gpu_hour
     texts              sentences and figures to show: summary, step, tokens, dominating, range, run, price, padding,
-                       not_included; '' for what does not apply
+                       not_included, busy, note; '' for what does not apply
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ def step_text(estimate: TimeEstimate) -> str:
 def tokens_text(estimate: TimeEstimate) -> str:
     """Tokens per second, and those of a GPU where there are several."""
     total = f"{_rounded(estimate.tokens_per_second)} tokens/s"
-    each = f", {_rounded(estimate.tokens_per_second / estimate.gpus)} per GPU" if estimate.gpus > 1 else ""
+    each = (
+        f", {_rounded(estimate.tokens_per_second / estimate.gpus)} per {'process' if estimate.cpu else 'GPU'}"
+        if estimate.gpus > 1
+        else ""
+    )
     return total + each
 
 
@@ -87,6 +92,15 @@ def not_included_text(estimate: TimeEstimate) -> str:
     return f"Not included: {', '.join(missing)}" if missing else ""
 
 
+def busy_text(estimate: TimeEstimate) -> str:
+    """That other programs use this CPU, a sentence; '' if they do not."""
+    cpu = estimate.cpu
+    if cpu is None or not cpu.is_busy:
+        return ""
+    cores = counted(cpu.cores, "core")
+    return f"Other programs use about {cpu.busy:.1f} of {cores}, so that the run may take longer."
+
+
 def run_steps_text(estimate: TimeEstimate) -> str:
     """Why the time of the run is known or not."""
     if estimate.run is None:
@@ -107,6 +121,7 @@ def time_json(estimate: TimeEstimate) -> dict[str, Any]:
         "padded": estimate.padded,
         "factor": estimate.factor,
         "items": _items(estimate.items),
+        "busy": {"used": cpu.busy, "cores": cpu.cores} if (cpu := estimate.cpu) and cpu.is_busy else None,
         "run": _run_json(estimate),
         "price": _price_json(estimate),
         "texts": {
@@ -119,6 +134,8 @@ def time_json(estimate: TimeEstimate) -> dict[str, Any]:
             "price": price_text(estimate),
             "padding": padding_text(estimate),
             "not_included": not_included_text(estimate),
+            "busy": busy_text(estimate),
+            "note": estimate.cpu.note if estimate.cpu else "",
         },
     }
 

@@ -7,7 +7,7 @@ from backend import registry
 from backend.modelspec import ARCHITECTURES
 from backend.timing.context import TimeContext
 
-ONE_GPU, SEVERAL_GPUS = 1.3, 1.45
+ONE_GPU, SEVERAL_GPUS, CPU, BUSY_CPU = 1.3, 1.45, 1.4, 2.0
 LONG_ATTENTION, WAITING, LONGEST_ATTENTION, UNCOMPARED = 1.5, 1.7, 1.8, 2.0
 MUCH_ATTENTION, MOST_ATTENTION, MUCH_WAITING, SOME_WAITING = 0.3, 0.4, 0.3, 0.1  # shares of a step
 CPU_LIMIT = 0.5  # what the CPU needs for a batch, as a share of the batch
@@ -16,19 +16,38 @@ CPU_LIMIT = 0.5  # what the CPU needs for a batch, as a share of the batch
 def step_range(ctx: TimeContext, waiting: float, host: float, attention: float) -> tuple[float, str]:
     """(a factor: the real time is between the prediction divided by it and multiplied by it, the reason). `waiting`,
     `host`, `attention`: shares of a step that wait for other GPUs, that the CPU needs, and of attention."""
-    memory = ctx.memory
-    found = [(ONE_GPU, "published speeds on one GPU differ this much from the prediction")]
-    if ctx.links.assumed:
-        found.append((WAITING if waiting > SOME_WAITING else SEVERAL_GPUS, f"the estimate assumes {ctx.links.assumed}"))
-    if memory.run.world_size > 1:
-        found.append((SEVERAL_GPUS, "how long several GPUs wait for each other is hard to predict"))
+    found = _cpu_ranges(ctx) if ctx.cpu else _gpu_ranges(ctx, waiting, host)
     if attention > MUCH_ATTENTION:
         width = LONGEST_ATTENTION if attention > MOST_ATTENTION else LONG_ATTENTION
         found.append((width, "attention over long sequences takes much of a step"))
     if waiting > MUCH_WAITING:
         found.append((WAITING, "communication takes much of a step"))
+    return max([*found, *_uncompared(ctx)], key=lambda each: each[0])
+
+
+def _gpu_ranges(ctx: TimeContext, waiting: float, host: float) -> list[tuple[float, str]]:
+    found = [(ONE_GPU, "published speeds on one GPU differ this much from the prediction")]
+    if ctx.links.assumed:
+        found.append((WAITING if waiting > SOME_WAITING else SEVERAL_GPUS, f"the estimate assumes {ctx.links.assumed}"))
+    if ctx.memory.run.world_size > 1:
+        found.append((SEVERAL_GPUS, "how long several GPUs wait for each other is hard to predict"))
     if host > CPU_LIMIT:
         found.append((WAITING, "the CPU limits the speed"))
+    return found
+
+
+def _cpu_ranges(ctx: TimeContext) -> list[tuple[float, str]]:
+    found = [(CPU, "the speed follows from a short measurement of this CPU")]
+    if ctx.cpu and ctx.cpu.is_busy:
+        found.append((BUSY_CPU, "other programs use the CPU"))
+    if ctx.memory.run.world_size > 1:
+        found.append((SEVERAL_GPUS, "how long several processes wait for each other is hard to predict"))
+    return found
+
+
+def _uncompared(ctx: TimeContext) -> list[tuple[float, str]]:
+    """What was not compared with measurements."""
+    memory, found = ctx.memory, []
     if memory.shape.model_type not in ARCHITECTURES or memory.shape.activations_unknown:
         found.append((UNCOMPARED, "this architecture was not compared with measurements"))
     if memory.shape.experts:
@@ -37,4 +56,4 @@ def step_range(ctx: TimeContext, waiting: float, host: float, attention: float) 
         found.append((UNCOMPARED, "preference and reward training was not compared with measurements"))
     if memory.spec.launch.trainer != "footplate":
         found.append((UNCOMPARED, "LLaMA-Factory's own kernels are not modeled"))
-    return max(found, key=lambda each: each[0])
+    return found

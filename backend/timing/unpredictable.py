@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from backend import registry
 from backend.config import RunSpec
-from backend.inspect import InputFacts
+from backend.inspect import CpuSpeed, InputFacts
 from backend.machine import Machine
 from backend.memory import MemoryContext
 from backend.memory.quantized import bits
 from backend.modelspec import lora_modules
 from backend.resolve import ResolvedRun, estimated_gpus
+from backend.wording import counted
 
 MAX_GPUS = 100  # without a measured network: slow nodes and switches decide about larger clusters
 UNKNOWN_OPTIMIZERS = ("low_rank", "matrix_momentum", "one_block")  # layouts whose steps compute more than they move
@@ -17,8 +18,18 @@ MEASURED_BITS = 4  # of quantized weights
 LINEAR_ATTENTION = ("linear_attn", "mamba", "ssm", "rwkv", "conv1d", "recurrent")  # parts of the names of modules
 
 
-def device_reason(run: ResolvedRun, machine: Machine) -> str:
+def _cpu_reason(run: ResolvedRun, cpu: CpuSpeed | None) -> str:
+    if run.nnodes > 1:
+        return "the network between the nodes was not measured"
+    if cpu and cpu.processes != run.nproc_per_node:
+        return f"the CPU was measured for {counted(cpu.processes, 'process')}"
+    return ""
+
+
+def device_reason(run: ResolvedRun, machine: Machine, facts: InputFacts) -> str:
     """Why nothing is known about the devices, the end of a sentence; '' if something is."""
+    if run.device == "cpu" and (facts.cpu or facts.cpu_unknown):
+        return facts.cpu_unknown or _cpu_reason(run, facts.cpu)
     if run.device != "cuda":
         return f"training on this device type ({registry.DEVICES[run.device].label}) was not compared with measurements"
     gpus = estimated_gpus(run, machine)

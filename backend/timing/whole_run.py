@@ -14,6 +14,7 @@ from backend.timing.computing import Part, forward_seconds
 from backend.timing.context import TimeContext
 from backend.timing.rates import DISK_RATE
 
+STEPS = "Steps"
 START_SECONDS = 30  # imports, process groups, and the inspection of files
 
 
@@ -40,7 +41,7 @@ def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTim
         steps = max(0, steps - max(0, step_of(Path(ctx.memory.spec.save.resume_path))))
     items = [
         _start(ctx),
-        Part("Steps", steps * step_seconds, f"{steps:,} steps x {step_seconds:.3g} s"),
+        Part(STEPS, steps * step_seconds, f"{steps:,} steps x {step_seconds:.3g} s"),
         _evaluations(ctx, steps),
         _checkpoints(ctx, steps),
     ]

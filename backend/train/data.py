@@ -98,6 +98,7 @@ class ExampleTokenizer:
     def _chunks(self, example: ConvertedExample, counts: Counter[str]) -> list[tuple[list[int], list[int]]]:
         ids, labels = self._tokenize(example)
         counts["tokens"] += len(ids)
+        counts["labeled"] += len(labels) - labels.count(IGNORE_INDEX)
         if self.chat is not None:
             ends = self.chat.ends(labels)
             counts["endless"] += ends[-1:] == [None]

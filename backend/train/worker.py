@@ -1,10 +1,11 @@
 """`python -m backend.train.worker`: answers the inspection's requests that need torch, transformers or a tokenizer.
 
 Requests come on stdin and responses go to stdout, one JSON object per line: {"id": ..., "architecture":
-{...config.json}} or {"id": ..., "examples": {...}}, which has the position "first" if some of them are to be shown, and
-{"id": ..., "result": {...}} or {"id": ..., "error": "reason"}; before the result of examples, any number of {"id": ...,
-"progress": {...the result so far}}. A request that arrives during another one ends the other one. The process ends when
-stdin closes, when its parent process ends, when it takes too much memory, or after --idle seconds without a request.
+{...config.json}}, {"id": ..., "cpu": {...the request of measure_cpu}} or {"id": ..., "examples": {...}}, which has the
+position "first" if some of them are to be shown, and {"id": ..., "result": {...}} or {"id": ..., "error": "reason"};
+before the result of examples, any number of {"id": ..., "progress": {...the result so far}}. A request that arrives
+during another one ends the other one. The process ends when stdin closes, when its parent process ends, when it takes
+too much memory, or after --idle seconds without a request.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import psutil
 import transformers
 
 from backend.inspect.worker import MAX_BYTES, TOO_LARGE
-from backend.train import describe_model
+from backend.train import describe_model, measure_cpu
 
 NICENESS = 10  # while examples are tokenized, which can take minutes: a training run on the same cores comes first
 
@@ -86,6 +87,8 @@ def _respond(line: str, responses: TextIO, requests: queue.SimpleQueue[str]) -> 
                 return {"id": number, "result": show_examples.show(**request["examples"])}
             os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
             return {"id": number, "result": tokenize_examples.inspect(**request["examples"], report=send_progress)}
+        if "cpu" in request:
+            return {"id": number, "result": measure_cpu.measure(request["cpu"])}
         return {"id": number, "result": describe_model.describe(request["architecture"])}
     except _Superseded:
         return {"id": number, "error": "another request came"}

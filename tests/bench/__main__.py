@@ -5,7 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench import checking, page, preparing, run_list, training
+from tests.bench import checking, page, preparing, run_list, time_estimate, training
 
 CASES = {
     "check": checking.measure,
@@ -15,6 +15,7 @@ CASES = {
     "first step": training.first_step,
     "throughput": training.throughput,
     "callbacks": training.callbacks,
+    "time estimate": time_estimate.measure,
 }
 
 

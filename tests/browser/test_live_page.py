@@ -1,6 +1,7 @@
 """A run that reports alerts, checkpoints and measurements of its ranks: what its page shows of them."""
 
 import json
+import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from backend.runs import (
     LOG,
     METRICS,
     MONITOR,
+    PROGRESS,
     SPEC,
     STATE,
     Plan,
@@ -104,16 +106,21 @@ def test_alerts_marks_and_ranks(server, page):
 
 
 def test_the_measured_peak_is_that_of_the_allocator(server, page):
-    """As the estimate and the result; the memory that torch has reserved now is among the ranks."""
+    """As the estimate and the result; the memory that torch has reserved now is among the ranks. The measured time is
+    next to the predicted one."""
     run = make(server)
     preset = next(preset for preset in presets() if preset.name == "two-nodes")
     estimate = dict(preflight(preset.spec, preset.machine, Path("/nowhere")).expected or {})
     (run.path / ESTIMATE).write_text(json.dumps({**estimate, "measured_bytes": estimate["device_bytes"]}))
+    (run.path / PROGRESS).write_text(json.dumps({"step": 9, "max_steps": 99, "first_step": 1, "step_seconds": 0.5}))
     show_run(page, run)
     page.locator(".fp-run-placement .fp-column").first.hover()
     expect(page.locator(".fp-run-placement .fp-placement-caption")).to_contain_text("measured 24 GiB")
     page.get_by_text("Ranks", exact=True).click()
     expect(page.locator(".fp-ranks tbody tr").first).to_contain_text("64 GiB")
+    time = page.locator(".fp-run-time")
+    expect(time.locator("tbody tr").first).to_contain_text(re.compile(r"Time per step\d.* s \(.+ to .+\)0\.5 s"))
+    expect(time).to_contain_text("outside of the predicted range")
 
 
 WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"

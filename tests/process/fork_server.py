@@ -26,8 +26,9 @@ from training_runs import THREADS, environment, log_text, write_plan
 from backend import registry
 from backend.config import RunSpec
 from backend.config.processes import nproc_per_node
-from backend.inspect import architecture, examples, worker
+from backend.inspect import architecture, cpu_speed, examples, worker
 from backend.inspect.architecture import ModuleTables
+from backend.inspect.cpu_speed import CpuSpeeds
 from backend.inspect.examples import ExampleReports
 from backend.launch.plan import plan
 from backend.machine import Machine
@@ -189,15 +190,18 @@ def forked_inspection(server: ForkServer, folder: Path) -> Iterator[None]:
     """The checks of this process use inspection workers that the server forks, with their results in `folder`."""
     command = (str(server.python), *worker.ARGUMENTS)
     tables, reports = ModuleTables(folder, command=command), ExampleReports(folder, command=command)
+    speeds = CpuSpeeds(folder, command=command)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(worker.SETTING, "on")
         patch.setattr(architecture, "_tables", lambda _: tables)
         patch.setattr(examples, "_reports", lambda _: reports)
+        patch.setattr(cpu_speed, "_speeds", lambda _: speeds)
         try:
             yield
         finally:
             tables.close()
             reports.close()
+            speeds.close()
 
 
 def write_run(folder: Path, spec: RunSpec) -> None:

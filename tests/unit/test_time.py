@@ -12,15 +12,16 @@ from specs import spec
 
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.inspect import InputFacts
+from backend.inspect import CpuSpeed, InputFacts
 from backend.machine import Machine
 from backend.machine.descriptions import description, machine_from_mapping
 from backend.modelspec import ModelShape, from_config, token_weights
+from backend.registry import builtin_models
 from backend.rules import Case
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B, gpus
 from backend.timing import TimeEstimate, time_json
 from backend.timing.batch import expected_maximum, trained_lengths
-from backend.timing.estimate import CPU, GPUS, NETWORK, RANKS
+from backend.timing.estimate import CPU, GPUS, NETWORK, PROCESSES, RANKS
 
 A100 = gpus(1, "A100", 80, (8, 0))
 MIXTURE = from_config(
@@ -216,3 +217,74 @@ def test_a_resumed_run_takes_the_remaining_steps() -> None:
     resumed = {"save.resume_from": "path", "save.resume_path": "runs/a/checkpoints/checkpoint-900"}
     runs = (time(spec(**steps, **more)).run for more in ({}, resumed))
     assert [run and run.steps for run in runs] == [1000, 100]
+
+
+# --- CPUs ---
+
+CPU_SPEED = CpuSpeed(
+    matmul=100e9, small=80e9, attention=50e9, activations=6e9, memory=30e9, logit=2e-9, layer=0.001, cores=2
+)  # fmt: skip
+SMOLLM = from_config({**builtin_models.BUILTIN_MODELS["smollm2-135m-instruct"].config})
+ON_CPU = {"data__max_length": 128, "train__per_device_train_batch_size": 4}
+
+
+def on_cpu(cpu: CpuSpeed = CPU_SPEED, shape: ModelShape = SMOLLM, **options: Any) -> TimeEstimate:
+    return time(spec(**{**ON_CPU, **options}), LAPTOP, shape, cpu=cpu)
+
+
+def test_a_cpu_that_was_measured_has_a_time() -> None:
+    found = on_cpu()
+    products = 2 * 512 * 106_168_320 * 2 / 100e9  # forward, and gradients of the inputs
+    assert found.items[0].label == "Linear layers" and found.items[0].seconds == pytest.approx(products, rel=0.02)
+    assert found.items[0].formula.endswith("at 100 GFLOP/s")
+    assert 1.5 * products < found.step_seconds < 3 * products and found.factor == 1.4
+    assert sum(item.seconds for item in on_cpu(replace(CPU_SPEED, matmul=50e9)).items) > 1.4 * found.step_seconds
+
+
+def test_elements_take_as_long_in_bf16_as_in_fp32() -> None:
+    """CPUs convert them; matrices have half the bytes."""
+    parts = [
+        {item.label: item.seconds for item in on_cpu(precision__compute=dtype).items} for dtype in ("fp32", "bf16")
+    ]
+    assert parts[0]["Norms, activations and residuals"] == parts[1]["Norms, activations and residuals"]
+    assert parts[0]["Reading the weights"] > 1.5 * parts[1]["Reading the weights"]
+
+
+def test_operations_decide_about_tiny_models() -> None:
+    tiny = from_config({**builtin_models.BUILTIN_MODELS["tiny-llama"].config})
+    small = {"data__max_length": 16, "train__per_device_train_batch_size": 1}
+    slow, fast = (on_cpu(replace(CPU_SPEED, layer=layer), tiny, **small).step_seconds for layer in (0.002, 0.001))
+    assert 1.8 < slow / fast < 2
+
+
+def test_processes_on_a_cpu_send_their_gradients_over_its_memory() -> None:
+    two = {"parallel__strategy": "ddp", "launch__nproc_per_node": 2, "method__kind": "full"}
+    found = on_cpu(replace(CPU_SPEED, processes=2), **two)
+    sent = next(item for item in found.items if item.label == PROCESSES)
+    assert sent.seconds == pytest.approx(SMOLLM.parameters * 4 / (0.08 * 30e9), rel=0.1)
+    assert time_json(found)["texts"]["tokens"].endswith("per process") and found.factor == 1.45
+
+
+def test_only_tokens_with_a_label_have_logits() -> None:
+    lengths = {"token_lengths": (100,) * 50}
+    every, few = (
+        time(spec(**ON_CPU), LAPTOP, SMOLLM, cpu=CPU_SPEED, labeled_share=share, **lengths) for share in (1.0, 0.25)
+    )
+    head = [next(x.seconds for x in found.items if x.label == "Output layer and loss") for found in (every, few)]
+    assert head[1] == pytest.approx(head[0] / 4)
+
+
+def test_a_busy_cpu_is_said() -> None:
+    found = on_cpu(replace(CPU_SPEED, busy=1.42))
+    assert time_json(found)["texts"]["busy"] == (
+        "Other programs use about 1.4 of 2 cores, so that the run may take longer."
+    )
+    assert found.factor == 2 and found.step_seconds == on_cpu().step_seconds
+    assert time_json(on_cpu(replace(CPU_SPEED, busy=0.2)))["texts"]["busy"] == ""
+
+
+def test_why_a_cpu_has_no_time() -> None:
+    assert "being measured" in time(spec(), LAPTOP, cpu_unknown="the speed of this CPU is being measured").unknown
+    assert "measured for 1 process" in on_cpu(parallel__strategy="ddp", launch__nproc_per_node=2).unknown
+    nodes = {"launch__nnodes": 2, "launch__rendezvous": "static", "parallel__strategy": "ddp"}
+    assert "network" in on_cpu(**nodes).unknown

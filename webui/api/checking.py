@@ -78,7 +78,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
         state.drafts.save(body.draft, without_secrets(body.values), body.page, body.edit)
     spec, problems = parse_form(body.values)
     report = run_preflight(state, spec, body.machine)
-    measured = state.peaks.latest(report)
+    measured, timed = state.peaks.latest(report), state.times.latest(report)
     return {
         "place": report.machine.name,
         "seq": body.seq,
@@ -92,7 +92,11 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
             "measured": measured.as_json(report) if measured else None,
             "placement": report.placement,
         },
-        "time": time_json(report.time),
+        "time": {
+            **time_json(report.time),
+            "is_measurable": bool(report.facts.cpu_unknown),
+            "measured": timed.for_next(report) if timed else None,
+        },
         "datasets": [
             [report.spec.data.title_of(index), share] for index, share in enumerate(shares(report.spec, report.facts))
         ],
@@ -105,7 +109,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
             "text": report.checked,
             "note": report.unchecked_note,
         },
-        "pending": report.facts.architecture_pending or report.facts.examples_pending,
+        "pending": report.facts.architecture_pending or report.facts.examples_pending or report.facts.cpu_pending,
         "preview": _preview(report, state.runs),
         "recommended": _recommended(state, report, spec, body.preset),
         "title": report.title,

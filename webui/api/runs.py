@@ -48,7 +48,7 @@ from backend.runs.metrics import (
     to_csv,
 )
 from backend.runs.metrics import before as log_before
-from backend.tasks import bundle, remedies, retry
+from backend.tasks import bundle, measured_time, remedies, retry
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, form_values, parse_form, run_preflight
 from webui.api.drafts import without_secrets
@@ -192,6 +192,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "validation": validation.model(run.result()),
         "router_note": validation.router_note(run.result() or run.progress()),
         "estimate": run.estimate(),
+        "timed": timed.as_json() if (timed := measured_time.measure_time(run)) else None,
         "failure": run.failure(),
         "retry_applies": retry.applies(run),
         "spec": _changed_options(yaml),

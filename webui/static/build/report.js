@@ -61,7 +61,7 @@ function drawContent(report) {
     findings.find((f) => MEMORY_RULES.includes(f.code)),
     report.examples.pending,
   );
-  drawTime(report.time, report.memory?.placement.noun === "GPU");
+  drawTime(report.time, report.time.is_measurable || report.memory?.placement.noun === "GPU");
   drawDevices(report.devices);
   drawShares(report.datasets);
   drawStrategies(report.strategies, report.memory.placement.noun);

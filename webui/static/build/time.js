@@ -22,11 +22,12 @@ export function drawTime(time, isPredicted) {
     ? ["Unknown", texts.summary]
     : time.run
       ? [texts.run.replace(/ \(.*/, ""), `The run takes about ${texts.run}.`, `${texts.tokens}, ${texts.step}.`]
-      : [texts.tokens.replace(/,? [\d,.]+ per GPU$/, ""), `${texts.tokens}, ${texts.step}.`, texts.run];
-  const more = [texts.price, texts.padding, texts.range, texts.not_included].filter(Boolean);
+      : [texts.tokens.replace(/,? [\d,.]+ per (GPU|process)$/, ""), `${texts.tokens}, ${texts.step}.`, texts.run];
+  const more = [texts.price, texts.padding, texts.range, texts.busy, texts.note, texts.not_included].filter(Boolean);
   const children = [
     el("div.fp-card-head", {}, el("h3", {}, "Time"), el("span.fp-gap"), el("span.fp-figure", {}, figure)),
     time.unknown ? null : picture(time.items),
+    time.measured ? el("p.fp-dim", {}, time.measured.sentence) : null,
     el("p.fp-dim.fp-range", {}, [...sentences, ...more.map(sentence)].join(" ")),
     time.unknown
       ? null

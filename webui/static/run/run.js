@@ -45,6 +45,7 @@ import {
   gainOf,
   placementOf,
   placementParts,
+  timeParts,
   resultCards,
   sampleParts,
 } from "./run_results.js";
@@ -109,6 +110,7 @@ function buildPage(place) {
     page.charts.node,
     page.log.node,
     page.placement,
+    page.timed,
     page.details,
   );
   page.empty = emptyPart();
@@ -147,6 +149,7 @@ function createDrawnParts() {
   page.model = createModelCard();
   page.samples = panel("samples", "Generations");
   page.placement = panel("run-placement", "Memory of each device");
+  page.timed = panel("run-time", "Predicted and measured time");
   page.ranks = el("div.fp-ranks");
   page.ranksFold = fold("Ranks", page.ranks);
   page.details = el("section.fp-details", { "aria-label": "Details" });
@@ -270,6 +273,7 @@ function open(selected) {
     "annotate",
     "notes",
     "placement",
+    "timed",
   ]) {
     page[part].hidden = true;
   }
@@ -331,6 +335,7 @@ function draw() {
   drawIfChanged("monitor", run.monitor, drawRanks);
   drawModel();
   drawIfChanged("placement", placementOf(run), drawPlacement);
+  drawIfChanged("timed", run.timed, drawTimed);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);
   const { spec, command, joining, yaml, script, result, estimate } = run;
   const details = { spec, command, joining, yaml, script, result, estimate };
@@ -440,6 +445,11 @@ function drawCheckpoints(checkpoints) {
 function drawPlacement(placement) {
   page.placement.hidden = !placement;
   redraw(page.placement, ...(placement ? placementParts(placement) : []));
+}
+
+function drawTimed(timed) {
+  page.timed.hidden = !timed;
+  redraw(page.timed, ...(timed ? timeParts(timed) : []));
 }
 
 function drawModel() {

@@ -320,6 +320,30 @@ export function placementParts({ estimate, measured }) {
   return [el("h3", {}, title), placementPicture(estimate, { measured })];
 }
 
+// -- time ------------------------------------------------------------------------------------------------------------
+
+/** The predicted time next to the measured one. @returns {Node[]} */
+export function timeParts({ rows, sentence }) {
+  const cells = ([what, predicted, measured]) => [
+    el("th", { scope: "row" }, what),
+    el("td.fp-n", {}, predicted),
+    el("td.fp-n", {}, measured),
+  ];
+  const head = ["", "Predicted", "Measured"].map((name, i) =>
+    el(i ? "th.fp-n" : "td", i ? { scope: "col" } : {}, name),
+  );
+  return [
+    el("h3", {}, "Time: predicted and measured"),
+    el(
+      "table.fp-rows",
+      {},
+      el("thead", {}, el("tr", {}, ...head)),
+      el("tbody", {}, ...rows.map((row) => el("tr", {}, ...cells(row)))),
+    ),
+    el("p.fp-dim", {}, sentence),
+  ];
+}
+
 // -- details ----------------------------------------------------------------------------------------------------------
 
 /** @returns {Node[]} */

@@ -1,0 +1,133 @@
+"""The speed of this machine's CPU, which a worker process measures with torch in a moment when nothing trains.
+
+A measurement is kept for some minutes. Then the next check requests a new one, and uses the old one until it is there.
+While a run of Footplate trains, or other programs use much of the CPU, the rates of the last calm measurement count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from backend.inspect.worker import Result, WorkerCache, installed_versions, may_start
+from backend.paths import cache_folder
+
+FORMAT = 1  # raise it when the result of backend.train.measure_cpu changes: it is part of the cache key
+FRESH_SECONDS = 300
+CALM_CORES = 0.3  # what other programs may use
+SECONDS = 40.0  # that a measurement takes at most
+TRAINING = "a run of Footplate trains on this machine"
+
+
+@dataclass(frozen=True)
+class CpuSpeed:
+    """What one process of a run reaches with its threads. In FLOP/s: `matmul` (linear layers), `small` (LoRA's
+    matrices) and `attention`; in bytes/s: `activations` (operations on each element, with new results) and `memory`
+    (large arrays); in seconds: `logit` (cross entropy, forward and backward) and `layer` (starting the operations of a
+    decoder layer, forward and backward).
+
+    `processes` share the cores. `busy`: cores that other programs use, of `cores`. `note`: why the rates are older, a
+    sentence; '' if they are not.
+    """
+
+    matmul: float
+    small: float
+    attention: float
+    activations: float
+    memory: float
+    logit: float
+    layer: float
+    processes: int = 1
+    busy: float = 0.0
+    cores: int = 1
+    note: str = ""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs use so much of the CPU that the run may take longer."""
+        return self.busy > CALM_CORES
+
+
+class CpuSpeeds(WorkerCache):
+    """Measurements of this CPU. The last calm one of each kind is kept on disk."""
+
+    name, task, format = "cpuspeeds", "measuring the CPU", FORMAT
+
+    def get(self, request: Mapping[str, Any], start: bool, wait_seconds: float = 0) -> dict[str, Any]:
+        """The InputFacts `cpu`, `cpu_unknown` and `cpu_pending`. Returns at once, or after at most `wait_seconds`."""
+        key = _key(request)
+        kept = self.kept(key)
+        if kept and time.time() - kept["time"] < FRESH_SECONDS:
+            return {"cpu": _speed(kept, kept, request)}
+        now = f"{key}-{int(time.time() // FRESH_SECONDS)}"
+        found = self.find(now, {"cpu": dict(request)}, start)
+        if found is None and wait_seconds > 0 and start:
+            found = self.wait_for(now, {"cpu": dict(request)}, wait_seconds, lambda _: None)
+        if found is None or isinstance(found, str):
+            if kept:
+                return {"cpu": _speed(kept, kept, request)}
+            if found is None and not start:
+                return {}
+            reason = f"the CPU could not be measured: {found}" if found else "the speed of this CPU is being measured"
+            return {"cpu_unknown": reason, "cpu_pending": found is None}
+        if kept and (found["training"] or CALM_CORES < found["busy"] > kept["busy"]):
+            return {"cpu": _speed(kept, found, request)}
+        if found["training"]:
+            return {"cpu_unknown": f"the CPU was not measured yet, because {TRAINING}"}
+        return {"cpu": _speed(found, found, request)}
+
+    def kept(self, key: str) -> Result | None:
+        """The last calm measurement; None without one."""
+        try:
+            found = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # missing or incomplete
+            return None
+        return found if isinstance(found, dict) and found.get("format") == self.format else None
+
+    def _store(self, key: str, result: Result) -> None:
+        """Keep the rates for later checks, unless earlier ones were measured on a calmer machine."""
+        name = key.partition("-")[0]
+        kept = self.kept(name)
+        if not result["training"] and not (kept and CALM_CORES < result["busy"] > kept["busy"]):
+            super()._store(name, result)
+
+
+def _key(request: Mapping[str, Any]) -> str:
+    text = json.dumps([FORMAT, installed_versions("torch", "transformers"), _cores(), request], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _speed(measured: Result, now: Result, request: Mapping[str, Any]) -> CpuSpeed:
+    """The rates of `measured` for a run with the processes of `request`, and what else uses the CPU `now`."""
+    note = ""
+    if measured is not now:
+        why = TRAINING if now["training"] else "other programs use it"
+        minutes = max(1, round((now["time"] - measured["time"]) / 60))
+        note = f"The speed of the CPU was measured {minutes:,} min earlier, because {why} now."
+    return CpuSpeed(**measured["rates"], processes=request["processes"], busy=now["busy"], cores=_cores(), note=note)
+
+
+@lru_cache(maxsize=8)
+def _speeds(folder: Path) -> CpuSpeeds:
+    return CpuSpeeds(folder, seconds=SECONDS, idle_seconds=30)  # its libraries take memory that a run may need
+
+
+def inspect_cpu(
+    request: Mapping[str, Any], start: bool, seconds: float, environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """The InputFacts about the speed of this CPU for a request to `backend.train.measure_cpu`. `start`: measure it if
+    no fresh measurement is kept, and wait for that up to `seconds`."""
+    if not may_start(environment):
+        return {}
+    return _speeds(cache_folder(environment)).get(request, start, seconds)

@@ -1,0 +1,148 @@
+"""The predicted time of a run next to the measured one, on its page and for the next similar run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backend.preflight import Report
+from backend.runs.folder import Run
+from backend.runs.throughput import duration
+from backend.tasks.earlier_runs import EarlierRuns
+from backend.timing import STEPS
+from backend.wording import counted, figure
+
+MIN_STEPS = 3  # after the first one, which is slower
+MUCH_WAITING = 0.2  # share of a step that waits for batches
+OTHER_TOKENS = 0.15  # by which the tokens of a step differ from the predicted ones
+
+
+@dataclass(frozen=True)
+class TimeMeasurement:
+    """Predicted and measured seconds of an optimizer step, without evaluations and checkpoints, tokens per second and
+    seconds of the whole run (None: not known). `factor`: the range of the prediction; `causes`: sentences about what
+    was measured to be different from what was predicted; `was_busy`: other programs used the CPU at the start."""
+
+    run: str
+    predicted: float
+    measured: float
+    factor: float
+    tokens: tuple[float, float | None]
+    seconds: tuple[float | None, float | None]
+    causes: tuple[str, ...] = ()
+    was_busy: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """The measured time of a step as a multiple of the predicted one."""
+        return self.measured / self.predicted
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the measured time is outside of the predicted range."""
+        return not 1 / self.factor <= self.ratio <= self.factor
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(what, predicted, measured) as texts, "-" for what is not known."""
+        low, high = figure(self.predicted / self.factor), figure(self.predicted * self.factor)
+        return [
+            ("Time per step", f"{figure(self.predicted)} s ({low} s to {high} s)", f"{figure(self.measured)} s"),
+            ("Tokens per second", f"{self.tokens[0]:,.0f}", _text(self.tokens[1], lambda value: f"{value:,.0f}")),
+            ("Whole run", _text(self.seconds[0], duration), _text(self.seconds[1], duration)),
+        ]
+
+    @property
+    def sentence(self) -> str:
+        """Whether the measured time is in the predicted range; if it is not, what is known about the cause."""
+        if not self.is_outside:
+            return "The measured time per step is in the predicted range."
+        side = (
+            f"{self.ratio:.2f} times the predicted one" if self.ratio >= 1 else f"{self.ratio:.0%} of the predicted one"
+        )
+        causes = self.causes or ("Which part of a step took longer or shorter was not measured.",)
+        return " ".join((f"The measured time per step is {side}, which is outside of the predicted range.", *causes))
+
+    def as_json(self) -> dict[str, Any]:
+        """The texts that the page shows."""
+        return {"ratio": self.ratio, "is_outside": self.is_outside, "rows": self.rows, "sentence": self.sentence}
+
+    def for_next(self, report: Report) -> dict[str, Any]:
+        """What this run says about the similar one of `report`: the run, the ratio, and the sentences."""
+        sentence = f"The last run like this ({self.run}) took {self.ratio:.2f} times its predicted time per step."
+        found = report.time.run
+        if found:
+            steps = sum(item.seconds for item in found.items if item.label == STEPS)
+            scaled = duration(found.seconds + (self.ratio - 1) * steps)
+            sentence += f" Scaled by {self.ratio:.2f}, this run takes about {scaled}."
+        else:
+            scaled = figure(report.time.step_seconds * self.ratio)
+            sentence += f" Scaled by {self.ratio:.2f}, a step of this run takes {scaled} s."
+        return {"run": self.run, "ratio": self.ratio, "sentence": sentence}
+
+
+def _text(value: float | None, show: Callable[[float], str]) -> str:
+    return "-" if value is None else show(value)
+
+
+def measure_time(run: Run) -> TimeMeasurement | None:
+    """The measured time of a run next to its prediction; None without a prediction, or before a few steps were
+    measured."""
+    time, progress = run.estimate().get("time") or {}, run.progress()
+    predicted, measured = time.get("step_seconds"), progress.get("step_seconds")
+    steps = progress.get("step", 0) - progress.get("first_step", 0)
+    if time.get("unknown") or not predicted or not measured or steps < MIN_STEPS:
+        return None
+    points, result = run.last_points(), run.result()
+    summary, whole = run.summary(), time.get("run") or {}
+    is_whole = summary["state"] == "done" and summary["started"] and not summary["earlier_seconds"]
+    elapsed = summary["ended"] - summary["started"] if is_whole else None
+    tokens = _tokens_of_step(result, points)
+    return TimeMeasurement(
+        run.id, predicted, measured, time["factor"], (time["tokens_per_second"], tokens and tokens / measured),
+        (whole.get("seconds"), elapsed), tuple(_causes(time, measured, tokens, points)), bool(time.get("busy")),
+    )  # fmt: skip
+
+
+def _tokens_of_step(result: Mapping[str, Any], points: list[dict[str, Any]]) -> float | None:
+    """The tokens of a step, on average over the run so far; None if they were not counted."""
+    found = {"step": result.get("steps"), "tokens": result.get("tokens")}
+    for point in (found, *reversed(points)):
+        if point.get("step") and point.get("tokens"):
+            return float(point["tokens"] / point["step"])
+    return None
+
+
+def _causes(time: Mapping[str, Any], measured: float, tokens: float | None, points: list[dict[str, Any]]) -> list[str]:
+    """What is known to differ from what was predicted, a sentence each."""
+    found = []
+    if (busy := time.get("busy")) and measured > time["step_seconds"]:
+        cores = counted(busy["cores"], "core")
+        found.append(f"When the run was checked, other programs used about {busy['used']:.1f} of {cores}.")
+    waits = [point["data_wait"] for point in points if isinstance(point.get("data_wait"), int | float)]
+    waited = sum(waits) / len(waits) / measured if waits else 0
+    if waited > MUCH_WAITING:
+        found.append(f"About {waited:.0%} of a step were spent waiting for the next batch, which is not predicted.")
+    expected = time["tokens_per_second"] * time["step_seconds"]
+    if tokens and abs(tokens / expected - 1) > OTHER_TOKENS:
+        found.append(f"A step trained on {tokens:,.0f} tokens instead of the predicted {expected:,.0f}.")
+    return found
+
+
+class MeasuredTimes(EarlierRuns[TimeMeasurement]):
+    """The measured times in a folder of runs. Runs that started on a busy CPU do not count: they say little about the
+    next one."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, "compared_time", _measure_calm)
+
+    def latest(self, report: Report) -> TimeMeasurement | None:
+        """The newest measurement of a run with the same machine, model, method, strategy, dtype and sizes."""
+        return None if report.time.unknown else self.newest(report.compared_time)
+
+
+def _measure_calm(run: Run) -> TimeMeasurement | None:
+    found = measure_time(run) if run.state == "done" else None
+    return None if found and found.was_busy else found

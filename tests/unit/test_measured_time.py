@@ -1,0 +1,92 @@
+"""The predicted time of a run next to the measured one, and what it says about the next similar run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failed_runs import ended
+from specs import spec
+
+from backend.config.options import edit
+from backend.inspect import CpuSpeed, InputFacts
+from backend.machine import Machine
+from backend.modelspec import from_config
+from backend.preflight import Report, report_on
+from backend.registry.builtin_models import BUILTIN_MODELS
+from backend.rules import Case
+from backend.runs import ESTIMATE, METRICS, PROGRESS, RESULT
+from backend.runs.folder import Run
+from backend.tasks.measured_time import MeasuredTimes, measure_time
+
+CPU = CpuSpeed(
+    matmul=1e11, small=8e10, attention=5e10, activations=6e9, memory=3e10, logit=2e-9, layer=0.001, cores=2
+)  # fmt: skip
+SHAPE = from_config({**BUILTIN_MODELS["smollm2-135m-instruct"].config})
+
+
+def report(cpu: CpuSpeed = CPU, **options: Any) -> Report:
+    facts = InputFacts(shape=SHAPE, cpu=cpu)
+    return report_on(Case(edit(spec(), {"train.duration": "steps", "train.max_steps": 9, **options}), Machine(), facts))
+
+
+def made(root: Path, planned: Report, ratio: float, day: int = 1, **point: Any) -> Run:
+    """A run that has ended, whose steps took `ratio` times the predicted time."""
+    run = Run.create(root, "one", planned.plan, datetime(2026, 1, day), planned.about, planned.expected)
+    seconds = planned.time.step_seconds * ratio
+    ended(run, end="done", exit_code=0, started=1000.0, ended=1090.0)
+    progress = {"step": 9, "max_steps": 9, "first_step": 1, "step_seconds": seconds, "phase": "done"}
+    (run.path / PROGRESS).write_text(json.dumps(progress))
+    (run.path / RESULT).write_text(json.dumps({"steps": 9, "tokens": 9 * planned.time.tokens * point.pop("share", 1)}))
+    (run.path / METRICS).write_text(json.dumps({"step": 9, "loss": 1.0, "time": 1080.0, **point}) + "\n")
+    return run
+
+
+def test_a_time_in_the_range(tmp_path: Path) -> None:
+    found = measure_time(made(tmp_path, report(), 1.2))
+    assert found and found.ratio == pytest.approx(1.2) and not found.is_outside
+    assert found.sentence == "The measured time per step is in the predicted range."
+    rows = {what: (predicted, measured) for what, predicted, measured in found.as_json()["rows"]}
+    assert " s (" in rows["Time per step"][0] and "1 min 30 s" in (*rows["Whole run"], "1 min 30 s")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "point", "cpu", "cause"),
+    [
+        (2.5, {}, CPU, "Which part of a step took longer or shorter was not measured."),
+        (2.5, {"data_wait": 30.0}, CPU, "of a step were spent waiting for the next batch"),
+        (2.5, {"share": 2}, CPU, " tokens instead of the predicted "),
+        (2.5, {}, replace(CPU, busy=1.4), "When the run was checked, other programs used about 1.4 of 2 cores."),
+        (0.4, {}, replace(CPU, busy=1.4), "40% of the predicted one, which is outside of the predicted range. Which"),
+    ],
+)
+def test_the_cause_is_only_what_was_measured(
+    tmp_path: Path, ratio: float, point: dict[str, Any], cpu: CpuSpeed, cause: str
+) -> None:
+    found = measure_time(made(tmp_path, report(cpu), ratio, **point))
+    assert found and found.is_outside and cause in found.sentence
+
+
+def test_too_few_steps_or_no_prediction(tmp_path: Path) -> None:
+    run = made(tmp_path, report(), 1.2)
+    (run.path / PROGRESS).write_text(json.dumps({"step": 2, "first_step": 1, "step_seconds": 1.0}))
+    assert measure_time(run) is None
+    (run.path / ESTIMATE).write_text(json.dumps({"time": {"unknown": "no"}}))
+    assert measure_time(run) is None
+
+
+def test_the_last_similar_run_scales_the_next_prediction(tmp_path: Path) -> None:
+    made(tmp_path, report(), 1.3)
+    made(tmp_path, report(replace(CPU, busy=1.4)), 3.0, day=2)
+    made(tmp_path, report(**{"data.max_length": 64}), 5.0, day=3)
+    times, planned = MeasuredTimes(tmp_path), report()
+    found = times.latest(planned)
+    assert found and found.run == "2026-01-01_000000_one"
+    shown = found.for_next(planned)
+    assert shown["ratio"] == pytest.approx(1.3)
+    assert shown["sentence"].startswith("The last run like this (2026-01-01_000000_one) took 1.30 times its predicted")
+    assert times.latest(report(**{"data.max_length": 128})) is None
