@@ -35,11 +35,11 @@ from backend.train import base_weights, model
 from backend.train.run_log import RunLog, TrainError
 
 PROGRESS = re.compile(r"Writing: +(\d+)%")  # of the converter, by tqdm
-KNOWN_ERRORS = {
-    "BPE pre-tokenizer was not recognized": "it accepts only BPE tokenizers that it knows: those of published models. "
-    "A tokenizer that was trained from scratch is not among them, and neither is one that was changed. "
-    "transformers and vLLM can use the model; for a GGUF file, train a model with the tokenizer of a published one.",
-    "File not found: tokenizer.model": "for this kind of model it needs tokenizer.model, the SentencePiece file of the "
+KNOWN_ERRORS = {  # pattern -> what follows "cannot convert this model: "
+    r"BPE pre-tokenizer was not recognized": "it accepts only BPE tokenizers that it knows: those of published models. "
+    "One that was trained from scratch or changed is not among them. transformers and vLLM can use the model; for a "
+    "GGUF file, train a model with the tokenizer of a published one.",
+    r"File not found: .*tokenizer\.model": "this kind of model needs tokenizer.model, the SentencePiece file of its "
     "tokenizer, and neither the model's folder nor that of its base model has one. Copy it from the original model to "
     "the folder of the base model, then export again.",
 }
@@ -179,6 +179,7 @@ class GgufExport:
         batches = gguf_certificate.probes(self.run.path, whole, tokenizer)
         if found.base:
             of_base = log_probabilities(whole, batches, "base model")
+            loading.require_repeatable(self.run, found.folder)
             whole = loading.load_adapter(whole, found.folder)
         if (found.folder / trained.GENERATION).is_file():
             whole.generation_config = GenerationConfig.from_pretrained(found.folder)
@@ -222,8 +223,8 @@ class GgufExport:
 def _why(lines: Sequence[str]) -> str:
     """Why the converter that wrote these lines failed."""
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no message")
-    for text, reason in KNOWN_ERRORS.items():
-        if text in last:
+    for pattern, reason in KNOWN_ERRORS.items():
+        if re.search(pattern, last):
             return reason
     return f"{last} (the log has its last lines)"
 

@@ -13,8 +13,10 @@ from peft import PeftModel
 from backend import registry
 from backend.config import RunSpec
 from backend.inspect.weights import WeightsError, weight_shapes
+from backend.models import trained
+from backend.runs import json_values
 from backend.runs.folder import Run
-from backend.train import adapter_names, base_weights, model
+from backend.train import adapter_names, base_weights, lora, model
 from backend.train.run_log import RunLog, Stopped, TrainError
 
 
@@ -54,9 +56,22 @@ def load_base(run: Run, spec: RunSpec, source: model.ModelSource, tokenizer: Any
     return base.to(torch.float32)
 
 
+def require_repeatable(run: Run, folder: Path) -> None:
+    """Raise TrainError if what the adapter in `folder` took out of the base weights cannot be computed again here."""
+    config = json_values.read(folder / trained.ADAPTER)
+    if str(config.get("init_lora_weights")).startswith("pissa_niter") and run.resolved().get("device") != "cpu":
+        raise TrainError(
+            "A checkpoint of a run with lora.init pissa_fast belongs to base weights that a random search has changed, "
+            "and only the device that it was trained on repeats this search. Choose the final model of the run, which "
+            "is an ordinary adapter."
+        )
+
+
 def load_adapter(base: Any, folder: Path) -> Any:
     """The base model with the adapter in `folder`. Raises TrainError."""
-    adapted: Any = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(lora.SEED)  # peft repeats the random search of pissa_fast
+        adapted: Any = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)
     adapter_names.require_loaded(adapted, folder)
     return adapted
 

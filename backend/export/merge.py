@@ -63,6 +63,7 @@ class Merge:
         self._phase("comparing", "Computing the outputs of the base model.", 0.25)
         of_base = log_probabilities(base, batches, "base model")
         self._phase("loading adapter", "Loading the adapter.", 0.35)
+        loading.require_repeatable(self.run, adapter.folder)
         adapted = loading.load_adapter(base, adapter.folder)
         expected = log_probabilities(adapted, batches, "base model with the adapter")
         change = compare(expected, of_base)

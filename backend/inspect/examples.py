@@ -23,7 +23,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 14
+FORMAT = 15
 # Options that decide nothing about a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -179,7 +179,10 @@ def _inspected(spec: RunSpec, base: Path) -> dict[str, Any]:
     data = spec.data.model_dump(exclude=LATER)
     if template := spec.data.chat_template_file:
         data["chat_template_file"] = str(base / Path(template).expanduser())
-    return {"model": model, "data": data, "train": {"stage": spec.train.stage}}
+    train: dict[str, Any] = {"stage": spec.train.stage}
+    if spec.data.streaming and spec.data.splits:  # the content of an example decides whether it is held out
+        data["validation_split"], train["seed"] = spec.data.validation_split, spec.train.seed
+    return {"model": model, "data": data, "train": train}
 
 
 def _data_files(spec: RunSpec) -> tuple[str, ...]:
@@ -224,6 +227,7 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         "num_usable": found["usable"] if found["complete"] and found["tokenized"] else None,
         "unusable_positions": tuple(found["unusable"]) if found["unusable"] is not None else None,
         "num_usable_validation": found["usable_validation"],
+        "num_held_out": found["held_out"],
         "num_identical_pairs": found["counts"].get("identical", 0),
         "num_unmarked": found["counts"].get("unmarked", 0),
         "num_endless": found["counts"].get("endless", 0),

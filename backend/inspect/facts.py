@@ -80,6 +80,7 @@ class InputFacts:
     num_usable: int | None = None  # examples of which a token is trained within max_length; None unless all_checked
     unusable_positions: tuple[int, ...] | None = None  # of the other training examples, if they are known
     num_usable_validation: int = 0  # same as num_usable, for the examples in the validation files
+    num_held_out: int | None = None  # of a streamed dataset: training examples that its validation split takes
     num_identical_pairs: int = 0  # pairs that are dropped because both completions are the same
     num_unmarked: int = 0  # examples in which this template or tokenizer does not tell completion from prompt
     num_endless: int = 0  # examples in which no token that ends the completion is trained

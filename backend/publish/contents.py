@@ -163,6 +163,12 @@ def _model(run: Run, request: Request) -> trained.TrainedModel:
         others = f"Choose a checkpoint of step {steps}." if steps else "Let the run finish, or resume it."
         which = "final model" if request.step is None else f"checkpoint of step {request.step}"
         raise RunError(f"{run.id} has no {which} that can be loaded. {others}")
+    if found.base and trained.is_residual(json_values.read(found.folder / trained.ADAPTER)):
+        raise RunError(
+            "A checkpoint of a run with PiSSA or OLoRA belongs to base weights that the initialization has changed, so "
+            "it does not work on the base model as it is. Publish the final model, or merge this checkpoint and publish "
+            "the merged model."
+        )
     return found
 
 

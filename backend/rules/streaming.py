@@ -16,7 +16,7 @@ PREPARED = Fix("Prepare all examples before training", {"data.streaming": False}
     "DAT035",
     fields=(
         "data.streaming", "train.duration", "eval.strategy", "save.strategy", "data.sources", "data.drop_duplicates",
-        "data.hub_split", "train.train_sampling_strategy", "train.dataloader_num_workers",
+        "data.hub_split", "data.validation_split", "train.train_sampling_strategy", "train.dataloader_num_workers",
         "parallel.context_parallel_size", "parallel.sequence_parallel_size", "train.use_unsloth", "launch.trainer",
     ),
     title="Streaming does not support these options",
@@ -52,6 +52,7 @@ def _conflicts(case: Case) -> Iterator[tuple[str, str, Patch]]:
             "finding copies needs all examples",
             {"data.drop_duplicates": False},
         ),
+        (_lacks_a_part(case), "data.validation_split", _why_a_part_is_empty(case), {}),
         (
             data.source == "hub" and "[" in data.hub_split,
             "data.hub_split",
@@ -76,3 +77,18 @@ def _conflicts(case: Case) -> Iterator[tuple[str, str, Patch]]:
         (spec.launch.trainer != "footplate", "launch.trainer", "only Footplate's own trainer streams", {}),
     )
     yield from ((option, why, patch) for applies, option, why, patch in conflicts if applies)
+
+
+def _lacks_a_part(case: Case) -> bool:
+    """Whether the content of the examples, which were all read, puts none of them into one of the parts."""
+    facts = case.facts
+    return case.spec.data.splits and facts.all_checked and facts.num_held_out in (0, facts.num_checked)
+
+
+def _why_a_part_is_empty(case: Case) -> str:
+    facts = case.facts
+    part = "training" if facts.num_held_out else "validation"
+    return (
+        f"the content of each example decides its part, and none of the {facts.num_checked:,} is a {part} example; set "
+        "another fraction, or use validation files"
+    )

@@ -19,6 +19,7 @@ from backend.train import unsloth
 from backend.train.patches import peft_dequantize, peft_reference_init
 from backend.train.run_log import TrainError
 
+SEED = 0  # of initializations that are taken out of the base weights
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # peft's keys that decide what an adapter's weights mean, and the option of each.
 OPTION_OF = {
@@ -46,7 +47,7 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
         return plain
     peft_reference_init.apply()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         try:
             adapted = get_peft_model(model, config)
         except RuntimeError as error:  # of linear algebra

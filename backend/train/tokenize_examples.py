@@ -23,6 +23,7 @@ from backend.data import (
     detect_format,
     expand,
     file_patterns,
+    is_held_out,
     place,
     read_examples,
     unpair,
@@ -79,6 +80,7 @@ class ExampleFacts:
     tokenized: int = 0
     usable: int = 0  # training examples with a trained token
     unusable: list[int] | None = field(default_factory=list)  # positions of the others; None: too many to report
+    held_out: int | None = None  # training examples that the validation split of a streamed dataset takes
     usable_validation: int = 0  # validation examples with a trained token
     skipped: list[str] = field(default_factory=list)  # the first examples that the run skips, and why
     unrenderable: list[tuple[str, str]] = field(default_factory=list)  # location, reason
@@ -260,6 +262,9 @@ def _converted(
                     continue
                 if num_issues <= MAX_ISSUES:
                     found.data_issues.append((is_training, place(path, line), str(error), True))
+            if is_training and data.streaming and data.splits:
+                held_out = (is_held_out(each, data.validation_split, spec.train.seed) for each in values)
+                found.held_out = (found.held_out or 0) + sum(held_out)
             found.add_examples(is_training, len(values) or 1)
             yield from ((is_training, ConvertedExample(place(path, line), each)) for each in values)
     except DataFileError as error:

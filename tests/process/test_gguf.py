@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,7 @@ class Transformers:
         text = text.lstrip() if self.fault == "spaces" else text
         text = text.replace("capital", "Capital") if self.fault == "word" else text
         text = text.replace("①", "1") if self.fault == "numeral" else text
+        text = text.replace("<|im_start|> b", "< b") if self.fault == "special" else text
         return list(self.tokenizer(text, add_special_tokens=add_special)["input_ids"])
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
@@ -162,7 +164,7 @@ def test_a_verified_file(adapter: Path, export: Callable[..., dict[str, Any]], t
     ("error", "reason"),
     [
         ("NotImplementedError: BPE pre-tokenizer was not recognized - update x()", "only BPE tokenizers that it knows"),
-        ("FileNotFoundError: File not found: tokenizer.model", "the SentencePiece file of the tokenizer"),
+        ("FileNotFoundError: File not found: /a/source/tokenizer.model", "the SentencePiece file of the tokenizer"),
         ("ValueError: Can not map tensor 'x'", "ValueError: Can not map tensor 'x' (the log has its last lines)"),
     ],
 )
@@ -271,6 +273,7 @@ LIMITS = {
     "spaces": "Text with leading spaces: llama.cpp tokenizes the text '  Leading spaces",
     "numeral": "tokenizes non-ASCII numerals such as ① differently than in training.",
     "eos": "EOS token of the",
+    "special": "Special tokens within a text: llama.cpp tokenizes the text 'a",
 }
 
 
@@ -282,6 +285,12 @@ def test_what_differs_is_named(observed: Trained, certify: Callable[..., dict[st
     else:
         assert certificate["status"] == "verified with limitations" and certificate["differences"] == []
         assert len(certificate["limits"]) == 1 and LIMITS[fault] in certificate["limits"][0]
+
+
+def test_an_output_that_llama_cpp_does_not_end(observed: Trained, certify: Callable[..., dict[str, Any]]) -> None:
+    ended = replace(observed, outputs=[Generated("", True) for _ in observed.prompts])
+    (limit,) = certify(ended, fault="endless")["limits"]
+    assert "the trained model ends its output, and llama.cpp does not within 64 tokens" in limit
 
 
 def test_values_that_are_not_finite(observed: Trained, certify: Callable[..., dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from backend.export import merge as merging
 from backend.export.merge import MAX_KL, MAX_KL_16_BIT, UNCHECKED, Merge
 from backend.models import merge as merge_task
 from backend.models import trained
-from backend.runs import BASE, CERTIFICATE, LOCK, MODEL, STOP, Plan, jobs
+from backend.runs import BASE, CERTIFICATE, LOCK, MODEL, RESOLVED, STOP, Plan, jobs
 from backend.runs.folder import Run, RunError
 from backend.train import model as train_model
 from backend.train.patches import bitsandbytes_cpu_layout
@@ -262,12 +262,20 @@ def test_the_process_of_a_job(fork_server: ForkServer, adapter: Path) -> None:
     assert found and not found.base and merge_task.start(Run(adapter), None).id == job.id
 
 
-def test_a_checkpoint_of_a_decomposed_initialization(fork_server: ForkServer, root: Path, tmp_path: Path) -> None:
-    """It belongs to the residual of the base weights, which peft computes again."""
-    spec = edit(make_spec({**STRONG, "lora.init": "pissa"}), {"save.strategy": "steps", "save.steps": 4})
-    folder = fork_server.train(root / "merge-checkpoint", spec)
+@pytest.mark.parametrize("init", ["pissa", "pissa_fast"])
+def test_a_checkpoint_of_a_decomposed_initialization(
+    fork_server: ForkServer, root: Path, tmp_path: Path, init: str
+) -> None:
+    """It belongs to the residual of the base weights, which peft computes again; pissa_fast by a random search."""
+    spec = edit(make_spec({**STRONG, "lora.init": init}), {"save.strategy": "steps", "save.steps": 4})
+    folder = fork_server.train(root / f"merge-checkpoint-{init}", spec)
     assert [model.step for model in trained.models(Run(folder))] == [None, 4]
     final, checkpoint = merge(folder, tmp_path / "final"), merge(folder, tmp_path / "checkpoint", 4)
     assert checkpoint["certificate"]["step"] == 4 and final["certificate"]["step"] is None
     pair = [logits(AutoModelForCausalLM.from_pretrained(tmp_path / n / MODEL)) for n in ("final", "checkpoint")]
     assert torch.allclose(*pair, atol=1e-3)
+    if init == "pissa_fast":
+        resolved = json.loads((folder / RESOLVED).read_text())
+        (folder / RESOLVED).write_text(json.dumps({**resolved, "device": "cuda"}))
+        with pytest.raises(TrainError, match="only the device that it was trained on repeats this search"):
+            merge(folder, tmp_path / "elsewhere", 4)

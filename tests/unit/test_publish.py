@@ -167,6 +167,13 @@ def test_requests_that_cannot_be_published(run, values, message):
         contents(run, Request(**values))
 
 
+def test_a_checkpoint_for_changed_base_weights_is_refused(run):
+    path = run.path / "checkpoints/checkpoint-4/adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "init_lora_weights": "pissa"}))
+    with pytest.raises(RunError, match="base weights that the initialization has changed"):
+        contents(run, Request(**TO, step=4, base_model=BASE_ID))
+
+
 @pytest.mark.parametrize("token", ["hf_abc\x1bdef", "hf_abc def", "hf_abcé"])
 def test_a_token_that_cannot_be_sent_is_not_repeated(monkeypatch, token):
     monkeypatch.setattr(hub, "get_token", lambda: token)
