@@ -166,7 +166,7 @@ def _model(run: Run, request: Request) -> trained.TrainedModel:
     if found.base and trained.is_residual(json_values.read(found.folder / trained.ADAPTER)):
         raise RunError(
             "A checkpoint of a run with PiSSA or OLoRA belongs to base weights that the initialization has changed, so "
-            "it does not work on the base model as it is. Publish the final model, or merge this checkpoint and publish "
+            "it does not work on the base model itself. Publish the final model, or merge this checkpoint and publish "
             "the merged model."
         )
     return found

@@ -304,6 +304,23 @@ def experts_not_quantized(case: Case) -> str | None:
     return f"With {_quantization(case).label}, {share:.0%} of the model's weights (the experts) would stay in {dtype}."
 
 
+@error(
+    "QNT020",
+    fields=("method.quantization", "model.path", "model.hub_id"),
+    title="This architecture cannot be evaluated with quantized weights",
+    source="transformers 5.23 models/rwkv/modeling_rwkv.py, _rescale_layers",
+    fixes=(UNQUANTIZED,),
+    fails_on=Example(NF4_SPEC, H100, replace(DEMO, model_type="rwkv")),
+    passes_on=Example({}, H100, replace(DEMO, model_type="rwkv")),
+)
+def rescaled_quantized_weights(case: Case) -> str | None:
+    """RWKV divides some of its weights when it is switched from training to evaluation or generation, which fails if
+    they are quantized. Its adapter could be trained, but nothing could use it."""
+    if case.facts.model_type != "rwkv" or not _quantization(case).bits:
+        return None
+    return f"RWKV cannot rescale weights of {_quantization(case).label}, which evaluation and generation need."
+
+
 ODD = replace(SMOL, layer=(ModuleSpec("mlp.up_proj", 58 * 51, 58, 51),))
 
 

@@ -101,8 +101,8 @@ class OptimizerMixin:
                     super().create_optimizer(model)  # type: ignore[misc]
             else:
                 trainer.optimizer = MAKERS[self.spec.train.optim](self.spec, trained, decaying)
-            if row.allocates_state_at_init:  # of parameters that an engine replaces; the first step allocates it again
-                unwrap(trainer.optimizer).state.clear()
+            if row.allocates_state_at_init:
+                recreatable(unwrap(trainer.optimizer))
             if row.state_layout == "low_rank":
                 split = partial(_groups, self.spec, decaying=decaying)
                 options = {} if row.factored else _adam_options(self.spec)
@@ -141,6 +141,14 @@ class OptimizerMixin:
     def _load_best_model(self) -> None:
         self.finalize_weights()  # before loading, because it must not change the loaded weights
         super()._load_best_model()  # type: ignore[misc]
+
+
+def recreatable(optimizer: Any) -> None:
+    """Prepare an optimizer for engines that replace the parameters, of which it has state already, or that create it
+    again from its defaults, as DeepSpeed does with Adagrad. The Trainer gives weight decay to the groups only; if there
+    are several, a rule refuses the strategy."""
+    optimizer.state.clear()  # the first step allocates it again
+    optimizer.defaults["weight_decay"] = optimizer.param_groups[0]["weight_decay"]
 
 
 def unwrap(optimizer: Any) -> Any:

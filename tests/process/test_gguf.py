@@ -164,7 +164,7 @@ def test_a_verified_file(adapter: Path, export: Callable[..., dict[str, Any]], t
     ("error", "reason"),
     [
         ("NotImplementedError: BPE pre-tokenizer was not recognized - update x()", "only BPE tokenizers that it knows"),
-        ("FileNotFoundError: File not found: /a/source/tokenizer.model", "the SentencePiece file of the tokenizer"),
+        ("FileNotFoundError: File not found: /a/source/tokenizer.model", "the SentencePiece file of its tokenizer"),
         ("ValueError: Can not map tensor 'x'", "ValueError: Can not map tensor 'x' (the log has its last lines)"),
     ],
 )

@@ -191,6 +191,15 @@ def test_state_created_in_the_constructor_follows_the_weights(
     assert losses(folder) == same_losses(expected, REORDERING_TOLERANCE)
 
 
+def test_weight_decay_of_an_optimizer_that_an_engine_creates_again() -> None:
+    """DeepSpeed passes the defaults of Adagrad, and no parameter group."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adagrad([{"params": [weight], "weight_decay": 0.1}], lr=0.5)
+    optimizers.recreatable(optimizer)
+    (group,) = torch.optim.Adagrad([weight], **optimizer.defaults).param_groups
+    assert (group["weight_decay"], group["lr"], optimizer.state) == (0.1, 0.5, {})
+
+
 def test_muon_orthogonalizes_only_layers() -> None:
     spec = make_spec({**FULL, "train.optim": "muon", "train.learning_rate": 0.01, "train.weight_decay": 0.0})
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}

@@ -6,10 +6,12 @@ import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from architectures import build, packing_leaks
+from bitsandbytes.nn import Int8Params
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -107,6 +109,18 @@ def test_peft_refuses_some_layers_of_mamba() -> None:
     for targets in ("all-linear", ["out_proj"]):
         with pytest.raises(ValueError, match="out_proj"):
             get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
+
+
+@cites("QNT020")
+def test_rwkv_rescales_its_weights_for_inference() -> None:
+    model: Any = build("rwkv")
+    assert model.config.rescale_every > 0
+    for block in model.rwkv.blocks:
+        weight = block.attention.output.weight.data
+        block.attention.output.weight = Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    model.eval()
+    with pytest.raises(AttributeError, match="div_"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
 
 
 @cites("DAT020", "DAT021")
