@@ -21,7 +21,7 @@ from backend.tasks.tuning.tuning import Tuning, earlier, tune
 POLL_SECONDS = 0.25
 OUTCOMES = {"done": 0, "stopped": 3}
 STATES = {
-    "base": "", "faster": "faster, kept", "same": "no difference", "slower": "slower", "refused": "refused",
+    "base": "", "faster": "faster, kept", "same": "within the spread", "slower": "slower", "refused": "refused",
     "failed": "failed", "skipped": "not tried", "stopped": "not measured", "repeated": "",
 }  # fmt: skip
 HEAD = ("SETTINGS", "TOKENS/S", "SPREAD", "STEP", "MEMORY", "WHOLE RUN", "RESULT")

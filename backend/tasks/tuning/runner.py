@@ -45,6 +45,7 @@ from backend.tasks.tuning.trial import (
 from backend.tasks.tuning.tuning import Tuning
 
 INSPECTION_SECONDS, SHOW_SECONDS = 600.0, 1.0
+STOPPING_SECONDS = 3.0  # that the end of a trial takes
 # By which losses may differ if settings change only the order of operations, as in the tests of strategies and
 # precisions: in fp32, in 16 bits, and with state or weights of fewer bits.
 TOLERANCES = {"fp32": 1e-4, "16 bits": 0.02, "coarse": 0.05}
@@ -192,11 +193,15 @@ class Runner:
             now = time.monotonic()
             self.spent += 0 if state == "queued" else now - last
             last = now
-            if state != "queued" and report.run.device == "cpu":
+            if state != "queued" and report.run.device == "cpu" and not end:
                 self.warm_process.start(run)
+                if state == "starting":  # the libraries are imported, which later trials need not wait for
+                    begun = self.spent
             if not end and (end := self._reason_to_stop(read(run), other, reserve)):
                 with contextlib.suppress(RunError):  # it has just ended
                     run.stop(save=False)
+                if end == "stopped":  # a trial whose libraries are still being imported does not wait for that
+                    self.warm_process.end()
             self._show_progress(run.summary()["sentence"] if state == "queued" else "")
             time.sleep(POLL_SECONDS)
         steps = read(run)
@@ -213,7 +218,7 @@ class Runner:
             return "stopped"
         if len(steps) < STEPS and is_enough(steps):
             return "measured"
-        if self.left() <= reserve:
+        if self.left() <= reserve + STOPPING_SECONDS:
             return "late"
         if other and len(steps) < STEPS and is_clearly_slower(steps, other):
             return "slow"

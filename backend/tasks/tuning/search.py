@@ -14,6 +14,8 @@ from backend.tasks.tuning.trial import Trial, compare, loss_difference
 
 Patch = Mapping[str, Any]
 BASE, REPEATED = "Current settings", "Current settings, measured again"
+LATE = "The time was over before enough steps were measured."
+STOPPED = "The measurement was stopped before enough steps were measured."
 RESERVE = 1.5  # times as long as the first trial took: kept free for the repeated one at the end
 CHANGED = 0.05  # by which the speed of the same settings may differ at the end
 
@@ -103,8 +105,9 @@ class Search:
         """Measure the settings of the spec, the candidates of every axis, and the settings of the spec again."""
         self.base = self.best = self.reference = self.bench.measure(BASE, {}, None, 0)
         if self.base.end != "measured":
-            reason = self.base.reason or "The time was over before enough steps were measured. Allow more minutes."
-            self._add(Row(BASE, {}, True, "stopped" if self.base.end == "stopped" else "failed", reason))
+            is_stopped = self.base.end == "stopped"
+            why = f"{STOPPED if is_stopped else LATE}{'' if is_stopped else ' Allow more minutes.'}"
+            self._add(Row(BASE, {}, True, "stopped" if is_stopped else "failed", self.base.reason or why))
             return
         self._add(_measured(Row(BASE, {}, True, "base", gain=1.0), self.base))
         self.tried: list[Patch] = [{}]
@@ -153,8 +156,7 @@ class Search:
         if difference:
             return replace(row, state="refused", reason=f"The loss differs: {difference}.")
         if trial.end in ("late", "stopped"):
-            why = "The time was over" if trial.end == "late" else "The measurement was stopped"
-            return replace(row, reason=f"{why} before enough steps were measured.")
+            return replace(row, reason=LATE if trial.end == "late" else STOPPED)
         steps = self.bench.total_steps
         speed, total = compare(trial, self.best, steps), compare(trial, self.base, steps)
         is_faster = speed.is_faster and trial.end == "measured"
@@ -172,7 +174,8 @@ class Search:
         again = self.bench.measure(REPEATED, {}, None, 0)
         if again.end != "measured":
             if again.end != "stopped":
-                self.notes.append(f"The current settings could not be measured again at the end. {again.reason}")
+                why = again.reason or LATE
+                self.notes.append(f"The current settings could not be measured again at the end. {why}")
             return
         speed = compare(again, self.base)
         row = _measured(Row(REPEATED, {}, True, "repeated"), again)

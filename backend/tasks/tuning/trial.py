@@ -37,7 +37,7 @@ class Step:
 class Trial:
     """What a trial has measured. `end`: why it ended: it was measured; it was clearly slower, or the time was over
     (late), so that it was stopped; the user stopped the tuning; it failed. `reason`: of a failure, as a sentence.
-    `peak_bytes`: of the rank with the highest peak. `wall_seconds`: all that it took."""
+    `peak_bytes`: of the rank with the highest peak. `wall_seconds`: all that another trial like this would take."""
 
     steps: tuple[Step, ...]
     end: End = "measured"

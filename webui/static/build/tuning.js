@@ -11,7 +11,7 @@ import { checksumOf } from "./rehearsal.js";
 const MINUTES = 10;
 const TITLES = { running: "Measuring the fastest settings", stopped: "Fastest settings: stopped" };
 const RESULTS = {
-  same: "no difference",
+  same: "within the spread",
   slower: "slower",
   refused: "refused",
   failed: "failed",
