@@ -23,7 +23,8 @@ OTHER_TOKENS = 0.15  # by which the tokens of a step differ from the predicted o
 class TimeMeasurement:
     """Predicted and measured seconds of an optimizer step, without evaluations and checkpoints, tokens per second and
     seconds of the whole run (None: not known). `factor`: the range of the prediction; `causes`: sentences about what
-    was measured to be different from what was predicted; `was_busy`: other programs used the CPU at the start."""
+    was measured to be different from what was predicted; `was_busy`: other programs used the CPU at the
+    start; `not_included`: what the predicted time of the run does not include."""
 
     run: str
     predicted: float
@@ -33,6 +34,7 @@ class TimeMeasurement:
     seconds: tuple[float | None, float | None]
     causes: tuple[str, ...] = ()
     was_busy: bool = False
+    not_included: tuple[str, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -58,12 +60,19 @@ class TimeMeasurement:
     def sentence(self) -> str:
         """Whether the measured time is in the predicted range; if it is not, what is known about the cause."""
         if not self.is_outside:
-            return "The measured time per step is in the predicted range."
+            return f"The measured time per step is in the predicted range.{self._missing}"
         side = (
             f"{self.ratio:.2f} times the predicted one" if self.ratio >= 1 else f"{self.ratio:.0%} of the predicted one"
         )
         causes = self.causes or ("Which part of a step took longer or shorter was not measured.",)
-        return " ".join((f"The measured time per step is {side}, which is outside of the predicted range.", *causes))
+        first = f"The measured time per step is {side}, which is outside of the predicted range."
+        return " ".join((first, *causes)) + self._missing
+
+    @property
+    def _missing(self) -> str:
+        if not self.not_included:
+            return ""
+        return f" The predicted time of the whole run does not include: {', '.join(self.not_included)}."
 
     def as_json(self) -> dict[str, Any]:
         """The texts that the page shows."""
@@ -103,6 +112,7 @@ def measure_time(run: Run) -> TimeMeasurement | None:
     return TimeMeasurement(
         run.id, predicted, measured, time["factor"], (time["tokens_per_second"], tokens and tokens / measured),
         (whole.get("seconds"), elapsed), tuple(_causes(time, measured, tokens, points)), bool(time.get("busy")),
+        tuple(whole.get("not_included", ())),
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""The speed of this CPU in training: matrix products, attention, memory and operations, in about half a second.
+"""The speed of this CPU in training: matrix products, attention, memory and operations, in about a second.
 
 Each measurement repeats a short piece of work and takes the fastest time, so that other programs disturb it little. If
-they use much of the CPU, threads wait for each other, and no time is what the run needs: then a single thread is
-measured in CPU time, and several are assumed to be as fast together.
+they use much of the CPU, several threads mostly wait for each other: then a single thread is measured in CPU time, and
+several are assumed to be as fast together.
+
 `backend.inspect.cpu_speed` requests it; `backend.timing` turns it into the time of a step.
 """
 
@@ -23,7 +24,7 @@ from backend.runs import RUN_MARKER
 SECONDS = 0.05  # of each measurement
 SAMPLE_SECONDS = 0.3  # in which the CPU use of other programs is measured
 TRIES = 20  # to find the machine calm: Footplate's own inspection of the examples takes seconds
-MAX_TOKENS = 512  # of other measurements
+MAX_TOKENS = 512  # of the measurements of attention and small products
 MAX_PRODUCT = 3e8  # multiplications of a product: longer ones are interrupted by other programs
 BLOCK = 2**24  # elements of an array that no cache holds
 SHORT, LAYERS = 8, (1, 4)  # tokens and layers of the models by which the time of small operations is measured

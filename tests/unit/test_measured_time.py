@@ -49,7 +49,10 @@ def made(root: Path, planned: Report, ratio: float, day: int = 1, **point: Any) 
 def test_a_time_in_the_range(tmp_path: Path) -> None:
     found = measure_time(made(tmp_path, report(), 1.2))
     assert found and found.ratio == pytest.approx(1.2) and not found.is_outside
-    assert found.sentence == "The measured time per step is in the predicted range."
+    assert found.sentence == (
+        "The measured time per step is in the predicted range. The predicted time of the whole run does not include: "
+        "tokenizing the data."
+    )
     rows = {what: (predicted, measured) for what, predicted, measured in found.as_json()["rows"]}
     assert " s (" in rows["Time per step"][0] and "1 min 30 s" in (*rows["Whole run"], "1 min 30 s")
 
