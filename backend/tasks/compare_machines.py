@@ -25,7 +25,7 @@ def _line(name: str, machine: Machine, report: Report) -> dict[str, Any]:
     price = found.price[1] if known and found.price else None
     return {
         "name": name,
-        "machine": describe(machine),
+        "machine": describe(machine) + _used(machine, report),
         "can_run": report.can_run,
         "gpus": report.run.world_size if on_gpu else None,
         "seconds": seconds,
@@ -48,3 +48,9 @@ def _result(report: Report) -> str:
     if titles:
         return f"{report.verdict}: {titles[0]}"
     return f"{report.verdict}. {texts.summary_text(report.time)}" if report.time.unknown else report.verdict
+
+
+def _used(machine: Machine, report: Report) -> str:
+    """How many nodes of a machine the spec uses; '' if all."""
+    nodes = report.spec.launch.nnodes
+    return f", {nodes} of {machine.nodes} nodes" if nodes < machine.nodes else ""

@@ -23,6 +23,7 @@ CPU, OPERATIONS, NETWORK, GPUS, PROCESSES, RANKS = (
     "Waiting for the CPU", "Starting operations", "Waiting for the network", "Waiting for transfers between GPUs",
     "Transfers between processes", "Waiting for longer batches",
 )  # fmt: skip
+REST = 3.0  # like `factor`, of all but the steps: loading, evaluations and checkpoints were compared with nothing
 NEGLIGIBLE = 0.0005  # of a step: such items are left out
 
 
@@ -30,10 +31,11 @@ NEGLIGIBLE = 0.0005  # of a step: such items are left out
 class TimeEstimate:
     """Seconds of one optimizer step by item, and of the whole run.
 
-    `unknown` is why no time is predicted, the end of a sentence; then all else is empty. `factor`: the real time is
-    between the prediction divided by it and multiplied with it, for the reason `factor_reason`. `tokens` are those of
-    one step on all devices that are trained on, without padding; `padded` is the share of computed tokens that are
-    padding. `run` is None if the number of steps is not known. `cpu` is this machine's CPU, if the run uses it.
+    `unknown` is why no time is predicted, the end of a sentence; then all else is empty. `factor`: the real time of a
+    step is between the prediction divided by it and multiplied with it, for the reason `factor_reason`. `tokens` are
+    those of one step on all devices that are trained on, without padding; `padded` is the share of computed tokens that
+    are padding. `run` is None if the number of steps is not known. `cpu` is this machine's CPU, if the run uses it.
+    `assumed_length`: the tokens of each example, if they are not known; else 0.
     """
 
     items: tuple[Part, ...] = ()
@@ -46,6 +48,7 @@ class TimeEstimate:
     run: RunTime | None = None
     price_per_gpu_hour: float | None = None
     cpu: CpuSpeed | None = None
+    assumed_length: int = 0
 
     @property
     def step_seconds(self) -> float:
@@ -67,8 +70,8 @@ class TimeEstimate:
         """(lowest, predicted, highest) seconds of the whole run; None if the number of steps is not known."""
         if self.run is None:
             return None
-        total = self.run.seconds
-        return total / self.factor, total, total * self.factor
+        steps, rest = self.run.step_seconds, self.run.seconds - self.run.step_seconds
+        return steps / self.factor + rest / REST, steps + rest, steps * self.factor + rest * REST
 
     @property
     def price(self) -> tuple[float, float, float] | None:
@@ -94,7 +97,8 @@ def time_of(
     rates = cpu_calibration(cpu) if cpu else calibration
     batch = expected_batch(memory, facts.token_lengths)
     found = _predict(TimeContext(memory, batch, models, rates, cpu, facts.labeled_share), facts)
-    return replace(found, cpu=cpu)
+    assumed = 0 if facts.token_lengths or spec.data.packing else spec.data.max_length
+    return replace(found, cpu=cpu, assumed_length=assumed)
 
 
 def _predict(ctx: TimeContext, facts: InputFacts) -> TimeEstimate:

@@ -20,10 +20,11 @@ from typing import Any
 
 from backend.runs.throughput import duration
 from backend.timing.computing import Part
-from backend.timing.estimate import TimeEstimate
+from backend.timing.estimate import REST, TimeEstimate
 from backend.wording import counted, figure
 
 MUCH_PADDING = 0.05
+MUCH_REST = 0.1  # of the run that is not its steps
 
 
 def summary_text(estimate: TimeEstimate) -> str:
@@ -78,11 +79,21 @@ def dominating_text(estimate: TimeEstimate) -> str:
 
 def range_text(estimate: TimeEstimate) -> str:
     """The range and the reason for its width."""
-    return f"The real time may be up to {estimate.factor:g} times shorter or longer: {estimate.factor_reason}"
+    text = f"The steps may be up to {estimate.factor:g} times faster or slower: {estimate.factor_reason}"
+    if estimate.run and estimate.run.step_seconds < (1 - MUCH_REST) * estimate.run.seconds:
+        text += (
+            f". The rest of the run was not compared with measurements and may be up to {REST:g} times faster or slower"
+        )
+    return text
 
 
 def padding_text(estimate: TimeEstimate) -> str:
-    """How much of the computing is wasted on padding; '' if that is little."""
+    """How much of the computing is wasted on padding, '' if that is little; or which lengths are assumed."""
+    if estimate.assumed_length:
+        return (
+            f"The lengths of the examples are not known; each is assumed to have {estimate.assumed_length:,} tokens "
+            "(data.max_length), so that steps of shorter ones take less time"
+        )
     return f"{estimate.padded:.0%} of the computed tokens are padding" if estimate.padded > MUCH_PADDING else ""
 
 

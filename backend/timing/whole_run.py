@@ -31,6 +31,11 @@ class RunTime:
         """Seconds from the start to the end."""
         return sum(item.seconds for item in self.items)
 
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of all optimizer steps."""
+        return sum(item.seconds for item in self.items if item.label == STEPS)
+
 
 def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTime | None:
     """The time of all steps of `step_seconds` and of what else a run does; None if the number of steps is unknown."""

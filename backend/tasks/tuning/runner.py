@@ -96,12 +96,7 @@ class Runner:
         if errors := [f.title for f in report.findings if f.level == "error"]:
             raise RunError(f"The settings cannot run on this machine: {'; '.join(errors)}.")
         self.case = Case(report.spec, report.machine, report.facts)
-        precision, optimizer = report.spec.precision.compute, self.case.optimizer
-        is_coarse = (
-            precision in ("fp8", "pure_bf16") or optimizer.bits in (4, 8) or report.spec.method.quantization != "none"
-        )
-        is_fp32 = report.run.compute_dtype == "fp32" and precision != "tf32"
-        self.tolerance = TOLERANCES["coarse" if is_coarse else "fp32" if is_fp32 else "16 bits"]
+        self.tolerance = tolerance(self.case)
         if self.total_steps is None:
             self.search.notes.append(
                 "The number of steps of the run is not known before it starts, so the time of the first steps, such as "

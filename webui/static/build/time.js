@@ -96,7 +96,8 @@ function picture(items) {
   const entry = ({ label, share }, n) => el("li", {}, color(n), el("span", {}, label), el("b", {}, percent(share)));
   return el(
     "figure.fp-time-picture",
-    { "aria-label": "Where the time of a step goes" },
+    {},
+    el("figcaption.fp-dim", {}, "An optimizer step"),
     el("div.fp-time-bar", { "aria-hidden": "true" }, ...parts.map(piece)),
     el("ul", {}, ...parts.map(entry)),
   );
