@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.machine import Machine
-from backend.rules.base import Case, Example, Fix, advice, error, names
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, names
 from backend.rules.common_fixes import BF16
 from backend.rules.examples import DEMO, GPT2, H100, INSTALLED, LAPTOP, SMOL
 from backend.rules.requirements import (
@@ -140,6 +140,11 @@ def triton_without_c_compiler(case: Case) -> str | None:
     return f"This machine has no C compiler or no Python headers, and Triton needs both for {names(users)}."
 
 
+NO_SEQUENCE_PARALLELISM = Fix(
+    "Turn off sequence parallelism", {"parallel.sequence_parallel_size": 1}, cost="more activation memory"
+)
+
+
 @error(
     "KRN012",
     fields=("model.attn_implementation", "parallel.sequence_parallel_size"),
@@ -147,14 +152,11 @@ def triton_without_c_compiler(case: Case) -> str | None:
     source="transformers 5.23 modeling_utils.py, _sdpa_can_dispatch, _flash_attn_can_dispatch and "
     "_flex_attn_can_dispatch: refused unless the model class sets _supports_sdpa, _supports_flash_attn or "
     "_supports_flex_attn; _check_and_adjust_attn_implementation: _compatible_flash_implementations",
-    fixes=(
-        DEFAULT_ATTENTION,
-        Fix("Turn off sequence parallelism", {"parallel.sequence_parallel_size": 1}, cost="more activation memory"),
-    ),
+    fixes=(DEFAULT_ATTENTION, NO_SEQUENCE_PARALLELISM),
     fails_on=Example(FLEX_SPEC, H100, replace(DEMO, shape=GPT2)),
     passes_on=Example(FLEX_SPEC, H100),
 )
-def attention_unsupported_by_architecture(case: Case) -> str | None:
+def attention_unsupported_by_architecture(case: Case) -> str | Violation | None:
     """transformers loads a model only with an attention implementation that its class supports. Gemma 2 soft-caps its
     attention scores, which SDPA cannot do; BLOOM and MPT have eager attention only. For gpt-oss, which has attention
     sinks, FlashAttention 2 is replaced by another kernel. DeepSpeed sequence parallelism uses SDPA when attention is
@@ -164,7 +166,9 @@ def attention_unsupported_by_architecture(case: Case) -> str | None:
     name = "sdpa" if ulysses and spec.model.attn_implementation == "auto" else spec.model.attn_implementation
     if shape is None or name not in shape.unsupported_attentions:
         return None
-    return f"transformers does not support {registry.ATTENTIONS[name].label} for {shape.architecture}."
+    message = f"transformers does not support {registry.ATTENTIONS[name].label} for {shape.architecture}."
+    needs_sdpa = ulysses and "sdpa" in shape.unsupported_attentions
+    return Violation(message, (NO_SEQUENCE_PARALLELISM,)) if needs_sdpa else message
 
 
 B200 = replace(H100, gpus=(replace(H100.gpus[0], name="B200", capability=(10, 0)),))

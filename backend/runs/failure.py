@@ -176,7 +176,7 @@ KNOWN_FAILURES = (
         kind=DEVICE,
     ),
     KnownFailure(  # not of an optimizer, which looks for its own state
-        r"(?ms)\A(?!.*/torch/optim/).*^KeyError: (?P<quote>['\"])(?P<name>[^\n]+)(?P=quote)$",
+        r"(?ms)\A(?!.*/torch/optim/).*^KeyError: (?P<quote>['\"])(?!attribute )(?P<name>[^\n]+)(?P=quote)$",
         "The key '{name}' was not found. The most frequent cause is a missing column in the data.",
         "Compare the columns of the data files with data.format and the column options.",
         ("data.format", "data.messages_column", "data.prompt_column", "data.completion_column", "data.text_column"),

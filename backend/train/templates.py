@@ -331,7 +331,8 @@ class ChatTokenizer:
         the template renders for generation, or '' if it rewrites earlier messages."""
         why, change = "rewrites earlier messages", ""
         if prompt:
-            why = f"ends the prompt of a generation with {prompt[-SHOWN:]!r}, and completions begin differently"
+            end = f"…{prompt[-SHOWN:]}" if len(prompt) > SHOWN else prompt
+            why = f"ends the prompt of a generation with {end!r}, and completions begin differently"
             if self.kwargs:
                 why, change = f"{why} (it gets data.{TEMPLATE_KWARGS})", f"change data.{TEMPLATE_KWARGS}, "
         return (

@@ -19,7 +19,7 @@ from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import disable_dropout_in_model
 
 from backend.train import patches
-from backend.train.patches import transformers_padding_index, trl_functional_dropout
+from backend.train.patches import torch_state_dtype, transformers_padding_index, trl_functional_dropout
 
 NAMES = [module.name for module in pkgutil.iter_modules(patches.__path__)]
 ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
@@ -60,6 +60,9 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "peft_dequantize": ("peft.utils.integrations:dequantize_module_weight", "module.weight = "),
     "peft_reference_init": ("trl.trainer.dpo_trainer:DPOTrainer.__init__", 'add_adapter("ref", default_config)'),
     "tensor_parallel_save": ("transformers:PreTrainedModel.save_pretrained", "distributed_config"),
+    "torch_state_dtype": (
+        "torch.optim:Optimizer._process_value_according_to_param_policy", "value.to(dtype=param.dtype",
+    ),
     "torch_build_lock": ("torch.utils.file_baton:FileBaton.wait", "while os.path.exists(self.lock_file_path)"),
     "transformers_padding_index": (
         "transformers.trainer_utils:align_special_tokens", '_align_special_token("pad_token_id"',
@@ -253,3 +256,15 @@ def test_a_saved_model_is_built_with_the_padding_index_of_the_trained_one(tmp_pa
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
         assert torch.equal(saved(ids).logits, trained) == equal
         assert saved.generation_config.pad_token_id == 2
+
+
+def test_loaded_state_keeps_its_dtype() -> None:
+    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    for is_applied in (False, True):
+        optimizers = [torch.optim.SGD([weight], lr=0.1, momentum=0.9) for _ in range(2)]
+        optimizers[0].state[weight]["momentum_buffer"] = torch.full((2, 2), 1 / 3)
+        if is_applied:
+            torch_state_dtype.apply(optimizers[1])
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+        loaded = optimizers[1].state[weight]["momentum_buffer"]
+        assert (loaded.dtype == torch.float32 and bool((loaded == 1 / 3).all())) == is_applied

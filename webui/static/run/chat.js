@@ -10,7 +10,7 @@ import { button, failurePart, failureText } from "./run_jobs.js";
 
 const ABOUT =
   "Chat with the trained model and, for comparison, with its base model. A separate process keeps the models loaded " +
-  "until five minutes after the last use, or until a run needs the GPU.";
+  "until five minutes after the last use, or until a run needs its device.";
 
 /** The card, and what it shows of the run that is open. */
 export class Chat {
