@@ -24,7 +24,7 @@ GROUPS = {
     "Reference": ("cli", "options", "rules", "glossary"),
     "Clusters and trainers": ("slurm", "ray", "kubernetes", "skypilot", "llamafactory"),
     "Operation": ("security", "reliability"),
-    "Measurements": ("strategies", "architectures", "memory", "checks", "bench"),
+    "Measurements": ("strategies", "architectures", "exports", "memory", "time", "checks", "bench"),
     "Development": ("design",),
 }
 FIRST = "getting-started"

@@ -39,11 +39,18 @@ KNOWN_ERRORS = {  # pattern -> what follows "cannot convert this model: "
     r"BPE pre-tokenizer was not recognized": "it accepts only BPE tokenizers that it knows: those of published models. "
     "One that was trained from scratch or changed is not among them. transformers and vLLM can use the model; for a "
     "GGUF file, train a model with the tokenizer of a published one.",
-    r"File not found: .*tokenizer\.model": "this kind of model needs tokenizer.model, the SentencePiece file of its "
-    "tokenizer, and neither the model's folder nor that of its base model has one. Copy it from the original model to "
+    r"(File not found:|Missing) .*tokenizer\.model": "this kind of model needs tokenizer.model, the SentencePiece file of "
+    "its tokenizer, and neither the model's folder nor that of its base model has one. Copy it from the original model to "
     "the folder of the base model, then export again.",
 }
-TOKENIZER_CONFIG = "tokenizer_config.json"
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+OF_WEIGHTS = {
+    "quantization_config",
+    "auto_map",
+    "architectures",
+    "torch_dtype",
+    "dtype",
+}  # keys of the base model alone
 SOURCE = "source"  # links to the files that are converted
 CONVERTED, COMPARED = 0.3, 0.6  # completed fractions
 
@@ -150,6 +157,8 @@ class GgufExport:
         for name in base_weights.FROM_BASE:
             if base and (base / name).is_file() and not (folder / name).exists():
                 (folder / name).symlink_to((base / name).resolve())
+        if base and (base / CONFIG).is_file():
+            _add_older_keys(folder / CONFIG, base / CONFIG)
         return folder
 
     def _say_whether_texts_begin_with_bos(self, folder: Path) -> None:
@@ -227,6 +236,15 @@ def _why(lines: Sequence[str]) -> str:
         if re.search(pattern, last):
             return reason
     return f"{last} (the log has its last lines)"
+
+
+def _add_older_keys(config: Path, base: Path) -> None:
+    """Copy keys of the base model's config.json that the model's own file lacks: transformers 5 does not write all that
+    earlier versions wrote and that the converter reads, such as n_ctx of GPT-2."""
+    own, older = (json.loads(files.read_text(path.resolve())) for path in (config, base))
+    if missing := {name: value for name, value in older.items() if name not in own and name not in OF_WEIGHTS}:
+        config.unlink()  # a link to the model's own file
+        config.write_text(json.dumps({**missing, **own}), encoding="utf-8")
 
 
 def _link_without_code(link: Path, file: Path) -> None:

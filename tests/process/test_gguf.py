@@ -165,6 +165,7 @@ def test_a_verified_file(adapter: Path, export: Callable[..., dict[str, Any]], t
     [
         ("NotImplementedError: BPE pre-tokenizer was not recognized - update x()", "only BPE tokenizers that it knows"),
         ("FileNotFoundError: File not found: /a/source/tokenizer.model", "the SentencePiece file of its tokenizer"),
+        ("ValueError: Error: Missing /a/source/tokenizer.model", "the SentencePiece file of its tokenizer"),
         ("ValueError: Can not map tensor 'x'", "ValueError: Can not map tensor 'x' (the log has its last lines)"),
     ],
 )
@@ -191,11 +192,18 @@ def test_a_checkpoint_with_full_weights(
     base = tmp_path / "base"
     base.mkdir()
     (base / "tokenizer.model").touch()
+    (base / "config.json").write_text('{"n_ctx": 7, "vocab_size": 1, "quantization_config": {}}')
     (run / BASE).write_text(json.dumps({"name": str(base), "commit": "", "fingerprint": ""}))
     convert = GgufExport._convert
-    monkeypatch.setattr(
-        GgufExport, "_convert", lambda job, *rest: (convert(job, *rest), converted.extend(linked(tmp_path / "job")))
-    )
+    config = tmp_path / "job/source/config.json"
+
+    def convert_and_look(job: GgufExport, *rest: Any) -> None:
+        convert(job, *rest)
+        converted.extend(linked(tmp_path / "job"))
+        keys = json.loads(config.read_text())
+        assert keys["n_ctx"] == 7 and keys["vocab_size"] > 1 and "quantization_config" not in keys
+
+    monkeypatch.setattr(GgufExport, "_convert", convert_and_look)
     certificate = export(run, merge="", step=4)["certificate"]
     assert (certificate["status"], certificate["step"]) == ("verified", 4) and certificate["trained_to_base"] is None
     assert {"tokenizer.model", "model.safetensors", "config.json"} < set(converted) and "optimizer.pt" not in converted
