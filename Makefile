@@ -52,7 +52,7 @@ test: installed  ## all tests except soak and gpu; CPU and THREADS as above
 	$(BIN)/mypy & mypy=$$!; tests/js/check.sh && wait $$mypy
 	$(BIN)/pytest $(PARALLEL) --durations=40 -m "not soak and not gpu"
 
-soak: installed  ## long tests, or PART of them; writes docs/strategies.md, checks.md, memory.md, architectures.md
+soak: installed  ## long tests, or PART of them; writes docs/strategies.md, checks.md, memory.md and others
 	$(BIN)/pytest -m soak --durations=10 $(if $(PART),$(or $(wildcard $(PART:%=tests/*/test_%.py) $(PART:%=tests/*/cited/test_%.py)),$(error no test_$(PART).py)))
 
 # The tests that train, with each instruction set that this CPU has and one thread, then with two and four threads.

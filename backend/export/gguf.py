@@ -39,9 +39,9 @@ KNOWN_ERRORS = {  # pattern -> what follows "cannot convert this model: "
     r"BPE pre-tokenizer was not recognized": "it accepts only BPE tokenizers that it knows: those of published models. "
     "One that was trained from scratch or changed is not among them. transformers and vLLM can use the model; for a "
     "GGUF file, train a model with the tokenizer of a published one.",
-    r"(File not found:|Missing) .*tokenizer\.model": "this kind of model needs tokenizer.model, the SentencePiece file of "
-    "its tokenizer, and neither the model's folder nor that of its base model has one. Copy it from the original model to "
-    "the folder of the base model, then export again.",
+    r"(File not found:|Missing) .*tokenizer\.model": "this kind of model needs tokenizer.model, the SentencePiece file "
+    "of its tokenizer, and neither the model's folder nor that of its base model has one. Copy it from the original "
+    "model to the folder of the base model, then export again.",
 }
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 OF_WEIGHTS = {
