@@ -1,7 +1,7 @@
-"""The speed of this machine's CPU, which a worker process measures with torch in a moment when nothing trains.
+"""The speed of this machine's CPU, which a worker process measures with torch while no run or job of Footplate uses it.
 
 A measurement is kept for some minutes. Then the next check requests a new one, and uses the old one until it is there.
-While a run of Footplate trains, or other programs use much of the CPU, the rates of the last calm measurement count.
+While one does, or other programs use much of the CPU, the rates of the last calm measurement count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMAT = 1  # raise it when the result of backend.train.measure_cpu changes: it 
 FRESH_SECONDS = 300
 CALM_CORES = 0.3  # what other programs may use
 SECONDS = 40.0  # that a measurement takes at most
-TRAINING = "a run of Footplate trains on this machine"
+TRAINING = "a run or another job of Footplate uses it"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class CpuSpeeds(WorkerCache):
         if kept and (found["training"] or CALM_CORES < found["busy"] > kept["busy"]):
             return {"cpu": _speed(kept, found, request)}
         if found["training"]:
-            return {"cpu_unknown": f"the CPU was not measured yet, because {TRAINING}"}
+            return {"cpu_unknown": f"the CPU was not measured yet, because {TRAINING} now"}
         return {"cpu": _speed(found, found, request)}
 
     def kept(self, key: str) -> Result | None:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from datetime import datetime
@@ -115,7 +116,8 @@ class Run:
     ) -> Run:  # fmt: skip
         """Create `root/YYYY-MM-DD_HHMMSS_name` atomically. `about` (model, method) is shown in lists of runs,
         `estimate` is compared with the measured memory."""
-        slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48].strip("-") or "run"
+        plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()  # ü becomes u
+        slug = re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-")[:48].strip("-") or "run"
         plan = plan.with_random_id()
         kept = {"name": name, "created": now.timestamp(), "about": dict(about or {})}
         kept |= {"argv": plan.argv, "env": dict(plan.env), "files": list(plan.files), "notes": plan.notes}

@@ -59,7 +59,7 @@ def test_an_old_measurement_counts_until_there_is_a_new_one(speeds: Measured) ->
 @pytest.mark.parametrize(
     ("now", "why"),
     [
-        ({"training": True, "busy": 2.0}, "a run of Footplate trains on this machine now"),
+        ({"training": True, "busy": 2.0}, "a run or another job of Footplate uses it now"),
         ({"busy": 1.4}, "other programs use it now"),
     ],
 )
@@ -72,7 +72,7 @@ def test_the_last_calm_measurement_counts(speeds: Measured, now: dict[str, Any],
 
 
 def test_without_a_calm_measurement(speeds: Measured) -> None:
-    assert "trains on this machine" in get(speeds, result(0, training=True))["cpu_unknown"]
+    assert "another job of Footplate uses it now" in get(speeds, result(0, training=True))["cpu_unknown"]
     assert get(speeds, result(0.009, busy=1.4))["cpu"].is_busy
     assert get(Measured(speeds.cache_folder / "x"), "torch is missing")["cpu_unknown"].endswith("torch is missing")
     assert Measured(speeds.cache_folder / "y", command=("sleep", "9")).get(REQUEST, True) == {

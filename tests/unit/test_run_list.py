@@ -384,6 +384,9 @@ def test_a_waiting_run_names_other_runs_as_people_see_them(tmp_path):
         f"{twin.id} is ahead of this run.": f"{twin.id} is ahead of this run.",
         f"{waiting.id}-9 must end first.": f"{waiting.id}-9 must end first.",
         f"2026-11-28_183714_a-lora in the runs folder {folder} uses the CPU.": "A rehearsal uses the CPU.",
+        f"2026-11-28_183714_evaluation in the runs folder {first.path}/jobs uses the CPU.": (
+            "The job evaluation of first uses the CPU."
+        ),
         f"2026-11-28_183714_trial in the runs folder {tmp_path}/.tunings/20261128183714 uses the CPU.": (
             "A measurement of the fastest settings uses the CPU."
         ),

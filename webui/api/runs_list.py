@@ -28,6 +28,7 @@ from webui.api.requests import ApiError, RequestBody, State, json, no_content
 Ids = Annotated[list[str], Field(min_length=1, max_length=10_000)]
 RUN_ID = re.compile(r"\d{4}-\d\d-\d\d_\d{6}_[\w.-]*[\w-]")
 IN_TUNING = re.compile(rf"[\w-]+ in the runs folder /.*/{re.escape(tuning.FOLDER)}/\d+")
+OF_A_RUN = re.compile(rf"[\w-]+_([a-z]+) in the runs folder /.*/([\w-]+)/{JOBS}(?= )")  # a job, and its run
 IN_REHEARSAL = re.compile(rf"[\w-]+ in the runs folder /.*/{re.escape(rehearsals.FOLDER)}/\d+")
 NAMED_PROBLEMS = 3  # in an error about several runs
 
@@ -77,6 +78,7 @@ def _without_blanks(row: dict[str, Any]) -> dict[str, Any]:
 def with_names(state: AppState, text: str) -> str:
     """Why a run waits, with the names of other runs for their ids; an id stays if two runs have the same name."""
     text = IN_TUNING.sub("A measurement of the fastest settings", IN_REHEARSAL.sub("A rehearsal", text))
+    text = OF_A_RUN.sub(r"The job \1 of \2", text)
     if not RUN_ID.search(text):
         return text
     names = {row["id"]: row["name"] for row in state.runs_list.all()}
