@@ -68,6 +68,8 @@ class GgufExport:
         request = jobs.required_request(self.folder, jobs.GGUF)
         format, environment = str(request["format"]), Path(request["environment"])
         found = self._model(request["step"])
+        if found.base:
+            loading.require_repeatable(self.run, found.folder)
         source = self._weights(found, str(request["merge"]))
         self._check_disk(source, format)
         (self.folder / UNCHECKED).mkdir(exist_ok=True)
@@ -188,7 +190,6 @@ class GgufExport:
         batches = gguf_certificate.probes(self.run.path, whole, tokenizer)
         if found.base:
             of_base = log_probabilities(whole, batches, "base model")
-            loading.require_repeatable(self.run, found.folder)
             whole = loading.load_adapter(whole, found.folder)
         if (found.folder / trained.GENERATION).is_file():
             whole.generation_config = GenerationConfig.from_pretrained(found.folder)

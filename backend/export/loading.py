@@ -58,13 +58,7 @@ def load_base(run: Run, spec: RunSpec, source: model.ModelSource, tokenizer: Any
 
 def require_repeatable(run: Run, folder: Path) -> None:
     """Raise TrainError if what the adapter in `folder` took out of the base weights cannot be computed again here."""
-    config = json_values.read(folder / trained.ADAPTER)
-    if str(config.get("init_lora_weights")).startswith("pissa_niter") and run.resolved().get("device") != "cpu":
-        raise TrainError(
-            "A checkpoint of a run with lora.init pissa_fast belongs to base weights that a random search has changed, "
-            "and only the device that it was trained on repeats this search. Choose the final model of the run, which "
-            "is an ordinary adapter."
-        )
+    lora.check_repeatable(json_values.read(folder / trained.ADAPTER), str(run.resolved().get("device")), "cpu")
 
 
 def load_adapter(base: Any, folder: Path) -> Any:

@@ -53,6 +53,7 @@ class Merge:
     def run_all(self) -> dict[str, Any]:
         """Merge, check, save. Returns the result; raises TrainError and Stopped."""
         adapter = self._adapter()
+        loading.require_repeatable(self.run, adapter.folder)
         spec = read_spec_outside_training(self.run)
         self._phase("loading base", f"Loading the base model, {spec.model.name}.", 0.05)
         source = loading.locate(spec, self.run_log)
@@ -63,7 +64,6 @@ class Merge:
         self._phase("comparing", "Computing the outputs of the base model.", 0.25)
         of_base = log_probabilities(base, batches, "base model")
         self._phase("loading adapter", "Loading the adapter.", 0.35)
-        loading.require_repeatable(self.run, adapter.folder)
         adapted = loading.load_adapter(base, adapter.folder)
         expected = log_probabilities(adapted, batches, "base model with the adapter")
         change = compare(expected, of_base)

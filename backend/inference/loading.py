@@ -22,7 +22,7 @@ from backend.models.chat_files import BASE
 from backend.models.spec import read_spec_outside_training
 from backend.models.trained import TrainedModel
 from backend.runs.folder import Run, RunError
-from backend.train import adapters, base_weights, device, model
+from backend.train import adapters, base_weights, device, lora, model
 from backend.train.continued_adapter import load_weights
 from backend.train.patches import peft_dequantize
 from backend.train.run_log import TrainError
@@ -145,6 +145,7 @@ class Models:
         if adapter.get("use_dora"):
             peft_dequantize.apply()
         if trained.is_residual(adapter):  # the base weights must change as they did in training
+            lora.check_repeatable(adapter, str(self.run.resolved().get("device")), self.device)
             return adapters.apply_method(self.spec, base, self._precision, self.device).eval()
         try:
             with warnings.catch_warnings():

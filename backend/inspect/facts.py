@@ -91,6 +91,7 @@ class InputFacts:
     start_difference: tuple[str, ...] = ()  # how the first of them begins in generation, and in training
     start_kwargs: str = ""  # JSON of data.chat_template_kwargs with which both begin alike
     num_skipped: int = 0  # examples that cannot be used, with data.on_bad_example skip
+    num_skipped_texts: int = 0  # of these, those of which the chat template or tokenizer makes no text
     skipped: tuple[str, ...] = ()  # places and reasons of the first of them
     num_copies: int = 0  # training examples that are equal to an earlier one, unless they are dropped
     num_copies_in_validation: int = 0  # validation examples that are equal to a training example

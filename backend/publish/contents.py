@@ -165,9 +165,8 @@ def _model(run: Run, request: Request) -> trained.TrainedModel:
         raise RunError(f"{run.id} has no {which} that can be loaded. {others}")
     if found.base and trained.is_residual(json_values.read(found.folder / trained.ADAPTER)):
         raise RunError(
-            "A checkpoint of a run with PiSSA or OLoRA belongs to base weights that the initialization has changed, so "
-            "it does not work on the base model itself. Publish the final model, or merge this checkpoint and publish "
-            "the merged model."
+            "With PiSSA and OLoRA, a checkpoint fits only the base weights as the initialization has changed them, so "
+            "others could not load it on the base model. Publish the final model, which is an ordinary adapter."
         )
     return found
 

@@ -444,10 +444,11 @@ def _without_system_prompt(case: Case, reasons: Iterable[str]) -> list[Fix]:
 
 def _none_usable(case: Case) -> Violation:
     facts, limit = case.facts, case.spec.data.max_length
-    if facts.skipped and facts.num_skipped >= facts.num_checked:
-        which = f"All {facts.num_checked:,} examples are" if facts.num_checked > 1 else "The only example is"
+    if facts.skipped and facts.num_skipped_texts == facts.num_checked:
+        which = f"All {facts.num_skipped:,} examples are" if facts.num_skipped > 1 else "The only example is"
+        message = f"{which} skipped (data.on_bad_example is skip). The first: {facts.skipped[0]}."
         fixes, fields = _without_system_prompt(case, facts.skipped), ("data.files", "data.on_bad_example")
-        return Violation(f"{which} skipped: {facts.skipped[0]}.", tuple(fixes), fields, "All examples are skipped")
+        return Violation(message, tuple(fixes), fields, "All examples are skipped")
     which, longest = f"None of the {facts.num_checked:,} examples has a", "the longest example"
     if facts.num_checked == 1:
         which, longest = "The only example has no", "it"

@@ -233,11 +233,11 @@ def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
     if not traceback:
         rank = _root(log)
         traceback = _traceback(run_log, rank)
+        end = run_log.rstrip().rpartition("\n")[2]
+        if OWN.match(end) and end not in traceback:  # of a job; the traceback is that of a program that it ran
+            traceback = end
     if not traceback and code < 0:
         return _ended_by(-code, None, run_log, state)
-    end = run_log.rstrip().rpartition("\n")[2]
-    if OWN.match(end) and end not in traceback:  # of a job; the traceback is that of a program that it ran
-        traceback = end
     last = _last(traceback) if traceback else run_log[-4000:]
     if known := _known(last) or _known(traceback, anywhere=True) or _known(run_log[-4000:], anywhere=True):
         return replace(_with_amounts(known, traceback or run_log), traceback=traceback, rank=rank)

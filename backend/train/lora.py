@@ -62,6 +62,17 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
     return adapted
 
 
+def check_repeatable(adapter: Mapping[str, Any], trained_on: str, device: str) -> None:
+    """Raise TrainError if an adapter with this configuration belongs to base weights that only the device type that it
+    was `trained_on` computes again: those of pissa_fast follow from random numbers, which each type draws itself."""
+    if str(adapter.get("init_lora_weights")).startswith("pissa_niter") and trained_on != device:
+        raise TrainError(
+            "A checkpoint of a run with lora.init pissa_fast needs the base weights as a randomized decomposition "
+            f"changed them, and only {trained_on}, on which it was trained, gives the same result again. Use the final "
+            "model of the run, which works on the original base weights."
+        )
+
+
 def _check_model(spec: RunSpec, model: Any) -> None:
     """Raise TrainError for adapters that peft does not support on this model."""
     stacked = registry.STACKED_EXPERTS.get(model.config.model_type, ())

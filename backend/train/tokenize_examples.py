@@ -153,6 +153,7 @@ class ExampleFacts:
         """Note an example that cannot be tokenized, and why."""
         self.note("unusable")
         if spec.data.on_bad_example == "skip":
+            self.counts["skipped_texts"] += 1
             self.skip(error)
             return
         self.counts["unmarked"] += isinstance(error.__cause__, UnmarkedCompletions)
@@ -263,8 +264,8 @@ def _converted(
                 if num_issues <= MAX_ISSUES:
                     found.data_issues.append((is_training, place(path, line), str(error), True))
             if is_training and data.streaming and data.splits:
-                held_out = (is_held_out(each, data.validation_split, spec.train.seed) for each in values)
-                found.held_out = (found.held_out or 0) + sum(held_out)
+                held_out = is_held_out(value, data.validation_split, spec.train.seed)  # both parts of a pair
+                found.held_out = (found.held_out or 0) + held_out * len(values)
             found.add_examples(is_training, len(values) or 1)
             yield from ((is_training, ConvertedExample(place(path, line), each)) for each in values)
     except DataFileError as error:

@@ -183,7 +183,8 @@ def _trainer(
     context.engine.check_model(whole)
     context.engine.prepare_config(whole.config)
     end_tokens.apply(whole, tokens, prepared.end_tokens)
-    callbacks = [*callbacks, transformers_padding_index.PaddingIndex(whole.config.get_text_config().pad_token_id)]
+    if not registry.STAGES[spec.train.stage].is_reward_model:  # which finds the end of a text by this token
+        callbacks = [*callbacks, transformers_padding_index.PaddingIndex(whole.config.get_text_config().pad_token_id)]
     weights = adapters.apply_method(spec, whole, precision, context.run.device)
     context.loaded_bytes, context.saved_dtype = sharding.loaded_bytes(weights), model.saved_dtype(spec, source)
     accelerate_fsdp2_addresses.apply(weights)

@@ -57,6 +57,20 @@ def test_files_that_transformers_would_not_save(
     assert "temperature" not in saved and saved["eos_token_id"] == 2
 
 
+def test_a_reward_model_has_the_padding_token_that_its_config_lacks(
+    tiny: Path, root: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """Its score is that of the last token before the padding."""
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    reward = {"train.stage": "reward", "data.source": "builtin", "data.builtin": "train-pairs", "method.kind": "full"}
+    more = {"train.per_device_train_batch_size": 2, "save.final_model": True, "model.path": str(model)}
+    folder = make_run_folder(root, "reward-padding", {**QUICK, **reward, **more})
+    assert fork_server.run(folder, 1) == 0
+    assert json.loads((folder / result(folder)["model"] / "config.json").read_text())["pad_token_id"] is not None
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp2", "tensor"])
 def test_weights_that_the_files_lack_are_named(
     strategy: str, tiny: Path, root: Path, tmp_path: Path, fork_server: ForkServer

@@ -277,5 +277,5 @@ def test_a_checkpoint_of_a_decomposed_initialization(
     if init == "pissa_fast":
         resolved = json.loads((folder / RESOLVED).read_text())
         (folder / RESOLVED).write_text(json.dumps({**resolved, "device": "cuda"}))
-        with pytest.raises(TrainError, match="only the device that it was trained on repeats this search"):
+        with pytest.raises(TrainError, match="only cuda, on which it was trained, gives the same result again"):
             merge(folder, tmp_path / "elsewhere", 4)

@@ -170,7 +170,7 @@ def test_requests_that_cannot_be_published(run, values, message):
 def test_a_checkpoint_for_changed_base_weights_is_refused(run):
     path = run.path / "checkpoints/checkpoint-4/adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "init_lora_weights": "pissa"}))
-    with pytest.raises(RunError, match="base weights that the initialization has changed"):
+    with pytest.raises(RunError, match="base weights as the initialization has changed them"):
         contents(run, Request(**TO, step=4, base_model=BASE_ID))
 
 

@@ -530,6 +530,20 @@ def test_finding_with_a_guessed_format_points_to_that_option_too() -> None:
         assert found and found.fields == fields
 
 
+def test_examples_that_are_all_skipped_are_not_blamed_on_their_length() -> None:
+    reason = "a.jsonl, line 1: the chat template cannot render it: System role not supported"
+    facts = replace(
+        USER_DATA_FACTS, num_examples=2, num_usable=0, num_checked=2, all_checked=True, num_skipped=3,
+        num_skipped_texts=2, skipped=(reason,), token_lengths=(22, 22),
+    )  # fmt: skip
+    spec = {**USER_DATA, "data.on_bad_example": "skip", "data.system_prompt": "Be kind."}
+    found = Setup(spec, facts).finding("DAT017")
+    assert found and found.title == "All examples are skipped" and reason in found.message
+    assert [dict(fix.patch) for fix in found.fixes] == [{"data.system_prompt": ""}]
+    partly = Setup(spec, replace(facts, num_skipped_texts=1)).finding("DAT017")
+    assert partly and "within data.max_length" in partly.message, "the other one is too long"
+
+
 def test_unknown_columns_have_a_title_of_their_own() -> None:
     location, problem = "a.jsonl, line 1", detection_problem({"id": "7"}, ("messages",))
     facts = replace(columns("id").facts, data_issues=(DataIssue("data.files", location, problem),))

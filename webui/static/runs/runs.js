@@ -160,7 +160,7 @@ function search() {
   } catch (error) {
     if (!(error instanceof SearchError)) throw error;
     page.problem.hidden = false;
-    setText(page.problem, `${error.message} The list still shows the search before.`);
+    setText(page.problem, `${error.message} The list has not changed.`);
   }
   draw();
 }
