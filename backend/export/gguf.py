@@ -36,9 +36,9 @@ from backend.train.run_log import RunLog, TrainError
 
 PROGRESS = re.compile(r"Writing: +(\d+)%")  # of the converter, by tqdm
 KNOWN_ERRORS = {  # pattern -> what follows "cannot convert this model: "
-    r"BPE pre-tokenizer was not recognized": "it accepts only BPE tokenizers that it knows: those of published models. "
-    "One that was trained from scratch or changed is not among them. transformers and vLLM can use the model; for a "
-    "GGUF file, train a model with the tokenizer of a published one.",
+    r"BPE pre-tokenizer was not recognized": "it has a list of the BPE tokenizers of published models, and the one of "
+    "this model is not in it. Use the model with transformers or vLLM, or train a model with the tokenizer of a "
+    "published one.",
     r"(File not found:|Missing) .*tokenizer\.model": "this kind of model needs tokenizer.model, the SentencePiece file "
     "of its tokenizer, and neither the model's folder nor that of its base model has one. Copy it from the original "
     "model to the folder of the base model, then export again.",
@@ -236,14 +236,15 @@ def _why(lines: Sequence[str]) -> str:
     for pattern, reason in KNOWN_ERRORS.items():
         if re.search(pattern, last):
             return reason
-    return f"{last} (the log has its last lines)"
+    return f"{last} (see the log for the converter's output)"
 
 
 def _add_older_keys(config: Path, base: Path) -> None:
     """Copy keys of the base model's config.json that the model's own file lacks: transformers 5 does not write all that
     earlier versions wrote and that the converter reads, such as n_ctx of GPT-2."""
     own, older = (json.loads(files.read_text(path.resolve())) for path in (config, base))
-    if missing := {name: value for name, value in older.items() if name not in own and name not in OF_WEIGHTS}:
+    plain = {name: value for name, value in older.items() if not isinstance(value, dict)}  # no vision part
+    if missing := {name: value for name, value in plain.items() if name not in own and name not in OF_WEIGHTS}:
         config.unlink()  # a link to the model's own file
         config.write_text(json.dumps({**missing, **own}), encoding="utf-8")
 

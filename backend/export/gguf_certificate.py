@@ -35,7 +35,8 @@ STRIDE = 2  # every second position is compared: llama.cpp computes them one by 
 APART = 4.0  # the base model has to be this many times as far from the trained model as the file is
 MIN_SAME = 0.75  # positions with the same most likely token: q8_0 of SmolLM2 has 93%
 OTHER_TOKENIZER = (
-    "llama.cpp has tokenizers of its own, for those of published models: run this model with transformers or vLLM."
+    "llama.cpp reimplements the tokenizers of published models, and this one is different: run this model with "
+    "transformers or vLLM."
 )
 CONTEXT_SHOWN = 40  # characters before a difference
 

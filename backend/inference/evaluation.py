@@ -220,9 +220,9 @@ class Evaluation:
                 "model was trained on."
             )
         if 0 < count < intervals.MIN_EXAMPLES:
-            found.append(
-                f"Only {counted(count, 'example')} cannot tell a change from chance. Use at least 100 if you can."
-            )
+            verb = "is" if count == 1 else "are"
+            few = f"{counted(count, 'example')} {verb} too few"
+            found.append(f"{few} to tell a change from chance. Use at least 100 if you can.")
         elif 0 < count < 30:
             found.append(f"With only {count} examples, the intervals are rough. Use at least 100 if you can.")
         return found

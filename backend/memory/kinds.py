@@ -11,7 +11,7 @@ KINDS: Mapping[str, str] = {
     "overhead": "Device context and libraries",
     "quantized": "Quantized base model",
     "weights": "Weights",
-    "optimizer": "Optimizer state and step",
+    "optimizer": "Optimizer state and its temporaries",
     "gradients": "Gradients",
     "gathered": "Gathered weights and buffers",
     "activations": "Activations",

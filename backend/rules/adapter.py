@@ -264,9 +264,9 @@ def lora_on_unsupported_layers(case: Case) -> Violation | None:
     """An adapter adds its output to the output of a linear layer. Mamba layers read the weights of out_proj and dt_proj
     without calling these layers, and routers that are linear layers return several tensors. PEFT raises an error, or
     the adapter has no effect. When PEFT loads the trained adapter, it gives some other layers names that the model does
-    not have, and ignores their adapters. A reference adapter, which DPO and KTO add, fails on a router that is a
-    quantized linear layer. PEFT mistakes an attention layer with the name of an expert projection, such
-    as gate_proj, for the experts. lora.targets: all-linear and attention include these layers."""
+    not have, and ignores their adapters. PEFT mistakes an attention layer with the name of an expert projection, such
+    as gate_proj, for the experts. lora.targets: all-linear and attention include these layers. DPO and
+    KTO add a reference adapter, which PEFT 0.21 cannot put on a quantized router."""
     lora = case.spec.lora
     if not _uses_lora(case):
         return None

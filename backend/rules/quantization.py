@@ -307,7 +307,7 @@ def experts_not_quantized(case: Case) -> str | None:
 @error(
     "QNT020",
     fields=("method.quantization", "model.path", "model.hub_id"),
-    title="This architecture cannot be evaluated with quantized weights",
+    title="RWKV cannot be quantized",
     source="transformers 5.23 models/rwkv/modeling_rwkv.py, _rescale_layers",
     fixes=(UNQUANTIZED,),
     fails_on=Example(NF4_SPEC, H100, replace(DEMO, model_type="rwkv")),
@@ -315,10 +315,11 @@ def experts_not_quantized(case: Case) -> str | None:
 )
 def rescaled_quantized_weights(case: Case) -> str | None:
     """RWKV divides some of its weights when it is switched from training to evaluation or generation, which fails if
-    they are quantized. Its adapter could be trained, but nothing could use it."""
+    they are quantized."""
     if case.facts.model_type != "rwkv" or not _quantization(case).bits:
         return None
-    return f"RWKV cannot rescale weights of {_quantization(case).label}, which evaluation and generation need."
+    kind = _quantization(case).label
+    return f"RWKV rescales its weights for evaluation and generation, which fails with {kind}."
 
 
 ODD = replace(SMOL, layer=(ModuleSpec("mlp.up_proj", 58 * 51, 58, 51),))

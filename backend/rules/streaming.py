@@ -89,6 +89,6 @@ def _why_a_part_is_empty(case: Case) -> str:
     facts = case.facts
     part = "training" if facts.num_held_out else "validation"
     return (
-        f"the content of each example decides its part, and none of the {facts.num_checked:,} is a {part} example; set "
-        "another fraction, or use validation files"
+        f"a hash of each example assigns it to training or validation, and none of the {facts.num_checked:,} examples "
+        f"is a {part} example; set another fraction, or use validation files"
     )

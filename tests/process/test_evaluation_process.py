@@ -128,7 +128,7 @@ def test_other_data_and_general_texts(run: Run, finish: Callable[..., Run], tmp_
     listed = row(run)
     assert general["count"] == 216 and listed["general_loss"] == general["trained"]
     assert listed["forgetting"] == general["trained"] - general["base"] != 0
-    assert job.result()["limits"] == ["Only 1 example cannot tell a change from chance. Use at least 100 if you can."]
+    assert job.result()["limits"] == ["1 example is too few to tell a change from chance. Use at least 100 if you can."]
 
     tokenizer = AutoTokenizer.from_pretrained(run.path / MODEL)
     item = examples.read(read_spec(run), replace(ALL, data=str(data)), tokenizer, print)[0]

@@ -73,7 +73,7 @@ def test_search_finds_sections_by_all_words(help_pages):
     assert '<a href="guide#rehearsal">Rehearsal</a>' in page and "<mark>rehearsal</mark>" in page
     assert "No section contains these words." in help_pages.get("/help/search?q=zzzz").text
     some = help_pages.get("/help/search?q=rehearsal+zzzz").text
-    assert "with some of these words; none has all of them" in some and '<a href="guide#rehearsal">' in some
+    assert "with some of these words; no section has all of them" in some and '<a href="guide#rehearsal">' in some
 
 
 def test_text_of_queries_and_documents_is_escaped(help_pages, tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def search(q: Annotated[str, Query(max_length=MAX_QUERY)] = "") -> Response:
         for section in found.sections
     )
     count = {0: "No section contains these words.", 1: "1 section"}.get(found.total, f"{found.total} sections")
-    which = "" if found.has_all_words or not found.total else " with some of these words; none has all of them"
+    which = "" if found.has_all_words or not found.total else " with some of these words; no section has all of them"
     more = f"; the first {len(found.sections)} are shown" if found.total > len(found.sections) else ""
     status = f'<p class="dim" role="status">{count}{which}{more}</p>'
     return _page("Search", f'<h1>Search results</h1>{status}<ul class="results">{items}</ul>', query=q)

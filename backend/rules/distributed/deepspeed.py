@@ -212,9 +212,9 @@ def nvme_optimizer_resume(case: Case) -> str | None:
     source="transformers 5.23: _init_weights of BLT, RWKV and Youtu reads shapes or rows of parameters that ZeRO-3 has "
     "already sharded; verified with transformers 5.23 and deepspeed 0.19",
     fixes=(FSDP2, ZERO2),
-    fails_on=Example({"parallel.strategy": "zero3"}, TWO_H100, replace(DEMO, model_type="rwkv")),
+    fails_on=Example({"parallel.strategy": "zero3"}, TWO_H100, replace(DEMO, model_type="youtu")),
     passes_on=Example(
-        {"parallel.strategy": "zero3", "method.quantization": "nf4"}, TWO_H100, replace(DEMO, model_type="rwkv")
+        {"parallel.strategy": "zero3", "method.quantization": "nf4"}, TWO_H100, replace(DEMO, model_type="youtu")
     ),
 )
 def unloadable_under_zero3(case: Case) -> str | None:
