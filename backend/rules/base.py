@@ -161,8 +161,8 @@ class Case:
         working, others = [], []
         for fix in fixes:
             after = replace(self, spec=effective(self.with_patch(fix.patch)))
-            if added := [rule.code for rule in after.other_errors if rule.code not in before]:
-                others.append(replace(fix, cost=f"leads to another error: {names(added)}"))
+            if added := [rule.title for rule in after.other_errors if rule.code not in before]:
+                others.append(replace(fix, cost=f"leads to another error: {'; '.join(added)}"))
             elif decides_fit and after.estimate.fits is False:
                 others.append(replace(fix, cost="does not fit"))
             else:

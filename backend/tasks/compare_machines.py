@@ -51,6 +51,8 @@ def _result(report: Report) -> str:
 
 
 def _used(machine: Machine, report: Report) -> str:
-    """How many nodes of a machine the spec uses; '' if all."""
-    nodes = report.spec.launch.nnodes
+    """How many nodes of a machine the spec uses, or how many machines like it; '' if they are as many as it has."""
+    nodes = report.run.nnodes
+    if nodes > machine.nodes:
+        return f", {nodes} nodes like it"
     return f", {nodes} of {machine.nodes} nodes" if nodes < machine.nodes else ""

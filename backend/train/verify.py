@@ -59,7 +59,8 @@ def check_rules(spec: RunSpec, folder: Path) -> None:
     errors = [finding for finding in found if finding.level == "error"]
     if errors:
         first = errors[0]
-        fix = f" Fix: {first.fixes[0].label}." if first.fixes else ""
+        safe = [fix for fix in first.fixes if fix.safe]  # the page offers the others, with what they cost
+        fix = f" Fix: {safe[0].label}." if safe else ""
         more = f" ({len(errors) - 1} more: {', '.join(e.title for e in errors[1:])}.)" if len(errors) > 1 else ""
         raise TrainError(f"{', '.join(first.fields)}: {first.title}. {first.message}{fix}{more} [{first.code}]")
 

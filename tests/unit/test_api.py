@@ -254,6 +254,9 @@ def test_a_run_can_be_checked_for_another_machine(api):
     body = {"values": eight, "draft": "", "seq": 1}
     here, there = (api.post("/api/check", json={**body, "machine": name}).json() for name in ("", "8x80gb"))
     assert (here["place"], there["place"]) == ("", "eight 80 GB GPUs")
+    nodes = {"launch.rendezvous": "static", "launch.nnodes": 2}
+    two = api.post("/api/check", json={**body, "values": {**eight, **nodes}, "machine": "8x80gb"}).json()
+    assert two["place"] == "2 nodes like eight 80 GB GPUs"
     assert there["memory"]["capacity_bytes"] == 80 * 2**30 and here["memory"]["capacity_bytes"] != 80 * 2**30
     assert ["CUDA_VISIBLE_DEVICES" in report["preview"]["command"] for report in (here, there)] == [False, True]
     response = api.post("/api/check", json={**body, "machine": "9x9gb"})

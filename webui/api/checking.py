@@ -80,7 +80,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
     report = run_preflight(state, spec, body.machine)
     measured, timed = state.peaks.latest(report), state.times.latest(report)
     return {
-        "place": report.machine.name,
+        "place": _place(report),
         "seq": body.seq,
         "status": _status(report, problems),
         "findings": findings_json(report, spec),
@@ -244,6 +244,12 @@ def findings_json(report: Report, spec: RunSpec) -> list[dict[str, Any]]:
 
 
 # -- parts of the report -----------------------------------------------------------------------------------------
+
+
+def _place(report: Report) -> str:
+    """The described machine, or several machines like it for a run of more nodes; '' for this machine."""
+    name, nodes = report.machine.name, report.run.nnodes
+    return f"{nodes} nodes like {name}" if name and nodes > report.machine.nodes else name
 
 
 def _status(report: Report, problems: list[Problem]) -> dict[str, str]:

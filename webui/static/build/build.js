@@ -61,21 +61,22 @@ export function checkSoon() {
   drawUndo();
   compareRehearsal(form.currentValues(), machine());
   compareTuning(form.currentValues());
-  if (!isAsked) queueMicrotask(check); // one check for all changes of this moment, sent before they are drawn
+  if (!isAsked) queueMicrotask(() => check()); // one check for all changes of this moment, sent before they are drawn
   isAsked = true;
   checkSweep();
 }
 
-async function check() {
+/** @param {boolean} keeps whether the draft is saved */
+async function check(keeps = true) {
   isAsked = false;
   const mine = ++seq;
   clearTimeout(timer);
   if (!draftId()) await useDraft(randomId());
   try {
     const values = form.currentValues();
-    const kept = keepEdit(values);
+    const kept = keeps ? keepEdit(values) : null;
     const report = await post("api/check", { values, ...kept, machine: machine(), preset: preset(), seq: mine });
-    editSaved(kept.edit);
+    if (kept) editSaved(kept.edit);
     if (mine < drawnSeq) return; // a later one is drawn already
     drawnSeq = mine;
     lastReport = report;
@@ -101,7 +102,7 @@ async function check() {
 /** Repeat a check that found errors: what they are about, such as a missing file, may have changed since. */
 function checkAgain() {
   const isShown = document.body.dataset.tab === "build" && !document.hidden;
-  if (isShown && lastReport && lastReport.findings.some(({ level }) => level === "error")) check();
+  if (isShown && lastReport && lastReport.findings.some(({ level }) => level === "error")) check(false);
 }
 
 // -- drafts -----------------------------------------------------------------------------------------------------------
