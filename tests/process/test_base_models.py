@@ -57,6 +57,18 @@ def test_files_that_transformers_would_not_save(
     assert "temperature" not in saved and saved["eos_token_id"] == 2
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_has_is_refused(
+    tiny: Path, root: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    model = shutil.copytree(tiny, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([f"<new {number}>" for number in range(4096)])
+    tokenizer.save_pretrained(model)
+    folder = make_run_folder(root, "large-tokenizer", {**QUICK, "model.path": str(model), "data.source": "builtin"})
+    assert fork_server.run(folder, 1) != 0
+    assert "they do not belong together. Use the tokenizer of this model." in log_text(folder).replace("\n", " ")
+
+
 def test_a_reward_model_has_the_padding_token_that_its_config_lacks(
     tiny: Path, root: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:

@@ -19,10 +19,13 @@ from training_runs import log_text, make_spec, result
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from backend.inference import generation
+from backend.inference.loading import Models
 from backend.models import chat, chat_files
 from backend.models.chat_files import BASE, TUNED, Request
+from backend.runs import BASE as WEIGHTS
 from backend.runs import PLAN, Plan, jobs, processes
 from backend.runs.folder import ALIVE, Run
+from backend.train.run_log import TrainError
 
 NEW_TOKENS = 16
 TRAINED = {
@@ -44,6 +47,14 @@ GPU = {"GPU-of-a-test": "GPU 0"}
 def run(fork_server: ForkServer, root: Path) -> Run:
     """A run that has trained an adapter."""
     return Run(fork_server.train(root / "adapter", make_spec(TRAINED)))
+
+
+def test_an_adapter_is_not_used_on_other_base_weights(run: Run, tmp_path: Path) -> None:
+    other = Run(shutil.copytree(run.path, tmp_path / "other", ignore=shutil.ignore_patterns("jobs")))
+    recorded = json.loads((other.path / WEIGHTS).read_text())
+    (other.path / WEIGHTS).write_text(json.dumps({**recorded, "fingerprint": "0" * 64}))
+    with pytest.raises(TrainError, match="base model"):
+        Models(other, lambda text: None).load(None, TUNED)
 
 
 @pytest.fixture

@@ -181,6 +181,16 @@ def test_a_model_that_the_converter_refuses(
     assert not list((tmp_path / "job").rglob("*.gguf"))
 
 
+def test_an_adapter_on_other_base_weights(adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(adapter, run)
+    recorded = json.loads((run / BASE).read_text())
+    (run / BASE).write_text(json.dumps({**recorded, "fingerprint": "0" * 64}))
+    with pytest.raises(TrainError, match="base model"):
+        export(run)
+    assert not list((tmp_path / "job").rglob("*.gguf"))
+
+
 def test_a_checkpoint_with_full_weights(
     adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

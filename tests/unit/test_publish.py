@@ -167,6 +167,11 @@ def test_requests_that_cannot_be_published(run, values, message):
         contents(run, Request(**values))
 
 
+def test_the_file_of_a_sentencepiece_tokenizer_is_published(run):
+    (run.path / MODEL / "tokenizer.model").write_bytes(b"sentencepiece")
+    assert "tokenizer.model" in contents(run, Request(**TO, base_model=BASE_ID)).versions()
+
+
 def test_a_checkpoint_for_changed_base_weights_is_refused(run):
     path = run.path / "checkpoints/checkpoint-4/adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "init_lora_weights": "pissa"}))
