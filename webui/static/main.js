@@ -21,11 +21,11 @@ import { mountCompareRuns } from "./compare/compare_runs.js";
 import {
   $,
   address,
-  canFocus,
   closeDialogs,
   copy,
   dismissNotifications,
   emit,
+  isFocusLost,
   notify,
   notifyError,
   on,
@@ -47,7 +47,7 @@ function showView(tab, run, compared = {}) {
   if (tab !== document.body.dataset.tab) dismissNotifications(); // their Undo belongs to the other view
   address.set({ tab, ...(run ? { run } : {}), runs: null, x: null, ...compared });
   drawView();
-  if (!canFocus(document.activeElement)) focusView(); // what had the focus belongs to the other view
+  if (isFocusLost()) focusView(); // what had the focus belongs to the other view
   window.scrollTo(0, 0); // a view that was not open before begins at its top; going back keeps the browser's place
 }
 
