@@ -164,7 +164,8 @@ class Report:
         sizes = train.per_device_train_batch_size, train.gradient_accumulation_steps, spec.data.max_length
         others = train.stage, train.optim, train.activation_checkpointing, spec.data.packing, spec.launch.trainer
         lora = (spec.lora.r, spec.lora.use_dora) if spec.method.kind == "lora" else ()
-        known = describe(self.machine), run.compute_dtype, run.world_size, *kernels, *sizes, *others, *lora
+        assumed = bool(self.time.assumed_length)  # a prediction from known lengths differs from one without them
+        known = describe(self.machine), run.compute_dtype, run.world_size, *kernels, *sizes, *others, *lora, assumed
         return *map(str, self.compared), *map(str, known)
 
     @property

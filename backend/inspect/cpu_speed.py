@@ -1,4 +1,4 @@
-"""The speed of this machine's CPU, which a worker process measures with torch while no run or job of Footplate uses it.
+"""The speed of this machine's CPU, which a worker process measures with torch while no run of Footplate trains.
 
 A measurement is kept for some minutes. Then the next check requests a new one, and uses the old one until it is there.
 While one does, or other programs use much of the CPU, the rates of the last calm measurement count.
@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ FORMAT = 1  # raise it when the result of backend.train.measure_cpu changes: it 
 FRESH_SECONDS = 300
 CALM_CORES = 0.3  # what other programs may use
 SECONDS = 40.0  # that a measurement takes at most
-TRAINING = "a run or another job of Footplate uses it"
+ASK_AGAIN_SECONDS = 5  # after a run was training
+PENDING = "this CPU is being benchmarked; the time appears in a few seconds"
+UNMEASURED = "this CPU has not been benchmarked yet, and cannot be while a Footplate run trains on this machine"
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,15 @@ class CpuSpeeds(WorkerCache):
             found = self.wait_for(now, {"cpu": dict(request)}, wait_seconds, lambda _: None)
         if found is None or isinstance(found, str):
             if kept:
-                return {"cpu": _speed(kept, kept, request)}
+                return {"cpu": _old_speed(kept, request), "cpu_pending": found is None and start}
             if found is None and not start:
                 return {}
-            reason = f"the CPU could not be measured: {found}" if found else "the speed of this CPU is being measured"
+            reason = f"the CPU could not be measured: {found}" if found else PENDING
             return {"cpu_unknown": reason, "cpu_pending": found is None}
         if kept and (found["training"] or CALM_CORES < found["busy"] > kept["busy"]):
             return {"cpu": _speed(kept, found, request)}
         if found["training"]:
-            return {"cpu_unknown": f"the CPU was not measured yet, because {TRAINING} now"}
+            return {"cpu_unknown": UNMEASURED}
         return {"cpu": _speed(found, found, request)}
 
     def kept(self, key: str) -> Result | None:
@@ -90,6 +92,15 @@ class CpuSpeeds(WorkerCache):
         except (OSError, ValueError):  # missing or incomplete
             return None
         return found if isinstance(found, dict) and found.get("format") == self.format else None
+
+    def _look_up(self, key: str) -> Result | str | None:
+        """A run that trained at an earlier request may have ended: then it is asked again."""
+        found = super()._look_up(key)
+        if isinstance(found, dict) and found.get("training") and time.time() - found["time"] > ASK_AGAIN_SECONDS:
+            with self._changed:
+                self._known.pop(key, None)
+            return None
+        return found
 
     def _store(self, key: str, result: Result) -> None:
         """Keep the rates for later checks, unless earlier ones were measured on a calmer machine."""
@@ -112,10 +123,16 @@ def _speed(measured: Result, now: Result, request: Mapping[str, Any]) -> CpuSpee
     """The rates of `measured` for a run with the processes of `request`, and what else uses the CPU `now`."""
     note = ""
     if measured is not now:
-        why = TRAINING if now["training"] else "other programs use it"
+        why = "a Footplate run trains on this machine" if now["training"] else "other programs use the CPU"
         minutes = max(1, round((now["time"] - measured["time"]) / 60))
-        note = f"The speed of the CPU was measured {minutes:,} min earlier, because {why} now."
+        note = f"The CPU speed is from {minutes:,} min ago: it cannot be measured while {why}."
     return CpuSpeed(**measured["rates"], processes=request["processes"], busy=now["busy"], cores=_cores(), note=note)
+
+
+def _old_speed(kept: Result, request: Mapping[str, Any]) -> CpuSpeed:
+    """The rates of an old measurement; what used the CPU then says nothing about now."""
+    minutes = max(1, round((time.time() - kept["time"]) / 60))
+    return replace(_speed(kept, kept, request), busy=0.0, note=f"The CPU speed is from {minutes:,} min ago.")
 
 
 @lru_cache(maxsize=8)

@@ -43,12 +43,12 @@ class TimeMeasurement:
 
     @property
     def is_outside(self) -> bool:
-        """Whether the measured time is outside of the predicted range."""
+        """Whether the measured time is outside the predicted range."""
         return not 1 / self.factor <= self.ratio <= self.factor
 
     @property
     def rows(self) -> list[tuple[str, str, str]]:
-        """(what, predicted, measured) as texts, "-" for what is not known."""
+        """(what, predicted, measured) as texts, "not known" for what is not."""
         low, high = figure(self.predicted / self.factor), figure(self.predicted * self.factor)
         return [
             ("Time per step", f"{figure(self.predicted)} s ({low} s to {high} s)", f"{figure(self.measured)} s"),
@@ -61,11 +61,9 @@ class TimeMeasurement:
         """Whether the measured time is in the predicted range; if it is not, what is known about the cause."""
         if not self.is_outside:
             return f"The measured time per step is in the predicted range.{self._missing}"
-        side = (
-            f"{self.ratio:.2f} times the predicted one" if self.ratio >= 1 else f"{self.ratio:.0%} of the predicted one"
-        )
-        causes = self.causes or ("Which part of a step took longer or shorter was not measured.",)
-        first = f"The measured time per step is {side}, which is outside of the predicted range."
+        share = f"{self.ratio:.2f} times" if self.ratio >= 1 else f"{self.ratio:.0%} of"
+        causes = self.causes or ("The cause is not known: the parts of a step are not measured.",)
+        first = f"Steps took {share} the predicted time, which is outside the predicted range."
         return " ".join((first, *causes)) + self._missing
 
     @property
@@ -80,20 +78,20 @@ class TimeMeasurement:
 
     def for_next(self, report: Report) -> dict[str, Any]:
         """What this run says about the similar one of `report`: the run, the ratio, and the sentences."""
-        sentence = f"The last run like this ({self.run}) took {self.ratio:.2f} times its predicted time per step."
+        sentence = f"In the last similar run ({self.run}), steps took {self.ratio:.2f} times as long as predicted."
         found = report.time.run
         if found:
             steps = sum(item.seconds for item in found.items if item.label == STEPS)
             scaled = duration(found.seconds + (self.ratio - 1) * steps)
-            sentence += f" Scaled by {self.ratio:.2f}, this run takes about {scaled}."
+            sentence += f" With the same factor, this run takes about {scaled}."
         else:
             scaled = figure(report.time.step_seconds * self.ratio)
-            sentence += f" Scaled by {self.ratio:.2f}, a step of this run takes {scaled} s."
+            sentence += f" With the same factor, a step of this run takes about {scaled} s."
         return {"run": self.run, "ratio": self.ratio, "sentence": sentence}
 
 
 def _text(value: float | None, show: Callable[[float], str]) -> str:
-    return "-" if value is None else show(value)
+    return "not known" if value is None else show(value)
 
 
 def measure_time(run: Run) -> TimeMeasurement | None:
@@ -132,9 +130,11 @@ def _causes(time: Mapping[str, Any], measured: float, tokens: float | None, poin
         cores = counted(busy["cores"], "core")
         found.append(f"When the run was checked, other programs used about {busy['used']:.1f} of {cores}.")
     waits = [point["data_wait"] for point in points if isinstance(point.get("data_wait"), int | float)]
-    waited = sum(waits) / len(waits) / measured if waits else 0
+    waited = sum(waits) / len(waits) if waits else 0  # shares of the time of the steps
     if waited > MUCH_WAITING:
-        found.append(f"About {waited:.0%} of a step were spent waiting for the next batch, which is not predicted.")
+        found.append(
+            f"Steps waited for the data loader {waited:.0%} of the time, which the prediction does not include."
+        )
     expected = time["tokens_per_second"] * time["step_seconds"]
     if tokens and abs(tokens / expected - 1) > OTHER_TOKENS:
         found.append(f"A step trained on {tokens:,.0f} tokens instead of the predicted {expected:,.0f}.")

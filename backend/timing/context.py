@@ -81,7 +81,8 @@ class TimeContext:
     @cached_property
     def head_tokens(self) -> float:
         """Tokens whose logits one device computes in a batch: TRL's chunked loss skips those without a label."""
-        if self.labeled_share == 1 or self.kernels not in (STOCK, COMPILED):
+        is_chunked = self.memory.spec.launch.trainer == "footplate" and self.kernels in (STOCK, COMPILED)
+        if self.labeled_share == 1 or not is_chunked:
             return self.tokens
         return self.batch.sequences * self.batch.trained * self.labeled_share / self.memory.run.token_shards
 

@@ -20,8 +20,8 @@ from backend.timing.unpredictable import device_reason, run_reason, step_reason
 from backend.timing.whole_run import RunTime, run_time
 
 CPU, OPERATIONS, NETWORK, GPUS, PROCESSES, RANKS = (
-    "Waiting for the CPU", "Starting operations", "Waiting for the network", "Waiting for transfers between GPUs",
-    "Transfers between processes", "Waiting for longer batches",
+    "Waiting for the CPU", "Operator overhead", "Waiting for the network", "Waiting for transfers between GPUs",
+    "Transfers between processes", "Waiting for the rank with the longest batch",
 )  # fmt: skip
 REST = 3.0  # like `factor`, of all but the steps: loading, evaluations and checkpoints were compared with nothing
 NEGLIGIBLE = 0.0005  # of a step: such items are left out
@@ -128,7 +128,7 @@ def _predict(ctx: TimeContext, facts: InputFacts) -> TimeEstimate:
 
 def _cpu_item(ctx: TimeContext, host: float, seconds: float) -> Part:
     formula = (
-        f"starting the operations of a batch takes {host:.2g} s, {ctx.calibration.operation_seconds * 1e6:.0f} us each"
+        f"launching the operators of a batch takes {host:.2g} s, {ctx.calibration.operation_seconds * 1e6:.0f} us each"
     )
     return Part(OPERATIONS if ctx.cpu else CPU, seconds, formula)
 

@@ -79,10 +79,11 @@ def dominating_text(estimate: TimeEstimate) -> str:
 
 def range_text(estimate: TimeEstimate) -> str:
     """The range and the reason for its width."""
-    text = f"The steps may be up to {estimate.factor:g} times faster or slower: {estimate.factor_reason}"
+    text = f"The time per step may be up to {estimate.factor:g} times shorter or longer: {estimate.factor_reason}"
     if estimate.run and estimate.run.step_seconds < (1 - MUCH_REST) * estimate.run.seconds:
         text += (
-            f". The rest of the run was not compared with measurements and may be up to {REST:g} times faster or slower"
+            ". Loading, evaluations and checkpoints were never compared with measurements and may take up to "
+            f"{REST:g} times less or more"
         )
     return text
 
@@ -91,8 +92,8 @@ def padding_text(estimate: TimeEstimate) -> str:
     """How much of the computing is wasted on padding, '' if that is little; or which lengths are assumed."""
     if estimate.assumed_length:
         return (
-            f"The lengths of the examples are not known; each is assumed to have {estimate.assumed_length:,} tokens "
-            "(data.max_length), so that steps of shorter ones take less time"
+            f"The example lengths are not known. Each example is assumed to have {estimate.assumed_length:,} tokens "
+            "(data.max_length); with shorter examples, steps take less time"
         )
     return f"{estimate.padded:.0%} of the computed tokens are padding" if estimate.padded > MUCH_PADDING else ""
 
@@ -108,8 +109,10 @@ def busy_text(estimate: TimeEstimate) -> str:
     cpu = estimate.cpu
     if cpu is None or not cpu.is_busy:
         return ""
-    cores = counted(cpu.cores, "core")
-    return f"Other programs use about {cpu.busy:.1f} of {cores}, so that the run may take longer."
+    cores = counted(cpu.cores, "CPU core")
+    return (
+        f"Other programs use about {cpu.busy:.1f} of the {cores}; while they do, the run takes longer than predicted."
+    )
 
 
 def run_steps_text(estimate: TimeEstimate) -> str:

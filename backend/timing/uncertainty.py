@@ -37,11 +37,9 @@ def _gpu_ranges(ctx: TimeContext, waiting: float, host: float) -> list[tuple[flo
 
 
 def _cpu_ranges(ctx: TimeContext) -> list[tuple[float, str]]:
-    found = [(CPU, "the speed follows from a short measurement of this CPU")]
+    found = [(CPU, "it was predicted from a short benchmark of this CPU")]
     if ctx.cpu and ctx.cpu.is_busy:
         found.append((BUSY_CPU, "other programs use the CPU"))
-    if ctx.memory.run.world_size > 1:
-        found.append((SEVERAL_GPUS, "how long several processes wait for each other is hard to predict"))
     return found
 
 
@@ -54,6 +52,14 @@ def _uncompared(ctx: TimeContext) -> list[tuple[float, str]]:
         found.append((UNCOMPARED, "the speed of mixture-of-experts models depends on their kernels"))
     if memory.spec.train.stage not in registry.NEXT_TOKEN_STAGES:
         found.append((UNCOMPARED, "preference and reward training was not compared with measurements"))
+    if ctx.cpu and memory.spec.train.torch_compile:
+        found.append((UNCOMPARED, "torch.compile on a CPU was not compared with measurements"))
+    if ctx.cpu and memory.quantized_count:
+        found.append((UNCOMPARED, "quantized weights on a CPU were not compared with measurements"))
+    if ctx.cpu and memory.is_lora and memory.spec.lora.use_dora:
+        found.append((UNCOMPARED, "DoRA on a CPU was not compared with measurements"))
+    if ctx.cpu and memory.run.world_size > 1:
+        found.append((UNCOMPARED, "several processes on a CPU were not compared with measurements"))
     if memory.spec.launch.trainer != "footplate":
         found.append((UNCOMPARED, "LLaMA-Factory's own kernels are not modeled"))
     return found

@@ -18,18 +18,24 @@ MEASURED_BITS = 4  # of quantized weights
 LINEAR_ATTENTION = ("linear_attn", "mamba", "ssm", "rwkv", "conv1d", "recurrent")  # parts of the names of modules
 
 
-def _cpu_reason(run: ResolvedRun, cpu: CpuSpeed | None) -> str:
+def _cpu_reason(run: ResolvedRun, machine: Machine, cpu: CpuSpeed | None) -> str:
     if run.nnodes > 1:
         return "the network between the nodes was not measured"
-    if cpu and cpu.processes != run.nproc_per_node:
-        return f"the CPU was measured for {counted(cpu.processes, 'process')}"
+    if cpu is None and machine.name:
+        return f"the CPU of {machine.name} cannot be benchmarked from this machine"
+    if cpu is None:
+        return "the CPU has not been benchmarked yet (`footplate estimate` benchmarks that of this machine)"
+    if cpu.processes != run.nproc_per_node:
+        return (
+            f"the CPU was benchmarked with {counted(cpu.processes, 'process')}, and this run has {run.nproc_per_node}"
+        )
     return ""
 
 
 def device_reason(run: ResolvedRun, machine: Machine, facts: InputFacts) -> str:
     """Why nothing is known about the devices, the end of a sentence; '' if something is."""
-    if run.device == "cpu" and (facts.cpu or facts.cpu_unknown):
-        return facts.cpu_unknown or _cpu_reason(run, facts.cpu)
+    if run.device == "cpu":
+        return facts.cpu_unknown or _cpu_reason(run, machine, facts.cpu)
     if run.device != "cuda":
         return f"training on this device type ({registry.DEVICES[run.device].label}) was not compared with measurements"
     gpus = estimated_gpus(run, machine)

@@ -12,14 +12,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM  # takes a second, which must not be measured
 
 from backend.inspect.cpu_speed import CALM_CORES, FORMAT
-from backend.runs import RUN_MARKER
+from backend.runs import JOB, RUN_MARKER
+from backend.runs.folder import Run
 
 SECONDS = 0.05  # of each measurement
 SAMPLE_SECONDS = 0.3  # in which the CPU use of other programs is measured
@@ -28,6 +31,8 @@ MAX_TOKENS = 512  # of the measurements of attention and small products
 MAX_PRODUCT = 3e8  # multiplications of a product: longer ones are interrupted by other programs
 BLOCK = 2**24  # elements of an array that no cache holds
 SHORT, LAYERS = 8, (1, 4)  # tokens and layers of the models by which the time of small operations is measured
+
+LEAST_SECONDS = 1e-6  # of a layer: the difference of two measurements may be negative
 
 Clock = Callable[[], float]  # seconds
 
@@ -39,11 +44,15 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         busy, training = busy_cores(), is_training()
         if training or busy <= CALM_CORES:
             break
+    rates = None
+    if not training and busy <= CALM_CORES:
+        rates = _with_threads(time.perf_counter, **request)
+        busy, training = max(busy, busy_cores()), is_training()  # what has started during the measurement
     found = {"format": FORMAT, "time": time.time(), "busy": busy, "training": training}
     if training:
         return found
-    if busy <= CALM_CORES:
-        return {**found, "rates": _with_threads(time.perf_counter, **request)}
+    if rates and busy <= CALM_CORES:
+        return {**found, "rates": rates}
     threads = request["threads"]
     rates = _with_threads(time.thread_time, **{**request, "threads": 1, "processes": 1})
     scale = {"memory": 1 / request["processes"], "logit": 1 / threads, "layer": 1.0}
@@ -58,10 +67,12 @@ def busy_cores(seconds: float = SAMPLE_SECONDS) -> float:
 
 
 def is_training() -> bool:
-    """Whether a process of a run of Footplate exists on this machine, as far as this user can see."""
+    """Whether a run of Footplate trains on this machine, as far as this user can see. A job that uses a trained model,
+    such as a chat, and what follows a job in a cluster are mostly idle; if not, `busy_cores` counts them."""
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and process.environ().get(RUN_MARKER):
+            place = process.environ().get(RUN_MARKER) if process.pid != os.getpid() else None
+            if place and not Run(Path(place)).about().get("kind") and not (Path(place) / JOB).exists():
                 return True
         except psutil.Error:  # it has ended, or belongs to another user
             continue
@@ -157,12 +168,10 @@ def _attention(clock: Clock, sequences: int, heads: int, length: int, head_dim: 
 def _layer(clock: Clock) -> float:
     """Seconds of the operations of a decoder layer whose tensors are so small that computing takes no time, forward and
     backward."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (takes a second)
-
     tokens, mask, seconds = torch.zeros(2, SHORT, dtype=torch.long), torch.ones(2, SHORT, dtype=torch.long), []
     mask[0, 0] = 0
     for layers in LAYERS:
         size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 16}
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, pad_token_id=0, **size))
         seconds.append(fastest(clock, lambda model=model: model(tokens, mask, labels=tokens).loss.backward()))  # type: ignore[misc]
-    return (seconds[1] - seconds[0]) / (LAYERS[1] - LAYERS[0])
+    return max(LEAST_SECONDS, (seconds[1] - seconds[0]) / (LAYERS[1] - LAYERS[0]))

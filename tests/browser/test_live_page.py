@@ -120,7 +120,7 @@ def test_the_measured_peak_is_that_of_the_allocator(server, page):
     expect(page.locator(".fp-ranks tbody tr").first).to_contain_text("64 GiB")
     time = page.locator(".fp-run-time")
     expect(time.locator("tbody tr").first).to_contain_text(re.compile(r"Time per step\d.* s \(.+ to .+\)0\.5 s"))
-    expect(time).to_contain_text("outside of the predicted range")
+    expect(time).to_contain_text("outside the predicted range")
 
 
 WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"

@@ -63,7 +63,7 @@ def test_the_time_and_the_other_machines(page):
     speed = line(page, "FSDP2, replicated (HSDP)").locator(".fp-n").last.inner_text()
     expect(card.locator(".fp-figure")).to_have_text(f"{speed} tokens/s")
     expect(card.locator(".fp-time-picture li").first).to_contain_text("Linear layers")
-    expect(card.locator(".fp-range")).to_contain_text("The steps may be up to 1.45 times faster or slower")
+    expect(card.locator(".fp-range")).to_contain_text("The time per step may be up to 1.45 times shorter or longer")
     card.get_by_text("Other machines").click()
     rows = card.locator(".fp-time-machines tbody tr")
     expect(rows).to_have_count(1 + len(machines()))

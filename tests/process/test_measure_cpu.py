@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from backend.inspect import CpuSpeed
-from backend.runs import RUN_MARKER
+from backend.runs import JOB, PLAN, RUN_MARKER
 from backend.train import measure_cpu
 
 REQUEST = {
@@ -41,7 +43,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, busy: float, training: bool = Fals
 
 def test_a_calm_cpu_is_measured_with_the_threads_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(monkeypatch, 0.1)
-    assert all(math.isfinite(rate) and rate > 0 for rate in vars(CpuSpeed(**found["rates"])).values() if rate)
+    assert all(math.isfinite(rate) and rate > 0 for rate in found["rates"].values())
     assert found["busy"] == 0.1 and not found["training"]
 
 
@@ -57,6 +59,37 @@ def test_a_busy_cpu_is_measured_in_cpu_time_of_one_thread(monkeypatch: pytest.Mo
     monkeypatch.setattr(measure_cpu, "_with_threads", rates)
     assert measured(monkeypatch, 1.5, threads=2)["rates"] == {"memory": 8.0, "matmul": 10.0, "logit": 2.0, "layer": 3.0}
     assert seen == [1]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_starts_during_the_measurement_counts(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+    busy, trains, clocks = iter((0.1, 1.5)), iter((False, training)), []
+    monkeypatch.setattr(measure_cpu, "busy_cores", lambda: next(busy))
+    monkeypatch.setattr(measure_cpu, "is_training", lambda: next(trains))
+    monkeypatch.setattr(measure_cpu, "_with_threads", lambda clock, **_: clocks.append(clock) or {"matmul": 5.0})
+    found = measure_cpu.measure(REQUEST)
+    assert (found["busy"], found["training"], "rates" in found) == (1.5, training, not training)
+    assert clocks == [time.perf_counter, time.thread_time][: 2 - training]
+
+
+def test_idle_jobs_and_followers_do_not_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def trains() -> bool:
+        process = SimpleNamespace(pid=-1, environ=lambda: {RUN_MARKER: str(tmp_path)})
+        monkeypatch.setattr(measure_cpu.psutil, "process_iter", lambda: [process])
+        return measure_cpu.is_training()
+
+    (tmp_path / PLAN).write_text(json.dumps({"about": {"kind": "chat"}}))
+    assert not trains()
+    (tmp_path / PLAN).write_text("{}")
+    assert trains()
+    (tmp_path / JOB).write_text("{}")
+    assert not trains()
+
+
+def test_a_layer_takes_more_than_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((2.0, 1.0))
+    monkeypatch.setattr(measure_cpu, "fastest", lambda *_: next(times))
+    assert measure_cpu._layer(time.perf_counter) > 0
 
 
 def test_nothing_is_measured_while_a_run_trains(monkeypatch: pytest.MonkeyPatch) -> None:

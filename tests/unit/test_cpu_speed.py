@@ -51,31 +51,39 @@ def test_a_measurement_is_kept_for_a_while(speeds: Measured, tmp_path: Path) -> 
 
 
 def test_an_old_measurement_counts_until_there_is_a_new_one(speeds: Measured) -> None:
-    get(speeds, result(0.001, age=1000))
-    assert speeds.get(REQUEST, False)["cpu"].layer == 0.001
+    get(speeds, result(0.001, busy=1.4, age=1500))
+    speeds._known.clear()
+    found = speeds.get(REQUEST, False)["cpu"]
+    assert (found.layer, found.busy, found.note) == (0.001, 0, "The CPU speed is from 25 min ago.")
     assert get(speeds, result(0.002))["cpu"].layer == 0.002
 
 
 @pytest.mark.parametrize(
     ("now", "why"),
     [
-        ({"training": True, "busy": 2.0}, "a run or another job of Footplate uses it now"),
-        ({"busy": 1.4}, "other programs use it now"),
+        ({"training": True, "busy": 2.0}, "a Footplate run trains on this machine"),
+        ({"busy": 1.4}, "other programs use the CPU"),
     ],
 )
 def test_the_last_calm_measurement_counts(speeds: Measured, now: dict[str, Any], why: str) -> None:
     get(speeds, result(0.001, age=1500))
     found = get(speeds, result(0.009, **now))["cpu"]
     assert found.layer == 0.001 and found.busy == now["busy"]
-    assert found.note == f"The speed of the CPU was measured 25 min earlier, because {why}."
+    assert found.note == f"The CPU speed is from 25 min ago: it cannot be measured while {why}."
     assert get(speeds, result(0.002))["cpu"].note == ""
 
 
 def test_without_a_calm_measurement(speeds: Measured) -> None:
-    assert "another job of Footplate uses it now" in get(speeds, result(0, training=True))["cpu_unknown"]
+    assert "cannot be while a Footplate run trains" in get(speeds, result(0, training=True))["cpu_unknown"]
     assert get(speeds, result(0.009, busy=1.4))["cpu"].is_busy
     assert get(Measured(speeds.cache_folder / "x"), "torch is missing")["cpu_unknown"].endswith("torch is missing")
     assert Measured(speeds.cache_folder / "y", command=("sleep", "9")).get(REQUEST, True) == {
-        "cpu_unknown": "the speed of this CPU is being measured",
+        "cpu_unknown": cpu_speed.PENDING,
         "cpu_pending": True,
     }
+
+
+def test_it_is_asked_again_after_a_run_has_trained(speeds: Measured) -> None:
+    assert "cpu_unknown" in get(speeds, result(0, training=True, age=10))
+    speeds.now = result(0.002)
+    assert speeds.get(REQUEST, True, 5)["cpu"].layer == 0.002

@@ -26,6 +26,9 @@ from backend.tasks.measured_time import MeasuredTimes, measure_time
 CPU = CpuSpeed(
     matmul=1e11, small=8e10, attention=5e10, activations=6e9, memory=3e10, logit=2e-9, layer=0.001, cores=2
 )  # fmt: skip
+FAST = CpuSpeed(
+    matmul=1e13, small=8e12, attention=5e12, activations=6e11, memory=3e12, logit=2e-11, layer=0.00001, cores=2
+)  # fmt: skip
 SHAPE = from_config({**BUILTIN_MODELS["smollm2-135m-instruct"].config})
 
 
@@ -60,11 +63,12 @@ def test_a_time_in_the_range(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ratio", "point", "cpu", "cause"),
     [
-        (2.5, {}, CPU, "Which part of a step took longer or shorter was not measured."),
-        (2.5, {"data_wait": 30.0}, CPU, "of a step were spent waiting for the next batch"),
+        (2.5, {}, CPU, "The cause is not known: the parts of a step are not measured."),
+        (2.5, {"data_wait": 0.3}, CPU, "Steps waited for the data loader 30% of the time"),
+        (2.5, {"data_wait": 0.1}, FAST, "The cause is not known"),
         (2.5, {"share": 2}, CPU, " tokens instead of the predicted "),
         (2.5, {}, replace(CPU, busy=1.4), "When the run was checked, other programs used about 1.4 of 2 cores."),
-        (0.4, {}, replace(CPU, busy=1.4), "40% of the predicted one, which is outside of the predicted range. Which"),
+        (0.4, {}, replace(CPU, busy=1.4), "took 40% of the predicted time, which is outside the predicted range. The"),
     ],
 )
 def test_the_cause_is_only_what_was_measured(
@@ -91,5 +95,9 @@ def test_the_last_similar_run_scales_the_next_prediction(tmp_path: Path) -> None
     assert found and found.run == "2026-01-01_000000_one"
     shown = found.for_next(planned)
     assert shown["ratio"] == pytest.approx(1.3)
-    assert shown["sentence"].startswith("The last run like this (2026-01-01_000000_one) took 1.30 times its predicted")
+    assert shown["sentence"].startswith(
+        "In the last similar run (2026-01-01_000000_one), steps took 1.30 times as long as predicted. With"
+    )
     assert times.latest(report(**{"data.max_length": 128})) is None
+    known = replace(planned.time, assumed_length=0)
+    assert times.latest(replace(planned, time=known)) is None  # its lengths are known, those of the earlier run not
