@@ -224,9 +224,10 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
 def _add_tune(command: AddCommand, spec: argparse.ArgumentParser, folder: argparse.ArgumentParser) -> None:
     tuned = command("tune", spec, folder, help="measure which settings of a spec are fastest on this machine")
     add = tuned.add_argument
-    add("--minutes", type=float, default=MINUTES, metavar="N", help="most minutes of measuring (default: %(default)g)")
+    limit = "time limit in minutes, without the time in the queue (default: %(default)g)"
+    add("--minutes", type=float, default=MINUTES, metavar="N", help=limit)
     add("--allow-changes", action="store_true", help="also try settings that change the result slightly")
-    add("--again", action="store_true", help="measure even if there is a result for the same spec")
+    add("--again", action="store_true", help="ignore a saved result and measure again")
 
 
 def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:

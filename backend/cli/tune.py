@@ -12,6 +12,7 @@ from typing import Any
 
 from backend.cli.commands import print_findings, print_json, read_spec, report_json, set_arguments, wait_for_preflight
 from backend.cli.status_line import StatusLine
+from backend.config import RunSpec
 from backend.machine import probe
 from backend.preflight import Report
 from backend.rules import Fix
@@ -30,14 +31,19 @@ HEAD = ("SETTINGS", "TOKENS/S", "SPREAD", "STEP", "MEMORY", "WHOLE RUN", "RESULT
 def start(arguments: argparse.Namespace) -> int:
     """Measure the settings of a spec and wait for the end, or print the earlier result; Ctrl-C stops measuring."""
     here, root = probe(Path.cwd()), Path(arguments.runs)
-    report = wait_for_preflight(read_spec(arguments), here)
+    spec = read_spec(arguments)
+    report = wait_for_preflight(spec, here)
     if not report.can_run:
         return _refuse(report, arguments.json)
-    found = None if arguments.again else earlier(root, report, arguments.allow_changes)
+    found = None if arguments.again else earlier(root, report, arguments.allow_changes, arguments.minutes)
     if found is None:
         trial, found = tune(root, report, Path.cwd(), here, arguments.minutes, arguments.allow_changes)
         if found is None:
             return _refuse(trial, arguments.json)
+        status = _follow(found)
+    elif found.status()["state"] == "running":
+        limit = f"{found.status()['minutes']:g}"
+        print(f"These settings are being measured already, with a time limit of {limit} minutes.", file=sys.stderr)
         status = _follow(found)
     else:
         status = found.status()
@@ -46,7 +52,7 @@ def start(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(status)
     else:
-        print("\n".join(_lines(status)))
+        print("\n".join(_lines(status, spec)))
     return OUTCOMES.get(status["state"], 1)
 
 
@@ -86,7 +92,7 @@ def _progress(status: Mapping[str, Any]) -> str:
     return f"{where}: {status['now']}" if status["now"] else "Checking the settings"
 
 
-def _lines(status: Mapping[str, Any]) -> Iterator[str]:
+def _lines(status: Mapping[str, Any], spec: RunSpec) -> Iterator[str]:
     rows = status["rows"]
     table = [HEAD, *(_cells(row) for row in rows)]
     widths = [max(len(cells[i]) for cells in table) for i in range(len(HEAD))]
@@ -107,7 +113,7 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
         best = rows[status["fastest"]]
         effect = "" if best["safe"] else " They change the training result slightly."
         yield f"Fastest after {took}: {best['label']}, {best['gain']:.2f}x as fast as the current settings.{effect}"
-        yield set_arguments(Fix(best["label"], best["patch"]))
+        yield set_arguments(Fix(best["label"], best["patch"]).for_spec(spec))
     elif not any(row["state"] in ("faster", "same", "slower") for row in rows):
         yield "No other settings were measured."
     elif status["state"] == "done":

@@ -25,7 +25,7 @@ def plant(server, name):
     """A tuning in the runs folder of the server, without its process."""
     folder = server.runs / FOLDER / name
     folder.mkdir(parents=True)
-    request = {"name": "a", "key": "none", "created": time.time(), "minutes": 10, "changes_result": False}
+    request = {"name": "a", "key": "none", "created": time.time(), "minutes": 10, "spec": "", "changes_result": False}
     (folder / REQUEST).write_text(json.dumps(request))
     return folder
 
@@ -52,7 +52,7 @@ def test_measuring_stopping_and_adopting(server, page):
     expect(card.get_by_role("status")).to_have_text("Trial 2 of about 9: Eager attention.")
     expect(card).to_contain_text("At most 5 min 00 s left.")
     card.get_by_role("button", name="Stop").click()
-    expect(card.locator("tbody tr").first).to_have_text("Current settings1,000")
+    expect(card.locator("tbody tr").first).to_have_text("Current settings1,000Use these")
     while not (folder / STOP).exists():
         page.wait_for_timeout(20)
     write(folder, "stopped", ROWS)
@@ -63,7 +63,7 @@ def test_measuring_stopping_and_adopting(server, page):
         "Refused. The loss differs: 5 instead of 4 in step 1."
     )
     expect(card.locator("summary")).to_have_text("Not tried (1)")
-    card.get_by_role("button", name="Use these").click()
+    card.get_by_role("button", name="Use these").last.click()
     assert page.evaluate("footplate.values()['model.attn_implementation']") == "eager"
     expect(card.locator("h3")).to_have_text("Fastest settings: stopped, with earlier values of the form")
     page.get_by_role("button", name="Undo").last.click()

@@ -18,12 +18,12 @@ from training_runs import make_spec
 from backend.inspect import resolve_paths
 from backend.machine import Machine, probe
 from backend.preflight import preflight
-from backend.runs import METRICS, processes
+from backend.runs import processes
 from backend.runs.folder import RunError, runs
 from backend.tasks.tuning import candidates, runner
 from backend.tasks.tuning import tuning as tuning_module
 from backend.tasks.tuning.runner import Runner
-from backend.tasks.tuning.tuning import FOLDER, Tuning, tune
+from backend.tasks.tuning.tuning import Tuning, tune
 
 STEPS = 6  # of a trial, to save time
 QUICK = {"launch.launcher": "python", "launch.omp_num_threads": 1, "data.max_length": 64}
@@ -108,5 +108,5 @@ def test_random_specs_are_measured_without_a_refused_or_failed_row(root: Path, t
         wrong = [row for row in status["rows"] if row["state"] in ("refused", "failed")]
         if wrong or status["state"] != "done":
             problems.append(json.dumps([tuning.request()["spec"], status["failure"], wrong, status["notes"]]))
-        assert not (root / "runs" / FOLDER / tuning.id / METRICS).exists() and not runs(tuning.path)
+        assert not runs(tuning.path) and not processes.run_processes(tuning.path)
     assert not problems, "\n".join(problems)

@@ -79,7 +79,9 @@ def test_strategies_on_several_gpus_and_precisions_of_a_cpu() -> None:
     found = proposed(case_of({"parallel.strategy": "fsdp2", "launch.nproc_per_node": 8}, eight), changes_result=True)
     assert found["strategy"][0] == "DDP" and "FSDP2" not in found["strategy"]
     assert not any("offload" in label for label in found["strategy"])
-    assert found["communication"] == ["No reshard after forward"]
+    assert found["reshard"] == ["No reshard after forward"]
+    found = proposed(case_of({"parallel.strategy": "ddp", "launch.nproc_per_node": 8}, eight))
+    assert [fix[:7] for fix in found["buckets"]] == ["Buckets"] and found["reshard"] == []
     found = proposed(case_of({}, LAPTOP), changes_result=True)
     assert "bf16 precision" in found["precision"] and found["threads"] == ["4 CPU threads per process"]
 
@@ -192,9 +194,65 @@ def test_a_tuning_measures_refuses_and_keeps_its_result(
         assert key(other, False) != status["key"]
     saved = preflight(edit(report.spec, {"save.total_limit": 7}), report.machine, Path.cwd())
     assert key(saved, False) == status["key"], "a trial saves nothing"
+    longer = replace(report.facts, token_lengths=(9000,) * 10)
+    assert key(replace(report, facts=longer), False) != status["key"], "other examples in the same file"
+    quiet = preflight(edit(report.spec, {"logging.level": "warning"}), report.machine, Path.cwd())
+    assert key(quiet, False) == status["key"], "the level of the log does not matter"
     assert key(replace(report, machine=replace(report.machine, cores=3)), False) != status["key"]
-    print("\n".join(command._lines(status)))
+    print("\n".join(command._lines(status, report.spec)))
     assert capsys.readouterr().out.splitlines()[-1] == "--set model.attn_implementation=eager"
+
+
+def test_a_result_that_reached_its_time_limit_is_not_shown_for_more_minutes(root: Path, report: Report) -> None:
+    tuning = start(root, report, minutes=1.0)
+    (tuning.path / OUTCOME).write_text(json.dumps({"state": "done", "late": True}))
+    assert earlier(root, report, False, 1.0) and earlier(root, report, False, 30.0) is None
+    (tuning.path / OUTCOME).write_text(json.dumps({"state": "done", "late": False}))
+    assert earlier(root, report, False, 30.0)
+
+
+def test_the_same_settings_are_not_measured_twice_at_a_time(root: Path, report: Report) -> None:
+    tuning = start(root, report)
+    lock = processes.acquire_lock(tuning.path)
+    found = earlier(root, report, False)
+    assert lock is not None and found and found.id == tuning.id, "so that it can be stopped"
+    with pytest.raises(RunError, match="being measured already"):
+        start(root, report)
+    os.close(lock)
+
+
+def test_a_stop_during_the_check_ends_it(root: Path, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(*arguments: Any) -> Report:
+        tuning.stop()
+        arguments[-1]("Checked 100 examples")
+        raise AssertionError("the check goes on")
+
+    tuning = start(root, report)
+    monkeypatch.setattr(runner, "preflight", check)
+    Runner(tuning).run()
+    assert tuning.status()["state"] == "stopped" and tuning.status()["rows"] == []
+
+
+def test_adopting_a_row_gives_what_was_measured(root: Path, report: Report) -> None:
+    """Whatever hidden values the form has, and also after another row was adopted."""
+    gpus = replace(presets.machines()["2x24gb"], name="")
+    form = edit(RunSpec(), {"launch.nproc_per_node": 8, "launch.rendezvous": "static"})
+    tuning = start(root, report)
+    found = Runner(tuning)
+    found.case = Case(effective(form), gpus, DEMO)
+    fixes = candidates._strategy(found.case)
+    ddp = found.changes(next(fix.patch for fix in fixes if fix.patch["parallel.strategy"] == "ddp"))
+    assert (ddp["launch.nproc_per_node"], ddp["launch.rendezvous"]) == (2, "standalone")
+    base, eager, both = tuning.settings([{}, {"model.attn_implementation": "eager"}, {"train.optim": "adamw_torch"}])
+    assert base["model.attn_implementation"] == both["model.attn_implementation"] == "auto"
+    assert eager["train.optim"] == base["train.optim"]
+    (whole,) = tuning.settings([{"parallel.strategy": "ddp", "launch.launcher": "torchrun"}])
+    assert whole["launch.rendezvous"] == "standalone", "the form may have another value"
+
+
+def test_packing_is_tried_with_enough_examples(report: Report) -> None:
+    least, more = trial_spec(report), trial_spec(report, changes_result=True)
+    assert more.data.max_samples == 16 * (least.data.max_samples or 0) > 0
 
 
 def test_a_stop_in_a_trial_leaves_no_process(root: Path, report: Report) -> None:
@@ -235,7 +293,7 @@ def test_the_api_starts_shows_and_stops(report: Report, tmp_path: Path) -> None:
         row = Row("Threads", {"launch.devices": (0, 1)}, True, "faster").as_json()
         (tuning.path / OUTCOME).write_text(json.dumps({"state": "done", "rows": [row], "fastest": 0}))
         status = api.get(f"/api/tunings/{id}").json()
-        assert (status["state"], status["rows"][0]["patch"]) == ("done", {"launch.devices": "0, 1"})
+        assert (status["state"], status["rows"][0]["patch"]["launch.devices"]) == ("done", "0, 1")
         assert api.post("/api/tunings/earlier", json={"values": VALUES}).json() == {"id": id}
         assert api.get("/api/runs").json()["runs"] == []
         api.post(f"/api/tunings/{id}/stop", json={})
@@ -261,3 +319,12 @@ def test_what_cannot_be_measured_names_the_option(
     with pytest.raises(RunError, match="minutes must be above 0"):
         tune(tmp_path, report, tmp_path, LAPTOP, minutes=0)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_runs_folder_belongs_to_its_user_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        Tuning.create(tmp_path / "runs", {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o700

@@ -43,8 +43,8 @@ def start(state: State, body: TuningRequest) -> Response:
 
 
 def show_earlier(state: State, body: TuningRequest) -> dict[str, Any]:
-    """The id of the earlier result for the form's values; '' without one."""
-    found = earlier(state.runs, _report(state, body), body.changes_result)
+    """The id of the earlier or running measurement of the form's values; '' without one."""
+    found = earlier(state.runs, _report(state, body), body.changes_result, body.minutes)
     return {"id": found.id if found else ""}
 
 
@@ -70,7 +70,8 @@ def _report(state: AppState, body: TuningRequest) -> Report:
 
 def _status(state: AppState, tuning: Tuning) -> dict[str, Any]:
     status = tuning.status()
-    rows = [{**row, "patch": _form_values(row["patch"])} for row in status["rows"]]
+    patches = tuning.settings([row["patch"] for row in status["rows"]])
+    rows = [{**row, "patch": _form_values(patch)} for row, patch in zip(status["rows"], patches, strict=True)]
     return {**status, "rows": rows, "text": with_names(state, status["text"])}
 
 

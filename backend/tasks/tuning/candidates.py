@@ -19,7 +19,7 @@ from backend.rules.memory_remedies import (
     smaller_batches,
     strategy_patch,
 )
-from backend.tasks.tuning.search import Axis
+from backend.tasks.tuning.search import COMPILE, Axis
 from backend.wording import counted
 
 MAX_DOUBLINGS = 3
@@ -117,17 +117,22 @@ def _threads(case: Case) -> Iterator[Fix]:
         yield Fix(counted(count, "CPU thread") + " per process", {"launch.omp_num_threads": count})
 
 
-def _communication(case: Case) -> Iterator[Fix]:
-    if case.run.world_size == 1:
-        return
-    if _is_shown(case, "parallel.bucket_cap_mb"):
+def _buckets(case: Case) -> Iterator[Fix]:
+    if case.run.world_size > 1 and _is_shown(case, "parallel.bucket_cap_mb"):
         size = min(case.spec.parallel.bucket_cap_mb * LARGER_BUCKETS, 4096)
         yield Fix(f"Buckets of {size} MB", {"parallel.bucket_cap_mb": size})
-    if _is_shown(case, "parallel.reshard_after_forward"):
+
+
+def _reshard(case: Case) -> Iterator[Fix]:
+    if case.run.world_size > 1:
         name = "parallel.reshard_after_forward"
         yield from _switch(case, name, "Reshard after forward", "No reshard after forward")
-    if _is_shown(case, "parallel.ddp_find_unused_parameters") and case.spec.parallel.ddp_find_unused_parameters:
-        yield Fix("No search for unused parameters", {"parallel.ddp_find_unused_parameters": False})
+
+
+def _unused_parameters(case: Case) -> Iterator[Fix]:
+    name = "parallel.ddp_find_unused_parameters"
+    if case.run.world_size > 1 and _is_shown(case, name) and get(case.spec, name):
+        yield Fix("find_unused_parameters off", {name: False})
 
 
 def _batch(case: Case) -> Iterator[Fix]:
@@ -205,14 +210,15 @@ class _AxisRow:
     is_safe: Callable[[Case], bool] = _always
 
 
-COMPILE = "torch.compile"
 AXES: Mapping[str, _AxisRow] = {
     "Liger": _AxisRow(_liger),
     "attention": _AxisRow(_attention),
     "batch": _AxisRow(_batch, splits_exactly),
     "optimizer": _AxisRow(_optimizer),
     "activation checkpointing": _AxisRow(_checkpointing),
-    "communication": _AxisRow(_communication),
+    "buckets": _AxisRow(_buckets),
+    "reshard": _AxisRow(_reshard),
+    "unused parameters": _AxisRow(_unused_parameters),
     "threads": _AxisRow(_threads),
     "workers": _AxisRow(_workers),
     COMPILE: _AxisRow(_compile),

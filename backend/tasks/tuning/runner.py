@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backend import presets
-from backend.config.options import edit, effective, get
+from backend.config.options import by_name, edit, effective, get, shown
 from backend.machine import probe
 from backend.preflight import Report, preflight, report_on
 from backend.rules import Case, Fix
@@ -51,6 +51,10 @@ STOPPING_SECONDS = 3.0  # that the end of a trial takes
 TOLERANCES = {"fp32": 1e-4, "16 bits": 0.02, "coarse": 0.05}
 
 
+class _Stopped(Exception):
+    """A stop was requested before the first trial."""
+
+
 class Runner:
     """The `search.Workbench` of a tuning, in the process that holds its lock."""
 
@@ -72,19 +76,24 @@ class Runner:
         try:
             self.show()
             self._run()
+        except _Stopped:
+            pass
         except RunError as error:
             failure = str(error)
         except Exception as error:  # a status that says running for ever would help nobody
+            self._end_processes()
             self._write("failed", f"The measurement ended with an internal error: {error!r}. See {LOG} in its folder.")
             raise
-        finally:
-            self.warm_process.end()
-            discard_runs(self.tuning.path)
+        self._end_processes()
         base = self.search.rows[0] if self.search.rows else None
         if base and base.state == "failed":
             failure = base.reason
         self.now = self.text = ""
         self._write("stopped" if self.is_stopped() else "failed" if failure else "done", failure)
+
+    def _end_processes(self) -> None:
+        self.warm_process.end()
+        discard_runs(self.tuning.path)
 
     def _run(self) -> None:
         self._check()
@@ -92,11 +101,10 @@ class Runner:
 
     def _check(self) -> None:
         """Check the spec of the trials, and find the axes. Raises RunError if the spec cannot run."""
-        report = preflight(self.spec, probe(self.tuning.path), Path.cwd(), INSPECTION_SECONDS)
+        report = preflight(self.spec, probe(self.tuning.path), Path.cwd(), INSPECTION_SECONDS, self._show_check)
         if errors := [f.title for f in report.findings if f.level == "error"]:
             raise RunError(f"The settings cannot run on this machine: {'; '.join(errors)}.")
         self.case = Case(report.spec, report.machine, report.facts)
-        self.tolerance = tolerance(self.case)
         if self.total_steps is None:
             self.search.notes.append(
                 "The number of steps of the run is not known before it starts, so the time of the first steps, such as "
@@ -104,7 +112,13 @@ class Runner:
             )
         self.search.axes = candidates.axes(self.case, self.changes_result)
         fixes = [fix for axis in self.search.axes for fix in self.propose(axis, {})]
+        self._show_check("")
         self.planned = 2 + sum(not self.refusal(fix.patch) for fix in fixes)  # with the settings of the spec, twice
+
+    def _show_check(self, _: str) -> None:
+        """End the check, which may read all examples, at a stop. Raises _Stopped."""
+        if self.is_stopped():
+            raise _Stopped
 
     # -- what the search asks for --------------------------------------------------------------------------------------
 
@@ -113,9 +127,19 @@ class Runner:
         return candidates.propose(axis, self._patched(patch))
 
     def changes(self, patch: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of `patch` that changes the effective options of the spec."""
-        after = self._patched(patch).spec
-        return {name: value for name, value in patch.items() if get(after, name) != get(self.case.spec, name)}
+        """The part of `patch` that changes the effective options of the spec, and what was hidden in it: the form may
+        have other values there."""
+        before, after, known = self.case.spec, self._patched(patch).spec, by_name()
+
+        def matters(name: str) -> bool:
+            is_revealed = shown(after, known[name]) and not shown(before, known[name])
+            return is_revealed or get(after, name) != get(before, name)
+
+        return {name: value for name, value in patch.items() if matters(name)}
+
+    def tolerance(self, patch: Mapping[str, Any]) -> float:
+        """By which losses may differ that should be the same, with the precision of the spec with `patch`."""
+        return tolerance(self._patched(patch))
 
     def refusal(self, patch: Mapping[str, Any]) -> str:
         """Why the spec with `patch` cannot run, or does not train on the same number of examples per step."""
@@ -246,6 +270,7 @@ class Runner:
             "planned": max(number, self.planned),
             "seconds": round(self.spent, 1),
             "left": round(self.left(), 1),
+            "late": self.search.is_late,
             "failure": failure,
         }
         replace_text(self.tuning.path / OUTCOME, json.dumps(status), mode=0o600)

@@ -14,9 +14,10 @@ from backend.tasks.tuning.trial import Trial, compare, loss_difference
 
 Patch = Mapping[str, Any]
 BASE, REPEATED = "Current settings", "Current settings, measured again"
-LATE = "The time was over before enough steps were measured."
+LATE = "The time limit was reached before enough steps were measured."
 STOPPED = "The measurement was stopped before enough steps were measured."
 RESERVE = 1.5  # times as long as the first trial took: kept free for the repeated one at the end
+COMPILE = "torch.compile"  # the axis whose trials have a longer warm-up than the others
 CHANGED = 0.05  # by which the speed of the same settings may differ at the end
 
 State = Literal["base", "faster", "same", "slower", "refused", "failed", "skipped", "stopped", "repeated"]
@@ -64,7 +65,9 @@ class Workbench(Protocol):
     """What the search needs from the one who runs the trials."""
 
     total_steps: int | None  # of the run
-    tolerance: float  # by which losses may differ
+
+    def tolerance(self, patch: Patch) -> float:
+        """By which the losses may differ if they should be the same, with the precision of the spec with this patch."""
 
     def propose(self, axis: Axis, patch: Patch) -> Sequence[Fix]:
         """The candidates of an axis, as changes of the spec with `patch`, the most promising first."""
@@ -98,6 +101,7 @@ class Search:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_doubtful: bool = False  # the fastest settings are not faster than the repeated trial of the base
+    is_late: bool = False  # the time limit was reached before everything was measured
     labels: dict[str, str] = field(default_factory=dict)
     patch: Patch = field(default_factory=dict)
 
@@ -105,7 +109,7 @@ class Search:
         """Measure the settings of the spec, the candidates of every axis, and the settings of the spec again."""
         self.base = self.best = self.reference = self.bench.measure(BASE, {}, None, 0)
         if self.base.end != "measured":
-            is_stopped = self.base.end == "stopped"
+            is_stopped, self.is_late = self.base.end == "stopped", self.base.end == "late"
             why = f"{STOPPED if is_stopped else LATE}{'' if is_stopped else ' Allow more minutes.'}"
             self._add(Row(BASE, {}, True, "stopped" if is_stopped else "failed", self.base.reason or why))
             return
@@ -113,10 +117,11 @@ class Search:
         self.tried: list[Patch] = [{}]
         self.expected_seconds = self.base.wall_seconds
         for axis in self.axes:
-            for fix in self.bench.propose(axis, self.patch):
+            start = self.patch  # which the candidates are made for; they replace each other
+            for fix in self.bench.propose(axis, start):
                 if self.bench.is_stopped():
                     return
-                self._try(axis, fix)
+                self._try(axis, fix, start)
         self._repeat_base()
 
     @property
@@ -125,9 +130,9 @@ class Search:
         faster = [row for row in self.rows if row.state == "faster"]
         return faster[-1] if faster and not self.is_doubtful else None
 
-    def _try(self, axis: Axis, fix: Fix) -> None:
-        """One candidate: skipped, or measured and compared with the best so far."""
-        patch = self.bench.changes({**self.patch, **fix.patch})
+    def _try(self, axis: Axis, fix: Fix, start: Patch) -> None:
+        """One candidate, on top of `start`: skipped, or measured and compared with the best so far."""
+        patch = self.bench.changes({**start, **fix.patch})
         if patch in self.tried:
             return
         self.tried.append(patch)
@@ -137,24 +142,28 @@ class Search:
         if reason := self.bench.refusal(patch):
             self._add(Row(label, patch, safe, "skipped", reason))
         elif self.bench.left() < (1 + RESERVE) * expected:
-            self._add(Row(label, patch, safe, "skipped", "Not tried: the time was over. Allow more minutes."))
+            self.is_late = True
+            self._add(Row(label, patch, safe, "skipped", "Not tried: the time limit was reached. Allow more minutes."))
         else:
             trial = self.bench.measure(label, patch, self.best, RESERVE * expected)
+            if trial.end == "measured" and axis.name != COMPILE:
+                self._warm_base(trial)
             row = self._row(Row(label, patch, safe, "stopped"), trial, axis)
             self._add(row)
             if row.state == "faster":
                 self.labels, self.patch, self.best = labels, patch, trial
+                self.reference = self.reference if axis.safe else trial
             if trial.end == "measured":  # the first trial on CPU imports the libraries for all
                 self.expected_seconds = min(self.expected_seconds, trial.wall_seconds)
-                self.reference = self.reference if axis.safe else trial
 
     def _row(self, row: Row, trial: Trial, axis: Axis) -> Row:
         """`row` with the result of its trial: "faster" if it is faster than the best so far."""
         if trial.end == "failed":
             return replace(row, state="failed", reason=trial.reason)
-        difference = loss_difference(trial, self.reference, self.bench.tolerance) if axis.safe else ""
+        difference = loss_difference(trial, self.reference, self.bench.tolerance(row.patch)) if axis.safe else ""
         if difference:
             return replace(row, state="refused", reason=f"The loss differs: {difference}.")
+        self.is_late = self.is_late or trial.end == "late"
         if trial.end in ("late", "stopped"):
             return replace(row, reason=LATE if trial.end == "late" else STOPPED)
         steps = self.bench.total_steps
@@ -169,7 +178,8 @@ class Search:
         if not any(row.is_usable for row in self.rows):
             return  # there is nothing to compare with
         if self.bench.left() < self.expected_seconds:
-            self.notes.append("The current settings were not measured again at the end: the time was over.")
+            self.is_late = True
+            self.notes.append("The current settings were not measured again at the end: the time limit was reached.")
             return
         again = self.bench.measure(REPEATED, {}, None, 0)
         if again.end != "measured":
@@ -177,6 +187,10 @@ class Search:
                 why = again.reason or LATE
                 self.notes.append(f"The current settings could not be measured again at the end. {why}")
             return
+        self._warm_base(again)
+        if best := self.fastest:
+            total = compare(self.best, self.base, self.bench.total_steps)
+            self.rows[self.rows.index(best)] = replace(best, gain=total.ratio, margin=total.margin)
         speed = compare(again, self.base)
         row = _measured(Row(REPEATED, {}, True, "repeated"), again)
         self._add(replace(row, gain=speed.ratio, margin=speed.margin))
@@ -185,7 +199,7 @@ class Search:
             percent = round(100 * abs(speed.ratio - 1))
             self.notes.append(
                 f"The machine changed meanwhile: the current settings were {percent}% {word} at the end than at the "
-                "start. Differences of this size say nothing; measure again when nothing else is running."
+                f"start. Differences of up to {percent}% are not meaningful; measure again when nothing else runs."
             )
         if self.fastest and not compare(self.best, again, self.bench.total_steps).is_faster:
             label, self.is_doubtful = self.fastest.label, True
@@ -193,11 +207,19 @@ class Search:
                 f"{label}: not faster than the current settings at the end, so this difference was not caused by "
                 "the settings."
             )
-        if difference := loss_difference(again, self.base, self.bench.tolerance):
+        if difference := loss_difference(again, self.base, self.bench.tolerance({})):
             self.notes.append(
-                f"Two trials with the current settings have different losses ({difference}), so a refused row may "
-                "be right."
+                f"Two trials with the current settings have different losses ({difference}), so a refused "
+                "setting may not change the result."
             )
+
+    def _warm_base(self, trial: Trial) -> None:
+        """Give the first trial the warm-up of a later one that was shorter: only the first one reads the libraries and
+        compiles kernels that are cached then, which the settings do not change."""
+        base = self.base.with_warm_up_of(trial)
+        self.best = base if self.best is self.base else self.best
+        self.reference = base if self.reference is self.base else self.reference
+        self.base = base
 
     def _add(self, row: Row) -> None:
         self.rows.append(row)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 # torch.compile, DataLoader workers and memory allocators need a few steps.
 WARM_UP, MEASURED = 3, 10
 STEPS = WARM_UP + MEASURED
-LEAST_MEASURED, ENOUGH_SECONDS = 4, 20.0  # of long steps, fewer are measured
+LEAST_MEASURED, ENOUGH_SECONDS = 6, 20.0  # of long steps, fewer are measured
+NOISE = 3.5  # times the spread of n pairs / sqrt(n): settings without effect seldom look faster than this
 LEAST_GAIN = 0.02  # a smaller difference is not kept, however small the spread is
 CLEARLY_SLOWER, SURE_AFTER = 0.75, 3  # speed of each of this many measured steps, after which a trial is stopped
 COMPARED_STEPS = 3  # of which the losses are compared
@@ -35,9 +36,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial has measured. `end`: why it ended: it was measured; it was clearly slower, or the time was over
-    (late), so that it was stopped; the user stopped the tuning; it failed. `reason`: of a failure, as a sentence.
-    `peak_bytes`: of the rank with the highest peak. `wall_seconds`: all that another trial like this would take."""
+    """What a trial has measured. `end`: why it ended: it was measured; it was clearly slower, or the time limit was
+    reached (late), so that it was stopped; the user stopped the tuning; it failed. `reason`: of a failure, as a
+    sentence. `peak_bytes`: of the rank with the highest peak. `wall_seconds`: all that another trial like this would
+    take."""
 
     steps: tuple[Step, ...]
     end: End = "measured"
@@ -72,6 +74,15 @@ class Trial:
         """How much longer the warm-up took than as many measured steps: compiling, for example."""
         return max(0.0, sum(step.seconds for step in self.steps[:WARM_UP]) - WARM_UP * self.step_seconds)
 
+    def with_warm_up_of(self, other: Trial) -> Trial:
+        """This trial with the warm-up of `other`, if that was shorter."""
+        if other.warm_up_seconds >= self.warm_up_seconds:
+            return self
+        seconds = WARM_UP * self.step_seconds + other.warm_up_seconds
+        factor = seconds / sum(step.seconds for step in self.steps[:WARM_UP])
+        warm = (replace(step, seconds=factor * step.seconds) for step in self.steps[:WARM_UP])
+        return replace(self, steps=(*warm, *self.measured))
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -103,7 +114,7 @@ def compare(trial: Trial, other: Trial, total_steps: int | None = None) -> Speed
     pairs = zip(trial.measured, other.measured, strict=False)
     ratios = [one.rate / another.rate for one, another in pairs]
     ratio = statistics.median(ratios)
-    margin = max(LEAST_GAIN, 2 * deviation(ratios) / len(ratios) ** 0.5)
+    margin = max(LEAST_GAIN, NOISE * deviation(ratios) / len(ratios) ** 0.5)
     if total_steps:
         each = other.step_seconds
         ratio = (other.warm_up_seconds + total_steps * each) / (trial.warm_up_seconds + total_steps * each / ratio)

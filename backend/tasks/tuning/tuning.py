@@ -6,17 +6,17 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from backend.config import RunSpec
-from backend.config.options import edit, effective
+from backend.config.options import by_name, edit, effective, get, shown
 from backend.inspect import predecessor
 from backend.machine import Machine
 from backend.preflight import Report, preflight
-from backend.presets import dump
+from backend.presets import dump, load
 from backend.runs import json_values, processes, replace_text, scratch
 from backend.runs.folder import RunError
 from backend.runs.scratch import OUTCOME
@@ -24,6 +24,7 @@ from backend.tasks.tuning.trial import STEPS
 
 FOLDER = ".tunings"  # in the runs folder
 REQUEST = "tuning.json"  # written once: the spec of the trials, and what the user allows
+NO_WAIT_SECONDS = 0.01
 KEPT = 20  # tunings that have ended, with their results
 MINUTES = 10.0  # that are usual
 MOST_MINUTES = 24 * 60.0
@@ -40,13 +41,14 @@ class Tuning:
     @classmethod
     def create(cls, root: Path, request: Mapping[str, Any]) -> Tuning:
         """A new tuning below the runs folder `root`. Raises RunError."""
-        self = cls(scratch.new_folder(root / FOLDER, KEPT))
         try:
-            (root / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+            self = cls(scratch.new_folder(root / FOLDER, KEPT))
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)  # parents get the mode of the umask
+            (root / FOLDER).mkdir(mode=0o700, exist_ok=True)
             self.path.mkdir(mode=0o700)
             replace_text(self.path / REQUEST, json.dumps(request), mode=0o600)
         except OSError as error:
-            raise RunError(f"The folder {self.path} could not be written: {error.strerror}.") from error
+            raise RunError(f"The folder {root / FOLDER} could not be written: {error.strerror}.") from error
         return self
 
     def start(self) -> None:
@@ -71,6 +73,19 @@ class Tuning:
             found |= {"state": "lost", "now": "", "text": ""}
         return found
 
+    def settings(self, patches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Each patch with the values of all options that any of them changes, and of those that it makes visible, so
+        that it gives what was measured whatever a form has, also after another one of them was adopted."""
+        base = load(self.request().get("spec") or "")
+        specs = [effective(edit(base, patch)) for patch in patches]
+        changed = {name for patch in patches for name in patch}
+        hidden = [option for option in by_name().values() if not shown(base, option)]
+        found = []
+        for spec, patch in zip(specs, patches, strict=True):
+            names = changed | {option.name for option in hidden if shown(spec, option)}
+            found.append({name: get(spec, name) for name in sorted(names)} | dict(patch))
+        return found
+
     def _read(self, name: str) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError, TypeError):
             return dict(json_values.read(self.path / name))
@@ -79,7 +94,7 @@ class Tuning:
 
 EMPTY: Mapping[str, Any] = {
     "state": "running", "rows": [], "fastest": None, "notes": [], "now": "", "text": "", "seconds": 0, "left": None,
-    "failure": None, "trial": 0, "planned": 0,
+    "failure": None, "trial": 0, "planned": 0, "late": False,
 }  # fmt: skip
 
 
@@ -91,12 +106,14 @@ def find_tuning(root: Path, name: str) -> Tuning:
     return Tuning(path)
 
 
-def earlier(root: Path, report: Report, changes_result: bool) -> Tuning | None:
-    """The newest finished tuning of the same spec on the same machine with the same versions; None without one."""
+def earlier(root: Path, report: Report, changes_result: bool, minutes: float = 0) -> Tuning | None:
+    """The newest tuning of the same spec on the same machine with the same versions that has finished or is running;
+    None without one. One that reached its time limit is passed over if `minutes` allow more."""
     wanted = key(report, changes_result)
     for path in sorted((root / FOLDER).glob("*"), reverse=True):
         status = Tuning(path).status()
-        if status["key"] == wanted and status["state"] == "done":
+        is_enough = not status["late"] or status["minutes"] >= minutes
+        if status["key"] == wanted and (status["state"] == "running" or (status["state"] == "done" and is_enough)):
             return Tuning(path)
     return None
 
@@ -110,7 +127,14 @@ def tune(
         raise RunError(f"Not started: the minutes must be above 0 and at most {MOST_MINUTES:g}; they are {minutes:g}.")
     if reason := _unsupported(report, base):
         raise RunError(f"Not started: {reason}")
-    trial = preflight(trial_spec(report), here, base)
+    running = earlier(root, report, changes_result, MOST_MINUTES)
+    if running and running.status()["state"] == "running":
+        raise RunError(
+            "Not started: the settings of this spec are being measured already. Find fastest settings on the page, or "
+            "footplate tune without --again, shows that measurement, and can stop it."
+        )
+    # Without time to measure this CPU: a process that does would disturb the first trial.
+    trial = preflight(trial_spec(report, changes_result), here, base, NO_WAIT_SECONDS)
     if not trial.can_run:
         return trial, None
     request = {
@@ -141,9 +165,9 @@ def _unsupported(report: Report, base: Path) -> str:
     return ""
 
 
-def trial_spec(report: Report) -> RunSpec:
-    """The spec of `report` as its trials train it: a few steps, without evaluation, checkpoints and generation. What
-    decides the time of a step stays as it is."""
+def trial_spec(report: Report, changes_result: bool = False) -> RunSpec:
+    """The spec of `report` as its trials train it: a few steps, without evaluation, checkpoints and generation, with
+    enough examples for packing if that is tried. What decides the time of a step stays as it is."""
     spec = effective(report.spec)
     patch: dict[str, Any] = {
         "train.duration": "steps",
@@ -158,22 +182,33 @@ def trial_spec(report: Report) -> RunSpec:
         "logging.steps": 1,
         "logging.report_to": "none",
         "logging.run_name": "",
+        **{name: by_name()[name].default for name in ("logging.level", "save.stop_timeout")},
     }
     if spec.train.warmup_steps >= 1:  # a fraction of all steps fits any number of them
         patch["train.warmup_steps"] = 0.1
     if not spec.data.streaming and not spec.data.sources:  # fewer examples are quicker to prepare
         sequences = STEPS * report.run.global_batch_size
-        needed = sequences * (EXAMPLES_PER_SEQUENCE if spec.data.packing else 1)
+        needed = sequences * (EXAMPLES_PER_SEQUENCE if spec.data.packing or changes_result else 1)
         patch["data.max_samples"] = min(needed, spec.data.max_samples or needed)
     return effective(edit(spec, patch))
 
 
 def key(report: Report, changes_result: bool) -> str:
-    """Identifies what a result holds for: machine, versions, model, and all options that a trial has. The number of
+    """Identifies what a result holds for: machine, versions, model, number and mean length of the examples, and all
+    options that a trial has. The number of
     steps counts because the warm-up of torch.compile is spread over them."""
     machine = report.machine
+    lengths = report.facts.token_lengths
+    data = [report.facts.num_examples, round(sum(lengths) / max(1, len(lengths)))]
     gpus = [(gpu.name, gpu.total_bytes) for gpu in machine.gpus]
     hardware = [machine.device, gpus, machine.cores, machine.ram_bytes, dict(machine.versions), machine.driver_version]
     model = asdict(report.facts.shape) if report.facts.shape else report.facts.model_type
-    parts = [hardware, dump(trial_spec(report)), report.run.total_steps, repr(model), changes_result]
+    parts = [
+        hardware,
+        dump(trial_spec(report, changes_result)),
+        data,
+        report.run.total_steps,
+        repr(model),
+        changes_result,
+    ]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

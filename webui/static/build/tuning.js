@@ -54,7 +54,7 @@ function drawTitle() {
 const body = () => ({
   values: form.currentValues(),
   machine: machine(),
-  minutes: Number(minutes.value) || MINUTES,
+  minutes: Number(minutes.value),
   changes_result: changes.checked,
 });
 
@@ -70,6 +70,7 @@ async function open() {
   const request = body();
   if (poller.isActive()) return box().scrollIntoView({ block: "nearest" });
   localStorage.removeItem(key(draftId()));
+  drawn = "";
   drawEmpty();
   minutes.focus();
   try {
@@ -83,12 +84,14 @@ async function open() {
 async function start(event) {
   const button = event.target;
   const request = body();
-  button.disabled = true;
+  button.disabled = $("#fp-tune").disabled = true; // a second measurement would disturb this one
   try {
     keep((await post("api/tunings", request)).id, request.values);
   } catch (error) {
     notifyError(error);
     button.disabled = false;
+  } finally {
+    $("#fp-tune").disabled = false;
   }
 }
 
@@ -120,7 +123,7 @@ function dismiss() {
   box().hidden = true;
 }
 
-const isUsable = ({ state }) => ["faster", "same", "slower"].includes(state);
+const isUsable = ({ state }) => ["base", "faster", "same", "slower"].includes(state);
 
 // -- drawing ----------------------------------------------------------------------------------------------------------
 
@@ -155,6 +158,10 @@ function draw(status) {
   const text = JSON.stringify({ ...status, seconds: 0, left: 0 });
   const card = box();
   const left = running && status.left && !status.text ? `At most ${duration(status.left)} left.` : "";
+  if (!drawn) {
+    minutes.value = String(status.minutes || MINUTES);
+    changes.checked = Boolean(status.changes_result);
+  }
   if (text === drawn) {
     if (running) setText($(".fp-tuning-left", card), left);
     return;
@@ -191,7 +198,7 @@ function outcome({ state, failure, fastest, rows, seconds, created, changes_resu
   if (state === "failed") return `The settings could not be measured. ${failure || ""}`;
   if (state === "lost") return "The process that measures was killed, or the machine shut down.";
   if (fastest === null) {
-    if (!rows.some(isUsable)) return `No other settings were measured. ${when}`;
+    if (!rows.some((row) => isUsable(row) && row.state !== "base")) return `No other settings were measured. ${when}`;
     const none = changing ? "No other settings" : "No other settings that keep the result";
     return state === "done" ? `${none} were faster by more than the spread of the steps. ${when}` : when;
   }
