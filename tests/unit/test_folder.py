@@ -99,8 +99,9 @@ def test_create_writes_what_the_plan_says(run: Run) -> None:
 
 def test_two_runs_in_one_second_and_the_newest_first(tmp_path: Path) -> None:
     made = [Run.create(tmp_path, "x", PLAN, NOW).id for _ in range(3)]
-    later = Run.create(tmp_path, "\u00e4\u00f6/..", PLAN, NOW.replace(second=13)).id
+    later = Run.create(tmp_path, "\u6a21\u578b/..", PLAN, NOW.replace(second=13)).id
     assert made == [f"2026-11-21_090512_x{n}" for n in ("", "-2", "-3")] and later == "2026-11-21_090513_run"
+    assert Run.create(tmp_path / "accents", "Z\u00fcge \u00c9", PLAN, NOW).id == "2026-11-21_090512_zuge-e"
     (tmp_path / "a file").touch()
     (tmp_path / "no run").mkdir()
     (tmp_path / ".new-half").mkdir()
