@@ -145,8 +145,8 @@ WITH_CONTEXT = replace(USER_DATA_FACTS, format="prompt_completion", text_columns
     fields=("data.files", "data.format"),
     title="Columns with text are not used",
     source="the first example",
-    manual_fix="If the model should see their text, add it to the prompt. If a column has the reasoning that the model "
-    "should learn, rename it to reasoning_content.",
+    manual_fix="If the model should see their text, add it to the prompt. If a column has the reasoning before each "
+    "completion, rename it to reasoning_content.",
     fails_on=Example(USER_DATA, facts=WITH_CONTEXT),
     passes_on=Example(USER_DATA, facts=replace(WITH_CONTEXT, text_columns=("prompt", "completion", "source"))),
 )

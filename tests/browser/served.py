@@ -51,6 +51,8 @@ FORK_SERVER = """
 import json, os, signal, sys
 from webui import __main__ as page
 page._import_server()
+# Each server would measure the CPU, with libraries that take seconds to import. tests/process/test_measure_cpu.py does.
+sys.modules["backend.preflight"].inspect_cpu = lambda *_, **__: {}
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for servers: they must not become zombies
 for line in sys.stdin:
     request = json.loads(line)
