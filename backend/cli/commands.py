@@ -93,6 +93,15 @@ def check(arguments: argparse.Namespace) -> int:
     return 0 if report.can_run else 1
 
 
+def refuse(report: Report, as_json: bool) -> int:
+    """Print why nothing is started, and return the exit code."""
+    if as_json:
+        print_json({"error": report.verdict, **report_json(report)})
+    else:
+        print_findings(report)
+    return 1
+
+
 def report_json(report: Report) -> dict[str, Any]:
     """The verdict, the machine, how many examples were checked, and every finding with its reason and fixes."""
     facts = report.facts

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import print_findings, print_json, read_spec, report_json, wait_for_preflight
+from backend.cli.commands import print_json, read_spec, refuse, wait_for_preflight
 from backend.machine import probe
 from backend.runs.folder import ALIVE, Run, RunError
 from backend.runs.scratch import TIMEOUTS
@@ -22,11 +22,7 @@ def start(arguments: argparse.Namespace) -> int:
     """Test the devices that a spec would use; exit code 1 if one is slow. Ctrl-C stops the test."""
     report = wait_for_preflight(read_spec(arguments), probe(Path.cwd()))
     if not report.can_run:
-        if arguments.json:
-            print_json({"error": report.verdict, **report_json(report)})
-        else:
-            print_findings(report)
-        return 1
+        return refuse(report, arguments.json)
     run = device_test.create(Path(arguments.runs), report)
     try:
         run.start(timeouts=TIMEOUTS)

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import print_findings, print_json, read_spec, report_json, target_machine, wait_for_preflight
+from backend.cli.commands import print_json, read_spec, refuse, target_machine, wait_for_preflight
 from backend.machine import probe
-from backend.preflight import Report
 from backend.runs.rehearsals import Rehearsal
 from backend.runs.throughput import duration
 from backend.tasks.rehearsal import rehearse
@@ -26,21 +25,13 @@ def start(arguments: argparse.Namespace) -> int:
     if report.can_run:
         report, rehearsal = rehearse(Path(arguments.runs), report, Path.cwd(), probe(Path.cwd()))
     if rehearsal is None:
-        return _refuse(report, arguments.json)
+        return refuse(report, arguments.json)
     status = _follow(rehearsal, quiet=arguments.json)
     if arguments.json:
         print_json(status)
     else:
         _print_end(status)
     return OUTCOMES.get(status["state"], 1)
-
-
-def _refuse(report: Report, as_json: bool) -> int:
-    if as_json:
-        print_json({"error": report.verdict, **report_json(report)})
-    else:
-        print_findings(report)
-    return 1
 
 
 def _follow(rehearsal: Rehearsal, quiet: bool) -> dict[str, Any]:

@@ -18,11 +18,10 @@ from typing import Any
 
 from backend.cli.commands import (  # fmt: skip
     notes,
-    print_findings,
     print_json,
     print_json_list,
     read_spec,
-    report_json,
+    refuse,
     set_arguments,
     wait_for_preflight,
 )
@@ -46,11 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Start a run and print its id; with --follow wait until it ends."""
     report = wait_for_preflight(read_spec(arguments), probe(Path.cwd()))
     if not report.can_run and not arguments.skip_checks:
-        if arguments.json:
-            print_json({"error": report.verdict, **report_json(report)})
-        else:
-            print_findings(report)
-        return 1
+        return refuse(report, arguments.json)
     if report.unchecked_note:
         print(report.unchecked_note, file=sys.stderr)
     plan = report.plan

@@ -10,11 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import print_findings, print_json, read_spec, report_json, set_arguments, wait_for_preflight
+from backend.cli.commands import print_json, read_spec, refuse, set_arguments, wait_for_preflight
 from backend.cli.status_line import StatusLine
 from backend.config import RunSpec
 from backend.machine import probe
-from backend.preflight import Report
 from backend.rules import Fix
 from backend.runs.throughput import duration
 from backend.tasks.tuning.tuning import Tuning, earlier, tune
@@ -34,12 +33,12 @@ def start(arguments: argparse.Namespace) -> int:
     spec = read_spec(arguments)
     report = wait_for_preflight(spec, here)
     if not report.can_run:
-        return _refuse(report, arguments.json)
+        return refuse(report, arguments.json)
     found = None if arguments.again else earlier(root, report, arguments.allow_changes, arguments.minutes)
     if found is None:
         trial, found = tune(root, report, Path.cwd(), here, arguments.minutes, arguments.allow_changes)
         if found is None:
-            return _refuse(trial, arguments.json)
+            return refuse(trial, arguments.json)
         status = _follow(found)
     elif found.status()["state"] == "running":
         limit = f"{found.status()['minutes']:g}"
@@ -54,14 +53,6 @@ def start(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(status, spec)))
     return OUTCOMES.get(status["state"], 1)
-
-
-def _refuse(report: Report, as_json: bool) -> int:
-    if as_json:
-        print_json({"error": report.verdict, **report_json(report)})
-    else:
-        print_findings(report)
-    return 1
 
 
 def _follow(tuning: Tuning) -> dict[str, Any]:

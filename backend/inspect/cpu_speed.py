@@ -1,7 +1,7 @@
 """The speed of this machine's CPU, which a worker process measures with torch while no run of Footplate trains.
 
 A measurement is kept for some minutes. Then the next check requests a new one, and uses the old one until it is there.
-While one does, or other programs use much of the CPU, the rates of the last calm measurement count.
+While a run trains, or other programs use much of the CPU, the rates of the last calm measurement are used.
 """
 
 from __future__ import annotations

@@ -233,6 +233,21 @@ def run_preflight(state: AppState, spec: RunSpec, machine: str = "", wait_second
     return preflight(spec, find_machine(state, machine), Path.cwd(), wait_seconds)
 
 
+def not_started(findings: list[dict[str, Any]]) -> ApiError:
+    """The error response for a spec with these findings, some of which are errors."""
+    titles = "; ".join(f["title"].rstrip(".") for f in findings if f["level"] == "error")
+    return ApiError(422, f"Not started: {titles}.", findings=findings)
+
+
+def report_of_form(state: AppState, body: FormRequest, wait_seconds: float) -> Report:
+    """The preflight report of a form whose values are to be used at once. Raises ApiError for an invalid value."""
+    spec, problems = parse_form(body.values)
+    if problems:
+        named = "; ".join(f"{p.field} {p.message}" for p in problems)
+        raise ApiError(422, f"Not started: {named}.", field=problems[0].field)
+    return run_preflight(state, spec, body.machine, wait_seconds)
+
+
 def form_values(spec: RunSpec) -> dict[str, Any]:
     """Every option as its field shows it."""
     return {option.name: text(option, get(spec, option.name)) for option in options()}

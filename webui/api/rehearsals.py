@@ -14,7 +14,7 @@ from backend.runs.folder import RunError
 from backend.runs.rehearsals import Rehearsal, find_rehearsal
 from backend.tasks.rehearsal import rehearse
 from webui.api.app_state import AppState
-from webui.api.checking import findings_json, parse_form, run_preflight
+from webui.api.checking import findings_json, not_started, report_of_form
 from webui.api.requests import ApiError, FormRequest, State, json
 from webui.api.runs import INSPECTION_SECONDS
 from webui.api.runs_list import with_names
@@ -22,18 +22,11 @@ from webui.api.runs_list import with_names
 
 def start(state: State, body: FormRequest) -> Response:
     """Start a rehearsal of the form's values on this machine; with a small model if they are for another one."""
-    spec, problems = parse_form(body.values)
-    report = run_preflight(state, spec, body.machine, INSPECTION_SECONDS)
-    if problems:
-        named = "; ".join(f"{p.field} {p.message}" for p in problems)
-        raise ApiError(422, f"Not started: {named}.", field=problems[0].field)
-    rehearsal = None
+    report, rehearsal = report_of_form(state, body, INSPECTION_SECONDS), None
     if report.can_run:
         report, rehearsal = rehearse(state.runs, report, Path.cwd(), state.machine.get())
     if rehearsal is None:
-        findings = findings_json(report, report.spec)
-        titles = "; ".join(f["title"].rstrip(".") for f in findings if f["level"] == "error")
-        raise ApiError(422, f"Not started: {titles}.", findings=findings)
+        raise not_started(findings_json(report, report.spec))
     return json({"id": rehearsal.id}, 201)
 
 

@@ -50,7 +50,7 @@ from backend.runs.metrics import (
 from backend.runs.metrics import before as log_before
 from backend.tasks import bundle, measured_time, remedies, retry
 from webui.api.app_state import AppState
-from webui.api.checking import findings_json, form_values, parse_form, run_preflight
+from webui.api.checking import findings_json, form_values, not_started, parse_form, run_preflight
 from webui.api.drafts import without_secrets
 from webui.api.fixes import fix_json
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
@@ -156,8 +156,7 @@ def _create(state: AppState, body: StartRequest) -> Run:
         named = "; ".join(f"{p.field} {p.message}" for p in problems)
         raise ApiError(422, f"Not started: {named}.", field=problems[0].field, findings=findings, invalid=invalid)
     if not report.can_run:
-        titles = "; ".join(f["title"].rstrip(".") for f in findings if f["level"] == "error")
-        raise ApiError(422, f"Not started: {titles}.", findings=findings)
+        raise not_started(findings)
     run = Run.create(state.runs, report.title, report.plan, datetime.now(), report.about, report.expected)
     if body.key:
         state.keys.save(body.key, run.id)

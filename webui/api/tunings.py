@@ -12,11 +12,10 @@ from pydantic import Field
 from starlette.responses import Response
 
 from backend.config.options import by_name, text
-from backend.preflight import Report
 from backend.runs.folder import RunError
 from backend.tasks.tuning.tuning import MINUTES, MOST_MINUTES, Tuning, earlier, find_tuning, tune
 from webui.api.app_state import AppState
-from webui.api.checking import findings_json, parse_form, run_preflight
+from webui.api.checking import findings_json, not_started, report_of_form
 from webui.api.requests import ApiError, FormRequest, State, json
 from webui.api.runs import INSPECTION_SECONDS
 from webui.api.runs_list import with_names
@@ -31,20 +30,19 @@ class TuningRequest(FormRequest):
 
 def start(state: State, body: TuningRequest) -> Response:
     """Measure the fastest settings for the form's values on this machine."""
-    report, tuning = _report(state, body), None
+    report, tuning = report_of_form(state, body, INSPECTION_SECONDS), None
     if report.can_run:
         options = (body.minutes, body.changes_result)
         report, tuning = tune(state.runs, report, Path.cwd(), state.machine.get(), *options)
     if tuning is None:
-        findings = findings_json(report, report.spec)
-        titles = "; ".join(f["title"].rstrip(".") for f in findings if f["level"] == "error")
-        raise ApiError(422, f"Not started: {titles}.", findings=findings)
+        raise not_started(findings_json(report, report.spec))
     return json({"id": tuning.id}, 201)
 
 
 def show_earlier(state: State, body: TuningRequest) -> dict[str, Any]:
     """The id of the earlier or running measurement of the form's values; '' without one."""
-    found = earlier(state.runs, _report(state, body), body.changes_result, body.minutes)
+    report = report_of_form(state, body, INSPECTION_SECONDS)
+    found = earlier(state.runs, report, body.changes_result, body.minutes)
     return {"id": found.id if found else ""}
 
 
@@ -58,14 +56,6 @@ def stop(state: State, id: str) -> dict[str, Any]:
     tuning = _find(state, id)
     tuning.stop()
     return _status(state, tuning)
-
-
-def _report(state: AppState, body: TuningRequest) -> Report:
-    spec, problems = parse_form(body.values)
-    if problems:
-        named = "; ".join(f"{p.field} {p.message}" for p in problems)
-        raise ApiError(422, f"Not started: {named}.", field=problems[0].field)
-    return run_preflight(state, spec, body.machine, INSPECTION_SECONDS)
 
 
 def _status(state: AppState, tuning: Tuning) -> dict[str, Any]:

@@ -194,8 +194,8 @@ def trial_spec(report: Report, changes_result: bool = False) -> RunSpec:
 
 
 def key(report: Report, changes_result: bool) -> str:
-    """Identifies what a result holds for: machine, versions, model, number and mean length of the examples, and all
-    options that a trial has. The number of steps counts because the warm-up of torch.compile is spread over them."""
+    """Identifies what a result holds for: machine, versions, model, number and mean length of the examples, all options
+    of a trial, and the number of steps of the run, over which the warm-up of torch.compile pays off."""
     machine = report.machine
     lengths = report.facts.token_lengths
     data = [report.facts.num_examples, round(sum(lengths) / max(1, len(lengths)))]

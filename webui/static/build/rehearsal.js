@@ -1,45 +1,25 @@
 // @ts-check
 // The rehearsal of the form's values: its phases, each with its time and the peak memory so far.
-import { get, post } from "../api.js";
+import { post } from "../api.js";
 import { $, el, notifyError, setText } from "../dom.js";
 import { bytes, duration } from "../format.js";
-import { createPoller } from "../poll.js";
 import { failureParts } from "../run/failure.js";
-import { draftId } from "./drafts.js";
+import { createDraftTask } from "./draft_task.js";
 
-// Of each draft, so that two tabs do not show each other's: the id of its last rehearsal, a space, and a checksum of
-// what was rehearsed.
-const key = (draft) => `fp-rehearsal-${draft}`;
-const stored = () => (localStorage.getItem(key(draftId())) || "").split(" ");
-const idOf = () => stored()[0];
 const TITLES = { running: "Rehearsal", done: "Rehearsal passed", stopped: "Rehearsal stopped" };
-
-const path = () => `api/rehearsals/${encodeURIComponent(idOf())}`;
-const poller = createPoller(poll, { isVisible: () => document.body.dataset.tab === "build", interval: 1000 });
+const task = createDraftTask("rehearsal", { api: "api/rehearsals", draw, dismiss });
 let drawn = "";
-let checksum = 0; // of the form's values now
-
-/** FNV-1a: whether the form has changed, without a copy of its values, which may contain secrets. */
-export function checksumOf(values, machine) {
-  let sum = 0x811c9dc5;
-  for (const char of JSON.stringify([machine, Object.entries(values).sort()])) {
-    sum = Math.imul(sum ^ (char.codePointAt(0) || 0), 0x01000193) >>> 0;
-  }
-  return sum;
-}
 
 /** The form has these values now: mark a rehearsal of other values. @param {Record<string, any>} values
  * @param {string} machine */
 export function compareRehearsal(values, machine) {
-  if (!idOf()) return;
-  checksum = checksumOf(values, machine);
-  drawOutdated();
+  task.compare(values, machine);
+  if (task.id()) drawOutdated();
 }
 
 function drawOutdated() {
   const box = $("#fp-rehearsal");
-  const rehearsed = stored()[1];
-  const isOutdated = Boolean(checksum && rehearsed) && rehearsed !== String(checksum);
+  const isOutdated = task.isOutdated();
   const title = $("#fp-rehearsal h3");
   if (title) setText(title, isOutdated ? `${box.dataset.title} with earlier values of the form` : box.dataset.title);
   box.classList.toggle("fp-outdated", isOutdated);
@@ -51,41 +31,19 @@ export async function startRehearsal(values, machine) {
   button.disabled = true;
   try {
     const { id } = await post("api/rehearsals", { values, machine });
-    localStorage.setItem(key(draftId()), `${id} ${checksumOf(values, machine)}`);
-    compareRehearsal(values, machine);
-    poller.start();
+    task.keep(id, values, machine);
+    drawOutdated();
   } catch (error) {
     notifyError(error);
     button.disabled = false;
   }
 }
 
-/** Show the last rehearsal of this draft, or of the draft `from` that it is a copy of. @param {string} from */
-export function resumeRehearsal(from) {
-  if (!draftId()) return;
-  const earlier = localStorage.getItem(key(from));
-  if (!idOf() && earlier) localStorage.setItem(key(draftId()), earlier);
-  if (idOf()) poller.start();
-}
-
-/** @param {() => boolean} isCurrent */
-async function poll(isCurrent) {
-  try {
-    const status = await get(path());
-    if (!isCurrent()) return "end";
-    draw(status);
-    return status.state === "running" ? undefined : "end";
-  } catch (error) {
-    if (error.status !== 404) throw error;
-    if (isCurrent()) dismiss(); // a later one has replaced it
-    return "end";
-  }
-}
-
-export const isRehearsing = () => poller.isActive();
+export const resumeRehearsal = task.resume;
+export const isRehearsing = task.isActive;
 
 function dismiss() {
-  localStorage.removeItem(key(draftId()));
+  task.forget();
   drawn = "";
   $("#fp-rehearsal").hidden = true;
 }
@@ -98,7 +56,7 @@ function draw(status) {
   if (text === drawn) return; // a traceback stays open
   drawn = text;
   const action = running
-    ? el("button.fp-link", { type: "button", onclick: () => post(`${path()}/stop`).catch(notifyError) }, "Stop")
+    ? el("button.fp-link", { type: "button", onclick: () => task.stop().catch(notifyError) }, "Stop")
     : el("button.fp-link", { type: "button", onclick: dismiss }, "Dismiss");
   const box = $("#fp-rehearsal");
   box.hidden = false;

@@ -1,12 +1,10 @@
 // @ts-check
 // The card with the fastest settings: how long to measure, the progress, and a table whose rows can be adopted.
-import { get, post } from "../api.js";
+import { post } from "../api.js";
 import { $, el, notifyError, redraw, setText } from "../dom.js";
 import { bytes, capitalized, dateTime, duration, integer, num, percent } from "../format.js";
-import { createPoller } from "../poll.js";
-import { draftId } from "./drafts.js";
+import { createDraftTask } from "./draft_task.js";
 import * as form from "./form.js";
-import { checksumOf } from "./rehearsal.js";
 
 const MINUTES = 10;
 const TITLES = { running: "Measuring the fastest settings", stopped: "Fastest settings: stopped" };
@@ -17,18 +15,12 @@ const RESULTS = {
   failed: "failed",
   stopped: "not measured",
 };
-// Of each draft: the id of its last measurement, a space, and a checksum of what was measured.
-const key = (draft) => `fp-tuning-${draft}`;
-const stored = () => (localStorage.getItem(key(draftId())) || "").split(" ");
-const idOf = () => stored()[0];
-const path = () => `api/tunings/${encodeURIComponent(idOf())}`;
 const box = () => $("#fp-tuning");
-const poller = createPoller(poll, { isVisible: () => document.body.dataset.tab === "build", interval: 1000 });
+const task = createDraftTask("tuning", { api: "api/tunings", draw, dismiss });
 
 let machine = () => "";
 let drawn = "";
 let title = "";
-let checksum = 0; // of the form's values now
 const minutes = el("input", { type: "number", min: 1, max: 1440, value: MINUTES });
 const changes = el("input.fp-checkbox", { type: "checkbox" });
 
@@ -40,15 +32,13 @@ export function prepareTuning(machineOf) {
 
 /** The form has these values now: mark a result of other values. @param {Record<string, any>} values */
 export function compareTuning(values) {
-  if (!idOf()) return;
-  checksum = checksumOf(values, machine());
-  drawTitle();
+  task.compare(values, machine());
+  if (task.id()) drawTitle();
 }
 
 function drawTitle() {
-  const isOutdated = Boolean(idOf() && checksum && stored()[1]) && stored()[1] !== String(checksum);
   const head = $("#fp-tuning h3");
-  if (head) setText(head, isOutdated ? `${title}, with earlier values of the form` : title);
+  if (head) setText(head, task.isOutdated() ? `${title}, with earlier values of the form` : title);
 }
 
 const body = () => ({
@@ -59,23 +49,22 @@ const body = () => ({
 });
 
 function keep(id, values) {
-  localStorage.setItem(key(draftId()), `${id} ${checksumOf(values, machine())}`);
   drawn = "";
-  compareTuning(values);
-  poller.start();
+  task.keep(id, values, machine());
+  drawTitle();
 }
 
 /** Show what can be measured, or the earlier result for these values. */
 async function open() {
   const request = body();
-  if (poller.isActive()) return box().scrollIntoView({ block: "nearest" });
-  localStorage.removeItem(key(draftId()));
+  if (task.isActive()) return box().scrollIntoView({ block: "nearest" });
+  task.forget();
   drawn = "";
   drawEmpty();
   minutes.focus();
   try {
     const { id } = await post("api/tunings/earlier", request);
-    if (id && !idOf() && !box().hidden) keep(id, request.values);
+    if (id && !task.id() && !box().hidden) keep(id, request.values);
   } catch (error) {
     notifyError(error);
   }
@@ -95,30 +84,10 @@ async function start(event) {
   }
 }
 
-/** Show the last measurement of this draft, or of the draft `from` that it is a copy of. @param {string} from */
-export function resumeTuning(from) {
-  if (!draftId()) return;
-  const earlier = localStorage.getItem(key(from));
-  if (!idOf() && earlier) localStorage.setItem(key(draftId()), earlier);
-  if (idOf()) poller.start();
-}
-
-/** @param {() => boolean} isCurrent */
-async function poll(isCurrent) {
-  try {
-    const status = await get(path());
-    if (!isCurrent()) return "end";
-    draw(status);
-    return status.state === "running" ? undefined : "end";
-  } catch (error) {
-    if (error.status !== 404) throw error;
-    if (isCurrent()) dismiss(); // later ones have replaced it
-    return "end";
-  }
-}
+export const resumeTuning = task.resume;
 
 function dismiss() {
-  localStorage.removeItem(key(draftId()));
+  task.forget();
   drawn = "";
   box().hidden = true;
 }
@@ -168,7 +137,7 @@ function draw(status) {
   }
   drawn = text;
   const unfolded = $("details", card)?.open;
-  const stop = () => post(`${path()}/stop`).catch(notifyError);
+  const stop = () => task.stop().catch(notifyError);
   const titles = { ...TITLES, done: "Fastest settings" };
   const isUnmeasured = status.rows.length === 1 && status.rows[0].step_seconds === null; // the status says why
   const tried = isUnmeasured ? [] : status.rows.filter((row) => row.state !== "skipped");
