@@ -25,7 +25,7 @@ import psutil
 import transformers
 
 from backend.inspect.worker import MAX_BYTES, TOO_LARGE
-from backend.train import describe_model, measure_cpu
+from backend.train import describe_model
 
 NICENESS = 10  # while examples are tokenized, which can take minutes: a training run on the same cores comes first
 
@@ -88,6 +88,8 @@ def _respond(line: str, responses: TextIO, requests: queue.SimpleQueue[str]) -> 
             os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
             return {"id": number, "result": tokenize_examples.inspect(**request["examples"], report=send_progress)}
         if "cpu" in request:
+            from backend.train import measure_cpu  # noqa: PLC0415 - takes a second
+
             return {"id": number, "result": measure_cpu.measure(request["cpu"])}
         return {"id": number, "result": describe_model.describe(request["architecture"])}
     except _Superseded:
