@@ -11,7 +11,6 @@ from backend.preflight import Report
 from backend.runs.folder import Run
 from backend.runs.throughput import duration
 from backend.tasks.earlier_runs import EarlierRuns
-from backend.timing import STEPS
 from backend.wording import counted, figure
 
 MIN_STEPS = 3  # after the first one, which is slower
@@ -23,8 +22,8 @@ OTHER_TOKENS = 0.15  # by which the tokens of a step differ from the predicted o
 class TimeMeasurement:
     """Predicted and measured seconds of an optimizer step, without evaluations and checkpoints, tokens per second and
     seconds of the whole run (None: not known). `factor`: the range of the prediction; `causes`: sentences about what
-    was measured to be different from what was predicted; `was_busy`: other programs used the CPU at the
-    start; `not_included`: what the predicted time of the run does not include."""
+    was measured to be different from what was predicted; `was_busy`: other programs used the CPU at the start;
+    `not_included`: what the predicted time of the run does not include."""
 
     run: str
     predicted: float
@@ -81,8 +80,7 @@ class TimeMeasurement:
         sentence = f"In the last similar run ({self.run}), steps took {self.ratio:.2f} times as long as predicted."
         found = report.time.run
         if found:
-            steps = sum(item.seconds for item in found.items if item.label == STEPS)
-            scaled = duration(found.seconds + (self.ratio - 1) * steps)
+            scaled = duration(found.seconds + (self.ratio - 1) * found.step_seconds)
             sentence += f" With the same factor, this run takes about {scaled}."
         else:
             scaled = figure(report.time.step_seconds * self.ratio)

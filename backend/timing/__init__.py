@@ -13,4 +13,3 @@ from backend.timing.computing import Part
 from backend.timing.estimate import TimeEstimate, time_of
 from backend.timing.rates import CALIBRATION, Calibration
 from backend.timing.texts import time_json
-from backend.timing.whole_run import STEPS
