@@ -15,6 +15,7 @@ from backend.data.formats import UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
 from backend.inspect.data_files import MAX_ISSUES
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, label_of, names, set_to, warning
+from backend.rules.columns import guessed_columns
 from backend.rules.common_fixes import OTHER_TEMPLATE, hub_id_violation
 from backend.rules.examples import DEMO, GPT2, H100, USER_DATA, USER_DATA_FACTS, with_data_issue
 from backend.wording import counted
@@ -60,12 +61,10 @@ def unreadable_data_file(case: Case) -> Violation | None:
     data = case.spec.data
     broken = {file_of(issue.location) for issue in issues}
     kept = tuple(name for name in data.files if name not in broken)
-    guesses = case.facts.columns and not case.facts.format and case.spec.train.stage in registry.NEXT_TOKEN_STAGES
-    fixes = _guessed_formats(case) if guesses else []
+    fixes = guessed_columns(case) if not case.facts.format else []
     if kept and len(kept) < len(data.files):
         fixes.append(Fix("Skip the files with errors", {"data.files": kept}, False, "fewer examples"))
     fields = ("data.files", "data.format") if fixes and "data.format" in fixes[0].patch else ("data.files",)
-    fixes.append(BUILTIN_DATA)
     if not all(issue.message.startswith(UNKNOWN_COLUMNS) for issue in issues):
         return Violation(_summary(issues), tuple(fixes), fields)
     message, title = f"{_summary(issues)} {CHOOSE_FORMAT}", "The columns of a data file are not recognized"
@@ -102,37 +101,6 @@ def _file_of(issue: DataIssue) -> str:
     return file_of(issue.location) if issue.is_example else issue.location
 
 
-PROMPT_NAMES = ("question", "query", "input", "prompt", "instruction", "source", "problem", "text")
-COMPLETION_NAMES = ("answer", "response", "output", "completion", "target", "solution", "summary", "label")
-ID_NAMES = ("id", "idx", "index", "uuid", "key", "number")
-
-
-def _guessed_formats(case: Case) -> list[Fix]:
-    """Formats for columns that no supported format has: a prompt with a completion, and one column as text. Columns
-    with unknown names are taken in their order, those of text before those of numbers. A column that is set already is
-    kept."""
-    data = case.spec.data
-    found = tuple(dict.fromkeys((*case.facts.text_columns, *case.facts.columns)))
-    columns = {name.lower(): name for name in found}
-    prompt = next((columns[name] for name in (data.prompt_column.lower(), *PROMPT_NAMES) if name in columns), "")
-    completions = (data.completion_column.lower(), *COMPLETION_NAMES)
-    completion = next((columns[name] for name in completions if columns.get(name, prompt) != prompt), "")
-    is_known = bool(prompt and completion)
-    others = [name for name in found if name not in (prompt, completion) and name.lower() not in ID_NAMES]
-    text = prompt or (others or found)[0]
-    prompt = prompt or (others.pop(0) if others else "")
-    completion = completion or (others.pop(0) if others else "")
-    fixes = []
-    if prompt and completion:
-        patch = {"data.prompt_column": prompt, "data.completion_column": completion}
-        label = f"Use column {prompt} as the prompt and {completion} as the completion"
-        fixes.append(Fix(label, {"data.format": "prompt_completion", **patch}, False))
-    if not is_known:
-        patch = {"data.format": "text", "data.text_column": text}
-        fixes.append(Fix(f"Use column {text} as plain text", patch, False))
-    return fixes
-
-
 @error(
     "DAT003",
     fields=("data.files", "data.format"),
@@ -155,8 +123,8 @@ def malformed_examples(case: Case) -> Violation | None:
     if format == "auto" or not all(issue.message.startswith("has no column ") for issue in issues):
         return Violation(_summary(issues), (*fixes, SKIP))
     options = tuple(name for name in column_options(format) if name != "data.system_column")
-    if not fixes and case.facts.columns and case.spec.train.stage in registry.NEXT_TOKEN_STAGES:
-        fixes = _guessed_formats(case)
+    if not fixes:
+        fixes = guessed_columns(case)
     advice = f"Set {names(options)} to the names of columns in the file."
     title = "The data files do not have the columns of the data format"
     return Violation(f"{_summary(issues)} {advice}", tuple(fixes), ("data.files", "data.format", *options), title)

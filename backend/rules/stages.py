@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, advice, amount, error, set_to, warning
+from backend.rules.columns import guessed_columns
 from backend.rules.common_fixes import unusual_rate
 from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100, USER_DATA, USER_DATA_FACTS
 
@@ -88,8 +89,10 @@ def data_format_for_other_stage(case: Case) -> Violation | None:
     fixes = [
         Fix(f"Use the stage {registry.STAGES[fitting].label}", {"train.stage": fitting}, False, "another objective")
     ]
-    if data.format != "auto":
+    if data.format != "auto" and case.facts.detected_format in stage.formats:
         fixes.insert(0, Fix("Detect the format automatically", {"data.format": "auto"}, False))
+    elif data.format != "auto":
+        fixes = guessed_columns(case) + fixes
     message = (
         f"{stage.label} needs {_accepted(stage)}; the examples have the format {format} ({FORMAT_CONTENT[format]})."
     )

@@ -53,7 +53,8 @@ SETTLED = ("new", "done", "stopped", "failed", "lost")  # change only with the r
 TEXTS = ("failure", "mark", "warning", "sweep", "varied")
 FORGOTTEN = (GENERAL_LOSS, FORGETTING)
 REWARDS = ("reward_accuracy", "reward_margin")
-ABOUT = ("dataset", "strategy", "learning_rate")
+ENDED_EARLY = ("stopped", "failed", "lost")
+ABOUT = ("dataset", "strategy", "learning_rate", "checkpoint")
 MEASURED = ("eval_loss", "tokens_per_second", "peak_memory", *SCORES, *REWARDS, *FORGOTTEN)
 
 
@@ -93,6 +94,7 @@ def _details(run: Run, state: str) -> Row:
         "eval_loss": validation.loss(run.path, result),
         "tokens_per_second": throughput.tokens_per_second(result, points),
         "peak_memory": max(filter(None, map(_number, peaks if isinstance(peaks, list) else ())), default=None),
+        "checkpoint": max(run.checkpoints(), default=None) if state in ENDED_EARLY else None,  # that Resume would use
         "failure": failure["sentence"] if failure else "",
         "mark": found.name,
         "warning": found.sentence,

@@ -118,7 +118,10 @@ def busy_text(estimate: TimeEstimate) -> str:
 def run_steps_text(estimate: TimeEstimate) -> str:
     """Why the time of the run is known or not."""
     if estimate.run is None:
-        return "The time of the whole run is not predicted, because the number of steps is not known."
+        return (
+            "The time of the whole run is not predicted, because the number of steps is not known before the data is "
+            "read. With train.duration steps, it is."
+        )
     return f"{counted(estimate.run.steps, 'step')} and what else the run does"
 
 

@@ -53,7 +53,6 @@ def test_a_dataset_is_added_described_and_removed(page, tmp_path):
     expect(card_field(page, 1, "prompt_column")).to_be_hidden()
 
     # An error of this dataset is shown at its own field, to which the finding leads.
-    card_field(page, 1, "files").fill("nowhere.jsonl")
     expect(page.locator("#data-sources-1-files")).to_have_attribute("data-level", "error")
     expect(page.locator("#data-files")).not_to_have_attribute("data-level", "error")
     card_field(page, 1, "weight").fill("-1")
@@ -86,7 +85,6 @@ def test_a_dataset_is_added_described_and_removed(page, tmp_path):
 def test_a_fix_changes_only_its_dataset(page, tmp_path):
     page.locator("#fp-datasets").get_by_role("button", name="Add a dataset").click()
     card_field(page, 1, "source").select_option("files")
-    card_field(page, 1, "files").fill("nowhere.jsonl")
     card_field(page, 1, "weight").fill("-1")
     page.locator("#fp-findings").get_by_role("button", name="Dataset 2: Use the demo dataset").click()
     expect(card_field(page, 1, "source")).to_have_value("builtin")

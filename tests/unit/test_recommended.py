@@ -122,6 +122,22 @@ def test_columns_with_unknown_names_can_be_used_with_one_fix(tmp_path: Path) -> 
         assert not data_findings(edit(spec, finding.fixes[0].patch), tmp_path), options
 
 
+@pytest.mark.parametrize("head", ["nr,frage,gut,schlecht", "id,worse,question,better"])
+@pytest.mark.parametrize("format", ["auto", "prompt_completion", "pairs"])
+def test_pairs_with_unknown_names_can_be_used_with_one_fix(tmp_path: Path, head: str, format: str) -> None:
+    """Also where another format was chosen for an earlier stage. Names such as "better" say which one is preferred."""
+    file = tmp_path / "pairs.csv"
+    file.write_text(f"{head}\n" + "".join(f"{i},Wann {i}?,Um {i}.,Nie {i}.\n" for i in range(40)))
+    spec = edit(with_file(file, format=format), {"train.stage": "dpo"})
+    fix = preflight(spec, machines()["laptop"], tmp_path, 60).findings[0].fixes[0]
+    prompt, chosen, rejected = ("frage", "gut", "schlecht") if "frage" in head else ("question", "better", "worse")
+    assert fix.label == (
+        f"Use column {prompt} as the prompt, {chosen} as the chosen and {rejected} as the rejected completion"
+    )
+    report = preflight(edit(spec, fix.patch), machines()["laptop"], tmp_path, 60)
+    assert not any(finding.code.startswith(("DAT", "STG")) for finding in report.findings if finding.level == "error")
+
+
 def test_a_missing_column_is_reported_once_with_the_options_to_set(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("Frage,Antwort\n" + "".join(f"Wann {i}?,Um {i}.\n" for i in range(100)))

@@ -41,6 +41,6 @@ export const deleteRun = (id) => remove(runPath(id));
 
 /** @param {string} name @returns {Promise<boolean>} */
 export function confirmDelete(name) {
-  const text = `Delete ${name}? This deletes its log, metrics, checkpoints and model from the disk.`;
+  const text = `Delete ${name}? Its log, metrics, checkpoints and model are deleted from the disk. There is no undo.`;
   return confirmDialog(text, "Delete", true);
 }

@@ -59,9 +59,8 @@ class Trial:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the measured steps together; None if the tokens are not counted."""
-        tokens = sum(step.tokens for step in self.measured)
-        return tokens / sum(step.seconds for step in self.measured) if tokens else None
+        """The median of the measured steps, as all other figures; None if the tokens are not counted."""
+        return statistics.median(step.rate for step in self.measured) if all(s.tokens for s in self.measured) else None
 
     @property
     def spread(self) -> float:

@@ -99,10 +99,11 @@ async function check(keeps = true) {
   }
 }
 
-/** Repeat a check that found errors: what they are about, such as a missing file, may have changed since. */
+/** Repeat a check that found errors or no time: the reason, such as a missing file or another run, may be gone. */
 function checkAgain() {
   const isShown = document.body.dataset.tab === "build" && !document.hidden;
-  if (isShown && lastReport && lastReport.findings.some(({ level }) => level === "error")) check(false);
+  const hasError = lastReport?.findings.some(({ level }) => level === "error");
+  if (isShown && (hasError || lastReport?.time?.unknown)) check(false);
 }
 
 // -- drafts -----------------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ function outcome({ state, failure, fastest, rows, seconds, created, changes_resu
 }
 
 function table(rows, { fastest, rows: all }) {
-  const heads = ["Tokens/s", "Speed"].map((text) => el("th.fp-n", { scope: "col" }, text));
+  const heads = ["Tokens/s", "Against current"].map((text) => el("th.fp-n", { scope: "col" }, text));
   const top = el("tr", {}, el("th", { scope: "col" }, "Settings"), ...heads, el("th", {}, el("span.fp-sr", {}, "Use")));
   const lines = rows.flatMap((row) => pair(row, row === all[fastest] ? "fastest" : row.state));
   return el("table.fp-rows.fp-tuning-rows", {}, el("thead", {}, top), el("tbody", {}, ...lines));
@@ -186,7 +186,10 @@ function table(rows, { fastest, rows: all }) {
 /** The settings with their speed, and below them the figures of their steps, or why there are none. */
 function pair(row, state) {
   const { label, step_seconds: step, tokens_per_second: speed, gain } = row;
-  const use = isUsable(row) ? el("button.fp-link", { type: "button", onclick: () => adopt(row) }, "Use these") : "";
+  const use =
+    isUsable(row) && row.state !== "slower"
+      ? el("button.fp-link", { type: "button", onclick: () => adopt(row) }, "Use these")
+      : "";
   const times = row.state === "base" || step === null ? "" : `${gain.toFixed(2)}\u00d7`;
   const figures = [speed ? integer(speed) : "", times, use].map((figure) => el("td.fp-n", {}, figure));
   const attributes = { "data-state": state };
@@ -197,12 +200,13 @@ function pair(row, state) {
   ];
 }
 
-function detail({ state, reason, step_seconds: step, spread, peak_bytes: peak, warm_up_seconds: warmUp, safe }) {
+function detail(row) {
+  const { state, reason, step_seconds: step, spread, peak_bytes: peak, warm_up_seconds: warmUp, safe } = row;
   const figures =
     step === null
       ? []
       : [
-          `${num(step, 3)} s per step`,
+          row.tokens_per_second ? "" : `${num(step, 3)} s per step`,
           `spread ${percent(spread)}`,
           peak ? bytes(peak) : "",
           warmUp > Math.max(5, 5 * step) ? `${duration(warmUp)} of warm-up` : "",

@@ -77,7 +77,7 @@ function editTags(ids, changed) {
 
 /** Delete several runs, after a question. @param {string[]} ids */
 async function deleteRuns(ids) {
-  const what = "This deletes their logs, metrics, checkpoints and models from the disk.";
+  const what = "Their logs, metrics, checkpoints and models are deleted from the disk. There is no undo.";
   if (!(await confirmDialog(`Delete ${counted(ids.length)}? ${what}`, "Delete", true))) return;
   const { done, problems } = await post("api/runs/delete", { ids });
   const refused = problems.length ? ` ${counted(problems.length)} not deleted: ${problems[0].sentence}` : "";
@@ -204,8 +204,8 @@ function actionsOf(run, changed) {
     notify("Run deleted.");
   };
   return [
-    // A run that has completed no step has no checkpoint.
-    RESUMABLE.includes(run.state) && action(startLabel(run.state, run.step ? "Resume" : ""), () => resumeRun(run.id)),
+    RESUMABLE.includes(run.state) &&
+      action(startLabel(run.state, run.checkpoint ? "Resume" : ""), () => resumeRun(run.id)),
     action("Copy into form", async () => emit("clone", { id: run.id })),
     action("Name, tags and notes", async () => editNotes(run, changed)),
     action(run.archived ? "Restore" : "Archive", () => archive([run.id], !run.archived, changed)),

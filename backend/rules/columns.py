@@ -1,0 +1,65 @@
+"""Fixes that use columns with unknown names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backend import registry
+from backend.rules.base import Case, Fix
+
+PROMPTS = ("question", "query", "input", "prompt", "instruction", "source", "problem", "text")
+COMPLETIONS = ("answer", "response", "output", "completion", "target", "solution", "summary", "label")
+CHOSEN = ("chosen", "preferred", "accepted", "positive", "better", "good", "winner")
+REJECTED = ("rejected", "dispreferred", "negative", "worse", "bad", "loser")
+IDS = ("id", "idx", "index", "uuid", "key", "number")
+
+
+def guessed_columns(case: Case) -> list[Fix]:
+    """Formats for columns that no format of the stage has: a prompt with a completion or with a pair of completions,
+    and one column as text. Columns with unknown names are taken in their order, those of text before those of numbers.
+    A column that is set already is kept. [] if the columns are unknown or too few."""
+    formats, found = registry.STAGES[case.spec.train.stage].formats, case.facts.text_columns
+    if not case.facts.columns:
+        return []
+    if "text" in formats:
+        return _completion_or_text(case, tuple(dict.fromkeys((*found, *case.facts.columns))))
+    return _pair(case, found) if "pairs" in formats else []
+
+
+def _completion_or_text(case: Case, found: Sequence[str]) -> list[Fix]:
+    data = case.spec.data
+    known = _named(found, (data.prompt_column, *PROMPTS), (data.completion_column, *COMPLETIONS))
+    prompt, completion = _filled(known, found)
+    fixes = []
+    if prompt and completion:
+        patch = {"data.prompt_column": prompt, "data.completion_column": completion}
+        label = f"Use column {prompt} as the prompt and {completion} as the completion"
+        fixes.append(Fix(label, {"data.format": "prompt_completion", **patch}, False))
+    if not all(known):
+        text = prompt or found[0]
+        patch = {"data.format": "text", "data.text_column": text}
+        fixes.append(Fix(f"Use column {text} as plain text", patch, False))
+    return fixes
+
+
+def _pair(case: Case, found: Sequence[str]) -> list[Fix]:
+    data = case.spec.data
+    names = (data.prompt_column, *PROMPTS), (data.chosen_column, *CHOSEN), (data.rejected_column, *REJECTED)
+    prompt, chosen, rejected = _filled(_named(found, *names), found)
+    if not rejected:
+        return []
+    columns = {"data.prompt_column": prompt, "data.chosen_column": chosen, "data.rejected_column": rejected}
+    label = f"Use column {prompt} as the prompt, {chosen} as the chosen and {rejected} as the rejected completion"
+    return [Fix(label, {"data.format": "pairs", **columns}, False)]
+
+
+def _named(found: Sequence[str], *wanted: Sequence[str]) -> list[str]:
+    """For each use, the column with the first of its wanted names, '' if there is none; no column has two uses."""
+    columns = {name.lower(): name for name in found}
+    return [next((columns.pop(name.lower()) for name in names if name.lower() in columns), "") for names in wanted]
+
+
+def _filled(named: Sequence[str], found: Sequence[str]) -> list[str]:
+    """`named` with the other columns, in their order, where it has ''; '' where there are no more."""
+    others = iter([name for name in found if name not in named and name.lower() not in IDS])
+    return [name or next(others, "") for name in named]
