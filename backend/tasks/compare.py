@@ -16,7 +16,7 @@ from backend.engines import engine_of
 from backend.memory import Fit, MemoryContext
 from backend.memory.communication import host_bytes, network_bytes
 from backend.rules import RULES, Case
-from backend.rules.base import Rule, amount
+from backend.rules.base import Rule, amount, names
 from backend.rules.memory_remedies import (
     available_gpus,
     may_fit,
@@ -214,15 +214,14 @@ def _reason(best: Variant, found: list[Variant], everywhere: frozenset[str], des
     drawbacks that all have."""
     cheaper = [v for v in found if v.cost <= best.cost and v.name != best.name and not v.error]
     too_large = ", ".join(v.name for v in cheaper if v.fit != Fit.YES)
-    worse = [v for v in cheaper if v.fit == Fit.YES and v.drawbacks - everywhere]
+    worse = [v for v in cheaper if v.fit == Fit.YES and v.cost < best.cost and v.drawbacks - everywhere]
     drawbacks = [f" {v.name} sends less, but: {min(v.drawbacks - everywhere)}." for v in worse]
     where = "for each process" if best.case.run.device == "cpu" else "of each device"
     needs = f"It needs {amount(best.device_bytes or 0)} of the {amount(best.capacity_bytes)} {where}{description}"
+    compared = names(["fit", *["use every GPU"] * several, *["have no drawback"] * bool(drawbacks)])
     parts = (
         "" if best.fit == Fit.YES else ", which may not be enough,",
-        " and has the least communication of the strategies that fit",
-        " and use every GPU" if several else "",
-        " and have no drawback" if drawbacks else "",
+        f" and communicates least of the strategies that {compared}" if best.cost else " and communicates nothing",
         f"; {too_large} would not fit or may not fit" if too_large else "",
     )
     return f"{needs}{''.join(parts)}.{''.join(drawbacks[:1])}"

@@ -120,7 +120,7 @@ def run_steps_text(estimate: TimeEstimate) -> str:
     if estimate.run is None:
         return (
             "The time of the whole run is not predicted, because the number of steps is not known before the data is "
-            "read. With train.duration steps, it is."
+            "read. Set train.duration to steps to have it predicted."
         )
     return f"{counted(estimate.run.steps, 'step')} and what else the run does"
 
