@@ -90,7 +90,7 @@ REPORT = """
     <p class="fp-status-more"></p>
     <p class="fp-status-examples" aria-live="off"></p>
     <p class="fp-status-slow" hidden>This report is about earlier values. The last edit is being checked.</p>
-    <button type="button" class="fp-button" id="fp-fix-all" hidden>Apply all fixes</button>
+    <button type="button" class="fp-button" id="fp-fix-all" hidden>Fix all errors</button>
     <button type="button" class="fp-button" id="fp-try" hidden
       title="A rehearsal, not the run: two steps on the longest examples, a crash, a resume and the saved model. \
 Start begins the training.">Try it</button>

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from backend.runs import files
-from backend.train import device, exit, stacks, unsloth, verify
+from backend.train import device, exit, stacks, unsloth, unused_packages, verify
 
 
 @record  # type: ignore[untyped-decorator]
@@ -30,6 +30,7 @@ def main() -> None:
     spec, run = verify.read_plan(place)
     verify.check_rules(spec, place)
     unsloth.import_unsloth(spec)
+    unused_packages.hide(spec, place)
     training = importlib.import_module("backend.train.training")  # only now: Unsloth comes before other libraries
     training.train(spec, run, folder, given.from_scratch, group)
 

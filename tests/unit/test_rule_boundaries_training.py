@@ -504,7 +504,7 @@ def test_fix_is_safe_if_the_global_batch_size_stays_the_same(accumulation: int, 
 
 
 def test_only_fewer_checkpoints_are_safe() -> None:
-    """Apply all fixes must not leave a run of many hours without any checkpoint."""
+    """Fix all errors must not leave a run of many hours without any checkpoint."""
     spec = effective(edit(RunSpec(), {**FULL, **KEEP_LAST}))
     for spare, safe in ((0, {str(KEEP_LAST)}), (-1, set())):
         free = Case(spec, LAPTOP, DEMO).estimate.disk_bytes + spare

@@ -106,7 +106,7 @@ function disableStart(disabled) {
 function drawFixAll(errors) {
   const fixable = errors.filter((f) => f.fixes.some((fix) => fix.safe));
   $("#fp-fix-all").hidden = !fixable.length;
-  $("#fp-fix-all").textContent = fixable.length === errors.length ? "Apply all fixes" : "Apply safe fixes";
+  $("#fp-fix-all").textContent = fixable.length === errors.length ? "Fix all errors" : "Apply safe fixes";
 }
 
 function outlineFields(findings, invalid) {
