@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy
 import pyarrow
+import pyarrow.compute as pc
 from datasets import Dataset, concatenate_datasets, load_from_disk
 from datasets.arrow_writer import ArrowWriter
 
@@ -66,6 +67,20 @@ class PreparedData:
     validation_sizes: tuple[int, ...] = ()  # of several datasets, which follow each other in `validation`
     eval_examples: list[ConvertedExample] = field(default_factory=list)  # of the generation evaluation
     end_tokens: tuple[int, ...] = ()  # of the training examples' completions
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest example; of preference data, a prompt with one of its completions."""
+        return max((_longest_row(each) for each in (self.train, self.validation) if each), default=0)
+
+
+def _longest_row(dataset: Dataset) -> int:
+    sizes = {
+        name: pc.list_value_length(dataset.data.column(name)) for name in dataset.column_names if name.endswith("_ids")
+    }
+    prompts = sizes.pop("prompt_ids", None)
+    whole = [pc.add(prompts, each) if prompts else each for each in sizes.values()]
+    return max((pc.max(each).as_py() or 0 for each in whole), default=0)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import platform
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from backend.machine import probe
 from backend.presets import read
 from backend.resolve import ResolvedRun
 from backend.rules import Case, examine
+from backend.rules.data import POSITION_TABLES
 from backend.runs import RESOLVED, SKIP_CHECKS, SPEC, resume_point
 from backend.train import device
 from backend.train.run_log import TrainError
@@ -56,13 +58,24 @@ def check_rules(spec: RunSpec, folder: Path) -> None:
     if facts.adapter_problem and resume_point.find(folder).checkpoint:
         facts = replace(facts, adapter_problem="")  # the adapter is loaded at step 0 only, which checks it again
     found = examine(Case(spec, probe(folder), facts), at_start=False)
-    errors = [finding for finding in found if finding.level == "error"]
+    later = () if spec.data.streaming else ("DAT010",)  # check_positions, with the lengths in tokens
+    errors = [finding for finding in found if finding.level == "error" and finding.code not in later]
     if errors:
         first = errors[0]
         safe = [fix for fix in first.fixes if fix.safe]  # the page offers the others, with what they cost
         fix = f" Fix: {safe[0].label}." if safe else ""
         more = f" ({len(errors) - 1} more: {', '.join(e.title for e in errors[1:])}.)" if len(errors) > 1 else ""
         raise TrainError(f"{', '.join(first.fields)}: {first.title}. {first.message}{fix}{more} [{first.code}]")
+
+
+def check_positions(config: Any, longest: int) -> None:
+    """Raise TrainError if an example of `longest` tokens needs more positions than the table of the model has."""
+    most = getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0)
+    if config.model_type in POSITION_TABLES and longest > most > 0:
+        raise TrainError(
+            f"data.max_length: the longest example has {longest:,} tokens, and the model has {most:,} position "
+            f"embeddings. Set data.max_length to at most {most}. [DAT010]"
+        )
 
 
 def check_device(run: ResolvedRun) -> None:

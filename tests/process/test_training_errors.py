@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fork_server import ForkServer
-from training_runs import TorchrunLaunch, ignore_progress, log_text, make_run_folder, make_spec
+from training_runs import TorchrunLaunch, ignore_progress, log_text, make_run_folder, make_spec, result
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, TrainerState
 
 from backend import registry
@@ -60,6 +60,30 @@ def test_training_error_has_no_traceback_and_is_in_the_error_file(tmp_path: Path
 def test_unknown_module_error_lists_the_modules_of_the_model(tiny: Path, changes: dict[str, Any], part: str) -> None:
     with pytest.raises(TrainError, match=part):
         adapters.apply_method(make_spec(changes), AutoModelForCausalLM.from_pretrained(tiny), "fp32")
+
+
+def test_position_tables_are_compared_with_the_examples(tiny: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+    """A table shorter than data.max_length trains if no example is longer; else the run says so instead of an
+    IndexError of torch."""
+    folder, data = tmp_path / "gpt2", tmp_path / "texts.jsonl"
+    for file in tiny.glob("*token*"):
+        folder.mkdir(exist_ok=True)
+        (folder / file.name).write_bytes(file.read_bytes())
+    vocabulary = json.loads((tiny / "config.json").read_text())["vocab_size"]
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=32, vocab_size=vocabulary, bos_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    spec = make_spec({
+        "model.source": "path", "model.path": str(folder), "data.source": "files", "data.files": str(data),
+        "data.validation": "none", "data.max_length": 64, "train.stage": "pretraining", "method.kind": "full",
+        "train.max_steps": 1, "eval.strategy": "no", "eval.num_generations": 0,
+    })  # fmt: skip
+    data.write_text('{"text": "one two"}\n' * 8)
+    assert result(fork_server.train(tmp_path / "short", spec))["steps"] == 1
+    data.write_text('{"text": "one two"}\n' * 8 + json.dumps({"text": "one two " * 40}) + "\n")
+    with pytest.raises(
+        AssertionError, match=r"longest example has \d+ tokens, and the model has 32 position"
+    ):
+        fork_server.train(tmp_path / "long", spec)
 
 
 @pytest.mark.parametrize(
