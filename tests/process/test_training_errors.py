@@ -80,9 +80,7 @@ def test_position_tables_are_compared_with_the_examples(tiny: Path, tmp_path: Pa
     data.write_text('{"text": "one two"}\n' * 8)
     assert result(fork_server.train(tmp_path / "short", spec))["steps"] == 1
     data.write_text('{"text": "one two"}\n' * 8 + json.dumps({"text": "one two " * 40}) + "\n")
-    with pytest.raises(
-        AssertionError, match=r"longest example has \d+ tokens, and the model has 32 position"
-    ):
+    with pytest.raises(AssertionError, match=r"longest example has \d+ tokens, and the model has 32 position"):
         fork_server.train(tmp_path / "long", spec)
 
 
