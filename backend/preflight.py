@@ -125,8 +125,9 @@ class Report:
         on_cpu = self.run.device == "cpu"  # a CPU run measures its resident memory, others torch's allocator
         measured = peak if on_cpu else peak - overhead
         compared = {"measured_bytes": measured, "compared": list(self.compared), **self._flops}
-        compared["compared_time"] = list(self.compared_time)
+        compared["compared_time"], compared["compared_start"] = list(self.compared_time), list(self.compared_start)
         compared |= {"placement": self.placement, "time": time_json(self.time)}
+        compared["time_limit"] = 3600 * self.spec.train.max_hours
         return {**estimate_json(self.estimate), **compared}
 
     @property
@@ -167,6 +168,13 @@ class Report:
         assumed = bool(self.time.assumed_length)  # a prediction from known lengths differs from one without them
         known = describe(self.machine), run.compute_dtype, run.world_size, *kernels, *sizes, *others, *lora, assumed
         return *map(str, self.compared), *map(str, known)
+
+    @property
+    def compared_start(self) -> tuple[str, ...]:
+        """The same for the time from the start to the first step, without loading the weights."""
+        launch, run = self.spec.launch, self.run
+        programs = launch.trainer, launch.place, self.spec.train.use_unsloth, self.spec.parallel.strategy
+        return *map(str, programs), describe(self.machine), run.device, str(run.world_size)
 
     @property
     def summary(self) -> str:

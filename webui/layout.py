@@ -121,7 +121,7 @@ def _train(form: Form) -> None:
             form.place("train.galore_proj_type", "train.apollo_scale", "train.apollo_proj")
             form.place("train.apollo_scale_type", "train.badam_switch_mode")
             form.place("train.seed", "train.dataloader_num_workers", "train.train_sampling_strategy")
-            form.place("train.max_nonfinite_steps", "train.stop_on_spike", "train.half_lr_retries")
+            form.place("train.max_nonfinite_steps", "train.stop_on_spike", "train.half_lr_retries", "train.max_hours")
             form.place("train.use_liger_kernel", "train.use_unsloth", "train.torch_compile")
 
 

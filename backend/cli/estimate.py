@@ -13,7 +13,7 @@ from backend.machine.descriptions import machines
 from backend.preflight import Report, estimate_json
 from backend.tasks import compare_machines
 from backend.tasks.measured import MeasuredPeaks
-from backend.tasks.measured_time import MeasuredTimes
+from backend.tasks.measured_time import MeasuredStarts, MeasuredTimes
 from backend.timing import TimeEstimate, texts, time_json
 
 CPU_SECONDS = 60.0  # to wait for the measurement of this CPU: loading the libraries takes most of it
@@ -23,8 +23,10 @@ def estimate(arguments: argparse.Namespace) -> int:
     """Print the estimate of memory, disk and time, item by item; with --machines, a line for each machine."""
     if arguments.machines is not None:
         return _compare_machines(arguments)
+    runs = Path(arguments.runs)
     report = wait_for_preflight(read_spec(arguments), target_machine(arguments), CPU_SECONDS)
-    found, runs = report.estimate, Path(arguments.runs)
+    report = MeasuredStarts(runs).applied(report)
+    found = report.estimate
     measured, timed = MeasuredPeaks(runs).latest(report), MeasuredTimes(runs).latest(report)
     if arguments.json:
         time = {**time_json(report.time), "measured": timed.for_next(report) if timed else None}

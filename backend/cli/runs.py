@@ -28,7 +28,20 @@ from backend.cli.commands import (  # fmt: skip
 from backend.inspect import predecessor
 from backend.machine import probe
 from backend.rules.base import amount
-from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, files, jobs, marks, queue, stacks, validation
+from backend.runs import (
+    LOG,
+    METRICS,
+    SKIP_CHECKS,
+    SPEC,
+    events,
+    files,
+    jobs,
+    marks,
+    queue,
+    schedule,
+    stacks,
+    validation,
+)
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
 from backend.runs.metrics import chunks, gaps, since, stream_points
 from backend.runs.search import SCORES
@@ -44,6 +57,7 @@ POLL_SECONDS = 0.25  # between two reads of a log or a state
 def run(arguments: argparse.Namespace) -> int:
     """Start a run and print its id; with --follow wait until it ends."""
     report = wait_for_preflight(read_spec(arguments), probe(Path.cwd()))
+    report = measured_time.MeasuredStarts(Path(arguments.runs)).applied(report)
     if not report.can_run and not arguments.skip_checks:
         return refuse(report, arguments.json)
     if report.unchecked_note:
@@ -287,12 +301,16 @@ def queued(arguments: argparse.Namespace) -> int:
         elif arguments.before or arguments.first:
             first = next((Path(entry.run) for entry in queue.entries() if entry.run != str(place)), None)
             queue.move(place, find_run(Path(arguments.runs), arguments.before).path if arguments.before else first)
-    found = [(entry, Run(Path(entry.run)).summary()) for entry in queue.entries()]
+    times = schedule.waiting()
+    found = [(entry, Run(Path(entry.run)).summary(), times.get(entry.run)) for entry in queue.entries()]
     if arguments.json:
-        print_json([{**asdict(entry), "id": entry.id, "sentence": row["sentence"]} for entry, row in found])
+        print_json([
+            {**asdict(entry), "id": entry.id, "sentence": row["sentence"], "times": when and asdict(when)}
+            for entry, row, when in found
+        ])  # fmt: skip
         return 0
-    for number, (entry, row) in enumerate(found, 1):
-        print(f"{number:3}  {entry.id:48}  {row['sentence']}")
+    for number, (entry, row, when) in enumerate(found, 1):
+        print(f"{number:3}  {entry.id:48}  {row['sentence']} {when.sentence if when else ''}".rstrip())
     if not found:
         print("No run is waiting.")
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 from backend.cli import sweep
 from backend.cli.commands import print_json
 from backend.cli.runs import find_run
-from backend.runs import notebook, search, sweeps, throughput
+from backend.runs import notebook, schedule, search, sweeps, throughput
 from backend.runs.folder import RunError
 from backend.runs.listing import RunList
 
@@ -84,6 +84,8 @@ def _list_sweep(arguments: argparse.Namespace) -> int:
         print_json(members)
     else:
         sweep.print_rows(members)
+        if ends := schedule.sweep_text(Path(arguments.runs), arguments.sweep):
+            print(ends)
     return 0
 
 

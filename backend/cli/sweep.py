@@ -10,6 +10,7 @@ from backend.cli.commands import print_findings, print_json, read_spec, wait_for
 from backend.machine import probe
 from backend.runs import sweeps
 from backend.tasks import start_sweep, sweep
+from backend.tasks.measured_time import MeasuredStarts
 
 
 def start(arguments: argparse.Namespace) -> int:
@@ -17,8 +18,8 @@ def start(arguments: argparse.Namespace) -> int:
     varied = [sweep.parse(text) for text in arguments.vary]
     limits = arguments.random, arguments.seeds, arguments.limit, arguments.halving
     planned = start_sweep.plan(read_spec(arguments), varied, *limits)
-    machine = probe(Path.cwd())
-    reports = [wait_for_preflight(spec, machine) for spec in planned.specs()]
+    machine, starts = probe(Path.cwd()), MeasuredStarts(Path(arguments.runs))
+    reports = [starts.applied(wait_for_preflight(spec, machine)) for spec in planned.specs()]
     for label, report in zip(planned.labels(), reports, strict=True):
         if not report.can_run:
             print(f"Nothing was started. The checks report errors for {label}:")
@@ -30,6 +31,7 @@ def start(arguments: argparse.Namespace) -> int:
     else:
         queued = "1 run was queued" if len(started) == 1 else f"{len(started)} runs were queued"
         print(f"{queued}. Compare them: footplate list --sweep {identity}")
+        print(start_sweep.time_text(planned, reports))
         if planned.compares_other_examples:
             print(start_sweep.OTHER_EXAMPLES)
     return 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.launch.clusters.answers import UNKNOWN_GPU
-from backend.launch.clusters.slurm import minutes
+from backend.launch.clusters.slurm import minutes, time_text
 from backend.machine import GIB, Gpu
-from backend.rules.base import Case, Example, Fix, Violation, error, warning
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, warning
 from backend.rules.examples import DEMO, TWO_H100
 from backend.runs.throughput import duration
 from backend.wording import counted
@@ -129,11 +129,10 @@ def missing_in_train_job(case: Case) -> str | None:
     title="The time limit of the Slurm job is shorter than the predicted time of the run",
     source="sbatch(1): --time; the time estimate",
     fixes=(Fix("Continue automatically after the time limit", {"slurm.requeue": True}),),
-    manual_fix="Set a longer slurm.time_limit.",
     fails_on=Example({**LONG_JOB, "slurm.requeue": False}, TWO_H100, DEMO),
     passes_on=Example(LONG_JOB, TWO_H100, DEMO),
 )
-def job_shorter_than_run(case: Case) -> str | None:
+def job_shorter_than_run(case: Case) -> Violation | None:
     """Slurm ends a job at its time limit. Without slurm.requeue, the run does not continue, and has only the
     checkpoints that it saved before. The limit is compared with the lower end of the predicted time."""
     slurm = case.spec.slurm
@@ -143,7 +142,37 @@ def job_shorter_than_run(case: Case) -> str | None:
     if least <= 60 * minutes(slurm.time_limit):
         return None
     limit = duration(60 * minutes(slurm.time_limit))
-    return (
+    message = (
         f"slurm.time_limit ends the job after {limit}, and slurm.requeue is off. The run is predicted to take "
         f"{duration(predicted)}, at least {duration(least)}, so it would end unfinished."
     )
+    return Violation(message, _sufficient_limit(case))
+
+
+@advice(
+    "CLU009",
+    fields=("slurm.time_limit",),
+    title="The Slurm job has no time limit of its own",
+    source="sbatch(1): --time; slurm.conf(5): SchedulerType, sched/backfill; the time estimate",
+    fails_on=Example({**LONG_JOB, "slurm.time_limit": ""}, TWO_H100, DEMO),
+    passes_on=Example(LONG_JOB, TWO_H100, DEMO),
+)
+def job_without_time_limit(case: Case) -> Violation | None:
+    """Without a time limit, a job has that of its partition. Slurm starts a job earlier if its limit shows that it ends
+    before the devices are needed for another one (backfill)."""
+    if case.spec.launch.place != "slurm" or case.spec.slurm.time_limit or not _sufficient_limit(case):
+        return None
+    _, predicted, most = case.time.run_seconds or (0.0, 0.0, 0.0)
+    message = (
+        f"slurm.time_limit is empty, so the job has the time limit of its partition. The run is predicted to take "
+        f"{duration(predicted)}, at most {duration(most)}."
+    )
+    return Violation(message, _sufficient_limit(case))
+
+
+def _sufficient_limit(case: Case) -> tuple[Fix, ...]:
+    """The fix that sets a time limit above the predicted range; none if the time of the run is not predicted."""
+    if (seconds := case.time.time_limit) is None:
+        return ()
+    text = time_text(seconds)
+    return (Fix(f"Set time limit to {text}", {"slurm.time_limit": text}, cost="longer jobs may wait longer"),)

@@ -1,4 +1,4 @@
-"""Rules about training length, warmup, evaluation, checkpoints and disk space."""
+"""Rules about training length, its time limit, warmup, evaluation, checkpoints and disk space."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from backend.rules.base import Case, Example, Fix, Violation, advice, amount, error, set_to, warning
-from backend.rules.examples import DEMO, FULL_DISK
+from backend.rules.examples import DEMO, FULL_DISK, TWO_H100
 from backend.runs.resume_point import step_of
+from backend.runs.throughput import duration
 from backend.wording import counted
 
 STEPS = {"train.duration": "steps"}
@@ -237,6 +238,31 @@ def too_many_epochs(case: Case) -> Violation | None:
         f"{counted(examples, 'training example')}."
     )
     return Violation(message, (Fix(set_to("train.max_steps", enough), {"train.max_steps": enough}, False),))
+
+
+@warning(
+    "TRN010",
+    fields=("train.max_hours",),
+    title="The max run time is shorter than the predicted time of the run",
+    source="the time estimate",
+    fails_on=Example({**STEPS, "train.max_steps": 1_000_000, "train.max_hours": 0.1}, TWO_H100, DEMO),
+    passes_on=Example({**STEPS, "train.max_steps": 1_000_000}, TWO_H100, DEMO),
+)
+def max_hours_shorter_than_run(case: Case) -> Violation | None:
+    """At its max run time, a run saves a checkpoint and stops without a final model; Resume continues it. The max run
+    time is compared with the lower end of the predicted time."""
+    hours, limit = case.spec.train.max_hours, case.time.time_limit
+    if not hours or limit is None or case.time.run_seconds is None:
+        return None
+    least, predicted, most = case.time.run_seconds
+    if least <= 3600 * hours:
+        return None
+    message = (
+        f"train.max_hours stops the run after {duration(3600 * hours)}. It is predicted to take {duration(predicted)}, "
+        f"at least {duration(least)} and at most {duration(most)}, so it would stop unfinished."
+    )
+    enough = limit / 3600
+    return Violation(message, (Fix(f"Set max run time to {enough:g} hours", {"train.max_hours": enough}),))
 
 
 @error(

@@ -13,7 +13,7 @@ kinds of clusters; `rehearsals.py` runs through a spec in a minute. It is one of
 in a scratch folder (`scratch.py`), with `warm_python.py` in place of Python where one process can import the libraries
 for all (`warm_process.py`).
 `jobs.py` has the jobs that use the trained model, `validation.py` decides which validation loss is that of a run;
-`lost_weights.py` finds runs of earlier versions that lost weights.
+`lost_weights.py` finds runs of earlier versions that lost weights, `schedule.py` predicts when waiting runs start.
 """
 
 from __future__ import annotations

@@ -116,6 +116,19 @@ def turn(entry: Entry) -> Turn:
         return _take_turn(order, own, taken)
 
 
+def holders(device: str) -> list[Path | None]:
+    """For each slot of a device the folder of this user's run that uses it, or None."""
+    queued, found = {entry.run for entry in entries()}, []
+    for name in slots(device):
+        try:
+            text = files.read_text(folder() / DEVICES / name).strip()
+        except OSError:
+            text = ""
+        is_used = bool(text) and text not in queued and processes.is_locked(Path(text))
+        found.append(Path(text) if is_used else None)
+    return found
+
+
 def leave(run: Path) -> None:
     """Remove the run from the queue."""
     with _edit() as order:
@@ -213,7 +226,7 @@ def _leases() -> Iterator[list[int]]:
 def _lease(entry: Entry, taken: list[int]) -> Turn:
     """Lease all devices of the run, or none."""
     for name, label in entry.devices.items():
-        is_free, holder = _lock_one(_slots(name), entry.run, taken)
+        is_free, holder = _lock_one(slots(name), entry.run, taken)
         if not is_free:
             _release(taken)
             return Turn(reason=f"{holder} uses {label}.")
@@ -223,7 +236,7 @@ def _lease(entry: Entry, taken: list[int]) -> Turn:
     return Turn(tuple(taken), reason=_unusable(entry.devices))
 
 
-def _slots(name: str) -> list[str]:
+def slots(name: str) -> list[str]:
     """The lease files of a device: one, but a CPU may have several slots."""
     count = os.environ.get(CPU_SLOTS, "1") if name == "cpu" else "1"
     return [name] + [f"{name}-{number}" for number in range(2, 1 + (int(count) if count.isdigit() else 1))]

@@ -6,6 +6,7 @@ is read again only after it was started or has ended.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -37,13 +38,15 @@ class EarlierRuns(Generic[M]):
 
     def newest(self, compared: tuple[str, ...], without: str = "") -> M | None:
         """The newest measurement of a run with the same `compared`, except of the run `without`."""
+        return next(iter(self.several(compared, 1, without)), None)
+
+    def several(self, compared: tuple[str, ...], count: int, without: str = "") -> list[M]:
+        """The same for up to `count` runs, the newest first."""
         with self._lock:
             names = [name for name in self._newest() if name != without]
-            comparable = (name for name in names if self._settings(name) == compared)
-            for _, name in zip(range(MAX_CANDIDATES), comparable, strict=False):
-                if found := self._measurement(name):
-                    return found
-        return None
+            comparable = itertools.islice((name for name in names if self._settings(name) == compared), MAX_CANDIDATES)
+            found = (self._measurement(name) for name in comparable)
+            return list(itertools.islice((each for each in found if each is not None), count))
 
     def _newest(self) -> list[str]:
         if not self._names or time.monotonic() - self._listed > LISTED_SECONDS:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from backend.preflight import Report
 from backend.runs.folder import Run
 from backend.runs.throughput import duration
 from backend.tasks.earlier_runs import EarlierRuns
+from backend.timing.whole_run import START_SECONDS
 from backend.wording import counted, figure
 
 MIN_STEPS = 3  # after the first one, which is slower
 MUCH_WAITING = 0.2  # share of a step that waits for batches
+MAX_STARTS = 5  # the newest ones
 OTHER_TOKENS = 0.15  # by which the tokens of a step differ from the predicted ones
 
 
@@ -26,6 +29,7 @@ class TimeMeasurement:
     `not_included`: what the predicted time of the run does not include."""
 
     run: str
+    name: str
     predicted: float
     measured: float
     factor: float
@@ -76,8 +80,8 @@ class TimeMeasurement:
         return {"ratio": self.ratio, "is_outside": self.is_outside, "rows": self.rows, "sentence": self.sentence}
 
     def for_next(self, report: Report) -> dict[str, Any]:
-        """What this run says about the similar one of `report`: the run, the ratio, and the sentences."""
-        sentence = f"In the last similar run ({self.run}), steps took {self.ratio:.2f} times as long as predicted."
+        """What this run says about the similar one of `report`: the run, its name, the ratio, and the sentences."""
+        sentence = f"In the last similar run ({self.name}), steps took {self.ratio:.2f} times as long as predicted."
         found = report.time.run
         if found:
             scaled = duration(found.seconds + (self.ratio - 1) * found.step_seconds)
@@ -85,7 +89,7 @@ class TimeMeasurement:
         else:
             scaled = figure(report.time.step_seconds * self.ratio)
             sentence += f" With the same factor, a step of this run takes about {scaled} s."
-        return {"run": self.run, "ratio": self.ratio, "sentence": sentence}
+        return {"run": self.run, "name": self.name, "ratio": self.ratio, "sentence": sentence}
 
 
 def _text(value: float | None, show: Callable[[float], str]) -> str:
@@ -106,9 +110,9 @@ def measure_time(run: Run) -> TimeMeasurement | None:
     elapsed = summary["ended"] - summary["started"] if is_whole else None
     tokens = _tokens_of_step(result, points)
     return TimeMeasurement(
-        run.id, predicted, measured, time["factor"], (time["tokens_per_second"], tokens and tokens / measured),
-        (whole.get("seconds"), elapsed), tuple(_causes(time, measured, tokens, points)), bool(time.get("busy")),
-        tuple(whole.get("not_included", ())),
+        run.id, run.name, predicted, measured, time["factor"],
+        (time["tokens_per_second"], tokens and tokens / measured), (whole.get("seconds"), elapsed),
+        tuple(_causes(time, measured, tokens, points)), bool(time.get("busy")), tuple(whole.get("not_included", ())),
     )  # fmt: skip
 
 
@@ -149,6 +153,32 @@ class MeasuredTimes(EarlierRuns[TimeMeasurement]):
     def latest(self, report: Report) -> TimeMeasurement | None:
         """The newest measurement of a run with the same machine, model, method, strategy, dtype and sizes."""
         return None if report.time.unknown else self.newest(report.compared_time)
+
+
+class MeasuredStarts(EarlierRuns[float]):
+    """The measured starts in a folder of runs: seconds from the start to the first step, without loading the weights,
+    of runs with the same machine, trainer, strategy and number of devices."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, "compared_start", measure_start)
+
+    def applied(self, report: Report) -> Report:
+        """`report` with the median of the last measured starts in place of the assumed one."""
+        if report.time.run is None or not (found := self.several(report.compared_start, MAX_STARTS)):
+            return report
+        whole = report.time.run.with_start(statistics.median(found), len(found))
+        return replace(report, time=replace(report.time, run=whole))
+
+
+def measure_start(run: Run) -> float | None:
+    """Seconds from the start of a run that is done to its first step, without that step and the predicted time of
+    loading the weights; None if they were not recorded."""
+    progress, whole, summary = run.progress(), (run.estimate().get("time") or {}).get("run"), run.summary()
+    first, step = progress.get("first_step_time"), progress.get("step_seconds")
+    if summary["state"] != "done" or not whole or not first or not step or not summary["started"]:
+        return None
+    loading = whole["items"][0]["seconds"] - whole.get("start_seconds", START_SECONDS)
+    return max(1.0, float(first - summary["started"] - step - loading))
 
 
 def _measure_calm(run: Run) -> TimeMeasurement | None:

@@ -47,6 +47,7 @@ def rehearsal_spec(spec: RunSpec) -> RunSpec:
         "train.gradient_accumulation_steps": min(spec.train.gradient_accumulation_steps, MAX_ACCUMULATION),
         "train.max_nonfinite_steps": 1,
         "train.half_lr_retries": 0,
+        "train.max_hours": 0.0,
         "save.resume_from": "latest",
         "logging.steps": 1,
         "logging.report_to": "none",

@@ -12,7 +12,7 @@ from backend.config import RunSpec
 from backend.config.options import Problem, SpecError, edit, effective
 from backend.inspect import predecessor
 from backend.preflight import Report
-from backend.runs import SWEEP, sweeps
+from backend.runs import SWEEP, schedule, sweeps
 from backend.runs.folder import Run
 from backend.tasks import sweep
 
@@ -90,6 +90,18 @@ def start(root: Path, planned: SweepPlan, reports: Sequence[Report], base: Path)
         started.append(_create(root, report, part))
         started[-1].start(after=predecessor(report.spec, base, None))
     return identity, started
+
+
+def time_text(planned: SweepPlan, reports: Sequence[Report]) -> str:
+    """How long all runs take on their devices, as predicted, without the runs that are in the queue already."""
+    spans = []
+    for label, report in zip(planned.labels(), reports, strict=True):
+        low, _, high = report.time.run_seconds or (0.0, 0.0, 0.0)
+        why = report.time.unknown or f"the number of steps of {label} is not known"
+        span = schedule.Span(low, high, "" if report.time.run_seconds else why)
+        spans.append(span.within(3600 * report.spec.train.max_hours))
+    text = schedule.all_runs_text([report.plan.devices for report in reports], spans)
+    return f"{text} Early stopping ends some of them sooner." if planned.halving and not spans[0].unknown else text
 
 
 def _create(root: Path, report: Report, part: sweeps.Member) -> Run:

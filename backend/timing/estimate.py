@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,14 +18,16 @@ from backend.timing.context import TimeContext
 from backend.timing.rates import CALIBRATION, Calibration, cpu_calibration, models_of
 from backend.timing.uncertainty import step_range
 from backend.timing.unpredictable import device_reason, run_reason, step_reason
-from backend.timing.whole_run import RunTime, run_time
+from backend.timing.whole_run import REST, RunTime, run_time
 
 CPU, OPERATIONS, NETWORK, GPUS, PROCESSES, RANKS = (
     "Waiting for the CPU", "Operator overhead", "Waiting for the network", "Waiting for transfers between GPUs",
     "Transfers between processes", "Waiting for the rank with the longest batch",
 )  # fmt: skip
-REST = 3.0  # like `factor`, of all but the steps: loading, evaluations and checkpoints were compared with nothing
+MEASURED_START = 1.5  # the same of a start that earlier runs have measured
 NEGLIGIBLE = 0.0005  # of a step: such items are left out
+HEADROOM, SAVING_SECONDS = 1.1, 600  # of a time limit: a factor of the predicted range, and for a checkpoint
+LIMITS = ((6 * 3600, 900), (48 * 3600, 3600), (math.inf, 6 * 3600))  # up to each, what a limit is a multiple of
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,20 @@ class TimeEstimate:
         """(lowest, predicted, highest) seconds of the whole run; None if the number of steps is not known."""
         if self.run is None:
             return None
-        steps, rest = self.run.step_seconds, self.run.seconds - self.run.step_seconds
-        return steps / self.factor + rest / REST, steps + rest, steps * self.factor + rest * REST
+        steps, rest = self.run.step_seconds, self.run.assumed_seconds
+        start = self.run.seconds - steps - rest
+        low = steps / self.factor + start / MEASURED_START + rest / REST
+        return low, self.run.seconds, steps * self.factor + start * MEASURED_START + rest * REST
+
+    @property
+    def time_limit(self) -> int | None:
+        """Seconds of a time limit that the run keeps if its time is within the predicted range: the upper end with
+        headroom, rounded up; None if the number of steps is not known."""
+        if self.run_seconds is None:
+            return None
+        least = HEADROOM * self.run_seconds[2] + SAVING_SECONDS
+        unit = next(unit for until, unit in LIMITS if least <= until)
+        return unit * math.ceil(least / unit)
 
     @property
     def price(self) -> tuple[float, float, float] | None:

@@ -7,7 +7,8 @@
     items              of a step: label, seconds, share (of the step), formula
     busy               null, unless other programs use this CPU: used and cores, in cores
     run                null if the number of steps is unknown; else steps, seconds, low_seconds, high_seconds,
-                       items (as above), not_included (nouns)
+                       items (as above), not_included (nouns), start_seconds (from the start to the first step, without
+                       loading the weights)
     price              null without a price per GPU hour; else price, low, high, per_gpu_hour
     texts              sentences and figures to show: summary, step, tokens, dominating, range, run, price, padding,
                        not_included, busy, note; '' for what does not apply
@@ -20,11 +21,12 @@ from typing import Any
 
 from backend.runs.throughput import duration
 from backend.timing.computing import Part
-from backend.timing.estimate import REST, TimeEstimate
+from backend.timing.estimate import TimeEstimate
+from backend.timing.whole_run import REST
 from backend.wording import counted, figure
 
 MUCH_PADDING = 0.05
-MUCH_REST = 0.1  # of the run that is not its steps
+MUCH_REST = 0.1  # of the run that was not compared with measurements
 
 
 def summary_text(estimate: TimeEstimate) -> str:
@@ -80,7 +82,7 @@ def dominating_text(estimate: TimeEstimate) -> str:
 def range_text(estimate: TimeEstimate) -> str:
     """The range and the reason for its width."""
     text = f"The time per step may be up to {estimate.factor:g} times shorter or longer: {estimate.factor_reason}"
-    if estimate.run and estimate.run.step_seconds < (1 - MUCH_REST) * estimate.run.seconds:
+    if estimate.run and estimate.run.assumed_seconds > MUCH_REST * estimate.run.seconds:
         text += (
             ". Loading, evaluations and checkpoints were never compared with measurements and may take up to "
             f"{REST:g} times less or more"
@@ -168,6 +170,7 @@ def _run_json(estimate: TimeEstimate) -> dict[str, Any] | None:
         "high_seconds": high,
         "items": _items(estimate.run.items),
         "not_included": list(estimate.run.not_included),
+        "start_seconds": estimate.run.start_seconds,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backend.inspect import InputFacts
@@ -14,17 +14,23 @@ from backend.timing.computing import Part, forward_seconds
 from backend.timing.context import TimeContext
 from backend.timing.rates import DISK_RATE
 
-STEPS = "Steps"
-START_SECONDS = 30  # imports, process groups, and the inspection of files
+STEPS, TOKENIZING = "Steps", "tokenizing the data"
+START = "Start and loading"
+# A factor like that of a step, of all else: loading, evaluations and checkpoints were compared with nothing.
+REST = 3.0
+START_SECONDS = 30  # imports, process groups, and the inspection of files, if no earlier run has measured it
 
 
 @dataclass(frozen=True)
 class RunTime:
-    """The items of a run, which add up to it, its optimizer steps, and what is not included."""
+    """The items of a run, which add up to it, its optimizer steps, and what is not included. `start_seconds`: from the
+    start to the first step without loading the weights, and the number of earlier runs that it was measured in."""
 
     items: tuple[Part, ...]
     steps: int
     not_included: tuple[str, ...]
+    start_seconds: float = START_SECONDS
+    start_runs: int = 0
 
     @property
     def seconds(self) -> float:
@@ -35,6 +41,21 @@ class RunTime:
     def step_seconds(self) -> float:
         """Seconds of all optimizer steps."""
         return sum(item.seconds for item in self.items if item.label == STEPS)
+
+    @property
+    def assumed_seconds(self) -> float:
+        """Seconds that were not compared with measurements: all but the steps and a start that was measured."""
+        return self.seconds - self.step_seconds - (self.start_seconds if self.start_runs else 0)
+
+    def with_start(self, seconds: float, runs: int) -> RunTime:
+        """The same with a start that took `seconds` in that many earlier runs on this machine."""
+        start, *others = self.items
+        loading = start.formula.partition(", and ")[2]
+        source = f"median of {runs} earlier runs" if runs > 1 else "an earlier run"
+        measured = f"{seconds:.0f} s (measured: {source}, with preparing the data), and {loading}"
+        item = Part(START, start.seconds - self.start_seconds + seconds, measured)
+        left = tuple(missing for missing in self.not_included if missing != TOKENIZING)
+        return replace(self, items=(item, *others), not_included=left, start_seconds=seconds, start_runs=runs)
 
 
 def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTime | None:
@@ -57,7 +78,7 @@ def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTim
         missing.append("generated outputs of evaluations")
     if spec.train.torch_compile:
         missing.append("compiling, which takes minutes in the first step")
-    missing.append("tokenizing the data")
+    missing.append(TOKENIZING)
     return RunTime(tuple(item for item in items if item.seconds > 0), steps, tuple(missing))
 
 
@@ -76,8 +97,9 @@ def _steps(ctx: TimeContext, facts: InputFacts) -> int | None:
 
 def _start(ctx: TimeContext) -> Part:
     size = ctx.memory.shape.parameters * 2
-    formula = f"{START_SECONDS} s, and {size:,} bytes of weights at {_disk(ctx)}"
-    return Part("Start and loading", START_SECONDS + size / _disk_rate(ctx), formula)
+    least, most = START_SECONDS / REST, START_SECONDS * REST
+    formula = f"{START_SECONDS} s (assumed, {least:g} s to {most:g} s), and {size:,} bytes of weights at {_disk(ctx)}"
+    return Part(START, START_SECONDS + size / _disk_rate(ctx), formula)
 
 
 def _evaluations(ctx: TimeContext, steps: int) -> Part:

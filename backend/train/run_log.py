@@ -44,7 +44,18 @@ class RunLog:
         self.end_phase: Callable[[str], None] | None = None  # called with the phase that has ended
         self._progress: dict[str, Any] = {}
         self._written, self._day = 0.0, ""
+        self._began, self.earlier_seconds = time.monotonic(), 0.0  # the latter: of earlier processes of this start
         self._unwritten: list[Mapping[str, Any]] = []  # metrics for which the disk had no room
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this process, or the first one of this start, began."""
+        return self.earlier_seconds + time.monotonic() - self._began
+
+    @property
+    def phase(self) -> str:
+        """What the run is doing now; '' before it has reported anything."""
+        return str(self._progress.get("phase", ""))
 
     def info(self, line: str) -> None:
         """Print a line of the log with the local time, and the date where it changes: the supervisor writes that of the
@@ -80,6 +91,7 @@ class RunLog:
             "fraction": fraction,
             **more,
             "since": since,
+            "elapsed": round(self.elapsed, 1),
             "time": now,
         }
         if new or fraction == 1 or now - self._written >= PROGRESS_INTERVAL_SECONDS:

@@ -35,6 +35,7 @@ from backend.train import (
     resumed_options,
     sharding,
     streaming,
+    time_limit,
     trainers,
     universal_checkpoint,
     verify,
@@ -63,6 +64,7 @@ def train(spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, gro
     context = TrainContext(spec, folder, from_scratch, group, RunLog(folder, group.rank), run, engine)
     if group.rank == 0:
         checkpoints.check(folder, from_scratch)
+    time_limit.watch(spec.train.max_hours, context.run_log)
     with engine.scratch_folder():
         try:
             train_in_phases(context)

@@ -32,7 +32,8 @@ def server(tmp_path, monkeypatch):
 def make(server, name, code=WAITS):
     """A run on the CPU that ends when `finish` is called."""
     plan = Plan((sys.executable, "child.py"), {}, {SPEC: "", "child.py": code}, devices={"cpu": "the CPU"})
-    run = Run.create(server.runs, name, plan, datetime.now())
+    time = {"run": {"low_seconds": 3600, "high_seconds": 7200, "steps": 10}} if name != "c" else {"unknown": "a test"}
+    run = Run.create(server.runs, name, plan, datetime.now(), estimate={"time": time})
     run.start()
     return run
 
@@ -51,7 +52,9 @@ def test_three_runs_wait_and_the_order_is_changed(server, page):
     rows = page.locator(".fp-queue li")
     expect(rows).to_have_count(3)
     assert names(page) == ["b", "c", "d"]
-    expect(rows.nth(0)).to_contain_text("a uses the CPU.")
+    expect(rows.nth(0)).to_contain_text("a uses the CPU. Starts in 1 h to 2 h.")
+    expect(rows.nth(1)).to_contain_text("Starts in 2 h to 4 h.")
+    expect(rows.nth(2)).to_contain_text("When it starts is not known: the time of c is not predicted.")
     groups = page.locator(".fp-chip:is([data-group=queued], [data-group=running])")
     expect(groups).to_have_text(["Queued3", "Running1"])
     expect(rows.nth(2)).to_contain_text("2 runs are ahead of this run.")

@@ -1,6 +1,7 @@
 """The sweep of a run on its page: a table with the best run first, and lines over parallel axes."""
 
 import json
+import re
 from datetime import datetime
 
 import pytest
@@ -84,6 +85,9 @@ def test_the_card_says_what_would_start(build):
     card = enter(page, "1e-4, 1e-3", "2")
     expect(card.get_by_role("button", name="Start 4 runs")).to_be_enabled()
     expect(card.get_by_role("status")).to_contain_text("learning_rate=1e-4 seed=42, learning_rate=1e-4 seed=43")
+    expect(card.get_by_role("status")).to_contain_text(
+        re.compile(r"The 4 runs take|How long the runs take is not known: ")
+    )
     card.get_by_label("Values of Learning rate").fill("1e-4..1e-3")
     expect(card.get_by_role("status")).to_contain_text("add the number of grid points")
     expect(card.get_by_role("status")).to_have_attribute("data-level", "error")

@@ -165,6 +165,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "train.max_grad_norm": (0.0, 0.5, 1.0),
     "train.half_lr_retries": (0, 1),
     "train.stop_on_spike": (False, True),
+    "train.max_hours": (0.0, 100.0),
     "train.max_nonfinite_steps": (1, 3, 100_000),
     "train.momentum": (0.0, 0.9),
     "train.projection_rank": (1, 4, 16, 128),

@@ -40,6 +40,7 @@ from backend.train import (
     generation_eval,
     logging_setup,
     model,
+    time_limit,
     trainers,
     unsloth,
     verify,
@@ -172,6 +173,14 @@ def stops_on_spike(spec: RunSpec) -> bool:
         watched = Monitor(context)  # type: ignore[arg-type]
         for step, loss in enumerate([2.0] * 30 + [9.0] * 2):
             watched.add({"loss": loss}, step)
+        return (Path(folder) / STOP).exists()
+
+
+def stops_after_its_time(spec: RunSpec) -> bool:
+    """Whether a training that has taken longer than this requests a stop."""
+    with tempfile.TemporaryDirectory() as folder:
+        if thread := time_limit.watch(spec.train.max_hours, RunLog(Path(folder))):
+            thread.join(10)
         return (Path(folder) / STOP).exists()
 
 
@@ -589,6 +598,7 @@ CASES: dict[str, Case] = {
     "train.max_nonfinite_steps": Case(2, steps_until_divergence),
     "train.half_lr_retries": Case(1, lambda spec: plan(spec, MACHINE).then),
     "train.stop_on_spike": Case(True, stops_on_spike),
+    "train.max_hours": Case(1e-5, stops_after_its_time),
     "train.neftune_noise_alpha": Case(5.0, lambda spec: trainer(spec).neftune_noise_alpha),
     "train.train_sampling_strategy": Case("group_by_length", sampling_order),
     "train.activation_checkpointing": Case(True, argument("activation_checkpointing")),

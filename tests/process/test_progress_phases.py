@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
-from backend.runs import PROGRESS
-from backend.train import generation_eval
+from backend.runs import LOCK, PROGRESS, STOP
+from backend.train import generation_eval, time_limit
 from backend.train.callbacks import ProgressCallback, evaluations_left, show_checkpoint
 from backend.train.context import TrainContext
 from backend.train.generation_eval import EvalPrompt, Generated, GenerationEvalCallback, Generator
@@ -101,6 +103,27 @@ def test_evaluations_and_checkpoints_are_phases(tmp_path: Path) -> None:
     assert texts[3:] == [("training", "Step 20 of 40", None), ("checkpoint", "Saving checkpoint-20", None)]
     kept = json.loads((tmp_path / PROGRESS).read_text())
     assert kept["phase"] == "checkpoint" and kept["evaluation_seconds"] >= 0
+
+
+def test_a_time_limit_waits_for_an_evaluation_and_counts_earlier_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that torchrun has started again does not begin with a new limit."""
+    monkeypatch.setattr(time_limit, "POLL_SECONDS", 0.01)
+    (tmp_path / LOCK).touch()
+    (tmp_path / PROGRESS).write_text(json.dumps({"elapsed": 7200.0}))
+    hours = 3.0 + (time.time() - psutil.Process().create_time()) / 3600  # the tests of this process take time, too
+    run_log = RunLog(tmp_path)
+    thread = time_limit.watch(hours, run_log)
+    assert thread and 7200 < run_log.elapsed < 3600 * hours
+    run_log.progress("evaluating")
+    run_log.earlier_seconds += 3600
+    thread.join(0.1)
+    assert thread.is_alive() and not (tmp_path / STOP).exists()
+    run_log.progress("training")
+    thread.join(10)
+    assert (tmp_path / STOP).read_text().startswith("save\nIt reached its time limit of 3 h")
+    assert time_limit.watch(hours, RunLog(tmp_path, rank=1)) is None
 
 
 @pytest.mark.parametrize(

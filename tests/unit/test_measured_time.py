@@ -21,7 +21,7 @@ from backend.registry.builtin_models import BUILTIN_MODELS
 from backend.rules import Case
 from backend.runs import ESTIMATE, METRICS, PROGRESS, RESULT
 from backend.runs.folder import Run
-from backend.tasks.measured_time import MeasuredTimes, measure_time
+from backend.tasks.measured_time import MeasuredStarts, MeasuredTimes, measure_start, measure_time
 
 CPU = CpuSpeed(
     matmul=1e11, small=8e10, attention=5e10, activations=6e9, memory=3e10, logit=2e-9, layer=0.001, cores=2
@@ -95,9 +95,46 @@ def test_the_last_similar_run_scales_the_next_prediction(tmp_path: Path) -> None
     assert found and found.run == "2026-01-01_000000_one"
     shown = found.for_next(planned)
     assert shown["ratio"] == pytest.approx(1.3)
+    assert (shown["run"], shown["name"]) == ("2026-01-01_000000_one", "one")
     assert shown["sentence"].startswith(
-        "In the last similar run (2026-01-01_000000_one), steps took 1.30 times as long as predicted. With"
+        "In the last similar run (one), steps took 1.30 times as long as predicted. With"
     )
     assert times.latest(report(**{"data.max_length": 128})) is None
     known = replace(planned.time, assumed_length=0)
     assert times.latest(replace(planned, time=known)) is None  # its lengths are known, those of the earlier run not
+
+
+def test_starts_of_earlier_runs_replace_the_assumed_one(tmp_path: Path) -> None:
+    """Also of a run with another batch size: the weights of each model are loaded in addition."""
+    planned = report()
+    assert planned.time.run and planned.time.run_seconds
+    loading = planned.time.run.items[0].seconds - 30
+    for day, seconds in enumerate((12.0, 8.0, 9.0), start=1):
+        run = made(tmp_path, report(**{"data.max_length": 64}), 1.0, day)
+        kept = json.loads((run.path / PROGRESS).read_text())
+        first = 1000.0 + seconds + loading + kept["step_seconds"]
+        (run.path / PROGRESS).write_text(json.dumps({**kept, "first_step_time": first}))
+    found = MeasuredStarts(tmp_path).applied(planned).time
+    assert found.run and found.run_seconds and found.run.start_seconds == pytest.approx(9.0)
+    assert found.run.seconds == pytest.approx(planned.time.run.seconds - 30 + 9)
+    assert found.run.items[0].formula.startswith(
+        "9 s (measured: median of 3 earlier runs, with preparing the data), and "
+    )
+    assert planned.time.run.items[0].formula.startswith("30 s (assumed, 10 s to 90 s), and ")
+    assert found.run_seconds[2] < planned.time.run_seconds[2] - 50 and found.run.not_included == ()
+    ddp = report(**{"parallel.strategy": "ddp"})
+    assert MeasuredStarts(tmp_path).applied(ddp) is ddp
+
+
+def test_a_measured_start_is_not_counted_as_loading(tmp_path: Path) -> None:
+    """The estimate of the next run has a measured start already."""
+    planned = report()
+    assert planned.time.run
+    measured = replace(planned, time=replace(planned.time, run=planned.time.run.with_start(9.0, 1)))
+    run, loading = made(tmp_path, measured, 1.0), planned.time.run.items[0].seconds - 30
+    kept = json.loads((run.path / PROGRESS).read_text())
+    first = 1000.0 + 11 + loading + kept["step_seconds"]
+    (run.path / PROGRESS).write_text(json.dumps({**kept, "first_step_time": first}))
+    assert measure_start(run) == pytest.approx(11)
+    (run.path / PROGRESS).write_text(json.dumps(kept))
+    assert measure_start(run) is None

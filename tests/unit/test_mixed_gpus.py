@@ -207,9 +207,9 @@ def test_the_estimate_is_that_of_the_selected_gpu(model: Any) -> None:
 
 # --- All rules ---
 
-# Rules about device ids and process counts look at what the machine has. CLU008 predicts the time of a Slurm job, for
-# which launch.devices has no effect.
-ABOUT_DEVICE_IDS = {"LCH002", "LCH003", "LCH004", "LCH005", "LCH006", "NOD012", "CLU008"}
+# Rules about device ids and process counts look at what the machine has. CLU008 and CLU009 predict the time of a Slurm
+# job, for which launch.devices has no effect.
+ABOUT_DEVICE_IDS = {"LCH002", "LCH003", "LCH004", "LCH005", "LCH006", "NOD012", "CLU008", "CLU009"}
 
 
 def finding_texts(found: tuple[Finding, ...]) -> list[tuple[str, ...]]:

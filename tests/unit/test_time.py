@@ -13,11 +13,12 @@ from specs import spec
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect import CpuSpeed, InputFacts
+from backend.launch.clusters.slurm import minutes, time_text
 from backend.machine import Machine
 from backend.machine.descriptions import description, machine_from_mapping
 from backend.modelspec import ModelShape, from_config, token_weights
 from backend.registry import builtin_models
-from backend.rules import Case
+from backend.rules import Case, check
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B, gpus
 from backend.timing import TimeEstimate, time_json
 from backend.timing.batch import expected_maximum, trained_lengths
@@ -192,6 +193,33 @@ def test_the_run_has_its_price() -> None:
     assert shown["run"]["low_seconds"] < shown["run"]["seconds"] < shown["run"]["high_seconds"]
     assert "at 1.5 per GPU hour" in shown["texts"]["price"] and "per GPU" in shown["texts"]["tokens"]
     assert sum(item["share"] for item in shown["items"]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("steps", "unit"), [(10, 900), (50_000, 3600), (1_000_000, 6 * 3600)])
+def test_a_time_limit_is_above_the_predicted_range(steps: int, unit: int) -> None:
+    found = time(spec(train__duration="steps", train__max_steps=steps))
+    assert found.run_seconds and found.time_limit
+    least = 1.1 * found.run_seconds[2] + 600
+    assert found.time_limit % unit == 0 and least <= found.time_limit < least + unit
+    assert time(spec()).time_limit is None
+
+
+def test_a_max_run_time_or_slurm_limit_below_the_prediction_has_a_fix_that_suffices() -> None:
+    steps = {"train.duration": "steps", "train.max_steps": 20_000}
+    slurm = {**steps, "launch.place": "slurm", "slurm.requeue": False}
+    known = InputFacts(shape=LLAMA_8B)
+    for code, patch in {
+        "TRN010": {**steps, "train.max_hours": 0.5},
+        "CLU008": {**slurm, "slurm.time_limit": "30"},
+        "CLU009": slurm,
+    }.items():
+        found = next(finding for finding in check(edit(RunSpec(), patch), A100, known) if finding.code == code)
+        after = edit(edit(RunSpec(), patch), found.fixes[0].patch)
+        assert after.train.max_hours > 1 or minutes(after.slurm.time_limit) > 60
+        assert not {code, "CLU008", "CLU009"} & {finding.code for finding in check(after, A100, known)}
+    assert [time_text(seconds) for seconds in (900, 19_800, 86_400, 194_400)] == [
+        "0:15:00", "5:30:00", "1-00:00:00", "2-06:00:00",
+    ]  # fmt: skip
 
 
 def test_unknown_number_of_steps_gives_speed_without_duration() -> None:

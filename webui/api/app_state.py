@@ -22,7 +22,7 @@ from backend.presets import presets
 from backend.runs import replace_text
 from backend.runs.listing import RunList
 from backend.tasks.measured import MeasuredPeaks
-from backend.tasks.measured_time import MeasuredTimes
+from backend.tasks.measured_time import MeasuredStarts, MeasuredTimes
 from webui.curves import Curves
 from webui.custom_machines import CustomMachines
 from webui.drafts import Drafts
@@ -111,7 +111,7 @@ class AppState:
         self.drafts = Drafts(root / ".drafts")
         self.keys = IdempotencyKeys(root / ".keys")
         self.runs_list = RunList(root)
-        self.peaks, self.times = MeasuredPeaks(root), MeasuredTimes(root)
+        self.peaks, self.times, self.starts = MeasuredPeaks(root), MeasuredTimes(root), MeasuredStarts(root)
         self.machine = CachedMachine(lambda: detect_machine(root))
         self.machines = machines()
         self.custom_machines = CustomMachines(root / ".machines", self.machines)

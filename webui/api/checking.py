@@ -230,7 +230,7 @@ def parse_valid_form(values: Mapping[str, Any]) -> RunSpec:
 
 def run_preflight(state: AppState, spec: RunSpec, machine: str = "", wait_seconds: float = 0) -> Report:
     """The preflight report of `spec` on the named machine; '' is this one. Raises ApiError."""
-    return preflight(spec, find_machine(state, machine), Path.cwd(), wait_seconds)
+    return state.starts.applied(preflight(spec, find_machine(state, machine), Path.cwd(), wait_seconds))
 
 
 def not_started(findings: list[dict[str, Any]]) -> ApiError:

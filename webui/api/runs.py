@@ -31,6 +31,7 @@ from backend.runs import (
     marks,
     notebook,
     queue,
+    schedule,
     stacks,
     sweeps,
     validation,
@@ -170,7 +171,7 @@ def show(state: State, run: PathRun) -> dict[str, Any]:
     """Everything about one run except its log and metrics. Raises RunError for a damaged run."""
     try:
         found = _everything(run)
-        for part, key in (("summary", "sentence"), ("queue", "reason")) if found["queue"] else ():
+        for part, key in (("summary", "sentence"), ("queue", "reason"), ("queue", "starts")) if found["queue"] else ():
             found[part][key] = with_names(state, found[part][key])
         return found
     except UNREADABLE as error:
@@ -225,12 +226,14 @@ def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
 
 
 def _place_in_queue(run: Run) -> dict[str, Any] | None:
-    """Whether a waiting run is held, whether it can be held (unlike a job in a cluster's queue), and whether another
-    program uses its devices; None for other runs."""
+    """Whether a waiting run is held, whether it can be held (unlike a job in a cluster's queue), whether another
+    program uses its devices, and when it starts; None for other runs."""
     if run.state != "queued":
         return None
     held = any(entry.held for entry in queue.entries() if entry.run == str(run.path))
-    return {"held": held, "can_hold": not run.job().get("waits"), **run.waiting()}
+    times = None if held else schedule.waiting().get(str(run.path))
+    starts = times.sentence if times else ""
+    return {"held": held, "can_hold": not run.job().get("waits"), **run.waiting(), "starts": starts}
 
 
 def values(run: PathRun) -> dict[str, Any]:

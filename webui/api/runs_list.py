@@ -17,7 +17,7 @@ import orjson
 from pydantic import Field
 from starlette.responses import Response
 
-from backend.runs import JOBS, METRICS, notebook, queue, rehearsals
+from backend.runs import JOBS, METRICS, notebook, queue, rehearsals, schedule
 from backend.runs.folder import ALIVE, Run, RunError, find
 from backend.runs.search import COLUMNS
 from backend.tasks import device_test
@@ -89,13 +89,14 @@ def with_names(state: AppState, text: str) -> str:
 
 def waiting_runs(state: AppState) -> list[dict[str, Any]]:
     """The waiting runs in order. Those of another folder (`elsewhere` says which) can only be viewed."""
-    found = []
+    found, times = [], schedule.waiting()
     for entry in queue.entries():
         run = Run(Path(entry.run))
         known = {"id": run.id, "name": run.name, "held": entry.held}
         waiting = run.waiting()
         waiting["reason"] = with_names(state, waiting["reason"])
-        found.append({**known, "elsewhere": _elsewhere(state, run), **waiting})
+        starts = with_names(state, when.sentence) if (when := times.get(entry.run)) and not entry.held else ""
+        found.append({**known, "elsewhere": _elsewhere(state, run), **waiting, "starts": starts})
     return found
 
 

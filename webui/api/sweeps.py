@@ -11,12 +11,13 @@ from starlette.responses import Response
 
 from backend.config.options import SpecError, by_name
 from backend.preflight import Report
-from backend.runs import sweeps
+from backend.runs import schedule, sweeps
 from backend.tasks import start_sweep, sweep
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, parse_form, run_preflight
 from webui.api.requests import ApiError, RequestBody, State, json
 from webui.api.runs import INSPECTION_SECONDS, run_of_key, valid_key
+from webui.api.runs_list import with_names
 
 MAX_OPTIONS, MAX_TEXT = 8, 2000
 
@@ -40,10 +41,11 @@ class SweepRequest(RequestBody):
 
 
 def check(state: State, body: SweepRequest) -> dict[str, Any]:
-    """What each run of the sweep would change, and the errors that the checks report for it."""
+    """What each run of the sweep would change, the errors that the checks report for it, and how long all take."""
     planned, reports = _check(state, body, 0)
     note = start_sweep.OTHER_EXAMPLES if planned.compares_other_examples else ""
-    return {"runs": [_row(*pair) for pair in zip(planned.labels(), reports, strict=True)], "note": note}
+    rows = [_row(*pair) for pair in zip(planned.labels(), reports, strict=True)]
+    return {"runs": rows, "note": note, "time": start_sweep.time_text(planned, reports)}
 
 
 def start(state: State, body: SweepRequest) -> Response:
@@ -65,9 +67,11 @@ def start(state: State, body: SweepRequest) -> Response:
 
 
 def show(state: State, id: str) -> dict[str, Any]:
-    """The runs of a sweep, the lowest validation loss first, and the labels of the options that it varies."""
+    """The runs of a sweep, the lowest validation loss first, the labels of the options that it varies, and when the
+    last run ends."""
     found = sweeps.rows(state.runs, id)
-    return {"runs": found, "labels": {name: _label(name) for row in found for name in row["varied"]}}
+    labels = {name: _label(name) for row in found for name in row["varied"]}
+    return {"runs": found, "labels": labels, "ends": with_names(state, schedule.sweep_text(state.runs, id))}
 
 
 def _label(name: str) -> str:

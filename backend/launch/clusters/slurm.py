@@ -106,6 +106,13 @@ def minutes(text: str) -> float:
     return numbers[0] + (numbers[1] / 60 if len(numbers) == 2 else 0) or math.inf
 
 
+def time_text(seconds: int) -> str:
+    """A time as Slurm writes it: 5:30:00, or 2-06:00:00 from a day on."""
+    days, rest = divmod(seconds, 86400)
+    clock = f"{rest // 3600}:{rest % 3600 // 60:02}:{rest % 60:02}"
+    return f"{days}-{clock.zfill(8)}" if days else clock
+
+
 def sigterm_seconds(spec: RunSpec) -> int:
     """How long before the time limit the job is asked to end; a third of a short limit, since a job that has no more
     time than this would be asked at once."""

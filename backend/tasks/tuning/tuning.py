@@ -174,6 +174,7 @@ def trial_spec(report: Report, changes_result: bool = False) -> RunSpec:
         "train.max_steps": STEPS,
         "train.stop_on_spike": False,
         "train.half_lr_retries": 0,
+        "train.max_hours": 0.0,
         "eval.strategy": "no",
         "eval.num_generations": 0,
         "save.strategy": "no",

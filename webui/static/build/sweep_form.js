@@ -184,8 +184,8 @@ async function check() {
     return;
   }
   try {
-    const { runs, note } = await post("api/sweeps/check", request());
-    if (mine === seq) drawOutcome(runs, note);
+    const { runs, note, time } = await post("api/sweeps/check", request());
+    if (mine === seq) drawOutcome(runs, note, time);
   } catch (error) {
     if (mine !== seq) return;
     say(error.message, error.offline ? "checking" : "error");
@@ -193,7 +193,7 @@ async function check() {
   }
 }
 
-function drawOutcome(runs, note) {
+function drawOutcome(runs, note, time) {
   const failing = runs.find(({ errors }) => errors.length);
   if (failing) {
     say(`${failing.label}: ${failing.errors.join("; ")}.`, "error");
@@ -201,7 +201,7 @@ function drawOutcome(runs, note) {
   }
   const shown = runs.slice(0, MAX_LABELS).map(({ label }) => label);
   const more = runs.length > MAX_LABELS ? `, and ${runs.length - MAX_LABELS} more` : "";
-  say(`${shown.join(", ")}${more}${note ? `. ${note}` : ""}`, "ok");
+  say([`${shown.join(", ")}${more}.`, note, time].filter(Boolean).join(" "), "ok");
   ready(runs.length);
 }
 

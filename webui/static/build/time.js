@@ -27,7 +27,7 @@ export function drawTime(time, isPredicted) {
   const children = [
     el("div.fp-card-head", {}, el("h3", {}, "Time"), el("span.fp-gap"), el("span.fp-figure", {}, figure)),
     time.unknown ? null : picture(time.items),
-    time.measured ? el("p.fp-dim", {}, time.measured.sentence) : null,
+    time.measured ? el("p.fp-dim", {}, ...withLink(time.measured)) : null,
     el("p.fp-dim.fp-range", {}, [...sentences, ...more.map(sentence)].join(" ")),
     time.unknown
       ? null
@@ -76,6 +76,13 @@ function comparison(lines) {
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${text.endsWith(".") ? "" : "."}`;
 const percent = (share) => `${Math.round(100 * share)}%`;
+
+/** The sentence about an earlier run, with a link to that run. */
+function withLink({ run, name, sentence: text }) {
+  const start = text.indexOf(name);
+  const link = el("a", { href: `?tab=run&run=${encodeURIComponent(run)}` }, name);
+  return [text.slice(0, start), link, text.slice(start + name.length)];
+}
 
 /** The parts of a step as a bar with its legend, the largest first. */
 function picture(items) {

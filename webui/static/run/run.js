@@ -379,6 +379,7 @@ function sentenceWithoutState({ state, sentence }) {
   if (run.failure) text = text.replace(run.failure.sentence, "");
   text = text.trim();
   if (text === `${STATES[state]}.`) return "";
+  if (state === "queued") text = [text, run.queue?.starts].filter(Boolean).join(" ");
   return text.replace(/^./, (first) => first.toUpperCase());
 }
 

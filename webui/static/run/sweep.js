@@ -118,21 +118,22 @@ export function createSweep(isVisible) {
   async function pull(isCurrent) {
     const found = await get(`api/sweeps/${encodeURIComponent(sweep)}`);
     if (!isCurrent()) return undefined;
-    draw(found.runs, found.labels);
+    draw(found.runs, found.labels, found.ends);
     return found.runs.every((run) => hasEnded(run.state)) ? "rest" : undefined; // one may be resumed
   }
 
-  /** @param {Member[]} runs @param {Record<string, string>} labels */
-  function draw(runs, labels) {
+  /** @param {Member[]} runs @param {Record<string, string>} labels @param {string} ends when the last run ends */
+  function draw(runs, labels, ends) {
     compare.href = compareLink(runs.map((run) => run.id)); // of many, the best
-    const state = JSON.stringify([runs, current]);
+    const state = JSON.stringify([runs, current, ends]);
     if (state === drawn) return;
     drawn = state;
     const columns = Object.keys(runs[0].varied);
     const measured = runs.filter((run) => run.eval_loss !== null).length;
     const place = runs.findIndex((run) => run.id === current);
     const hasLoss = place >= 0 && runs[place].eval_loss !== null;
-    setText(best, hasLoss ? `This run is number ${place + 1} of ${measured} by validation loss.` : "");
+    const rank = hasLoss ? `This run is number ${place + 1} of ${measured} by validation loss.` : "";
+    setText(best, [rank, ends].filter(Boolean).join(" "));
     const parts = [table(runs, columns, labels, current)];
     if (measured > 1) parts.unshift(/** @type {any} */ (parallelAxes(runs, columns, labels, current)));
     body.replaceChildren(...parts);

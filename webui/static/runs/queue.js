@@ -3,8 +3,8 @@
 import { post, runPath } from "../api.js";
 import { confirmDialog, el, notifyError } from "../dom.js";
 
-/** @typedef {{ id: string, name: string, held: boolean, elsewhere: string, reason: string, in_use: boolean }} Waiting
- */
+/** @typedef {{ id: string, name: string, held: boolean, elsewhere: string, reason: string, in_use: boolean,
+ *   starts: string }} Waiting */
 
 /** Hold, release, share or move a waiting run. */
 export const changeQueue = (id, changes) => post(`${runPath(id)}/queue`, changes);
@@ -84,7 +84,7 @@ function lineOf(run, queue, index, act) {
     "li",
     { "data-run": run.id },
     el("span.fp-queue-name", {}, name),
-    el("span.fp-dim.fp-queue-reason", {}, run.reason),
+    el("span.fp-dim.fp-queue-reason", {}, [run.reason, run.starts].filter(Boolean).join(" ")),
     el("span.fp-queue-actions", {}, run.elsewhere || actions.filter(Boolean)),
   );
 }
