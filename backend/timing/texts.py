@@ -10,13 +10,14 @@
                        items (as above), not_included (nouns), start_seconds (from the start to the first step, without
                        loading the weights)
     price              null without a price per GPU hour; else price, low, high, per_gpu_hour
+    facts              the figures as rows of texts: label, value, range ('' without one)
     texts              sentences and figures to show: summary, step, tokens, dominating, range, run, price, padding,
                        not_included, busy, note; '' for what does not apply
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from backend.runs.throughput import duration
@@ -130,7 +131,7 @@ def run_steps_text(estimate: TimeEstimate) -> str:
 def time_json(estimate: TimeEstimate) -> dict[str, Any]:
     """The estimate as JSON; the first lines of this module describe it."""
     if estimate.unknown:
-        return {"unknown": estimate.unknown, "items": [], "run": None, "price": None,
+        return {"unknown": estimate.unknown, "items": [], "run": None, "price": None, "facts": [],
                 "texts": {"summary": summary_text(estimate)}}  # fmt: skip
     return {
         "unknown": "",
@@ -143,6 +144,7 @@ def time_json(estimate: TimeEstimate) -> dict[str, Any]:
         "busy": {"used": cpu.busy, "cores": cpu.cores} if (cpu := estimate.cpu) and cpu.is_busy else None,
         "run": _run_json(estimate),
         "price": _price_json(estimate),
+        "facts": list(_facts(estimate)),
         "texts": {
             "summary": summary_text(estimate),
             "step": step_text(estimate),
@@ -157,6 +159,19 @@ def time_json(estimate: TimeEstimate) -> dict[str, Any]:
             "note": estimate.cpu.note if estimate.cpu else "",
         },
     }
+
+
+def _facts(estimate: TimeEstimate) -> Iterator[dict[str, str]]:
+    def fact(label: str, text: str) -> dict[str, str]:
+        value, _, between = text.rstrip(")").partition(" (")
+        return {"label": label, "value": value, "range": between}
+
+    if estimate.run_seconds is not None:
+        yield fact("Whole run", run_text(estimate))
+    yield fact("Optimizer step", step_text(estimate).replace(" per optimizer step", ""))
+    yield fact("Speed", tokens_text(estimate).replace("s, ", "s (", 1))
+    if estimate.price is not None:
+        yield fact("Price", price_text(estimate).removeprefix("estimated price ").replace(")", ","))
 
 
 def _run_json(estimate: TimeEstimate) -> dict[str, Any] | None:

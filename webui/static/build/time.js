@@ -16,27 +16,41 @@ export function drawTime(time, isPredicted) {
   const box = $("#fp-time");
   box.hidden = !time || (Boolean(time.unknown) && !isPredicted);
   if (box.hidden) return;
-  const { texts } = time;
-  const wasOpen = $(".fp-time-parts", box)?.open;
-  const [figure, ...sentences] = time.unknown
-    ? ["Unknown", texts.summary]
-    : time.run
-      ? [texts.run.replace(/ \(.*/, ""), `The run takes about ${texts.run}.`, `${texts.tokens}, ${texts.step}.`]
-      : [texts.tokens.replace(/,? [\d,.]+ per (GPU|process)$/, ""), `${texts.tokens}, ${texts.step}.`, texts.run];
-  const more = [texts.price, texts.padding, texts.range, texts.busy, texts.note, texts.not_included].filter(Boolean);
+  const figure = time.facts[time.run ? 0 : time.facts.length - 1]?.value;
   const children = [
-    el("div.fp-card-head", {}, el("h3", {}, "Time"), el("span.fp-gap"), el("span.fp-figure", {}, figure)),
-    time.unknown ? null : picture(time.items),
-    time.measured ? el("p.fp-dim", {}, ...withLink(time.measured)) : null,
-    el("p.fp-dim.fp-range", {}, [...sentences, ...more.map(sentence)].join(" ")),
-    time.unknown
-      ? null
-      : el("details.fp-time-parts", { open: wasOpen }, el("summary", {}, "Breakdown"), breakdown(time)),
+    el("div.fp-card-head", {}, el("h3", {}, "Time"), el("span.fp-gap"), el("span.fp-figure", {}, figure || "Unknown")),
+    ...(figure ? estimate(time, $(".fp-time-parts", box)?.open) : [el("p.fp-dim", {}, time.texts.summary)]),
     machines,
   ];
   redraw(box, ...children.filter(Boolean));
   void compare();
 }
+
+/** The picture, the figures, what the reader must know about them, and the details. */
+function estimate(time, isOpen) {
+  const { texts } = time;
+  const paragraph = (text) => el("p.fp-dim", {}, sentence(text));
+  const notes = [texts.padding, time.run ? "" : texts.run, texts.busy].filter(Boolean);
+  const reasons = [texts.range, texts.note, texts.not_included].filter(Boolean).map(sentence);
+  return [
+    picture(time.items),
+    el("dl.fp-time-facts", {}, ...time.facts.flatMap(fact)),
+    time.measured ? el("p.fp-dim", {}, ...withLink(time.measured)) : null,
+    ...notes.map(paragraph),
+    el(
+      "details.fp-time-parts",
+      { open: isOpen },
+      el("summary", {}, "Breakdown"),
+      breakdown(time),
+      el("p.fp-dim.fp-range", {}, reasons.join(" ")),
+    ),
+  ];
+}
+
+const fact = ({ label, value, range }) => [
+  el("dt", {}, label),
+  el("dd", {}, el("b", {}, value), " ", el("span.fp-dim", {}, range)),
+];
 
 /** The time and the price on the other machines, once that is opened. */
 async function compare() {
