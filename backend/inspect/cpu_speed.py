@@ -19,13 +19,14 @@ from typing import Any
 from backend.inspect.worker import Result, WorkerCache, installed_versions, may_start
 from backend.paths import cache_folder
 
-FORMAT = 1  # raise it when the result of backend.train.measure_cpu changes: it is part of the cache key
+FORMAT = 2  # raise it when the result of backend.train.measure_cpu changes: it is part of the cache key
 FRESH_SECONDS = 300
 CALM_CORES = 0.3  # what other programs may use
+LOADED_CORES = 1.0  # of the load average, from which other programs use the CPU
 SECONDS = 40.0  # that a measurement takes at most
 ASK_AGAIN_SECONDS = 5  # after a run was training
-PENDING = "this CPU is being benchmarked; the time appears in a few seconds"
-UNMEASURED = "this CPU has not been benchmarked yet, and cannot be while a Footplate run trains on this machine"
+PENDING = "this CPU is being benchmarked for models of this size; the time appears when that is done"
+UNMEASURED = "this CPU has not been benchmarked for models of this size yet, and cannot be while {} trains"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class CpuSpeeds(WorkerCache):
     """Measurements of this CPU. The last calm one of each kind is kept on disk."""
 
     name, task, format = "cpuspeeds", "measuring the CPU", FORMAT
+    _trained: str = ""  # the run that trained at the last request, until another one is answered
 
     def get(self, request: Mapping[str, Any], start: bool, wait_seconds: float = 0) -> dict[str, Any]:
         """The InputFacts `cpu`, `cpu_unknown` and `cpu_pending`. Returns at once, or after at most `wait_seconds`."""
@@ -77,12 +79,14 @@ class CpuSpeeds(WorkerCache):
                 return {"cpu": _old_speed(kept, request), "cpu_pending": found is None and start}
             if found is None and not start:
                 return {}
-            reason = f"the CPU could not be measured: {found}" if found else PENDING
+            waiting = UNMEASURED.format(_run(self._trained)) if self._trained else PENDING
+            reason = f"the CPU could not be measured: {found}" if found else waiting
             return {"cpu_unknown": reason, "cpu_pending": found is None}
+        self._trained = found["training"]
         if kept and (found["training"] or CALM_CORES < found["busy"] > kept["busy"]):
             return {"cpu": _speed(kept, found, request)}
         if found["training"]:
-            return {"cpu_unknown": UNMEASURED}
+            return {"cpu_unknown": UNMEASURED.format(_run(found["training"]))}
         return {"cpu": _speed(found, found, request)}
 
     def kept(self, key: str) -> Result | None:
@@ -123,16 +127,23 @@ def _speed(measured: Result, now: Result, request: Mapping[str, Any]) -> CpuSpee
     """The rates of `measured` for a run with the processes of `request`, and what else uses the CPU `now`."""
     note = ""
     if measured is not now:
-        why = "a Footplate run trains on this machine" if now["training"] else "other programs use the CPU"
+        why = f"{_run(now['training'])} trains" if now["training"] else "other programs use the CPU"
         minutes = max(1, round((now["time"] - measured["time"]) / 60))
         note = f"The CPU speed is from {minutes:,} min ago: it cannot be measured while {why}."
     return CpuSpeed(**measured["rates"], processes=request["processes"], busy=now["busy"], cores=_cores(), note=note)
 
 
 def _old_speed(kept: Result, request: Mapping[str, Any]) -> CpuSpeed:
-    """The rates of an old measurement; what used the CPU then says nothing about now."""
+    """The rates of an old measurement, with what uses the CPU now: the load of the last minute, in which the short work
+    of the page itself does not count."""
     minutes = max(1, round((time.time() - kept["time"]) / 60))
-    return replace(_speed(kept, kept, request), busy=0.0, note=f"The CPU speed is from {minutes:,} min ago.")
+    load = min(os.getloadavg()[0], _cores()) if hasattr(os, "getloadavg") else 0.0
+    busy = load if load >= LOADED_CORES else 0.0
+    return replace(_speed(kept, kept, request), busy=busy, note=f"The CPU speed is from {minutes:,} min ago.")
+
+
+def _run(path: str) -> str:
+    return f"the run {Path(path).name} in {Path(path).parent}"
 
 
 @lru_cache(maxsize=8)

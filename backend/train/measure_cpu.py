@@ -38,16 +38,16 @@ Clock = Callable[[], float]  # seconds
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """The rates that `CpuSpeed` describes, and what else uses the CPU. `training`: a run of Footplate trains on this
-    machine, so nothing is measured."""
+    """The rates that `CpuSpeed` describes, and what else uses the CPU. `training`: the folder of a run that trains on
+    this machine, so nothing is measured; '' if none does."""
     for _ in range(TRIES):
-        busy, training = busy_cores(), is_training()
+        busy, training = busy_cores(), training_run()
         if training or busy <= CALM_CORES:
             break
     rates = None
     if not training and busy <= CALM_CORES:
         rates = _with_threads(time.perf_counter, **request)
-        busy, training = max(busy, busy_cores()), is_training()  # what has started during the measurement
+        busy, training = max(busy, busy_cores()), training_run()  # what has started during the measurement
     found = {"format": FORMAT, "time": time.time(), "busy": busy, "training": training}
     if training:
         return found
@@ -66,17 +66,18 @@ def busy_cores(seconds: float = SAMPLE_SECONDS) -> float:
     return sum(each[core] for core in allowed if core < len(each)) / 100
 
 
-def is_training() -> bool:
-    """Whether a run of Footplate trains on this machine, as far as this user can see. A job that uses a trained model,
-    such as a chat, and what follows a job in a cluster are mostly idle; if not, `busy_cores` counts them."""
+def training_run() -> str:
+    """The folder of a run of Footplate that trains on this machine, as far as this user can see; '' if none does. A job
+    that uses a trained model, such as a chat, and what follows a job in a cluster are mostly idle; if not, `busy_cores`
+    counts them."""
     for process in psutil.process_iter():
         try:
             place = process.environ().get(RUN_MARKER) if process.pid != os.getpid() else None
             if place and not Run(Path(place)).about().get("kind") and not (Path(place) / JOB).exists():
-                return True
+                return place
         except psutil.Error:  # it has ended, or belongs to another user
             continue
-    return False
+    return ""
 
 
 def _with_threads(clock: Clock, threads: int, processes: int, **sizes: Any) -> dict[str, float]:

@@ -34,10 +34,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert torch.get_num_threads() == threads
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, busy: float, training: bool = False, threads: int = 1) -> Any:
+def measured(monkeypatch: pytest.MonkeyPatch, busy: float, training: str = "", threads: int = 1) -> Any:
     """What the worker answers if other programs use `busy` cores."""
     monkeypatch.setattr(measure_cpu, "busy_cores", lambda: busy)
-    monkeypatch.setattr(measure_cpu, "is_training", lambda: training)
+    monkeypatch.setattr(measure_cpu, "training_run", lambda: training)
     return measure_cpu.measure({**REQUEST, "threads": threads})
 
 
@@ -61,27 +61,27 @@ def test_a_busy_cpu_is_measured_in_cpu_time_of_one_thread(monkeypatch: pytest.Mo
     assert seen == [1]
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_what_starts_during_the_measurement_counts(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
-    busy, trains, clocks = iter((0.1, 1.5)), iter((False, training)), []
+@pytest.mark.parametrize("training", ["", "/runs/one"])
+def test_what_starts_during_the_measurement_counts(monkeypatch: pytest.MonkeyPatch, training: str) -> None:
+    busy, trains, clocks = iter((0.1, 1.5)), iter(("", training)), []
     monkeypatch.setattr(measure_cpu, "busy_cores", lambda: next(busy))
-    monkeypatch.setattr(measure_cpu, "is_training", lambda: next(trains))
+    monkeypatch.setattr(measure_cpu, "training_run", lambda: next(trains))
     monkeypatch.setattr(measure_cpu, "_with_threads", lambda clock, **_: clocks.append(clock) or {"matmul": 5.0})
     found = measure_cpu.measure(REQUEST)
     assert (found["busy"], found["training"], "rates" in found) == (1.5, training, not training)
-    assert clocks == [time.perf_counter, time.thread_time][: 2 - training]
+    assert clocks == [time.perf_counter, time.thread_time][: 2 - bool(training)]
 
 
 def test_idle_jobs_and_followers_do_not_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def trains() -> bool:
+    def trains() -> str:
         process = SimpleNamespace(pid=-1, environ=lambda: {RUN_MARKER: str(tmp_path)})
         monkeypatch.setattr(measure_cpu.psutil, "process_iter", lambda: [process])
-        return measure_cpu.is_training()
+        return measure_cpu.training_run()
 
     (tmp_path / PLAN).write_text(json.dumps({"about": {"kind": "chat"}}))
     assert not trains()
     (tmp_path / PLAN).write_text("{}")
-    assert trains()
+    assert trains() == str(tmp_path)
     (tmp_path / JOB).write_text("{}")
     assert not trains()
 
@@ -93,13 +93,13 @@ def test_a_layer_takes_more_than_no_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nothing_is_measured_while_a_run_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "rates" not in measured(monkeypatch, 2.0, training=True)
+    assert "rates" not in measured(monkeypatch, 2.0, training="/runs/one")
     monkeypatch.undo()
     assert 0 <= measure_cpu.busy_cores(0.05) <= (os.cpu_count() or 1)
     with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_MARKER: "/runs/one"}) as process:
         try:
             until = time.monotonic() + 60
-            while not measure_cpu.is_training():
+            while not measure_cpu.training_run():
                 assert time.monotonic() < until
         finally:
             process.kill()

@@ -26,7 +26,7 @@ class Measured(CpuSpeeds):
         return self.now
 
 
-def result(layer: float, busy: float = 0.0, training: bool = False, age: float = 0.0) -> dict[str, Any]:
+def result(layer: float, busy: float = 0.0, training: str = "", age: float = 0.0) -> dict[str, Any]:
     found = {"format": cpu_speed.FORMAT, "time": time.time() - age, "busy": busy, "training": training}
     return found if training else {**found, "rates": {**RATES, "layer": layer}}
 
@@ -50,18 +50,22 @@ def test_a_measurement_is_kept_for_a_while(speeds: Measured, tmp_path: Path) -> 
     assert not any(Measured(tmp_path).get({**REQUEST, "threads": 1}, False))
 
 
-def test_an_old_measurement_counts_until_there_is_a_new_one(speeds: Measured) -> None:
+def test_an_old_measurement_counts_until_there_is_a_new_one(speeds: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what uses the CPU now."""
+    monkeypatch.setattr(cpu_speed.os, "getloadavg", lambda: (0.6, 9.0, 9.0))
     get(speeds, result(0.001, busy=1.4, age=1500))
     speeds._known.clear()
     found = speeds.get(REQUEST, False)["cpu"]
     assert (found.layer, found.busy, found.note) == (0.001, 0, "The CPU speed is from 25 min ago.")
+    monkeypatch.setattr(cpu_speed.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert speeds.get(REQUEST, False)["cpu"].busy == cpu_speed._cores()
     assert get(speeds, result(0.002))["cpu"].layer == 0.002
 
 
 @pytest.mark.parametrize(
     ("now", "why"),
     [
-        ({"training": True, "busy": 2.0}, "a Footplate run trains on this machine"),
+        ({"training": "/runs/one", "busy": 2.0}, "the run one in /runs trains"),
         ({"busy": 1.4}, "other programs use the CPU"),
     ],
 )
@@ -74,7 +78,7 @@ def test_the_last_calm_measurement_counts(speeds: Measured, now: dict[str, Any],
 
 
 def test_without_a_calm_measurement(speeds: Measured) -> None:
-    assert "cannot be while a Footplate run trains" in get(speeds, result(0, training=True))["cpu_unknown"]
+    assert "cannot be while the run one in /runs trains" in get(speeds, result(0, training="/runs/one"))["cpu_unknown"]
     assert get(speeds, result(0.009, busy=1.4))["cpu"].is_busy
     assert get(Measured(speeds.cache_folder / "x"), "torch is missing")["cpu_unknown"].endswith("torch is missing")
     assert Measured(speeds.cache_folder / "y", command=("sleep", "9")).get(REQUEST, True) == {
@@ -83,7 +87,10 @@ def test_without_a_calm_measurement(speeds: Measured) -> None:
     }
 
 
-def test_it_is_asked_again_after_a_run_has_trained(speeds: Measured) -> None:
-    assert "cpu_unknown" in get(speeds, result(0, training=True, age=10))
-    speeds.now = result(0.002)
-    assert speeds.get(REQUEST, True, 5)["cpu"].layer == 0.002
+def test_it_is_asked_again_after_a_run_has_trained(speeds: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile the reason stays the same."""
+    reason = get(speeds, result(0, training="/runs/one"))["cpu_unknown"]
+    monkeypatch.setattr(cpu_speed, "ASK_AGAIN_SECONDS", -1)
+    monkeypatch.setattr(speeds, "_request", lambda *_: None)
+    assert speeds.get(REQUEST, True, 0) == {"cpu_unknown": reason, "cpu_pending": True}
+    assert get(Measured(speeds.cache_folder), result(0.002))["cpu"].layer == 0.002
