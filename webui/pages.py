@@ -102,9 +102,9 @@ Start begins the training.">Try it</button>
   <section class="fp-card" id="fp-rehearsal" aria-label="Rehearsal" hidden></section>
   <section class="fp-card" id="fp-tuning" aria-label="Fastest settings" hidden></section>
   <section class="fp-card" id="fp-sweep-form" aria-label="Sweep" hidden></section>
+  <section id="fp-findings" aria-label="Findings"></section>
   <section class="fp-card" id="fp-memory" aria-label="Memory"></section>
   <section class="fp-card" id="fp-time" aria-label="Time" hidden></section>
-  <section id="fp-findings" aria-label="Findings"></section>
   <details class="fp-card" id="fp-examples">
     <summary><h3>Examples</h3> <span class="fp-dim">as the model sees them</span></summary>
     <details id="fp-columns" hidden>

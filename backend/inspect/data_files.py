@@ -38,6 +38,7 @@ MAX_SECONDS = 0.2
 LONGEST_SECONDS = 5.0  # for the first 50 examples of a file, which are read even if that takes longer
 MAX_ISSUES = 3  # per file
 MAX_LENGTHS = 2000  # per file
+SHORT_WORD = 20  # characters
 TURN_TOKENS = 3  # special tokens of a chat template around a turn, in addition to those that _count_tokens adds
 NO_EXAMPLES = "contains no examples"
 SINGLE_TOKEN = re.compile(r"[^\sA-Za-z]")
@@ -246,7 +247,10 @@ class _Inspection:
         self.count += 1
         if not self.columns:
             self.columns = tuple(printable(str(name)) for name in example)
-            self.text_columns = tuple(printable(name) for name, value in example.items() if _is_text(value))
+            texts = sorted(
+                (name for name, value in example.items() if _is_text(value)), key=lambda n: _is_word(example[n])
+            )
+            self.text_columns = tuple(map(printable, texts))
             self.detected_format = detect_format(example, self.formats) or ""
         self.format = self.format or detect_format(example, self.formats) or ""
         if not self.format:
@@ -317,6 +321,11 @@ def _count_tokens(texts: list[str]) -> int:
 def _is_text(value: object) -> bool:
     """Whether a value is text, and not a number or a date, which a CSV file holds as text too."""
     return isinstance(value, str) and (not value or bool(value.strip("0123456789 .,:/+-")))
+
+
+def _is_word(text: str) -> bool:
+    """Whether a text is one short word, as a label or an id is."""
+    return len(text) <= SHORT_WORD and not any(map(str.isspace, text))
 
 
 def _texts(value: Any) -> list[str]:

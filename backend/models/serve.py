@@ -192,7 +192,7 @@ def _examples(job: Run, shown: dict[str, Any]) -> dict[str, Any]:
 
 # The header comes from stdin: arguments of programs can be read by other users.
 CURL = """\
-sed 's/^/Authorization: Bearer /' {file} | curl -H @- -H 'Content-Type: application/json' {url} -d {data}
+sed 's/^/Authorization: Bearer /' {file} | curl -sS -H @- -H 'Content-Type: application/json' {url} -d {data}
 """
 PYTHON = """\
 from openai import OpenAI

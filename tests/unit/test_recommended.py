@@ -112,7 +112,7 @@ def data_findings(spec: RunSpec, folder: Path) -> list[Finding]:
 def test_columns_with_unknown_names_can_be_used_with_one_fix(tmp_path: Path) -> None:
     """Whether the format is detected or was chosen without its columns: the fixes lead to a run, not to one another."""
     file = tmp_path / "mine.csv"
-    file.write_text("lfd. Nr.,Frage,Antwort\n" + "".join(f"{i},Wann {i}?,Um {i}.\n" for i in range(100)))
+    file.write_text("lfd. Nr.,Ticket,Frage,Antwort\n" + "".join(f"{i},T-{i},Wann {i}?,Um {i}.\n" for i in range(100)))
     for options in ({}, {"format": "prompt_completion"}, {"format": "alpaca"}, {"format": "text"}):
         spec = with_file(file, **options)
         (finding,) = data_findings(spec, tmp_path)

@@ -72,8 +72,8 @@ const METRICS = [
     title: "Exact match on validation examples",
     text: percent,
   },
-  { key: "rouge_l", name: "ROUGE-L", title: "ROUGE-L", text: (value) => num(100 * value, 3) },
-  { key: "bleu", name: "BLEU", title: "BLEU", text: (value) => num(100 * value, 3) },
+  { key: "rouge_l", name: "ROUGE-L", title: "ROUGE-L", text: (value) => num(100 * value, 3), scale: " of 100" },
+  { key: "bleu", name: "BLEU", title: "BLEU", text: (value) => num(100 * value, 3), scale: " of 100" },
 ];
 
 /** The metrics of the generations, with their values before and after training. */
@@ -99,9 +99,9 @@ export function gainOf(result) {
       change: "same",
     };
   }
-  const { name, before, after, text } = changed;
+  const { name, before, after, text, scale = "" } = changed;
   const verb = after > before ? "raised" : "lowered";
-  const sentence = `Training ${verb} ${name} from ${text(before)} to ${text(after)}.`;
+  const sentence = `Training ${verb} ${name} from ${text(before)} to ${text(after)}${scale}.`;
   const first =
     metrics[0] === changed ? "" : ` ${capitalized(metrics[0].name)} is still ${metrics[0].text(metrics[0].after)}.`;
   if (isFew(result)) return { text: sentence + first + tooFew(result), change: "same" };
