@@ -273,7 +273,7 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     retry.add_argument("--automatic", action="store_true", help="only if train.half_lr_retries allows another retry")
     retry.add_argument("--follow", action="store_true", help=FOLLOW)
     _add_chat(command, run_id)
-    _add_evaluate(command, run_id)
+    _add_evaluate(command, folder)
     logs = command("logs", run_id, help="print the log of a run")
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the run has ended")
     _add_report_commands(command, folder, run_id)
@@ -299,14 +299,22 @@ def _add_chat(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help="sampling seed (default: random)")
 
 
-def _add_evaluate(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
-    evaluating = command("evaluate", run_id, help="compare the model of a run with its base model on the same examples")
+def _add_evaluate(command: AddCommand, folder: argparse.ArgumentParser) -> None:
+    compares = "compare the model of a run with its base model on the same examples, or several runs with the first one"
+    evaluating = command("evaluate", folder, help=compares)
     add = evaluating.add_argument
+    add("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix of it, or the run's folder")
     add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
     add("--data", default="", metavar="FILE", help="a data file (default: the validation examples of the run)")
     add("--examples", type=int, default=100, metavar="N", help="maximum number of examples; 0: none (default: 100)")
     add("--max-new-tokens", type=int, metavar="N", help="maximum per output (default: eval.max_new_tokens of the run)")
     add("--no-general-texts", action="store_true", help="skip the general texts, which measure forgetting")
+    add("--regex", default="", metavar="PATTERN", help="add a score: whether an output matches a regular expression")
+    group = "score 1 if the first group of --regex is the same in output and reference, instead of for any match"
+    add("--regex-group", action="store_true", help=group)
+    function = "add a score: the function score(prompt, reference, output) of a Python file"
+    add("--score-file", default="", metavar="FILE", help=function)
+    add("--with-code", action="store_true", help="agree to run the code of --score-file with your permissions")
 
 
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:

@@ -39,6 +39,7 @@ LAYERS = {
     "backend.modelspec": 2,
     "backend.config": 1,
     "backend.runs": 1,
+    "backend.scoring": 1,
     "backend.registry": 0,
     "backend.paths": 0,
     "backend.wording": 0,
@@ -55,6 +56,7 @@ TRAIN_MAY_IMPORT = {
     "backend.wording",
     "backend.data",
     "backend.runs",
+    "backend.scoring",
     "backend.models",
 }
 TRAIN_MAY_IMPORT |= {"backend.resolve", "backend.engines", "backend.inspect", "backend.machine", "backend.rules"}

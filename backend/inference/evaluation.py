@@ -6,6 +6,8 @@ Outputs are generated as training generates them for validation examples, so bot
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import time
@@ -16,13 +18,14 @@ from typing import Any
 import torch
 
 from backend import registry
-from backend.inference import examples, generation, intervals
+from backend.inference import custom_scores, examples, generation
+from backend.inference.custom_scores import CustomScore
 from backend.inference.examples import Item
 from backend.inference.loading import Loaded, Models
 from backend.inference.scores import SCORES, Score
-from backend.models import evaluation
+from backend.models import evaluation, intervals
 from backend.models.chat_files import BASE, SIDES, TUNED, Lines, append
-from backend.models.evaluation import EXAMPLES, OUTPUTS, Settings
+from backend.models.evaluation import EXAMPLES, OUTPUTS, SCORES_FILE, Settings
 from backend.runs import EVALUATED, FORGETTING, GENERAL_LOSS, LOCK, MODEL, RESULT
 from backend.runs.files import write_json
 from backend.runs.folder import Run
@@ -52,11 +55,16 @@ class Evaluation:
         if "cpu" in job.plan().devices:
             os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
         self.found: dict[tuple[str, str], dict[str, Any]] = {}  # (side, key) -> loss, tokens, text, ended
+        self.custom: Sequence[CustomScore] = ()
         self.model_changed = 0  # when the final model was saved
         self.done = self.total = 0  # work, in tokens of outputs
 
     def run_all(self) -> None:
         """Evaluate, and write the result. Raises TrainError, Stopped."""
+        with custom_scores.running(self.settings, self._check_stop) as self.custom:  # a wrong file is found at once
+            self._run_all()
+
+    def _run_all(self) -> None:
         self._phase("reading data", "Reading the examples.")
         tokenizer = self.models.tokenizer(self.settings.step)  # wrong data is found before the models are loaded
         items = examples.read(self.models.spec, self.settings, tokenizer, self.log.info)
@@ -71,6 +79,7 @@ class Evaluation:
             self._use(side, items, ends)
         rows = self._rows([item for item in items if not item.is_general])
         write_json(self.folder / EXAMPLES, rows)
+        write_json(self.folder / SCORES_FILE, self._numbers(items, rows))
         result = self._result(items, rows)
         write_json(self.folder / RESULT, {**result, "seconds": round(time.time() - self.started, 1)})
         self._tell_list(result["comparisons"])
@@ -87,9 +96,12 @@ class Evaluation:
                 write_json(job.path.parent.parent / EVALUATED, {"job": job.id, "model": self.model_changed, **found})
 
     def _phase(self, name: str, text: str) -> None:
+        self._check_stop()
+        self.log.start_phase(name, text)
+
+    def _check_stop(self) -> None:
         if self.log.stop_requested():
             raise Stopped
-        self.log.start_phase(name, text)
 
     def _work(self, item: Item) -> int:
         return LOSS_WORK + (self.settings.max_new_tokens if item.prompt else 0)
@@ -142,8 +154,7 @@ class Evaluation:
 
     def _tick(self, text: str, more: int) -> None:
         """Report the work that is done, and `more` of what is in progress. Raises Stopped."""
-        if self.log.stop_requested():
-            raise Stopped
+        self._check_stop()
         self.log.progress("evaluating", f"{text}.", fraction=(self.done + more) / max(1, self.total))
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -158,12 +169,24 @@ class Evaluation:
     def _rows(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         rows = []
         for number, item in enumerate(items, 1):
-            rows.append(self._row(item))
+            rows.append(self._row(number, item))
             self._tick(f"Computing scores ({number} of {counted(len(items), 'example')})", 0)
         return rows
 
-    def _row(self, item: Item) -> dict[str, Any]:
-        """An example with the outputs and scores of both sides, as (base, trained)."""
+    def _numbers(self, items: Sequence[Item], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Of each item the scores without its texts, as `evaluation.numbers` describes them."""
+        scores = iter(row["scores"] for row in rows)
+        found = {}
+        for item in items:
+            base, after = (self.found[side, item.key] for side in (BASE, TUNED))
+            general = {GENERAL_LOSS: [_mean(base), _mean(after)]}
+            labels = hashlib.sha256(json.dumps([item.ids, item.labels]).encode()).hexdigest()[:16]
+            own = general if item.is_general else next(scores)
+            found[item.content] = {"scores": own, "tokens": base["tokens"], "labels": labels}
+        return found
+
+    def _row(self, number: int, item: Item) -> dict[str, Any]:
+        """An example with the outputs and scores of both sides, as (base, trained). Raises TrainError, Stopped."""
         base, after = (self.found[side, item.key] for side in (BASE, TUNED))
         scores: dict[str, Any] = {evaluation.LOSS: [_mean(base), _mean(after)]}
         row = {"scores": scores, "prompt": "", "reference": "", "base": "", "trained": ""}
@@ -173,15 +196,21 @@ class Evaluation:
         for score in SCORES:
             scores[score.name] = [score.of(wanted, side["text"]) for side in (base, after)]
         scores[ENDS.name] = [float(side["ended"]) for side in (base, after)]
+        outputs = {NAMES[BASE]: base["text"], NAMES[TUNED]: after["text"]}
+        for custom in self.custom:
+            scores[custom.name] = custom.of(number, item.prompt, outputs)
         texts = {"base": base["text"], "trained": after["text"]}
         return {"scores": scores, "prompt": item.prompt.prompt, "reference": wanted, **texts}
 
     def _result(self, items: Sequence[Item], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        comparisons = []
-        for score in (*SCORES, ENDS):
+        comparisons, limits = [], self._limits([item for item in items if not item.is_general])
+        every: tuple[CustomScore | Score, ...] = (*self.custom, *SCORES, ENDS)
+        for score in every:
             pairs = (row["scores"].get(score.name, [None]) for row in rows)
             if known := [pair for pair in pairs if pair[0] is not None]:
                 comparisons.append(intervals.compare(score.name, score.label, *zip(*known, strict=True)))
+            if isinstance(score, CustomScore):
+                limits += score.limits(len(known))
         own, others = ([item for item in items if item.is_general == general] for general in (False, True))
         comparisons += self._compared(evaluation.LOSS, "Loss per token", own)
         comparisons += self._compared(GENERAL_LOSS, "Loss per token on general texts", others)
@@ -189,7 +218,7 @@ class Evaluation:
             "examples": len(own),
             "generated": sum(bool(item.prompt) for item in own),
             "comparisons": [each.as_json() for each in comparisons],
-            "limits": self._limits(own),
+            "limits": limits,
         }
 
     def _compared(self, name: str, label: str, items: Sequence[Item]) -> list[intervals.Comparison]:

@@ -7,7 +7,10 @@ model has forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
@@ -30,13 +33,16 @@ from backend.train.templates import ChatTokenizer
 
 GENERAL_TEXTS = ASSETS / "general" / "texts.jsonl"
 MAX_GENERAL_TOKENS = 64  # of a text
+SEED = 0  # of the drawn examples
 
 
 @dataclass(frozen=True)
 class Item:
-    """A sequence with its labels, and its `prompt` if the models generate for it. `is_general`: of a general text."""
+    """A sequence with its labels, and its `prompt` if the models generate for it. `key` numbers it; `content` is the
+    same for the same example in evaluations of other runs. `is_general`: of a general text."""
 
     key: str
+    content: str
     ids: list[int]
     labels: list[int]
     prompt: EvalPrompt | None = None
@@ -70,26 +76,35 @@ def _with_data(spec: RunSpec, settings: Settings) -> RunSpec:
 
 
 def _chosen(spec: RunSpec, settings: Settings, info: Callable[[str], None]) -> list[Part]:
-    """Random examples of each dataset, the same ones each time."""
+    """Random examples of each dataset, the same ones each time, whatever the seed of the run is: runs that differ in
+    their seed are compared on the same examples."""
     parts = [train if settings.data else validation for train, validation in select(spec, info)]
-    drawn = (sorted(sample(part.positions, settings.examples, spec.train.seed)) for part in parts)
+    drawn = (sorted(sample(part.positions, settings.examples, SEED)) for part in parts)
     return [replace(part, positions=positions) for part, positions in zip(parts, drawn, strict=True)]
 
 
 def _items(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> list[Item]:
     """The sequences of at most `most` examples, of each dataset in turn."""
     each = chain.from_iterable(zip_longest(*(_usable(spec, tokenizer, part) for part in parts)))
-    items = list[Item]()
+    items, copies = list[Item](), Counter[str]()
     for number, (example, to_columns) in enumerate(islice(filter(None, each), most)):
         columns, _ = to_columns([example])
         found = zip(*([values.tolist() for values in columns[name]] for name in ("input_ids", "labels")), strict=True)
+        content = _content(example.value)
+        copies[content] += 1
+        content = f"{content} {copies[content]}"
         if to_columns.chat is None:
-            items += [Item(f"text {len(items) + n}", ids, labels) for n, (ids, labels) in enumerate(found)]
+            items += [Item(f"text {len(items) + n}", f"{content} {n}", *each) for n, each in enumerate(found)]
         else:  # nothing is found of an example without a loss within max_length
             (prompt,) = eval_prompts(to_columns.chat, [example])
             ids, labels = next(found, ([], []))
-            items.append(Item(f"example {number}", ids, labels, prompt))
+            items.append(Item(f"example {number}", content, ids, labels, prompt))
     return items
+
+
+def _content(value: Mapping[str, Any]) -> str:
+    """The hash of an example before it is rendered and tokenized, which models do in different ways."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def _usable(spec: RunSpec, tokenizer: Any, part: Part) -> Iterator[tuple[ConvertedExample, ExampleTokenizer]]:
@@ -110,7 +125,7 @@ def _usable(spec: RunSpec, tokenizer: Any, part: Part) -> Iterator[tuple[Convert
 def _general(tokenizer: Any) -> Iterator[Item]:
     for number, (_, row) in enumerate(read_examples(GENERAL_TEXTS)):
         ids = list(tokenizer(row["text"])["input_ids"])[:MAX_GENERAL_TOKENS]
-        yield Item(f"general {number}", ids, ids, is_general=True)
+        yield Item(f"general {number}", _content(row), ids, ids, is_general=True)
 
 
 def changed_file(spec: RunSpec, run: Run) -> Path | None:

@@ -7,7 +7,7 @@ started with the same settings, for the same model and data.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from backend.models.chat_files import MAX_NEW_TOKENS
 from backend.models.spec import read_spec
 from backend.runs import files, jobs, json_values
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
+from backend.scoring.scorer import Regex, ScoreError, ScoreFile, sha256_of
 
 OUTPUTS = "outputs.jsonl"  # what each model made of each example, in the order of the work
 EXAMPLES = "examples.json"  # once the evaluation has ended: a row for each example, see `rows`
+SCORES_FILE = "scores.json"  # the same without texts, see `numbers`
 MAX_EXAMPLES = 10_000
 TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)  # it ends within a token, and all outputs are written
 LOSS = "loss"  # the score of which less is better
@@ -36,13 +38,30 @@ WITHOUT_BASE = (
 @dataclass(frozen=True)
 class Settings:
     """The model of the checkpoint `step` (None: the final model) on `examples` validation examples at most, or on those
-    of the file `data`; `max_new_tokens` of an output; `general`: also on texts that training had nothing to do with."""
+    of the file `data`; `max_new_tokens` of an output; `general`: also on texts that training had nothing to do with.
+    `regex`: a custom score, whether an output matches; with `regex_group`, whether its first group is that of the
+    reference. `score_file`: Python code of another custom score, which is run only if it has the `score_file_sha256`
+    that the user has agreed to."""
 
     step: int | None = None
     data: str = ""
     examples: int = 100
     max_new_tokens: int = 256
     general: bool = True
+    regex: str = ""
+    regex_group: bool = False
+    score_file: str = ""
+    score_file_sha256: str = ""
+
+    @property
+    def regex_rule(self) -> Regex | None:
+        """The regular expression, if there is one."""
+        return Regex(self.regex, self.regex_group) if self.regex else None
+
+    @property
+    def file_rule(self) -> ScoreFile | None:
+        """The score file, if there is one."""
+        return ScoreFile(self.score_file, self.score_file_sha256) if self.score_file else None
 
     def problem(self) -> str:
         """Why this cannot be evaluated, as a sentence; '' if it can."""
@@ -57,7 +76,40 @@ class Settings:
         if self.data and not Path(self.data).is_file():
             what = "is not a file" if Path(self.data).exists() else "does not exist on the server"
             return f"The data file {self.data} {what}."
-        return ""
+        return self._score_problem()
+
+    def _score_problem(self) -> str:
+        if not self.regex and self.regex_group:
+            return "Comparing the first group has no effect without a regular expression."
+        if self.regex_rule and (problem := self.regex_rule.problem()):
+            return problem
+        if (self.regex or self.score_file) and not self.examples:
+            return "A regular expression or a score file has no effect without examples: set their number."
+        if not self.score_file:
+            return ""
+        try:
+            found = sha256_of(self.score_file)
+        except ScoreError as error:
+            return f"The score file {self.score_file} {error}."
+        return "" if found == self.score_file_sha256 else needs_consent(self.score_file, found)
+
+
+SCORE_SETTINGS = ("regex", "regex_group", "score_file", "score_file_sha256")  # they change no output and no loss
+
+
+def with_consent(settings: Settings) -> Settings:
+    """`settings` that run the score file as it is now; unchanged if it cannot be read."""
+    with suppress(ScoreError):
+        return replace(settings, score_file_sha256=sha256_of(settings.score_file))
+    return settings
+
+
+def needs_consent(path: str, sha256: str) -> str:
+    """Why a score file is not run without the user's agreement, as sentences."""
+    return (
+        f"The score file {path} is Python code that runs with your permissions, so it needs your consent. Its SHA-256 "
+        f"is {sha256}."
+    )
 
 
 @dataclass(frozen=True)
@@ -107,10 +159,11 @@ def data_files(spec: RunSpec) -> list[Path]:
 
 def start(run: Run, settings: Settings) -> Run:
     """Start to evaluate; the job that already does it. Raises RunError."""
-    if problem := _problem(run, settings):
-        raise RunError(problem)
+    if why := problem(run, settings):
+        raise RunError(why)
     with jobs.alone(run):
-        wanted, stopped = _versions(run, settings), []
+        wanted, stopped = _versions(run, settings), list[Run]()
+        source: Run | None = None  # has outputs and losses for the same prompts, for other scores
         for job in find_all(run):
             is_same = _request(job) == wanted
             if job.state in ALIVE:
@@ -119,7 +172,10 @@ def start(run: Run, settings: Settings) -> Run:
                 raise RunError(f"This run is being evaluated ({job.id}). Wait until that has finished, or stop it.")
             if is_same and not job.result():
                 stopped.append(job)
-        kept = {OUTPUTS: _outputs(stopped[0])} if stopped else {}
+            elif source is None and not is_same and _without_scores(_request(job)) == _without_scores(wanted):
+                source = job
+        source = stopped[0] if stopped else source
+        kept = {OUTPUTS: _outputs(source)} if source else {}
         env, devices = jobs.place(run, is_light=False)
         job = jobs.create(run, jobs.EVALUATION, wanted, env, devices, kept)
         for earlier in stopped:  # only now: their outputs can be hours of work
@@ -137,7 +193,7 @@ def find_all(run: Run) -> list[Run]:
 def read_settings(folder: Path) -> Settings:
     """Those of the job in `folder`. Raises RunError."""
     found = jobs.required_request(folder, jobs.EVALUATION)
-    return Settings(**{field.name: found[field.name] for field in fields(Settings)})
+    return Settings(**{field.name: found[field.name] for field in fields(Settings) if field.name in found})
 
 
 def as_json(job: Run) -> dict[str, Any]:
@@ -155,6 +211,31 @@ def rows(job: Run) -> list[dict[str, Any]]:
     return found
 
 
+def numbers(job: Run) -> dict[str, dict[str, Any]]:
+    """Of each example and general text, by the hash of its content: its `scores` as (base, trained), how many `tokens`
+    have a loss, and the hash of its `labels`; empty if an evaluation has not ended, or is too old to have them."""
+    try:
+        return dict(json_values.read(job.path / SCORES_FILE))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def finished(run: Run, settings: Settings) -> Run | None:
+    """The newest complete evaluation with these settings, of this model and data. Raises RunError."""
+    wanted = _versions(run, settings)
+    return next((job for job in find_all(run) if job.result() and _request(job) == wanted and numbers(job)), None)
+
+
+def is_comparable(run: Run, job: Run) -> bool:
+    """Whether an evaluation has `numbers`, and its model has not changed since. Of one that was deleted, nothing is
+    known."""
+    request = _request(job)
+    if not (job.path / SCORES_FILE).is_file():
+        return False
+    model = trained.at_step(run, request["step"])
+    return model is None or _changed(model.folder) in request.get("changed", ())[:1]
+
+
 def change_of(row: dict[str, Any], score: str) -> str:
     """Whether the `score` of an example is better, worse or unchanged with the trained model; '' without this score."""
     base, after = row["scores"].get(score) or (None, None)
@@ -163,7 +244,8 @@ def change_of(row: dict[str, Any], score: str) -> str:
     return "unchanged" if base == after else "better" if (after > base) == (score != LOSS) else "worse"
 
 
-def _problem(run: Run, settings: Settings) -> str:
+def problem(run: Run, settings: Settings) -> str:
+    """Why `settings` of a run cannot be evaluated, as sentences; '' if they can."""
     offered = offer(run)
     if offered.problem or settings.problem():
         return offered.problem or settings.problem()
@@ -173,6 +255,8 @@ def _problem(run: Run, settings: Settings) -> str:
         return f"The {which} cannot be loaded. Steps of checkpoints: {known or 'none'}."
     if settings.examples and not settings.data and not offered.has_validation:
         return "This run has no validation examples. Choose a data file, or set the number of examples to 0."
+    if (settings.regex or settings.score_file) and not offered.generates:
+        return "The examples of this run are texts, so there are no outputs for a regular expression or a score file."
     return ""
 
 
@@ -193,8 +277,12 @@ def _changed(path: Path) -> int:
 
 
 def _request(job: Run) -> dict[str, Any]:
-    """Its settings, and the versions of model and data."""
-    return jobs.request(job.path, jobs.EVALUATION)
+    """Its settings, and the versions of model and data; settings that it is too old to know have their defaults."""
+    return {**asdict(Settings()), **jobs.request(job.path, jobs.EVALUATION)}
+
+
+def _without_scores(request: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in request.items() if name not in SCORE_SETTINGS}
 
 
 def _outputs(job: Run) -> str:

@@ -4,8 +4,8 @@ import json
 import time
 from pathlib import Path
 
-from backend.inference.intervals import compare
 from backend.models import evaluation
+from backend.models.intervals import compare
 
 HERE = Path()
 SCORES = {"exact_match": ([0.0] * 20 + [1.0] * 5, [1.0] * 20 + [0.0] * 5), "chrf": ([0.5, 0.4] * 12, [0.4, 0.5] * 12)}

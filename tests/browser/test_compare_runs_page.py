@@ -6,6 +6,7 @@ import time
 from datetime import datetime
 
 import pytest
+from planted_evaluations import plant_evaluation
 from playwright.sync_api import expect
 
 from backend.runs import LOCK, METRICS, RESULT, SPEC, Plan
@@ -99,6 +100,29 @@ def test_a_highlighted_run_and_the_focus_stay_while_a_run_trains(server, page):
     expect(page.locator(".fp-compare-results")).to_contain_text("0.0625")
     expect(chip).to_have_attribute("aria-pressed", "true")
     expect(chip).to_be_focused()
+
+
+def test_evaluations_on_the_same_examples(server, page):
+    """The interval of each change decides the words, and a run without an evaluation is named."""
+    small, large = make(server, "small rank", 8), make(server, "large rank", 16)
+    show_comparison(page, small, large)
+    section = page.get_by_role("region", name="Evaluations")
+    expect(page.locator(".fp-compare-results")).to_be_visible()
+    expect(section).to_be_hidden()
+    low, high = [0.0] * 30 + [1.0] * 10, [0.0] * 10 + [1.0] * 30
+    plant_evaluation(small, {"exact_match": (low, low), "loss": ([2.0, 3.0] * 20, [1.0, 2.0] * 20)})
+    page.reload()
+    expect(section).to_contain_text("large rank: It has no complete evaluation.")
+    plant_evaluation(large, {"exact_match": (low, high), "loss": ([2.0, 3.0] * 20, [2.0, 1.0] * 20)})
+    page.reload()
+    expect(section.locator("tbody tr")).to_have_count(2)
+    exact, loss = (row.split("\t") for row in section.locator("tbody tr").all_inner_texts())
+    assert [text.split() for text in exact[1:]] == [
+        ["25.0%"],
+        ["25.0%", "No", "clear", "change", *exact[2].split()[4:]],
+        ["75.0%", "Better", *exact[3].split()[2:]],
+    ]
+    assert "1.556" in loss[2] and "Better" in loss[2] and "No clear change" in loss[3]
 
 
 def colors(page):

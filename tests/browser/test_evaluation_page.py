@@ -16,6 +16,7 @@ from test_trained_model_page import plant
 from backend.models import evaluation
 from backend.models.evaluation import Settings
 from backend.runs.folder import ALIVE
+from backend.scoring.scorer import sha256_of
 
 
 @pytest.fixture
@@ -37,11 +38,10 @@ def test_from_start_to_examples(evaluating, page):
     expect(card).to_contain_text("which shows what the model has forgotten", timeout=SLOW_TIMEOUT)
     card.get_by_text("Settings", exact=True).click()
     card.get_by_label("Examples").fill("25")
-    card.get_by_label("Data file").fill("mine.jsonl")
-    card.get_by_role("button", name="Evaluate").click()
-    expect(page.locator("#fp-toasts")).to_contain_text("mine.jsonl is relative", timeout=SLOW_TIMEOUT)
-    card.get_by_label("Data file").fill("")
-    card.get_by_role("button", name="Evaluate").click()
+    file = evaluating.runs.parent / "mine.py"
+    file.write_text("def score(prompt, reference, output): return 1")
+    refuse_relative_paths(card)
+    start_with_code(card, run, file)
     expect(card).to_contain_text("Generating outputs of the trained model (8 of 25).", timeout=SLOW_TIMEOUT)
     expect(card.get_by_role("status")).to_have_text("Evaluating")
     expect(card.get_by_role("button", name="Evaluate")).to_be_hidden()
@@ -52,9 +52,11 @@ def test_from_start_to_examples(evaluating, page):
     expect(card.get_by_role("button", name="Evaluate again")).to_be_visible()
     card.get_by_label("Examples").fill("25")
     card.get_by_role("button", name="Continue").click()
+    agree(page, file)
     expect(card.get_by_role("button", name="Stop evaluation")).to_be_visible(timeout=SLOW_TIMEOUT)
     (job,) = evaluation.find_all(run)
-    assert evaluation.read_settings(job.path) == Settings(examples=25, max_new_tokens=128)
+    code = {"score_file": str(file), "score_file_sha256": sha256_of(str(file))}
+    assert evaluation.read_settings(job.path) == Settings(examples=25, max_new_tokens=128, **code)
     (job.path / "go").touch()
     scores = card.locator(".fp-scores")
     expect(scores).to_contain_text("Exact_Match", timeout=SLOW_TIMEOUT)
@@ -71,6 +73,30 @@ def test_from_start_to_examples(evaluating, page):
     assert not evaluation.find_all(run) and job.state not in ALIVE
 
 
+def refuse_relative_paths(card):
+    card.get_by_label("Data file").fill("mine.jsonl")
+    card.get_by_role("button", name="Evaluate").click()
+    expect(card.page.locator("#fp-toasts")).to_contain_text("mine.jsonl is relative", timeout=SLOW_TIMEOUT)
+    card.get_by_label("Data file").fill("")
+
+
+def start_with_code(card, run, file):
+    """The page asks before it starts, each time."""
+    card.get_by_label("Score file").fill(str(file))
+    card.get_by_role("button", name="Evaluate").click()
+    agree(card.page, file, "Cancel")
+    assert not evaluation.find_all(run)
+    card.get_by_role("button", name="Evaluate").click()
+    agree(card.page, file)
+
+
+def agree(page, file, answer="Run this file"):
+    """Answer the question whether the code of a score file may run."""
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(f"Run the Python code in {file} (SHA-256 {sha256_of(str(file))})?")
+    dialog.get_by_role("button", name=answer).click()
+
+
 def look_at_examples(card):
     card.get_by_text("Examples", exact=True).click()
     rows = card.locator(".fp-evaluation-examples tbody tr")
@@ -81,7 +107,7 @@ def look_at_examples(card):
     card.get_by_role("button", name="Worse 5").click()
     expect(rows).to_have_count(5)
     expect(rows.first).to_contain_text("Prompt 20")
-    card.get_by_label("Score").select_option("chrf")
+    card.get_by_label("Score", exact=True).select_option("chrf")
     expect(card.get_by_role("button", name="Worse 0")).to_be_visible()
     link = card.get_by_role("link", name="Download examples")
     assert len(json.loads(card.page.request.get(link.get_attribute("href")).body())) == 25

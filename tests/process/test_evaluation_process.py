@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,8 @@ from test_chat_process import wait_for
 from training_runs import log_text, make_spec, result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from backend.cli.evaluate import evaluate_each
+from backend.config.options import edit
 from backend.inference import examples
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, OUTPUTS, Settings
@@ -24,6 +27,7 @@ from backend.models.spec import read_spec
 from backend.runs import MODEL, jobs, processes
 from backend.runs.folder import ALIVE, Run, RunError
 from backend.runs.listing import row
+from backend.scoring.scorer import sha256_of
 
 NEW_TOKENS = 6
 TRAINED = {
@@ -74,6 +78,7 @@ def test_it_measures_what_training_measured(run: Run, tiny: Path, finish: Callab
         assert [example[key] for key in ("reference", "base", "trained")] == [
             sample[key] for key in ("reference", "before", "after")
         ]
+    assert [found["scores"] for found in evaluation.numbers(job).values()] == [row["scores"] for row in rows]
     assert_loss_of(tiny, job, rows[0], run)
     assert (loss["low"] < loss["trained"] - loss["base"] < loss["high"]) and loss["count"] == 32
     ends = comparison(job, "ends")
@@ -89,6 +94,60 @@ def assert_loss_of(tiny: Path, job: Run, row: dict[str, Any], run: Run) -> None:
     with torch.no_grad():
         expected = float(model(torch.tensor([item.ids]), labels=torch.tensor([item.labels])).loss)
     assert row["scores"]["loss"][0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_runs_with_other_seeds_have_the_same_examples(run: Run) -> None:
+    """Otherwise the runs of a sweep over seeds could not be compared. The labels depend on the options."""
+    tokenizer, few, spec = AutoTokenizer.from_pretrained(run.path / MODEL), replace(ALL, examples=8), read_spec(run)
+    other = edit(spec, {"train.seed": 7, "data.loss_on": "all_tokens"})
+    first, second = (examples.read(each, few, tokenizer, print) for each in (spec, other))
+    assert [item.content for item in first] == [item.content for item in second] and len(first) == 8
+    assert len({item.content for item in first}) == 8
+    assert [item.labels for item in first] != [item.labels for item in second]
+
+
+def test_custom_scores_use_the_outputs_that_exist(run: Run, finish: Callable[..., Run], tmp_path: Path) -> None:
+    """The evaluation with all examples has their outputs; a function that counts characters finds all of them."""
+    earlier = next((job for job in evaluation.find_all(run) if job.result()), None) or finish(run, ALL)
+    file = tmp_path / "mine.py"
+    file.write_text("def score(prompt, reference, output):\n    return len(output) / 1000 if prompt else 1 / 0\n")
+    settings = replace(ALL, regex=r"(\w)", score_file=str(file), score_file_sha256=sha256_of(str(file)))
+    job = finish(run, settings)
+    assert evaluation._outputs(job) == evaluation._outputs(earlier), "nothing was computed again"
+    rows = evaluation.rows(job)
+    for example in rows:
+        texts = [example["base"], example["trained"]]
+        assert example["scores"]["score_file"] == [len(text) / 1000 for text in texts]
+        assert example["scores"]["regex"] == [float(any(map(str.isalnum, text))) for text in texts]
+    means = numpy.mean([example["scores"]["score_file"] for example in rows], axis=0)
+    found = comparison(job, "score_file")
+    assert [found["base"], found["trained"]] == pytest.approx(means) and found["label"] == "Score of mine.py"
+
+    file.write_text("def score(prompt, reference, output):\n    return 1 / len(prompt and '')\n")
+    broken = finish(run, replace(settings, score_file_sha256=sha256_of(str(file))), "failed")
+    failure = broken.failure()
+    assert failure and failure["sentence"].startswith(
+        f"The score file {file} raised ZeroDivisionError in line 2: division by zero (example 1, output of the base"
+    )
+
+
+def test_the_command_compares_runs(run: Run, finish: Callable[..., Run], capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy of the run has the same outputs, so nothing is certain; the evaluation of the first run is used again."""
+    copy = shutil.copytree(run.path, run.path.parent / "evaluated-copy", ignore=shutil.ignore_patterns("jobs"))
+    settings = replace(ALL, examples=12, max_new_tokens=2)
+    job = finish(run, settings)
+    assert evaluate_each([run, Run(copy)], settings, as_json=True) == 0
+    out, err = capsys.readouterr()
+    assert f"{run.id}: using the evaluation {job.id}." in err
+    found = json.loads(out)
+    assert [each["id"] for each in found["runs"]] == [run.id, "evaluated-copy"] and not found["problems"]
+    rows = {each["name"]: each for each in found["rows"]}
+    assert rows["loss"]["count"] == rows["exact_match"]["count"] == 12
+    for name, shown in rows.items():
+        first, second = shown["cells"]
+        expected = [comparison(job, name)[key] for key in ("base", "trained", "low")]
+        assert [shown["base"], first["value"], first["low"]] == pytest.approx(expected)
+        assert second["value"] == pytest.approx(first["value"]) and second["verdict"] == "unclear", name
 
 
 def test_a_stopped_evaluation_continues_with_what_it_has(run: Run, finish: Callable[..., Run]) -> None:

@@ -57,6 +57,8 @@ def test_what_a_run_offers(tmp_path):
     assert not evaluation.offer(without).has_validation and not evaluation.offer(without).generates
     with pytest.raises(RunError, match=r"This run has no validation examples\. Choose a data file"):
         evaluation.start(without, Settings())
+    with pytest.raises(RunError, match="there are no outputs for a regular expression"):
+        evaluation.start(without, Settings(data=__file__, regex="x"))
     with pytest.raises(RunError, match="Reward models cannot be evaluated here"):
         evaluation.start(make_run(tmp_path / "three", REWARD), Settings())
 
@@ -105,6 +107,44 @@ def test_outputs_for_other_examples_are_not_continued(tmp_path, waiter):
         assert (later.path / evaluation.OUTPUTS).exists() == is_continued
         later.stop(save=False)
         wait_for_end(later)
+    run.delete()
+
+
+def test_outputs_are_used_again_for_other_scores(tmp_path, waiter):
+    """Only the scores differ: nothing has to be generated again, whether the earlier evaluation is complete or not."""
+    run = make_run(tmp_path / "runs")
+    for settings, is_continued in ((Settings(), False), (Settings(regex="x"), True), (Settings(examples=5), False)):
+        job = evaluation.start(run, settings)
+        assert (job.path / evaluation.OUTPUTS).exists() == is_continued
+        job.stop(save=False)
+        wait_for_end(job)
+        (job.path / evaluation.OUTPUTS).write_text('{"key": "example 0"}\n')
+        (job.path / RESULT).write_text("{}" if settings.regex else '{"examples": 1}')
+    run.delete()
+
+
+def test_a_score_file_needs_consent(tmp_path, waiter, capsys):
+    run, path = make_run(tmp_path / "runs"), tmp_path / "mine.py"
+    path.write_text("def score(prompt, reference, output): return 1")
+    with client(tmp_path / "runs") as http:
+        route = f"/api/runs/{run.id}/evaluations"
+        asked = http.post(route, json={"score_file": str(path)})
+        assert asked.status_code == 409 and "needs your consent" in asked.json()["error"]
+        consent = asked.json()["consent"]
+        assert consent["path"] == str(path) and not evaluation.find_all(run)
+        wrong = http.post(route, json={"score_file": str(path), "examples": 0})
+        assert "has no effect without examples" in wrong.json()["error"] and "consent" not in wrong.json()
+        path.write_text("def score(prompt, reference, output): return 0")
+        values = {"score_file": str(path), "score_file_sha256": consent["sha256"]}
+        assert http.post(route, json=values).json()["consent"]["sha256"] != consent["sha256"], "another file"
+        values["score_file_sha256"] = http.post(route, json=values).json()["consent"]["sha256"]
+        assert http.post(route, json=values).status_code == 201
+    (job,) = evaluation.find_all(run)
+    assert evaluation.read_settings(job.path).file_rule.sha256 == values["score_file_sha256"]
+    command = ["evaluate", run.id, "--runs", str(tmp_path / "runs")]
+    assert main([*command, "--score-file", str(path)]) == 2
+    assert f"Its SHA-256 is {values['score_file_sha256']}. To agree, add --with-code." in capsys.readouterr().err
+    assert main([*command, "--with-code"]) == 2 and "--with-code has no effect" in capsys.readouterr().err
     run.delete()
 
 

@@ -5,8 +5,8 @@ import json
 import numpy
 import pytest
 
-from backend.inference import intervals
 from backend.inference.scores import SCORES
+from backend.models import intervals
 
 NUMBER, CALLS, FIELDS = "numeric_answer", "tool_calls", "json_fields"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
@@ -99,6 +99,22 @@ def test_the_interval_is_that_of_the_textbook():
     assert found.low == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
     assert found.high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
     assert found.verdict == "better" and found.trained - found.base == pytest.approx(mean)
+
+
+def test_several_pairs_have_the_intervals_of_the_definition():
+    """The examples are drawn, and the mean of their differences is taken."""
+    random, count = numpy.random.default_rng(3), 250
+    base, weights = random.random(count), random.integers(1, 50, count).astype(float)
+    pairs = [(base, random.random(count)), (base, base + 0.25)]
+    drawn = numpy.random.default_rng(intervals.SEED).integers(0, count, (intervals.RESAMPLES, count))
+    for own in ((), weights.tolist()):
+        chosen = numpy.asarray(own or numpy.ones(count))[drawn]
+        found = intervals.compare_pairs("score", "Score", pairs, own)
+        means = ((pairs[0][1] - base)[drawn] * chosen).sum(1) / chosen.sum(1)
+        assert (found[0].low, found[0].high) == pytest.approx(numpy.percentile(means, (2.5, 97.5)), abs=1e-12)
+        for one, pair in zip(found, pairs, strict=True):
+            alone = compare(*pair, own)
+            assert (one.low, one.high, one.trained) == pytest.approx((alone.low, alone.high, alone.trained), abs=1e-12)
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():

@@ -61,6 +61,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/tunings/{id}": tunings.status,
     "/api/uploads": uploads.list_uploads,
     "/api/comparison": compare_runs.compare,
+    "/api/comparison/evaluations": compare_runs.evaluations,
     "/api/comparison/curves.csv": compare_runs.curves_csv,
     "/api/comparison/curves.png": compare_runs.image,
     "/api/runs/{id}/chat": chat.show,

@@ -21,6 +21,7 @@ from backend.config.options import Option, SpecError, effective, flat, masked_va
 from backend.runs import METRICS, SPEC, files, throughput, validation
 from backend.runs.folder import Run, RunError, find
 from backend.runs.metrics import last_points, read_points
+from backend.tasks import compare_evaluations
 from webui.api.app_state import AppState
 from webui.api.requests import ApiError, State
 from webui.curves import AXES, Curves
@@ -83,6 +84,13 @@ def compare(state: State, ids: str) -> dict[str, Any]:
         "samples": shared_samples(samples),
         "problems": problems,
     }
+
+
+def evaluations(state: State, ids: str) -> dict[str, Any]:
+    """The table of `compare_evaluations.compare`; its problems also name the runs without an evaluation."""
+    chosen, problems = compare_evaluations.choose(_find_runs(state, ids)[0])
+    found = compare_evaluations.compare(chosen)
+    return {**found, "problems": [*problems, *found["problems"]]}
 
 
 def curves_csv(state: State, ids: str) -> Response:

@@ -27,6 +27,10 @@ class EvaluationRequest(RequestBody):
     examples: int = 100
     max_new_tokens: int = 256
     general: bool = True
+    regex: str = ""
+    regex_group: bool = False
+    score_file: str = ""
+    score_file_sha256: str = ""
 
 
 def show(run: PathRun, state: State, have: str = "") -> Any:
@@ -40,11 +44,23 @@ def show(run: PathRun, state: State, have: str = "") -> Any:
 
 
 def start(run: PathRun, body: EvaluationRequest) -> Response:
-    """Start to evaluate, or return the job that does it already. A relative path belongs to no folder of the page."""
-    data = os.path.expanduser(body.data)  # it leaves an unknown user as it is
-    if data and not os.path.isabs(data):
-        raise ApiError(422, f"Write the path of the data file with all its folders: {body.data} is relative.")
-    return json(evaluation.as_json(evaluation.start(run, Settings(**{**body.model_dump(), "data": data}))), 201)
+    """Start to evaluate, or return the job that does it already. The error for a score file without consent has its
+    path and hash as `consent`: the page asks, and sends the hash."""
+    paths = {"data": _absolute(body.data, "data file"), "score_file": _absolute(body.score_file, "score file")}
+    settings = Settings(**{**body.model_dump(), **paths})
+    if not (problem := evaluation.problem(run, settings)):
+        return json(evaluation.as_json(evaluation.start(run, settings)), 201)
+    if settings.score_file and not evaluation.problem(run, agreed := evaluation.with_consent(settings)):
+        raise ApiError(409, problem, consent={"path": agreed.score_file, "sha256": agreed.score_file_sha256})
+    raise ApiError(409, problem)
+
+
+def _absolute(path: str, what: str) -> str:
+    """A relative path belongs to no folder of the page. Raises ApiError."""
+    found = os.path.expanduser(path)  # it leaves an unknown user as it is
+    if found and not os.path.isabs(found):
+        raise ApiError(422, f"Write the path of the {what} with all its folders: {path} is relative.")
+    return found
 
 
 def examples(

@@ -11,6 +11,7 @@ import { isSame } from "../run/run_results.js";
 import { drawBadge, hasEnded } from "../run_state.js";
 import { curveColor } from "../plot.js";
 import { AXES, createCompareCharts } from "./compare_runs_charts.js";
+import { createEvaluations } from "./compare_runs_evaluations.js";
 
 export const [LEAST, MOST] = [2, 20];
 const NONE = "\u2013";
@@ -40,6 +41,7 @@ export function mountCompareRuns() {
   page.legend = el("div.fp-compare-legend", { role: "group", "aria-label": "Runs: highlight one" });
   page.missing = el("p.fp-dim", { hidden: true });
   page.summary = el("section.fp-panel.fp-compare-table.fp-compare-results", { "aria-label": "Results" });
+  page.evaluations = createEvaluations(runName);
   page.options = el("section.fp-panel.fp-compare-table.fp-compare-options", { "aria-label": "Options that differ" });
   page.samples = el("section.fp-panel.fp-compare-table.fp-compare-samples", { "aria-label": "Generations" });
   const head = el(
@@ -54,7 +56,7 @@ export function mountCompareRuns() {
   );
   const charts = el("section.fp-charts", { "aria-label": "Charts" }, chartsBar(), page.legend, page.missing);
   charts.append(page.charts.node);
-  page.body = el("div.fp-run", {}, charts, page.summary, page.options, page.samples);
+  page.body = el("div.fp-run", {}, charts, page.summary, page.evaluations.node, page.options, page.samples);
   page.node = el("div.fp-compare-runs", {}, head, problems, page.body);
   $("#fp-compare-page").replaceChildren(page.node);
   page.poller = createPoller(pull, { isVisible, interval: 10000, onTrouble });
@@ -96,8 +98,15 @@ async function pull(isCurrent) {
   if (!isCurrent() || asked !== address.get("runs")) return undefined;
   response = found;
   draw();
-  await page.charts.open(found.runs, axis());
+  await Promise.all([page.charts.open(found.runs, axis()), pullEvaluations(asked, found.runs)]);
   return found.runs.every((run) => hasEnded(run.state)) ? "end" : undefined;
+}
+
+/** By a request of its own: the first one computes intervals, which may take a while. */
+async function pullEvaluations(asked, runs) {
+  if (!runs.length) return;
+  const found = await get(`api/comparison/evaluations?ids=${encodeURIComponent(asked || "")}`);
+  if (asked === address.get("runs")) page.evaluations.draw(runs, found);
 }
 
 const onTrouble = (failures) => (page.away.hidden = failures < 2);
@@ -135,7 +144,10 @@ function draw() {
   if (state === drawn) return;
   drawn = state;
   const shown = runs.map((run) => run.id).join();
-  if (shown !== page.node.dataset.runs) pinned = -1; // it was the number of another run
+  if (shown !== page.node.dataset.runs) {
+    pinned = -1; // it was the number of another run
+    page.evaluations.hide();
+  }
   page.node.dataset.runs = shown;
   page.charts.highlight(pinned);
   page.body.hidden = !runs.length;

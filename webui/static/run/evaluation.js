@@ -2,7 +2,7 @@
 // The card "Evaluation" of the Run view: base model and trained model on the same examples. It is computed by a job, so
 // that it goes on without the page.
 import { get, post } from "../api.js";
-import { el, redraw, setText } from "../dom.js";
+import { confirmDialog, el, redraw, setText } from "../dom.js";
 import { dateTime } from "../format.js";
 import { createPoller } from "../poll.js";
 import { createExamples } from "./evaluation_examples.js";
@@ -42,7 +42,7 @@ export class Evaluation {
     this.chosen = ""; // the id of an earlier evaluation
     this.drawn = "";
     this.poller = createPoller((isCurrent) => this.#pull(isCurrent), { isVisible });
-    this.fields = createFields(() => ask(post(this.path, this.fields.values()), this.#run().refresh));
+    this.fields = createFields(() => ask(startEvaluation(this.path, this.fields.values()), this.#run().refresh));
     this.parts = createParts();
     const { head, about, earlier, progress, failure, result, buttons } = this.parts;
     this.node = el("section.fp-panel.fp-job-card.fp-evaluation", { hidden: true, "aria-label": "Evaluation" });
@@ -130,6 +130,21 @@ export class Evaluation {
       if (this.path) this.poller.start();
     };
     return { base: this.base(), refresh };
+  }
+}
+
+/** Start to evaluate. A score file is run only if the user agrees to its content, which the hash names. */
+async function startEvaluation(path, values) {
+  try {
+    await post(path, values);
+  } catch (error) {
+    const consent = error.data?.consent;
+    if (!consent) throw error;
+    const question =
+      `Run the Python code in ${consent.path} (SHA-256 ${consent.sha256})? It can do everything that the user of the ` +
+      "server can do. Read the file before you agree.";
+    if (!(await confirmDialog(question, "Run this file"))) return;
+    await post(path, { ...values, score_file_sha256: consent.sha256 });
   }
 }
 

@@ -4,17 +4,25 @@ import { el, setText } from "../dom.js";
 import { integer } from "../format.js";
 import { actions, button, createCheckbox, createModelMenu, createNumberField, labeled, modelName } from "./run_jobs.js";
 
+const ABOUT_SCORES =
+  "An output scores 1 if the regular expression matches anywhere in it, else 0. A score file defines " +
+  "score(prompt, reference, output), which returns a number from 0 to 1, True, False, or None if it does not apply. " +
+  "Its code runs on the server with the permissions of its user, after you have agreed.";
 const STOPPED = "This evaluation was stopped; with the same settings, Continue computes what is missing:";
+
+const SHOWN_HASH = 12; // characters
 
 /** What the figures were computed with: Final model, 100 validation examples, at most 48 new tokens */
 export function settingsText({ settings, result }) {
-  const { step, data, max_new_tokens: limit } = settings;
+  const { step, data, max_new_tokens: limit, regex, score_file: file, score_file_sha256: hash } = settings;
   const count = result ? result.examples : settings.examples;
   const from = data ? `of ${data}` : "of the validation set";
   const examples = count ? `${integer(count)} ${count === 1 ? "example" : "examples"} ${from}` : "";
   const tokens = result?.generated ? `at most ${integer(limit)} new tokens` : "";
   const general = settings.general ? "general texts" : "";
-  return [modelName(step), examples, tokens, general].filter(Boolean).join(", ");
+  const pattern = regex && `${settings.regex_group ? "first group of " : ""}the regular expression ${regex}`;
+  const code = file && `score file ${file} (SHA-256 ${hash.slice(0, SHOWN_HASH)}\u2026)`;
+  return [modelName(step), examples, tokens, general, pattern, code].filter(Boolean).join(", ");
 }
 
 /** @param {() => void} start */
@@ -39,20 +47,24 @@ export function createFields(start) {
     drawButton(parts, last);
   }
   const reset = () => {
-    drawn = parts.data.value = "";
+    drawn = parts.data.value = parts.regex.value = parts.file.value = "";
     last = null;
+    parts.group.checked = false;
     parts.model.draw([]); // a step of this run may be one of the next run, too
     parts.general.checked = true;
   };
   return { node: parts.node, values: () => valuesOf(parts), draw, reset, remove: parts.remove };
 }
 
-const valuesOf = ({ model, data, examples, tokens, general }) => ({
+const valuesOf = ({ model, data, examples, tokens, general, regex, group, file }) => ({
   step: model.step(),
   data: data.value.trim(),
   examples: examples.input.valueAsNumber,
   max_new_tokens: tokens.input.valueAsNumber,
   general: general.checked,
+  regex: regex.value,
+  regex_group: group.checked,
+  score_file: file.value.trim(),
 });
 
 /** What the button does with the values that the fields have now. */
@@ -65,21 +77,24 @@ function drawButton(parts, last) {
   if (isStopped) setText(parts.stopped, `${STOPPED} ${settingsText(last)}.`);
 }
 
-function drawOffer({ model, examples, tokens, data }, offer, isFirst) {
+function drawOffer({ model, examples, tokens, data, scores }, offer, isFirst) {
   model.draw(offer.steps);
-  tokens.node.hidden = !offer.generates;
+  tokens.node.hidden = scores.hidden = !offer.generates;
   data.placeholder = offer.has_validation ? "Validation examples of the run" : "None: this run has no validation set";
   if (!isFirst) return;
   tokens.input.value = String(offer.max_new_tokens);
   examples.input.value = offer.has_validation ? "100" : "0";
 }
 
-function fill({ model, data, examples, tokens, general }, settings) {
+function fill({ model, data, examples, tokens, general, regex, group, file }, settings) {
   model.choose(settings.step);
   data.value = settings.data;
   examples.input.value = settings.examples;
   tokens.input.value = settings.max_new_tokens;
   general.checked = settings.general;
+  regex.value = settings.regex;
+  group.checked = settings.regex_group;
+  file.value = settings.score_file;
 }
 
 function createParts() {
@@ -88,15 +103,28 @@ function createParts() {
   const tokens = createNumberField("Maximum new tokens", { step: 1, min: 1, max: 32768, value: 256 });
   const data = el("input.fp-input", { type: "text", placeholder: "Validation examples of the run" });
   const general = createCheckbox({ checked: true });
-  const file = labeled("Data file on the server", data);
-  const numbers = el("div.fp-job-fields", {}, labeled("Model", model.node), examples.node, tokens.node, file);
+  const dataField = labeled("Data file on the server", data);
+  const numbers = el("div.fp-job-fields", {}, labeled("Model", model.node), examples.node, tokens.node, dataField);
   const check = el("label.fp-job-check", {}, general, "Include general texts");
-  const body = el("div.fp-job-settings", {}, numbers, check);
+  const custom = createCustomScores();
+  const body = el("div.fp-job-settings", {}, numbers, check, custom.scores);
   const settings = el("details.fp-fold", {}, el("summary", {}, "Settings"), body);
   const stopped = el("p.fp-dim", { hidden: true });
   const start = button("Evaluate", null, { type: "submit" });
   const remove = button("Delete this evaluation", null, { hidden: true });
   // Without the browser's own checks, which cannot show what is wrong in closed settings; the server says it.
   const node = el("form.fp-job-form", { novalidate: true }, settings, stopped, actions(start, remove));
-  return { node, model, examples, tokens, data, general, button: start, stopped, remove };
+  return { node, model, examples, tokens, data, general, ...custom, button: start, stopped, remove };
+}
+
+/** The fields of the scores that users define. */
+function createCustomScores() {
+  const regex = el("input.fp-input", { type: "text", placeholder: "None", spellcheck: "false" });
+  const file = el("input.fp-input", { type: "text", placeholder: "None" });
+  const group = createCheckbox();
+  const fields = el("div.fp-job-fields.fp-custom-scores", {});
+  fields.append(labeled("Regular expression for outputs", regex), labeled("Score file (Python) on the server", file));
+  const check = el("label.fp-job-check", {}, group, "Compare its first group with that of the reference");
+  const about = el("p.fp-dim", {}, ABOUT_SCORES);
+  return { scores: el("div.fp-job-settings", {}, fields, check, about), regex, file, group };
 }

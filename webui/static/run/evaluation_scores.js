@@ -6,7 +6,7 @@ import { integer, num } from "../format.js";
 export const GENERAL_LOSS = "general_loss"; // the name of the score of general texts
 const WIDTH = 160;
 const HEIGHT = 18;
-const VERDICTS = { better: "Better", worse: "Worse", unclear: "No clear change", few: "Too few examples" };
+export const VERDICTS = { better: "Better", worse: "Worse", unclear: "No clear change", few: "Too few examples" };
 
 /** @param {any[]} comparisons as intervals.Comparison has them */
 export function scoresTable(comparisons) {

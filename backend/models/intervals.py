@@ -72,25 +72,37 @@ def compare(
 ) -> Comparison:
     """The means of both models, and the interval of their difference. With `weights`, which are numbers of tokens, the
     values are losses per token. At least one example."""
-    ours = numpy.asarray(weights or numpy.ones(len(base)), dtype=float)
-    one, two = numpy.asarray(base, dtype=float), numpy.asarray(trained, dtype=float)
-    low, high = _interval(two - one, ours, is_share=not weights)
-    before, after = (float(numpy.average(values, weights=ours)) for values in (one, two))
-    return Comparison(name, label, len(one), before, after, low, high, is_share=not weights)
+    return compare_pairs(name, label, [(base, trained)], weights)[0]
 
 
-def _interval(differences: Any, weights: Any, is_share: bool) -> tuple[float, float]:
-    """(low, high) of the weighted mean difference."""
-    if is_share and (differences == differences[0]).all():
-        return _all_equal(float(differences[0]), len(differences))
-    random, means = numpy.random.default_rng(SEED), []
-    for _ in range(0, RESAMPLES, per := max(1, CHUNK // len(differences))):
-        drawn = random.integers(0, len(differences), (per, len(differences)))
-        chosen = weights[drawn]
-        means.append((differences[drawn] * chosen).sum(1) / chosen.sum(1))
+def compare_pairs(
+    name: str, label: str, pairs: Sequence[tuple[Sequence[float], Sequence[float]]], weights: Sequence[float] = ()
+) -> list[Comparison]:
+    """`compare` for several pairs of models on the same examples, which are drawn once for all of them."""
+    ones, twos = (numpy.asarray([pair[side] for pair in pairs], dtype=float) for side in (0, 1))
+    ours = numpy.asarray(weights or numpy.ones(ones.shape[1]), dtype=float)
+    intervals = _intervals(twos - ones, ours, is_share=not weights)
+    before, after = (numpy.average(values, axis=1, weights=ours).tolist() for values in (ones, twos))
+    return [
+        Comparison(name, label, len(ours), one, two, low, high, is_share=not weights)
+        for one, two, (low, high) in zip(before, after, intervals, strict=True)
+    ]
+
+
+def _intervals(differences: Any, weights: Any, is_share: bool) -> list[tuple[float, float]]:
+    """(low, high) of the weighted mean of each row of differences."""
+    count, random, means = len(weights), numpy.random.default_rng(SEED), []
+    for _ in range(0, RESAMPLES, per := max(1, CHUNK // count)):
+        drawn = random.integers(0, count, (per, count)) + count * numpy.arange(per)[:, None]
+        times = numpy.bincount(drawn.ravel(), minlength=per * count).reshape(per, count).astype(float)
+        means.append(times @ (differences * weights).T / (times @ weights)[:, None])
     outside = 100 * (1 - CONFIDENCE) / 2
-    low, high = numpy.percentile(numpy.concatenate(means)[:RESAMPLES], (outside, 100 - outside))
-    return float(low), float(high)
+    low, high = numpy.percentile(numpy.concatenate(means)[:RESAMPLES], (outside, 100 - outside), axis=0).tolist()
+    equal = [is_share and bool((each == each[0]).all()) for each in differences]
+    return [
+        _all_equal(float(each[0]), count) if is_equal else found
+        for each, is_equal, found in zip(differences, equal, zip(low, high, strict=True), strict=True)
+    ]
 
 
 def _all_equal(difference: float, count: int) -> tuple[float, float]:
