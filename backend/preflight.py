@@ -127,8 +127,13 @@ class Report:
         compared = {"measured_bytes": measured, "compared": list(self.compared), **self._flops}
         compared["compared_time"], compared["compared_start"] = list(self.compared_time), list(self.compared_start)
         compared |= {"placement": self.placement, "time": time_json(self.time)}
-        compared["time_limit"] = 3600 * self.spec.train.max_hours
+        compared["time_limit"] = self.max_seconds
         return {**estimate_json(self.estimate), **compared}
+
+    @property
+    def max_seconds(self) -> float:
+        """The time limit of the run in seconds, which other trainers do not have; 0 is none."""
+        return 3600 * self.spec.train.max_hours if self.spec.launch.trainer == "footplate" else 0.0
 
     @property
     def placement(self) -> dict[str, Any]:

@@ -252,7 +252,7 @@ def max_hours_shorter_than_run(case: Case) -> Violation | None:
     """At its max run time, a run saves a checkpoint and stops without a final model; Resume continues it. The max run
     time is compared with the lower end of the predicted time."""
     hours, limit = case.spec.train.max_hours, case.time.time_limit
-    if not hours or limit is None or case.time.run_seconds is None:
+    if not hours or case.spec.launch.trainer != "footplate" or limit is None or case.time.run_seconds is None:
         return None
     least, predicted, most = case.time.run_seconds
     if least <= 3600 * hours:

@@ -334,6 +334,8 @@ class Run:
 
     def stop_reason(self) -> str:
         """Why the run asked itself to stop, or could not start; '' if it did neither."""
+        if self._starter() == SHELL:  # without a supervisor, which would copy it
+            return self._text(STOP).partition("\n")[2].strip()
         return str(self._json(STATE).get("cause", ""))
 
     def result(self) -> dict[str, Any]:
@@ -550,7 +552,7 @@ class Run:
         resume = "" if self.about().get("kind") else self.resume_point().sentence  # jobs (jobs.py) have no checkpoints
         if state == "stopped":
             failure = self.failure()
-            return f"Stopped{at}. {failure['sentence'] if failure else kept.get('cause') or resume}".rstrip()
+            return f"Stopped{at}. {failure['sentence'] if failure else self.stop_reason() or resume}".rstrip()
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
         if job := follower.unended(self.path):

@@ -50,6 +50,11 @@ class Span:
         between = f"{throughput.duration(low)} to {throughput.duration(high)}"
         return between if low else f"at most {throughput.duration(high)}"
 
+    def when(self) -> str:
+        """As words after "starts": in about 40 min; in 30 min to 1 h; within 5 min."""
+        text = self.text()
+        return f"in {text}" if _rounded(self.low) else f"within {text.removeprefix('at most ')}"
+
 
 def _rounded(seconds: float) -> float:
     unit = next(unit for until, unit in ROUNDED if seconds <= until)
@@ -75,7 +80,7 @@ class Times:
         """When it starts."""
         if self.start.unknown:
             return f"When it starts is not known: {self.start.unknown}."
-        return f"Starts in {self.start.text()}."
+        return f"Starts {self.start.when()}."
 
 
 class Devices:
@@ -233,4 +238,4 @@ def sweep_text(root: Path, sweep: str, now: float | None = None) -> str:
     if end.unknown:
         return f"When the sweep ends is not known: {end.unknown}."
     which = "last run" if len(alive) == 1 else f"remaining {len(alive)} runs"
-    return f"The {which} of the sweep will end in {end.text()}."
+    return f"The {which} of the sweep will end {end.when()}."

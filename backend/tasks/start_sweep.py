@@ -99,7 +99,7 @@ def time_text(planned: SweepPlan, reports: Sequence[Report]) -> str:
         low, _, high = report.time.run_seconds or (0.0, 0.0, 0.0)
         why = report.time.unknown or f"the number of steps of {label} is not known"
         span = schedule.Span(low, high, "" if report.time.run_seconds else why)
-        spans.append(span.within(3600 * report.spec.train.max_hours))
+        spans.append(span.within(report.max_seconds))
     text = schedule.all_runs_text([report.plan.devices for report in reports], spans)
     return f"{text} Early stopping ends some of them sooner." if planned.halving and not spans[0].unknown else text
 

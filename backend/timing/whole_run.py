@@ -51,8 +51,8 @@ class RunTime:
         """The same with a start that took `seconds` in that many earlier runs on this machine."""
         start, *others = self.items
         loading = start.formula.partition(", and ")[2]
-        source = f"median of {runs} earlier runs" if runs > 1 else "an earlier run"
-        measured = f"{seconds:.0f} s (measured: {source}, with preparing the data), and {loading}"
+        source = f"median of {runs} earlier runs" if runs > 1 else "measured in an earlier run"
+        measured = f"{seconds:.0f} s ({source}, including preparing the data), and {loading}"
         item = Part(START, start.seconds - self.start_seconds + seconds, measured)
         left = tuple(missing for missing in self.not_included if missing != TOKENIZING)
         return replace(self, items=(item, *others), not_included=left, start_seconds=seconds, start_runs=runs)

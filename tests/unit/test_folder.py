@@ -291,6 +291,15 @@ def test_sentences_of_ended_runs(run: Run) -> None:
     assert summary["started"] == 100.0 and run.summary()["sentence"].startswith("Lost after step 12")
 
 
+@pytest.mark.parametrize("starter", ["supervisor", "shell"])
+def test_a_run_that_stopped_itself_says_why(run: Run, starter: str) -> None:
+    """Without a supervisor, only the stop file does."""
+    put(run, LOCK, f"{starter}\n")
+    put(run, STATE, {"end": "stopped", "started": 1.0, "exit_code": 0, "cause": "It reached its limit."})
+    put(run, STOP, "save\nIt reached its limit.\n")
+    assert run.summary()["sentence"] == "Stopped. It reached its limit."
+
+
 def test_a_stop_that_failed_says_why(run: Run) -> None:
     put(run, LOCK, "supervisor\n")
     put(run, LOG, "Traceback (most recent call last):\n  x\nOSError: [Errno 28] No space left on device\n")

@@ -117,9 +117,7 @@ def test_starts_of_earlier_runs_replace_the_assumed_one(tmp_path: Path) -> None:
     found = MeasuredStarts(tmp_path).applied(planned).time
     assert found.run and found.run_seconds and found.run.start_seconds == pytest.approx(9.0)
     assert found.run.seconds == pytest.approx(planned.time.run.seconds - 30 + 9)
-    assert found.run.items[0].formula.startswith(
-        "9 s (measured: median of 3 earlier runs, with preparing the data), and "
-    )
+    assert found.run.items[0].formula.startswith("9 s (median of 3 earlier runs, including preparing the data), and ")
     assert planned.time.run.items[0].formula.startswith("30 s (assumed, 10 s to 90 s), and ")
     assert found.run_seconds[2] < planned.time.run_seconds[2] - 50 and found.run.not_included == ()
     ddp = report(**{"parallel.strategy": "ddp"})

@@ -130,6 +130,7 @@ def test_a_time_limit_is_an_upper_end(make: Make) -> None:
 )
 def test_texts_are_coarse(span: Span, text: str) -> None:
     assert span.text() == text
+    assert span.when() == (f"in {text}" if span.low else "within 1 min")
 
 
 def test_how_long_a_sweep_takes(monkeypatch: pytest.MonkeyPatch) -> None:
