@@ -16,6 +16,7 @@ from backend.timing.whole_run import START_SECONDS
 from backend.wording import counted, figure
 
 MIN_STEPS = 3  # after the first one, which is slower
+MUCH_CPU = 0.6  # of its threads, which a process on CPUs uses if nothing disturbs it
 MUCH_WAITING = 0.2  # share of a step that waits for batches
 MAX_STARTS = 5  # the newest ones
 OTHER_TOKENS = 0.15  # by which the tokens of a step differ from the predicted ones
@@ -25,7 +26,7 @@ OTHER_TOKENS = 0.15  # by which the tokens of a step differ from the predicted o
 class TimeMeasurement:
     """Predicted and measured seconds of an optimizer step, without evaluations and checkpoints, tokens per second and
     seconds of the whole run (None: not known). `factor`: the range of the prediction; `causes`: sentences about what
-    was measured to be different from what was predicted; `was_busy`: other programs used the CPU at the start;
+    was measured to be different from what was predicted; `was_busy`: other programs used the CPU;
     `not_included`: what the predicted time of the run does not include."""
 
     run: str
@@ -54,7 +55,7 @@ class TimeMeasurement:
         """(what, predicted, measured) as texts, "not known" for what is not."""
         low, high = figure(self.predicted / self.factor), figure(self.predicted * self.factor)
         return [
-            ("Time per step", f"{figure(self.predicted)} s ({low} s to {high} s)", f"{figure(self.measured)} s"),
+            ("Mean time per step", f"{figure(self.predicted)} s ({low} s to {high} s)", f"{figure(self.measured)} s"),
             ("Tokens per second", f"{self.tokens[0]:,.0f}", _text(self.tokens[1], lambda value: f"{value:,.0f}")),
             ("Whole run", _text(self.seconds[0], duration), _text(self.seconds[1], duration)),
         ]
@@ -108,12 +109,25 @@ def measure_time(run: Run) -> TimeMeasurement | None:
     summary, whole = run.summary(), time.get("run") or {}
     is_whole = summary["state"] == "done" and summary["started"] and not summary["earlier_seconds"]
     elapsed = summary["ended"] - summary["started"] if is_whole else None
-    tokens = _tokens_of_step(result, points)
+    tokens, contended = _tokens_of_step(result, points), _contention(run) if measured > predicted else []
     return TimeMeasurement(
         run.id, run.name, predicted, measured, time["factor"],
         (time["tokens_per_second"], tokens and tokens / measured), (whole.get("seconds"), elapsed),
-        tuple(_causes(time, measured, tokens, points)), bool(time.get("busy")), tuple(whole.get("not_included", ())),
+        (*contended, *_causes(time, measured, tokens, points)), bool(time.get("busy") or contended),
+        tuple(whole.get("not_included", ())),
     )  # fmt: skip
+
+
+def _contention(run: Run) -> list[str]:
+    """That processes on CPUs got much less of them than they have threads for, a sentence; [] if they did not."""
+    ranks, threads = run.monitor().get("ranks", ()), int(run.plan().env.get("OMP_NUM_THREADS") or 0)
+    cores = [rank["cores"] for rank in ranks if rank.get("device") == "cpu" and isinstance(rank.get("cores"), float)]
+    if not cores or min(cores) >= MUCH_CPU * threads:
+        return []
+    return [
+        f"A process with {counted(threads, 'thread')} got only {figure(min(cores))} CPU cores, so other programs used "
+        "the CPU, or it waited for something else."
+    ]
 
 
 def _tokens_of_step(result: Mapping[str, Any], points: list[dict[str, Any]]) -> float | None:
@@ -144,8 +158,7 @@ def _causes(time: Mapping[str, Any], measured: float, tokens: float | None, poin
 
 
 class MeasuredTimes(EarlierRuns[TimeMeasurement]):
-    """The measured times in a folder of runs. Runs that started on a busy CPU do not count: they say little about the
-    next one."""
+    """The measured times in a folder of runs. Runs on a busy CPU do not count: they say little about the next one."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, "compared_time", _measure_calm)

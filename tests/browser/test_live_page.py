@@ -119,7 +119,7 @@ def test_the_measured_peak_is_that_of_the_allocator(server, page):
     page.get_by_text("Ranks", exact=True).click()
     expect(page.locator(".fp-ranks tbody tr").first).to_contain_text("64 GiB")
     time = page.locator(".fp-run-time")
-    expect(time.locator("tbody tr").first).to_contain_text(re.compile(r"Time per step\d.* s \(.+ to .+\)0\.5 s"))
+    expect(time.locator("tbody tr").first).to_contain_text(re.compile(r"Mean time per step\d.* s \(.+ to .+\)0\.5 s"))
     expect(time).to_contain_text("outside the predicted range")
 
 

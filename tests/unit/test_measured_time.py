@@ -19,7 +19,7 @@ from backend.modelspec import from_config
 from backend.preflight import Report, report_on
 from backend.registry.builtin_models import BUILTIN_MODELS
 from backend.rules import Case
-from backend.runs import ESTIMATE, METRICS, PROGRESS, RESULT
+from backend.runs import ESTIMATE, METRICS, MONITOR, PROGRESS, RESULT
 from backend.runs.folder import Run
 from backend.tasks.measured_time import MeasuredStarts, MeasuredTimes, measure_start, measure_time
 
@@ -57,7 +57,20 @@ def test_a_time_in_the_range(tmp_path: Path) -> None:
         "tokenizing the data."
     )
     rows = {what: (predicted, measured) for what, predicted, measured in found.as_json()["rows"]}
-    assert " s (" in rows["Time per step"][0] and "1 min 30 s" in (*rows["Whole run"], "1 min 30 s")
+    assert " s (" in rows["Mean time per step"][0] and "1 min 30 s" in (*rows["Whole run"], "1 min 30 s")
+
+
+@pytest.mark.parametrize(("ratio", "share", "is_named"), [(2.5, 0.1, True), (2.5, 0.9, False), (0.4, 0.1, False)])
+def test_processes_that_got_little_of_the_cpu_are_a_cause(
+    tmp_path: Path, ratio: float, share: float, is_named: bool
+) -> None:
+    run = made(tmp_path, report(), ratio)
+    threads = int(run.plan().env["OMP_NUM_THREADS"])
+    monitor = {"step": 9, "ranks": [{"device": "cpu", "cores": share * threads}]}
+    (run.path / MONITOR).write_text(json.dumps(monitor))
+    found = measure_time(run)
+    assert found and found.was_busy == is_named
+    assert (" got only " in found.sentence) == is_named
 
 
 @pytest.mark.parametrize(
