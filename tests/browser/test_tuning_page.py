@@ -52,7 +52,7 @@ def test_measuring_stopping_and_adopting(server, page):
     expect(card.get_by_role("status")).to_have_text("Trial 2 of about 9: Eager attention.")
     expect(card).to_contain_text("At most 5 min 00 s left.")
     card.get_by_role("button", name="Stop").click()
-    expect(card.locator("tbody tr").first).to_have_text("Current settings1,000Use these")
+    expect(card.locator("tbody tr").first).to_have_text("Current settings1,000")
     while not (folder / STOP).exists():
         page.wait_for_timeout(20)
     write(folder, "stopped", ROWS)

@@ -5,12 +5,15 @@ It starts nothing itself: what a trial measures and what the checks say comes fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from backend.rules import Fix
+from backend.runs.throughput import duration
 from backend.tasks.tuning.trial import Trial, compare, loss_difference
+from backend.wording import counted
 
 Patch = Mapping[str, Any]
 BASE, REPEATED = "Current settings", "Current settings, measured again"
@@ -175,8 +178,14 @@ class Search:
 
     def _repeat_base(self) -> None:
         """Measure the settings of the spec again, and say if the machine has changed meanwhile."""
-        if not any(row.is_usable for row in self.rows):
-            return  # there is nothing to compare with
+        if not any(row.is_usable for row in self.rows):  # there is nothing to compare with
+            if self.is_late:
+                least = math.ceil((2 + RESERVE) * self.expected_seconds / 60)
+                self.notes.append(
+                    f"One trial took about {duration(self.expected_seconds)} here. Allow at least "
+                    f"{counted(least, 'minute')} to measure other settings."
+                )
+            return
         if self.bench.left() < self.expected_seconds:
             self.is_late = True
             self.notes.append("The current settings were not measured again at the end: the time limit was reached.")
