@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from backend.cli import (
+    benchmark,
     chat,
     commands,
     device_test,
@@ -34,6 +35,7 @@ from backend.cli import (
 )
 from backend.config.options import SpecError
 from backend.environments import ENVIRONMENTS
+from backend.models.benchmark import LIMIT
 from backend.models.gguf import DEFAULT, FORMATS
 from backend.runs.folder import RunError
 from backend.tasks.tuning.tuning import MINUTES
@@ -82,6 +84,7 @@ COMMANDS: Mapping[str, Command] = {
     "resume": runs.resume,
     "chat": chat.start,
     "evaluate": evaluate.start,
+    "benchmark": benchmark.start,
     "logs": runs.logs,
     "metrics": runs.metrics,
     "export-metrics": export_metrics.start,
@@ -134,8 +137,10 @@ def parser() -> argparse.ArgumentParser:
     cache.add_argument(
         "action", choices=("list", "clear"), metavar="list|clear", help="list the datasets, or remove all"
     )
-    env = command("env", help="create an environment for another trainer or for GGUF files, or list those that exist")
-    env.add_argument("action", choices=("create", "list"), metavar="create|list", help="what to do")
+    purposes = "another trainer, GGUF files or benchmarks"
+    env = command("env", help=f"create or remove an environment for {purposes}, or list those that exist")
+    actions = ("create", "list", "remove")
+    env.add_argument("action", choices=actions, metavar="create|list|remove", help="what to do")
     env.add_argument(
         "name", nargs="?", default="llamafactory", choices=tuple(ENVIRONMENTS), help="(default: %(default)s)"
     )
@@ -317,8 +322,22 @@ def _add_evaluate(command: AddCommand, folder: argparse.ArgumentParser) -> None:
     add("--with-code", action="store_true", help="agree to run the code of --score-file with your permissions")
 
 
+def _add_benchmark(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
+    measuring = command("benchmark", run_id, help="measure the model of a run and its base model on tasks of lm-eval")
+    add, switch = measuring.add_argument, argparse.BooleanOptionalAction
+    names = "comma-separated names of tasks, such as arc_easy, or YAML files"
+    add("--tasks", required=True, metavar="TASKS", help=names)
+    add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
+    add("--limit", type=int, default=LIMIT, metavar="N", help="samples of each task; 0: all (default: %(default)s)")
+    add("--shots", type=int, metavar="N", help="few-shot examples in each prompt (default: the number of the task)")
+    add("--base", action=switch, default=True, help="measure the base model too (default: yes)")
+    add("--chat-template", action=switch, help="prompts as conversations (default: as in training)")
+    add("--allow-code", action="store_true", help="run the Python code that tasks contain, and code that models write")
+
+
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:
-    """merge, export-model, serve, publish, metrics, export-metrics, stacks, bundle."""
+    """benchmark, merge, export-model, serve, publish, metrics, export-metrics, stacks, bundle."""
+    _add_benchmark(command, run_id)
     merged = command("merge", run_id, help="merge the adapter of a run into its base model, and check the result")
     merged.add_argument(
         "--step", type=int, metavar="N", help="the adapter of this checkpoint (default: the final model)"

@@ -1,4 +1,4 @@
-"""`footplate env`: environments for other trainers, and for GGUF files."""
+"""`footplate env`: environments for other trainers, for GGUF files and for benchmarks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from backend.paths import environment_folder
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """Create an environment, and print those that exist with their folders, sizes and versions."""
-    if arguments.action == "create":
-        try:
+    """Create or remove an environment, and print those that exist with their folders, sizes and versions."""
+    try:
+        if arguments.action == "create":
             environments.create(arguments.name, lambda line: print(line, file=sys.stderr, flush=True))
-        except environments.CreationError as error:
-            print(error, file=sys.stderr)
-            return 1
+        elif arguments.action == "remove":
+            environments.remove(arguments.name)
+    except environments.CreationError as error:
+        print(error, file=sys.stderr)
+        return 1
     found = list(environments.created())
     if arguments.json:
         print_json([{**_about(name), "versions": environments.versions(name)} for name in found])

@@ -1,5 +1,5 @@
 """Environments for programs that Footplate starts and does not depend on: trainers that need other versions of the
-libraries, and the converter and runtime of GGUF files.
+libraries, the converter and runtime of GGUF files, and lm-eval.
 
 `footplate env create` makes one from pinned versions, with pip and its configured package index. Nothing is installed
 into Footplate's own environment.
@@ -19,7 +19,8 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 
 from backend.environments import locked
-from backend.paths import environment_folder
+from backend.environments.lm_eval_packages import LM_EVAL_PACKAGES
+from backend.paths import HOME, environment_folder
 
 COMPLETE = "footplate-complete"  # written last, so an incomplete environment does not have it
 PACKAGES, CONVERTER = "packages", "llama.cpp"  # folders of the environment gguf
@@ -30,9 +31,10 @@ Show = Callable[[str], None]
 class Environment:
     """A virtual environment with a Python of its own: `packages` with their dependencies; then `alone`, without theirs;
     and `stand_ins`, empty packages for what is imported but not used. `shown`: the packages whose versions matter to
-    users."""
+    users; `cost`: what creating it does, as a verb and its objects."""
 
     packages: tuple[str, ...]
+    cost: str
     alone: tuple[str, ...] = ()
     stand_ins: Mapping[str, str] | None = None  # name -> version
     shown: tuple[str, ...] = ()
@@ -56,14 +58,15 @@ class Environment:
 @dataclass(frozen=True)
 class PackageFolder:
     """Packages that a process of Footplate's own Python has on its path, without their dependencies, and the files of a
-    source package, which is not built. All are lines of a requirements file with hashes. `helpers` are what pip needs
-    to read the version of the source package. `probe`: modules, and a script, that have to be imported."""
+    source package, if there is one, which is not built. All are lines of a requirements file with hashes. `helpers` are
+    what pip needs to read the version of the source package. `probe`: programs that have to succeed."""
 
     packages: tuple[str, ...]
-    source: str
-    source_files: tuple[str, ...]  # the beginnings of their paths, after the source's first folder
-    helpers: tuple[str, ...]
+    cost: str
     probe: tuple[tuple[str, ...], ...]  # arguments of Python, in the folder
+    source: str = ""
+    source_files: tuple[str, ...] = ()  # the beginnings of their paths, after the source's first folder
+    helpers: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
 
     def build(self, folder: Path, show: Show) -> None:
@@ -73,22 +76,31 @@ class PackageFolder:
             work = Path(name)
             _run(sys.executable, "-m", "venv", str(work / "venv"))
             pip = _pip(work / "venv")
-            _run(*pip, "install", "--quiet", "--no-deps", "--require-hashes", *_file(work / "helpers", self.helpers))
-            show(f"Downloading the source of {self.source.split()[0]}, which is not built.")
-            only = ("--no-binary", ":all:", "--no-build-isolation", "--no-deps", "--require-hashes")
-            _run(*pip, "download", "--quiet", *only, "--dest", str(work), *_file(work / "source", (self.source,)))
-            _unpack(next(work.glob("*.tar.gz")), folder / CONVERTER, self.source_files)
+            if self.source:
+                self._add_source(folder, work, pip, show)
             show(f"Installing {', '.join(line.split()[0] for line in self.packages)}.")
             options = ("--no-deps", "--require-hashes", "--only-binary", ":all:", "--target", str(folder / PACKAGES))
             _run(*pip, "install", "--quiet", *options, *_file(work / "packages", self.packages))
-        show("Importing what was installed.")
+        show("Trying what was installed.")
+        path = os.pathsep.join((str(folder / PACKAGES), str(HOME)))
         for arguments in self.probe:
-            _run(sys.executable, *arguments, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder / PACKAGES)})
+            _run(sys.executable, *arguments, cwd=folder, env={**os.environ, "PYTHONPATH": path})
+
+    def _add_source(self, folder: Path, work: Path, pip: tuple[str, ...], show: Show) -> None:
+        """Unpack the files of the source package. Raises CreationError."""
+        _run(*pip, "install", "--quiet", "--no-deps", "--require-hashes", *_file(work / "helpers", self.helpers))
+        show(f"Downloading the source of {self.source.split()[0]}, which is not built.")
+        only = ("--no-binary", ":all:", "--no-build-isolation", "--no-deps", "--require-hashes")
+        _run(*pip, "download", "--quiet", *only, "--dest", str(work), *_file(work / "source", (self.source,)))
+        _unpack(next(work.glob("*.tar.gz")), folder / CONVERTER, self.source_files)
 
     def versions(self, folder: Path) -> dict[str, str]:
         """Package -> version, of the packages that matter."""
+        found = _versions([folder / PACKAGES], self.shown)
+        if not self.source:
+            return found
         name, _, version = self.source.split()[0].partition("==")
-        return {name: version, **_versions([folder / PACKAGES], self.shown)}
+        return {name: version, **found}
 
 
 ENVIRONMENTS: Mapping[str, Environment | PackageFolder] = {
@@ -103,6 +115,7 @@ ENVIRONMENTS: Mapping[str, Environment | PackageFolder] = {
         alone=("llamafactory==0.9.5",),
         stand_ins={"torchaudio": "2.13.0"},
         shown=("llamafactory", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed"),
+        cost="takes a few minutes and about 2 GiB of disk space, more with a CUDA build of torch",
     ),
     # The converter is in no wheel. It imports torch and transformers: those of Footplate, so that there is no second
     # torch. sentencepiece reads tokenizer.model; xllamacpp has llama.cpp's server in it.
@@ -118,6 +131,14 @@ ENVIRONMENTS: Mapping[str, Environment | PackageFolder] = {
             (f"{CONVERTER}/convert_hf_to_gguf.py", "--print-supported-models"),
         ),
         shown=("xllamacpp", "sentencepiece"),
+        cost="downloads 110 MB",
+    ),
+    # lm-eval imports torch, transformers and datasets: those of Footplate, so that models are loaded as in training.
+    "lm-eval": PackageFolder(
+        packages=LM_EVAL_PACKAGES,
+        probe=(("-m", "backend.inference.benchmark_probe", "."),),
+        shown=("lm_eval", "scikit-learn", "scipy"),
+        cost="downloads 56 MB, uses 280 MB of disk space, and takes up to three minutes",
     ),
 }  # fmt: skip
 
@@ -142,10 +163,24 @@ def create(name: str, show: Show = print) -> Path:
     folder = environment_folder(name)
     (folder / COMPLETE).unlink(missing_ok=True)  # first: a deletion may be interrupted
     shutil.rmtree(folder, ignore_errors=True)
-    show(f"Creating {folder}.")
+    show(f"Creating {folder}. This {ENVIRONMENTS[name].cost}.")
     ENVIRONMENTS[name].build(folder, show)
     (folder / COMPLETE).touch()
     return folder
+
+
+def remove(name: str) -> None:
+    """Delete an environment. Raises CreationError if there is none."""
+    folder = environment_folder(name)
+    if not folder.exists():
+        raise CreationError(f"The environment {name} does not exist: {folder} is no folder.")
+    (folder / COMPLETE).unlink(missing_ok=True)  # first: a deletion may be interrupted
+    shutil.rmtree(folder)
+
+
+def how_to_create(name: str) -> str:
+    """The command that creates an environment, and what that costs: a sentence without its period."""
+    return f"Run `footplate env create {name}`, which {ENVIRONMENTS[name].cost}"
 
 
 def versions(name: str) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""`python -m backend.inference .` in the folder of a job: a chat with the models of a run, or their evaluation."""
+"""`python -m backend.inference .` in the folder of a job: a chat with the models of a run, their evaluation, or a
+benchmark."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from backend.inference import benchmark
 from backend.inference.chat import Chat
 from backend.inference.evaluation import evaluate
 from backend.runs import files, jobs
@@ -20,6 +22,8 @@ def main() -> None:
     folder = files.held(Path(sys.argv[1]))
     if (folder / jobs.request_file(jobs.EVALUATION)).exists():
         evaluate(folder)
+    elif (folder / jobs.request_file(jobs.BENCHMARK)).exists():
+        benchmark.measure(folder)
     else:
         Chat(folder).serve()
 

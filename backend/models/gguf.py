@@ -65,8 +65,8 @@ def require_environment(then: str) -> None:
     """Raise RunError if llama.cpp is not installed; `then` is what to do once it is."""
     if not environments.is_complete(ENVIRONMENT):
         raise RunError(
-            "The converter and runtime of llama.cpp are not installed. Run `footplate env create gguf`, which "
-            f"downloads 110 MB, then {then}."
+            f"The converter and runtime of llama.cpp are not installed. {environments.how_to_create(ENVIRONMENT)}, "
+            f"then {then}."
         )
 
 

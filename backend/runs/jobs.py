@@ -21,10 +21,12 @@ from backend import registry
 from backend.runs import EVALUATED, JOBS, Plan, files, json_values
 from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, runs
 
-CHAT, EVALUATION, MERGE, GGUF, SERVE, PUBLISH = "chat", "evaluation", "merge", "gguf", "serve", "publish"
+CHAT, EVALUATION, BENCHMARK, MERGE = "chat", "evaluation", "benchmark", "merge"
+GGUF, SERVE, PUBLISH = "gguf", "serve", "publish"
 MODULES = {  # kind -> its process
     CHAT: "backend.inference",
     EVALUATION: "backend.inference",
+    BENCHMARK: "backend.inference",
     MERGE: "backend.export",
     GGUF: "backend.export",
     SERVE: "backend.serve",

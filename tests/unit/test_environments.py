@@ -13,6 +13,7 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect.other_trainer import inspect_trainer
 from backend.machine import Machine
+from backend.paths import HOME
 from backend.preflight import preflight
 
 
@@ -101,7 +102,23 @@ def test_the_environment_for_gguf(gguf_commands, cache):
         "xllamacpp==2026.10.11549",
     ]
     for probe in (runtime, converter):
-        assert probe[0][0] == sys.executable and probe[2]["PYTHONPATH"] == str(folder / "packages")
+        assert probe[0][0] == sys.executable and probe[2]["PYTHONPATH"] == f"{folder / 'packages'}:{HOME}"
+
+
+def test_the_environment_for_benchmarks(gguf_commands, cache, capsys):
+    assert main(["env", "create", "lm-eval"]) == 0
+    shown = capsys.readouterr()
+    assert "This downloads 56 MB" in shown.err.splitlines()[0], "before anything is downloaded"
+    folder = cache / "environments/lm-eval"
+    _, (command, requirements, _), (probe, *_) = gguf_commands
+    assert {"--require-hashes", "--no-deps", "--target", str(folder / "packages")} <= set(command)
+    assert requirements.startswith("lm-eval==0.4.13 --hash=sha256:")
+    assert all(line.count(" --hash=sha256:") == line.count("--hash") > 0 for line in requirements.splitlines())
+    assert probe[1:] == ("-m", "backend.inference.benchmark_probe", ".")
+    assert main(["env", "remove", "lm-eval"]) == 0
+    assert not folder.exists() and "No environment exists." in capsys.readouterr().out
+    assert main(["env", "remove", "lm-eval"]) == 1
+    assert "The environment lm-eval does not exist" in capsys.readouterr().err
 
 
 def test_an_environment_that_cannot_be_imported_is_not_used(gguf_commands, cache, monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from webui.api import (
+    benchmarks,
     chat,
     checking,
     columns,
@@ -69,6 +70,8 @@ GET: Mapping[str, Endpoint] = {
     "/api/runs/{id}/evaluations": evaluations.show,
     "/api/runs/{id}/evaluations/{job}/examples": evaluations.examples,
     "/api/runs/{id}/evaluations/{job}/examples.json": evaluations.download,
+    "/api/runs/{id}/benchmarks": benchmarks.show,
+    "/api/runs/{id}/benchmarks/{job}/samples.jsonl": benchmarks.download,
     "/api/runs/{id}/remedies": runs.list_remedies,
     "/api/runs/{id}/bundle.zip": runs.bundle_zip,
     "/api/runs/{id}/model.zip": model_zip.model_zip,
@@ -114,6 +117,7 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs/{id}/chat/requests": chat.send,
     "/api/runs/{id}/chat/end": chat.end,
     "/api/runs/{id}/evaluations": evaluations.start,
+    "/api/runs/{id}/benchmarks": benchmarks.start,
     "/api/runs/{id}/stop": runs.stop,
     "/api/runs/{id}/resume": runs.resume,
     "/api/runs/{id}/queue": runs.change_queue,

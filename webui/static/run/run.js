@@ -29,6 +29,7 @@ import {
 } from "../run_state.js";
 import { changeQueue, removeFromQueue } from "../runs/queue.js";
 import { editNotes, tagList } from "../runs/runs_actions.js";
+import { Benchmarks } from "./benchmarks.js";
 import { Chat } from "./chat.js";
 import { Evaluation } from "./evaluation.js";
 import { failureParts, remedies } from "./failure.js";
@@ -105,6 +106,7 @@ function buildPage(place) {
     page.model.node,
     page.chat.node,
     page.evaluation.node,
+    page.benchmarks.node,
     page.samples,
     page.sweep.node,
     page.charts.node,
@@ -135,6 +137,7 @@ function createRequestingParts() {
   page.stacks = createStacks(base);
   page.chat = new Chat(base, isVisible);
   page.evaluation = new Evaluation(base, isVisible);
+  page.benchmarks = new Benchmarks(base, isVisible);
   page.log = createLog({ base, hasEnded: ended, isVisible, onTrouble: troubleOf("log") });
 }
 
@@ -240,6 +243,7 @@ function close() {
   page.model.close();
   page.chat.close();
   page.evaluation.close();
+  page.benchmarks.close();
   page.log.close();
 }
 
@@ -325,6 +329,7 @@ function draw() {
   page.sweep.open(run.sweep, id);
   page.chat.open(Boolean(run.model), run.result?.samples || []);
   page.evaluation.open(Boolean(run.model));
+  page.benchmarks.open(Boolean(run.model));
   page.stacks.draw(Boolean(summary.stalled));
   page.log.offerRanks(run.ranks || []);
   drawIfChanged("annotations", run.annotations, drawNotes);

@@ -1,0 +1,157 @@
+"""Benchmarks of a trained model with lm-eval, EleutherAI's lm-evaluation-harness: settings, the job, and its result.
+
+The process is `backend/inference/benchmark.py`. lm-eval is in an environment of its own (`footplate env create
+lm-eval`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from backend import environments, registry
+from backend.models import benchmark_tasks, chat, trained
+from backend.models.spec import read_spec
+from backend.paths import environment_folder
+from backend.runs import jobs
+from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
+
+ENVIRONMENT = "lm-eval"  # `footplate env create lm-eval`
+SAMPLES = "samples.jsonl"  # once a benchmark has ended: what each model made of each sample
+LIMIT = 100  # samples of each task, unless the user sets another number
+MAX_LIMIT, MAX_SHOTS, MAX_TASKS = 1_000_000, 64, 50
+TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)  # it ends within a token, and there is nothing to save
+REWARD_MODEL = "Reward models cannot be benchmarked: lm-eval needs a language model, which predicts tokens."
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`tasks`: names of lm-eval's tasks, or paths of YAML files; `step`: of the checkpoint, None for the final model;
+    `limit`: samples of each task, 0 for all; `shots`: examples in the prompt, None for the number that the task sets;
+    `base`: whether the base model is measured too; `chat_template`: whether prompts are conversations, None to do as
+    in training; `allow_code`: whether tasks may run code."""
+
+    tasks: tuple[str, ...]
+    step: int | None = None
+    limit: int = LIMIT
+    shots: int | None = None
+    base: bool = True
+    chat_template: bool | None = None
+    allow_code: bool = False
+
+    def problem(self) -> str:
+        """Why this cannot be measured, as a sentence; '' if it can."""
+        if not self.tasks:
+            return "There is no task. Name tasks of lm-eval, such as arc_easy, or YAML files with tasks."
+        if len(self.tasks) > MAX_TASKS:
+            return f"A benchmark has at most {MAX_TASKS} tasks; these are {len(self.tasks)}."
+        if not 0 <= self.limit <= MAX_LIMIT:
+            return f"The limit of samples must be from 1 to {MAX_LIMIT:,}, or 0 for all; it is {self.limit:,}."
+        if self.shots is not None and not 0 <= self.shots <= MAX_SHOTS:
+            return f"The number of few-shot examples must be from 0 to {MAX_SHOTS}; it is {self.shots}."
+        return ""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What can be measured: the steps of the models, None is the final one; whether the run was trained on
+    conversations. `problem`: why nothing can be measured; `missing`: how to create the environment, '' if it exists."""
+
+    steps: tuple[int | None, ...]
+    is_chat: bool
+    problem: str
+    missing: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For the page."""
+        return asdict(self)
+
+
+def offer(run: Run) -> Offer:
+    """Raises RunError if the options of the run cannot be read."""
+    spec, models = read_spec(run), trained.models(run)
+    problem = "" if models else "This run has no model that can be loaded on this machine."
+    if registry.STAGES[spec.train.stage].is_reward_model:
+        problem = REWARD_MODEL
+    is_chat = bool(models) and chat.mode_of(spec, models[0].folder) == chat.CHAT
+    missing = "" if environments.is_complete(ENVIRONMENT) else f"{environments.how_to_create(ENVIRONMENT)}."
+    return Offer(tuple(model.step for model in models), is_chat, problem, missing)
+
+
+def parse_tasks(text: str) -> tuple[str, ...]:
+    """Names and paths that are separated by commas, each once."""
+    return tuple(dict.fromkeys(task for part in text.split(",") if (task := part.strip())))
+
+
+def start(run: Run, settings: Settings) -> Run:
+    """Start to measure; the job that already does it. Raises RunError."""
+    if problem := _problem(run, settings):
+        raise RunError(problem)
+    with jobs.alone(run):
+        for job in find_all(run):
+            if job.state in ALIVE:
+                if read_settings(job.path) == settings:
+                    return job
+                raise RunError(f"A benchmark of this run is in progress ({job.id}). Wait for its end, or stop it.")
+        env, devices = jobs.place(run, is_light=False)
+        request = {**asdict(settings), "environment": str(environment_folder(ENVIRONMENT))}
+        job = jobs.create(run, jobs.BENCHMARK, request, {**env, **QUIET}, devices)
+        job.start(timeouts=TIMEOUTS)
+        return job
+
+
+QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # the job has a progress of its own
+
+
+def find_all(run: Run) -> list[Run]:
+    """The benchmarks of a run, the newest first."""
+    return jobs.find_all(run, jobs.BENCHMARK)
+
+
+def read_settings(folder: Path) -> Settings:
+    """Those of the job in `folder`. Raises RunError."""
+    found = jobs.required_request(folder, jobs.BENCHMARK)
+    values = {field.name: found[field.name] for field in fields(Settings)}
+    return Settings(**{**values, "tasks": tuple(values["tasks"])})
+
+
+def as_json(job: Run) -> dict[str, Any]:
+    """For page and command line: the job with its settings and result."""
+    return {**jobs.as_json(job), "settings": jobs.request(job.path, jobs.BENCHMARK)}
+
+
+def refuse_code(tasks: Sequence[str]) -> None:
+    """Raise RunError if a task file names code, or cannot be read."""
+    for task in filter(benchmark_tasks.is_file, tasks):
+        if found := benchmark_tasks.code_in(Path(task)):
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            raise RunError(
+                f"The task file {task} runs code ({'; '.join(found[:3])}{more}). Read that code, then allow it: "
+                "--allow-code, or Allow code of tasks on the page."
+            )
+
+
+def _problem(run: Run, settings: Settings) -> str:
+    offered = offer(run)
+    if offered.problem or settings.problem():
+        return offered.problem or settings.problem()
+    if offered.missing:
+        return f"lm-eval is not installed. {offered.missing.rstrip('.')}, then start the benchmark again."
+    if settings.step not in offered.steps:
+        known = ", ".join(str(step) for step in offered.steps if step is not None)
+        which = "final model" if settings.step is None else f"checkpoint of step {settings.step}"
+        return f"The {which} cannot be loaded. Steps of checkpoints: {known or 'none'}."
+    if settings.chat_template and not trained.has_template(_folder(run, settings.step)):
+        return "The tokenizer of this model has no chat template. Leave out the chat template."
+    names = [benchmark_tasks.name_of(Path(task)) if benchmark_tasks.is_file(task) else task for task in settings.tasks]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        return f"Two of the tasks are called {twice}. Give one of them another name, or leave it out."
+    if not settings.allow_code:
+        refuse_code(settings.tasks)
+    return ""
+
+
+def _folder(run: Run, step: int | None) -> Path:
+    return next(model.folder for model in trained.models(run) if model.step == step)

@@ -1,0 +1,57 @@
+"""Endpoints of benchmarks of a run's models: what there is, start, and the samples of a benchmark."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import orjson
+from starlette.responses import FileResponse, Response
+
+from backend.models import benchmark, benchmark_tasks
+from backend.models.benchmark import LIMIT, SAMPLES, Settings
+from backend.runs import jobs
+from webui.api.jobs import find_job, with_run_names
+from webui.api.requests import ApiError, RequestBody, State, json, no_content
+from webui.api.runs import PathRun
+
+
+class BenchmarkRequest(RequestBody):
+    """See `benchmark.Settings`; `tasks` are separated by commas."""
+
+    tasks: str
+    step: int | None = None
+    limit: int = LIMIT
+    shots: int | None = None
+    base: bool = True
+    chat_template: bool | None = None
+    allow_code: bool = False
+
+
+def show(run: PathRun, state: State, have: str = "") -> Any:
+    """What can be measured, and the run's benchmarks; 204 if `have` is the current tag."""
+    found = {
+        "offer": benchmark.offer(run).as_json(),
+        "jobs": [with_run_names(state, benchmark.as_json(job)) for job in benchmark.find_all(run)],
+    }
+    tag = hashlib.sha256(orjson.dumps(found)).hexdigest()[:16]
+    return no_content() if have == tag else {**found, "tag": tag}
+
+
+def start(run: PathRun, body: BenchmarkRequest) -> Response:
+    """Start to measure, or return the job that does it already. A relative path belongs to no folder of the page."""
+    tasks = [os.path.expanduser(task) for task in benchmark.parse_tasks(body.tasks)]
+    for task in filter(benchmark_tasks.is_file, tasks):
+        if not os.path.isabs(task):
+            raise ApiError(422, f"Write the path of the task file with all its folders: {task} is relative.")
+    settings = Settings(**{**body.model_dump(), "tasks": tuple(tasks)})
+    return json(benchmark.as_json(benchmark.start(run, settings)), 201)
+
+
+def download(run: PathRun, job: str) -> Response:
+    """All samples with prompts, outputs and metrics, as JSON lines. Raises ApiError."""
+    path = find_job(run, job, jobs.BENCHMARK).path / SAMPLES
+    if not path.is_file():
+        raise ApiError(404, "This benchmark has no samples.")
+    return FileResponse(path, filename=f"{run.id}-benchmark.jsonl", media_type="application/x-ndjson")

@@ -1,0 +1,53 @@
+// @ts-check
+// The result of a benchmark: each metric of each task for base model and trained model, and the change.
+import { el } from "../dom.js";
+import { integer, num } from "../format.js";
+
+const VERDICTS = {
+  better: "Better",
+  worse: "Worse",
+  unclear: "No clear change",
+  few: "Too few samples",
+  "": "Not compared",
+};
+const HEADS = ["Task and metric", "Base model", "Trained model", "Change (95% interval)", "Samples"];
+
+/** @param {any[]} rows as benchmark_results.rows has them */
+export function resultTable(rows) {
+  const heads = HEADS.map((name) => el("th", { scope: "col" }, name));
+  return el("table.fp-scores", {}, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows.map(resultRow)));
+}
+
+function resultRow(row) {
+  const cell = (name, ...value) => el("td.fp-figures", { "data-name": name }, ...value);
+  const hasBase = row.base !== null;
+  const change = el(
+    "span.fp-score-change",
+    {},
+    el("b", {}, hasBase ? VERDICTS[row.verdict] : "\u2013"),
+    ["better", "worse", "unclear"].includes(row.verdict) ? ` ${interval(row)}` : "",
+  );
+  return el(
+    "tr",
+    { "data-verdict": row.verdict || "few", title: row.sentence },
+    el("th", { scope: "row" }, row.label),
+    cell("Base model", hasBase ? valueText(row, "base") : "\u2013"),
+    cell("Trained model", valueText(row, "trained")),
+    cell("Change", change),
+    cell("Texts", integer(row.count)),
+  );
+}
+
+/** A value and lm-eval's standard error. */
+function valueText(row, side) {
+  const { [side]: value, stderr, is_share: isShare } = row;
+  const shown = (number) => (isShare ? (100 * number).toFixed(1) : num(number, 4));
+  const error = stderr[side] === null ? "" : `\u00a0\u00b1\u00a0${shown(stderr[side])}`;
+  return `${shown(value)}${isShare ? "%" : ""}${error}`;
+}
+
+/** +8.3 to +58.3 points */
+function interval({ low, high }) {
+  const signed = (value) => `${value < 0 ? "\u2212" : "+"}${Math.abs(100 * value).toFixed(1)}`;
+  return `${signed(low)} to ${signed(high)} points`;
+}
