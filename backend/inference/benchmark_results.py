@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from backend.inference import intervals
+from backend.models import intervals
 from backend.models.chat_files import BASE, TUNED
 from backend.wording import counted
 
