@@ -76,7 +76,7 @@ def _data(form: Form) -> None:
         with fields(more=True):
             form.place("data.chat_template", "data.chat_template_file", "data.max_samples", "data.dataset_num_proc")
             form.place("data.packing", "data.streaming", "data.drop_duplicates", "data.chat_template_kwargs")
-            form.place("data.system_prompt", "data.on_bad_example")
+            form.place("data.system_prompt", "data.on_bad_example", "data.add_special_tokens", "data.add_tokens")
 
 
 def _method(form: Form) -> None:

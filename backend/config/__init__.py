@@ -48,13 +48,15 @@ class RunSpec(Section):
 
     @property
     def needs_loaded_weights(self) -> bool:
-        """Whether preparing the model needs the loaded weights: they are converted to 8 bits or FP8, the adapter is
-        initialized from them, or remote code may do anything. 4-bit weights need no more than their scales."""
+        """Whether preparing the model needs the loaded weights: they are converted to 8 bits or FP8, the adapter or new
+        rows of the embeddings are initialized from them, or remote code may do anything. 4-bit weights need no more
+        than their scales."""
         subtracts_adapter = registry.LORA_INITS[self.lora.init].changes_base_weights
         bits = registry.QUANTIZATIONS[self.method.quantization].bits
         dequantizes = bits == 4 and self.lora.use_dora  # for the norms of the weights
         lora_changes = self.method.kind == "lora" and (subtracts_adapter or bits == 8 or dequantizes)
-        return self.precision.compute == "fp8" or lora_changes or self.model.trust_remote_code
+        new_rows = bool(self.data.added_tokens)
+        return self.precision.compute == "fp8" or lora_changes or new_rows or self.model.trust_remote_code
 
     @property
     def other_backend(self) -> str:

@@ -18,6 +18,7 @@ from backend.config.fields import (
     USER_DATA,
     JsonText,
     Lines,
+    Names,
     Section,
     Ui,
     one_of,
@@ -148,6 +149,12 @@ class Data(Source):
     ] = ""
     """Variables that the chat template reads, such as {"enable_thinking": false}. They become defaults of the template
     that is saved with the trained model."""
+    add_special_tokens: Annotated[Names, Ui("Special tokens to add", widget="list")] = ()
+    """Special tokens that the tokenizer gets if it lacks them, such as <|im_end|> for your chat template; LoRA also
+    trains their embeddings. They are left out of decoded text."""
+    add_tokens: Annotated[Names, Ui("Tokens to add", widget="list")] = ()
+    """Ordinary tokens that the tokenizer gets if it lacks them, such as tags that programs read in outputs (<tool>);
+    LoRA also trains their embeddings. They stay in decoded text."""
     loss_on: Annotated[Literal["completions", "all_tokens"], Ui("Loss on", when=SFT)] = "completions"
     """Tokens that contribute to the SFT loss: those of every assistant turn or completion (usual), or all of the
     example."""
@@ -191,6 +198,11 @@ class Data(Source):
     def template_kwargs(self) -> dict[str, Any]:
         """The variables of the chat template."""
         return merge.parse(self.chat_template_kwargs)
+
+    @property
+    def added_tokens(self) -> tuple[str, ...]:
+        """The tokens that the vocabulary gets if it lacks them, special ones first."""
+        return tuple(dict.fromkeys((*self.add_special_tokens, *self.add_tokens)))
 
     @property
     def datasets(self) -> tuple[Source, ...]:

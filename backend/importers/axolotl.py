@@ -19,7 +19,7 @@ from backend.importers.foreign import TENSOR_WITH_FSDP, Import, Table, with_curr
 SAME: Mapping[str, str] = {
     "revision_of_model": "model.revision", "trust_remote_code": "model.trust_remote_code",
     "sequence_len": "data.max_length", "sample_packing": "data.packing", "default_system_message": "data.system_prompt",
-    "streaming": "data.streaming",
+    "streaming": "data.streaming", "tokens": "data.add_tokens",
     "dataset_exact_deduplication": "data.drop_duplicates", "exact_deduplication": "data.drop_duplicates",
     "dataset_num_proc": "data.dataset_num_proc", "dataset_processes": "data.dataset_num_proc",
     "lora_r": "lora.r", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout",
@@ -128,11 +128,22 @@ def _model(found: Import) -> None:
         found.patch["model.attn_implementation"] = kernel
     else:
         found.missing.append(f"attn_implementation: {kernel} (selected automatically)")
+    _special_tokens(found)
     for plugin in words(found.get("plugins")):
         if plugin == LIGER:
             found.patch["train.use_liger_kernel"] = True
         else:
             found.missing.append(f"plugins: {plugin}")
+
+
+def _special_tokens(found: Import) -> None:
+    """Additional special tokens; tokens with a role, such as eos_token, are those of the model's tokenizer."""
+    given = found.get("special_tokens")
+    for role, token in given.items() if isinstance(given, Mapping) else ():
+        if role == "additional_special_tokens":
+            found.set("special_tokens", "data.add_special_tokens", words(token))
+        elif token:
+            found.missing.append(f"special_tokens.{role}: {token} (the tokenizer's own; set it in its files)")
 
 
 def _method(found: Import) -> None:

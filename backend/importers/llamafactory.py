@@ -71,6 +71,19 @@ def _model(found: Import) -> None:
     found.patch["model.attn_implementation"] = ATTENTIONS.get(kernel, "auto")
     if kernel not in ATTENTIONS:
         found.missing.append(f"flash_attn: {kernel}")
+    _added_tokens(found)
+
+
+def _added_tokens(found: Import) -> None:
+    """The tokens that the vocabulary gets. resize_vocab follows from them."""
+    for name in ("add_tokens", "add_special_tokens"):
+        if tokens := words(found.get(name)):
+            found.set(name, f"data.{name}", tokens)
+    resizes = found.get("resize_vocab")
+    if not any(found.patch.get(f"data.{name}") for name in ("add_tokens", "add_special_tokens")):
+        found.missing += ["resize_vocab (the embeddings get rows for data.add_tokens only)"] if resizes else []
+    elif found.get("finetuning_type") == "lora":
+        found.different.append("add_tokens: only the rows of these tokens are trained here, the whole embeddings there")
 
 
 def _method(found: Import) -> None:

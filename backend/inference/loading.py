@@ -22,7 +22,7 @@ from backend.models.chat_files import BASE
 from backend.models.spec import read_spec_outside_training
 from backend.models.trained import TrainedModel
 from backend.runs.folder import Run, RunError
-from backend.train import adapters, base_weights, device, lora, model
+from backend.train import adapters, added_tokens, base_weights, device, lora, model
 from backend.train.continued_adapter import load_weights
 from backend.train.patches import peft_dequantize
 from backend.train.run_log import TrainError
@@ -146,7 +146,8 @@ class Models:
             peft_dequantize.apply()
         if trained.is_residual(adapter):  # the base weights must change as they did in training
             lora.check_repeatable(adapter, str(self.run.resolved().get("device")), self.device)
-            return adapters.apply_method(self.spec, base, self._precision, self.device).eval()
+            rows = added_tokens.ids(self.spec, tokenizer)
+            return adapters.apply_method(self.spec, base, self._precision, self.device, rows).eval()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # `load_weights` says what is missing

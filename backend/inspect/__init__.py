@@ -60,6 +60,7 @@ def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = o
     model = inspect_model(loaded, base, environment) | (awaited.facts if awaited else {})
     found = inspect_datasets(spec, loaded, base, environment, model)
     spec = loaded
+    found |= _added_rows(spec, found)
     return InputFacts(
         **found,
         template_problem=_template_problem(spec.data, base),
@@ -69,6 +70,15 @@ def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = o
         **inspect_nvme_folder(spec, base),
         **inspect_port(rendezvous_port(spec)),
     )
+
+
+def _added_rows(spec: RunSpec, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The shape of the model with the rows that its embeddings get for added tokens, and how many; empty without any,
+    and for a tokenizer that has too many tokens of its own."""
+    shape, size, new = found.get("shape"), found.get("tokenizer_size", 0), len(spec.data.added_tokens)
+    if shape is None or not new or not shape.vocabulary < size <= shape.vocabulary + new:
+        return {}
+    return {"shape": shape.with_vocabulary(size), "added_rows": size - shape.vocabulary}
 
 
 def wait_for_worker(

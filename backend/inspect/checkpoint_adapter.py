@@ -20,10 +20,11 @@ OPTION_OF = {"r": "lora.r", "lora_alpha": "lora.alpha", "use_dora": "lora.use_do
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Features of peft's LoRA that no option sets: the weights would not fit, or mean something else.
 NOT_IN_LORA = (
-    "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "trainable_token_indices", "lora_bias",
+    "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "lora_bias",
     "exclude_modules", "arrow_config", "corda_config", "eva_config",
 )  # fmt: skip
 FUSED_EXPERTS = r".*\.gate_up_proj"
+ADDED_TOKENS = ("data.add_special_tokens", "data.add_tokens")
 TARGETS, NAMES = "lora.targets", "lora.target_modules"
 HEADS = {SCORE, "classifier"}  # of reward models, which peft adds to modules_to_save
 
@@ -37,7 +38,7 @@ def adapter_facts(spec: RunSpec, saved: RunSpec | None, folder: Path, shape: Mod
     if not isinstance(config, dict):
         return {}
     found = {option: config[key] for key, option in OPTION_OF.items() if isinstance(config.get(key), int | float)}
-    found |= _initialization(spec, config)
+    found |= _initialization(spec, config) | _added_tokens(spec, saved)
     if shape:
         found |= _targets(spec.lora, saved, config, shape) | _copies(spec.lora, config, shape)
     differing = {name: value for name, value in found.items() if value != get(spec, name)}
@@ -134,6 +135,13 @@ def _initialization(spec: RunSpec, config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     names = (name for name, row in registry.LORA_INITS.items() if row.init_lora_weights == init)
     return {"lora.init": next(names, str(init))}
+
+
+def _added_tokens(spec: RunSpec, saved: RunSpec | None) -> dict[str, Any]:
+    """The added tokens of the adapter's run, if that is known and they are others than those of `spec`."""
+    if saved is None or set(saved.data.added_tokens) == set(spec.data.added_tokens):
+        return {}
+    return {name: get(saved, name) for name in ADDED_TOKENS}
 
 
 def _targets(lora: Lora, saved: RunSpec | None, config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:

@@ -26,7 +26,7 @@ SUMS = (
     "num_contradictions",
 )  # fmt: skip
 TUPLES = ("data_issues", "unrenderable_examples", "skipped", "shared_files")
-COUNTED = ("unread_keys", "special_tokens")
+COUNTED = ("unread_keys", "special_tokens", "unknown_ends")
 
 
 def inspect_datasets(spec: RunSpec, loaded: RunSpec, base: Path, environment: Mapping[str, str], model: Facts) -> Facts:

@@ -73,6 +73,7 @@ class InputFacts:
     examples_pending: bool = False  # a worker process is reading and tokenizing the examples
     tokenizer_problem: str = ""  # why the tokenizer cannot be loaded
     tokenizer_size: int = 0  # the tokenizer's largest token id + 1; 0 if unknown
+    added_rows: int = 0  # that the embeddings get for data.add_tokens and data.add_special_tokens, if that is known
     unrenderable_examples: tuple[DataIssue, ...] = ()  # the chat template raises an error for them
     num_checked: int = 0  # examples that were read, and tokenized where the tokenizer is on this machine
     all_checked: bool = False  # each data file was read to its end
@@ -86,6 +87,7 @@ class InputFacts:
     num_endless: int = 0  # examples in which no token that ends the completion is trained
     unread_keys: tuple[tuple[str, int], ...] = ()  # parts of turns that the template leaves out: (words, examples)
     special_tokens: tuple[tuple[str, int], ...] = ()  # in the contents of turns: (token, examples)
+    unknown_ends: tuple[tuple[str, int], ...] = ()  # texts that end completions, and are no tokens: (text, examples)
     num_starts: int = 0  # completions whose beginning was compared in generation and training
     num_different_starts: int = 0  # of these, how many begin differently
     start_difference: tuple[str, ...] = ()  # how the first of them begins in generation, and in training

@@ -201,6 +201,19 @@ def _model(made: Export) -> None:
         made.lacks("model.attn_implementation", f"LLaMA-Factory has no {kernel}; auto is written")
 
 
+def _added_tokens(made: Export) -> None:
+    data = made.spec.data
+    made.written |= {"data.add_tokens", "data.add_special_tokens"}
+    if not data.added_tokens:
+        return
+    given = {"add_tokens": data.add_tokens, "add_special_tokens": data.add_special_tokens}
+    made.table |= {key: ",".join(tokens) for key, tokens in given.items() if tokens}
+    made.table["resize_vocab"] = True
+    if made.spec.method.kind == "lora":
+        what = "the modules in lora.modules_to_save" if made.spec.lora.modules_to_save else "the whole embeddings"
+        made.different.append(f"data.add_tokens: LLaMA-Factory trains {what}, not only the rows of these tokens")
+
+
 def _method(made: Export) -> None:
     spec = made.spec
     made.table["finetuning_type"] = made.value("method.kind")
@@ -591,7 +604,8 @@ def _backend(made: Export) -> None:
 
 
 PARTS: tuple[Callable[[Export], None], ...] = (
-    _model, _method, _stage, _template, _data, _schedule, _precision, _optimizer, _saving, _devices, _backend,
+    _model, _added_tokens, _method, _stage, _template, _data, _schedule, _precision, _optimizer, _saving, _devices,
+    _backend,
 )  # fmt: skip
 
 
@@ -613,6 +627,8 @@ def _refusals(table: Mapping[str, Any], several: bool, zero3: bool) -> list[str]
         "PiSSA cannot be combined with a quantized model.": quantized and pissa,
         "PiSSA cannot be combined with DPO and KTO.": with_reference and pissa,
         "Unsloth cannot be combined with ZeRO-3.": zero3 and bool(table.get("use_unsloth")),
+        "The embeddings of a quantized model cannot be resized for added tokens.": quantized
+        and bool(table.get("resize_vocab")),
         "fp8 cannot be combined with a quantized model.": quantized and bool(table.get("fp8")),
         "The stage rm does not support load_best_model_at_end.": table["stage"] == "rm"
         and bool(table.get("load_best_model_at_end")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backend.memory.context import MemoryContext, Row, once
+from backend.modelspec import TOKEN_ROWS, token_rows
 
 
 def gradient_size(ctx: MemoryContext, count: int) -> tuple[int, str]:
@@ -60,6 +61,20 @@ def head_gradient_count(ctx: MemoryContext) -> int:
         return 0 if ctx.optimizer.row.state_layout == "one_block" else size
     names = ctx.spec.lora.modules_to_save if ctx.is_lora else ctx.spec.method.freeze_extra_modules
     return size if "lm_head" in names or (ctx.shape.tied and "embed_tokens" in names) else 0
+
+
+@once
+def merged_embedding_count(ctx: MemoryContext) -> int:
+    """Elements of an embedding of which an adapter trains some rows: peft puts them into a copy of all rows."""
+    return ctx.shape.vocabulary * ctx.shape.hidden if token_rows(ctx.spec, ctx.shape) else 0
+
+
+@once
+def merged_head_count(ctx: MemoryContext) -> int:
+    """Same as `merged_embedding_count`, of the output layer."""
+    paths = {rows.path.removesuffix(TOKEN_ROWS) for rows in token_rows(ctx.spec, ctx.shape)}
+    has_rows = not ctx.stage.is_reward_model and (ctx.shape.head in paths or (ctx.shape.tied and bool(paths)))
+    return merged_embedding_count(ctx) if has_rows else 0
 
 
 @once

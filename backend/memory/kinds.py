@@ -32,6 +32,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "gathered": (
         "Gathered parameters", "DeepSpeed buckets", "Parameters gathered for generation",
         "Autocast copies of parameters", "Dequantized weight", "Expert weights with adapters",
+        "Embedding with trained rows",
     ),
     "activations": (
         "Activations", "Backward pass of one layer", "Logits and loss", "DoRA weight norm", "Evaluation batch",

@@ -11,7 +11,14 @@ from functools import cached_property
 
 from backend import registry
 from backend.config import RunSpec
-from backend.modelspec import ModelShape, ModuleSpec, count_equal_tensors, trainable_parameters, trainable_tensors
+from backend.modelspec import (
+    ModelShape,
+    ModuleSpec,
+    count_equal_tensors,
+    token_rows,
+    trainable_parameters,
+    trainable_tensors,
+)
 
 SMALL = 4096  # elements: bitsandbytes and torchao do not quantize the state of smaller tensors
 
@@ -37,7 +44,7 @@ class OptimizerState:
     @cached_property
     def tensors(self) -> tuple[ModuleSpec, ...]:
         """The trainable tensors."""
-        return trainable_tensors(self.spec.method, self.spec.lora, self.shape)
+        return (*trainable_tensors(self.spec.method, self.spec.lora, self.shape), *token_rows(self.spec, self.shape))
 
     @cached_property
     def largest_layer(self) -> int:
@@ -63,7 +70,9 @@ class OptimizerState:
             return round(trainable_parameters(self.spec, self.shape) * states * self._element_bytes(SMALL, False))
         if self.row.state_layout == "one_block":
             return 12 * self.largest_layer
-        train, weights = self.spec.train, count_equal_tensors(self.spec.method, self.spec.lora, self.shape)
+        train = self.spec.train
+        weights = Counter(count_equal_tensors(self.spec.method, self.spec.lora, self.shape))
+        weights.update(token_rows(self.spec, self.shape))
         if (
             self.row.state_layout == "low_rank" and train.optim_targets == "custom"
         ):  # names may include a layer's number

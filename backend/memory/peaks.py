@@ -27,6 +27,8 @@ from backend.memory.gradients import (
     first_gradients,
     head_gradient_count,
     layer_gradient_count,
+    merged_embedding_count,
+    merged_head_count,
     reduce_scatter_row,
 )
 from backend.memory.loss import evaluation_bytes, loss_row
@@ -90,6 +92,7 @@ def end_of_forward_on_cpu(ctx: MemoryContext, layer: LayerActivations) -> list[R
         *merged_expert_rows(ctx, layer, _merged_layers(ctx)),
         *_unsharded_gradient_rows(ctx, layer, 0),
         *first_gradients(ctx, head_gradient_count(ctx)),
+        *_merged_rows(ctx, merged_head_count(ctx), 2),
         Row("Allocator fragmentation", kept, f"{share:.0%} of the activations without checkpointing (measured share)"),
     ]
 
@@ -106,6 +109,7 @@ def loss_forward(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
         *merged_expert_rows(ctx, layer, _merged_layers(ctx)),
         *gathered_rows(ctx, 1 if tied else 0, 1 if tied else 2),
         *loss_weight_rows(ctx),
+        *_merged_rows(ctx, merged_head_count(ctx)),
         *accumulated_gradients(ctx),
     ]
 
@@ -128,7 +132,7 @@ def all_gathers(ctx: MemoryContext, layer: LayerActivations) -> list[list[Row]]:
 
 def loss_backward(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
     """The backward pass of the loss, which accumulates the gradient of the output layer in fp32."""
-    count, cast = head_gradient_count(ctx), 2 if ctx.hidden_state_bytes == 2 else 0
+    count, cast = head_gradient_count(ctx) + merged_head_count(ctx), 2 if ctx.hidden_state_bytes == 2 else 0
     formula = f"{count:,} parameters x {4 + cast} bytes: accumulated in fp32{', and cast' if cast else ''}"
     return [
         activation_row(ctx, layer, recompute=False),
@@ -138,6 +142,7 @@ def loss_backward(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
         *gathered_rows(ctx, 1, 1),
         *loss_weight_rows(ctx),
         Row("Gradient of the output layer", count * (4 + cast), formula),
+        *_merged_rows(ctx, merged_head_count(ctx)),
         *accumulated_gradients(ctx),
     ]
 
@@ -184,7 +189,7 @@ def embeddings_backward(ctx: MemoryContext) -> list[Row]:
     gradients = (accumulated_gradients(ctx) or [all_gradients(ctx)])[0]
     optimizer = ctx.optimizer.row
     if ctx.spec.method.kind != "full" or optimizer.state_layout == "one_block" or optimizer.steps_in_backward:
-        return [gradients]
+        return [gradients, *_merged_rows(ctx, merged_embedding_count(ctx))]
     size, copies = ctx.shape.vocabulary * ctx.shape.hidden, 2 if ctx.shape.tied else 1
     name = "Gradient of the embeddings"
     if not ctx.gathers_layers:
@@ -260,6 +265,14 @@ def _merged_layers(ctx: MemoryContext) -> int:
 
 def _merged_layers_after_forward(ctx: MemoryContext) -> int:
     return 0 if ctx.spec.train.activation_checkpointing else layers_with_gradients(ctx)
+
+
+def _merged_rows(ctx: MemoryContext, count: int, copies: int = 1) -> list[Row]:
+    """Copies of an embedding with `count` elements, or its gradient, of which only the rows of added tokens are
+    trained."""
+    times = f"{copies} x " if copies > 1 else ""
+    formula = f"{times}{count:,} elements x {ctx.compute_bytes} bytes: all rows, of which those of added tokens train"
+    return [Row("Embedding with trained rows", copies * count * ctx.compute_bytes, formula)] if count else []
 
 
 def _autocast_row(ctx: MemoryContext, share: float) -> Row:

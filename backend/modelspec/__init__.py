@@ -17,12 +17,14 @@ from backend.modelspec.architectures import (
 from backend.modelspec.flops import TokenWeights, flops_per_token, stored_weights, token_weights
 from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches, matches_any, names_of
 from backend.modelspec.trainable import (
+    TOKEN_ROWS,
     adaptable_names,
     all_parameters,
     count_equal_tensors,
     existing_names,
     is_attention,
     lora_modules,
+    token_rows,
     trainable_parameters,
     trainable_tensors,
     trained_modules,

@@ -126,6 +126,19 @@ class ModelShape:
         return self.non_layer_modules[-1].path
 
     @property
+    def embedding(self) -> str:
+        """Path of the input embedding."""
+        return self.non_layer_modules[0].path
+
+    def with_vocabulary(self, rows: int) -> ModelShape:
+        """The same model with this many rows in the input embedding and the output layer."""
+        first, *others, last = self.non_layer_modules
+        first = replace(first, parameters=first.parameters * rows // self.vocabulary)
+        if last.out_features == self.vocabulary:
+            last = replace(last, parameters=last.parameters * rows // self.vocabulary, out_features=rows)
+        return first_equal(replace(self, vocabulary=rows, non_layer_modules=(first, *others, last)))
+
+    @property
     def with_score_head(self) -> ModelShape:
         """The same model with a scalar head instead of the output layer."""
         modules = (*self.non_layer_modules[:-1], ModuleSpec(SCORE, self.hidden, self.hidden, 1))

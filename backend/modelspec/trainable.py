@@ -11,6 +11,8 @@ from functools import lru_cache
 from backend.config import Lora, Method, RunSpec
 from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches, matches_any, names_of
 
+TOKEN_ROWS = ".token_adapter"  # where peft has the trained rows of an embedding
+
 
 @lru_cache(maxsize=64)  # one check asks for it dozens of times
 def lora_modules(lora: Lora, shape: ModelShape, each_layer: bool = False) -> list[ModuleSpec]:
@@ -62,7 +64,17 @@ def _matching(shape: ModelShape, names: Collection[str]) -> list[ModuleSpec]:
 
 def trainable_parameters(spec: RunSpec, shape: ModelShape) -> int:
     """Trainable parameters of `spec`, adapters included."""
-    return _trainable(spec.method, spec.lora, shape)
+    return _trainable(spec.method, spec.lora, shape) + sum(rows.parameters for rows in token_rows(spec, shape))
+
+
+def token_rows(spec: RunSpec, shape: ModelShape) -> list[ModuleSpec]:
+    """The rows of the embeddings that an adapter trains for added tokens: of the input embedding, the first module that
+    is no layer, and of the output layer unless it has the same weights. Of neither if it is trained in full."""
+    count = len(spec.data.added_tokens) if spec.method.kind == "lora" else 0
+    others = [] if shape.tied or shape.head == SCORE else [shape.head]
+    paths = [path for path in (shape.embedding, *others) if not matches_any(path, frozenset(spec.lora.modules_to_save))]
+    size = count * shape.hidden
+    return [ModuleSpec(f"{path}{TOKEN_ROWS}", size, shape.hidden, count) for path in paths if count]
 
 
 def all_parameters(spec: RunSpec, shape: ModelShape) -> int:

@@ -13,6 +13,7 @@ from backend.rules.common_fixes import OTHER_TEMPLATE
 from backend.rules.examples import USER_DATA, USER_DATA_FACTS
 from backend.wording import counted
 
+NEW_TOKEN = "LoRA also trains its embedding"
 OWN_TEMPLATE = {**USER_DATA, "data.chat_template": "file", "data.chat_template_file": "template.jinja"}
 
 
@@ -49,7 +50,10 @@ def turns_without_some_parts(case: Case) -> str | None:
     source="the rendered examples: their last trained token is not a special token",
     manual_fix="End the assistant turns of the chat template with a special token, such as {{ eos_token }}, inside of "
     "its {% generation %} block if it has one.",
-    fails_on=Example(OWN_TEMPLATE, facts=replace(USER_DATA_FACTS, num_checked=20, num_endless=20)),
+    fails_on=Example(
+        OWN_TEMPLATE,
+        facts=replace(USER_DATA_FACTS, num_checked=20, num_endless=20, unknown_ends=(("<|im_end|>", 20),)),
+    ),
     passes_on=Example(OWN_TEMPLATE, facts=replace(USER_DATA_FACTS, num_checked=20)),
 )
 def completions_without_an_end(case: Case) -> Violation | None:
@@ -60,7 +64,15 @@ def completions_without_an_end(case: Case) -> Violation | None:
         return None
     where = f"{endless:,} of {counted(case.facts.num_checked, 'checked example')}"
     message = f"In {where}, the last token with a loss is not special, so the model is not trained to end completions."
-    return Violation(message, (OTHER_TEMPLATE,))
+    ends = [text for text, count in case.facts.unknown_ends if text and count == endless]
+    if not ends:
+        return Violation(message, (OTHER_TEMPLATE,))
+    if {*ends} <= {*case.spec.data.added_tokens}:
+        return None
+    known = case.spec.data.add_special_tokens
+    add = Fix(f"Add {ends[0]} to the vocabulary", {"data.add_special_tokens": (*known, *ends)}, False, NEW_TOKEN)
+    message += f" They end with {ends[0]}, of which the tokenizer makes several tokens."
+    return Violation(message, (add, OTHER_TEMPLATE))
 
 
 THINKS = ("<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think></think>At nine.")

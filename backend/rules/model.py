@@ -111,6 +111,7 @@ def tokenizer_larger_than_embedding(case: Case) -> str | None:
     """A token id that the embedding does not have raises an IndexError on a CPU and a device-side assert on a GPU, at
     the first example that contains the token."""
     size, shape = case.facts.tokenizer_size, case.shape
+    size -= len(case.spec.data.added_tokens)  # they get rows
     if case.spec.model.source == "builtin" or shape is None or size <= shape.vocabulary:
         return None
     return f"The tokenizer has {size:,} tokens, and the model's embedding is for {shape.vocabulary:,} tokens."

@@ -5,7 +5,7 @@ Trainable parameters are fp32, except in pure bf16; frozen ones have the compute
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,22 @@ from transformers.pytorch_utils import Conv1D
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import adapter_names, lora, quantized
+from backend.train import adapter_names, added_tokens, lora, quantized
 from backend.train.decoder_layers import decoder_layers
 from backend.train.device import DTYPES
+from backend.train.patches import peft_token_bias
 from backend.train.run_log import TrainError
 
 
-def apply_method(spec: RunSpec, model: Any, precision: str, device: str = "") -> Any:
-    """Make trainable what the method trains, on a `device` of this type. Raises TrainError that names the modules of
-    the model."""
+def apply_method(spec: RunSpec, model: Any, precision: str, device: str = "", token_ids: Sequence[int] = ()) -> Any:
+    """Make trainable what the method trains, on a `device` of this type; an adapter also trains the rows of the
+    embeddings in `token_ids`. Raises TrainError that names the modules of the model."""
     if spec.method.kind == "lora":
-        model = lora.add_adapter(spec, model, lora_config(spec, model))
+        if token_ids:
+            peft_token_bias.apply()
+        model = lora.add_adapter(spec, model, lora_config(spec, model, token_ids))
         adapter_names.check(model)
+        added_tokens.check_tied(model)
     elif spec.method.kind == "freeze":
         trainable = {*_unfrozen_modules(spec, model), *_new_head(spec, model)}
         chosen = {
@@ -75,20 +79,22 @@ def _cast(model: Any, trainable: torch.dtype, frozen: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
-    """peft's config of the adapter. Raises TrainError."""
+def lora_config(spec: RunSpec, model: Any, token_ids: Sequence[int] = ()) -> LoraConfig:
+    """peft's config of the adapter, which also trains the rows of the embeddings in `token_ids`. Raises TrainError."""
     full, modules = list(spec.lora.modules_to_save), [name for name, _ in model.named_modules()]
     _require_known("lora.modules_to_save", full, modules, model)
     quantized_modules = [name for name, module in model.named_modules() if quantized.is_quantized(module)]
     if wrong := [suffix for suffix in full if any(f".{suffix}." in f".{name}." for name in quantized_modules)]:
         raise TrainError(f"lora.modules_to_save: {', '.join(wrong)} is quantized and cannot be trained. Remove it.")
+    saved = [path for name in full for path in _saved_names(name, modules)]
     return LoraConfig(
         task_type="SEQ_CLS" if registry.STAGES[spec.train.stage].is_reward_model else "CAUSAL_LM",
         r=spec.lora.r,
         lora_alpha=spec.lora.alpha,
         lora_dropout=spec.lora.dropout,
         target_modules=_target_modules(spec, model),
-        modules_to_save=[path for name in full for path in _saved_names(name, modules)] or None,
+        modules_to_save=saved or None,
+        trainable_token_indices=added_tokens.trained_rows(model, token_ids, saved) if token_ids else None,
         use_dora=spec.lora.use_dora,
         use_rslora=spec.lora.use_rslora,
         init_lora_weights=registry.LORA_INITS[spec.lora.init].init_lora_weights,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from backend.train.context import TrainContext
 from backend.train.model import ModelSource
 from backend.train.run_log import TrainError
 
+REFERENCE = re.compile(r"\.ref(?=\.|$)")  # in the names of its parameters
 REMEDY = "Use the base model and the adapter options that it was trained with."
 
 
@@ -58,5 +60,5 @@ def _copy_to_reference(adapted: Any) -> None:
     """TRL 1.16 (trainer/dpo_trainer.py, kto_trainer.py) copies the initial adapter when it creates the trainer: it is
     the reference model of DPO and KTO. Copy the loaded weights, with which training starts, in the same way."""
     for name, parameter in adapted.named_parameters():
-        if ".ref." in name:
-            parameter.data.copy_(adapted.get_parameter(name.replace(".ref.", ".default.")).data)
+        if REFERENCE.search(name):
+            parameter.data.copy_(adapted.get_parameter(REFERENCE.sub(".default", name)).data)

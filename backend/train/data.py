@@ -116,7 +116,9 @@ class ExampleTokenizer:
         counts["labeled"] += len(labels) - labels.count(IGNORE_INDEX)
         if self.chat is not None:
             ends = self.chat.ends(labels)
-            counts["endless"] += ends[-1:] == [None]
+            if ends[-1:] == [None]:
+                counts["endless"] += 1
+                counts[end_tokens.UNKNOWN + self.chat.unknown_end(labels, example.value)] += 1
             counts.update(end_tokens.keys(ends, () if self.chat.all_tokens else self.chat.inner(labels)))
         if len(ids) <= self.max_length:
             return [(ids, labels)]

@@ -13,6 +13,7 @@ from typing import Any
 
 END = "end "  # with a token id: a count of examples
 INNER = "inner "  # with a token id: a count of examples in which trained text follows the token
+UNKNOWN = "unknown end "  # with a text such as <|im_end|> that is no token: a count of examples that it ends
 RARE = 0.01  # of the examples: the end of a broken example would end generation too early
 
 

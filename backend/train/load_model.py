@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from backend import registry
 from backend.config import RunSpec
+from backend.models import trained
 from backend.runs import LOCK, MODEL, RESULT
 from backend.runs.files import write_json
 from backend.train import device, exit, model, quantized, verify
@@ -43,11 +45,12 @@ def main() -> None:
 
 
 def _load(spec: RunSpec, family: str, precision: str, folder: Path) -> Any:
-    """The saved model; transformers loads an adapter together with its base model."""
-    reward = registry.STAGES[spec.train.stage].is_reward_model
-    kind, more = AutoModelForCausalLM, dict[str, Any]()
-    if reward:
-        kind, more = AutoModelForSequenceClassification, {"num_labels": 1}
+    """The saved model; peft loads an adapter together with its base model, which gets rows for added tokens."""
+    adapter, more = (folder / trained.ADAPTER).is_file(), dict[str, Any]()
+    kind: Any = AutoPeftModelForCausalLM if adapter else AutoModelForCausalLM
+    if registry.STAGES[spec.train.stage].is_reward_model:
+        kind = AutoPeftModelForSequenceClassification if adapter else AutoModelForSequenceClassification
+        more = {"num_labels": 1}
     dtype = device.DTYPES[precision]
     source = model.locate(spec, lambda text, fraction: None)
     if not spec.save.merge_adapter:

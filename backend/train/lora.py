@@ -28,6 +28,7 @@ OPTION_OF = {
     "use_dora": "lora.use_dora",
     "use_rslora": "lora.use_rslora",
     "init_lora_weights": "lora.init",
+    "trainable_token_indices": "data.add_special_tokens and data.add_tokens",
 }
 
 

@@ -22,6 +22,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.train import (
     adapter_names,
+    added_tokens,
     builtin_models,
     end_tokens,
     kernels,
@@ -45,7 +46,7 @@ from backend.train.patches import (
 )
 from backend.train.run_log import TrainError
 
-REFERENCE = re.compile(r"\.(lora_\w+|modules_to_save)\.ref(\.|$)")
+REFERENCE = re.compile(r"\.(lora_\w+|modules_to_save|trainable_tokens_delta)\.ref(\.|$)")
 Build = Callable[[Any, str, torch.dtype, Mapping[str, Any]], Any]  # class, name, dtype, further arguments
 
 
@@ -69,13 +70,15 @@ def locate(spec: RunSpec, report: builtin_models.Report) -> ModelSource:
 
 
 def load_tokenizer(spec: RunSpec, source: ModelSource) -> Any:
-    """The tokenizer, with a padding token and the chat template of `spec`. Raises TrainError."""
+    """The tokenizer, with a padding token, and with the added tokens and the chat template of `spec`. Raises
+    TrainError."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
     except Exception as error:  # of many kinds: network, name, missing file, broken file
         raise TrainError(_unloadable("tokenizer", source, error)) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = _padding_token(tokenizer, source)
+    added_tokens.add(spec, tokenizer)
     templates.set_chat_template(spec, tokenizer)
     return tokenizer
 
@@ -145,12 +148,7 @@ def load(
     if registry.STRATEGIES[spec.parallel.strategy].zero_stage is not None:
         deepspeed_fp32_buffers.apply(model, DTYPES[precision])
     transformers_grouped_mm.apply()
-    embeddings, known = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
-    if known > embeddings:
-        raise TrainError(
-            f"The tokenizer has {known:,} tokens, but the model's embedding has {embeddings:,} rows: they do not "
-            "belong together. Use the tokenizer of this model."
-        )
+    added_tokens.fit_embeddings(spec, model, tokenizer)
     return model
 
 

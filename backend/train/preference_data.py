@@ -62,8 +62,9 @@ class PreferenceTokenizer:
         prompt, completions = self._tokenize(example)
         counts["tokens"] += sum(len(prompt) + len(completion) for completion in completions)
         counts["longest_sequences"] += len(prompt) + max(map(len, completions))
-        if self.stage != "reward":
-            counts["endless"] += self.chat.ends(completions[0])[-1:] == [None]
+        if self.stage != "reward" and self.chat.ends(completions[0])[-1:] == [None]:
+            counts["endless"] += 1
+            counts[end_tokens.UNKNOWN + self.chat.unknown_end(completions[0], value)] += 1
         counts.update(
             {key for ids in completions for key in end_tokens.keys(self.chat.ends(ids), self.chat.inner(ids))}
         )

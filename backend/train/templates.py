@@ -45,6 +45,8 @@ from backend.train.template_input import (
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # A variable of the chat template that has a value unless the caller sets another one.
 DEFAULT = re.compile(r"\{%- if (\w+) is not defined %\}\{% set \1 = .*? %\}\{% endif -%\}\n")
+END_TEXT = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])\s*$")  # as templates write it
+END_TOKENS = 40  # of which it may consist
 SHOWN = 40  # characters of a prompt's end in an error
 IGNORE_INDEX = -100  # the label of tokens without a loss
 # For models without a chat template. The loss is on what stands between {% generation %} and {% endgeneration %}:
@@ -194,6 +196,16 @@ class ChatTokenizer:
         or None. Whitespace after it does not count."""
         is_trained = numpy.append(numpy.asarray(labels) != IGNORE_INDEX, False)
         return [self._end(labels, last) for last in numpy.flatnonzero(is_trained[:-1] & ~is_trained[1:]).tolist()]
+
+    def unknown_end(self, labels: Sequence[int], example: Mapping[str, Any]) -> str:
+        """The text that the template writes at the end of the trained text, such as <|im_end|>, of which the tokenizer
+        makes several tokens; '' if there is none."""
+        trained = [label for label in labels if label != IGNORE_INDEX][-END_TOKENS:]
+        found = END_TEXT.search(self.tokenizer.decode(trained))
+        turns = turns_of(example)
+        if found is None or (turns and str(turns[-1]["content"]).rstrip().endswith(found[1])):
+            return ""
+        return str(found[1])
 
     def inner(self, labels: Sequence[int]) -> set[int]:
         """The tokens that the tokenizer was given as a whole, and that text with a loss follows in the same part, such

@@ -30,7 +30,7 @@ from backend.data import (
 )
 from backend.data.copies import Seen
 from backend.inspect.examples import FORMAT
-from backend.train import completion_start, model
+from backend.train import completion_start, end_tokens, model
 from backend.train.data import tokenizer_for
 from backend.train.examples import FIRST_READ, ConvertedExample
 from backend.train.preference_data import SPECIAL, UNREAD, unread_keys
@@ -100,7 +100,11 @@ class ExampleFacts:
         facts = {
             name: value for name, value in vars(self).items() if name not in ("report", "row", "seen", "next_report")
         }
-        found = {"unread": unread_keys(self.counts), "special": unread_keys(self.counts, SPECIAL)}
+        found = {
+            "unread": unread_keys(self.counts),
+            "special": unread_keys(self.counts, SPECIAL),
+            "unknown_ends": unread_keys(self.counts, end_tokens.UNKNOWN),
+        }
         return {"format": FORMAT, **facts, "counts": dict(self.counts), **found, "rows": self.row + 1}
 
     def note(self, *kinds: str) -> None:

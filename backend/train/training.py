@@ -16,6 +16,7 @@ from backend.runs import MODEL, RESULT, health
 from backend.runs.files import write_json
 from backend.train import (
     adapters,
+    added_tokens,
     base_weights,
     checkpoint_weights,
     checkpoints,
@@ -47,7 +48,12 @@ from backend.train.divergence import DivergenceCallback
 from backend.train.engines import train_engine
 from backend.train.engines.deepspeed import TrainDeepSpeed
 from backend.train.monitor import Monitor
-from backend.train.patches import accelerate_fsdp2_addresses, transformers_padding_index, trl_precompute_hooks
+from backend.train.patches import (
+    accelerate_fsdp2_adapter_head,
+    accelerate_fsdp2_addresses,
+    transformers_padding_index,
+    trl_precompute_hooks,
+)
 from backend.train.run_log import RunLog, Stopped
 from backend.train.skipped_steps import SkippedSteps
 from backend.train.templates import ChatTokenizer, set_defaults
@@ -188,9 +194,11 @@ def _trainer(
     end_tokens.apply(whole, tokens, prepared.end_tokens)
     if not registry.STAGES[spec.train.stage].is_reward_model:  # which finds the end of a text by this token
         callbacks = [*callbacks, transformers_padding_index.PaddingIndex(whole.config.get_text_config().pad_token_id)]
-    weights = adapters.apply_method(spec, whole, precision, context.run.device)
+    rows = added_tokens.ids(spec, tokens)
+    weights = adapters.apply_method(spec, whole, precision, context.run.device, rows)
     context.loaded_bytes, context.saved_dtype = sharding.loaded_bytes(weights), model.saved_dtype(spec, source)
     accelerate_fsdp2_addresses.apply(weights)
+    accelerate_fsdp2_adapter_head.apply()
     context.check_stop()
     reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.needs_reference_model else None
     trainer = trainers.build_trainer(spec, config, weights, tokens, prepared, callbacks, reference)

@@ -144,6 +144,8 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "data.validation_split": (0.0, 0.05, 0.2, 0.5, 0.9),
     "data.dataset_num_proc": (1, 2),
     "data.streaming": (False, True),
+    "data.add_tokens": ((), ("<tool>",), ("<|im_end|>", "<tool>")),
+    "data.add_special_tokens": ((), ("<|end|>",), ("<|im_end|>",)),
     "lora.r": (1, 3, 4, 8, 64, 200),
     "lora.alpha": (0.0, 8.0, 32.0, 128.0),
     "lora.dropout": (0.0, 0.05, 0.5),

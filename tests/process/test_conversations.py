@@ -318,7 +318,8 @@ def test_answers_without_an_end_are_counted(tokenizer: Any, end: str, endless: i
         "{% if add_generation_prompt %}assistant: {% endif %}"
     ).replace("END", end)
     chat = ChatTokenizer.create(tokenizer, all_tokens)
-    assert count(chat, converted({"messages": [QUESTION, ANSWER]}))["endless"] == endless
+    counts = count(chat, converted({"messages": [QUESTION, ANSWER]}))
+    assert counts["endless"] == endless and counts[f"unknown end {end}"] == endless
 
 
 def test_ends_of_completions(tokenizer: Any) -> None:

@@ -33,6 +33,7 @@ from backend.resolve import resolve
 from backend.runs import SPEC, STOP
 from backend.train import (
     adapters,
+    added_tokens,
     checkpoints,
     continued_adapter,
     data,
@@ -125,7 +126,8 @@ def load_tokenizer(spec: RunSpec) -> Any:
 
 def adapted_model(spec: RunSpec) -> Any:
     tokenizer, source = tokenizer_and_source(spec.model_dump_json())
-    return adapters.apply_method(spec, model.load(spec, source, "fp32", tokenizer), "fp32")
+    whole = model.load(spec, source, "fp32", tokenizer)
+    return adapters.apply_method(spec, whole, "fp32", token_ids=added_tokens.ids(spec, tokenizer))
 
 
 def trainable_shapes(spec: RunSpec) -> Any:
@@ -530,6 +532,8 @@ CASES: dict[str, Case] = {
         first_rows,
         {"data.chat_template": "file", "data.chat_template_file": "INPUTS/c.jinja"},
     ),
+    "data.add_tokens": Case(("<tool>",), trainable_shapes),
+    "data.add_special_tokens": Case(("<|end|>",), trainable_shapes),
     "data.loss_on": Case("all_tokens", first_rows),
     "data.max_length": Case(100, first_rows),
     "data.packing": Case(True, sequence_count),

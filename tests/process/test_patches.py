@@ -35,6 +35,9 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "accelerate_fsdp2_absent_state": (
         "torch.distributed.checkpoint.state_dict:", "Missing optimizer state for parameter",
     ),
+    "accelerate_fsdp2_adapter_head": (
+        "backend.train.patches.accelerate_fsdp2_adapter_head:original", 'getattr(model, "base_model_prefix", "")',
+    ),
     "accelerate_fsdp2_addresses": ("accelerate:Accelerator._prepare_fsdp2", "data_ptr"),
     "accelerate_fsdp2_quantized": (
         "accelerate.utils.fsdp_utils:fsdp2_prepare_model", "cpu_ram_efficient_loading and not model_has_params4bit",
@@ -58,6 +61,14 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
         "transformers.quantizers.auto:get_hf_quantizer", "GgufConfig(gguf_file=gguf_file)",
     ),
     "peft_dequantize": ("peft.utils.integrations:dequantize_module_weight", "module.weight = "),
+    "peft_resized_embeddings": (
+        "peft.utils.save_and_load:get_peft_model_state_dict",
+        "vocab_size != model.config.__class__.from_pretrained(model_id).vocab_size",
+    ),
+    "peft_token_bias": (
+        "peft.utils.other:TrainableTokensWrapper",
+        'return name == "weight"',
+    ),
     "peft_reference_init": ("trl.trainer.dpo_trainer:DPOTrainer.__init__", 'add_adapter("ref", default_config)'),
     "tensor_parallel_save": ("transformers:PreTrainedModel.save_pretrained", "distributed_config"),
     "torch_state_dtype": (

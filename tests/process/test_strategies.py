@@ -232,6 +232,15 @@ def test_modules_to_save_are_trained_with_zero(trained: TrainedRuns) -> None:
 
 
 @pytest.mark.soak
+def test_a_trained_output_layer_with_fsdp2(trained: TrainedRuns) -> None:
+    """Its gradient is that of the examples of all ranks."""
+    changes = {"lora.modules_to_save": ("lm_head",), **NO_CHECKPOINTS}
+    single = trained.run("one-process-head", {**changes, "train.per_device_train_batch_size": 4}, 0)
+    fsdp2 = trained.run("fsdp2-head", {**changes, **CASES["fsdp2"].changes, "train.per_device_train_batch_size": 2}, 2)
+    assert losses(fsdp2) == same_losses(losses(single), REORDERING_TOLERANCE)
+
+
+@pytest.mark.soak
 def test_lora_with_gradient_accumulation(trained: TrainedRuns) -> None:
     """In bf16 with untied embeddings, where FSDP2 without gradient reduction in each micro-batch would fail in
     torch."""

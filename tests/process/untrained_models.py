@@ -13,7 +13,7 @@ from backend.machine import Machine
 from backend.memory import MemoryContext
 from backend.modelspec import ModelShape
 from backend.resolve import resolve
-from backend.train import adapters, model
+from backend.train import adapters, added_tokens, model
 
 
 def tokenizer(spec: RunSpec) -> Any:
@@ -24,9 +24,9 @@ def untrained_model(changes: Mapping[str, Any], precision: str = "fp32") -> Any:
     """The model as it is before the first training step."""
     spec = make_spec(changes)
     source = model.locate(spec, ignore_progress)
-    return adapters.apply_method(
-        spec, model.load(spec, source, precision, model.load_tokenizer(spec, source)), precision
-    )
+    tokens = model.load_tokenizer(spec, source)
+    whole = model.load(spec, source, precision, tokens)
+    return adapters.apply_method(spec, whole, precision, token_ids=added_tokens.ids(spec, tokens))
 
 
 def memory_context(spec: RunSpec, shape: ModelShape) -> MemoryContext:

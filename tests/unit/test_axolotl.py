@@ -155,7 +155,7 @@ def test_refused(tmp_path, given, named):
             {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]},
             "plugins: axolotl.integrations.cut",
         ),
-        ({"special_tokens": {"pad_token": "<pad>"}}, "special_tokens: "),
+        ({"special_tokens": {"pad_token": "<pad>"}}, "special_tokens.pad_token: <pad>"),
         ({"optimizer": "came_pytorch"}, "optimizer: came_pytorch"),
         ({"datasets": [{"path": "a/b", "roles_to_train": ["x"]}]}, "datasets[0].roles_to_train: ['x']"),
         ({"datasets": [{"path": "a/b"}, {"path": "c/d", "train_on_eos": "all"}]}, "datasets[1].train_on_eos: all"),

@@ -1,0 +1,198 @@
+"""Rules about tokens that are added to the vocabulary: what can train their embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend.modelspec import matches_any, token_rows
+from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
+from backend.rules.common_fixes import DDP, FSDP2, ZERO2, ZERO3
+from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100
+from backend.rules.llamafactory import MEGATRON_SPEC, READABLE
+from backend.rules.unsloth import UNSLOTH, WITH_UNSLOTH, WITHOUT_UNSLOTH
+from backend.wording import counted
+
+SPECIAL, PLAIN = "data.add_special_tokens", "data.add_tokens"
+WITH_END = {SPECIAL: ("<|im_end|>",)}
+UNTIED = replace(DEMO, shape=LLAMA_8B)
+TENSOR_FULL = {
+    **WITH_END, "parallel.strategy": "tensor", "method.kind": "full", "train.learning_rate": 1e-5,
+    "save.strategy": "no",
+}  # fmt: skip
+FREEZE = {"method.kind": "freeze", "train.learning_rate": 1e-5}
+
+
+def _tokens(case: Case) -> str:
+    """The added tokens, in a sentence: <a>, <b> and 3 more."""
+    tokens = case.spec.data.added_tokens
+    return names([*tokens[:3], f"{len(tokens) - 3} more"] if len(tokens) > 4 else [*tokens])
+
+
+@error(
+    "MDL016",
+    fields=(PLAIN, SPECIAL),
+    title="A token is added both as a special and as an ordinary one",
+    source="transformers 5.23 tokenization_utils_base.py: decode leaves out special tokens with skip_special_tokens",
+    fails_on=Example({**WITH_END, PLAIN: ("<tool>", "<|im_end|>")}),
+    passes_on=Example({**WITH_END, PLAIN: ("<tool>",)}),
+)
+def token_in_both_lists(case: Case) -> Violation | None:
+    """A special token is left out of decoded text, and an ordinary one stays in it, so a token cannot be both."""
+    data = case.spec.data
+    both = [token for token in data.add_tokens if token in data.add_special_tokens]
+    if not both:
+        return None
+    rest = tuple(token for token in data.add_tokens if token not in both)
+    fix = Fix(f"Add {names(both)} only as a special token", {PLAIN: rest}, False, "left out of decoded text")
+    other = tuple(token for token in data.add_special_tokens if token not in both)
+    ordinary = Fix(f"Add {names(both)} only as an ordinary token", {SPECIAL: other}, False, "stays in decoded text")
+    return Violation(f"{names(both)} is in {SPECIAL} and in {PLAIN}.", (fix, ordinary))
+
+
+@error(
+    "MTH012",
+    fields=(SPECIAL, PLAIN, "parallel.strategy"),
+    title="The strategy cannot train the embeddings of added tokens",
+    source="peft 0.21 tuners/trainable_tokens/layer.py: the layer reads the weights of the embedding outside of its "
+    "forward pass, where ZeRO-3 and tensor parallelism have no complete ones; accelerate 1.15 utils/fsdp_utils.py: "
+    "FSDP2 would shard tied ones twice; verified by running",
+    fixes=(ZERO2, DDP),
+    fails_on=Example({**WITH_END, "parallel.strategy": "fsdp2"}, TWO_H100),
+    passes_on=Example({**WITH_END, "parallel.strategy": "fsdp2"}, TWO_H100, UNTIED),
+)
+def token_rows_with_sharded_weights(case: Case) -> Violation | None:
+    """Besides its adapters, LoRA trains the embeddings of the added tokens alone, and peft puts them into a copy of the
+    whole embeddings at each step. It cannot do that with the shards of ZeRO-3 and tensor parallelism. With FSDP2 it can
+    if the input embedding and the output layer are not tied."""
+    shape = case.shape
+    if case.spec.method.kind != "lora" or not case.spec.data.added_tokens or not case.strategy.shards_weights:
+        return None
+    is_gathered = case.run.engine.gathers_layers and not (shape and shape.tied)
+    if is_gathered or (shape and not token_rows(case.spec, shape)):
+        return None
+    fixes: tuple[Fix, ...] = ()
+    if shape and not shape.tied:
+        known = case.spec.lora.modules_to_save
+        whole = [name.rpartition(".")[2] for name in (shape.embedding, shape.head)]
+        saved = {"lora.modules_to_save": (*known, *(name for name in whole if name not in known))}
+        fixes = (FSDP2, Fix("Train the embeddings in full", saved, False, "much more memory, and a large adapter"))
+    tied = ", the model has tie_word_embeddings set," if shape and shape.tied else ""
+    message = f"The strategy is {case.strategy.label}{tied} and LoRA is to train the embeddings of {_tokens(case)}."
+    return Violation(message, fixes)
+
+
+@error(
+    "MTH013",
+    fields=(SPECIAL, PLAIN),
+    title="peft cannot train the outputs of added tokens in a layer with a bias",
+    source="peft 0.21 tuners/trainable_tokens/layer.py, forward_adapters: F.linear without the bias; verified by "
+    "running",
+    fails_on=Example(
+        WITH_END,
+        H100,
+        replace(
+            DEMO,
+            shape=replace(
+                LLAMA_8B,
+                non_layer_modules=(
+                    *LLAMA_8B.non_layer_modules[:-1],
+                    replace(LLAMA_8B.non_layer_modules[-1], parameters=LLAMA_8B.vocabulary * (LLAMA_8B.hidden + 1)),
+                ),
+            ),
+        ),
+    ),
+    passes_on=Example(WITH_END, H100, UNTIED),
+)
+def token_rows_with_bias(case: Case) -> Violation | None:
+    """LoRA trains the weights of added tokens in the output layer. peft computes the outputs of such a layer without
+    its bias, which would change every prediction."""
+    shape = case.shape
+    if shape is None or case.spec.method.kind != "lora" or not case.spec.data.added_tokens or shape.tied:
+        return None
+    head = shape.non_layer_modules[-1]
+    has_bias = head.out_features == shape.vocabulary and head.parameters > head.out_features * head.in_features
+    if not has_bias or matches_any(head.path, frozenset(case.spec.lora.modules_to_save)):
+        return None
+    name = head.path.rpartition(".")[2]
+    saved = {"lora.modules_to_save": (*case.spec.lora.modules_to_save, name)}
+    fix = Fix(f"Train {name} in full", saved, safe=False, cost="more memory, and a large adapter")
+    return Violation(f"{head.path} of {shape.architecture} has a bias, and {_tokens(case)} is to be added.", (fix,))
+
+
+@error(
+    "STR059",
+    fields=(SPECIAL, PLAIN, "parallel.strategy"),
+    title="Tensor parallelism cannot enlarge the embeddings",
+    source="transformers 5.23 modeling_utils.py, resize_token_embeddings: the mean of a DTensor; verified by running",
+    fixes=(ZERO3, FSDP2),
+    fails_on=Example(TENSOR_FULL, TWO_H100, replace(DEMO, shape=LLAMA_8B, added_rows=1)),
+    passes_on=Example(TENSOR_FULL, TWO_H100, UNTIED),
+)
+def added_rows_with_tensor_parallelism(case: Case) -> str | None:
+    """The model has no room for the added tokens, so its embeddings must grow. With tensor parallelism each device
+    loads a shard of them, and transformers cannot resize shards."""
+    if case.run.tensor_parallel_size == 1 or not case.facts.added_rows:
+        return None
+    number = counted(case.facts.added_rows, "token")
+    return f"The strategy is {case.strategy.label}, and the embeddings must grow by {number}: {_tokens(case)}."
+
+
+@warning(
+    "MTH014",
+    fields=(SPECIAL, PLAIN, "method.freeze_extra_modules"),
+    title="The embeddings of added tokens are not trained",
+    source="transformers 5.23 modeling_utils.py, resize_token_embeddings: new rows get the mean of the others",
+    fails_on=Example({**WITH_END, **FREEZE}),
+    passes_on=Example({**WITH_END, **FREEZE, "method.freeze_extra_modules": ("embed_tokens",)}),
+)
+def token_rows_are_frozen(case: Case) -> Violation | None:
+    """method.kind freeze trains whole layers and modules. If the embeddings are not among them, an added token keeps
+    its initial values: the mean of all tokens or, where the model has room for it, values that were never trained."""
+    spec, shape = case.spec, case.shape
+    if spec.method.kind != "freeze" or not spec.data.added_tokens or shape is None:
+        return None
+    trained = frozenset(spec.method.freeze_extra_modules)
+    needed = [shape.embedding, *([] if shape.tied or shape.head == "score" else [shape.head])]
+    frozen = [path for path in needed if not matches_any(path, trained)]
+    if not frozen:
+        return None
+    ends = [path.rpartition(".")[2] for path in frozen]
+    more = {"method.freeze_extra_modules": (*spec.method.freeze_extra_modules, *ends)}
+    fix = Fix(f"Train {names(ends)} too", more, safe=False, cost="more memory")
+    message = f"method.kind is freeze, {_tokens(case)} is added, and {names(frozen)} of the model is not trained."
+    return Violation(message, (fix,))
+
+
+@error(
+    "LLF010",
+    fields=(SPECIAL, PLAIN, "llamafactory.backend"),
+    title="Added tokens are not verified with this backend",
+    source="llamafactory 0.9.5 model/patcher.py, patch_model: resize_vocab resizes a model of transformers",
+    fixes=(Fix("Train with transformers in LLaMA-Factory", {"llamafactory.backend": "transformers"}, False),),
+    fails_on=Example({**MEGATRON_SPEC, **WITH_END}, TWO_H100, READABLE),
+    passes_on=Example(MEGATRON_SPEC, TWO_H100, READABLE),
+)
+def added_tokens_with_other_backend(case: Case) -> str | None:
+    """Megatron-Core and KTransformers load the model with their own code. Footplate has not verified that
+    the embeddings grow for added tokens there."""
+    if not case.spec.other_backend or not case.spec.data.added_tokens:
+        return None
+    return f"llamafactory.backend is {case.spec.other_backend}, and {_tokens(case)} is to be added."
+
+
+@error(
+    "UNS009",
+    fields=("train.use_unsloth", SPECIAL, PLAIN),
+    title="Added tokens are not verified with Unsloth",
+    source="Unsloth 2026.10.9 models/llama.py: get_peft_model names no trainable_token_indices; "
+    "models/rl_replacements.py: they are a problem for its losses",
+    fixes=(WITHOUT_UNSLOTH,),
+    fails_on=Example({**UNSLOTH, **WITH_END}, WITH_UNSLOTH),
+    passes_on=Example(UNSLOTH, WITH_UNSLOTH),
+)
+def unsloth_with_added_tokens(case: Case) -> str | None:
+    """Unsloth makes the adapter with its own function, and its kernels read the output layer directly. Footplate has
+    not verified that the embeddings of added tokens are trained there."""
+    if not case.spec.train.use_unsloth or not case.spec.data.added_tokens:
+        return None
+    return f"train.use_unsloth is on, and {_tokens(case)} is to be added."

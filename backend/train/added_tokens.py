@@ -1,0 +1,94 @@
+"""Tokens that a run adds to the vocabulary (data.add_special_tokens, data.add_tokens): in the tokenizer, as rows of the
+embeddings, and which of these rows an adapter trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from peft.utils.other import TrainableTokensWrapper
+from tokenizers import AddedToken
+from torch.distributed.tensor import DTensor
+
+from backend.config import RunSpec
+from backend.train.patches import peft_resized_embeddings
+from backend.train.run_log import TrainError
+
+SEED = 0  # of new rows, which must be the same on all ranks, after a resume, and in a reference model
+
+
+def add(spec: RunSpec, tokenizer: Any) -> None:
+    """Add the tokens that the tokenizer does not have as whole tokens yet."""
+    known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    special = set(spec.data.add_special_tokens)
+    new = [
+        AddedToken(token, normalized=False, special=token in special)
+        for token in spec.data.added_tokens
+        if token not in known
+    ]
+    tokenizer.add_tokens(new)
+
+
+def ids(spec: RunSpec, tokenizer: Any) -> list[int]:
+    """The ids of the tokens, ascending; of those that the tokenizer had before, too."""
+    return sorted(int(tokenizer.convert_tokens_to_ids(token)) for token in spec.data.added_tokens)
+
+
+def fit_embeddings(spec: RunSpec, model: Any, tokenizer: Any) -> None:
+    """Give the embeddings of `model` a row for each token of `tokenizer`. New rows are the mean of the others, as
+    transformers makes them. Raises TrainError if other tokens than those of `spec` have no row."""
+    rows, vocabulary = model.get_input_embeddings().num_embeddings, tokenizer.get_vocab()
+    known = 1 + max(number for token, number in vocabulary.items() if token not in spec.data.added_tokens)
+    if known > rows:
+        raise TrainError(
+            f"The tokenizer has {known:,} tokens, but the model's embedding has {rows:,} rows: they do not belong "
+            "together. Use the tokenizer of this model."
+        )
+    needed = 1 + max(vocabulary.values())
+    if needed <= rows:  # many models have spare rows
+        return
+    if isinstance(model.get_input_embeddings().weight, DTensor):
+        raise TrainError(
+            "data.add_tokens: tensor parallelism has split the embeddings, so they cannot get new rows. Set "
+            "parallel.strategy to another strategy."
+        )
+    peft_resized_embeddings.apply()
+    device = model.get_input_embeddings().weight.device
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_type_with_random_state(device)):
+        torch.manual_seed(SEED)
+        model.resize_token_embeddings(needed)
+
+
+def _type_with_random_state(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type
+
+
+def trained_rows(model: Any, numbers: Sequence[int], saved: Sequence[str]) -> Mapping[str, list[int]] | None:
+    """peft's trainable_token_indices: the names of the input embedding and, unless it has the same weights, of the
+    output layer, each with the ids `numbers`. Without those in `saved`, modules that are trained whole. None if there
+    is nothing to train. Raises TrainError."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    layers = [embedding] if head is None or head.weight is embedding.weight else [embedding, head]
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {names[id(layer)]: [*numbers] for layer in layers}
+    found = {name: rows for name, rows in found.items() if not any(f".{name}".endswith(f".{part}") for part in saved)}
+    if numbers and head is not None and names[id(head)] in found and getattr(head, "bias", None) is not None:
+        raise TrainError(
+            f"data.add_tokens: the output layer {names[id(head)]} has a bias, which peft leaves out if it trains only "
+            f"some rows. Add {names[id(head)]} to lora.modules_to_save."
+        )
+    return found if numbers and found else None
+
+
+def check_tied(model: Any) -> None:
+    """Raise TrainError if the output layer of an adapted `model` has the same weights as the input embedding, and would
+    not get its trained rows: peft finds that out from the model's configuration."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, TrainableTokensWrapper) or head is None or isinstance(head, TrainableTokensWrapper):
+        return
+    if getattr(head, "weight", None) is embedding.original_module.weight:
+        raise TrainError(
+            "data.add_tokens: the input embedding and the output layer have the same weights, and peft does not know "
+            "it, because tie_word_embeddings is false in config.json. Set it to true there."
+        )
