@@ -15,12 +15,12 @@ export FOOTPLATE_TEST_THREADS := $(or $(THREADS),1)
 # Some environments forbid compiled modules, so that each of hundreds of processes would compile the project again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: installed setup run test check soak soak-cpu gpu bench docs pictures tools
+.PHONY: installed setup run test check types javascript soak soak-cpu gpu bench docs pictures tools
 
-setup: $(VENV)/ready  ## a virtual environment with the versions of constraints.txt
+setup: $(VENV)/compiled  ## a virtual environment with the versions of constraints.txt
 
-# A third of the source text in the packages, which most runs never import.
-UNUSED := /(tests|testing|kubernetes/aio|transformers/models)/
+# Half of the source text in the packages, which most runs never import.
+UNUSED := /(tests|testing|kubernetes|nltk|mypy|pip|fontTools|transformers/models)/
 
 # torch first, with its pinned version: an open range could select a build with several gigabytes of CUDA libraries.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -28,6 +28,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77"
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $@
+
+$(VENV)/compiled: $(VENV)/ready
 	-$(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib  # pip would use one core; some files are for another Python
 	touch $@
 
@@ -38,18 +41,20 @@ run: setup  ## serves the page, with further ARGS such as --no-login; converts t
 	$(BIN)/python -m backend.train.builtin_models smollm2-135m-instruct
 	$(BIN)/python -m webui --host $(HOST) --port $(PORT) --runs $(RUNS) $(ARGS)
 
-check: setup  ## linters, types and unit tests
+check: types javascript setup  ## linters, types and unit tests
+	$(BIN)/pytest tests/test_floors.py tests/test_docs.py tests/unit
+
+types: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+javascript:
 	tests/js/check.sh
-	$(BIN)/pytest tests/test_floors.py tests/test_docs.py tests/unit
 
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
-test: installed  ## all tests except soak and gpu; CPU and THREADS as above
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy & mypy=$$!; tests/js/check.sh && wait $$mypy
+test:  ## linters, types and all tests except soak and gpu; CPU and THREADS as above
+	@$(MAKE) --no-print-directory -j4 setup tools javascript types  # pip uses one core only
 	$(BIN)/pytest $(PARALLEL) --durations=40 -m "not soak and not gpu"
 
 soak: installed  ## long tests, or PART of them; writes docs/strategies.md, checks.md, memory.md and others

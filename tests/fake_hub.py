@@ -57,7 +57,7 @@ class FakeHub(BaseHTTPRequestHandler):
 def fake_hub() -> Iterator[str]:
     """The address of a running FakeHub."""
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:

@@ -258,6 +258,7 @@ def test_a_killed_rank_fails_the_run_with_its_cause(server, page):
     assert not run_processes(run.path)
 
 
+@pytest.mark.soak  # test_drafts_page.py has reloads and tabs, tests/process/test_server_process.py has the restart
 def test_edits_survive_reload_restart_and_second_tab(server, page):
     open_page(page, server)
     type_value(page, "lora.r", 77)

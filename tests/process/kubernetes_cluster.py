@@ -23,24 +23,26 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import kubernetes.client
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from pydantic import ValidationError
 
 Tree = dict[str, Any]
 
 NAMESPACE, TOKEN = "team", "a-token"
 POD_MARK = "FAKE_POD"  # environment variable of the processes of a pod
-MODELS: dict[str, Any] = {"Job": kubernetes.client.V1Job, "Service": kubernetes.client.V1Service}
 TAINT = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
 
 
 def unknown_keys(body: Tree) -> list[str]:
     """Keys of an object that the official models do not have, and values that they do not accept."""
     if body["kind"] == "TrainJob":  # these models drop what they do not know
+        from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob  # noqa: PLC0415 - takes more than a second
+
         return _lost(body, TrainerV1alpha1TrainJob.from_dict(body).to_dict(), "")
+    import kubernetes.client  # noqa: PLC0415 - takes a second
+
+    models: dict[str, Any] = {"Job": kubernetes.client.V1Job, "Service": kubernetes.client.V1Service}
     try:
-        MODELS[body["kind"]].model_validate(body)
+        models[body["kind"]].model_validate(body)
     except ValidationError as error:
         return [".".join(map(str, problem["loc"])) for problem in error.errors()]
     return []
@@ -103,7 +105,8 @@ class FakeKubernetes:
         self.config = folder / "config"
         self.config.write_text(json.dumps(self._kubeconfig()))
         self.threads = [
-            threading.Thread(target=each, daemon=True) for each in (self.server.serve_forever, self._control)
+            threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True),
+            threading.Thread(target=self._control, daemon=True),
         ]
         for thread in self.threads:
             thread.start()

@@ -84,7 +84,7 @@ class FakeCluster(RayCluster):
         self.state(nodes=2, free=2, dead=[])
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.address = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def state(self, **changes: Any) -> None:
         """Change the stand-in's nodes."""

@@ -45,7 +45,7 @@ class Code:
 for address in addresses:
     if os.fork():
         continue
-    signal.alarm(8)  # gloo does not answer; meanwhile the run trains
+    signal.alarm(5)  # gloo does not answer; meanwhile the run trains on all cores
     host, port = address.split(":")
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=3), wait_for_workers=False)
     keys = store.list_keys()

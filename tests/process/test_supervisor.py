@@ -494,7 +494,7 @@ class Receiver(http.server.BaseHTTPRequestHandler):
 def receiver() -> Iterator[http.server.HTTPServer]:
     with http.server.HTTPServer(("127.0.0.1", 0), Receiver) as server:
         server.posted = []  # type: ignore[attr-defined]
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server
         server.shutdown()

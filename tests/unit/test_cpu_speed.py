@@ -88,9 +88,12 @@ def test_without_a_calm_measurement(speeds: Measured) -> None:
 
 
 def test_it_is_asked_again_after_a_run_has_trained(speeds: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile the reason stays the same."""
+    """Until it is answered, the reason stays the same."""
     reason = get(speeds, result(0, training="/runs/one"))["cpu_unknown"]
-    monkeypatch.setattr(cpu_speed, "ASK_AGAIN_SECONDS", -1)
-    monkeypatch.setattr(speeds, "_request", lambda *_: None)
-    assert speeds.get(REQUEST, True, 0) == {"cpu_unknown": reason, "cpu_pending": True}
-    assert get(Measured(speeds.cache_folder), result(0.002))["cpu"].layer == 0.002
+    speeds.now = result(0.002)
+    assert speeds.get(REQUEST, True, 5)["cpu_unknown"] == reason
+    monkeypatch.setattr(cpu_speed, "ASK_AGAIN_SECONDS", 0.0)  # as if that time had passed
+    with monkeypatch.context() as patch:
+        patch.setattr(speeds, "_request", lambda *_: None)
+        assert speeds.get(REQUEST, True, 0) == {"cpu_unknown": reason, "cpu_pending": True}
+    assert speeds.get(REQUEST, True, 5)["cpu"].layer == 0.002

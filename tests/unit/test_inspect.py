@@ -101,7 +101,7 @@ def test_config_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.M
     run_spec = spec(model__source="hub", model__hub_id="own/tiny")
     assert inspect_inputs(run_spec, tmp_path).shape_unknown_reason == "the model is not downloaded yet"
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         assert download_config("own/tiny", "main") == ""
         assert download_config("own/other", "main").startswith("the Hub has no model with this ID")

@@ -30,7 +30,6 @@ LIBRARIES = (
     "accelerate", "apollo-torch", "badam", "bf16", "bitsandbytes", "fp16", "fp32", "fp8", "galore-torch", "gloo", "hqq",
     "peft", "tf32", "torch", "torchao", "torchrun", "transformers", "trl",
 )  # fmt: skip
-EXAMPLES = example_findings()
 
 
 def is_sentence(text: str) -> bool:
@@ -73,7 +72,7 @@ def test_slugs_are_descriptive(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_parts_have_their_form(rule: Rule) -> None:
-    found = EXAMPLES[rule.code]
+    found = example_findings()[rule.code]
     assert not rule.title.endswith(".") and rule.title not in found.message
     assert is_sentence(rule.reason), rule.reason
     assert is_sentence(found.message), found.message
@@ -86,7 +85,7 @@ def test_parts_have_their_form(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_terms_are_those_of_the_libraries(rule: Rule) -> None:
     rows = rule.code.startswith(MATRIX_FAMILIES)
-    used = {part: banned(text, rows=rows) for part, text in texts(rule, EXAMPLES[rule.code]).items()}
+    used = {part: banned(text, rows=rows) for part, text in texts(rule, example_findings()[rule.code]).items()}
     assert not {part: words for part, words in used.items() if words}
 
 

@@ -1,4 +1,11 @@
 #pragma once
-// Stands in for torch's own header, without torch::nn, optimizers and data loaders, which no operator of DeepSpeed uses.
-#include <torch/types.h>
+// Stands in for torch's own header, with what the operators of DeepSpeed use: tensors, the registration of operators,
+// and tensors as arguments from Python.
+#define AT_PER_OPERATOR_HEADERS
+#include <ATen/ATen.h>
+#include <torch/library.h>
 #include <torch/csrc/utils/pybind.h>
+namespace torch {
+using namespace at;
+constexpr auto kFloat32 = at::kFloat;
+}
