@@ -89,10 +89,10 @@ def data_format_for_other_stage(case: Case) -> Violation | None:
     fixes = [
         Fix(f"Use the stage {registry.STAGES[fitting].label}", {"train.stage": fitting}, False, "another objective")
     ]
-    if data.format != "auto" and case.facts.detected_format in stage.formats:
-        fixes.insert(0, Fix("Detect the format automatically", {"data.format": "auto"}, False))
-    elif data.format != "auto":
-        fixes = guessed_columns(case) + fixes
+    if data.format != "auto":
+        is_unknown = data.source == "files" and not case.facts.detected_format
+        detect = Fix("Detect the format automatically", {"data.format": "auto"}, False)
+        fixes = [*((guessed_columns(case) if is_unknown else []) or [detect]), *fixes]
     message = (
         f"{stage.label} needs {_accepted(stage)}; the examples have the format {format} ({FORMAT_CONTENT[format]})."
     )

@@ -214,10 +214,7 @@ def test_a_finding_names_the_dataset_and_its_fix_changes_only_that(tmp_path):
     (missing,) = (finding for finding in found if finding.code == "DAT002")
     assert missing.fields == ("data.sources[1].files",)
     assert missing.message.startswith("Dataset 2 (b.jsonl): b.jsonl: does not exist. Restore or correct the file")
-    assert [fix.patch for fix in missing.fixes] == [{"data.sources[1].source": "builtin"}]
-    assert facts.num_in_epoch(spec) is None
-    fixed = edit(spec, missing.fixes[0].patch)
-    assert fixed.data.files == ("a.jsonl",) and fixed.data.sources[1].source == "builtin"
+    assert facts.num_in_epoch(spec) is None and not missing.fixes
 
 
 def test_a_finding_about_both_datasets_is_one(tmp_path):

@@ -199,7 +199,6 @@ UNLIMITED = replace(DEMO, shape=replace(SMOL, max_positions=0))
 NO_LOSS_ON_PROMPT = replace(DEMO, min_prompt_tokens=40)
 FOUR_RANKS = {"parallel.strategy": "ddp", "launch.nproc_per_node": 4}
 TWO_FILES = {**USER_DATA, "data.files": ("a.jsonl", "b.jsonl")}
-BUILTIN = {"data.source": "builtin"}
 
 
 def unreadable(*names: str) -> InputFacts:
@@ -226,14 +225,14 @@ def prompt_columns(prompt: str, completion: str) -> Patch:
 GOOD_FILE = Setup(USER_DATA, USER_DATA_FACTS)
 SKIP = {"data.on_bad_example": "skip"}
 FILES = (
-    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("a.jsonl"), {"data.files": ("b.jsonl",)}, BUILTIN),
-    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("b.jsonl"), {"data.files": ("a.jsonl",)}, BUILTIN),
-    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("a.jsonl", "b.jsonl"), BUILTIN),
-    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("*.jsonl"), BUILTIN),
-    Boundary("DAT002", GOOD_FILE, columns("id", "Question", "Answer"), (prompt_columns("Question", "Answer"), BUILTIN)),
-    Boundary("DAT002", GOOD_FILE, columns("id", "question"), (text_column("question"), BUILTIN)),
-    Boundary("DAT002", GOOD_FILE, columns("id", "answer"), (text_column("id"), BUILTIN)),
-    Boundary("DAT002", GOOD_FILE, replace(columns("prompt", "completion"), patch=USER_KTO), (BUILTIN,)),
+    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("a.jsonl"), {"data.files": ("b.jsonl",)}),
+    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("b.jsonl"), {"data.files": ("a.jsonl",)}),
+    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("a.jsonl", "b.jsonl"), NO_FIX),
+    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("*.jsonl"), NO_FIX),
+    Boundary("DAT002", GOOD_FILE, columns("id", "Question", "Answer"), (prompt_columns("Question", "Answer"),)),
+    Boundary("DAT002", GOOD_FILE, columns("id", "question"), (text_column("question"),)),
+    Boundary("DAT002", GOOD_FILE, columns("id", "answer"), (text_column("id"),)),
+    Boundary("DAT002", GOOD_FILE, replace(columns("prompt", "completion"), patch=USER_KTO), ()),
     facts_boundary(
         "DAT003", {**USER_DATA, "data.format": "messages"}, issues(0), DETECTED_ISSUE, {"data.format": "auto"}, SKIP
     ),
@@ -348,7 +347,8 @@ FULL_DPO = {**DPO, **FULL}
 REFERENCE = {"preference.precompute_ref_log_probs": True}
 STAGES = (
     boundary("STG002", {**USER_DATA, "train.stage": "sft"}, {"data.format": "messages"}, {"data.format": "pairs"},
-             {"data.format": "auto"}, {"train.stage": "dpo"}, facts=USER_DATA_FACTS),
+             {"data.format": "auto"}, {"train.stage": "dpo"},
+             facts=replace(USER_DATA_FACTS, detected_format="messages")),
     boundary("STG005", {**TENSOR_PARALLEL, **REFERENCE}, {"parallel.strategy": "fsdp2"},
              {"parallel.strategy": "tensor"}, {"preference.precompute_ref_log_probs": False}, machine=TWO_H100),
     boundary("STG006", DPO, {"method.kind": "lora"}, FULL, REFERENCE),
@@ -523,7 +523,7 @@ def test_finding_with_a_guessed_format_points_to_that_option_too() -> None:
     for setup, fields in (
         (columns("id", "question"), ("data.files", "data.format")),
         (Setup(TWO_FILES, unreadable("a.jsonl")), ("data.files",)),
-        (Setup(TWO_FILES, unreadable("*.jsonl")), ("data.files",)),
+        (Setup(TWO_FILES, unreadable("*.jsonl"), NO_FIX), ("data.files",)),
         (Setup(TWO_FILES, replace(unreadable("a.jsonl"), columns=("x",), format="")), ("data.files", "data.format")),
     ):
         found = setup.finding("DAT002")
