@@ -523,7 +523,7 @@ def test_finding_with_a_guessed_format_points_to_that_option_too() -> None:
     for setup, fields in (
         (columns("id", "question"), ("data.files", "data.format")),
         (Setup(TWO_FILES, unreadable("a.jsonl")), ("data.files",)),
-        (Setup(TWO_FILES, unreadable("*.jsonl"), NO_FIX), ("data.files",)),
+        (Setup(TWO_FILES, unreadable("*.jsonl")), ("data.files",)),
         (Setup(TWO_FILES, replace(unreadable("a.jsonl"), columns=("x",), format="")), ("data.files", "data.format")),
     ):
         found = setup.finding("DAT002")
