@@ -166,9 +166,17 @@ class MemoryContext:
         return min(limit, self.longest_example) if self.longest_example and not self.spec.data.packing else limit
 
     @cached_property
+    def batch_size(self) -> int:
+        """Examples in a per-device batch. One process takes all examples there are if they are fewer; accelerate gives
+        several processes full batches, with examples twice. Pretraining makes several sequences of a long text."""
+        size, examples = self.spec.train.per_device_train_batch_size, self.run.num_train_examples
+        is_smaller = self.run.world_size == 1 and examples and self.spec.train.stage != "pretraining"
+        return min(size, examples) if is_smaller and examples else size
+
+    @cached_property
     def sequences(self) -> int:
         """Sequences in a per-device batch; a preference pair counts as two."""
-        return self.spec.train.per_device_train_batch_size * self.stage.sequences_per_example
+        return self.batch_size * self.stage.sequences_per_example
 
     @cached_property
     def tokens(self) -> int:

@@ -559,7 +559,8 @@ def _too_many_positions(most: int, case: Case, what: str) -> Violation | None:
     limit = case.spec.data.max_length
     if not most or limit <= most:
         return None
-    if case.facts.num_usable is not None and case.facts.longest_example <= most:
+    all_counted = case.facts.num_usable is not None and not case.spec.data.streaming
+    if all_counted and case.facts.longest_example <= most:
         return None  # all examples were tokenized, and no position beyond the last one is used
     return Violation(f"data.max_length is {limit:,}, and the model has {most:,} {what}.", (_max_length_fix(most),))
 

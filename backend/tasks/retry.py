@@ -36,7 +36,8 @@ def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
     stopped after a spike, or has no checkpoint from before that."""
     if not applies(run):
         problem = "neither diverged nor stopped after a spike, and its loss did not rise"
-        raise RunError(f"{run.id} {problem}. Resume it, or start a new run.")
+        advice = "Start a new run with its options" if run.state == "done" else "Resume it, or start a new run"
+        raise RunError(f"{run.id} {problem}. {advice}.")
     last = _last_usual_step(run, spec.logging.steps)
     found = [str(run.path / CHECKPOINTS / f"checkpoint-{step}") for step in run.checkpoints()]
     if spec.save.resume_from == "path":  # as of an earlier retry, which failed before its first checkpoint

@@ -660,3 +660,15 @@ def test_unknown_activations_give_a_lower_bound(gib: int, fits: bool | None, cod
     raised = [f for f in check(run_spec, machine, replace(DEMO, shape=unknown)) if f.code.startswith("MEM")]
     assert [f.code for f in raised] == ([code] if code else [])
     assert all("at least" in f.message and "Jamba" in f.message for f in raised)
+
+
+@pytest.mark.parametrize(("processes", "stage", "examples", "size"), [
+    (1, "sft", 8, 8), (1, "sft", 99, 64), (1, "pretraining", 8, 64), (2, "sft", 8, 64), (1, "sft", None, 64),
+])  # fmt: skip
+def test_a_batch_has_no_more_examples_than_there_are(
+    processes: int, stage: str, examples: int | None, size: int
+) -> None:
+    batch = {"train.per_device_train_batch_size": 64, "train.stage": stage}
+    context = memory_context(edit(spec(), batch), LAPTOP, TINY)
+    run = replace(context.run, num_train_examples=examples, world_size=processes)
+    assert replace(context, run=run).sequences == size
