@@ -64,6 +64,8 @@ def test_two_tabs_have_two_drafts(context, shared):
         settled(page)
         assert page.url == address
         assert int(value(page, "train.max_steps")) == steps
+    first.locator("#fp-machine").select_option("laptop")
+    assert opened(context, shared.url).locator("#fp-machine").input_value() == "laptop"
 
 
 BEFORE, DURING, AFTER = 0, 10, 150  # ms after the key: the check of the edit is sent, runs, and is done

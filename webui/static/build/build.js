@@ -150,6 +150,10 @@ async function loadDraftOrPreset() {
 /** The machine to check for: '' is this one. A run can be started on this one only, and planned for the others. */
 const machine = () => address.get("machine") || "";
 
+/** A new tab continues with the values of another one, and with its machine. */
+const isNewTab = !address.get("draft") && !address.get("preset");
+const lastMachine = () => (isNewTab && localStorage.getItem("fp-machine")) || "";
+
 let machines = [];
 
 export async function loadMachines() {
@@ -159,7 +163,7 @@ export async function loadMachines() {
   $("#fp-machine-edit").addEventListener("click", () =>
     editMachine(selectedMachine(), drawMachines).catch(notifyError),
   );
-  await drawMachines(machine());
+  await drawMachines(machine() || lastMachine());
 }
 
 const selectedMachine = () => machines.find((m) => m.name === machine());
@@ -176,6 +180,7 @@ async function drawMachines(name) {
 
 function selectMachine(name) {
   address.set({ machine: name }, { replace: true });
+  localStorage.setItem("fp-machine", name);
   $("#fp-machine").value = name;
   $("#fp-machine-edit").hidden = !selectedMachine()?.values;
   $("#fp-start").hidden = Boolean(name);
