@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from backend.cli import table
 from backend.cli.commands import print_json, read_spec, target_machine, wait_for_preflight
 from backend.config.options import Problem, SpecError
 from backend.machine import Machine, read
@@ -92,13 +93,9 @@ def _compare_machines(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(lines)
         return 0
-    table = [("MACHINE", "GPUS", "TIME", "TOKENS/S", "PRICE", "RESULT")]
-    table += [
-        (x["name"], *(x["texts"][key] for key in ("gpus", "time", "tokens", "price")), x["result"]) for x in lines
-    ]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    for row in table:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    rows = [("MACHINE", "GPUS", "TIME", "TOKENS/S", "PRICE", "RESULT")]
+    rows += [(x["name"], *(x["texts"][key] for key in ("gpus", "time", "tokens", "price")), x["result"]) for x in lines]
+    print("\n".join(table.lines(rows)))
     if any(line["tokens_per_second"] and line["seconds"] is None for line in lines):
         print("TIME is -, because the number of steps is not known before the run.")
     return 0

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from backend.cli import sweep
+from backend.cli import sweep, table
 from backend.cli.commands import print_json
 from backend.cli.runs import find_run
 from backend.runs import notebook, schedule, search, sweeps, throughput
@@ -90,17 +90,12 @@ def _list_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _print_table(rows: list[search.Row], columns: list[search.Column], now: float) -> None:
-    """The columns after the id, each as wide as its longest text."""
+    """The columns after the id."""
     head = ["id", *(column.key for column in columns)]
     lines = [[row["id"], *(_text(column, search.value(row, column.key, now)) for column in columns)] for row in rows]
-    widths = [max(map(len, texts)) for texts in zip(head, *lines, strict=True)]
-    right = [False, *(column.kind == "number" for column in columns)]
-    for line in [head, *lines] if lines else []:
-        cells = (
-            text.rjust(width) if is_right else text.ljust(width)
-            for text, width, is_right in zip(line, widths, right, strict=True)
-        )
-        print("  ".join(cells).rstrip())
+    right = [number for number, column in enumerate(columns, 1) if column.kind == "number"]
+    for line in table.lines([head, *lines], right) if lines else ():
+        print(line)
 
 
 def _text(column: search.Column, value: Any) -> str:

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from backend.cli import table
 from backend.cli.commands import print_json, read_spec, refuse, set_arguments, wait_for_preflight
 from backend.cli.status_line import StatusLine
 from backend.config import RunSpec
@@ -85,11 +86,8 @@ def _progress(status: Mapping[str, Any]) -> str:
 
 def _lines(status: Mapping[str, Any], spec: RunSpec) -> Iterator[str]:
     rows = status["rows"]
-    table = [HEAD, *(_cells(row) for row in rows)]
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(HEAD))]
     if rows:
-        for cells in table:
-            yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        yield from table.lines([HEAD, *map(_cells, rows)])
         yield ""
     for row in rows:
         if row["reason"]:
