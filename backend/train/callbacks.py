@@ -106,9 +106,14 @@ class ProgressCallback(TrainerCallback):
         self.began, self.earlier_tokens, self.earlier_seconds = time.time(), 0, 0.0  # of earlier starts
         self.router_loss_weight = 0.0  # weight of the auxiliary loss that is added to the loss of a mixture of experts
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **_: Any) -> None:
         """Log the number of steps, and the step that this start resumes from."""
         self._start_step, self.began = state.global_step, time.time()
+        if state.max_steps == 1 and lr_scheduler and not any(lr_scheduler.get_last_lr()):  # packing: known only now
+            self.run_log.info(
+                "The learning rate of the only step is 0, because warmup rises from 0, so the model will not change. "
+                "Set train.warmup_steps to 0, or train longer."
+            )
         self.monitor.begin(args.device)
         more = f", resuming after step {state.global_step}" if state.global_step else ""
         coef = {"router_loss_weight": self.router_loss_weight} if self.router_loss_weight else {}

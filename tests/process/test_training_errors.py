@@ -78,7 +78,8 @@ def test_position_tables_are_compared_with_the_examples(tiny: Path, tmp_path: Pa
         "train.max_steps": 1, "eval.strategy": "no", "eval.num_generations": 0,
     })  # fmt: skip
     data.write_text('{"text": "one two"}\n' * 8)
-    assert result(fork_server.train(tmp_path / "short", spec))["steps"] == 1
+    short = fork_server.train(tmp_path / "short", spec)
+    assert result(short)["steps"] == 1 and "The learning rate of the only step is 0" in log_text(short)
     data.write_text('{"text": "one two"}\n' * 8 + json.dumps({"text": "one two " * 40}) + "\n")
     with pytest.raises(AssertionError, match=r"longest example has \d+ tokens, and the model has 32 position"):
         fork_server.train(tmp_path / "long", spec)

@@ -50,6 +50,7 @@ import {
   resultCards,
   sampleParts,
 } from "./run_results.js";
+import { createSectionLinks } from "./run_sections.js";
 import { createStacks } from "./stacks.js";
 import { createSweep } from "./sweep.js";
 
@@ -97,6 +98,7 @@ function buildPage(place) {
     { hidden: true },
     el("header.fp-run-head", {}, titlePart(), actionsPart()),
     progressPart(),
+    page.sections.nav,
     page.stacks.node,
     page.failure,
     page.alerts,
@@ -117,6 +119,7 @@ function buildPage(place) {
   );
   page.empty = emptyPart();
   place.replaceChildren(page.node, page.empty);
+  page.sections.follow();
 }
 
 /** The parts with requests of their own. */
@@ -156,6 +159,7 @@ function createDrawnParts() {
   page.ranks = el("div.fp-ranks");
   page.ranksFold = fold("Ranks", page.ranks);
   page.details = el("section.fp-details", { "aria-label": "Details" });
+  page.sections = createSectionLinks(() => page.node);
   page.checkpoints = el("p");
   page.checkpointsFold = fold("Checkpoints", page.checkpoints);
 }
