@@ -347,3 +347,18 @@ def test_nothing_is_wider_than_the_page(server, page, width):
     assert legend.evaluate("node => node.scrollWidth <= node.clientWidth"), "no value is cut off"
     figure = loss.bounding_box()
     assert figure["x"] <= step["x"] and step["x"] + step["width"] <= figure["x"] + figure["width"]
+
+
+def test_the_links_to_sections_name_what_is_shown(page, server):
+    """Each leads to its section, from which Tab goes on."""
+    open_run(page, plant(server, "sections"))
+    links = page.get_by_role("navigation", name="Sections of this run").get_by_role("button")
+    shown = page.locator(".fp-run > section[aria-label]:visible")
+    expect(shown.last).to_have_attribute("aria-label", "Details")
+    expect(links.last).to_have_text("Details")
+    labels = shown.evaluate_all("sections => sections.map((section) => section.ariaLabel)")
+    assert links.all_inner_texts() == [label for label in labels if label not in ("Error", "Alerts")]
+    links.filter(has_text="Log").click()
+    log = page.locator(".fp-run > section[aria-label=Log]")
+    expect(log).to_be_focused()
+    expect(log).to_be_in_viewport()

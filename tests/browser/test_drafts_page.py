@@ -299,7 +299,7 @@ def test_wrong_columns_are_one_finding(page, tmp_path):
     fill(page, "data.files", data)
     settled(page)
     expect(page.locator(".fp-finding")).to_have_count(1)
-    expect(page.locator(".fp-finding h4")).to_have_text("The columns of a data file are not recognized")
+    expect(page.locator(".fp-finding h3")).to_have_text("The columns of a data file are not recognized")
     expect(page.locator(".fp-finding")).to_contain_text("matches no data format by its columns")
     expect(page.locator(".fp-finding")).to_contain_text("Choose a data format, and name the columns to use.")
     expect(page.locator("#fp-fix-all")).to_be_hidden()

@@ -28,8 +28,8 @@ def page(same_page):
          False),
         ((0.25, 0.1), (0.5, 0.4), "Training raised exact match on validation examples from 25% to 50%.", True),
         ((0.5, 0.1), (0.25, 0.4), "Training lowered exact match on validation examples from 50% to 25%.", False),
-        ((0, 0.4), (0, 0.1), "Training lowered ROUGE-L from 40 to 10. Exact match on validation examples is still 0%.",
-         False),
+        ((0, 0.4), (0, 0.1), "Training lowered ROUGE-L from 40 to 10 of 100. "
+         "Exact match on validation examples is still 0%.", False),
     ],
 )  # fmt: skip
 def test_a_gain_a_loss_and_neither(server, page, before, after, text, gain):

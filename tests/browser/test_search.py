@@ -59,10 +59,10 @@ def test_choices_and_the_options_that_they_show(page):
 def test_keyboard(page):
     """/ focuses the search, arrows select, Enter goes to the option, Escape closes the list."""
     search, rows = page.locator("#fp-search"), page.locator(".fp-search-row")
-    page.locator("#lora-r input").focus()
+    page.locator("#logging-run_name :is(input, textarea)").focus()
     page.keyboard.press("/")  # text in a field
     expect(search).not_to_be_focused()
-    page.locator(".fp-brand").focus()
+    page.locator("#lora-r input").focus()
     page.keyboard.press("/")
     expect(search).to_be_focused()
     page.keyboard.press("Control+a")

@@ -147,7 +147,7 @@ function findingCard(finding) {
   );
 }
 
-const cardHeader = (level, title) => el("header", {}, el("span.fp-level", {}, LEVELS[level]), el("h4", {}, title));
+const cardHeader = (level, title) => el("header", {}, el("span.fp-level", {}, LEVELS[level]), el("h3", {}, title));
 
 function fieldLinks(fields) {
   if (!fields.length) return null;

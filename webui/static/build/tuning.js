@@ -187,7 +187,7 @@ function table(rows, { fastest, rows: all }) {
 function pair(row, state) {
   const { label, step_seconds: step, tokens_per_second: speed, gain } = row;
   const use =
-    isUsable(row) && row.state !== "slower"
+    isUsable(row) && !["base", "slower"].includes(row.state)
       ? el("button.fp-link", { type: "button", onclick: () => adopt(row) }, "Use these")
       : "";
   const times = row.state === "base" || step === null ? "" : `${gain.toFixed(2)}\u00d7`;
