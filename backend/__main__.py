@@ -141,9 +141,7 @@ def parser() -> argparse.ArgumentParser:
     env = command("env", help=f"create or remove an environment for {purposes}, or list those that exist")
     actions = ("create", "list", "remove")
     env.add_argument("action", choices=actions, metavar="create|list|remove", help="what to do")
-    env.add_argument(
-        "name", nargs="?", default="llamafactory", choices=tuple(ENVIRONMENTS), help="(default: %(default)s)"
-    )
+    env.add_argument("name", nargs="?", choices=tuple(ENVIRONMENTS), help="(default of create: llamafactory)")
     command("machine", help="print a description of this machine, for --machine and the form of the page")
     command("presets", help="list the presets")
     command("rules", help="list the rules that `check` applies")

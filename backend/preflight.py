@@ -176,10 +176,12 @@ class Report:
 
     @property
     def compared_start(self) -> tuple[str, ...]:
-        """The same for the time from the start to the first step, without loading the weights."""
-        launch, run = self.spec.launch, self.run
-        programs = launch.trainer, launch.place, self.spec.train.use_unsloth, self.spec.parallel.strategy
-        return *map(str, programs), describe(self.machine), run.device, str(run.world_size)
+        """The same for the time from the start to the first step, without loading the weights. It includes tokenizing
+        and compiling."""
+        launch, train, run = self.spec.launch, self.spec.train, self.run
+        programs = launch.trainer, launch.place, train.use_unsloth, train.torch_compile, self.spec.parallel.strategy
+        data = [(each.source, each.name, *each.files, each.max_samples) for each in self.spec.data.datasets]
+        return *map(str, programs), describe(self.machine), run.device, str(run.world_size), str(data)
 
     @property
     def summary(self) -> str:

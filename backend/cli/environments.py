@@ -15,8 +15,11 @@ def start(arguments: argparse.Namespace) -> int:
     """Create or remove an environment, and print those that exist with their folders, sizes and versions."""
     try:
         if arguments.action == "create":
-            environments.create(arguments.name, lambda line: print(line, file=sys.stderr, flush=True))
+            environments.create(arguments.name or "llamafactory", lambda line: print(line, file=sys.stderr, flush=True))
         elif arguments.action == "remove":
+            if arguments.name is None:
+                print("Name the environment to remove: footplate env remove NAME.", file=sys.stderr)
+                return 2
             environments.remove(arguments.name)
     except environments.CreationError as error:
         print(error, file=sys.stderr)

@@ -9,6 +9,8 @@ import json
 import os
 import sys
 import time
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,25 @@ from backend.train.run_log import RunLog, Stopped, TrainError
 
 
 def harness(environment: Path) -> Any:
-    """The module lm_eval_harness, which imports lm-eval from an environment. Its packages come last on the path, so
-    that Footplate's own are used where both exist."""
+    """The module lm_eval_harness, which imports lm-eval from an environment. Its other packages come last on the path,
+    so that Footplate's own are used where both exist. Raises TrainError."""
     if (packages := str(environment / PACKAGES)) not in sys.path:
         sys.path.append(packages)
+    _import_from("lm_eval", packages)
     from backend.inference import lm_eval_harness  # noqa: PLC0415 - it needs this path
 
     return lm_eval_harness
+
+
+def _import_from(name: str, folder: str) -> None:
+    """Import a package from `folder`, whatever the path has before it. Raises TrainError."""
+    if name in sys.modules:
+        return
+    spec = PathFinder.find_spec(name, [folder])
+    if spec is None or spec.loader is None:
+        raise TrainError(f"{folder} does not contain {name}. Run `footplate env create {ENVIRONMENT}` again.")
+    sys.modules[name] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 class Benchmark:

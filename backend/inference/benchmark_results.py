@@ -4,6 +4,7 @@ paired interval of the change where the metric is a mean of the samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -44,7 +45,7 @@ def _metrics(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _row(results: Mapping[str, Any], name: str, metric: str, filter: str) -> dict[str, Any]:
     label = f"{name}: {metric}" + (f" ({filter})" if filter != NO_FILTER else "")
     found = {side: _values(result, name) for side, result in results.items()}
-    means = {side: float(values[f"{metric},{filter}"]) for side, values in found.items()}
+    means = {side: _number(values.get(f"{metric},{filter}")) for side, values in found.items()}
     errors = {side: _number(values.get(f"{metric}_stderr,{filter}")) for side, values in found.items()}
     samples = {side: _of_samples(result, name, metric, filter) for side, result in results.items()}
     row = {
@@ -61,18 +62,18 @@ def _row(results: Mapping[str, Any], name: str, metric: str, filter: str) -> dic
         "is_share": False,
         "verdict": NOT_COMPARED,
     }
-    is_share = all(_is_mean_share(samples[side], means[side]) for side in means)
+    is_share = all(_is_mean_share(samples[side], mean) for side, mean in means.items())
     is_share = is_share and results[TUNED].get("higher_is_better", {}).get(name, {}).get(metric) is True
     if not is_share or BASE not in results or samples[BASE].keys() != samples[TUNED].keys():
-        return {**row, "is_share": is_share, "sentence": _sentence(row, is_share)}
+        return {**row, "is_share": is_share, "sentence": _sentence(label, means, is_share)}
     keys = list(samples[TUNED])
     pairs = ([samples[side][key] for key in keys] for side in (BASE, TUNED))
     return {**row, **intervals.compare(row["name"], label, *pairs).as_json()}
 
 
 def _number(value: Any) -> float | None:
-    """lm-eval writes N/A where it has no standard error."""
-    return float(value) if isinstance(value, (int, float)) else None
+    """None for what JSON cannot have, such as the infinite perplexity of a diverged model, and for lm-eval's N/A."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def _of_samples(result: Mapping[str, Any], name: str, metric: str, filter: str) -> dict[tuple[str, int], Any]:
@@ -89,28 +90,30 @@ def _of_samples(result: Mapping[str, Any], name: str, metric: str, filter: str) 
     }
 
 
-def _is_mean_share(samples: Mapping[Any, Any], mean: float) -> bool:
+def _is_mean_share(samples: Mapping[Any, Any], mean: float | None) -> bool:
     """Whether a metric is the mean of its samples, which are from 0 to 1."""
     values = list(samples.values())
-    if not values or not all(isinstance(value, (int, float)) and 0 <= value <= 1 for value in values):
+    if mean is None or not values or not all(isinstance(value, (int, float)) and 0 <= value <= 1 for value in values):
         return False
     return abs(fmean(map(float, values)) - mean) < CLOSE
 
 
-def _sentence(row: Mapping[str, Any], is_share: bool) -> str:
+def _sentence(label: str, means: Mapping[str, float | None], is_share: bool) -> str:
     """The values of a metric without an interval."""
 
-    def shown(value: float) -> str:
-        return f"{100 * value:.1f}%" if is_share else f"{value:.4g}"
+    def shown(value: float | None) -> str:
+        return "not a number" if value is None else f"{100 * value:.1f}%" if is_share else f"{value:.4g}"
 
-    if row["base"] is None:
-        return f"{row['label']}: trained model {shown(row['trained'])}."
-    values = f"base model {shown(row['base'])}, trained model {shown(row['trained'])}"
-    return f"{row['label']}: {values}; not compared, since the metric is no mean of shares of the samples."
+    if BASE not in means:
+        return f"{label}: trained model {shown(means[TUNED])}."
+    values = f"{label}: base model {shown(means[BASE])}, trained model {shown(means[TUNED])}"
+    if None in means.values():
+        return f"{values}, so they are not compared."
+    return f"{values}; not compared, since the metric is no mean of shares of the samples."
 
 
 def limits(
-    results: Mapping[str, Any], found: Sequence[Mapping[str, Any]], limit: int, shots: int | None, truncated: int
+    results: Mapping[str, Any], found: Sequence[Mapping[str, Any]], limit: int, shots: int | None, truncated: bool
 ) -> list[str]:
     """What a reader must know about the rows, as sentences."""
     sentences, sizes = [], results[TUNED]["n-samples"]
@@ -127,10 +130,7 @@ def limits(
         verb = "keeps" if len(fixed) == 1 else "keep"
         sentences.append(f"{', '.join(fixed)} {verb} the number of few-shot examples of the task, not {shots}.")
     if truncated:
-        sentences.append(
-            f"{counted(truncated, 'prompt')} {'was' if truncated == 1 else 'were'} longer than the model's context and "
-            "lost the beginning."
-        )
+        sentences.append("At least one prompt was longer than the model's context and lost its beginning.")
     few = sorted({row["task"] for row in found if 0 < row["count"] < intervals.MIN_EXAMPLES})
     if few:
         verb = "has" if len(few) == 1 else "have"

@@ -54,7 +54,7 @@ class Evaluation:
         self.models = Models(self.run, lambda text: self._phase("loading model", text), one_at_a_time=True)
         if "cpu" in job.plan().devices:
             os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
-        self.found: dict[tuple[str, str], dict[str, Any]] = {}  # (side, key) -> loss, tokens, text, ended
+        self.found: dict[tuple[str, str], dict[str, Any]] = {}  # (side, content) -> loss, tokens, text, ended
         self.custom: Sequence[CustomScore] = ()
         self.model_changed = 0  # when the final model was saved
         self.done = self.total = 0  # work, in tokens of outputs
@@ -116,7 +116,7 @@ class Evaluation:
 
     def _measure(self, side: str, loaded: Loaded, items: Sequence[Item]) -> None:
         """The loss of a model on each item. Raises TrainError, Stopped."""
-        waiting = [item for item in items if "loss" not in self.found.get((side, item.key), ())]
+        waiting = [item for item in items if "loss" not in self.found.get((side, item.content), ())]
         waiting.sort(key=lambda item: len(item.ids))  # similar lengths in a batch: less padding
         size, done = self.models.spec.eval.per_device_eval_batch_size, len(items) - len(waiting)
         with loaded.active() as model:
@@ -124,7 +124,7 @@ class Evaluation:
                 batch = _batch(waiting, 1 if model.config.model_type in registry.NO_PADDING else size)
                 del waiting[: len(batch)]
                 for item, (loss, tokens) in zip(batch, _losses(model, loaded.tokenizer, batch), strict=True):
-                    self._write({"side": side, "key": item.key, "loss": loss, "tokens": tokens})
+                    self._write({"side": side, "content": item.content, "loss": loss, "tokens": tokens})
                 done += len(batch)
                 title = f"Computing the loss of the {NAMES[side]} ({done} of {counted(len(items), 'text')})"
                 self._tick(title, LOSS_WORK * done)
@@ -134,7 +134,7 @@ class Evaluation:
         """The outputs of a model, a batch at a time. Raises Stopped."""
         size, limit = self.models.spec.eval.per_device_eval_batch_size, self.settings.max_new_tokens
         generator = Generator(loaded.tokenizer, ProcessGroup(), size, limit, loaded.dtype, ends=ends)
-        waiting = [item for item in items if "text" not in self.found.get((side, item.key), ())]
+        waiting = [item for item in items if "text" not in self.found.get((side, item.content), ())]
         waiting.sort(key=lambda item: len(item.ids))  # similar lengths in a batch: less padding
         self.done += limit * (len(items) - len(waiting))
         with loaded.active() as model:
@@ -149,7 +149,7 @@ class Evaluation:
 
                 prompts = [item.prompt for item in batch if item.prompt]
                 for item, output in zip(batch, generator.generate(model, prompts, tick), strict=True):
-                    self._write({"side": side, "key": item.key, "text": output.text, "ended": output.ended})
+                    self._write({"side": side, "content": item.content, "text": output.text, "ended": output.ended})
                 self.done += limit * len(batch)
 
     def _tick(self, text: str, more: int) -> None:
@@ -162,7 +162,7 @@ class Evaluation:
         self._keep(line)
 
     def _keep(self, line: dict[str, Any]) -> None:
-        self.found.setdefault((str(line.get("side")), str(line.get("key"))), {}).update(line)
+        self.found.setdefault((str(line.get("side")), str(line.get("content"))), {}).update(line)
 
     # -- what they are compared to -------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Evaluation:
         scores = iter(row["scores"] for row in rows)
         found = {}
         for item in items:
-            base, after = (self.found[side, item.key] for side in (BASE, TUNED))
+            base, after = (self.found[side, item.content] for side in (BASE, TUNED))
             general = {GENERAL_LOSS: [_mean(base), _mean(after)]}
             labels = hashlib.sha256(json.dumps([item.ids, item.labels]).encode()).hexdigest()[:16]
             own = general if item.is_general else next(scores)
@@ -187,7 +187,7 @@ class Evaluation:
 
     def _row(self, number: int, item: Item) -> dict[str, Any]:
         """An example with the outputs and scores of both sides, as (base, trained). Raises TrainError, Stopped."""
-        base, after = (self.found[side, item.key] for side in (BASE, TUNED))
+        base, after = (self.found[side, item.content] for side in (BASE, TUNED))
         scores: dict[str, Any] = {evaluation.LOSS: [_mean(base), _mean(after)]}
         row = {"scores": scores, "prompt": "", "reference": "", "base": "", "trained": ""}
         if not item.prompt:
@@ -222,17 +222,17 @@ class Evaluation:
         }
 
     def _compared(self, name: str, label: str, items: Sequence[Item]) -> list[intervals.Comparison]:
-        with_loss = [item for item in items if self.found[BASE, item.key]["tokens"]]
+        with_loss = [item for item in items if self.found[BASE, item.content]["tokens"]]
         if not with_loss:
             return []
-        base, after = ([_mean(self.found[side, item.key]) or 0.0 for item in with_loss] for side in (BASE, TUNED))
-        weights = [float(self.found[BASE, item.key]["tokens"]) for item in with_loss]
+        base, after = ([_mean(self.found[side, item.content]) or 0.0 for item in with_loss] for side in (BASE, TUNED))
+        weights = [float(self.found[BASE, item.content]["tokens"]) for item in with_loss]
         return [intervals.compare(name, label, base, after, weights)]
 
     def _limits(self, own: Sequence[Item]) -> list[str]:
         """What a reader must know about the figures of the examples, as sentences."""
         found, count = [], len(own)
-        if cut := sum(not self.found[BASE, item.key]["tokens"] for item in own):
+        if cut := sum(not self.found[BASE, item.content]["tokens"] for item in own):
             found.append(
                 f"{counted(cut, 'example')} of {count} {'has' if cut == 1 else 'have'} no completion within the first "
                 f"{self.models.spec.data.max_length} tokens (data.max_length). The loss is that of the others."

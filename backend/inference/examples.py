@@ -38,10 +38,9 @@ SEED = 0  # of the drawn examples
 
 @dataclass(frozen=True)
 class Item:
-    """A sequence with its labels, and its `prompt` if the models generate for it. `key` numbers it; `content` is the
-    same for the same example in evaluations of other runs. `is_general`: of a general text."""
+    """A sequence with its labels, and its `prompt` if the models generate for it. `content` is the same for the same
+    example in evaluations of other runs. `is_general`: of a general text."""
 
-    key: str
     content: str
     ids: list[int]
     labels: list[int]
@@ -87,18 +86,18 @@ def _items(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> l
     """The sequences of at most `most` examples, of each dataset in turn."""
     each = chain.from_iterable(zip_longest(*(_usable(spec, tokenizer, part) for part in parts)))
     items, copies = list[Item](), Counter[str]()
-    for number, (example, to_columns) in enumerate(islice(filter(None, each), most)):
+    for example, to_columns in islice(filter(None, each), most):
         columns, _ = to_columns([example])
         found = zip(*([values.tolist() for values in columns[name]] for name in ("input_ids", "labels")), strict=True)
         content = _content(example.value)
         copies[content] += 1
         content = f"{content} {copies[content]}"
         if to_columns.chat is None:
-            items += [Item(f"text {len(items) + n}", f"{content} {n}", *each) for n, each in enumerate(found)]
+            items += [Item(f"{content} {n}", *each) for n, each in enumerate(found)]
         else:  # nothing is found of an example without a loss within max_length
             (prompt,) = eval_prompts(to_columns.chat, [example])
             ids, labels = next(found, ([], []))
-            items.append(Item(f"example {number}", content, ids, labels, prompt))
+            items.append(Item(content, ids, labels, prompt))
     return items
 
 
@@ -123,9 +122,9 @@ def _usable(spec: RunSpec, tokenizer: Any, part: Part) -> Iterator[tuple[Convert
 
 
 def _general(tokenizer: Any) -> Iterator[Item]:
-    for number, (_, row) in enumerate(read_examples(GENERAL_TEXTS)):
+    for _, row in read_examples(GENERAL_TEXTS):
         ids = list(tokenizer(row["text"])["input_ids"])[:MAX_GENERAL_TOKENS]
-        yield Item(f"general {number}", _content(row), ids, ids, is_general=True)
+        yield Item(_content(row), ids, ids, is_general=True)
 
 
 def changed_file(spec: RunSpec, run: Run) -> Path | None:

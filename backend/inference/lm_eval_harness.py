@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,6 +29,7 @@ from backend.train.run_log import TrainError
 
 RANDOM_SEED, OTHER_SEEDS = 0, 1234  # of lm-eval's command line
 BOOTSTRAP = 1000  # resamples for lm-eval's standard errors of what is no mean; its default of 100,000 takes minutes
+MAX_BATCH_TOKENS = 4096  # of which logits are in memory at a time, unless a single request has more
 PATHS = ("data_files", "data_dir")  # of dataset_kwargs
 
 # lm-eval renders templates of tasks without a sandbox, so that any YAML file could run code.
@@ -41,8 +43,10 @@ lm_eval.utils.env.filters["regex_replace"] = lm_eval.utils.regex_replace
 
 def load(tasks: Sequence[str], shots: int | None, allow_code: bool) -> dict[str, Any]:
     """lm-eval's tasks and groups with their data, from their names and files. Raises TrainError."""
+    if not allow_code:  # lm-eval loads a metric that it does not have with this package: from a Python file, or the Hub
+        sys.modules["evaluate"] = None  # type: ignore[assignment]
     manager = TaskManager(include_defaults=not all(map(_is_single_task, tasks)))  # reading all takes seconds
-    loaded = [each for task in tasks for each in _load(manager, task)]
+    loaded = [each for task in tasks for each in _load(manager, task, allow_code)]
     try:
         found: dict[str, Any] = manager.load(loaded)
     except ValueError as error:  # a task that belongs to two of the groups
@@ -57,22 +61,23 @@ def _is_single_task(task: str) -> bool:
     return benchmark_tasks.is_file(task) and "group" not in load_yaml(task, resolve_func=False)
 
 
-def _load(manager: Any, task: str) -> list[Any]:
+def _load(manager: Any, task: str, allow_code: bool) -> list[Any]:
     """A task, a group, or the tasks of a tag. Raises TrainError."""
     if not benchmark_tasks.is_file(task) and task not in manager.task_index:
         close = get_close_matches(task, manager.all_tasks, n=3)
         hint = f"Did you mean {', '.join(close)}? " if close else ""
         raise TrainError(f"lm-eval has no task {task}. {hint}A YAML file with a task needs its path, ending in .yaml.")
     try:
-        found = manager._load_spec(_values(Path(task)) if benchmark_tasks.is_file(task) else task)
+        found = manager._load_spec(_values(Path(task), allow_code) if benchmark_tasks.is_file(task) else task)
         return found if isinstance(found, list) else [found]
     except Exception as error:  # of many kinds: the network, a file, a column, code of the task
         raise TrainError(_why(task, error)) from error
 
 
-def _values(path: Path) -> dict[str, Any]:
-    """The values of a file, in which paths of data files belong to its folder."""
-    found: dict[str, Any] = load_yaml(path)
+def _values(path: Path, allow_code: bool) -> dict[str, Any]:
+    """The values of a file, in which paths of data files belong to its folder. Without consent, no function that it
+    names is imported."""
+    found: dict[str, Any] = load_yaml(path, resolve_func=allow_code)
     arguments = found.get("dataset_kwargs") or {}
     for name in PATHS:
         if name in arguments:
@@ -100,6 +105,12 @@ def _why(task: str, error: BaseException) -> str:
             f"The dataset of the task {task} cannot be downloaded from the Hugging Face Hub (huggingface.co), which "
             f"this machine cannot reach: {first}. Connect it to the internet, copy the cache of a machine that has the "
             "dataset (HF_HOME), or use a YAML task with a data file of this machine."
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name == "evaluate":
+        return (
+            f"The task {task} needs the Python package evaluate, whose metrics are code of the Hugging Face Hub. "
+            "Install the package next to Footplate (pip install evaluate), and allow code: --allow-code, or Allow code "
+            "of tasks on the page."
         )
     if isinstance(error, ModuleNotFoundError):
         return f"The task {task} needs the Python package {error.name}, which the environment lm-eval does not have."
@@ -148,7 +159,12 @@ class LoadedModel(HFLM):
         return super().loglikelihood(requests, True)
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
-        return super()._loglikelihood_tokens(requests, True, override_bs)
+        size, longest = self.batch_size, max((len(before) + len(after) for _, before, after in requests), default=1)
+        self.batch_size_per_gpu = max(1, min(size, MAX_BATCH_TOKENS // min(longest, self.max_length)))
+        try:
+            return super()._loglikelihood_tokens(requests, True, override_bs)
+        finally:
+            self.batch_size_per_gpu = size
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """The outputs. Raises TrainError."""
@@ -195,18 +211,18 @@ def _without_tying(model: Any) -> Iterator[None]:
 
 
 class Messages(logging.Handler):
-    """Passes each warning of lm-eval on once, and counts the prompts that it has truncated."""
+    """Passes each warning of lm-eval on once, and notes whether it has truncated a prompt."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self.show, self.shown, self.truncated = show, set[str](), 0
+        self.show, self.shown, self.truncated = show, set[str](), False
         logger = logging.getLogger("lm_eval")
         logger.handlers, logger.propagate = [self], False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by the logger."""
         if "runcat" in str(record.msg):
-            self.truncated += 1
+            self.truncated = True  # a prompt can have several of these warnings
         elif not record.name.startswith("lm_eval.models") and (text := record.getMessage()) not in self.shown:
             self.shown.add(text)
             self.show(text)

@@ -135,9 +135,11 @@ def _speed(measured: Result, now: Result, request: Mapping[str, Any]) -> CpuSpee
 
 def _old_speed(kept: Result, request: Mapping[str, Any]) -> CpuSpeed:
     """The rates of an old measurement, with what uses the CPU now: the load of the last minute, in which the short work
-    of the page itself does not count."""
+    of the page itself does not count. The load is that of all cores of the host, so it says nothing about some of
+    them."""
     minutes = max(1, round((time.time() - kept["time"]) / 60))
-    load = min(os.getloadavg()[0], _cores()) if hasattr(os, "getloadavg") else 0.0
+    has_all = hasattr(os, "getloadavg") and _cores() == os.cpu_count()
+    load = min(os.getloadavg()[0], _cores()) if has_all else 0.0
     busy = load if load >= LOADED_CORES else 0.0
     return replace(_speed(kept, kept, request), busy=busy, note=f"The CPU speed is from {minutes:,} min ago.")
 

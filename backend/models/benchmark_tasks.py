@@ -6,11 +6,11 @@ lm-eval itself imports the functions that a file names while it reads the file, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from backend.runs.folder import RunError
 
@@ -20,18 +20,11 @@ RUN_CODE = ("unsafe_code", "trust_remote_code", "hf_evaluate")  # keys that allo
 PICKLES = ("pandas", "webdataset")  # readers of the library datasets whose files can contain pickles
 
 
-@dataclass(frozen=True)
-class PythonCode:
-    """A value with a YAML tag, such as `!function utils.score`, which names Python code."""
-
-    text: str
-
-
 class _Loader(yaml.SafeLoader):
-    """Reads values with tags as PythonCode."""
+    """Reads values with tags, such as `!function utils.score`, as their tags."""
 
 
-_Loader.add_multi_constructor("!", lambda loader, tag, node: PythonCode(f"!{tag} {getattr(node, 'value', '')}"))
+_Loader.add_multi_constructor("!", lambda loader, tag, node: f"!{tag}")
 
 
 def is_file(task: str) -> bool:
@@ -41,49 +34,64 @@ def is_file(task: str) -> bool:
 
 def name_of(path: Path) -> str:
     """The name of the task or group in a file. Raises RunError."""
-    found = _read(path, ())
-    name = found.get("task") if isinstance(found.get("task"), str) else found.get("group")
+    merged: dict[str, Any] = {}
+    for values, _ in _read(path, set()):
+        merged |= values
+    name = merged.get("task") if isinstance(merged.get("task"), str) else merged.get("group")
     if not isinstance(name, str) or not name:
         raise RunError(f"{path} is no task of lm-eval: it has no key `task` with a name.")
     return name
 
 
 def code_in(path: Path) -> list[str]:
-    """What in a file, and in the files that it includes, runs code: keys with their values. Raises RunError."""
-    return sorted(set(_code("", _read(path, ()))))
+    """What in a file, and in the files that it includes, runs code: keys with their values. lm-eval imports each
+    function that is named anywhere, even where the value is then replaced. Raises RunError."""
+    return sorted({found for _, node in _read(path, set()) for found in _code("", node, set())})
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """The values of a file and of those that it includes. Raises RunError."""
+def _read(path: Path, seen: set[Path]) -> Iterator[tuple[dict[str, Any], Node]]:
+    """The values and the YAML nodes of the files that a file includes, and then its own. Raises RunError."""
     if path in seen:
-        raise RunError(f"{path} includes itself, so lm-eval cannot read it. Remove the key `include`.")
+        raise RunError(f"{path} is included twice, or includes itself, so lm-eval cannot read it. Include it once.")
+    seen.add(path)
     try:
         if path.stat().st_size > MAX_BYTES:
             raise RunError(f"{path} has more than 1 MiB: a task of lm-eval has its examples in a data file.")
-        found = yaml.load(path.read_bytes(), _Loader)
+        content = path.read_bytes()
+        found, node = yaml.load(content, _Loader), yaml.compose(content, _Loader)
     except OSError as error:
         raise RunError(f"The task file {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RunError(f"The task file {path} is not valid YAML: {str(error).splitlines()[0]}.") from None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or node is None:
         raise RunError(f"The task file {path} has no keys. A task of lm-eval has at least `task` and `dataset_path`.")
     included = found.get("include", [])
-    merged: dict[str, Any] = {}
     for other in included if isinstance(included, list) else [included]:
-        merged |= _read((path.parent / str(other)).resolve(), (*seen, path))
-    return {**merged, **found}
+        yield from _read((path.parent / str(other)).resolve(), seen)
+    yield found, node
 
 
-def _code(key: str, value: Any) -> Iterator[str]:
-    """The parts of a value that run code, each with its key."""
-    last = key.rpartition(".")[2]
-    if isinstance(value, PythonCode):
-        yield f"{key}: {value.text}"
-    elif (last in RUN_CODE and value) or (last == "dataset_path" and value in PICKLES):
-        yield f"{key}: {value}"
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            yield from _code(f"{key}.{name}" if key else str(name), each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _code(key, each)
+def _code(key: str, node: Node, seen: set[Node]) -> Iterator[str]:
+    """The parts of a node that run code, each with its key. `seen`: an alias is the same node again."""
+    if node in seen:
+        return
+    seen.add(node)
+    text = node.value if isinstance(node, ScalarNode) else ""
+    if node.tag.startswith("!"):
+        yield f"{key}: {node.tag} {text}".strip()
+    elif isinstance(node, SequenceNode):
+        for each in node.value:
+            yield from _code(key, each, seen)
+    elif isinstance(node, MappingNode):
+        for name, value in node.value:
+            last = name.value if isinstance(name, ScalarNode) else ""
+            below = f"{key}.{last}" if key else last
+            if (last in RUN_CODE and not _is_false(value)) or (last == "dataset_path" and value.value in PICKLES):
+                yield f"{below}: {value.value if isinstance(value, ScalarNode) else '...'}"
+            yield from _code(key, name, seen)
+            yield from _code(below, value, seen)
+
+
+def _is_false(node: Node) -> bool:
+    kind = node.tag.rpartition(":")[2]
+    return kind == "null" or (kind == "bool" and node.value.lower() in ("false", "no", "off"))

@@ -229,10 +229,10 @@ def finished(run: Run, settings: Settings) -> Run | None:
 def is_comparable(run: Run, job: Run) -> bool:
     """Whether an evaluation has `numbers`, and its model has not changed since. Of one that was deleted, nothing is
     known."""
-    request = _request(job)
-    if not (job.path / SCORES_FILE).is_file():
+    request = jobs.request(job.path, jobs.EVALUATION)
+    if not request or not (job.path / SCORES_FILE).is_file():
         return False
-    model = trained.at_step(run, request["step"])
+    model = trained.at_step(run, request.get("step"))
     return model is None or _changed(model.folder) in request.get("changed", ())[:1]
 
 

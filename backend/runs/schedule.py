@@ -117,6 +117,8 @@ def remaining(run: Run, now: float) -> Span:
 
 
 def _unlimited(run: Run, summary: Mapping[str, Any], passed: float, now: float) -> Span:
+    if summary["state"] == "stopping":
+        return Span(0.0, ENDING_SECONDS)
     try:
         progress = run.progress()
         phase, least = progress.get("phase"), 0.0
@@ -138,7 +140,8 @@ def _unlimited(run: Run, summary: Mapping[str, Any], passed: float, now: float) 
 
 
 def predicted(run: Run) -> Span | None:
-    """The predicted time of a run from its start, or from the checkpoint that it resumes from; None without one."""
+    """The predicted time of a run: at least what its newest checkpoint leaves, at most the whole run, since it may
+    start from scratch; None without a prediction."""
     found = _prediction(run)
     if not found.steps:
         return None
@@ -185,13 +188,15 @@ def waiting(now: float | None = None) -> dict[str, Times]:
     for entry in order:
         run = Run(Path(entry.run))
         before = _predecessor(entry, found, now)
-        start = latest([devices.start(entry.devices), *([before] if before else [])])
+        free = devices.start(entry.devices)
+        start = latest([free, *([before] if before else [])])
         if entry.held:
             start = Span(unknown="it is on hold")
         elif not start.unknown and start.high <= 0:  # nothing that is known here is in its way
             start = Span(unknown="it waits for a program whose end is not known")
         found[entry.run] = Times(start, start.then(remaining(run, now)))
-        if not entry.held and not before:
+        is_passed = before and (before.unknown or before.high > free.high)  # the runs behind it start before it
+        if not entry.held and not is_passed:
             devices.take(entry.devices, found[entry.run].end)
     return found
 

@@ -6,6 +6,7 @@ is answered by a line on stdout. What the function prints goes to stderr. Ends w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import inspect
@@ -24,7 +25,8 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 MODULE, FUNCTION = "score_file", "score"
 CHANGED = "was changed after you agreed to run it"
-ARGUMENTS = f"must define a function {FUNCTION}(prompt, reference, output)"
+NAMES = ("prompt", "reference", "output")
+ARGUMENTS = f"must define a function {FUNCTION}({', '.join(NAMES)}), with its arguments in this order"
 
 
 class Refused(Exception):
@@ -60,11 +62,14 @@ def file_score(path: str, sha256: str) -> Any:
     if not callable(function):
         raise Refused(ARGUMENTS)
     try:
-        inspect.signature(function).bind("prompt", "reference", "output")
+        signature = inspect.signature(function)
+        signature.bind(*NAMES)
     except TypeError:
         raise Refused(ARGUMENTS) from None
     except ValueError:  # a function of C has no signature
-        pass
+        return function
+    if any(name in NAMES and name != expected for name, expected in zip(signature.parameters, NAMES, strict=False)):
+        raise Refused(ARGUMENTS)
     return function
 
 
@@ -100,7 +105,8 @@ def _line(error: BaseException, path: str) -> int | None:
 
 def main() -> None:
     """Answer each line until stdin is closed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    with contextlib.suppress(OSError, AttributeError):  # Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     with open(os.devnull, encoding="utf-8") as nothing:

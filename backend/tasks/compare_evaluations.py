@@ -53,7 +53,7 @@ def choose(runs: Sequence[Run]) -> tuple[list[Evaluated], list[Problem]]:
     none: {"id", "sentence"}."""
     problems, every = [], dict[str, dict[tuple[Any, ...], Evaluated]]()
     for run in runs:
-        done = [job for job in evaluation.find_all(run) if job.result()]
+        done = [job for job in evaluation.find_all(run) if "comparisons" in job.result()]
         usable = [Evaluated(run, job) for job in done if evaluation.is_comparable(run, job)]
         if usable:
             every[run.id] = {}
@@ -80,7 +80,7 @@ def compare(chosen: Sequence[Evaluated]) -> dict[str, Any]:
     it with its base model."""
     key = tuple((each.job.path, (each.job.path / SCORES_FILE).stat().st_mtime_ns) for each in chosen)
     others, rows, notes = _table(key)
-    problems = [{"id": chosen[n].run.id, "sentence": "It was evaluated on other examples."} for n in others]
+    problems = [{"id": chosen[n].run.id, "sentence": sentence} for n, sentence in others.items()]
     shown = [each for n, each in enumerate(chosen) if n not in others]
     steps = [evaluation.read_settings(each.job.path).step for each in shown]
     runs = [{"id": each.run.id, "job": each.job.id, "step": step} for each, step in zip(shown, steps, strict=True)]
@@ -93,13 +93,17 @@ def _examples(numbers: Mapping[str, Any]) -> set[str]:
 
 
 @lru_cache(maxsize=16)  # the page asks again and again, and an interval of 1,000 examples takes a moment
-def _table(evaluations: tuple[tuple[Path, int], ...]) -> tuple[set[int], list[dict[str, Any]], list[str]]:
-    """The positions of evaluations on other examples than those of the first one, and rows and notes of the rest.
+def _table(evaluations: tuple[tuple[Path, int], ...]) -> tuple[dict[int, str], list[dict[str, Any]], list[str]]:
+    """The positions of evaluations without examples of the first one, with a sentence, and rows and notes of the rest.
     `evaluations` are folders with the times of their change."""
     jobs = [Run(path) for path, _ in evaluations]
     numbers = [evaluation.numbers(job) for job in jobs]
     own = [_examples(found) for found in numbers]
-    others = {n for n, examples in enumerate(own) if own[0] and not own[0] & examples}
+    others = {
+        n: "It was evaluated on other examples." if examples else "It was evaluated on general texts only."
+        for n, examples in enumerate(own)
+        if own[0] and not own[0] & examples
+    }
     jobs = [job for n, job in enumerate(jobs) if n not in others]
     numbers = [found for n, found in enumerate(numbers) if n not in others]
     if len(jobs) < LEAST:
@@ -115,7 +119,8 @@ def _table(evaluations: tuple[tuple[Path, int], ...]) -> tuple[set[int], list[di
             )
         elif contents:
             rows.append(_row(each, [[found[content] for content in contents] for found in numbers]))
-    return others, rows, [*_differences(jobs, rows), *notes]
+    shared = set.intersection(*map(_examples, numbers))
+    return others, rows, [*_differences(jobs, rows, len(shared)), *notes]
 
 
 def _has(found: Mapping[str, dict[str, Any]], content: str, name: str) -> bool:
@@ -137,13 +142,12 @@ def _row(each: Mapping[str, Any], numbers: Sequence[Sequence[dict[str, Any]]]) -
     return {**shown, "base": found[0].base, "cells": cells}
 
 
-def _differences(jobs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a reader must know about the table, as sentences."""
+def _differences(jobs: Sequence[Run], rows: Sequence[Mapping[str, Any]], shared: int) -> list[str]:
+    """What a reader must know about the table, as sentences. `shared`: examples that all evaluations have."""
     notes, sizes = [], [job.result()["examples"] for job in jobs]
-    most = max((row["count"] for row in rows if row["name"] != GENERAL_LOSS), default=0)
-    if most < max(sizes):
+    if shared < max(sizes):
         notes.append(
-            f"Only the {counted(most, 'example')} that all of these evaluations have are compared; the largest has "
+            f"Only the {counted(shared, 'example')} that all of these evaluations have are compared; the largest has "
             f"{max(sizes):,}."
         )
     many = sum(len(row["cells"]) for row in rows)

@@ -170,7 +170,7 @@ class MeasuredTimes(EarlierRuns[TimeMeasurement]):
 
 class MeasuredStarts(EarlierRuns[float]):
     """The measured starts in a folder of runs: seconds from the start to the first step, without loading the weights,
-    of runs with the same machine, trainer, strategy and number of devices."""
+    of runs with the same machine, data, trainer, strategy, number of devices and use of torch.compile."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, "compared_start", measure_start)

@@ -15,6 +15,7 @@ from backend.timing.context import TimeContext
 from backend.timing.rates import DISK_RATE
 
 STEPS, TOKENIZING = "Steps", "tokenizing the data"
+COMPILING = "compiling, which takes minutes in the first step"
 START = "Start and loading"
 # A factor like that of a step, of all else: loading, evaluations and checkpoints were compared with nothing.
 REST = 3.0
@@ -54,7 +55,7 @@ class RunTime:
         source = f"median of {runs} earlier runs" if runs > 1 else "measured in an earlier run"
         measured = f"{seconds:.0f} s ({source}, including preparing the data), and {loading}"
         item = Part(START, start.seconds - self.start_seconds + seconds, measured)
-        left = tuple(missing for missing in self.not_included if missing != TOKENIZING)
+        left = tuple(missing for missing in self.not_included if missing not in (TOKENIZING, COMPILING))
         return replace(self, items=(item, *others), not_included=left, start_seconds=seconds, start_runs=runs)
 
 
@@ -77,7 +78,7 @@ def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTim
     if spec.eval.num_generations:
         missing.append("generated outputs of evaluations")
     if spec.train.torch_compile:
-        missing.append("compiling, which takes minutes in the first step")
+        missing.append(COMPILING)
     missing.append(TOKENIZING)
     return RunTime(tuple(item for item in items if item.seconds > 0), steps, tuple(missing))
 

@@ -79,7 +79,7 @@ class StandIn:
 
     torch = torch
     lm_eval = SimpleNamespace(utils=SimpleNamespace(handle_non_serializable=str))
-    Messages = staticmethod(lambda show: SimpleNamespace(truncated=0))
+    Messages = staticmethod(lambda show: SimpleNamespace(truncated=False))
 
     def __init__(self) -> None:
         self.template: list[bool] = []
@@ -177,6 +177,20 @@ def test_errors_and_stops(in_process: Callable[..., process.Benchmark]) -> None:
         stopped._measure(stand_in, "trained", loaded, (), [], False)
 
 
+def test_lm_eval_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if Footplate's own environment has another one."""
+    for name in ("own", "created"):
+        (tmp_path / name / "stand_in").mkdir(parents=True)
+        (tmp_path / name / "stand_in/__init__.py").write_text("from .part import name")
+        (tmp_path / name / "stand_in/part.py").write_text(f"name = {name!r}")
+    monkeypatch.syspath_prepend(tmp_path / "own")
+    process._import_from("stand_in", str(tmp_path / "created"))
+    for module in ("stand_in", "stand_in.part"):
+        assert sys.modules.pop(module).name == "created"
+    with pytest.raises(TrainError, match=r"does not contain stand_in\. Run `footplate env create lm-eval` again"):
+        process._import_from("stand_in", str(tmp_path))
+
+
 # -- lm-eval itself ----------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +267,10 @@ def test_what_lm_eval_refuses(run: Run, tasks: Path, environment: Path, finish: 
     escape.write_text(CHOICE.replace("{{thing}}", "{{ ''.__class__.__mro__ }}"))
     job = finish(run, Settings((str(escape),)), "failed")
     assert "is unsafe (SecurityError)" in (job.failure() or {})["sentence"], "templates are rendered in a sandbox"
+    metric = tasks / "metric.yaml"
+    metric.write_text(CHOICE + f"metric_list: [{{metric: {tasks}/mine.py, aggregation: mean, higher_is_better: true}}]")
+    job = finish(run, Settings((str(metric),)), "failed")
+    assert "lm-eval has no metric" in (job.failure() or {})["sentence"], "the package evaluate would run that file"
     few = finish(run, Settings((str(tasks / "choice.yaml"),), limit=2, shots=3, base=False))
     assert few.result()["chat_template"] and few.result()["rows"][0]["shots"] == 3
     assert "used only the first 2 of its 9 samples" in few.result()["limits"][0]

@@ -163,8 +163,10 @@ def test_a_stopped_evaluation_continues_with_what_it_has(run: Run, finish: Calla
 
     kept = [json.loads(line) for line in evaluation._outputs(job).splitlines()]
     changed = [{**line, "loss": 1000.0} if "loss" in line else line for line in kept]  # shows which are used again
-    changed += [{"side": side, "key": f"example {n}", "text": "x", "ended": True} for side in ("base", "trained")
-                for n in range(8)]  # fmt: skip
+    items = examples.read(read_spec(run), settings, AutoTokenizer.from_pretrained(run.path / MODEL), print)
+    changed += [{"side": side, "content": item.content, "text": "x", "ended": True} for side in ("base", "trained")
+                for item in items]  # fmt: skip
+    changed += [{"side": "trained", "key": f"example {n}", "loss": 2000.0} for n in range(8)]  # of an older version
     (job.path / OUTPUTS).write_text("".join(json.dumps(line) + "\n" for line in changed))
     later = finish(run, settings)
     assert job.path.exists() == (later.id == job.id), "the same id, if it started in the same second"

@@ -55,13 +55,17 @@ def task(tmp_path):
         ("doc_to_choice: [a, b]", []),
         ("process_docs: !function utils.process", ["process_docs: !function utils.process"]),
         ("metric_list: [{metric: !function utils.score}]", ["metric_list.metric: !function utils.score"]),
-        ("metric_list: [{metric: bleu, hf_evaluate: true}]", ["metric_list.hf_evaluate: True"]),
-        ("unsafe_code: true", ["unsafe_code: True"]),
+        ("metric_list: [{metric: bleu, hf_evaluate: true}]", ["metric_list.hf_evaluate: true"]),
+        ("unsafe_code: true", ["unsafe_code: true"]),
         ("unsafe_code: false", []),
         ("class: !function task.Task", ["class: !function task.Task"]),
-        ("dataset_kwargs: {trust_remote_code: true}", ["dataset_kwargs.trust_remote_code: True"]),
+        ("dataset_kwargs: {trust_remote_code: true}", ["dataset_kwargs.trust_remote_code: true"]),
         ("dataset_path: pandas", ["dataset_path: pandas"]),
         ("include: base", ["doc_to_target: !function utils.target"]),
+        ("include: base\ndoc_to_target: null", ["doc_to_target: !function utils.target"]),
+        ("description: !function a.b\ndescription: x", ["description: !function a.b"]),
+        ("metadata: {? !function a.b : 1}", ["metadata: !function a.b"]),
+        ("metadata: &x [*x, &p pandas]\ndataset_path: *p", ["dataset_path: pandas"]),
     ],
 )
 def test_what_runs_code(tmp_path, task, more, code):
@@ -194,13 +198,25 @@ def test_rows_are_compared_where_a_metric_is_a_mean_of_shares():
     assert alone["base"] is None and alone["sentence"] == "t: acc: trained model 50.0%."
 
 
+def test_values_that_are_no_numbers():
+    """They do not lose the other figures, although JSON does not have them."""
+    base = result([0.0] * 20, **{"ppl,none": 8.0, "mcc,none": float("nan"), "bleu,none": "N/A"})
+    tuned = result([1.0] * 20, **{"ppl,none": float("inf"), "ppl_stderr,none": float("nan"), "mcc,none": 0.5})
+    tuned["results"]["t"] |= {"bleu,none": 2.0, "only,none": 1.0}
+    rows = {row["metric"]: row for row in benchmark_results.rows({"base": base, "trained": tuned})}
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    assert rows["acc"]["verdict"] == "better" and (rows["ppl"]["base"], rows["ppl"]["trained"]) == (8.0, None)
+    assert rows["ppl"]["sentence"] == "t: ppl: base model 8, trained model not a number, so they are not compared."
+    assert [rows[name]["base"] for name in ("mcc", "bleu", "only")] == [None] * 3
+
+
 def test_no_praise_within_the_interval():
     sides = {"base": result([0.0] * 12 + [1.0] * 12), "trained": result([0.0] * 11 + [1.0] * 13)}
     (row,) = benchmark_results.rows(sides)
     assert row["verdict"] == "unclear" and "no clear change" in row["sentence"]
     few = {"base": result([0.0] * 7), "trained": result([1.0] * 7)}
     assert [row["verdict"] for row in benchmark_results.rows(few)] == ["few"]
-    assert "t has too few samples" in benchmark_results.limits(few, benchmark_results.rows(few), 0, None, 0)[-1]
+    assert "t has too few samples" in benchmark_results.limits(few, benchmark_results.rows(few), 0, None, False)[-1]
 
 
 def test_a_group_has_the_samples_of_its_tasks():
@@ -219,7 +235,7 @@ def test_a_group_has_the_samples_of_its_tasks():
 
 def test_limits():
     sides = {"trained": result([1.0] * 9)}
-    found = benchmark_results.limits(sides, benchmark_results.rows(sides), 9, 5, 1)
+    found = benchmark_results.limits(sides, benchmark_results.rows(sides), 9, 5, True)
     assert found[0].startswith("t used only the first 9 of its 100 samples: do not compare")
     assert found[1] == "t keeps the number of few-shot examples of the task, not 5."
-    assert found[2].startswith("1 prompt was longer than the model's context")
+    assert found[2] == "At least one prompt was longer than the model's context and lost its beginning."

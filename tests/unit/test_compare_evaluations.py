@@ -1,6 +1,7 @@
 """The table of the evaluations of several runs, with planted differences."""
 
 import os
+import shutil
 
 import pytest
 from planted_evaluations import plant_evaluation
@@ -101,6 +102,26 @@ def test_only_shared_examples_and_equal_labels_count(runs):
     assert found["notes"][0].startswith("Only the 5 examples that all of these evaluations have are compared;")
     assert all("is not compared: the models of these runs get different tokens" in note for note in found["notes"][1:])
     assert len(found["notes"]) == 3
+
+
+def test_examples_that_are_shared_are_not_said_to_be_missing(runs):
+    for run in runs[:2]:
+        plant_evaluation(run, {"loss": (SLOW, SLOW)}, labels=run.id)
+    rows, _, found = table(*runs[:2])
+    assert not rows and [note[:21] for note in found["notes"]] == ["Loss per token is not"]
+
+
+def test_evaluations_that_cannot_be_used(runs):
+    """A file that is damaged is not in the way of the others."""
+    jobs = [plant_evaluation(run, {"exact_match": (LOW, LOW), GENERAL_LOSS: (SLOW, SLOW)}) for run in runs[:2]]
+    plant_evaluation(runs[2], {GENERAL_LOSS: (SLOW, SLOW)}, Settings(examples=0))
+    found = table(*runs)[2]
+    assert [each["sentence"] for each in found["problems"]] == ["It was evaluated on general texts only."]
+    (jobs[0].path / "result.json").write_text("[]")
+    assert choose(runs)[1] == [{"id": runs[0].id, "sentence": "It has no complete evaluation."}]
+    (jobs[1].path / "evaluation.json").write_text("")
+    shutil.rmtree(runs[1].path / MODEL)
+    assert [each.run for each in choose(runs)[0]] == [runs[2]]
 
 
 def test_many_intervals_are_not_all_certain(runs):

@@ -59,6 +59,8 @@ def test_an_old_measurement_counts_until_there_is_a_new_one(speeds: Measured, mo
     assert (found.layer, found.busy, found.note) == (0.001, 0, "The CPU speed is from 25 min ago.")
     monkeypatch.setattr(cpu_speed.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     assert speeds.get(REQUEST, False)["cpu"].busy == cpu_speed._cores()
+    monkeypatch.setattr(cpu_speed.os, "cpu_count", lambda: cpu_speed._cores() + 1)  # of the host of a container
+    assert speeds.get(REQUEST, False)["cpu"].busy == 0
     assert get(speeds, result(0.002))["cpu"].layer == 0.002
 
 

@@ -71,8 +71,9 @@ def test_a_score_file_returns_numbers(tmp_path):
         ("\nimport nowhere", r"^raised ModuleNotFoundError in line 2: No module named 'nowhere'$"),
         ("raise SystemExit", r"^raised SystemExit in line 1$"),
         ("import os\nos._exit(3)", r"^ended its process \(exit status 3\)$"),
-        ("score = 1", r"^must define a function score\(prompt, reference, output\)$"),
-        ("def score(output): pass", r"^must define a function score\(prompt, reference, output\)$"),
+        ("score = 1", r"^must define a function score\(prompt, reference, output\), with its"),
+        ("def score(output, reference, prompt): pass", r"with its arguments in this order$"),
+        ("def score(output): pass", r"^must define a function score\(prompt, reference, output\), with its"),
     ],
 )
 def test_files_that_cannot_be_loaded(tmp_path, code, problem):

@@ -115,6 +115,8 @@ def test_the_environment_for_benchmarks(gguf_commands, cache, capsys):
     assert requirements.startswith("lm-eval==0.4.13 --hash=sha256:")
     assert all(line.count(" --hash=sha256:") == line.count("--hash") > 0 for line in requirements.splitlines())
     assert probe[1:] == ("-m", "backend.inference.benchmark_probe", ".")
+    assert main(["env", "remove"]) == 2 and folder.exists()
+    assert "Name the environment to remove" in capsys.readouterr().err
     assert main(["env", "remove", "lm-eval"]) == 0
     assert not folder.exists() and "No environment exists." in capsys.readouterr().out
     assert main(["env", "remove", "lm-eval"]) == 1

@@ -74,7 +74,7 @@ def test_stopped_and_started_again(tmp_path, waiter, monkeypatch):
     job.stop(save=False)
     wait_for_end(job)
     assert job.state == "stopped"
-    (job.path / evaluation.OUTPUTS).write_text('{"key": "example 0"}\n')
+    (job.path / evaluation.OUTPUTS).write_text('{"content": "0"}\n')
     with monkeypatch.context() as patch, pytest.raises(RunError, match="No space left"):
         patch.setattr("backend.runs.folder.replace_text", no_space)
         evaluation.start(run, Settings(general=False))
@@ -85,7 +85,7 @@ def test_stopped_and_started_again(tmp_path, waiter, monkeypatch):
     wait_for_end(other)
     later = evaluation.start(run, Settings(general=False))
     assert not job.path.exists()
-    assert (later.path / evaluation.OUTPUTS).read_text() == '{"key": "example 0"}\n'
+    assert (later.path / evaluation.OUTPUTS).read_text() == '{"content": "0"}\n'
     run.delete()  # stops it
     assert not later.path.exists()
 
@@ -100,7 +100,7 @@ def test_outputs_for_other_examples_are_not_continued(tmp_path, waiter):
         job = evaluation.start(run, Settings(general=False))
         job.stop(save=False)
         wait_for_end(job)
-        (job.path / evaluation.OUTPUTS).write_text('{"key": "example 0"}\n')
+        (job.path / evaluation.OUTPUTS).write_text('{"content": "0"}\n')
         if changed:
             os.utime(data, (1, 1))
         later = evaluation.start(run, Settings(general=False))
@@ -118,7 +118,7 @@ def test_outputs_are_used_again_for_other_scores(tmp_path, waiter):
         assert (job.path / evaluation.OUTPUTS).exists() == is_continued
         job.stop(save=False)
         wait_for_end(job)
-        (job.path / evaluation.OUTPUTS).write_text('{"key": "example 0"}\n')
+        (job.path / evaluation.OUTPUTS).write_text('{"content": "0"}\n')
         (job.path / RESULT).write_text("{}" if settings.regex else '{"examples": 1}')
     run.delete()
 

@@ -133,8 +133,9 @@ def test_starts_of_earlier_runs_replace_the_assumed_one(tmp_path: Path) -> None:
     assert found.run.items[0].formula.startswith("9 s (median of 3 earlier runs, including preparing the data), and ")
     assert planned.time.run.items[0].formula.startswith("30 s (assumed, 10 s to 90 s), and ")
     assert found.run_seconds[2] < planned.time.run_seconds[2] - 50 and found.run.not_included == ()
-    ddp = report(**{"parallel.strategy": "ddp"})
-    assert MeasuredStarts(tmp_path).applied(ddp) is ddp
+    for other in ({"parallel.strategy": "ddp"}, {"data.max_samples": 9}, {"train.torch_compile": True}):
+        changed = report(**other)
+        assert MeasuredStarts(tmp_path).applied(changed) is changed, other
 
 
 def test_a_measured_start_is_not_counted_as_loading(tmp_path: Path) -> None:

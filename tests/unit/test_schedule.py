@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from backend.__main__ import main
-from backend.runs import LOCK, PROGRESS, STATE, SWEEP, Plan, processes, queue, schedule, sweeps
+from backend.runs import LOCK, PROGRESS, STATE, STOP, SWEEP, Plan, processes, queue, schedule, sweeps
 from backend.runs.folder import Run
 from backend.runs.schedule import Span
 
@@ -79,6 +79,27 @@ def test_runs_start_one_after_the_other(make: Make) -> None:
     starts = sentences()
     assert starts[:2] == ["Starts in 35 min to 45 min.", "Starts in 1 h 30 min to 3 h."]  # 60 steps of 40 s are left
     assert starts[2] == "When it starts is not known: the time of 2026-01-01_000000_c is not predicted."
+
+
+def test_runs_after_the_same_run(make: Make, tmp_path: Path) -> None:
+    """They need the device that this run uses, so they start one after the other."""
+    first = make("a", (600, 900), TRAINS)
+    for name in "bcd":
+        make(name, (3600, 3700), after=str(first.path), sweep="s")
+    make("e", (3600, 3700))
+    assert sentences() == [
+        "Starts in 35 min to 45 min.", "Starts in 1 h 30 min to 2 h.", "Starts in 2 h 30 min to 3 h.",
+        "Starts in 3 h 30 min to 4 h.",
+    ]  # fmt: skip
+    text = schedule.sweep_text(tmp_path, "s", NOW)
+    assert text == "The remaining 3 runs of the sweep will end in 3 h 30 min to 4 h."
+
+
+def test_a_run_that_stops_ends_soon(make: Make) -> None:
+    run = make("a", (600, 9000), {**TRAINS, "step": 1})
+    (run.path / STOP).write_text("save\n")
+    make("b", (3600, 7200))
+    assert run.state == "stopping" and sentences() == ["Starts within 1 min."]
 
 
 def test_the_order_of_several_slots_and_held_runs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,8 +105,13 @@ async function pull(isCurrent) {
 /** By a request of its own: the first one computes intervals, which may take a while. */
 async function pullEvaluations(asked, runs) {
   if (!runs.length) return;
-  const found = await get(`api/comparison/evaluations?ids=${encodeURIComponent(asked || "")}`);
-  if (asked === address.get("runs")) page.evaluations.draw(runs, found);
+  try {
+    const found = await get(`api/comparison/evaluations?ids=${encodeURIComponent(asked || "")}`);
+    if (asked === address.get("runs")) page.evaluations.draw(runs, found);
+  } catch (error) {
+    if (!error.status) throw error;
+    page.evaluations.hide(); // evaluations that cannot be read do not stop the other sections
+  }
 }
 
 const onTrouble = (failures) => (page.away.hidden = failures < 2);

@@ -54,13 +54,14 @@ const valuesOf = ({ tasks, model, limit, shots, base, template, code }, isChat) 
 });
 
 /** The consent to run code is given for each benchmark. */
-function fill({ tasks, model, limit, shots, base, template }, settings, isChat) {
+function fill({ tasks, model, limit, shots, base, template, code }, settings, isChat) {
   tasks.value = settings.tasks.join(", ");
   model.choose(settings.step);
   limit.input.value = settings.limit;
   shots.input.value = settings.shots ?? "";
   base.checked = settings.base;
   template.checked = settings.chat_template ?? isChat;
+  code.checked = false;
 }
 
 function createParts() {

@@ -31,16 +31,17 @@ function resultRow(row) {
     "tr",
     { "data-verdict": row.verdict || "few", title: row.sentence },
     el("th", { scope: "row" }, row.label),
-    cell("Base model", hasBase ? valueText(row, "base") : "\u2013"),
+    cell("Base model", valueText(row, "base")),
     cell("Trained model", valueText(row, "trained")),
     cell("Change", change),
     cell("Texts", integer(row.count)),
   );
 }
 
-/** A value and lm-eval's standard error. */
+/** A value and lm-eval's standard error; a dash for what is not a number. */
 function valueText(row, side) {
   const { [side]: value, stderr, is_share: isShare } = row;
+  if (value === null) return "\u2013";
   const shown = (number) => (isShare ? (100 * number).toFixed(1) : num(number, 4));
   const error = stderr[side] === null ? "" : `\u00a0\u00b1\u00a0${shown(stderr[side])}`;
   return `${shown(value)}${isShare ? "%" : ""}${error}`;
