@@ -327,10 +327,10 @@ def _add_benchmark(command: AddCommand, run_id: argparse.ArgumentParser) -> None
     add("--tasks", required=True, metavar="TASKS", help=names)
     add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
     add("--limit", type=int, default=LIMIT, metavar="N", help="samples of each task; 0: all (default: %(default)s)")
-    add("--shots", type=int, metavar="N", help="few-shot examples in each prompt (default: the number of the task)")
+    add("--shots", type=int, metavar="N", help="few-shot examples per prompt (default: set by the task)")
     add("--base", action=switch, default=True, help="measure the base model too (default: yes)")
-    add("--chat-template", action=switch, help="prompts as conversations (default: as in training)")
-    add("--allow-code", action="store_true", help="run the Python code that tasks contain, and code that models write")
+    add("--chat-template", action=switch, help="apply the chat template (default: as in training)")
+    add("--allow-code", action="store_true", help="run code that tasks contain and code that models write")
 
 
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:

@@ -85,12 +85,12 @@ def _value(value: float, is_share: bool) -> str:
 
 
 def _change(cell: dict[str, Any], is_share: bool, against: str) -> str:
-    """What is certain about the difference: better than first run, +1.2 to +3.4 points"""
+    """What is certain about the difference: better than first run, +1.2 to +3.4 percentage points"""
     if cell["verdict"] == "few":
         return "too few texts to compare"
     words = "no clear change from" if cell["verdict"] == "unclear" else f"{cell['verdict']} than"
     low, high = cell["low"], cell["high"]
-    span = f"{100 * low:+.1f} to {100 * high:+.1f} points" if is_share else f"{low:+.3f} to {high:+.3f}"
+    span = f"{100 * low:+.1f} to {100 * high:+.1f} percentage points" if is_share else f"{low:+.3f} to {high:+.3f}"
     return f"{words} {against} ({span})"
 
 

@@ -35,8 +35,8 @@ class Train(Section):
     """Number of optimizer steps; the training set is repeated if it is too small for them. About 20 suffice for a
     test."""
     max_hours: Annotated[float, Field(ge=0, le=10_000), Ui("Max run time", unit="hours")] = 0.0
-    """Saves a checkpoint and stops once the run has taken this many hours, with loading and evaluations but without
-    waiting in a queue; Resume lets it run for as long again. 0, which is usual, sets no limit."""
+    """Saves a checkpoint and stops the run after this many hours, including loading and evaluations but not queue time;
+    Resume allows as many again. 0, which is usual, sets no limit."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=65536), Ui("Batch size per device")] = 4
     """Examples per forward pass on each device; activation memory grows with it. Use the largest that fits."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=65536), Ui("Gradient accumulation steps")] = 1

@@ -109,7 +109,7 @@ def _sentence(label: str, means: Mapping[str, float | None], is_share: bool) -> 
     values = f"{label}: base model {shown(means[BASE])}, trained model {shown(means[TUNED])}"
     if None in means.values():
         return f"{values}, so they are not compared."
-    return f"{values}; not compared, since the metric is no mean of shares of the samples."
+    return f"{values}; not compared: no paired interval is available for this metric."
 
 
 def limits(
@@ -127,10 +127,10 @@ def limits(
         )
     fixed = [name for name, own in results[TUNED]["n-shot"].items() if shots is not None and own != shots]
     if fixed:
-        verb = "keeps" if len(fixed) == 1 else "keep"
-        sentences.append(f"{', '.join(fixed)} {verb} the number of few-shot examples of the task, not {shots}.")
+        verb = "has" if len(fixed) == 1 else "have"
+        sentences.append(f"{', '.join(fixed)} {verb} a fixed number of few-shot examples, not {shots}.")
     if truncated:
-        sentences.append("At least one prompt was longer than the model's context and lost its beginning.")
+        sentences.append("At least one prompt exceeded the context length and was left-truncated.")
     few = sorted({row["task"] for row in found if 0 < row["count"] < intervals.MIN_EXAMPLES})
     if few:
         verb = "has" if len(few) == 1 else "have"

@@ -25,8 +25,8 @@ CALM_CORES = 0.3  # what other programs may use
 LOADED_CORES = 1.0  # of the load average, from which other programs use the CPU
 SECONDS = 40.0  # that a measurement takes at most
 ASK_AGAIN_SECONDS = 5  # after a run was training
-PENDING = "this CPU is being benchmarked for models of this size; the time appears when that is done"
-UNMEASURED = "this CPU has not been benchmarked for models of this size yet, and cannot be while {} trains"
+PENDING = "the speed of this CPU is being measured for models of this size; the time appears afterwards"
+UNMEASURED = "the speed of this CPU has not been measured for models of this size yet, and cannot be while {} trains"
 
 
 @dataclass(frozen=True)

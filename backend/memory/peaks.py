@@ -271,7 +271,7 @@ def _merged_rows(ctx: MemoryContext, count: int, copies: int = 1) -> list[Row]:
     """Copies of an embedding with `count` elements, or its gradient, of which only the rows of added tokens are
     trained."""
     times = f"{copies} x " if copies > 1 else ""
-    formula = f"{times}{count:,} elements x {ctx.compute_bytes} bytes: all rows, of which those of added tokens train"
+    formula = f"{times}{count:,} elements x {ctx.compute_bytes} bytes: all rows; only those of added tokens are trained"
     return [Row("Embedding with trained rows", copies * count * ctx.compute_bytes, formula)] if count else []
 
 

@@ -144,7 +144,7 @@ def _problem(run: Run, settings: Settings) -> str:
         which = "final model" if settings.step is None else f"checkpoint of step {settings.step}"
         return f"The {which} cannot be loaded. Steps of checkpoints: {known or 'none'}."
     if settings.chat_template and not trained.has_template(_folder(run, settings.step)):
-        return "The tokenizer of this model has no chat template. Leave out the chat template."
+        return "The tokenizer of this model has no chat template. Turn off the chat template."
     names = [benchmark_tasks.name_of(Path(task)) if benchmark_tasks.is_file(task) else task for task in settings.tasks]
     if twice := next((name for name in names if names.count(name) > 1), ""):
         return f"Two of the tasks are called {twice}. Give one of them another name, or leave it out."

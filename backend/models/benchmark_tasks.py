@@ -56,7 +56,7 @@ def _read(path: Path, seen: set[Path]) -> Iterator[tuple[dict[str, Any], Node]]:
     seen.add(path)
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise RunError(f"{path} has more than 1 MiB: a task of lm-eval has its examples in a data file.")
+            raise RunError(f"{path} is larger than 1 MiB. Move its samples to a data file (data_files).")
         content = path.read_bytes()
         found, node = yaml.load(content, _Loader), yaml.compose(content, _Loader)
     except OSError as error:

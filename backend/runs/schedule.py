@@ -193,7 +193,7 @@ def waiting(now: float | None = None) -> dict[str, Times]:
         if entry.held:
             start = Span(unknown="it is on hold")
         elif not start.unknown and start.high <= 0:  # nothing that is known here is in its way
-            start = Span(unknown="it waits for a program whose end is not known")
+            start = Span(unknown="another program is using its devices")
         found[entry.run] = Times(start, start.then(remaining(run, now)))
         is_passed = before and (before.unknown or before.high > free.high)  # the runs behind it start before it
         if not entry.held and not is_passed:

@@ -125,8 +125,8 @@ def _contention(run: Run) -> list[str]:
     if not cores or min(cores) >= MUCH_CPU * threads:
         return []
     return [
-        f"A process with {counted(threads, 'thread')} got only {figure(min(cores))} CPU cores, so other programs used "
-        "the CPU, or it waited for something else."
+        f"A process with {counted(threads, 'thread')} got only {figure(min(cores))} CPU cores: other programs used the "
+        "CPU, or the process was waiting."
     ]
 
 

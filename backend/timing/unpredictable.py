@@ -22,13 +22,11 @@ def _cpu_reason(run: ResolvedRun, machine: Machine, cpu: CpuSpeed | None) -> str
     if run.nnodes > 1:
         return "the network between the nodes was not measured"
     if cpu is None and machine.name:
-        return f"the CPU of {machine.name} cannot be benchmarked from this machine"
+        return f"the CPU of {machine.name} cannot be measured from this machine"
     if cpu is None:
-        return "the CPU has not been benchmarked yet (`footplate estimate` benchmarks that of this machine)"
+        return "the speed of the CPU has not been measured yet (`footplate estimate` measures that of this machine)"
     if cpu.processes != run.nproc_per_node:
-        return (
-            f"the CPU was benchmarked with {counted(cpu.processes, 'process')}, and this run has {run.nproc_per_node}"
-        )
+        return f"the CPU was measured with {counted(cpu.processes, 'process')}, and this run has {run.nproc_per_node}"
     return ""
 
 

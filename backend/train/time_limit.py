@@ -27,7 +27,7 @@ COMPLETED = ("evaluating", "checkpoint", "saving", "generating after", "done")
 def reason(hours: float) -> str:
     """Why the run stopped, and what Resume does, for the list of runs and the page of the run."""
     allowed = duration(3600 * hours)
-    return f"It reached its time limit of {allowed} (train.max_hours). Resume lets it run for {allowed} more."
+    return f"It reached its max run time, {allowed} (train.max_hours). Resume lets it run for {allowed} more."
 
 
 def watch(hours: float, run_log: RunLog) -> threading.Thread | None:

@@ -44,7 +44,7 @@ def test_from_the_missing_environment_to_the_samples(measuring, page, tmp_path):
     expect(card.get_by_role("button", name="Start benchmark")).to_be_visible(timeout=SLOW_TIMEOUT)
     card.get_by_label("Tasks: names").fill("colors.yaml")
     card.get_by_role("button", name="Start benchmark").click()
-    expect(page.locator("#fp-toasts")).to_contain_text("colors.yaml is relative", timeout=SLOW_TIMEOUT)
+    expect(page.locator("#fp-toasts")).to_contain_text("colors.yaml of the task file is relative", timeout=SLOW_TIMEOUT)
     card.get_by_label("Tasks: names").fill("arc_easy, hellaswag")
     card.get_by_text("Settings", exact=True).click()
     expect(card.get_by_label("Prompts with the chat template")).to_be_checked()

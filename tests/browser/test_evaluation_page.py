@@ -76,7 +76,9 @@ def test_from_start_to_examples(evaluating, page):
 def refuse_relative_paths(card):
     card.get_by_label("Data file").fill("mine.jsonl")
     card.get_by_role("button", name="Evaluate").click()
-    expect(card.page.locator("#fp-toasts")).to_contain_text("mine.jsonl is relative", timeout=SLOW_TIMEOUT)
+    expect(card.page.locator("#fp-toasts")).to_contain_text(
+        "mine.jsonl of the data file is relative", timeout=SLOW_TIMEOUT
+    )
     card.get_by_label("Data file").fill("")
 
 

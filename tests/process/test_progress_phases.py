@@ -122,7 +122,7 @@ def test_a_time_limit_waits_for_an_evaluation_and_counts_earlier_processes(
     assert thread.is_alive() and not (tmp_path / STOP).exists()
     run_log.progress("training")
     thread.join(10)
-    assert (tmp_path / STOP).read_text().startswith("save\nIt reached its time limit of 3 h")
+    assert (tmp_path / STOP).read_text().startswith("save\nIt reached its max run time, 3 h")
     assert time_limit.watch(hours, RunLog(tmp_path, rank=1)) is None
 
 

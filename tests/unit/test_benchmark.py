@@ -83,7 +83,7 @@ def test_what_runs_code(tmp_path, task, more, code):
         ("include: colors.yaml", "includes itself"),
         ("include: nowhere.yaml", r"nowhere\.yaml cannot be read: No such file"),
         ("doc_to_text: x", "has no key `task`"),
-        ("x: " + "y" * 2**20, "more than 1 MiB"),
+        ("x: " + "y" * 2**20, "larger than 1 MiB"),
     ],
 )
 def test_files_that_are_no_tasks(task, text, words):
@@ -129,7 +129,7 @@ def test_from_start_to_result(tmp_path, environment, waiter, task, capsys):
     start = {"tasks": f"arc_easy, {task}", "limit": 5}
     path = f"/api/runs/{run.id}/benchmarks"
     with client(tmp_path / "runs") as http:
-        assert "colors.yaml is relative" in http.post(path, json={"tasks": "colors.yaml"}).json()["error"]
+        assert "of the task file is relative" in http.post(path, json={"tasks": "colors.yaml"}).json()["error"]
         refused = http.post(path, json=start)
         assert "process_docs: !function utils.process" in refused.json()["error"]
         started = http.post(path, json={**start, "allow_code": True})
@@ -191,8 +191,7 @@ def test_rows_are_compared_where_a_metric_is_a_mean_of_shares():
     assert acc["verdict"] == "better" and acc["low"] > 0 and acc["label"] == "t: acc"
     assert other["verdict"] == "" and other["stderr"]["trained"] is None
     assert other["sentence"] == (
-        "t: other: base model 10, trained model 12.5; not compared, since the metric is no mean of shares of the "
-        "samples."
+        "t: other: base model 10, trained model 12.5; not compared: no paired interval is available for this metric."
     )
     (alone,) = benchmark_results.rows({"trained": result([1.0, 0.0])})
     assert alone["base"] is None and alone["sentence"] == "t: acc: trained model 50.0%."
@@ -237,5 +236,5 @@ def test_limits():
     sides = {"trained": result([1.0] * 9)}
     found = benchmark_results.limits(sides, benchmark_results.rows(sides), 9, 5, True)
     assert found[0].startswith("t used only the first 9 of its 100 samples: do not compare")
-    assert found[1] == "t keeps the number of few-shot examples of the task, not 5."
-    assert found[2] == "At least one prompt was longer than the model's context and lost its beginning."
+    assert found[1] == "t has a fixed number of few-shot examples, not 5."
+    assert found[2] == "At least one prompt exceeded the context length and was left-truncated."

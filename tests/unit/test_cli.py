@@ -111,6 +111,6 @@ def test_estimate_prints_time_and_price(capsys, tmp_path):
     (tmp_path / "machines" / "cpu.yaml").write_text("cores: 8\n")
     header, first, last = printed(capsys, *words, "--machines", str(described.parent)).splitlines()
     assert header.split() == ["MACHINE", "GPUS", "TIME", "TOKENS/S", "PRICE", "RESULT"]
-    assert first.startswith("priced   1 ") and last.startswith("cpu ") and "cannot be benchmarked" in last
+    assert first.startswith("priced   1 ") and last.startswith("cpu ") and "cannot be measured" in last
     assert main([*words, "--machines", str(tmp_path)]) == 2 and "no YAML files" in capsys.readouterr().err
     assert main([*words, "--machines", "--machine", "laptop"]) == 2 and "exclude" in capsys.readouterr().err

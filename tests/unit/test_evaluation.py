@@ -161,7 +161,7 @@ def test_rows_and_their_changes(tmp_path, waiter):
         assert http.get(path, params={"score": "loss", "first": 3}).json()["counts"]["worse"] == 4
         assert http.get(path, params={"score": "loss", "change": "x"}).status_code == 400
         relative = http.post(f"/api/runs/{run.id}/evaluations", json={"data": "mine.jsonl"})
-        assert relative.status_code == 422 and "mine.jsonl is relative" in relative.json()["error"]
+        assert relative.status_code == 422 and "mine.jsonl of the data file is relative" in relative.json()["error"]
         assert http.post(f"/api/runs/{run.id}/jobs/{job.id}/stop", json={}).status_code == 200
         wait_for_end(job)
         assert http.delete(f"/api/runs/{run.id}/jobs/{job.id}").status_code == 200

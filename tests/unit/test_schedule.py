@@ -109,7 +109,7 @@ def test_the_order_of_several_slots_and_held_runs(make: Make, monkeypatch: pytes
     make("c", (60, 120))
     assert sentences() == [
         "When it starts is not known: it is on hold.",
-        "When it starts is not known: it waits for a program whose end is not known.",  # a slot is free, says the queue
+        "When it starts is not known: another program is using its devices.",  # a slot is free, says the queue
     ]
 
 

@@ -143,7 +143,7 @@ def test_small_batches_wait_for_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("machine", "options", "reason"),
     [
-        (LAPTOP, {}, "the CPU of laptop cannot be benchmarked from this machine"),
+        (LAPTOP, {}, "the CPU of laptop cannot be measured from this machine"),
         (gpus(1, "RTX 4090 Laptop GPU", 16, (8, 9)), {}, "the rates of RTX 4090 Laptop GPU are not known"),
         (gpus(1, "B200", 180, (10, 0)), {}, "no published training on B200"),
         (A100, {"precision__compute": "fp32"}, "the rate of A100 in fp32"),
@@ -327,11 +327,11 @@ def test_a_busy_cpu_is_said() -> None:
 def test_why_a_cpu_has_no_time() -> None:
     assert "being measured" in time(spec(), LAPTOP, cpu_unknown="the speed of this CPU is being measured").unknown
     assert (
-        "benchmarked with 1 process, and this run has 2"
+        "measured with 1 process, and this run has 2"
         in on_cpu(parallel__strategy="ddp", launch__nproc_per_node=2).unknown
     )
     nodes = {"launch__nnodes": 2, "launch__rendezvous": "static", "parallel__strategy": "ddp"}
     assert "network" in on_cpu(**nodes).unknown
     assert "network" in time(spec(**{**ON_CPU, **nodes}), LAPTOP).unknown
-    assert "has not been benchmarked yet" in time(spec(**ON_CPU), replace(LAPTOP, name="")).unknown
-    assert "the CPU of laptop cannot be benchmarked" in time(spec(**ON_CPU), replace(LAPTOP, name="laptop")).unknown
+    assert "the speed of the CPU has not been measured yet" in time(spec(**ON_CPU), replace(LAPTOP, name="")).unknown
+    assert "the CPU of laptop cannot be measured" in time(spec(**ON_CPU), replace(LAPTOP, name="laptop")).unknown

@@ -44,7 +44,7 @@ def start(run: PathRun, body: BenchmarkRequest) -> Response:
     tasks = [os.path.expanduser(task) for task in benchmark.parse_tasks(body.tasks)]
     for task in filter(benchmark_tasks.is_file, tasks):
         if not os.path.isabs(task):
-            raise ApiError(422, f"Write the path of the task file with all its folders: {task} is relative.")
+            raise ApiError(422, f"The path {task} of the task file is relative. Enter an absolute path.")
     settings = Settings(**{**body.model_dump(), "tasks": tuple(tasks)})
     return json(benchmark.as_json(benchmark.start(run, settings)), 201)
 

@@ -59,7 +59,7 @@ def _absolute(path: str, what: str) -> str:
     """A relative path belongs to no folder of the page. Raises ApiError."""
     found = os.path.expanduser(path)  # it leaves an unknown user as it is
     if found and not os.path.isabs(found):
-        raise ApiError(422, f"Write the path of the {what} with all its folders: {path} is relative.")
+        raise ApiError(422, f"The path {path} of the {what} is relative. Enter an absolute path.")
     return found
 
 

@@ -177,7 +177,7 @@ function outcome({ state, failure, fastest, rows, seconds, created, changes_resu
 }
 
 function table(rows, { fastest, rows: all }) {
-  const heads = ["Tokens/s", "Against current"].map((text) => el("th.fp-n", { scope: "col" }, text));
+  const heads = ["Tokens/s", "Speedup"].map((text) => el("th.fp-n", { scope: "col" }, text));
   const top = el("tr", {}, el("th", { scope: "col" }, "Settings"), ...heads, el("th", {}, el("span.fp-sr", {}, "Use")));
   const lines = rows.flatMap((row) => pair(row, row === all[fastest] ? "fastest" : row.state));
   return el("table.fp-rows.fp-tuning-rows", {}, el("thead", {}, top), el("tbody", {}, ...lines));

@@ -34,7 +34,7 @@ function resultRow(row) {
     cell("Base model", valueText(row, "base")),
     cell("Trained model", valueText(row, "trained")),
     cell("Change", change),
-    cell("Texts", integer(row.count)),
+    cell("Samples", integer(row.count)),
   );
 }
 
@@ -47,8 +47,8 @@ function valueText(row, side) {
   return `${shown(value)}${isShare ? "%" : ""}${error}`;
 }
 
-/** +8.3 to +58.3 points */
+/** +8.3 to +58.3 percentage points */
 function interval({ low, high }) {
   const signed = (value) => `${value < 0 ? "\u2212" : "+"}${Math.abs(100 * value).toFixed(1)}`;
-  return `${signed(low)} to ${signed(high)} points`;
+  return `${signed(low)} to ${signed(high)} percentage points`;
 }
