@@ -122,6 +122,7 @@ Lines = Annotated[tuple[str, ...], Field(max_length=MAX_LINES), _split_by(r"[\n]
 Names = Annotated[
     tuple[Annotated[str, Field(max_length=MAX_NAME)], ...], Field(max_length=MAX_NAMES), _split_by(r"[\s,]+")
 ]
+Tokens = Annotated[Names, each_matches(r"(?s).*\S.*", "must be tokens that are not only spaces")]
 Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_IDS), _split_by(r"[\s,]+")]
 Pairs = Annotated[dict[str, str], Field(max_length=MAX_PAIRS), BeforeValidator(_pairs), AfterValidator(_variable_names)]
 

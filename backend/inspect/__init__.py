@@ -75,8 +75,8 @@ def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = o
 def _added_rows(spec: RunSpec, found: Mapping[str, Any]) -> dict[str, Any]:
     """The shape of the model with the rows that its embeddings get for added tokens, and how many; empty without any,
     and for a tokenizer that has too many tokens of its own."""
-    shape, size, new = found.get("shape"), found.get("tokenizer_size", 0), len(spec.data.added_tokens)
-    if shape is None or not new or not shape.vocabulary < size <= shape.vocabulary + new:
+    shape, size = found.get("shape"), found.get("tokenizer_size", 0)
+    if shape is None or not spec.data.added_tokens or not found.get("known_size", 0) <= shape.vocabulary < size:
         return {}
     return {"shape": shape.with_vocabulary(size), "added_rows": size - shape.vocabulary}
 

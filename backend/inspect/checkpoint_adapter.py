@@ -55,9 +55,10 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
     if spec.method.kind != "lora" or not spec.lora.adapter_path:
         return {}
     folder = base / Path(spec.lora.adapter_path).expanduser()
-    if problem := _unusable_adapter(folder, registry.STAGES[spec.train.stage].is_reward_model):
-        return {"adapter_problem": problem}
     saved = saved_spec(folder)
+    needs_tokens = saved is None and not spec.data.added_tokens
+    if problem := _unusable_adapter(folder, registry.STAGES[spec.train.stage].is_reward_model, needs_tokens):
+        return {"adapter_problem": problem}
     # Of a folder, the trainer decides by the fingerprint of its weights: it may have been moved or renamed.
     is_named = spec.model.source in ("hub", "builtin") and saved and saved.model.source == spec.model.source
     if saved and is_named and saved.model.name != spec.model.name:
@@ -67,9 +68,10 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
     return {name.replace("checkpoint", "adapter"): value for name, value in found.items()}
 
 
-def _unusable_adapter(folder: Path, for_reward: bool) -> str:
+def _unusable_adapter(folder: Path, for_reward: bool, needs_tokens: bool) -> str:
     """Why the adapter in `folder` cannot be continued whatever its options are, a sentence; '' if it can. `for_reward`:
-    to train a reward model."""
+    to train a reward model; `needs_tokens`: neither the spec nor the run of the adapter says which tokens it has
+    added."""
     if not folder.is_dir():
         return f"The folder {folder} does not exist: set the folder of a saved LoRA adapter, such as runs/ID/model."
     if not any((folder / name).is_file() for name in WEIGHTS):
@@ -96,6 +98,11 @@ def _unusable_adapter(folder: Path, for_reward: bool) -> str:
         return (
             f"The adapter in {folder} uses {', '.join(other)}, which Footplate does not support. Merge it into its "
             "base model with peft (merge_and_unload), and set the merged model as model.path."
+        )
+    if needs_tokens and config.get("trainable_token_indices"):
+        return (
+            f"The adapter in {folder} has embeddings of added tokens. The folder does not belong to a run that says "
+            f"which tokens these are: set {' and '.join(ADDED_TOKENS)} to them, in the order of their ids."
         )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and any(
@@ -138,8 +145,9 @@ def _initialization(spec: RunSpec, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _added_tokens(spec: RunSpec, saved: RunSpec | None) -> dict[str, Any]:
-    """The added tokens of the adapter's run, if that is known and they are others than those of `spec`."""
-    if saved is None or set(saved.data.added_tokens) == set(spec.data.added_tokens):
+    """The added tokens of the adapter's run, if that is known and they are others than those of `spec`. Their order
+    decides which rows of the embeddings they have."""
+    if saved is None or saved.data.added_tokens == spec.data.added_tokens:
         return {}
     return {name: get(saved, name) for name in ADDED_TOKENS}
 

@@ -107,7 +107,8 @@ def combined(each: Sequence[InputFacts], known: Collection[str]) -> Facts:
     sizes = [sum(own.token_lengths) for own in each]
     labeled = sum(own.labeled_share * size for own, size in zip(each, sizes, strict=True))
     facts["labeled_share"] = labeled / sum(sizes) if sum(sizes) else 1.0
-    facts["tokenizer_size"] = max(own.tokenizer_size for own in each)
+    for name in ("tokenizer_size", "known_size"):
+        facts[name] = max(getattr(own, name) for own in each)
     facts["min_prompt_tokens"] = min((own.min_prompt_tokens for own in each if own.min_prompt_tokens), default=0)
     formats = {own.format for own in each}
     facts["format"] = formats.pop() if len(formats) == 1 else ""  # one format does not stand for all

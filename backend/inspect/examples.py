@@ -23,7 +23,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 17
+FORMAT = 18
 # Options that decide nothing about a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -217,6 +217,7 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "tokenizer_problem": found["problem"],
         "tokenizer_size": found["vocabulary"],
+        "known_size": found["known_vocabulary"],
         "data_issues": tuple(
             DataIssue(option if is_training else validation, place, text, is_example)
             for is_training, place, text, is_example in found["data_issues"]

@@ -73,6 +73,7 @@ class InputFacts:
     examples_pending: bool = False  # a worker process is reading and tokenizing the examples
     tokenizer_problem: str = ""  # why the tokenizer cannot be loaded
     tokenizer_size: int = 0  # the tokenizer's largest token id + 1; 0 if unknown
+    known_size: int = 0  # the same without data.add_tokens and data.add_special_tokens
     added_rows: int = 0  # that the embeddings get for data.add_tokens and data.add_special_tokens, if that is known
     unrenderable_examples: tuple[DataIssue, ...] = ()  # the chat template raises an error for them
     num_checked: int = 0  # examples that were read, and tokenized where the tokenizer is on this machine

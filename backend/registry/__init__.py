@@ -21,6 +21,7 @@ from backend.registry.architectures import (
     NO_TENSOR_PARALLELISM,
     NO_ZERO3,
     NOT_CALLED,
+    READS_EMBEDDING,
     READS_WEIGHTS,
     UNTRAINABLE,
 )

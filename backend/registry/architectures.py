@@ -28,6 +28,8 @@ NO_TENSOR_PARALLELISM: Mapping[str, str] = {  # with the plan that transformers 
 }
 NO_ZERO3 = frozenset({"blt", "rwkv", "youtu"})  # their weights are initialized by shape, and ZeRO-3 has sharded them
 READS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})  # the forward pass clamps the weights of linear layers
+# Their forward pass reads the device of the embedding's weights before FSDP2 gathers them.
+READS_EMBEDDING = frozenset({"llama4", "llama4_text"})
 # Their forward pass ignores the attention mask, so padding before a prompt changes what follows.
 NO_PADDING = frozenset({"rwkv", "xlnet", "xlstm"})
 # Linear layers whose weight the forward pass reads without calling the layer, so that an adapter has no effect.

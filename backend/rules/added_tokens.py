@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.modelspec import matches_any, token_rows
+from backend import registry
+from backend.modelspec import SCORE, matches_any, token_rows
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.common_fixes import DDP, FSDP2, ZERO2, ZERO3
 from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100
@@ -63,11 +64,12 @@ def token_in_both_lists(case: Case) -> Violation | None:
 def token_rows_with_sharded_weights(case: Case) -> Violation | None:
     """Besides its adapters, LoRA trains the embeddings of the added tokens alone, and peft puts them into a copy of the
     whole embeddings at each step. It cannot do that with the shards of ZeRO-3 and tensor parallelism. With FSDP2 it can
-    if the input embedding and the output layer are not tied."""
+    if the input embedding and the output layer are not tied, except in Llama 4."""
     shape = case.shape
     if case.spec.method.kind != "lora" or not case.spec.data.added_tokens or not case.strategy.shards_weights:
         return None
-    is_gathered = case.run.engine.gathers_layers and not (shape and shape.tied)
+    is_early = shape is not None and shape.model_type in registry.READS_EMBEDDING
+    is_gathered = case.run.engine.gathers_layers and not (shape and shape.tied) and not is_early
     if is_gathered or (shape and not token_rows(case.spec, shape)):
         return None
     fixes: tuple[Fix, ...] = ()
@@ -75,7 +77,8 @@ def token_rows_with_sharded_weights(case: Case) -> Violation | None:
         known = case.spec.lora.modules_to_save
         whole = [name.rpartition(".")[2] for name in (shape.embedding, shape.head)]
         saved = {"lora.modules_to_save": (*known, *(name for name in whole if name not in known))}
-        fixes = (FSDP2, Fix("Train the embeddings in full", saved, False, "much more memory, and a large adapter"))
+        in_full = Fix("Train the embeddings in full", saved, False, "much more memory, and a large adapter")
+        fixes = (in_full,) if is_early else (FSDP2, in_full)
     tied = ", the model has tie_word_embeddings set," if shape and shape.tied else ""
     message = f"The strategy is {case.strategy.label}{tied} and LoRA is to train the embeddings of {_tokens(case)}."
     return Violation(message, fixes)
@@ -84,9 +87,9 @@ def token_rows_with_sharded_weights(case: Case) -> Violation | None:
 @error(
     "MTH013",
     fields=(SPECIAL, PLAIN),
-    title="peft cannot train the outputs of added tokens in a layer with a bias",
-    source="peft 0.21 tuners/trainable_tokens/layer.py, forward_adapters: F.linear without the bias; verified by "
-    "running",
+    title="peft cannot train the added tokens in this output layer",
+    source="peft 0.21 tuners/trainable_tokens/layer.py, forward_adapters: F.linear without the bias, and a ValueError "
+    "for a layer in modules_to_save; verified by running",
     fails_on=Example(
         WITH_END,
         H100,
@@ -103,20 +106,36 @@ def token_rows_with_sharded_weights(case: Case) -> Violation | None:
     ),
     passes_on=Example(WITH_END, H100, UNTIED),
 )
-def token_rows_with_bias(case: Case) -> Violation | None:
+def token_rows_in_output_layer(case: Case) -> Violation | None:
     """LoRA trains the weights of added tokens in the output layer. peft computes the outputs of such a layer without
-    its bias, which would change every prediction."""
-    shape = case.shape
-    if shape is None or case.spec.method.kind != "lora" or not case.spec.data.added_tokens or shape.tied:
+    its bias, which would change every prediction. It cannot train them in a layer that is tied to the input embedding
+    and also trained in full."""
+    shape, saved = case.shape, case.spec.lora.modules_to_save
+    if shape is None or case.spec.method.kind != "lora" or not case.spec.data.added_tokens or shape.head == SCORE:
         return None
+    if shape.tied:
+        return _tied_head_in_full(case)
     head = shape.non_layer_modules[-1]
     has_bias = head.out_features == shape.vocabulary and head.parameters > head.out_features * head.in_features
-    if not has_bias or matches_any(head.path, frozenset(case.spec.lora.modules_to_save)):
+    if not has_bias or matches_any(head.path, frozenset(saved)):
         return None
     name = head.path.rpartition(".")[2]
-    saved = {"lora.modules_to_save": (*case.spec.lora.modules_to_save, name)}
-    fix = Fix(f"Train {name} in full", saved, safe=False, cost="more memory, and a large adapter")
+    more = {"lora.modules_to_save": (*saved, name)}
+    fix = Fix(f"Train {name} in full", more, safe=False, cost="more memory, and a large adapter")
     return Violation(f"{head.path} of {shape.architecture} has a bias, and {_tokens(case)} is to be added.", (fix,))
+
+
+def _tied_head_in_full(case: Case) -> Violation | None:
+    shape, saved = case.shape, case.spec.lora.modules_to_save
+    whole = [name for name in saved if shape and f".{shape.head}".endswith(f".{name}")]
+    if shape is None or not whole or matches_any(shape.embedding, frozenset(saved)):
+        return None
+    rest = {"lora.modules_to_save": tuple(name for name in saved if name not in whole)}
+    message = (
+        f"lora.modules_to_save has {names(whole)}, which {shape.architecture} ties to {shape.embedding}, and "
+        f"{_tokens(case)} is to be added."
+    )
+    return Violation(message, (Fix(f"Remove {names(whole)}", rest, False),))
 
 
 @error(
@@ -152,7 +171,7 @@ def token_rows_are_frozen(case: Case) -> Violation | None:
     if spec.method.kind != "freeze" or not spec.data.added_tokens or shape is None:
         return None
     trained = frozenset(spec.method.freeze_extra_modules)
-    needed = [shape.embedding, *([] if shape.tied or shape.head == "score" else [shape.head])]
+    needed = [shape.embedding, *([] if shape.tied or shape.head == SCORE else [shape.head])]
     frozen = [path for path in needed if not matches_any(path, trained)]
     if not frozen:
         return None

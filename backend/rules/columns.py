@@ -45,8 +45,8 @@ def _completion_or_text(case: Case, found: Sequence[str]) -> list[Fix]:
 def _pair(case: Case, found: Sequence[str]) -> list[Fix]:
     data = case.spec.data
     names = (data.prompt_column, *PROMPTS), (data.chosen_column, *CHOSEN), (data.rejected_column, *REJECTED)
-    prompt, chosen, rejected = _filled(_named(found, *names), found)
-    if not rejected:
+    prompt, chosen, rejected = _filled(_named(case.facts.columns, *names), found)
+    if not (prompt and rejected):
         return []
     columns = {"data.prompt_column": prompt, "data.chosen_column": chosen, "data.rejected_column": rejected}
     label = f"Use column {prompt} as the prompt, {chosen} as the chosen and {rejected} as the rejected completion"

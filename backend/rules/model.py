@@ -104,14 +104,13 @@ def unloadable_tokenizer(case: Case) -> str | None:
     source="torch 2.13: nn.Embedding raises an IndexError for an id beyond its size",
     fixes=(BUILTIN_MODEL,),
     manual_fix="Use the tokenizer of this model, or resize the model's embedding and save the model again.",
-    fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, tokenizer_size=128_256)),
-    passes_on=Example(LOCAL_MODEL, facts=replace(DEMO, tokenizer_size=49_152)),
+    fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, known_size=128_256)),
+    passes_on=Example(LOCAL_MODEL, facts=replace(DEMO, known_size=49_152)),
 )
 def tokenizer_larger_than_embedding(case: Case) -> str | None:
     """A token id that the embedding does not have raises an IndexError on a CPU and a device-side assert on a GPU, at
     the first example that contains the token."""
-    size, shape = case.facts.tokenizer_size, case.shape
-    size -= len(case.spec.data.added_tokens)  # they get rows
+    size, shape = case.facts.known_size, case.shape  # added tokens get rows
     if case.spec.model.source == "builtin" or shape is None or size <= shape.vocabulary:
         return None
     return f"The tokenizer has {size:,} tokens, and the model's embedding is for {shape.vocabulary:,} tokens."

@@ -13,6 +13,7 @@ from backend.runs.throughput import duration
 from backend.wording import counted
 
 STEPS = {"train.duration": "steps"}
+MOST_HOURS = 10_000  # that train.max_hours can have
 BEST_BY_STEPS = {"eval.strategy": "steps", "save.strategy": "steps", "save.load_best_model_at_end": True}
 DEFAULT_WARMUP = 0.03  # the default of train.warmup_steps
 
@@ -262,7 +263,9 @@ def max_hours_shorter_than_run(case: Case) -> Violation | None:
         f"at least {duration(least)} and at most {duration(most)}, so it would stop unfinished."
     )
     enough = limit / 3600
-    return Violation(message, (Fix(f"Set max run time to {enough:g} hours", {"train.max_hours": enough}),))
+    set_enough = Fix(f"Set max run time to {enough:g} hours", {"train.max_hours": enough})
+    unlimited = Fix("Set no max run time", {"train.max_hours": 0.0}, False)
+    return Violation(message, (set_enough if enough <= MOST_HOURS else unlimited,))
 
 
 @error(

@@ -35,17 +35,22 @@ def ids(spec: RunSpec, tokenizer: Any) -> list[int]:
     return sorted(int(tokenizer.convert_tokens_to_ids(token)) for token in spec.data.added_tokens)
 
 
+def sizes(spec: RunSpec, tokenizer: Any) -> tuple[int, int]:
+    """The rows that an embedding needs for the tokenizer: without the tokens of `spec`, and with them."""
+    vocabulary, added = tokenizer.get_vocab(), set(spec.data.added_tokens)
+    known = (number for token, number in vocabulary.items() if token not in added)
+    return 1 + max(known, default=-1), 1 + max(vocabulary.values())
+
+
 def fit_embeddings(spec: RunSpec, model: Any, tokenizer: Any) -> None:
     """Give the embeddings of `model` a row for each token of `tokenizer`. New rows are the mean of the others, as
     transformers makes them. Raises TrainError if other tokens than those of `spec` have no row."""
-    rows, vocabulary = model.get_input_embeddings().num_embeddings, tokenizer.get_vocab()
-    known = 1 + max(number for token, number in vocabulary.items() if token not in spec.data.added_tokens)
+    rows, (known, needed) = model.get_input_embeddings().num_embeddings, sizes(spec, tokenizer)
     if known > rows:
         raise TrainError(
             f"The tokenizer has {known:,} tokens, but the model's embedding has {rows:,} rows: they do not belong "
             "together. Use the tokenizer of this model."
         )
-    needed = 1 + max(vocabulary.values())
     if needed <= rows:  # many models have spare rows
         return
     if isinstance(model.get_input_embeddings().weight, DTensor):

@@ -22,13 +22,14 @@ from backend.train.run_log import TrainError
 SEED = 0  # of initializations that are taken out of the base weights
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # peft's keys that decide what an adapter's weights mean, and the option of each.
+TOKEN_IDS = "trainable_token_indices"
 OPTION_OF = {
     "r": "lora.r",
     "lora_alpha": "lora.alpha",
     "use_dora": "lora.use_dora",
     "use_rslora": "lora.use_rslora",
     "init_lora_weights": "lora.init",
-    "trainable_token_indices": "data.add_special_tokens and data.add_tokens",
+    TOKEN_IDS: "data.add_special_tokens and data.add_tokens",
 }
 
 
@@ -129,9 +130,10 @@ def check_adapter(model: Any, folder: Path, option_of_folder: str) -> None:
     for key, option in OPTION_OF.items():
         values = getattr(own, key, None), getattr(other, key, None)
         if values[0] != values[1] and not (key == "init_lora_weights" and registry.same_base_weights(*values)):
+            wanted = "the tokens with these ids" if key == TOKEN_IDS else "the same value"
             raise TrainError(
                 f"{option_of_folder}: the adapter in {folder} was trained with {key} {values[1]}, but this run has "
-                f"{values[0]}. Set {option} to the same value."
+                f"{values[0]}. Set {option} to {wanted}."
             )
 
 

@@ -30,7 +30,7 @@ from backend.data import (
 )
 from backend.data.copies import Seen
 from backend.inspect.examples import FORMAT
-from backend.train import completion_start, end_tokens, model
+from backend.train import added_tokens, completion_start, end_tokens, model
 from backend.train.data import tokenizer_for
 from backend.train.examples import FIRST_READ, ConvertedExample
 from backend.train.preference_data import SPECIAL, UNREAD, unread_keys
@@ -56,7 +56,7 @@ def inspect(
     try:
         if folder:
             tokenizer = model.load_tokenizer(run_spec, model.ModelSource(folder, {"local_files_only": True}))
-            found.vocabulary = max(tokenizer.get_vocab().values()) + 1
+            found.known_vocabulary, found.vocabulary = added_tokens.sizes(run_spec, tokenizer)
             if run_spec.data.chat_template == "model":
                 found.has_chat_template = bool(tokenizer.chat_template)
     except TrainError as error:
@@ -73,6 +73,7 @@ class ExampleFacts:
     problem: str = ""  # of the tokenizer
     has_chat_template: bool | None = None  # of the tokenizer; None where the run sets another one
     vocabulary: int = 0  # the largest token id + 1
+    known_vocabulary: int = 0  # the same without the tokens that the spec adds
     num_train: int = 0  # examples that were read
     num_validation: int = 0
     complete: bool = True  # each file was read to its end

@@ -189,7 +189,7 @@ def _trainer(
     sliced = context.engine.load_arguments()
     whole = rank0_loading.load(context, config, source, tokens, sliced)
     context.engine.check_model(whole)
-    verify.check_positions(whole.config.get_text_config(), prepared.longest)
+    verify.check_positions(spec, whole.config.get_text_config(), prepared.longest)
     context.engine.prepare_config(whole.config)
     end_tokens.apply(whole, tokens, prepared.end_tokens)
     if not registry.STAGES[spec.train.stage].is_reward_model:  # which finds the end of a text by this token

@@ -68,8 +68,10 @@ def check_rules(spec: RunSpec, folder: Path) -> None:
         raise TrainError(f"{', '.join(first.fields)}: {first.title}. {first.message}{fix}{more} [{first.code}]")
 
 
-def check_positions(config: Any, longest: int) -> None:
-    """Raise TrainError if an example of `longest` tokens needs more positions than the table of the model has."""
+def check_positions(spec: RunSpec, config: Any, longest: int) -> None:
+    """Raise TrainError if an example of `longest` tokens needs more positions than the table of the model has. TRL
+    truncates to data.max_length what KTO makes of a prompt and the completion of its neighbor."""
+    longest = min(longest, spec.data.max_length)
     most = getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0)
     if config.model_type in POSITION_TABLES and longest > most > 0:
         raise TrainError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 from backend.export import loading, merge
 from backend.inspect import inspect_inputs
 from backend.runs import MODEL
-from backend.train import adapters, added_tokens, model
+from backend.train import adapters, added_tokens, lora, model
 from backend.train.run_log import TrainError
 
 END, TOOL = "<|end|>", "<tool>"
@@ -246,6 +247,14 @@ def test_an_output_layer_with_a_bias_is_refused(tiny: Path, tmp_path: Path) -> N
         adapters.lora_config(spec, whole, [5])
     saved = make_spec({**TOKENS, "lora.modules_to_save": ("lm_head", "embed_tokens")})
     assert adapters.lora_config(saved, whole, [5]).trainable_token_indices is None
+
+
+def test_an_adapter_with_other_rows_is_refused(tmp_path: Path) -> None:
+    """The error says what to set: tokens, since the options have no ids."""
+    saved, own = (LoraConfig(trainable_token_indices={"embed_tokens": [number]}) for number in (5, 6))
+    saved.save_pretrained(str(tmp_path))
+    with pytest.raises(TrainError, match=r"\[5\].*\[6\].*data\.add_tokens to the tokens with these ids"):
+        lora.check_adapter(SimpleNamespace(peft_config={"default": own}), tmp_path, "lora.adapter_path")
 
 
 def test_a_tokenizer_of_another_model_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.metadata
 import inspect
@@ -13,13 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, SeedOssConfig, XGLMConfig
+from transformers import AutoConfig, AutoModelForCausalLM, SeedOssConfig, XGLMConfig
 from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import disable_dropout_in_model
 
 from backend.train import patches
-from backend.train.patches import torch_state_dtype, transformers_padding_index, trl_functional_dropout
+from backend.train.patches import (
+    accelerate_fsdp2_adapter_head,
+    torch_state_dtype,
+    transformers_padding_index,
+    trl_functional_dropout,
+)
+from backend.train.run_log import TrainError
 
 NAMES = [module.name for module in pkgutil.iter_modules(patches.__path__)]
 ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
@@ -279,3 +287,35 @@ def test_loaded_state_keeps_its_dtype() -> None:
         optimizers[1].load_state_dict(optimizers[0].state_dict())
         loaded = optimizers[1].state[weight]["momentum_buffer"]
         assert (loaded.dtype == torch.float32 and bool((loaded == 1 / 3).all())) == is_applied
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "tie_word_embeddings": False, "pad_token_id": 0,
+}  # fmt: skip
+NORMS = {
+    "llama": ({"num_key_value_heads": 1}, "model.norm"),
+    "llama4_text": ({"num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 1}, "model.norm"),
+    "opt": ({"ffn_dim": 16, "word_embed_proj_dim": 16}, "model.decoder.final_layer_norm"),
+    "openai-gpt": ({}, ""),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", NORMS)
+def test_the_norm_before_the_output_layer(kind: str) -> None:
+    """With FSDP2 the output layer has wrong gradients without it, unless it is not trained."""
+    more, name = NORMS[kind]
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY, **more))
+    find = accelerate_fsdp2_adapter_head.norm_before_head
+    if not name:
+        with pytest.raises(TrainError, match="cannot train the output layer of OpenAIGPTLMHeadModel"):
+            find(whole)
+        assert find(whole.requires_grad_(False)) is None
+        return
+    assert find(whole) is whole.get_submodule(name)
+    for saved in (["lm_head"], ["lm_head", name.rpartition(".")[2]]):
+        adapted: Any = get_peft_model(
+            copy.deepcopy(whole), LoraConfig(target_modules=["q_proj"], modules_to_save=saved)
+        )
+        assert find(adapted) is adapted.get_base_model().get_submodule(name)

@@ -232,11 +232,13 @@ def test_modules_to_save_are_trained_with_zero(trained: TrainedRuns) -> None:
 
 
 @pytest.mark.soak
-def test_a_trained_output_layer_with_fsdp2(trained: TrainedRuns) -> None:
-    """Its gradient is that of the examples of all ranks."""
-    changes = {"lora.modules_to_save": ("lm_head",), **NO_CHECKPOINTS}
-    single = trained.run("one-process-head", {**changes, "train.per_device_train_batch_size": 4}, 0)
-    fsdp2 = trained.run("fsdp2-head", {**changes, **CASES["fsdp2"].changes, "train.per_device_train_batch_size": 2}, 2)
+@pytest.mark.parametrize("saved", [("lm_head",), ("norm", "lm_head")])
+def test_a_trained_output_layer_with_fsdp2(trained: TrainedRuns, saved: tuple[str, ...]) -> None:
+    """Its gradient is that of the examples of all ranks, also if the norm before it is trained."""
+    name, changes = "-".join(saved), {"lora.modules_to_save": saved, **NO_CHECKPOINTS}
+    single = trained.run(f"one-process-{name}", {**changes, "train.per_device_train_batch_size": 4}, 0)
+    more = {**changes, **CASES["fsdp2"].changes, "train.per_device_train_batch_size": 2}
+    fsdp2 = trained.run(f"fsdp2-{name}", more, 2)
     assert losses(fsdp2) == same_losses(losses(single), REORDERING_TOLERANCE)
 
 

@@ -24,6 +24,7 @@ from backend.modelspec import from_config
 from backend.paths import ASSETS, HOME
 from backend.train import adapters, builtin_models, checkpoints, model, verify
 from backend.train.callbacks import CheckpointCallback
+from backend.train.data import prepare
 from backend.train.device import ProcessGroup
 from backend.train.run_log import RunLog, TrainError
 
@@ -83,6 +84,23 @@ def test_position_tables_are_compared_with_the_examples(tiny: Path, tmp_path: Pa
     data.write_text('{"text": "one two"}\n' * 8 + json.dumps({"text": "one two " * 40}) + "\n")
     with pytest.raises(AssertionError, match=r"longest example has \d+ tokens, and the model has 32 position"):
         fork_server.train(tmp_path / "long", spec)
+
+
+def test_prompts_with_the_completion_of_a_neighbor_are_truncated(tiny: Path, tmp_path: Path) -> None:
+    """KTO makes such sequences for its KL estimate."""
+    file = tmp_path / "labels.jsonl"
+    parts = ("one " * 40, "two"), ("one", "two " * 40)
+    file.write_text("".join(json.dumps({"prompt": a, "completion": b, "label": True}) + "\n" for a, b in parts))
+    spec = make_spec({
+        "model.source": "path", "model.path": str(tiny), "data.source": "files", "data.files": str(file),
+        "data.validation": "none", "data.max_length": 64, "train.stage": "kto", "eval.strategy": "no",
+    })  # fmt: skip
+    tokenizer = model.load_tokenizer(spec, model.locate(spec, ignore_progress))
+    longest = prepare(spec, tokenizer, lambda *_: True, print).longest
+    assert longest > 64
+    verify.check_positions(spec, GPT2Config(n_positions=64), longest)
+    with pytest.raises(TrainError, match="longest example has 64 tokens, and the model has 63 position"):
+        verify.check_positions(spec, GPT2Config(n_positions=63), longest)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,14 @@ def test_pairs_with_unknown_names_can_be_used_with_one_fix(tmp_path: Path, head:
     assert not any(finding.code.startswith(("DAT", "STG")) for finding in report.findings if finding.level == "error")
 
 
+def test_pairs_without_a_prompt_column_get_no_fix_for_one(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.csv"
+    file.write_text("id,better,worse\n" + "".join(f"{i},Um {i}.,Nie {i}.\n" for i in range(40)))
+    spec = edit(with_file(file), {"train.stage": "dpo"})
+    fixes = [fix for finding in preflight(spec, machines()["laptop"], tmp_path, 60).findings for fix in finding.fixes]
+    assert fixes and not any("data.prompt_column" in fix.patch for fix in fixes)
+
+
 def test_a_missing_column_is_reported_once_with_the_options_to_set(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("Frage,Antwort\n" + "".join(f"Wann {i}?,Um {i}.\n" for i in range(100)))

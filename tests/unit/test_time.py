@@ -217,6 +217,9 @@ def test_a_max_run_time_or_slurm_limit_below_the_prediction_has_a_fix_that_suffi
         after = edit(edit(RunSpec(), patch), found.fixes[0].patch)
         assert after.train.max_hours > 1 or minutes(after.slurm.time_limit) > 60
         assert not {code, "CLU008", "CLU009"} & {finding.code for finding in check(after, A100, known)}
+    long = edit(RunSpec(), {**steps, "train.max_steps": 100_000_000, "train.max_hours": 1})
+    found = next(finding for finding in check(long, A100, known) if finding.code == "TRN010")
+    assert edit(long, found.fixes[0].patch).train.max_hours == 0  # the option cannot have as many
     assert [time_text(seconds) for seconds in (900, 19_800, 86_400, 194_400)] == [
         "0:15:00", "5:30:00", "1-00:00:00", "2-06:00:00",
     ]  # fmt: skip

@@ -78,12 +78,16 @@ def test_embeddings_that_grow(shape: ModelShape) -> None:
     size, layers = shape.vocabulary, 1 if shape.tied else 2
     grown = shape.with_vocabulary(size + 2)
     assert grown.parameters == shape.parameters + 2 * layers * shape.hidden and grown.vocabulary == size + 2
-    found = {n: _added_rows(spec(**TOKENS), {"shape": shape, "tokenizer_size": size + n}) for n in (0, 1, 2, 3)}
-    assert not found[0] and not found[3] and found[1]["added_rows"] == 1 and found[2]["shape"] == grown
-    assert not _added_rows(spec(), {"shape": shape, "tokenizer_size": size + 1})
-    facts = replace(DEMO, shape=shape, tokenizer_size=size + 3)
+    sizes = {"shape": shape, "known_size": size}
+    found = {n: _added_rows(spec(**TOKENS), {**sizes, "tokenizer_size": size + n}) for n in (0, 1, 2)}
+    assert not found[0] and found[1]["added_rows"] == 1 and found[2]["shape"] == grown
+    assert not _added_rows(spec(), {**sizes, "tokenizer_size": size + 1})
+    foreign = {"known_size": size + 1, "tokenizer_size": size + 1}  # the tokenizer had the listed tokens before
+    assert not _added_rows(spec(**TOKENS), {"shape": shape, **foreign})
     local = spec(model__source="path", model__path="model", **TOKENS)
-    assert "MDL006" in {finding.code for finding in check(local, H100, facts)}
+    assert "MDL006" in {finding.code for finding in check(local, H100, replace(DEMO, shape=shape, **foreign))}
+    ok = replace(DEMO, shape=grown, known_size=size, tokenizer_size=size + 2)
+    assert "MDL006" not in {finding.code for finding in check(local, H100, ok)}
 
 
 def test_memory_of_the_copies_of_the_embeddings() -> None:
@@ -119,6 +123,27 @@ def test_an_adapter_with_other_tokens(tmp_path: Path) -> None:
     assert END in facts.adapter_problem and TOOL in facts.adapter_problem
     fixed = edit(spec(**given), dict(facts.adapter_options))
     assert fixed.data.added_tokens == (END, TOOL) and inspect_inputs(fixed, tmp_path).adapter_problem == ""
+    swapped = edit(fixed, {"data.add_special_tokens": (TOOL,), "data.add_tokens": (END,)})
+    assert TOOL in inspect_inputs(swapped, tmp_path).adapter_problem  # the rows would belong to the other token
+    (tmp_path / "spec.yaml").unlink()
+    assert "set data.add_special_tokens and data.add_tokens" in inspect_inputs(spec(**given), tmp_path).adapter_problem
+    assert inspect_inputs(fixed, tmp_path).adapter_problem == ""
+
+
+def test_a_tied_output_layer_in_full() -> None:
+    """Only the embedding may be trained in full: peft cannot put the trained rows into the copy of the other one."""
+    tied = spec(**TOKENS, lora__modules_to_save=("lm_head", "norm"))
+    (finding,) = (found for found in check(tied, H100, DEMO) if found.code == "MTH013")
+    fixed = edit(tied, finding.fixes[0].patch)
+    assert fixed.lora.modules_to_save == ("norm",)
+    for other in (fixed, edit(tied, {"lora.modules_to_save": ("embed_tokens",)})):
+        assert "MTH013" not in {found.code for found in check(other, H100, DEMO)}
+
+
+@pytest.mark.parametrize("token", ["", " "])
+def test_a_token_without_a_character_is_refused(token: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.add_tokens: must be tokens that are not only spaces"):
+        edit(RunSpec(), {"data.add_tokens": (TOOL, token)})
 
 
 def test_strategies_that_shard_the_embeddings() -> None:
@@ -131,3 +156,6 @@ def test_strategies_that_shard_the_embeddings() -> None:
     assert "MTH012" not in {found.code for found in check(edit(sharded, whole.patch), TWO_H100, facts)}
     for other in ({"method.kind": "full"}, {"parallel.strategy": "fsdp2"}):
         assert "MTH012" not in {found.code for found in check(edit(sharded, other), TWO_H100, facts)}
+    early = replace(DEMO, shape=replace(LLAMA_8B, model_type="llama4_text"))
+    (finding,) = (each for each in check(edit(sharded, other), TWO_H100, early) if each.code == "MTH012")
+    assert not any("FSDP2" in fix.label for fix in finding.fixes)

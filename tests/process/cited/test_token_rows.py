@@ -59,6 +59,15 @@ def test_an_output_layer_with_trained_rows_has_no_bias() -> None:
     assert torch.allclose(adapted.eval()(input_ids=IDS).logits, before - 1, atol=1e-5)
 
 
+@cites("MTH013")
+def test_a_tied_output_layer_in_full_has_no_trained_rows() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    config = LoraConfig(r=2, modules_to_save=["lm_head"], trainable_token_indices={"embed_tokens": [60]})
+    adapted: Any = get_peft_model(model, config)
+    with pytest.raises(ValueError, match="wraps an unknown layer type"):
+        adapted(input_ids=IDS)
+
+
 @cites("MTH014")
 def test_new_rows_get_the_mean() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
