@@ -83,7 +83,7 @@ def _added_tokens(found: Import) -> None:
     if not any(found.patch.get(f"data.{name}") for name in ("add_tokens", "add_special_tokens")):
         found.missing += ["resize_vocab (the embeddings get rows for data.add_tokens only)"] if resizes else []
     elif found.get("finetuning_type") == "lora":
-        found.different.append("add_tokens: only the rows of these tokens are trained here, the whole embeddings there")
+        found.different.append("add_tokens: Footplate trains only their embeddings, LLaMA-Factory all embeddings")
 
 
 def _method(found: Import) -> None:

@@ -62,9 +62,9 @@ def token_in_both_lists(case: Case) -> Violation | None:
     passes_on=Example({**WITH_END, "parallel.strategy": "fsdp2"}, TWO_H100, UNTIED),
 )
 def token_rows_with_sharded_weights(case: Case) -> Violation | None:
-    """Besides its adapters, LoRA trains the embeddings of the added tokens alone, and peft puts them into a copy of the
-    whole embeddings at each step. It cannot do that with the shards of ZeRO-3 and tensor parallelism. With FSDP2 it can
-    if the input embedding and the output layer are not tied, except in Llama 4."""
+    """LoRA also trains the embeddings of the added tokens: at each step, peft copies them into the full embedding
+    matrix. This fails with ZeRO-3 and tensor parallelism, which shard that matrix. With FSDP2 it works if the input
+    embedding and the output layer are not tied, except in Llama 4."""
     shape = case.shape
     if case.spec.method.kind != "lora" or not case.spec.data.added_tokens or not case.strategy.shards_weights:
         return None
@@ -87,7 +87,7 @@ def token_rows_with_sharded_weights(case: Case) -> Violation | None:
 @error(
     "MTH013",
     fields=(SPECIAL, PLAIN),
-    title="peft cannot train the added tokens in this output layer",
+    title="peft cannot train added tokens in this output layer",
     source="peft 0.21 tuners/trainable_tokens/layer.py, forward_adapters: F.linear without the bias, and a ValueError "
     "for a layer in modules_to_save; verified by running",
     fails_on=Example(
@@ -107,9 +107,9 @@ def token_rows_with_sharded_weights(case: Case) -> Violation | None:
     passes_on=Example(WITH_END, H100, UNTIED),
 )
 def token_rows_in_output_layer(case: Case) -> Violation | None:
-    """LoRA trains the weights of added tokens in the output layer. peft computes the outputs of such a layer without
-    its bias, which would change every prediction. It cannot train them in a layer that is tied to the input embedding
-    and also trained in full."""
+    """LoRA trains only the weights of the added tokens in the output layer. peft then leaves out the layer's bias, which
+    changes every prediction. It cannot do so in a layer that is tied to the input embedding and also trained in
+    full."""
     shape, saved = case.shape, case.spec.lora.modules_to_save
     if shape is None or case.spec.method.kind != "lora" or not case.spec.data.added_tokens or shape.head == SCORE:
         return None
@@ -178,14 +178,16 @@ def token_rows_are_frozen(case: Case) -> Violation | None:
     ends = [path.rpartition(".")[2] for path in frozen]
     more = {"method.freeze_extra_modules": (*spec.method.freeze_extra_modules, *ends)}
     fix = Fix(f"Train {names(ends)} too", more, safe=False, cost="more memory")
-    message = f"method.kind is freeze, {_tokens(case)} is added, and {names(frozen)} of the model is not trained."
+    message = (
+        f"method.kind is freeze, {_tokens(case)} is added, and these modules are not trained: {', '.join(frozen)}."
+    )
     return Violation(message, (fix,))
 
 
 @error(
     "LLF010",
     fields=(SPECIAL, PLAIN, "llamafactory.backend"),
-    title="Added tokens are not verified with this backend",
+    title="Added tokens are verified with the transformers backend only",
     source="llamafactory 0.9.5 model/patcher.py, patch_model: resize_vocab resizes a model of transformers",
     fixes=(Fix("Train with transformers in LLaMA-Factory", {"llamafactory.backend": "transformers"}, False),),
     fails_on=Example({**MEGATRON_SPEC, **WITH_END}, TWO_H100, READABLE),

@@ -71,7 +71,7 @@ def completions_without_an_end(case: Case) -> Violation | None:
         return None
     known = case.spec.data.add_special_tokens
     add = Fix(f"Add {ends[0]} to the vocabulary", {"data.add_special_tokens": (*known, *ends)}, False, NEW_TOKEN)
-    message += f" They end with {ends[0]}, of which the tokenizer makes several tokens."
+    message += f" They end with {ends[0]}, which the tokenizer splits into several tokens."
     return Violation(message, (add, OTHER_TEMPLATE))
 
 
