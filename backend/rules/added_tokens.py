@@ -107,8 +107,8 @@ def token_rows_with_sharded_weights(case: Case) -> Violation | None:
     passes_on=Example(WITH_END, H100, UNTIED),
 )
 def token_rows_in_output_layer(case: Case) -> Violation | None:
-    """LoRA trains only the weights of the added tokens in the output layer. peft then leaves out the layer's bias, which
-    changes every prediction. It cannot do so in a layer that is tied to the input embedding and also trained in
+    """LoRA trains only the weights of the added tokens in the output layer. peft then leaves out the layer's bias,
+    which changes every prediction. It cannot do so in a layer that is tied to the input embedding and also trained in
     full."""
     shape, saved = case.shape, case.spec.lora.modules_to_save
     if shape is None or case.spec.method.kind != "lora" or not case.spec.data.added_tokens or shape.head == SCORE:
