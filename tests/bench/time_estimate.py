@@ -1,5 +1,5 @@
-"""The time estimate on this CPU next to measured seconds per step: the goal is a ratio of 0.7 to 1.4 in 8 of 10 cases,
-on an idle machine."""
+"""The time estimate on this CPU next to measured seconds per step, on an idle machine: the goal is a ratio of 0.7 to
+1.4."""
 
 import json
 import time
