@@ -10,6 +10,7 @@ from backend.timing.context import TimeContext
 ONE_GPU, SEVERAL_GPUS, CPU, BUSY_CPU = 1.3, 1.45, 1.4, 2.0
 LONG_ATTENTION, WAITING, LONGEST_ATTENTION, UNCOMPARED = 1.5, 1.7, 1.8, 2.0
 MUCH_ATTENTION, MOST_ATTENTION, MUCH_WAITING, SOME_WAITING = 0.3, 0.4, 0.3, 0.1  # shares of a step
+CPU_EXPERTS, FEW_TOKENS = 2.5, 256  # as docs/time.md has them for CPUs; tokens in a batch
 CPU_LIMIT = 0.5  # what the CPU needs for a batch, as a share of the batch
 
 
@@ -40,6 +41,8 @@ def _cpu_ranges(ctx: TimeContext) -> list[tuple[float, str]]:
     found = [(CPU, "it was predicted from a short benchmark of this CPU")]
     if ctx.cpu and ctx.cpu.is_busy:
         found.append((BUSY_CPU, "other programs use the CPU"))
+    if ctx.tokens < FEW_TOKENS:
+        found.append((WAITING, "batches of few tokens took longer than predicted on CPUs"))
     return found
 
 
@@ -49,7 +52,8 @@ def _uncompared(ctx: TimeContext) -> list[tuple[float, str]]:
     if memory.shape.model_type not in ARCHITECTURES or memory.shape.activations_unknown:
         found.append((UNCOMPARED, "this architecture was not compared with measurements"))
     if memory.shape.experts:
-        found.append((UNCOMPARED, "the speed of mixture-of-experts models depends on their kernels"))
+        width = CPU_EXPERTS if ctx.cpu else UNCOMPARED
+        found.append((width, "the speed of mixture-of-experts models depends on their kernels"))
     if memory.spec.train.stage not in registry.NEXT_TOKEN_STAGES:
         found.append((UNCOMPARED, "preference and reward training was not compared with measurements"))
     if ctx.cpu and memory.spec.train.torch_compile:
@@ -58,8 +62,6 @@ def _uncompared(ctx: TimeContext) -> list[tuple[float, str]]:
         found.append((UNCOMPARED, "quantized weights on a CPU were not compared with measurements"))
     if ctx.cpu and memory.is_lora and memory.spec.lora.use_dora:
         found.append((UNCOMPARED, "DoRA on a CPU was not compared with measurements"))
-    if ctx.cpu and memory.run.world_size > 1:
-        found.append((UNCOMPARED, "several processes on a CPU were not compared with measurements"))
     if memory.spec.launch.trainer != "footplate":
         found.append((UNCOMPARED, "LLaMA-Factory's own kernels are not modeled"))
     return found
