@@ -22,7 +22,7 @@ export function createExamples(path, comparisons) {
   const heads = ["Prompt", "Reference", "Base model", "Trained model"].map((name) => el("th", { scope: "col" }, name));
   const table = el("table", {}, el("thead", {}, el("tr", {}, heads)), body);
   const group = el("div.fp-sample-filters", { role: "group", "aria-label": "Examples to show" }, chips);
-  const bar = el("div.fp-evaluation-which", {}, el("label.fp-job-check", {}, "Score", select), group);
+  const bar = el("div.fp-results-which", {}, el("label.fp-job-check", {}, "Score", select), group);
   const node = el("details.fp-fold.fp-evaluation-examples", {}, el("summary", {}, "Examples"), bar, table, more);
   let change = "";
   let request = 0;
