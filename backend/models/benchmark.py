@@ -72,7 +72,7 @@ class Offer:
 def offer(run: Run) -> Offer:
     """Raises RunError if the options of the run cannot be read."""
     spec, models = read_spec(run), trained.models(run)
-    problem = "" if models else "This run has no model that can be loaded on this machine."
+    problem = "" if models else trained.NONE_LOADABLE
     if registry.STAGES[spec.train.stage].is_reward_model:
         problem = REWARD_MODEL
     is_chat = bool(models) and chat.mode_of(spec, models[0].folder) == chat.CHAT
@@ -140,10 +140,9 @@ def _problem(run: Run, settings: Settings) -> str:
     if offered.missing:
         return f"lm-eval is not installed. {offered.missing.rstrip('.')}, then start the benchmark again."
     if settings.step not in offered.steps:
-        known = ", ".join(str(step) for step in offered.steps if step is not None)
-        which = "final model" if settings.step is None else f"checkpoint of step {settings.step}"
-        return f"The {which} cannot be loaded. Steps of checkpoints: {known or 'none'}."
-    if settings.chat_template and not trained.has_template(_folder(run, settings.step)):
+        return trained.not_loadable(settings.step, offered.steps)
+    model = trained.at_step(run, settings.step)
+    if settings.chat_template and not (model and trained.has_template(model.folder)):
         return "The tokenizer of this model has no chat template. Turn off the chat template."
     names = [benchmark_tasks.name_of(Path(task)) if benchmark_tasks.is_file(task) else task for task in settings.tasks]
     if twice := next((name for name in names if names.count(name) > 1), ""):
@@ -151,7 +150,3 @@ def _problem(run: Run, settings: Settings) -> str:
     if not settings.allow_code:
         refuse_code(settings.tasks)
     return ""
-
-
-def _folder(run: Run, step: int | None) -> Path:
-    return next(model.folder for model in trained.models(run) if model.step == step)

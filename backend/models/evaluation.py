@@ -132,7 +132,7 @@ def offer(run: Run) -> Offer:
     """Raises RunError if the options of the run cannot be read."""
     spec = read_spec(run)
     steps = tuple(model.step for model in trained.models(run))
-    problem = "" if steps else "This run has no model that can be loaded on this machine."
+    problem = "" if steps else trained.NONE_LOADABLE
     if registry.STAGES[spec.train.stage].is_reward_model:
         problem = WITHOUT_BASE
     return Offer(steps, generates(spec), has_validation(spec), spec.eval.max_new_tokens, problem)
@@ -250,9 +250,7 @@ def problem(run: Run, settings: Settings) -> str:
     if offered.problem or settings.problem():
         return offered.problem or settings.problem()
     if settings.step not in offered.steps:
-        known = ", ".join(str(step) for step in offered.steps if step is not None)
-        which = "final model" if settings.step is None else f"checkpoint of step {settings.step}"
-        return f"The {which} cannot be loaded. Steps of checkpoints: {known or 'none'}."
+        return trained.not_loadable(settings.step, offered.steps)
     if settings.examples and not settings.data and not offered.has_validation:
         return "This run has no validation examples. Choose a data file, or set the number of examples to 0."
     if (settings.regex or settings.score_file) and not offered.generates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -76,6 +76,16 @@ def models(run: Run) -> list[TrainedModel]:
     """All models of a run that can be loaded: the final one, then those of the checkpoints, the newest first."""
     steps = [None, *reversed(run.checkpoints())]
     return [found for step in steps if (found := at_step(run, step))]
+
+
+NONE_LOADABLE = "This run has no model that can be loaded on this machine."
+
+
+def not_loadable(step: int | None, steps: Iterable[int | None]) -> str:
+    """That the model of this `step` is none of those that can be loaded, which have `steps`; None is the final one."""
+    known = ", ".join(str(each) for each in steps if each is not None)
+    which = "final model" if step is None else f"checkpoint of step {step}"
+    return f"The {which} cannot be loaded. Steps of checkpoints: {known or 'none'}."
 
 
 def _started_after(run: Run, changed: int) -> bool:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import Any
 
-import orjson
 from starlette.responses import FileResponse, Response
 
 from backend.models import benchmark, benchmark_tasks
 from backend.models.benchmark import LIMIT, SAMPLES, Settings
 from backend.runs import jobs
-from webui.api.jobs import find_job, with_run_names
-from webui.api.requests import ApiError, RequestBody, State, json, no_content
+from webui.api.jobs import find_job, results
+from webui.api.requests import ApiError, RequestBody, State, json
 from webui.api.runs import PathRun
 
 
@@ -31,12 +29,7 @@ class BenchmarkRequest(RequestBody):
 
 def show(run: PathRun, state: State, have: str = "") -> Any:
     """What can be measured, and the run's benchmarks; 204 if `have` is the current tag."""
-    found = {
-        "offer": benchmark.offer(run).as_json(),
-        "jobs": [with_run_names(state, benchmark.as_json(job)) for job in benchmark.find_all(run)],
-    }
-    tag = hashlib.sha256(orjson.dumps(found)).hexdigest()[:16]
-    return no_content() if have == tag else {**found, "tag": tag}
+    return results(state, benchmark.offer(run).as_json(), map(benchmark.as_json, benchmark.find_all(run)), have)
 
 
 def start(run: PathRun, body: BenchmarkRequest) -> Response:

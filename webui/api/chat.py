@@ -5,10 +5,8 @@ The conversation is in the files of the chat's job, so that a reload, another ta
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated, Any
 
-import orjson
 from pydantic import Field
 from starlette.responses import Response
 
@@ -17,7 +15,7 @@ from backend.models.chat_files import CLEAR, GENERATE, PAGE, STOP, TUNED, Reques
 from backend.runs import jobs
 from backend.runs.folder import ALIVE, Run, RunError
 from webui.api.app_state import AppState
-from webui.api.jobs import with_run_names
+from webui.api.jobs import tag_of, with_run_names
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
 from webui.api.runs import PathRun
 
@@ -48,7 +46,7 @@ def show(state: State, run: PathRun, have: str = "") -> Any:
         chat_files.touch_client(job.path, PAGE)
     found: dict[str, Any] = {"offer": chat.offer(run).as_json(), "job": _shown(state, job) if job else None}
     key = [found["offer"], found["job"], chat_files.tag(job.path) if job else ""]
-    tag = hashlib.sha256(orjson.dumps(key)).hexdigest()[:16]
+    tag = tag_of(key)
     if have == tag:
         return no_content()
     turns = [turn.as_json() for turn in chat_files.read_turns(job.path, PAGE)] if job else []

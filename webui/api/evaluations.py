@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import Any, Literal
 
-import orjson
 from starlette.responses import FileResponse, Response
 
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, Settings
 from backend.runs import jobs
-from webui.api.jobs import find_job, with_run_names
-from webui.api.requests import ApiError, RequestBody, State, json, no_content
+from webui.api.jobs import find_job, results
+from webui.api.requests import ApiError, RequestBody, State, json
 from webui.api.runs import PathRun
 
 ROWS = 20  # examples of a response
@@ -35,12 +33,7 @@ class EvaluationRequest(RequestBody):
 
 def show(run: PathRun, state: State, have: str = "") -> Any:
     """What can be evaluated, and the run's evaluations; 204 if `have` is the current tag."""
-    found = {
-        "offer": evaluation.offer(run).as_json(),
-        "jobs": [with_run_names(state, evaluation.as_json(job)) for job in evaluation.find_all(run)],
-    }
-    tag = hashlib.sha256(orjson.dumps(found)).hexdigest()[:16]
-    return no_content() if have == tag else {**found, "tag": tag}
+    return results(state, evaluation.offer(run).as_json(), map(evaluation.as_json, evaluation.find_all(run)), have)
 
 
 def start(run: PathRun, body: EvaluationRequest) -> Response:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import Any
+
+import orjson
 
 from backend.runs import jobs
 from backend.runs.folder import Run, RunError
 from webui.api.app_state import AppState
-from webui.api.requests import ApiError
+from webui.api.requests import ApiError, no_content
 from webui.api.runs import PathRun
 from webui.api.runs_list import with_names
 
@@ -34,6 +38,18 @@ def find_job(run: Run, job: str, kind: str = "") -> Run:
     if kind and found.about().get("kind") != kind:
         raise ApiError(404, f"The job {job} is not of the kind {kind}.")
     return found
+
+
+def results(state: AppState, offer: dict[str, Any], found: Iterable[dict[str, Any]], have: str) -> Any:
+    """What a card with results shows: the `offer` of what can be measured, and the jobs; 204 if `have` is their tag."""
+    shown = {"offer": offer, "jobs": [with_run_names(state, job) for job in found]}
+    tag = tag_of(shown)
+    return no_content() if have == tag else {**shown, "tag": tag}
+
+
+def tag_of(shown: Any) -> str:
+    """Identifies what a page has, so that it is sent only after a change."""
+    return hashlib.sha256(orjson.dumps(shown)).hexdigest()[:16]
 
 
 def with_run_names(state: AppState, job: dict[str, Any]) -> dict[str, Any]:
