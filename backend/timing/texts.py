@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from backend.runs.throughput import duration
@@ -40,35 +40,28 @@ def summary_text(estimate: TimeEstimate) -> str:
 
 def step_text(estimate: TimeEstimate) -> str:
     """Seconds of a step with their range: "1.23 s per optimizer step (0.946 s to 1.6 s)"."""
-    seconds, factor = estimate.step_seconds, estimate.factor
-    return f"{figure(seconds)} s per optimizer step ({figure(seconds / factor)} s to {figure(seconds * factor)} s)"
+    seconds, between = _step(estimate)
+    return f"{seconds} per optimizer step ({between})"
 
 
 def tokens_text(estimate: TimeEstimate) -> str:
     """Tokens per second, and those of a GPU where there are several."""
-    total = f"{_rounded(estimate.tokens_per_second)} tokens/s"
-    each = (
-        f", {_rounded(estimate.tokens_per_second / estimate.gpus)} per {'process' if estimate.cpu else 'GPU'}"
-        if estimate.gpus > 1
-        else ""
-    )
-    return total + each
+    return ", ".join(filter(None, _tokens(estimate)))
 
 
 def run_text(estimate: TimeEstimate) -> str:
     """The time of the whole run with its range: "3 h 10 min (2 h 26 min to 4 h 7 min)"; '' if it is not known."""
     if estimate.run_seconds is None:
         return ""
-    low, middle, high = (duration(seconds) for seconds in estimate.run_seconds)
-    return f"{middle} ({low} to {high})"
+    return "{} ({})".format(*_between(map(duration, estimate.run_seconds)))
 
 
 def price_text(estimate: TimeEstimate) -> str:
     """The price of the whole run with its range; '' without a price per GPU hour."""
     if estimate.price is None:
         return ""
-    low, middle, high = (f"{price:,.2f}" for price in estimate.price)
-    return f"estimated price {middle} ({low} to {high}) at {estimate.price_per_gpu_hour:g} per GPU hour"
+    price, between = _between(f"{price:,.2f}" for price in estimate.price)
+    return f"estimated price {price} ({between}) at {estimate.price_per_gpu_hour:g} per GPU hour"
 
 
 def dominating_text(estimate: TimeEstimate) -> str:
@@ -162,16 +155,35 @@ def time_json(estimate: TimeEstimate) -> dict[str, Any]:
 
 
 def _facts(estimate: TimeEstimate) -> Iterator[dict[str, str]]:
-    def fact(label: str, text: str) -> dict[str, str]:
-        value, _, between = text.rstrip(")").partition(" (")
+    def fact(label: str, value: str, between: str) -> dict[str, str]:
         return {"label": label, "value": value, "range": between}
 
     if estimate.run_seconds is not None:
-        yield fact("Whole run", run_text(estimate))
-    yield fact("Optimizer step", step_text(estimate).replace(" per optimizer step", ""))
-    yield fact("Speed", tokens_text(estimate).replace("s, ", "s (", 1))
+        yield fact("Whole run", *_between(map(duration, estimate.run_seconds)))
+    yield fact("Optimizer step", *_step(estimate))
+    yield fact("Speed", *_tokens(estimate))
     if estimate.price is not None:
-        yield fact("Price", price_text(estimate).removeprefix("estimated price ").replace(")", ","))
+        price, between = _between(f"{price:,.2f}" for price in estimate.price)
+        yield fact("Price", price, f"{between}, at {estimate.price_per_gpu_hour:g} per GPU hour")
+
+
+def _between(texts: Iterable[str]) -> tuple[str, str]:
+    """A figure and its range, from the lowest, the predicted and the highest one."""
+    low, middle, high = texts
+    return middle, f"{low} to {high}"
+
+
+def _step(estimate: TimeEstimate) -> tuple[str, str]:
+    """Seconds of a step, and their range."""
+    seconds, factor = estimate.step_seconds, estimate.factor
+    return _between(f"{figure(each)} s" for each in (seconds / factor, seconds, seconds * factor))
+
+
+def _tokens(estimate: TimeEstimate) -> tuple[str, str]:
+    """Tokens per second, and those of a GPU or process where there are several."""
+    each = _rounded(estimate.tokens_per_second / estimate.gpus)
+    part = f"{each} per {'process' if estimate.cpu else 'GPU'}" if estimate.gpus > 1 else ""
+    return f"{_rounded(estimate.tokens_per_second)} tokens/s", part
 
 
 def _run_json(estimate: TimeEstimate) -> dict[str, Any] | None:
