@@ -11,7 +11,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -22,6 +23,7 @@ M = TypeVar("M")
 MAX_RUNS = 400  # of the folder, the newest first
 MAX_CANDIDATES = 20  # comparable runs whose result is looked for: those that were stopped have none
 LISTED_SECONDS = 5.0
+COMPARED = "compared"  # begins the keys of estimate.json that say what a run can be compared by
 
 
 class EarlierRuns(Generic[M]):
@@ -64,11 +66,8 @@ class EarlierRuns(Generic[M]):
     def _settings(self, name: str) -> tuple[str, ...]:
         """What the run can be compared by; () without an estimate. Written once, when a run is created."""
         if name not in self._compared:
-            try:
-                estimate = json.loads(files.read_text(self.root / name / ESTIMATE))
-                self._compared[name] = tuple(map(str, estimate.get(self.key, ())))
-            except (OSError, ValueError, AttributeError, TypeError):
-                self._compared[name] = ()
+            path = self.root / name / ESTIMATE
+            self._compared[name] = _comparable(path, _modified_ns(path)).get(self.key, ())
         return self._compared[name]
 
     def _measurement(self, name: str) -> M | None:
@@ -78,6 +77,17 @@ class EarlierRuns(Generic[M]):
             usable = not ownership.problem(folder)
             self._measured[name] = stamp, self.measure(Run(folder)) if usable else None
         return self._measured[name][1]
+
+
+@lru_cache(maxsize=2 * MAX_RUNS)
+def _comparable(path: Path, changed_ns: int) -> Mapping[str, tuple[str, ...]]:
+    """What an estimate.json has for all kinds of measurements, which is read once."""
+    del changed_ns  # a key of the cache
+    try:
+        estimate = json.loads(files.read_text(path))
+        return {key: tuple(map(str, value)) for key, value in estimate.items() if key.startswith(COMPARED)}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
 
 
 def _modified_ns(path: Path) -> int:

@@ -92,7 +92,7 @@ function dismiss() {
   box().hidden = true;
 }
 
-const isUsable = ({ state }) => ["base", "faster", "same", "slower"].includes(state);
+const isUsable = ({ state }) => ["faster", "same", "slower"].includes(state);
 
 // -- drawing ----------------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ function outcome({ state, failure, fastest, rows, seconds, created, changes_resu
   if (state === "failed") return `The settings could not be measured. ${failure || ""}`;
   if (state === "lost") return "The process that measures was killed, or the machine shut down.";
   if (fastest === null) {
-    if (!rows.some((row) => isUsable(row) && row.state !== "base")) return `No other settings were measured. ${when}`;
+    if (!rows.some(isUsable)) return `No other settings were measured. ${when}`;
     const none = changing ? "No other settings" : "No other settings that keep the result";
     return state === "done" ? `${none} were faster by more than the spread of the steps. ${when}` : when;
   }
@@ -187,7 +187,7 @@ function table(rows, { fastest, rows: all }) {
 function pair(row, state) {
   const { label, step_seconds: step, tokens_per_second: speed, gain } = row;
   const use =
-    isUsable(row) && !["base", "slower"].includes(row.state)
+    isUsable(row) && row.state !== "slower"
       ? el("button.fp-link", { type: "button", onclick: () => adopt(row) }, "Use these")
       : "";
   const times = row.state === "base" || step === null ? "" : `${gain.toFixed(2)}\u00d7`;
