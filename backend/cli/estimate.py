@@ -88,13 +88,16 @@ def _compare_machines(arguments: argparse.Namespace) -> int:
     if arguments.machine:
         raise SpecError([Problem("", "--machine and --machines exclude each other: name one machine, or compare all")])
     spec = read_spec(arguments)
-    described = _described(arguments).items()
-    lines = compare_machines.lines((name, machine, wait_for_preflight(spec, machine)) for name, machine in described)
+    described = _described(arguments)
+    lines = compare_machines.lines(spec, described, lambda variant, name: wait_for_preflight(variant, described[name]))
     if arguments.json:
         print_json(lines)
         return 0
     rows = [("MACHINE", "GPUS", "TIME", "TOKENS/S", "PRICE", "RESULT")]
-    rows += [(x["name"], *(x["texts"][key] for key in ("gpus", "time", "tokens", "price")), x["result"]) for x in lines]
+    figures = ("gpus", "time", "tokens", "price")
+    for line in lines:
+        result = ". ".join(filter(None, [line["result"].rstrip("."), line["change"]]))
+        rows.append((line["name"], *(line["texts"][key] for key in figures), result))
     print("\n".join(table.lines(rows)))
     if any(line["tokens_per_second"] and line["seconds"] is None for line in lines):
         print("TIME is -, because the number of steps is not known before the run.")

@@ -1,31 +1,57 @@
-"""Comparison of machines for one spec: how long the run takes on each and what it costs, or why it cannot run."""
+"""Comparison of machines for one spec: how long the run takes on each and what it costs, or why it cannot run.
+
+A machine with fewer devices per node than the spec has processes is compared with as many processes as it has devices,
+if the global batch size can stay the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from backend.machine import Machine, describe
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.machine import describe
 from backend.preflight import Report
 from backend.timing import texts
+from backend.wording import counted
+
+MORE_PROCESSES_THAN_DEVICES = "LCH002"  # the rule whose fix adapts the number of processes
 
 
-def lines(reports: Iterable[tuple[str, Machine, Report]]) -> list[dict[str, Any]]:
-    """A line for each (name, machine, report), the shortest time first, then the highest speed; those that cannot run
-    the spec come last. Numbers are None where nothing is predicted; "texts" has them as shown, "-" for None. "result"
-    is the verdict, and "unknown" why no time is predicted."""
-    found = [_line(name, machine, report) for name, machine, report in reports]
+def lines(spec: RunSpec, names: Iterable[str], check: Callable[[RunSpec, str], Report]) -> list[dict[str, Any]]:
+    """A line for each machine, the shortest time first, then the highest speed; those that cannot run the spec come
+    last. `check` makes the report of a spec on the machine of a name. Numbers are None where nothing is predicted;
+    "texts" has them as shown, "-" for None. "result" is the verdict, "unknown" why no time is predicted, and "change"
+    what is different from the spec, '' for nothing."""
+    found = [_line(name, *_adapted(spec, name, check)) for name in names]
     return sorted(found, key=lambda x: (not x["can_run"], x["seconds"] or float("inf"), -(x["tokens_per_second"] or 0)))
 
 
-def _line(name: str, machine: Machine, report: Report) -> dict[str, Any]:
+def _adapted(spec: RunSpec, name: str, check: Callable[[RunSpec, str], Report]) -> tuple[Report, str]:
+    """The report on a machine, with fewer processes where it has fewer devices, and the sentence about that."""
+    report = check(spec, name)
+    errors = [finding for finding in report.findings if finding.level == "error"]
+    fixes = [fix for error in errors if error.code == MORE_PROCESSES_THAN_DEVICES for fix in error.fixes[:1]]
+    if not fixes or not fixes[0].safe:
+        return report, ""
+    fewer = check(edit(spec, fixes[0].for_spec(spec).patch), name)
+    accumulation = fewer.spec.train.gradient_accumulation_steps
+    change = f"With {counted(fewer.run.nproc_per_node, 'process')}{' per node' if fewer.run.nnodes > 1 else ''}"
+    if accumulation != spec.train.gradient_accumulation_steps:
+        change += f" and {counted(accumulation, 'gradient accumulation step')}, for the same global batch size"
+    return fewer, f"{change}."
+
+
+def _line(name: str, report: Report, change: str) -> dict[str, Any]:
     found, on_gpu = report.time, report.run.on_gpu
     known = report.can_run and not found.unknown
     seconds = found.run.seconds if known and found.run else None
     price = found.price[1] if known and found.price else None
     return {
         "name": name,
-        "machine": describe(machine) + _used(machine, report),
+        "machine": describe(report.machine) + _used(report),
+        "change": change,
         "can_run": report.can_run,
         "gpus": report.run.world_size if on_gpu else None,
         "seconds": seconds,
@@ -50,9 +76,9 @@ def _result(report: Report) -> str:
     return f"{report.verdict}. {texts.summary_text(report.time)}" if report.time.unknown else report.verdict
 
 
-def _used(machine: Machine, report: Report) -> str:
+def _used(report: Report) -> str:
     """How many nodes of a machine the spec uses, or how many machines like it; '' if they are as many as it has."""
-    nodes = report.run.nnodes
+    machine, nodes = report.machine, report.run.nnodes
     if nodes > machine.nodes:
         return f", {nodes} nodes like it"
     return f", {nodes} of {machine.nodes} nodes" if nodes < machine.nodes else ""

@@ -68,8 +68,7 @@ def compare_machines(state: State, body: FormRequest) -> list[dict[str, Any]]:
     """How long the form's run takes on this machine, the custom ones and those of presets, and what it costs."""
     spec, _ = parse_form(body.values)
     names = ["", *state.custom_machines.ids(), *state.machines]
-    reports = ((name, run_preflight(state, spec, name)) for name in names)
-    return machine_lines((name, report.machine, report) for name, report in reports)
+    return machine_lines(spec, names, lambda variant, name: run_preflight(state, variant, name))
 
 
 def check(state: State, body: CheckRequest) -> dict[str, Any]:

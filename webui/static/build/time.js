@@ -9,7 +9,7 @@ const LEAST = 0.02; // share of the smallest of them
 const SHADES = [100, 76, 58, 43, 31, 18]; // percent of the accent color, the largest part first
 
 const machines = el("details.fp-time-machines", { ontoggle: compare }, el("summary", {}, "Other machines"));
-let compared = ""; // the values that the table of machines is about
+let compared = ""; // the values and the selected machine that the table of machines is about
 
 /** @param {any} time the estimate @param {boolean} isPredicted whether a time can be expected for such a device */
 export function drawTime(time, isPredicted) {
@@ -55,7 +55,7 @@ const fact = ({ label, value, range }) => [
 /** The time and the price on the other machines, once that is opened. */
 async function compare() {
   const values = currentValues();
-  const key = JSON.stringify(values);
+  const key = JSON.stringify([values, $("#fp-machine").value]);
   if (!machines.open || key === compared) return;
   compared = key;
   try {
@@ -80,12 +80,24 @@ function comparison(lines) {
   ];
   const same = lines.every(({ result }) => result === lines[0].result); // said once, above the table
   const row = (line) => {
-    const machine = [line.machine, same ? null : el("div.fp-dim", {}, line.result)].filter(Boolean);
+    const about = [same ? "" : line.result, line.change].filter(Boolean).map(sentence).join(" ");
+    const machine = [machineLink(line), about ? el("div.fp-dim", {}, about) : null].filter(Boolean);
     if (!line.can_run) return el("tr", {}, el("td", { colspan: 1 + columns.length }, ...machine));
     return el("tr", {}, el("td", {}, ...machine), ...columns.map(({ text }) => el("td.fp-n", {}, text(line))));
   };
   const table = el("table.fp-rows", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...lines.map(row)));
   return el("div", {}, same ? el("p.fp-dim", {}, lines[0].result) : null, table);
+}
+
+/** The name of a machine, which selects it in the menu above the form. */
+function machineLink({ name, machine }) {
+  const menu = $("#fp-machine");
+  if (name === menu.value) return machine;
+  const select = () => {
+    menu.value = name;
+    menu.dispatchEvent(new Event("change"));
+  };
+  return el("button.fp-link", { type: "button", onclick: select }, machine);
 }
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${text.endsWith(".") ? "" : "."}`;
