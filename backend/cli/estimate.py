@@ -96,7 +96,7 @@ def _compare_machines(arguments: argparse.Namespace) -> int:
     rows = [("MACHINE", "GPUS", "TIME", "TOKENS/S", "PRICE", "RESULT")]
     figures = ("gpus", "time", "tokens", "price")
     for line in lines:
-        result = ". ".join(filter(None, [line["result"].rstrip("."), line["change"]]))
+        result = ". ".join(filter(None, [line["result"].rstrip("."), line["can_run"] and line["change"]]))
         rows.append((line["name"], *(line["texts"][key] for key in figures), result))
     print("\n".join(table.lines(rows)))
     if any(line["tokens_per_second"] and line["seconds"] is None for line in lines):

@@ -429,11 +429,12 @@ def test_a_run_can_be_planned_for_a_cluster(build):
     that machine."""
     page = build
     page.locator("#fp-presets").select_option("full-8b-fsdp2")
-    page.get_by_role("button", name="Plan for its machine").click()
+    expect(page.get_by_role("button", name="Plan for its machine")).to_be_visible()
+    page.locator("#fp-findings").get_by_role("button", name="Plan for eight 80 GB GPUs").click()
     page.wait_for_function("() => /^On eight 80 GB GPUs/.test(document.querySelector('.fp-status-more').textContent)")
     wait_for_status(page, "Can run")
     expect(page.locator("#fp-start")).to_be_hidden()
-    expect(page.locator("#fp-preset-about button")).to_have_count(0)
+    expect(page.locator("#fp-preset-about button, .fp-preset-machine")).to_have_count(0)
     with page.expect_download() as download:
         page.locator("#fp-export-plan").click()
     assert "strategy: fsdp2" in download.value.path().read_text()

@@ -83,6 +83,7 @@ async function check(keeps = true) {
     const focused = document.activeElement;
     drawOffer(report.recommended);
     drawReport(report, { starting, edited: $("#fp-status").dataset.fresh !== "yes" });
+    offerMachine(report);
     keepFocus(focused);
     setFresh(mine === seq);
     refreshExamples(values, report.datasets);
@@ -256,11 +257,31 @@ async function presetValues(name) {
 function describePreset() {
   const found = presets.find((p) => p.name === $("#fp-presets").value);
   const about = found ? found.about : "";
-  const other = found && found.machine && found.machine !== machine();
-  const select = () => selectMachine(found.machine);
+  const needed = otherMachine(found);
+  const select = () => selectMachine(needed);
   $("#fp-preset-about").replaceChildren(
     el("span", { title: about }, about),
-    ...(other ? [el("button.fp-link", { type: "button", onclick: select }, "Plan for its machine")] : []),
+    ...(needed ? [el("button.fp-link", { type: "button", onclick: select }, "Plan for its machine")] : []),
+  );
+}
+
+/** The machine that a preset needs, if another one is selected. */
+const otherMachine = (found) => (found?.machine && found.machine !== machine() ? found.machine : "");
+
+/** Above the errors of a preset on a machine it is not for: a button that plans for the machine it needs. */
+function offerMachine({ status }) {
+  const found = presets.find((p) => p.name === preset());
+  const needed = machines.find((m) => m.name && m.name === otherMachine(found));
+  $("#fp-findings .fp-preset-machine")?.remove();
+  if (!needed || status.level !== "error") return;
+  const select = () => selectMachine(needed.name);
+  $("#fp-findings").prepend(
+    el(
+      "article.fp-finding.fp-preset-machine",
+      { "data-level": "advice" },
+      el("p", {}, `The preset ${found.title} is made for ${needed.label}.`),
+      el("button.fp-button", { type: "button", onclick: select }, `Plan for ${needed.label}`),
+    ),
   );
 }
 

@@ -2,6 +2,7 @@
 // The time card: how long the run takes and what it costs, where the time of a step goes, and the reason for the range.
 import { post } from "../api.js";
 import { $, el, notifyError, redraw } from "../dom.js";
+import { capitalized } from "../format.js";
 import { currentValues } from "./form.js";
 
 const SHOWN = 5; // parts of a step in the picture; the rest is one part
@@ -79,25 +80,34 @@ function comparison(lines) {
     ...columns.map((each) => el("th.fp-n", { scope: "col" }, each.head)),
   ];
   const same = lines.every(({ result }) => result === lines[0].result); // said once, above the table
-  const row = (line) => {
-    const about = [same ? "" : line.result, line.change].filter(Boolean).map(sentence).join(" ");
-    const machine = [machineLink(line), about ? el("div.fp-dim", {}, about) : null].filter(Boolean);
-    if (!line.can_run) return el("tr", {}, el("td", { colspan: 1 + columns.length }, ...machine));
-    return el("tr", {}, el("td", {}, ...machine), ...columns.map(({ text }) => el("td.fp-n", {}, text(line))));
+  const rows = (line) => {
+    const about = [same ? "" : line.result, line.can_run ? line.change : ""].filter(Boolean).map(sentence).join(" ");
+    const figures = columns.map(({ text }) => el("td.fp-n", {}, line.can_run ? text(line) : ""));
+    const isPlain = line.can_run && about === "Can run."; // the figures say so
+    return [
+      el("tr", {}, el("td", {}, machineLink(line)), ...figures),
+      about && !isPlain ? el("tr", {}, el("td.fp-dim", { colspan: 1 + columns.length }, about)) : null,
+    ].filter(Boolean);
   };
-  const table = el("table.fp-rows", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...lines.map(row)));
+  const table = el(
+    "table.fp-rows",
+    {},
+    el("thead", {}, el("tr", {}, ...head)),
+    el("tbody", {}, ...lines.flatMap(rows)),
+  );
   return el("div", {}, same ? el("p.fp-dim", {}, lines[0].result) : null, table);
 }
 
 /** The name of a machine, which selects it in the menu above the form. */
 function machineLink({ name, machine }) {
   const menu = $("#fp-machine");
-  if (name === menu.value) return machine;
+  const text = capitalized(machine);
+  if (name === menu.value) return text;
   const select = () => {
     menu.value = name;
     menu.dispatchEvent(new Event("change"));
   };
-  return el("button.fp-link", { type: "button", onclick: select }, machine);
+  return el("button.fp-link", { type: "button", onclick: select }, text);
 }
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${text.endsWith(".") ? "" : "."}`;
