@@ -32,6 +32,8 @@ class TrainContext:
     """Bytes of weights that this rank had in memory when the model was loaded."""
     saved_dtype: torch.dtype = torch.float32
     """Of the trained model; known before training, because the Hub may not respond at its end."""
+    use_cache: bool | None = None
+    """`use_cache` in the base model's config.json, which the saved ones keep; None: it is not there."""
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if a stop was requested on one. A collective call."""

@@ -52,6 +52,7 @@ from backend.train.patches import (
     accelerate_fsdp2_adapter_head,
     accelerate_fsdp2_addresses,
     transformers_padding_index,
+    transformers_use_cache,
     trl_precompute_hooks,
 )
 from backend.train.run_log import RunLog, Stopped
@@ -195,6 +196,7 @@ def _trainer(
     if not registry.STAGES[spec.train.stage].is_reward_model:  # which finds the end of a text by this token
         callbacks = [*callbacks, transformers_padding_index.PaddingIndex(whole.config.get_text_config().pad_token_id)]
     rows = added_tokens.ids(spec, tokens)
+    context.use_cache = getattr(whole.config, "use_cache", None)
     weights = adapters.apply_method(spec, whole, precision, context.run.device, rows)
     context.loaded_bytes, context.saved_dtype = sharding.loaded_bytes(weights), model.saved_dtype(spec, source)
     accelerate_fsdp2_addresses.apply(weights)
@@ -342,7 +344,8 @@ def _save(context: TrainContext, trainer: Any, tokens: Any) -> None:
     folder, dtype = context.folder / MODEL, context.saved_dtype
 
     def save() -> None:
-        model.save(weights, tokens, folder, dtype, state)
+        with transformers_use_cache.restored(weights.config, context.use_cache):
+            model.save(weights, tokens, folder, dtype, state)
         if not hasattr(weights, "peft_config"):
             base_weights.copy_tokenizer_files(base_weights.recorded_folder(context.folder), folder)
 

@@ -37,7 +37,7 @@ from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
 from backend.train.eval_loss import EvalLossMixin, EvalPartsMixin
 from backend.train.monitor import Monitor
-from backend.train.patches import trl_orpo_dataset
+from backend.train.patches import transformers_use_cache, trl_orpo_dataset
 from backend.train.skipped_steps import SkippedSteps
 
 
@@ -174,7 +174,8 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The weights of a checkpoint, and the generation config of an adapter's model."""
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        with transformers_use_cache.restored(self.model.config, self.context.use_cache):
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
         end_tokens.save(self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir))
 
     def evaluate(self: Any, *args: Any, **more: Any) -> Any:

@@ -78,9 +78,13 @@ def test_a_reward_model_has_the_padding_token_that_its_config_lacks(
     (model / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
     reward = {"train.stage": "reward", "data.source": "builtin", "data.builtin": "train-pairs", "method.kind": "full"}
     more = {"train.per_device_train_batch_size": 2, "save.final_model": True, "model.path": str(model)}
-    folder = make_run_folder(root, "reward-padding", {**QUICK, **reward, **more})
+    saved = {"save.strategy": "steps", "save.steps": 2}
+    folder = make_run_folder(root, "reward-padding", {**QUICK, **reward, **more, **saved})
     assert fork_server.run(folder, 1) == 0
     assert json.loads((folder / result(folder)["model"] / "config.json").read_text())["pad_token_id"] is not None
+    configs = [json.loads(path.read_text()) for path in folder.rglob("config.json")]
+    assert len(configs) >= 2 and config["use_cache"], "of the model and of a checkpoint"
+    assert all(each["use_cache"] for each in configs), "training without a cache is no property of the model"
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp2", "tensor"])

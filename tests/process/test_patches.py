@@ -86,6 +86,7 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "transformers_padding_index": (
         "transformers.trainer_utils:align_special_tokens", '_align_special_token("pad_token_id"',
     ),
+    "transformers_use_cache": ("transformers:Trainer.__init__", "config.use_cache = self.args.use_cache"),
     "transformers_quantize_on_device": (
         "transformers.integrations.bitsandbytes:Bnb4bitQuantize.convert", ".to(value.device)",
     ),
