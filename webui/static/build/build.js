@@ -280,7 +280,7 @@ function offerMachine({ status }) {
       "article.fp-finding.fp-preset-machine",
       { "data-level": "advice" },
       el("p", {}, `The preset ${found.title} is made for ${needed.label}.`),
-      el("button.fp-button", { type: "button", onclick: select }, `Plan for ${needed.label}`),
+      el("button.fp-button", { type: "button", onclick: select }, `Plan for ${needed.label.split(":")[0]}`),
     ),
   );
 }
