@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from backend.registry.adapters import (
     ATTENTION_MODULES,
+    CONV1D_MODELS,
     LORA_INITS,
     LORA_TARGETS,
     STACKED_EXPERTS,

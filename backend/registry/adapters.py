@@ -45,6 +45,8 @@ LORA_INITS: Mapping[str, LoraInit] = {
     ),
 }
 
+CONV1D_MODELS = ("gpt2", "openai-gpt")  # model types whose blocks have transposed weights: transformers' Conv1D
+
 # Model types whose experts are stacked weights that peft 0.21 adapts, by the names of the linear layers that they
 # replaced: two that were fused and must be targeted together, the third, and the router.
 _WEIGHTS = ("w1", "w3", "w2", "gate")

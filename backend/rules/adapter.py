@@ -80,18 +80,20 @@ def init_rank_exceeds_layer(case: Case) -> Violation | None:
 @error(
     "ADP003",
     fields=("lora.init",),
-    title="OLoRA does not support GPT-2's Conv1D layers",
+    title="OLoRA does not support Conv1D layers",
     source="peft 0.21 lora/layer.py: olora_init does not transpose the weights of a Conv1D",
     fixes=(DEFAULT_INIT, Fix("Use PiSSA", {"lora.init": "pissa"}, safe=False, cost="an SVD of each weight at startup")),
     fails_on=Example({"lora.init": "olora"}, facts=replace(DEMO, shape=GPT2)),
     passes_on=Example({"lora.init": "pissa"}, facts=replace(DEMO, shape=GPT2)),
 )
 def olora_with_conv1d(case: Case) -> str | None:
-    """GPT-2 stores its weights transposed, as Conv1D. peft's olora_init decomposes them without transposing them, and
-    the first forward pass fails because the shapes of A and B do not match the layer."""
-    if not _uses_lora(case) or case.spec.lora.init != "olora" or not case.shape or case.shape.model_type != "gpt2":
+    """GPT and GPT-2 store their weights transposed, as Conv1D. peft's olora_init decomposes them without transposing
+    them, and the first forward pass fails because the shapes of A and B do not match the layer."""
+    if not _uses_lora(case) or case.spec.lora.init != "olora" or case.shape is None:
         return None
-    return "lora.init is olora, and the model is a GPT-2, whose linear layers are Conv1D modules."
+    if case.shape.model_type not in registry.CONV1D_MODELS:
+        return None
+    return f"lora.init is olora, and the linear layers of {case.shape.architecture} are Conv1D modules."
 
 
 @warning(

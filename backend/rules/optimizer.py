@@ -415,7 +415,7 @@ def projection_targets_missing(case: Case) -> str | None:
 )
 def projection_targets_not_found(case: Case) -> Violation | None:
     """GaLore and APOLLO project nn.Linear layers whose names contain a target or match it as a regular expression.
-    The blocks of GPT-2 have no nn.Linear layers: they use Conv1D."""
+    The blocks of GPT and GPT-2 have no nn.Linear layers: they use Conv1D."""
     train, shape, row = case.spec.train, case.shape, case.optimizer
     unlisted = train.optim_targets == "custom" and not train.optim_target_modules  # projection_targets_missing
     if row.state_layout != "low_rank" or shape is None or unlisted:
@@ -423,7 +423,7 @@ def projection_targets_not_found(case: Case) -> Violation | None:
     if _projected_layers(case):
         return None
     listed = ", ".join(train.optim_target_modules) if train.optim_targets == "custom" else train.optim_targets
-    fixes = () if shape.model_type == "gpt2" else (ALL_LINEAR,)
+    fixes = () if shape.model_type in registry.CONV1D_MODELS else (ALL_LINEAR,)
     return Violation(f"{row.label} would project {listed}; {shape.architecture} has no such nn.Linear layer.", fixes)
 
 
@@ -432,13 +432,13 @@ def _projected_layers(case: Case) -> list[str]:
     train, shape = case.spec.train, case.shape
     if shape is None:
         return []
-    # GPT-2's layers are Conv1D, except for the output layer; a tied output layer is part of the embeddings.
+    # Layers of GPT and GPT-2 are Conv1D, except for the output layer; a tied output layer is part of the embeddings.
     each = train.optim_targets == "custom" and bool(re.search(r"\d", " ".join(train.optim_target_modules)))
     modules = shape.all_modules() if each else shape.modules()
     linear = [leaf.path for leaf in modules if leaf.is_linear and leaf.parameters]
     if case.spec.method.kind == "lora":  # the adapters are nn.Linear, whatever the layer is; the rest is frozen
         linear = [f"{leaf.path}.lora_A" for leaf in lora_modules(case.spec.lora, shape, each)]
-    elif shape.model_type == "gpt2":
+    elif shape.model_type in registry.CONV1D_MODELS:
         linear = [path for path in linear if path == shape.head]
     if train.optim_targets == "all-linear":
         return linear

@@ -14,6 +14,7 @@ import bitsandbytes
 import pytest
 import torch
 import torch._inductor.cpp_builder as cpp_builder
+import transformers
 import transformers.integrations.liger as liger
 import transformers.modeling_utils as modeling
 import transformers.quantizers.quantizer_bnb_4bit as bnb
@@ -43,6 +44,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 from transformers.trainer_utils import validate_quantization_for_training
 from trl.kernels import chunked_logprob
@@ -326,6 +329,13 @@ def test_olora_does_not_transpose_conv1d_weights() -> None:
             model(torch.arange(8)[None])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.arange(8)[None])
+
+
+def test_the_text_models_with_conv1d_layers_are_listed() -> None:
+    sources = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    using = {path.parent.name for path in sources if "import Conv1D" in path.read_text(encoding="utf-8")}
+    folders = {kind: model_type_to_module_name(kind) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    assert {kind for kind, folder in folders.items() if folder in using} == set(registry.CONV1D_MODELS)
 
 
 @cites("ADP006")
