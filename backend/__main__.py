@@ -296,6 +296,13 @@ def _add_chat(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     add("--prompt", metavar="TEXT", help="generate for this prompt and exit (default: read prompts from the terminal)")
     add("--completion", action="append", default=[], metavar="TEXT", help="to score with a reward model; set it twice")
     add("--system", metavar="TEXT", help="the system prompt (default: the one of training)")
+    add("--tools", metavar="FILE", help="a JSON file with a list of tool definitions, for templates that read tools")
+    add(
+        "--chat-template-kwargs",
+        default="",
+        metavar="JSON",
+        help='variables of the chat template, such as {"enable_thinking": false} (default: those of training)',
+    )
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy decoding (default: 0)")
     add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: total probability (default: 1)")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="maximum number of new tokens (default: 256)")

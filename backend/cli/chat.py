@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -12,6 +13,8 @@ from typing import Any
 
 from backend.cli.commands import print_json
 from backend.cli.runs import find_run
+from backend.machine import probe
+from backend.memory import inference
 from backend.models import chat, chat_files
 from backend.models.chat import SCORE, Offer
 from backend.models.chat_files import BASE, DETAILS, OUTPUTS, SIDES, STOP, TUNED, Lines, Request
@@ -28,6 +31,9 @@ def start(arguments: argparse.Namespace) -> int:
     request = _request(offer, arguments)
     before = chat.current(run)
     was_alive = before is not None and before.state in ALIVE
+    if not was_alive:
+        memory = inference.of_chat(run, probe(run.path))
+        print("\n".join(filter(None, (memory.text, memory.warning))), file=sys.stderr)
     client = _Client(chat.start(run), f"shell-{os.getpid()}", arguments.json)
     try:
         if arguments.prompt is None:
@@ -58,10 +64,32 @@ def _request(offer: Offer, arguments: argparse.Namespace) -> Request:
         conversation=f"shell-{os.getpid()}-{time.time_ns()}", sides=sides, step=step, system=arguments.system,
         answers=tuple(arguments.completion), temperature=arguments.temperature, top_p=arguments.top_p,
         max_new_tokens=arguments.max_new_tokens, seed=arguments.seed, prompt=arguments.prompt or "?",
+        tools=_tools(arguments.tools), template_kwargs=_template_kwargs(arguments.chat_template_kwargs),
     )  # fmt: skip
     if problem := request.problem():
         raise RunError(problem)
     return request
+
+
+def _tools(file: str | None) -> str:
+    """The JSON in a file of tools. Raises RunError."""
+    if file is None:
+        return ""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise RunError(f"--tools {file} cannot be read: {reason}.") from error
+
+
+def _template_kwargs(text: str) -> Any:
+    """The variables in the argument. Raises RunError."""
+    try:
+        return json.loads(text) if text else {}
+    except ValueError as error:
+        raise RunError(
+            f'--chat-template-kwargs is not valid JSON: {error}. Set an object, such as {{"enable_thinking": false}}.'
+        ) from error
 
 
 def _loop(client: _Client, request: Request) -> int:

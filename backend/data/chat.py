@@ -283,10 +283,10 @@ def _tools(example: Example) -> dict[str, Any]:
     wrong = [type_name(tool) for tool in found if not isinstance(tool, Mapping)]
     if wrong:
         raise InvalidExample(f"column tools contains {wrong[0]} in its list; expected an object for each tool")
-    return {"tools": [_tool(tool) for tool in found]}
+    return {"tools": [as_tool(tool) for tool in found]}
 
 
-def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """A tool as chat templates expect it. In LLaMA-Factory's datasets it is the function alone, and in OpenAI's
     Responses API the type is next to the name."""
     if tool.get("function") or not isinstance(tool.get("name"), str) or tool.get("type", "function") != "function":

@@ -13,16 +13,18 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from backend.data.chat import with_system_prompt
-from backend.inference import generation
+from backend.inference import chat_prompt, generation
 from backend.inference.loading import Loaded, Models
-from backend.models import chat, chat_files, system_prompt, trained
-from backend.models.chat_files import GENERATE, OUTPUTS, REQUESTS, STOP, TUNED, Lines, Request
+from backend.models import chat, chat_files, conversation, trained
+from backend.models.chat_files import GENERATE, LOADED, OUTPUTS, REQUESTS, STOP, TUNED, Lines, Request
 from backend.runs import RESULT, jobs, queue
 from backend.runs.files import write_json
 from backend.runs.folder import Run
+from backend.train import device
+from backend.train.completion_start import SWITCHES
 from backend.train.run_log import RunLog, TrainError
 from backend.train.templates import ChatTokenizer, UnsupportedConversation
 from backend.wording import counted
@@ -51,6 +53,7 @@ class Chat:
         self.stopped: set[str] = set()
         self.checked, self.active = 0.0, time.time()
         self.started, self.count = time.time(), 0
+        self.is_described = False  # in LOADED
         self.reason = ""  # why the process ends
 
     def serve(self) -> None:
@@ -87,7 +90,23 @@ class Chat:
         found = trained.models(self.models.run)
         if not found:
             raise TrainError("This run has no model that can be loaded any more.")
-        self.models.load(found[0].step, TUNED)
+        self._load(found[0].step, TUNED)
+
+    def _load(self, step: int | None, side: str) -> Loaded:
+        """A model that is ready; of the first one, write how long the start took, and what its template reads."""
+        loaded = self.models.load(step, side)
+        if not self.is_described:
+            self.is_described = True
+            reads = self._template(loaded).input.variables if self.models.mode(step) == chat.CHAT else frozenset()
+            facts = {
+                "seconds": round(time.time() - psutil.Process().create_time(), 1),
+                "bytes": device.memory_bytes(self.models.device),
+                "device": self.models.device,
+                "tools": "tools" in reads,
+                "thinking": next((name for name in SWITCHES if name in reads), ""),
+            }
+            write_json(self.folder / LOADED, facts)
+        return loaded
 
     # -- when it ends --------------------------------------------------------------------------------------------------
 
@@ -163,37 +182,33 @@ class Chat:
 
     def _generate(self, request: Request, side: str, before: list[chat_files.Turn]) -> None:
         self.models.run = Run(Run(self.folder).path.parent.parent)  # it may have been renamed
-        loaded = self.models.load(request.step, side)
-        chat_files.append(self.folder / OUTPUTS, {"id": request.id, "side": side, "begin": time.time()})
+        loaded = self._load(request.step, side)
         mode = self.models.mode(request.step)
         if mode == chat.SCORE:
+            self._begin(request, side)
             self._score(request, side, loaded)
             return
         self.log.progress(READY, f"Generating with the {SIDE_NAMES[side]}.")
-        prompt = request.prompt
+        details: dict[str, Any] = {"prompt": request.prompt}
         if mode == chat.CHAT:
             template = self._template(loaded)
-            prompt = template.render_prompt(self._messages(request, side, before))
-            ids = template.ids(prompt)
+            details = chat_prompt.render(self.models.spec, template, request, side, before)
+            ids = template.ids(details["prompt"])
         else:
-            ids = list(loaded.tokenizer(prompt)["input_ids"])
+            chat_prompt.refuse_tools(request, "This model continues texts and has no chat template")
+            ids = list(loaded.tokenizer(request.prompt)["input_ids"])
+        opened = conversation.opened_by(details["prompt"])
+        self._begin(request, side, **({"opened": opened} if opened else {}))
 
         def report(text: str) -> None:
             chat_files.append(self.folder / OUTPUTS, {"id": request.id, "side": side, "text": text})
 
         output = generation.generate(loaded, ids, request, report, lambda: self._is_stopped(request))
-        self._finish(request, side, loaded, prompt, ids, output)
+        stops = sorted(generation.stop_tokens(loaded))
+        self._finish(request, side, loaded, {**details, "stops": stops, "opened": opened}, ids, output)
 
-    def _messages(self, request: Request, side: str, before: list[chat_files.Turn]) -> list[dict[str, Any]]:
-        """The conversation as this side has seen it: the turns to which it has an answer."""
-        found: list[dict[str, Any]] = []
-        for turn in before:
-            output = turn.outputs.get(side, {})
-            if text := str(output.get("text") or "").strip():
-                found += [{"role": "user", "content": turn.request.prompt}, {"role": "assistant", "content": text}]
-        found.append({"role": "user", "content": request.prompt})
-        system = system_prompt.of_training(self.models.spec) if request.system is None else request.system
-        return list(with_system_prompt(found, system))
+    def _begin(self, request: Request, side: str, **values: Any) -> None:
+        chat_files.append(self.folder / OUTPUTS, {"id": request.id, "side": side, "begin": time.time(), **values})
 
     def _template(self, loaded: Loaded) -> ChatTokenizer:
         return ChatTokenizer.create(loaded.tokenizer, True, self.models.spec.data.template_kwargs)
@@ -203,7 +218,7 @@ class Chat:
         if len(request.answers) != 2:
             raise TrainError("A reward model scores exactly two completions of a prompt.")
         template, started = self._template(loaded), time.monotonic()
-        prompt = self._messages(request, side, [])
+        prompt = chat_prompt.messages(self.models.spec, request, side, [])
         answers = [[{"role": "assistant", "content": answer}] for answer in request.answers]
         shared, completions = template.tokenize_completions(prompt, answers)
         with loaded.active() as model:
@@ -216,23 +231,25 @@ class Chat:
     # -- outputs -------------------------------------------------------------------------------------------------------
 
     def _finish(
-        self, request: Request, side: str, loaded: Loaded, prompt: str, ids: list[int], output: generation.Output
+        self, request: Request, side: str, loaded: Loaded, rendered: Any, ids: list[int], output: generation.Output
     ) -> None:
-        """Write the tokens of an output and its end."""
+        """Write the tokens of an output and its end; `rendered`: the prompt, and what it was made of."""
         tokenizer = loaded.tokenizer
         tokens = zip(output.ids, generation.pieces(tokenizer, output.ids), output.probabilities, strict=True)
         details = {
             "details": [request.id, side],
-            "prompt": prompt,
+            **rendered,
             "prompt_tokens": list(zip(ids, generation.pieces(tokenizer, ids), strict=True)),
             "tokens": [(token, text, round(probability, 6)) for token, text, probability in tokens],
         }
         chat_files.append(self.folder / OUTPUTS, details)
+        text, whole = generation.text_of(tokenizer, output), generation.text_of(tokenizer, output, special=True)
+        more = {"opened": rendered["opened"]} if rendered["opened"] else {}
         speed = len(output.ids) / output.seconds if output.seconds else 0.0
         self._end(
             request, side,
             end=output.end, stop=output.stop, limit=output.limit, seed=output.seed,
-            text=generation.text_of(tokenizer, output),
+            text=text, **({"written": whole} if whole != text else {}), **more,
             tokens=len(output.ids), prompt_tokens=len(ids),
             seconds=round(output.seconds, 3), tokens_per_second=round(speed, 2),
         )  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 from backend.config import RunSpec
 from backend.config.options import edit, for_dataset
 from backend.data import read_examples, sample
-from backend.models import evaluation, system_prompt
+from backend.models import evaluation, kept_prompts, system_prompt
 from backend.models.evaluation import Settings
 from backend.paths import ASSETS
 from backend.runs import SPEC
@@ -64,12 +64,16 @@ def read(spec: RunSpec, settings: Settings, tokenizer: Any, info: Callable[[str]
 
 
 def _with_data(spec: RunSpec, settings: Settings) -> RunSpec:
-    """The options with the data that is evaluated; a file is read with the columns of the first dataset."""
+    """The options with the data that is evaluated; a file is read with the columns of the first dataset, unless it has
+    prompts that were kept from chats."""
     if not settings.data:
         return spec
     own: dict[str, Any] = {"data.source": "files", "data.files": (settings.data,), "data.validation": "none"}
     own |= {"data.streaming": False, "data.max_samples": 0, "data.drop_duplicates": False}
-    if evaluation.generates(spec):  # what the model has learned with; for examples without a system prompt of their own
+    if Path(settings.data).name == kept_prompts.FILE:
+        own |= kept_prompts.OPTIONS
+    elif evaluation.generates(spec):
+        # What the model has learned with; for examples without a system prompt of their own.
         own["data.system_prompt"] = system_prompt.of_training(spec)
     return edit(for_dataset(spec, 0), own)
 

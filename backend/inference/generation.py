@@ -154,10 +154,10 @@ def _reporting_text(tokenizer: Any, output: Output, report: Report) -> Callable[
     return report_new
 
 
-def text_of(tokenizer: Any, output: Output) -> str:
-    """The text of an output, without the token that ended it."""
+def text_of(tokenizer: Any, output: Output, special: bool = False) -> str:
+    """The text of an output, without the token that ended it; with its `special` tokens on request."""
     ids = output.ids[:-1] if output.end == STOP_TOKEN else output.ids
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
+    return str(tokenizer.decode(ids, skip_special_tokens=not special))
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:

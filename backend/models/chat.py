@@ -14,6 +14,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.models import chat_files, system_prompt, trained
 from backend.models.spec import read_spec
+from backend.models.trained import TrainedModel
 from backend.runs import MODEL, jobs
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
 
@@ -51,12 +52,7 @@ class Offer:
 
 def offer(run: Run) -> Offer:
     """Raises RunError if no model of the run can be loaded here."""
-    found = trained.models(run)
-    if not found:
-        raise RunError(
-            "This run has no model to load: no final model was saved, and its checkpoints are sharded or missing. If "
-            f"the run saved its model on another machine, copy it to {run.path / MODEL}."
-        )
+    found = loadable(run)
     spec = read_spec(run)
     mode = mode_of(spec, found[0].folder)
     without = "A reward model has no base model to compare with: its base has no trained head." if mode == SCORE else ""
@@ -64,6 +60,16 @@ def offer(run: Run) -> Offer:
     steps = tuple(model.step for model in found)
     kwargs = dict(spec.data.template_kwargs) if mode != TEXT else {}
     return Offer(mode, steps, without, system, kwargs, mode == CHAT and system_prompt.has_earlier_turns(spec))
+
+
+def loadable(run: Run) -> list[TrainedModel]:
+    """The models of the run, the final one first, then the newest checkpoint. Raises RunError if there is none."""
+    if found := trained.models(run):
+        return found
+    raise RunError(
+        "This run has no model to load: no final model was saved, and its checkpoints are sharded or missing. If "
+        f"the run saved its model on another machine, copy it to {run.path / MODEL}."
+    )
 
 
 def mode_of(spec: RunSpec, folder: Path) -> str:

@@ -18,10 +18,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from backend.models import conversation as parts
+from backend.models.conversation import TOOL, USER, InvalidTools
 from backend.runs import files, json_values
 from backend.runs.folder import RunError
 
 REQUESTS, OUTPUTS = "requests.jsonl", "outputs.jsonl"
+LOADED = "loaded.json"  # once a model is loaded: how long that took, its memory, and what its template reads
 CLIENTS = "clients"  # a folder: clients/NAME is touched by each client while it is there
 TUNED, BASE = "trained", "base"
 SIDES = (TUNED, BASE)
@@ -38,17 +41,22 @@ class Request:
     """The model of the checkpoint `step` (None: the final model) generates an output for `prompt`, as the next turn of
     a `conversation`, or instead of its turn `replaces`. `sides`: the trained model, its base, or both. `answers`: for a
     reward model, the two texts to score. `system`: None is that of training; `history`: the prompt comes after the
-    earlier turns. A stop has a `target`, the request to stop."""
+    earlier turns. `role`: tool, if the prompt is the result of a tool that the model has called. `tools`: their
+    definitions as JSON; `template_kwargs`: variables of the chat template, besides those of training. A stop has a
+    `target`, the request to stop."""
 
     kind: str = GENERATE
     id: str = ""
     conversation: str = PAGE
     prompt: str = ""
+    role: str = USER
     answers: tuple[str, ...] = ()
     sides: tuple[str, ...] = (TUNED,)
     step: int | None = None
     system: str | None = None
     history: bool = True
+    tools: str = ""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     replaces: str = ""
     target: str = ""
     temperature: float = 0.0
@@ -58,7 +66,8 @@ class Request:
 
     def problem(self) -> str:
         """Why the request cannot be sent, as a sentence; '' if it can."""
-        size = sum(len(text.encode("utf-8", "replace")) for text in (self.prompt, self.system or "", *self.answers))
+        texts = (self.prompt, self.system or "", self.tools, str(self.template_kwargs), *self.answers)
+        size = sum(len(text.encode("utf-8", "replace")) for text in texts)
         if size > MAX_BYTES:
             return (
                 f"The texts of this request have {size / 1024:.0f} KiB; at most "
@@ -68,7 +77,18 @@ class Request:
             return "The prompt is empty."
         if self.answers and len(self.answers) != 2:
             return "A reward model scores exactly two completions of a prompt."
-        return self._setting_problem()
+        return self._template_problem() or self._setting_problem()
+
+    def _template_problem(self) -> str:
+        if self.role not in (USER, TOOL):
+            return f"The role of a prompt is {USER} or {TOOL}, not {self.role}."
+        if self.role == TOOL and not self.history:
+            return "The result of a tool belongs to the turn that calls the tool: select Include earlier turns."
+        try:
+            parts.parse_tools(self.tools)
+        except InvalidTools as error:
+            return str(error)
+        return parts.variables_problem(self.template_kwargs)
 
     def _setting_problem(self) -> str:
         if not self.sides or not set(self.sides) <= set(SIDES):
@@ -97,8 +117,24 @@ class Turn:
         return all("end" in self.outputs.get(side, ()) for side in self.request.sides)
 
     def as_json(self) -> dict[str, Any]:
-        """For the page."""
-        return {**asdict(self.request), "outputs": self.outputs, "done": self.is_done}
+        """For the page; an output that has reasoning also has it, and the answer, apart."""
+        outputs = {side: {**output, **_parts_of(output)} for side, output in self.outputs.items()}
+        return {**asdict(self.request), "outputs": outputs, "done": self.is_done}
+
+
+def _parts_of(output: Mapping[str, Any]) -> dict[str, str]:
+    split = parts.split_reasoning(written(output), str(output.get("opened") or ""))
+    return dict(zip(("reasoning", "answer"), split, strict=True)) if split else {}
+
+
+def written(output: Mapping[str, Any]) -> str:
+    """The text of an output as the model wrote it, with the special tokens inside it."""
+    return str(output.get("written") or output.get("text") or "")
+
+
+def answer(output: Mapping[str, Any]) -> str:
+    """The text of an output without its reasoning."""
+    return str(_parts_of(output).get("answer", output.get("text") or "")).strip()
 
 
 class Lines:
@@ -185,7 +221,7 @@ def add(outputs: dict[str, dict[str, Any]], side: str, output: Mapping[str, Any]
     if "end" in output:
         outputs[side] = {name: value for name, value in output.items() if name not in ("id", "side")}
     elif "begin" in output:
-        outputs[side] = {"text": ""}
+        outputs[side] = {"text": "", **({"opened": output["opened"]} if output.get("opened") else {})}
     else:
         outputs.setdefault(side, {"text": ""})
         outputs[side]["text"] += str(output.get("text", ""))
@@ -198,14 +234,23 @@ def read_turns(folder: Path, conversation: str) -> list[Turn]:
 
 
 def conversation(folder: Path) -> dict[str, str]:
-    """Name -> text of the files of a chat with the page's conversation alone: what was cleared, and the prompts of
-    command lines, are left out."""
+    """Name -> text of the files of a chat that its successor gets: the page's conversation, without what was cleared
+    and the prompts of command lines, and what is known about loading."""
     ids = {turn.request.id for turn in read_turns(folder, PAGE)}
     found = {}
     for name in (REQUESTS, OUTPUTS):
         lines = [v for v in Lines(folder / name).read() if {v.get("id"), *(v.get("details") or ())[:1]} & ids]
         found[name] = "".join(f"{json.dumps(value, ensure_ascii=False)}\n" for value in lines)
-    return found
+    return {**found, LOADED: json.dumps(loaded(folder))}
+
+
+def loaded(folder: Path) -> dict[str, Any]:
+    """What is known since a model was loaded: the `seconds` from the start until then, the `bytes` of memory then,
+    whether the chat template reads `tools`, and its variable that switches reasoning, `thinking`; empty before."""
+    try:
+        return dict(json_values.read(folder / LOADED))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def details(folder: Path, id: str, side: str) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.data import DataFileError, expand, file_patterns
-from backend.models import trained
+from backend.models import kept_prompts, trained
 from backend.models.chat_files import MAX_NEW_TOKENS
 from backend.models.spec import read_spec
 from backend.runs import files, jobs, json_values
@@ -115,13 +115,16 @@ def needs_consent(path: str, sha256: str) -> str:
 @dataclass(frozen=True)
 class Offer:
     """What can be evaluated: the steps of the models, None is the final one; whether they generate; whether the run has
-    validation examples; the run's limit of new tokens. `problem`: why nothing can be evaluated."""
+    validation examples; the run's limit of new tokens. `problem`: why nothing can be evaluated. `kept_file` has `kept`
+    prompts of chats."""
 
     steps: tuple[int | None, ...]
     generates: bool
     has_validation: bool
     max_new_tokens: int
     problem: str
+    kept_file: str
+    kept: int
 
     def as_json(self) -> dict[str, Any]:
         """For the page."""
@@ -135,7 +138,9 @@ def offer(run: Run) -> Offer:
     problem = "" if steps else trained.NONE_LOADABLE
     if registry.STAGES[spec.train.stage].is_reward_model:
         problem = WITHOUT_BASE
-    return Offer(steps, generates(spec), has_validation(spec), spec.eval.max_new_tokens, problem)
+    kept = kept_prompts.count(run) if generates(spec) else 0
+    file = str(kept_prompts.path_of(run))
+    return Offer(steps, generates(spec), has_validation(spec), spec.eval.max_new_tokens, problem, file, kept)
 
 
 def generates(spec: RunSpec) -> bool:

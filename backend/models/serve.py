@@ -8,12 +8,14 @@ import os
 import secrets
 import shlex
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from backend.models import chat, gguf, system_prompt, trained
 from backend.models.gguf import ENVIRONMENT, FORMATS
+from backend.models.python_text import arguments
 from backend.models.spec import read_spec
 from backend.paths import environment_folder
 from backend.runs import SERVE_TOKEN, SPEC, TOKEN, files, jobs
@@ -149,45 +151,53 @@ def token_of(job: Run) -> str:
 
 
 def as_json(job: Run) -> dict[str, Any]:
-    """For page and command line: the job, and, once requests are answered, the address with examples of requests. They
-    read the token from its file, so that it is in no command line."""
+    """For page and command line: the job, and, once requests are answered, the address with examples of requests."""
     request = jobs.request(job.path, jobs.SERVE)
     progress = job.progress() if job.state == "running" else {}
     shown = {name: request.get(name) for name in ("name", "format", "parallel", "threads")}
     shown |= {"file": str(job.path.parent / str(request.get("file"))), "address": progress.get("address")}
     shown |= {"context": progress.get("context"), "has_tools": progress.get("has_tools")}
     shown |= {"token_file": str(job.path / TOKEN)}
-    examples = _examples(job, shown) if shown["address"] else {"curl": "", "python": "", "is_chat": True}
-    return {**jobs.as_json(job), **shown, **examples}
+    examples = _examples(job) if shown["address"] else {"is_chat": True}
+    return {**jobs.as_json(job), **shown, "curl": "", "python": "", **examples}
 
 
-def _examples(job: Run, shown: dict[str, Any]) -> dict[str, Any]:
+def _examples(job: Run) -> dict[str, Any]:
     """A request with curl, and with the openai package; a chat if the model was trained for chats."""
     run = Run(job.path.parent.parent)
-    body: dict[str, Any] = {"model": shown["name"]}
     model = trained.find(run)
     try:
         is_chat = not model or chat.mode_of(read_spec(run), model.folder) == chat.CHAT
     except RunError:  # its spec cannot be read any more, and the server goes on
         is_chat = True
-    if is_chat:
-        system = system_prompt.of_run(run.path / SPEC)
-        before = [{"role": "system", "content": system}] if system else []
-        body["messages"] = [*before, {"role": "user", "content": "Hello!"}]
+    if not is_chat:
+        return {**requests(job, {"prompt": "Once upon a time"}), "is_chat": False}
+    system = system_prompt.of_run(run.path / SPEC)
+    before = [{"role": "system", "content": system}] if system else []
+    return {**requests(job, {"messages": [*before, {"role": "user", "content": "Hello!"}]}), "is_chat": True}
+
+
+def requests(job: Run, values: Mapping[str, Any]) -> dict[str, str]:
+    """A request to a running server with these values, with `curl` and in `python` with the openai package. They read
+    the token from its file, so that it is in no command line. Empty until the server answers."""
+    address = job.progress().get("address") if job.state == "running" else None
+    if not address:
+        return {}
+    path, call, text = "completions", "completions", "text"
+    if "messages" in values:
         path, call, text = "chat/completions", "chat.completions", "message.content"
-    else:
-        body["prompt"] = "Once upon a time"
-        path, call, text = "completions", "completions", "text"
-    arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in body.items())
+    body = {"model": jobs.request(job.path, jobs.SERVE).get("name"), **values}
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
+    known = {name: value for name, value in body.items() if name != "chat_template_kwargs"}
+    if "chat_template_kwargs" in body:  # the openai package does not know it
+        known["extra_body"] = {"chat_template_kwargs": body["chat_template_kwargs"]}
+    token = str(job.path / TOKEN)
     return {
-        "curl": CURL.format(file=shlex.quote(shown["token_file"]), url=f"{shown['address']}/{path}", data=data),
+        "curl": CURL.format(file=shlex.quote(token), url=f"{address}/{path}", data=data),
         "python": PYTHON.format(
-            url=json.dumps(shown["address"]), file=json.dumps(shown["token_file"]), call=call, arguments=arguments,
-            text=text,
+            url=json.dumps(address), file=json.dumps(token), call=call, arguments=arguments(known), text=text
         ),
-        "is_chat": is_chat,
-    }  # fmt: skip
+    }
 
 
 # The header comes from stdin: arguments of programs can be read by other users.

@@ -35,6 +35,11 @@ class TrainedModel:
     further: Mapping[str, Any] | None
     is_reward_model: bool
 
+    @property
+    def is_residual(self) -> bool:
+        """Whether it is an adapter that was taken out of the base weights, so that these weights belong to it."""
+        return bool(self.base) and self.further is None
+
     def files(self) -> list[Path]:
         """The files of the model, without those of the training's state."""
         return files_in(self.folder)
@@ -149,19 +154,23 @@ def _is_reward_model(config: Mapping[str, Any]) -> bool:
 
 def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool, system: str) -> str:
     scores = _is_reward_model(config)
-    kind = f"Auto{'Peft' if is_adapter else ''}ModelFor{'SequenceClassification' if scores else 'CausalLM'}"
     # An adapter is loaded with the base model's generation config, which may not know the token that ends completions.
     own = is_adapter and has_ends and not scores
-    others = f"from peft import {kind}\nfrom transformers import AutoTokenizer{', GenerationConfig' if own else ''}\n"
-    imports = others if is_adapter else f"from transformers import {kind}, AutoTokenizer\n"
     # An adapter is loaded with the base model's config, which has no padding token if the model did not need one.
     labels = ", num_labels=1, pad_token_id=tokenizer.pad_token_id" if scores else ""
-    return CODE.format(
-        imports=imports, folder=json.dumps(str(folder)), kind=kind, labels=labels,
-        prompt=_chat_code(system) if has_template(folder) else PLAIN,
-        use=SCORE if scores else GENERATE,
-        ends=OWN_ENDS if own else "",
-    )  # fmt: skip
+    options = f'dtype="auto", device_map="auto"{labels}'
+    loading = loading_code(folder, is_adapter, scores, ("GenerationConfig",) if own else (), options)
+    prompt = _chat_code(system) if has_template(folder) else PLAIN
+    return f"{loading}{OWN_ENDS if own else ''}{prompt}{TO_DEVICE}{SCORE if scores else GENERATE}"
+
+
+def loading_code(folder: Path, is_adapter: bool, scores: bool, names: Iterable[str], options: str) -> str:
+    """Code that imports `names` of transformers, and loads tokenizer and model of a folder; `options`: arguments of
+    from_pretrained, after the folder."""
+    kind = f"Auto{'Peft' if is_adapter else ''}ModelFor{'SequenceClassification' if scores else 'CausalLM'}"
+    imported = ", ".join([*([] if is_adapter else [kind]), "AutoTokenizer", *names])
+    imports = f"from peft import {kind}\n" if is_adapter else ""
+    return LOADING.format(imports=imports, names=imported, folder=json.dumps(str(folder)), kind=kind, options=options)
 
 
 def has_template(folder: Path) -> bool:
@@ -184,13 +193,16 @@ def _chat_code(system: str) -> str:
     return CHAT.replace(SYSTEM_LINE, f"{SYSTEM}{json.dumps(system, ensure_ascii=False)}}},\n" if system else "")
 
 
-CODE = """\
-{imports}
+LOADING = """\
+{imports}from transformers import {names}
+
 folder = {folder}
 tokenizer = AutoTokenizer.from_pretrained(folder)
-model = {kind}.from_pretrained(folder, dtype="auto", device_map="auto"{labels})
-{ends}{prompt}inputs = inputs.to(model.device)
-{use}"""
+model = {kind}.from_pretrained(folder, {options})
+"""
+TO_DEVICE = """\
+inputs = inputs.to(model.device)
+"""
 SYSTEM_LINE = "    # system\n"
 CHAT = f"""\
 messages = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from transformers.tokenization_utils_base import PaddingStrategy, TruncationStrategy
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import (
+    add_response_schema,
     get_training_chat_template,
     has_generation_markers,
 )
@@ -123,12 +124,30 @@ def _training_template(tokenizer: Any, template: str) -> str | None:
     """TRL's version of a template for training, with the defaults that `set_defaults` has put before it in an earlier
     run; None if TRL does not know the template."""
     defaults = "".join(match[0] for match in DEFAULT.finditer(template))
-    without, known = copy.copy(tokenizer), template.removeprefix(defaults)
-    for same in (known, known.removesuffix("\n"), f"{known}\n"):  # Jinja leaves out a newline at the end
-        without.chat_template = same
+    for without in _without_defaults(tokenizer, template.removeprefix(defaults)):
         with suppress(*TEMPLATE_ERRORS):
             if found := get_training_chat_template(without):
                 return defaults + str(found)
+    return None
+
+
+def _without_defaults(tokenizer: Any, known: str) -> Iterator[Any]:
+    """Copies of the tokenizer with templates that TRL may know: Jinja leaves out a newline at the end."""
+    for same in (known, known.removesuffix("\n"), f"{known}\n"):
+        without = copy.copy(tokenizer)
+        without.chat_template = same
+        yield without
+
+
+def response_tokenizer(tokenizer: Any, template: str) -> Any:
+    """A copy of the tokenizer that parses responses, such as tool calls: with its own response template, or with TRL's
+    for a known chat template; None if there is none."""
+    defaults = "".join(match[0] for match in DEFAULT.finditer(template))
+    for without in _without_defaults(tokenizer, template.removeprefix(defaults)):
+        if getattr(without, "response_template", None) or getattr(without, "response_schema", None):
+            return without
+        with suppress(ValueError):
+            return add_response_schema(without)
     return None
 
 

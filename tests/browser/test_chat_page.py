@@ -23,6 +23,8 @@ case "$*" in
 esac
 """
 
+TOOLS = json.dumps([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}])
+
 
 @pytest.fixture
 def chatting(tmp_path):
@@ -97,6 +99,58 @@ def test_a_conversation(chatting, run, page):
     card.get_by_role("button", name="Stop", exact=True).click()
     expect(card.get_by_role("button", name="Regenerate")).to_be_visible()
     expect(outputs(card, "trained")).to_have_count(2)
+
+
+def test_tools_reasoning_code_and_kept_prompts(chatting, run, page):
+    page.goto(f"{chatting.url}/?tab=run&run={run.id}")
+    card = ready(page)
+    expect(card).to_contain_text("Loading takes at least")
+    expect(card).to_contain_text("is free.")
+    card.get_by_role("button", name="Chat with this model").click()
+    prompt, tools = card.get_by_label("Prompt", exact=True), card.get_by_label("Tools", exact=True)
+    card.locator("summary", has_text="System prompt").click()
+    expect(tools).to_be_visible(timeout=SLOW_TIMEOUT)
+    expect(card.get_by_label("Send as")).to_be_hidden()
+    tools.fill("[{]")
+    prompt.fill("one")
+    prompt.press("Enter")
+    expect(page.locator("#fp-toasts")).to_contain_text("Tools: this is not valid JSON")
+    tools.fill(TOOLS)
+    prompt.press("Enter")
+    expect(outputs(card, "trained")).to_contain_text("3 tokens", timeout=SLOW_TIMEOUT)
+    expect(outputs(card, "trained").locator("summary", has_text="Reasoning")).to_be_hidden()
+
+    card.get_by_label("Reasoning", exact=True).select_option("On")
+    card.get_by_label("Include earlier turns").check()
+    card.get_by_label("Send as").select_option("Result of a tool")
+    prompt.fill("21 degrees")
+    prompt.press("Enter")
+    second = outputs(card, "trained").nth(1)
+    expect(second).to_contain_text("tokens in 3.1 s", timeout=SLOW_TIMEOUT)
+    expect(second.locator("details.fp-chat-reasoning div")).to_have_text("because")
+    expect(second).not_to_contain_text("</think>")
+    expect(card.locator(".fp-chat-prompt").nth(1)).to_contain_text("Result of a tool")
+    expect(card.get_by_label("Send as")).to_have_value("user")
+    second.get_by_role("button", name="Show code").click()
+    expect(second.locator("pre")).to_contain_text("messages, tools=tools, enable_thinking=True")
+    assert violations(page, ".fp-chat") == []
+    keep(page, run, second)
+
+
+def keep(page, run, second):
+    """Keep the conversation of the second turn for evaluations."""
+    second.get_by_role("button", name="Keep for evaluation").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog.get_by_label("Reference")).to_have_value("trained <b onclick=alert(1)>bold</b> 21 degrees")
+    dialog.get_by_label("Reference").fill("It is warm.")
+    dialog.get_by_role("button", name="Keep", exact=True).click()
+    expect(page.locator("#fp-toasts")).to_contain_text("evaluation_prompts.jsonl, which has 1 prompt now.")
+    evaluation = page.get_by_role("region", name="Evaluation")
+    evaluation.locator("summary", has_text="Settings").click()
+    evaluation.get_by_role("button", name="Use the prompt kept from chats").click()
+    kept = run.path.parent / "evaluation_prompts.jsonl"
+    expect(evaluation.get_by_label("Data file on the server")).to_have_value(str(kept))
+    assert json.loads(kept.read_text())["completion"][0]["content"] == "It is warm."
 
 
 def test_errors_the_end_and_another_run(chatting, run, page):

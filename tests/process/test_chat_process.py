@@ -15,16 +15,23 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer
+from test_trained_model import run_code
 from training_runs import log_text, make_spec, result
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl.chat_template_utils import qwen3_chat_template
 
-from backend.inference import generation
+from backend.config.options import edit
+from backend.inference import examples, generation
 from backend.inference.loading import Models
-from backend.models import chat, chat_files
+from backend.machine import Machine
+from backend.memory import inference
+from backend.models import chat, chat_code, chat_files, kept_prompts
 from backend.models.chat_files import BASE, TUNED, Request
+from backend.models.evaluation import Settings
+from backend.models.spec import read_spec
 from backend.runs import BASE as WEIGHTS
-from backend.runs import PLAN, Plan, jobs, processes
-from backend.runs.folder import ALIVE, Run
+from backend.runs import MODEL, PLAN, Plan, jobs, processes
+from backend.runs.folder import ALIVE, Run, RunError
 from backend.train.run_log import TrainError
 
 NEW_TOKENS = 16
@@ -41,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "modules": {"lora.modules_to_save": ["lm_head"]},
 }
 GPU = {"GPU-of-a-test": "GPU 0"}
+TOOLS = json.dumps([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}])
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +149,49 @@ def test_a_chat_generates_what_training_and_the_base_model_do(run: Run, tiny: Pa
     assert len(chat_files.read_turns(job.path, "page")) == 3
     long = ask(job, Request(prompt="word " * 5000, conversation="other"))
     assert "the model's context length is" in long[TUNED]["error"] and "Shorten the prompt" in long[TUNED]["error"]
+    tools = ask(job, Request(prompt="x", tools=TOOLS, conversation="other"))
+    assert "does not read tools" in tools[TUNED]["error"] and "Clear the field Tools" in tools[TUNED]["error"]
     gone = ask(job, Request(prompt="x", step=99, conversation="other"))
     assert "checkpoint of step 99" in gone[TUNED]["error"]
+
+
+def test_tools_reasoning_code_and_kept_prompts(
+    fork_server: ForkServer, run: Run, start: Callable[..., Run], root: Path
+) -> None:
+    """With Qwen3's template, which reads tools and enable_thinking."""
+    copied = Run(shutil.copytree(run.path, root / "with-tools" / run.id, ignore=shutil.ignore_patterns("jobs")))
+    (copied.path / MODEL / "chat_template.jinja").write_text(qwen3_chat_template)
+    job = start(copied)
+    off = {"tools": TOOLS, "template_kwargs": {"enable_thinking": False}, "max_new_tokens": NEW_TOKENS}
+    asked = ask(job, Request(prompt="Is it warm?", system="Short.", **off))[TUNED]
+    assert '"name": "weather"' in asked["prompt"] and asked["prompt"].endswith("<think>\n\n</think>\n\n")
+    loaded = chat_files.loaded(job.path)
+    assert (loaded["tools"], loaded["thinking"]) == (True, "enable_thinking") and loaded["seconds"] > 0
+    told = ask(job, Request(prompt="21 degrees", role="tool", system="Short.", **off))[TUNED]
+    assert "<tool_response>\n21 degrees\n</tool_response>" in told["prompt"] and told["is_plain"]
+    wrong = ask(job, Request(prompt="x", template_kwargs={"mood": 1}, conversation="other"))[TUNED]
+    assert "does not read mood" in wrong["error"]
+
+    turn = chat_files.read_turns(job.path, "page")[-1].request.id
+    code = chat_code.of_output(copied, turn)["python"]
+    assert "tools = [" in code and "enable_thinking=False" in code
+    assert run_code(fork_server, root / "chat-code", code).strip() == told["text"].strip()
+
+    kept = kept_prompts.keep(copied, turn, "It is warm.")
+    assert kept == {"path": str(root / "with-tools/evaluation_prompts.jsonl"), "count": 1}
+    tokenizer = AutoTokenizer.from_pretrained(copied.path / MODEL)
+    settings = Settings(data=kept["path"], general=False)
+    for changes in ({}, {"train.stage": "dpo", "data.builtin": "train-pairs", "data.system_prompt": "Other."}):
+        (item,) = examples.read(edit(read_spec(copied), changes), settings, tokenizer, print)
+        assert item.prompt and item.prompt.text == told["prompt"] and item.prompt.reference == "It is warm."
+
+
+def test_the_memory_of_a_chat_is_known_before(run: Run, start: Callable[..., Run]) -> None:
+    """The weights; the libraries are shared with the fork server, so the process has no memory of its own for them."""
+    memory = inference.of_chat(run, Machine())
+    model = Models(run, lambda text: None).load(None, TUNED).model
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(row.bytes for row in memory.rows[:-1]) == pytest.approx(size, rel=0.02)
 
 
 def test_a_stop_ends_an_output_and_the_process(run: Run, start: Callable[..., Run]) -> None:
@@ -219,9 +268,7 @@ def test_a_run_is_renamed_and_deleted_during_its_chat(run: Run, start: Callable[
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_model(
-    fork_server: ForkServer, root: Path, tiny: Path, start: Callable[..., Run], kind: str
-) -> None:
+def test_every_kind_of_model(fork_server: ForkServer, root: Path, start: Callable[..., Run], kind: str) -> None:
     run = Run(fork_server.train(root / kind, make_spec({**TRAINED, **KINDS[kind]})))
     job = start(run)
     offer = chat.offer(run)
@@ -238,6 +285,13 @@ def test_every_kind_of_model(
                 assert outputs[TUNED]["text"].strip() == sample["after"], step
             if sample["before"] is not None:
                 assert outputs[BASE]["text"].strip() == sample["before"], step
+        turn = chat_files.read_turns(job.path, "page")[-1].request.id
+        if kind == "pissa" and step is not None:
+            with pytest.raises(RunError, match="base weights that PiSSA"):
+                chat_code.of_output(run, turn)
+            continue
+        made = run_code(fork_server, root / f"code-{kind}-{step}", chat_code.of_output(run, turn)["python"])
+        assert made.strip() == outputs[TUNED]["text"].strip()
 
 
 @pytest.mark.soak

@@ -117,6 +117,13 @@ def test_lines_are_read_once_and_only_when_they_are_complete(tmp_path):
         ({"top_p": 0.0}, "top_p"),
         ({"max_new_tokens": 0}, "new tokens"),
         ({"seed": -1}, "seed"),
+        ({"role": "system"}, "role"),
+        ({"role": "tool", "history": False}, "Include earlier turns"),
+        ({"tools": "[{]"}, "Tools: this is not valid JSON"),
+        ({"tools": "{}"}, "Tools: expected a list of tool definitions, got an object"),
+        ({"tools": '[{"type": "function", "function": {}}]'}, "Tools: definition 1 has no function with a name"),
+        ({"tools": "[" * 100_00}, "Tools"),
+        ({"template_kwargs": {"tools": []}}, "tools cannot be set"),
     ],
     ids=str,
 )
@@ -316,6 +323,8 @@ def test_a_run_without_a_model_has_no_chat(tmp_path, api):
         (["--step", "7"], "There is no checkpoint of step 7 that can be loaded. Steps: 2."),
         (["--completion", "a", "--prompt", "p"], "--completion needs a reward model"),
         (["--json"], "Set --prompt"),
+        (["--prompt", "p", "--tools", "/nowhere.json"], "--tools /nowhere.json cannot be read: No such file"),
+        (["--prompt", "p", "--chat-template-kwargs", "{"], "--chat-template-kwargs is not valid JSON"),
         (["--prompt", "p", "--temperature", "-1"], "The temperature must be from 0 to 10."),
     ],
 )

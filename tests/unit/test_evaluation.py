@@ -51,7 +51,9 @@ def test_settings_that_cannot_be_evaluated(tmp_path, settings, problem):
 
 def test_what_a_run_offers(tmp_path):
     run = make_run(tmp_path / "one", {**LORA, "eval.max_new_tokens": 9})
-    assert evaluation.offer(run) == evaluation.Offer((None, 2), True, True, 9, "")
+    assert evaluation.offer(run) == evaluation.Offer(
+        (None, 2), True, True, 9, "", str(tmp_path / "one/evaluation_prompts.jsonl"), 0
+    )
     files = {**LORA, "data.source": "files", "data.files": ["x.jsonl"], "data.validation": "none"}
     without = make_run(tmp_path / "two", {**files, "data.format": "text"})
     assert not evaluation.offer(without).has_validation and not evaluation.offer(without).generates

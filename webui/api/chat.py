@@ -1,4 +1,5 @@
-"""Endpoints of the chat with a run's models: what it shows, start, requests, the tokens of an output, and its end.
+"""Endpoints of the chat with a run's models: what it shows, start, requests, the tokens of an output, the code that
+generates it again, prompts that are kept for evaluations, and the end.
 
 The conversation is in the files of the chat's job, so that a reload, another tab and a restarted server show the same.
 """
@@ -10,8 +11,10 @@ from typing import Annotated, Any
 from pydantic import Field
 from starlette.responses import Response
 
-from backend.models import chat, chat_files
+from backend.memory import inference
+from backend.models import chat, chat_code, chat_files, kept_prompts
 from backend.models.chat_files import CLEAR, GENERATE, PAGE, STOP, TUNED, Request
+from backend.models.conversation import USER
 from backend.runs import jobs
 from backend.runs.folder import ALIVE, Run, RunError
 from webui.api.app_state import AppState
@@ -25,11 +28,14 @@ class ChatRequest(RequestBody):
 
     kind: str = GENERATE
     prompt: str = ""
+    role: str = USER
     answers: Annotated[tuple[str, ...], Field(max_length=2, strict=False)] = ()
     sides: Annotated[tuple[str, ...], Field(max_length=2, strict=False)] = (TUNED,)
     step: int | None = None
     system: str | None = None
     history: bool = True
+    tools: str = ""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
     replaces: str = ""
     target: str = ""
     temperature: Annotated[float, Field(strict=False)] = 0.0
@@ -38,19 +44,29 @@ class ChatRequest(RequestBody):
     seed: int | None = None
 
 
+class KeptPrompt(RequestBody):
+    """The turn whose prompt is kept for evaluations, and the output that it should have."""
+
+    turn: str
+    reference: str
+
+
 def show(state: State, run: PathRun, have: str = "") -> Any:
-    """The chat of a run: what it offers, its job, and the turns of the conversation without their tokens; 204 if `have`
-    is its current tag. Raises RunError if no model of the run can be loaded."""
+    """The chat of a run: what it offers, its job, what loading takes, and the turns of the conversation without their
+    tokens; 204 if `have` is its current tag. Raises RunError if no model of the run can be loaded."""
     job = chat.current(run)
     if job and job.state in ALIVE:
         chat_files.touch_client(job.path, PAGE)
     found: dict[str, Any] = {"offer": chat.offer(run).as_json(), "job": _shown(state, job) if job else None}
-    key = [found["offer"], found["job"], chat_files.tag(job.path) if job else ""]
+    found["loaded"] = chat_files.loaded(job.path) if job else {}
+    is_alive = bool(job and job.state in ALIVE)
+    found["memory"] = None if is_alive else inference.of_chat(run, state.machine.get()).as_json()
+    key = [*found.values(), chat_files.tag(job.path) if job else ""]
     tag = tag_of(key)
     if have == tag:
         return no_content()
     turns = [turn.as_json() for turn in chat_files.read_turns(job.path, PAGE)] if job else []
-    return {**found, "alive": bool(job and job.state in ALIVE), "turns": turns, "tag": tag}
+    return {**found, "alive": is_alive, "turns": turns, "tag": tag}
 
 
 def start(state: State, run: PathRun) -> Response:
@@ -82,6 +98,16 @@ def tokens(run: PathRun, turn: str, side: str) -> dict[str, Any]:
     if not found:
         raise ApiError(404, "The tokens of this output were not recorded.")
     return {name: found[name] for name in ("prompt", "prompt_tokens", "tokens")}
+
+
+def code(run: PathRun, turn: str) -> dict[str, str]:
+    """Code that generates the trained model's output of a turn again."""
+    return chat_code.of_output(run, turn)
+
+
+def keep(run: PathRun, body: KeptPrompt) -> Response:
+    """Keep a conversation as a prompt for evaluations."""
+    return json(kept_prompts.keep(run, body.turn, body.reference), 201)
 
 
 def end(state: State, run: PathRun) -> dict[str, Any]:

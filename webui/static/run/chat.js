@@ -3,6 +3,7 @@
 // of a job, so that it is there again after a reload.
 import { get, post } from "../api.js";
 import { confirmDialog, el, notifyError, setText } from "../dom.js";
+import { bytes, duration } from "../format.js";
 import { createPoller } from "../poll.js";
 import { createFields } from "./chat_fields.js";
 import { createTurn } from "./chat_turn.js";
@@ -24,9 +25,9 @@ export class Chat {
     this.poller = createPoller((isCurrent) => this.#pull(isCurrent), { isVisible, interval: 300 });
     this.fields = createFields(() => this.#send());
     this.parts = createParts();
-    const { head, about, failure, turns, start, end, stop, again, clear } = this.parts;
+    const { head, about, memory, warning, failure, turns, start, end, stop, again, clear } = this.parts;
     this.node = el("section.fp-panel.fp-job-card.fp-chat", { hidden: true, "aria-label": "Chat" });
-    this.node.append(head, about, failure, turns, start, this.fields.node);
+    this.node.append(head, about, failure, turns, memory, warning, start, this.fields.node);
     this.fields.actions.append(stop, again, clear);
     start.addEventListener("click", () => this.#act(() => post(this.path)));
     end.addEventListener("click", () => this.#act(() => post(`${this.path}/end`)));
@@ -72,14 +73,15 @@ export class Chat {
 
   #draw(found) {
     this.shown = found;
-    this.fields.draw(found.offer, found.turns[found.turns.length - 1], found.alive && Boolean(this.#running()));
+    const isGenerating = found.alive && Boolean(this.#running());
+    this.fields.draw(found.offer, found.turns[found.turns.length - 1], isGenerating, found.loaded);
     this.#drawTurns(found);
     this.parts.draw(found, { busy: this.busy, generating: Boolean(this.#running()) });
     this.fields.node.hidden = !found.alive && !found.turns.length;
     this.node.hidden = false;
   }
 
-  #drawTurns({ turns, alive, job }) {
+  #drawTurns({ turns, alive, job, offer }) {
     const list = this.parts.turns;
     const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
     const known = new Set(turns.map(({ id }) => id));
@@ -90,7 +92,7 @@ export class Chat {
     }
     for (const turn of turns) {
       if (!this.turns.has(turn.id)) {
-        this.turns.set(turn.id, createTurn(this.path, turn));
+        this.turns.set(turn.id, createTurn(this.path, turn, offer.mode));
         list.append(this.turns.get(turn.id).node);
       }
       this.turns.get(turn.id).draw(turn, alive ? statusOf(job, alive) || "Waiting" : "Not generated");
@@ -132,8 +134,8 @@ export class Chat {
     if (running) await this.#request({ kind: "stop", target: running.id });
   }
   #regenerate() {
-    const { id, prompt, answers } = this.shown.turns[this.shown.turns.length - 1];
-    this.#act(() => this.#request({ ...this.fields.request(), prompt, answers, replaces: id }));
+    const { id, prompt, role, answers } = this.shown.turns[this.shown.turns.length - 1];
+    this.#act(() => this.#request({ ...this.fields.request(), prompt, role, answers, replaces: id }));
   }
   async #clear() {
     if (!(await confirmDialog("Clear this conversation? It cannot be restored.", "Clear"))) return;
@@ -151,6 +153,8 @@ function createParts() {
   const parts = {
     head: el("div.fp-job-head", {}, el("h3", {}, "Chat"), status, el("span.fp-gap"), end),
     about: el("p.fp-dim", {}, ABOUT),
+    memory: el("p.fp-dim.fp-figures"),
+    warning: el("p.fp-job-warning", { role: "status" }),
     failure: failurePart(""),
     turns: el("ol.fp-chat-turns", { hidden: true, tabindex: 0, "aria-label": "Conversation" }),
     start: button("Chat with this model"),
@@ -160,7 +164,11 @@ function createParts() {
     clear: button("Clear"),
     draw,
   };
-  function draw({ job, alive, turns }, { busy, generating }) {
+  function draw({ job, alive, turns, memory, loaded }, { busy, generating }) {
+    parts.memory.hidden = !memory;
+    setText(parts.memory, memory ? `${memory.text} ${lastStart(loaded)}`.trim() : "");
+    parts.warning.hidden = !memory?.warning;
+    setText(parts.warning, memory?.warning || "");
     const failure = failureText(job);
     parts.failure.hidden = !failure;
     setText(parts.failure, failure);
@@ -176,6 +184,10 @@ function createParts() {
   }
   return parts;
 }
+
+/** How long the last start took, and its memory. */
+const lastStart = ({ seconds, bytes: size }) =>
+  seconds ? `The last start took ${duration(seconds)} and used ${bytes(size)}.` : "";
 
 /** What the chat does now, or why it has ended. */
 function statusOf(job, alive) {

@@ -4,6 +4,7 @@ import { el, setText } from "../dom.js";
 import { createCheckbox, createModelMenu, createNumberField, labeled } from "./run_jobs.js";
 
 const KEYS = "Enter sends, Shift+Enter begins a new line";
+const TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]';
 const PLACEHOLDERS = { chat: "Prompt", text: "A text that the model continues", score: "Prompt" };
 
 /** @param {() => void} send */
@@ -20,8 +21,9 @@ export function createFields(send) {
     event.preventDefault();
     send();
   });
-  function draw(offer, last, isGenerating) {
+  function draw(offer, last, isGenerating, loaded) {
     drawSend(parts.send, isGenerating);
+    drawTemplate(parts, loaded, last);
     parts.historyRow.hidden = !last || offer.mode !== "chat";
     if (drawn === JSON.stringify(offer)) return;
     const isFirst = !drawn;
@@ -31,13 +33,18 @@ export function createFields(send) {
     parts.system.value = last?.system ?? offer.system;
     parts.compare.checked = Boolean(last?.sides.includes("base"));
     parts.history.checked = offer.history;
+    parts.tools.value = last?.tools ?? "";
+    parts.thinking.value = String(last?.template_kwargs[loaded.thinking] ?? "");
     if (last) {
       parts.model.choose(last.step);
       parts.settings.fill(last);
     }
   }
   const request = () => requestOf(parts);
-  const sent = () => (prompt.value = "");
+  const sent = () => {
+    prompt.value = "";
+    parts.role.value = "user";
+  };
   let samples = [];
   let next = 0; // the position of the one that the button fills in
   parts.example.addEventListener("click", () => {
@@ -56,7 +63,7 @@ export function createFields(send) {
     next = 0;
     drawn = "";
     parts.model.draw([]); // a step of this run may be one of the next run, too
-    for (const field of [prompt, ...parts.answers]) field.value = "";
+    for (const field of [prompt, parts.tools, ...parts.answers]) field.value = "";
     parts.compare.checked = false;
   }
   return { node, actions: parts.actions, draw, request, sent, offerSamples, reset };
@@ -66,13 +73,25 @@ export function createFields(send) {
 const requestOf = (parts) => ({
   kind: "generate",
   prompt: parts.prompt.value,
+  role: parts.roleRow.hidden ? "user" : parts.role.value,
   answers: parts.answersRow.hidden ? [] : parts.answers.map(({ value }) => value),
   sides: parts.compare.checked && !parts.compareRow.hidden ? ["trained", "base"] : ["trained"],
   step: parts.model.step(),
   history: parts.history.checked,
   system: parts.systemRow.hidden ? "" : parts.system.value,
+  tools: parts.toolsRow.hidden ? "" : parts.tools.value,
+  template_kwargs:
+    parts.thinkingRow.hidden || !parts.thinking.value ? {} : { [parts.thinking.name]: parts.thinking.value === "true" },
   ...parts.settings.values(),
 });
+
+/** What the chat template reads besides the turns. It is known once a model is loaded. */
+function drawTemplate(parts, loaded, last) {
+  parts.toolsRow.hidden = !loaded.tools;
+  parts.roleRow.hidden = !loaded.tools || !last;
+  parts.thinkingRow.hidden = !loaded.thinking;
+  parts.thinking.name = loaded.thinking || "";
+}
 
 function drawSend(button, isGenerating) {
   button.disabled = isGenerating;
@@ -93,19 +112,34 @@ function createParts() {
   const compareRow = el("label.fp-job-check", {}, compare, "Compare with the base model");
   const historyRow = el("label.fp-job-check", {}, history, "Include earlier turns");
   const systemRow = labeled("System prompt, as in training unless you change it", system);
+  const tools = area("Tools", 3, { placeholder: TOOLS, spellcheck: "false" });
+  const toolsRow = labeled("Tools: a JSON list of definitions in OpenAI's form; empty for none", tools);
+  const thinking = createMenu("Reasoning", { "": "As in training", true: "On", false: "Off" });
+  const thinkingRow = el("label.fp-job-check", {}, "Reasoning", thinking);
+  const role = createMenu("Send as", { user: "User", tool: "Result of a tool" });
+  const roleRow = el("label.fp-job-check", {}, "Send as", role);
   const variables = el("p.fp-dim");
-  const body = el("div.fp-job-settings", {}, systemRow, variables, settings.node);
+  const body = el("div.fp-job-settings", {}, systemRow, toolsRow, thinkingRow, variables, settings.node);
   const fold = el("details.fp-fold", {}, el("summary", {}, "System prompt and settings"), body);
   const models = el("label.fp-job-check", {}, "Model", model.node);
   const example = el("button.fp-link", { type: "button", hidden: true }, "Validation example");
   example.title = "Fill in the prompt of a validation example";
-  const bar = el("div.fp-chat-bar", {}, actions, example, el("span.fp-gap"), models, compareRow, historyRow);
+  const bar = el("div.fp-chat-bar", {}, actions, example, el("span.fp-gap"), roleRow, models, compareRow, historyRow);
   const node = el("form.fp-job-form", { hidden: true }, prompt, answersRow, bar, fold);
   return {
     ...{ node, prompt, answers, answersRow, model, compare, compareRow, system, systemRow, variables },
     ...{ settings, actions, send, example, history, historyRow },
+    ...{ tools, toolsRow, thinking, thinkingRow, role, roleRow },
   };
 }
+
+/** @param {string} label @param {Record<string, string>} options value -> label */
+const createMenu = (label, options) =>
+  el(
+    "select.fp-select",
+    { "aria-label": label },
+    Object.entries(options).map(([value, label]) => el("option", { value }, label)),
+  );
 
 /** What can be asked of the run's models. */
 function drawOffer({ model, prompt, answersRow, systemRow, compareRow, variables, settings }, offer) {

@@ -77,7 +77,14 @@ function drawButton(parts, last) {
   if (isStopped) setText(parts.stopped, `${STOPPED} ${settingsText(last)}.`);
 }
 
-function drawOffer({ model, examples, tokens, data, scores }, offer, isFirst) {
+function drawOffer({ model, examples, tokens, data, kept, scores }, offer, isFirst) {
+  kept.hidden = !offer.kept;
+  setText(kept, `Use the ${offer.kept === 1 ? "prompt" : `${integer(offer.kept)} prompts`} kept from chats`);
+  kept.onclick = () => {
+    data.value = offer.kept_file;
+    if (examples.input.value === "0") examples.input.value = String(offer.kept);
+    data.dispatchEvent(new Event("input", { bubbles: true }));
+  };
   model.draw(offer.steps);
   tokens.node.hidden = scores.hidden = !offer.generates;
   data.placeholder = offer.has_validation ? "Validation examples of the run" : "None: this run has no validation set";
@@ -104,17 +111,18 @@ function createParts() {
   const data = el("input.fp-input", { type: "text", placeholder: "Validation examples of the run" });
   const general = createCheckbox({ checked: true });
   const dataField = labeled("Data file on the server", data);
+  const kept = el("button.fp-link", { type: "button", hidden: true });
   const numbers = el("div.fp-job-fields", {}, labeled("Model", model.node), examples.node, tokens.node, dataField);
   const check = el("label.fp-job-check", {}, general, "Include general texts");
   const custom = createCustomScores();
-  const body = el("div.fp-job-settings", {}, numbers, check, custom.scores);
+  const body = el("div.fp-job-settings", {}, numbers, el("div", {}, kept), check, custom.scores);
   const settings = el("details.fp-fold", {}, el("summary", {}, "Settings"), body);
   const stopped = el("p.fp-dim", { hidden: true });
   const start = button("Evaluate", null, { type: "submit" });
   const remove = button("Delete this evaluation", null, { hidden: true });
   // Without the browser's own checks, which cannot show what is wrong in closed settings; the server says it.
   const node = el("form.fp-job-form", { novalidate: true }, settings, stopped, actions(start, remove));
-  return { node, model, examples, tokens, data, general, ...custom, button: start, stopped, remove };
+  return { node, model, examples, tokens, data, kept, general, ...custom, button: start, stopped, remove };
 }
 
 /** The fields of the scores that users define. */

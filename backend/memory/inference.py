@@ -1,0 +1,184 @@
+"""The memory that the models of a chat take, known before they are loaded: from the headers of the weight files, the
+dtype in which a chat computes, and the quantization of training."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backend import registry
+from backend.config import RunSpec
+from backend.inspect.json_files import read_json_object
+from backend.inspect.model_folder import local_folder
+from backend.inspect.weights import WeightsError, weight_shapes
+from backend.machine import Machine
+from backend.memory import quantized
+from backend.memory.context import DTYPE_BYTES, Row
+from backend.memory.estimate import CONTEXT_BYTES
+from backend.memory.host import LIBRARY_BYTES
+from backend.models import chat
+from backend.models.spec import read_spec_outside_training
+from backend.models.trained import TrainedModel
+from backend.modelspec import ModelShape, UnknownArchitecture, from_config
+from backend.runs.device_memory import amount
+from backend.runs.folder import Run
+
+CPU = "the CPU"
+ON_GPU = Row("the GPU's context and kernels", CONTEXT_BYTES, "approximate")
+NO_COPY = Row("the base model", 0, "no copy is needed")
+SHOWN_TOKENS = 1000  # of a conversation, whose KV cache is named
+STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of an element in files that are not safetensors
+
+
+@dataclass(frozen=True)
+class ChatMemory:
+    """`rows`: what a chat loads; `missing`: what it loads whose size is not known; `compared`: the copy of the base
+    model that it also loads to compare with, 0 bytes if it needs none; `token_bytes`: KV cache of a token, 0 if it is
+    unknown; `free_bytes`: of the `device`, 'GPU 0' or 'the CPU'."""
+
+    rows: tuple[Row, ...]
+    missing: str
+    compared: Row
+    token_bytes: int
+    device: str
+    free_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes before the first prompt, as far as they are known."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def text(self) -> str:
+        """What loading takes, and how much is free, as sentences."""
+        parts = ", ".join(f"{amount(row.bytes)} for {row.name} ({row.formula})" for row in self.rows)
+        least = "at least" if self.missing else "about"
+        found = [f"Loading takes {least} {amount(self.bytes)} of {self._memory}: {parts}."]
+        if self.missing:
+            found.append(f"The size of {self.missing} is not known.")
+        if self.compared.bytes:
+            more = f"Comparing with the base model also takes {amount(self.compared.bytes)} ({self.compared.formula})."
+            found.append(more)
+        if self.token_bytes:
+            cache = amount(SHOWN_TOKENS * self.token_bytes)
+            found.append(f"A conversation takes up to {cache} more for {SHOWN_TOKENS:,} tokens.")
+        return " ".join([*found, f"{amount(self.free_bytes)} is free."])
+
+    @property
+    def warning(self) -> str:
+        """That it does not fit, as sentences; '' if it does."""
+        whole = self.bytes + self.compared.bytes
+        if whole <= self.free_bytes:
+            return ""
+        need, free = f"{amount(self.bytes)} of {self._memory}", f"{amount(self.free_bytes)} is free"
+        if self.bytes <= self.free_bytes:
+            return f"A comparison with the base model does not fit: both models take {amount(whole)}, and {free}."
+        end = "the system may end the process" if self.device == CPU else "loading may end with an out-of-memory error"
+        fix = ", or export the model as GGUF in a smaller format and serve that" if self.token_bytes else ""
+        return f"The model does not fit: it takes {need}, and {free}, so {end}. End other programs that use it{fix}."
+
+    @property
+    def _memory(self) -> str:
+        return "CPU memory" if self.device == CPU else f"the memory of {self.device}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For the page."""
+        return {"text": self.text, "warning": self.warning}
+
+
+def of_chat(run: Run, machine: Machine) -> ChatMemory:
+    """What a chat with the newest model of `run` loads on this `machine`. Raises RunError without such a model."""
+    spec, resolved, model = read_spec_outside_training(run), run.resolved(), chat.loadable(run)[0]
+    compute = str(resolved.get("compute_dtype"))
+    dtype = compute if compute in DTYPE_BYTES else "fp32"
+    device, free = _place(resolved, machine)
+    base = local_folder(spec, run.path, os.environ)
+    if model.base:
+        weights = _base_row(spec, base, "fp32" if model.is_residual else dtype)
+        others = [Row("the adapter", _adapter_bytes(model), "its file")]
+        has_copy = model.is_residual
+    else:
+        weights, others = _weights_row("the trained model", model.folder, dtype), []
+        has_copy = not model.is_reward_model
+    copy = _base_row(spec, base, dtype) if has_copy else NO_COPY
+    unknown = {"the base model" if model.base else "the trained model": weights, "the base model to compare with": copy}
+    missing = " and ".join(name for name, row in unknown.items() if row is None)
+    others.append(Row("Python and libraries", LIBRARY_BYTES, "approximate") if device == CPU else ON_GPU)
+    shape = None if model.is_reward_model else _shape(base if model.base else model.folder)
+    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * DTYPE_BYTES[dtype] if shape else 0
+    rows = tuple(row for row in (weights, *others) if row)
+    return ChatMemory(rows, missing, copy or NO_COPY, cache, device, free)
+
+
+def _place(resolved: dict[str, Any], machine: Machine) -> tuple[str, int]:
+    """The device of a chat, and its free memory: the first device of the run, if this machine still has it."""
+    ids = [*(resolved.get("device_ids") or ()), *(gpu.id for gpu in machine.gpus)][:1]
+    if machine.device != "cpu" and machine.device == resolved.get("device"):
+        for gpu in machine.gpus:
+            if gpu.id in ids:
+                return f"GPU {gpu.id}", gpu.usable_bytes
+    return CPU, machine.ram_free_bytes
+
+
+def _base_row(spec: RunSpec, folder: Path | None, dtype: str) -> Row | None:
+    """The weights of the model that training started with; None if their size is not known."""
+    whole = _weights_row("the base model", folder, dtype)
+    if not whole or not folder:
+        return None
+    if _config(folder).get("quantization_config"):
+        return Row(whole.name, _file_bytes(folder), "quantized, its files")
+    name = spec.method.quantization if spec.method.kind == "lora" else "none"
+    if not registry.QUANTIZATIONS[name].bits:
+        return whole
+    shape = _shape(folder)
+    if not shape:
+        return None
+    matrices = quantized.quantized_matrices(spec, shape)
+    count = quantized.weight_count(matrices)
+    size = count * quantized.bits(spec, shape) // 8 + quantized.scale_bytes(spec, shape, matrices)
+    rest = max(0, whole.bytes - count * DTYPE_BYTES[dtype])
+    return Row(whole.name, size + rest, f"{name}, what is not quantized in {dtype}")
+
+
+def _weights_row(name: str, folder: Path | None, dtype: str) -> Row | None:
+    """The weights in a folder, loaded in `dtype`; None if their size is not known."""
+    if folder is None:
+        return None
+    with suppress(OSError, WeightsError):
+        shapes = weight_shapes(folder)
+        if shapes is not None:
+            count = sum(math.prod(shape) for shape in shapes.values())
+        else:
+            config = _config(folder)
+            stored = STORED_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 4)
+            count = _file_bytes(folder) // stored
+        return Row(name, count * DTYPE_BYTES[dtype], f"{count:,} parameters in {dtype}") if count else None
+    return None
+
+
+def _file_bytes(folder: Path) -> int:
+    """Of the weight files: safetensors if there are any."""
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        if size := sum(path.stat().st_size for path in folder.glob(pattern)):
+            return size
+    return 0
+
+
+def _adapter_bytes(model: TrainedModel) -> int:
+    return sum(path.stat().st_size for path in model.files() if path.name.startswith("adapter_model."))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        return read_json_object(folder / "config.json")
+    return {}
+
+
+def _shape(folder: Path | None) -> ModelShape | None:
+    with suppress(UnknownArchitecture):
+        return from_config(_config(folder)) if folder else None
+    return None

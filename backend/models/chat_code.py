@@ -1,0 +1,131 @@
+"""Code that generates an output of a chat again: a Python program with transformers and peft, and requests to the
+server of an exported GGUF file.
+
+At temperature 0 the program generates the same text: it has the rendered conversation, the dtype and the stop tokens of
+the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from backend import registry
+from backend.config import RunSpec
+from backend.models import chat, chat_files, conversation, serve, trained
+from backend.models.chat_files import PAGE, TUNED, Request
+from backend.models.python_text import arguments, literal
+from backend.models.spec import read_spec
+from backend.models.trained import TO_DEVICE
+from backend.runs.folder import ALIVE, Run, RunError
+
+DTYPES = {"fp32": "torch.float32", "fp16": "torch.float16", "bf16": "torch.bfloat16"}  # of the compute dtype
+MODIFIED = (
+    "This checkpoint belongs to base weights that PiSSA, OLoRA, CorDA or LoftQ has modified, and transformers and peft "
+    "alone cannot load it. Copy the code of an output of the final model."
+)
+
+
+def of_output(run: Run, id: str) -> dict[str, str]:
+    """`python`, and, if a model of the run is being served now, `curl` and `openai`, for the trained model's output
+    of a turn; '' for those that do not apply. Raises RunError."""
+    turn, details, output = find(run, id)
+    server = serve.current(run)
+    requests = serve.requests(server, _body(turn.request, details, output)) if server and server.state in ALIVE else {}
+    return {
+        "python": _program(run, turn.request, details, output),
+        "curl": requests.get("curl", ""),
+        "openai": requests.get("python", ""),
+    }
+
+
+def find(run: Run, id: str) -> tuple[chat_files.Turn, dict[str, Any], dict[str, Any]]:
+    """A turn of the page's conversation, and the details and the end of the trained model's output. Raises RunError."""
+    job = chat.current(run)
+    turns = chat_files.read_turns(job.path, PAGE) if job else []
+    turn = next((turn for turn in turns if turn.request.id == id), None)
+    details = chat_files.details(job.path, id, TUNED) if job and turn else None
+    if not turn or not details or "end" not in turn.outputs.get(TUNED, {}):
+        raise RunError("This turn has no output of the trained model. Generate one first.")
+    return turn, details, turn.outputs[TUNED]
+
+
+def _program(run: Run, request: Request, details: Mapping[str, Any], output: Mapping[str, Any]) -> str:
+    model = trained.at_step(run, request.step)
+    if model is None:
+        raise RunError(trained.not_loadable(request.step, (found.step for found in trained.models(run))))
+    if model.is_residual:
+        raise RunError(MODIFIED)
+    spec, resolved = read_spec(run), run.resolved()
+    dtype = DTYPES.get(str(resolved.get("compute_dtype")), DTYPES["fp32"])
+    place = "cpu" if resolved.get("device") == "cpu" else "auto"
+    quantized = _quantization(spec, dtype) if model.base else ""
+    options = f"dtype={dtype}, device_map={literal(place)}{quantized}"
+    options += ", trust_remote_code=True" if spec.model.trust_remote_code else ""
+    names = ("BitsAndBytesConfig", "GenerationConfig") if quantized else ("GenerationConfig",)
+    loading = trained.loading_code(model.folder, bool(model.base), False, names, options)
+    seed = f"torch.manual_seed({output.get('seed')})\n" if request.temperature > 0 else ""
+    autocast = f"with torch.autocast(model.device.type, dtype={dtype}):\n    " if dtype != DTYPES["fp32"] else ""
+    settings = f"settings = GenerationConfig({_settings(request, details, output)})\n"
+    prompt = _prompt_code(request, details)
+    return f"import torch\n{loading}{prompt}{TO_DEVICE}{settings}{seed}{autocast}{GENERATE}"
+
+
+def _quantization(spec: RunSpec, dtype: str) -> str:
+    """The argument of from_pretrained that quantizes the base model as in training; '' without quantization."""
+    method = spec.method
+    if method.kind != "lora" or not registry.QUANTIZATIONS[method.quantization].bits:
+        return ""
+    if method.quantization not in registry.FOUR_BIT:
+        return ", quantization_config=BitsAndBytesConfig(load_in_8bit=True)"
+    names = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": method.quantization,
+        "bnb_4bit_use_double_quant": method.bnb_4bit_use_double_quant,
+    }
+    return f", quantization_config=BitsAndBytesConfig({arguments(names)}, bnb_4bit_compute_dtype={dtype})"
+
+
+def _settings(request: Request, details: Mapping[str, Any], output: Mapping[str, Any]) -> str:
+    sampling: dict[str, Any] = {"do_sample": False}
+    if request.temperature > 0:
+        sampling = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
+    stops = details.get("stops") or None
+    values = {"max_new_tokens": output.get("limit", request.max_new_tokens), **sampling, "eos_token_id": stops}
+    return f"{arguments(values)}, pad_token_id=tokenizer.pad_token_id"
+
+
+def _prompt_code(request: Request, details: Mapping[str, Any]) -> str:
+    """Tokenizes the messages with the chat template, or the rendered text if transformers alone renders another one."""
+    if not details.get("is_plain"):
+        special = ", add_special_tokens=False" if "messages" in details else ""
+        text = literal(details["prompt"])
+        return f'prompt = {text}\ninputs = tokenizer(prompt, return_tensors="pt"{special})\n'
+    turns = "".join(f"    {literal(turn)},\n" for turn in details["messages"])
+    tools = [f"    {literal(tool)},\n" for tool in conversation.parse_tools(request.tools)]
+    code = f"messages = [\n{turns}]\n" + (f"tools = [\n{''.join(tools)}]\n" if tools else "")
+    given = [*(["tools=tools"] if tools else []), *filter(None, [arguments(request.template_kwargs)])]
+    rest = "".join(f"{argument}, " for argument in given)
+    return (
+        f"{code}inputs = tokenizer.apply_chat_template(\n    messages, {rest}add_generation_prompt=True, "
+        'return_tensors="pt", return_dict=True\n)\n'
+    )
+
+
+def _body(request: Request, details: Mapping[str, Any], output: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request to the server has besides the model's name."""
+    body: dict[str, Any] = {"messages": details["messages"]} if "messages" in details else {"prompt": details["prompt"]}
+    if tools := conversation.parse_tools(request.tools):
+        body["tools"] = tools
+    if request.template_kwargs:
+        body["chat_template_kwargs"] = dict(request.template_kwargs)
+    body |= {"temperature": request.temperature, "max_tokens": request.max_new_tokens}
+    if request.temperature > 0:
+        body |= {"top_p": request.top_p, "seed": output.get("seed")}
+    return body
+
+
+GENERATE = """\
+output = model.generate(**inputs, generation_config=settings)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+"""
