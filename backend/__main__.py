@@ -246,14 +246,7 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     place.add_argument("--last", action="store_true", help="move the run to the end")
     place.add_argument("--before", metavar="OTHER", help="move the run before another waiting run")
     place.add_argument("--share", action="store_true", help="start the run even if other programs use its GPUs")
-    listed = command("list", folder, help="list runs, newest first, with a search, columns and order of your choice")
-    listed.add_argument(
-        "--search", default="", metavar="TEXT", help='only runs that match, such as "state:failed tag:paper lr>1e-4"'
-    )
-    listed.add_argument("--columns", default="", metavar="NAMES", help="columns of a table: loss,eval_loss,lr,tags")
-    listed.add_argument("--sort", default="", metavar="COLUMN", help="sort by a column, the lowest value first")
-    listed.add_argument("--reverse", action="store_true", help="the highest value first, or the oldest run")
-    listed.add_argument("--sweep", default="", metavar="SWEEP", help="the runs of one sweep, best first")
+    _add_list(command, folder)
     annotate = command("annotate", folder, help="set name, tags, notes, star and archive of runs, or print them")
     annotate.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")
     annotate.add_argument("--tag", action="append", default=[], metavar="NAME", help="add a tag; can be repeated")
@@ -309,6 +302,18 @@ def _add_chat(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help="sampling seed (default: random)")
 
 
+def _add_list(command: AddCommand, folder: argparse.ArgumentParser) -> None:
+    listed = command("list", folder, help="list runs, newest first, with a search, columns and order of your choice")
+    add = listed.add_argument
+    add("--search", default="", metavar="TEXT", help='only runs that match, such as "state:failed tag:paper lr>1e-4"')
+    add("--columns", default="", metavar="NAMES", help="columns of a table: loss,eval_loss,lr,tags")
+    add("--sort", default="", metavar="COLUMN", help="sort by a column, the lowest value first")
+    add("--reverse", action="store_true", help="the highest value first, or the oldest run")
+    add("--sweep", default="", metavar="SWEEP", help="the runs of one sweep, best first")
+    ranking = "with --sweep: rank by a score, such as exact_match or evaluation.exact_match (default: eval_loss)"
+    add("--by", default="", metavar="SCORE", help=ranking)
+
+
 def _add_evaluate(command: AddCommand, folder: argparse.ArgumentParser) -> None:
     compares = "compare the model of a run with its base model on the same examples, or several runs with the first one"
     evaluating = command("evaluate", folder, help=compares)
@@ -319,6 +324,11 @@ def _add_evaluate(command: AddCommand, folder: argparse.ArgumentParser) -> None:
     add("--examples", type=int, default=100, metavar="N", help="maximum number of examples; 0: none (default: 100)")
     add("--max-new-tokens", type=int, metavar="N", help="maximum per output (default: eval.max_new_tokens of the run)")
     add("--no-general-texts", action="store_true", help="skip the general texts, which measure forgetting")
+    samples = "outputs per prompt and model, with pass@1 and pass@N; needs --temperature (default: 1)"
+    add("--samples-per-prompt", type=int, default=1, metavar="N", help=samples)
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 generates greedily (default: 0)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: total probability (default: 1)")
+    add("--pass-at-k", type=int, default=0, metavar="K", help="also compute pass@K, with K between 1 and N")
     add("--regex", default="", metavar="PATTERN", help="add a score: whether an output matches a regular expression")
     group = "score 1 if the first group of --regex is the same in output and reference, instead of for any match"
     add("--regex-group", action="store_true", help=group)

@@ -180,7 +180,8 @@ def _devices(form: Form) -> None:
 def _outputs(form: Form) -> None:
     with section("evaluation", "Evaluation"), fields():
         form.place("eval.strategy", "eval.steps", "eval.per_device_eval_batch_size", "eval.num_generations")
-        form.place("eval.max_new_tokens", "eval.early_stopping_patience", "eval.early_stopping_threshold")
+        form.place("eval.max_new_tokens", "eval.generate_during_eval")
+        form.place("eval.early_stopping_patience", "eval.early_stopping_threshold")
     with section("checkpoint", "Checkpoints"):
         with fields():
             form.place("save.strategy", "save.steps", "save.total_limit", "save.resume_from")

@@ -27,10 +27,12 @@ def start(arguments: argparse.Namespace) -> int:
     """Evaluate and wait for the end; Ctrl-C stops it, and the same command continues it."""
     runs = [find_run(Path(arguments.runs), name) for name in arguments.run]
     run = runs[0]
-    settings = _settings(arguments, evaluation.offer(run))
+    settings = _settings(arguments, offered := evaluation.offer(run))
     if len(runs) > 1:
         return evaluate_each(runs, settings, arguments.json)
     job = evaluation.start(run, settings)
+    if text := evaluation.predict(offered, settings):
+        print(text, file=sys.stderr)
     follow(job)
     shown = evaluation.as_json(job)
     return report(job, shown, arguments.json, lambda: _print_result(job, shown["result"]))
@@ -69,22 +71,23 @@ def _print_table(compared: dict[str, Any]) -> None:
     width = max(len(text) for text in (*ids, BASE_MODEL))
     for row in compared["rows"]:
         print(f"{row['label']} ({counted(row['count'], 'text')})")
-        print(f"  {BASE_MODEL:{width}}  {_value(row['base'], row['is_share']):>7}")
+        print(f"  {BASE_MODEL:{width}}  {value_text(row['base'], row['is_share']):>7}")
         for number, (id, cell) in enumerate(zip(ids, row["cells"], strict=True)):
             against = "the first run" if number else "its base model"
-            value = _value(cell["value"], row["is_share"])
-            print(f"  {id:{width}}  {value:>7}  {_change(cell, row['is_share'], against)}")
+            value = value_text(cell["value"], row["is_share"])
+            print(f"  {id:{width}}  {value:>7}  {change_text(cell, row['is_share'], against)}")
     for problem in compared["problems"]:
         print(f"{problem['id']}: {problem['sentence']}")
     for note in compared["notes"]:
         print(f"Limitation: {note}")
 
 
-def _value(value: float, is_share: bool) -> str:
+def value_text(value: float, is_share: bool) -> str:
+    """A share in percent, or a loss."""
     return f"{100 * value:.1f}%" if is_share else f"{value:.3f}"
 
 
-def _change(cell: dict[str, Any], is_share: bool, against: str) -> str:
+def change_text(cell: dict[str, Any], is_share: bool, against: str) -> str:
     """What is certain about the difference: better than first run, +1.2 to +3.4 percentage points"""
     if cell["verdict"] == "few":
         return "too few texts to compare"
@@ -108,6 +111,10 @@ def _settings(arguments: argparse.Namespace, offered: evaluation.Offer) -> Setti
         examples=arguments.examples,
         max_new_tokens=offered.max_new_tokens if arguments.max_new_tokens is None else arguments.max_new_tokens,
         general=not arguments.no_general_texts,
+        samples_per_prompt=arguments.samples_per_prompt,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        pass_at_k=arguments.pass_at_k,
         regex=arguments.regex,
         regex_group=arguments.regex_group,
         score_file=_absolute(arguments.score_file),
@@ -136,9 +143,18 @@ def _print_result(job: Run, result: dict[str, Any]) -> None:
     counts = sorted({each["count"] for each in result["comparisons"]})
     number = " to ".join(str(count) for count in (counts[:1] + counts[-1:] if len(counts) > 1 else counts))
     noun = "text" if counts == [1] else "texts"
-    print(f"Intervals: paired bootstrap over {number} {noun}.")
+    settings = evaluation.read_settings(job.path)
+    print(f"Intervals: paired bootstrap over {number} {noun}{_samples(settings)}.")
     for limit in result["limits"]:
         print(f"Limitation: {limit}")
-    if file := evaluation.read_settings(job.path).file_rule:
+    if file := settings.file_rule:
         print(f"Score file: {file.path} (SHA-256 {file.sha256})")
     print(f"Each example: {job.path / EXAMPLES}")
+
+
+def _samples(settings: Settings) -> str:
+    """How outputs were sampled, '' for greedy decoding."""
+    if not settings.temperature:
+        return ""
+    drawn = f", each with {counted(settings.samples_per_prompt, 'sample')} at temperature {settings.temperature:g}"
+    return f"{drawn} and top_p {settings.top_p:g}" if settings.top_p < 1 else drawn

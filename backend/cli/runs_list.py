@@ -11,16 +11,17 @@ from typing import Any
 from backend.cli import sweep, table
 from backend.cli.commands import print_json
 from backend.cli.runs import find_run
-from backend.runs import notebook, schedule, search, sweeps, throughput
+from backend.runs import notebook, schedule, search, throughput
 from backend.runs.folder import RunError
 from backend.runs.listing import RunList
+from backend.tasks import sweep_scores
 
 MAX_WIDTH = 60  # of a text in a table; --json has all of it
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
     """Print the runs that match, newest first or sorted; with --sweep those of one sweep, best first."""
-    if arguments.sweep:
+    if arguments.sweep or arguments.by:
         return _list_sweep(arguments)
     now = time.time()
     every = RunList(Path(arguments.runs)).all()
@@ -75,15 +76,17 @@ def annotate(arguments: argparse.Namespace) -> int:
 
 
 def _list_sweep(arguments: argparse.Namespace) -> int:
+    if not arguments.sweep:
+        raise RunError("--by ranks the runs of a sweep. Add --sweep, or use --sort.")
     if arguments.search or arguments.columns or arguments.sort or arguments.reverse:
         raise RunError(
             "--sweep has its own columns and order: use it without --search, --columns, --sort and --reverse."
         )
-    members = sweeps.rows(Path(arguments.runs), arguments.sweep)
+    found = sweep_scores.rank(Path(arguments.runs), arguments.sweep, arguments.by or sweep_scores.LOSS)
     if arguments.json:
-        print_json(members)
+        print_json(found.rows)
     else:
-        sweep.print_rows(members)
+        sweep.print_rows(found)
         if ends := schedule.sweep_text(Path(arguments.runs), arguments.sweep):
             print(ends)
     return 0

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from backend.cli.commands import print_findings, print_json, read_spec, wait_for_preflight
+from backend.cli.evaluate import change_text, value_text
 from backend.machine import probe
 from backend.runs import sweeps
 from backend.tasks import start_sweep, sweep
 from backend.tasks.measured_time import MeasuredStarts
+from backend.tasks.sweep_scores import LOSS, Ranked, Ranking
 
 
 def start(arguments: argparse.Namespace) -> int:
@@ -37,12 +39,23 @@ def start(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def print_rows(found: list[dict[str, Any]]) -> None:
+def print_rows(found: Ranked) -> None:
     """One line per run, the best one first."""
-    width = max(len(sweeps.label(row["varied"])) for row in found)
-    print(f"{'options':{width}}  {'state':8}  {'step':>6}  {'loss':>9}  {'best validation loss':>20}  run")
-    for row in found:
+    by = found.by
+    ranked = "" if by.key == LOSS else f"  {by.label.lower():>{len(by.label)}}"
+    width = max(len(sweeps.label(row["varied"])) for row in found.rows)
+    print(f"{'options':{width}}  {'state':8}  {'step':>6}  {'loss':>9}  {'best validation loss':>20}{ranked}  run")
+    for row in found.rows:
         numbers = ["-" if row[key] is None else f"{row[key]:.4g}" for key in ("step", "loss", "eval_loss")]
         step, loss, best = numbers
-        label = sweeps.label(row["varied"])
-        print(f"{label:{width}}  {row['state']:8}  {step:>6}  {loss:>9}  {best:>20}  {row['id']}")
+        label, shown = sweeps.label(row["varied"]), f"  {_value(row, by):>{len(by.label)}}" if ranked else ""
+        print(f"{label:{width}}  {row['state']:8}  {step:>6}  {loss:>9}  {best:>20}{shown}  {row['id']}")
+        if row["interval"]:
+            print(f"{'':{width}}  {change_text(row['interval'], row['interval']['is_share'], 'its base model')}")
+    if found.sentence and ranked:
+        print(found.sentence)
+
+
+def _value(row: dict[str, Any], by: Ranking) -> str:
+    value = row[by.key]
+    return "-" if value is None else value_text(value, by.is_share)

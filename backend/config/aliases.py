@@ -108,7 +108,6 @@ TRL: Mapping[str, str] = {
     "max_completion_length": "data.max_length",
     "use_bnb_nested_quant": "method.bnb_4bit_use_double_quant",
     "use_peft": "method.kind",
-    "generate_during_eval": "eval.num_generations",
     "packing_strategy": "data.packing",
     "dataset_streaming": "data.streaming",
     "padding_free": "data.packing",

@@ -17,7 +17,8 @@ from typing import Any
 from backend import registry
 from backend.environments import ENVIRONMENTS, PACKAGES
 from backend.inference import benchmark_results, generation
-from backend.inference.evaluation import NAMES, NICENESS
+from backend.inference.evaluation import NICENESS
+from backend.inference.example_scores import NAMES
 from backend.inference.loading import Loaded, Models
 from backend.models import benchmark, chat, system_prompt
 from backend.models.benchmark import ENVIRONMENT, SAMPLES, Settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from backend.models.evaluation import Settings
@@ -19,8 +20,8 @@ KEPT = "The outputs are kept: evaluate again after the fix."
 
 @dataclass
 class CustomScore:
-    """A score whose process is running. `one_sided`: how many examples have no score because it applied to the output
-    of one model only."""
+    """A score whose process is running. `one_sided`: how many examples have no score because it applied to some of
+    their outputs only."""
 
     name: str
     label: str
@@ -28,13 +29,17 @@ class CustomScore:
     scorer: Scorer
     one_sided: int = field(default=0)
 
-    def of(self, number: int, prompt: EvalPrompt, outputs: Mapping[str, str]) -> list[float | None]:
-        """The score of each output of the example `number`; `outputs` has them by the name of their model. Raises
-        TrainError."""
-        found = [self._one(f"example {number}, output of the {model}", prompt, text) for model, text in outputs.items()]
-        if None in found and any(value is not None for value in found):
+    def of(self, number: int, prompt: EvalPrompt, outputs: Mapping[str, Sequence[str]]) -> list[list[float | None]]:
+        """The scores of all outputs of the example `number`; `outputs` has the samples of each model by its name.
+        Raises TrainError."""
+        found = [
+            [self._one(f"example {number}, output of the {model}", prompt, text) for text in texts]
+            for model, texts in outputs.items()
+        ]
+        values = list(chain.from_iterable(found))
+        if None in values and any(value is not None for value in values):
             self.one_sided += 1
-            return [None] * len(found)
+            return [[None] * len(samples) for samples in found]
         return found
 
     def _one(self, where: str, prompt: EvalPrompt, output: str) -> float | None:
@@ -54,7 +59,7 @@ class CustomScore:
             return [f"{self.definition.name} {missing}{always}, so there is no score."]
         if self.one_sided:
             return [
-                f"{self.definition.name} returned None for the output of only one of the two models in "
+                f"{self.definition.name} returned None for only some of the outputs of "
                 f"{counted(self.one_sided, 'example')}, which its score leaves out."
             ]
         return []

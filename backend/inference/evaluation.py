@@ -20,9 +20,9 @@ import torch
 from backend import registry
 from backend.inference import custom_scores, examples, generation
 from backend.inference.custom_scores import CustomScore
+from backend.inference.example_scores import NAMES, ExampleScores
 from backend.inference.examples import Item
 from backend.inference.loading import Loaded, Models
-from backend.inference.scores import SCORES, Score
 from backend.models import evaluation, intervals
 from backend.models.chat_files import BASE, SIDES, TUNED, Lines, append
 from backend.models.evaluation import EXAMPLES, OUTPUTS, SCORES_FILE, Settings
@@ -30,16 +30,15 @@ from backend.runs import EVALUATED, FORGETTING, GENERAL_LOSS, LOCK, MODEL, RESUL
 from backend.runs.files import write_json
 from backend.runs.folder import Run
 from backend.train.device import ProcessGroup
-from backend.train.generation_eval import Generator
+from backend.train.generation_eval import Generated, Generator
 from backend.train.run_log import RunLog, Stopped, TrainError
+from backend.train.seeded_sampling import Sampling
 from backend.train.templates import IGNORE_INDEX
 from backend.wording import counted
 
-NAMES = {TUNED: "trained model", BASE: "base model"}
 NICENESS = 5  # on a CPU, which other programs need meanwhile
 MAX_BATCH_TOKENS = 4096  # of which logits are in memory at a time, unless a single example has more
 LOSS_WORK = 8  # the loss of an example is about as much work as this many tokens of an output
-ENDS = Score("ends", "Ended by a stop token", lambda reference, output: None)  # computed from how the output ended
 
 
 class Evaluation:
@@ -54,14 +53,18 @@ class Evaluation:
         self.models = Models(self.run, lambda text: self._phase("loading model", text), one_at_a_time=True)
         if "cpu" in job.plan().devices:
             os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
-        self.found: dict[tuple[str, str], dict[str, Any]] = {}  # (side, content) -> loss, tokens, text, ended
+        self.found: dict[tuple[str, str], dict[str, Any]] = {}  # (side, content) -> loss, tokens
+        self.outputs: dict[tuple[str, str], dict[int, Generated]] = {}  # (side, content) -> each sample
+        self.generated, self.generation_seconds = 0, 0.0  # of this start
         self.custom: Sequence[CustomScore] = ()
+        self.scores = ExampleScores(self.settings, self.custom)
         self.model_changed = 0  # when the final model was saved
         self.done = self.total = 0  # work, in tokens of outputs
 
     def run_all(self) -> None:
         """Evaluate, and write the result. Raises TrainError, Stopped."""
         with custom_scores.running(self.settings, self._check_stop) as self.custom:  # a wrong file is found at once
+            self.scores = ExampleScores(self.settings, self.custom)
             self._run_all()
 
     def _run_all(self) -> None:
@@ -104,7 +107,7 @@ class Evaluation:
             raise Stopped
 
     def _work(self, item: Item) -> int:
-        return LOSS_WORK + (self.settings.max_new_tokens if item.prompt else 0)
+        return LOSS_WORK + (self.settings.max_new_tokens * self.settings.samples_per_prompt if item.prompt else 0)
 
     def _use(self, side: str, items: Sequence[Item], ends: frozenset[int]) -> None:
         """The results of one model, which nothing holds afterwards."""
@@ -133,24 +136,32 @@ class Evaluation:
     def _generate(self, side: str, loaded: Loaded, items: Sequence[Item], ends: frozenset[int]) -> None:
         """The outputs of a model, a batch at a time. Raises Stopped."""
         size, limit = self.models.spec.eval.per_device_eval_batch_size, self.settings.max_new_tokens
-        generator = Generator(loaded.tokenizer, ProcessGroup(), size, limit, loaded.dtype, ends=ends)
-        waiting = [item for item in items if "text" not in self.found.get((side, item.content), ())]
-        waiting.sort(key=lambda item: len(item.ids))  # similar lengths in a batch: less padding
-        self.done += limit * (len(items) - len(waiting))
+        sampling = Sampling(self.settings.temperature, self.settings.top_p) if self.settings.temperature else None
+        group, dtype = ProcessGroup(), loaded.dtype
+        generator = Generator(loaded.tokenizer, group, size, limit, dtype, ends=ends, sampling=sampling)
+        every = [(item, n) for item in items for n in range(self.settings.samples_per_prompt)]
+        waiting = [(item, n) for item, n in every if n not in self.outputs.get((side, item.content), ())]
+        waiting.sort(key=lambda one: len(one[0].ids))  # similar lengths in a batch: less padding
+        self.done += limit * (len(every) - len(waiting))
+        started = time.monotonic()
         with loaded.active() as model:
             for start in range(0, len(waiting), size):
                 batch = waiting[start : start + size]
-                ready = len(items) - len(waiting) + start
-                title = f"Generating outputs of the {NAMES[side]} ({ready} of {len(items)})"
+                ready = len(every) - len(waiting) + start
+                title = f"Generating outputs of the {NAMES[side]} ({ready} of {len(every)})"
 
                 def tick(done: int, total: int, title: str = title) -> bool:
                     self._tick(title, done)
                     return True
 
-                prompts = [item.prompt for item in batch if item.prompt]
-                for item, output in zip(batch, generator.generate(model, prompts, tick), strict=True):
-                    self._write({"side": side, "content": item.content, "text": output.text, "ended": output.ended})
+                prompts = [item.prompt for item, _ in batch if item.prompt]
+                outputs = generator.generate(model, prompts, tick, [_seed(item, n) for item, n in batch])
+                for (item, n), output in zip(batch, outputs, strict=True):
+                    line = {"side": side, "content": item.content, "text": output.text, "ended": output.ended}
+                    self._write({**line, "sample": n} if n else line)
                 self.done += limit * len(batch)
+        self.generated += len(waiting)
+        self.generation_seconds += time.monotonic() - started
 
     def _tick(self, text: str, more: int) -> None:
         """Report the work that is done, and `more` of what is in progress. Raises Stopped."""
@@ -162,7 +173,12 @@ class Evaluation:
         self._keep(line)
 
     def _keep(self, line: dict[str, Any]) -> None:
-        self.found.setdefault((str(line.get("side")), str(line.get("content"))), {}).update(line)
+        key = str(line.get("side")), str(line.get("content"))
+        if "text" in line:
+            output = Generated(line["text"], bool(line.get("ended")))
+            self.outputs.setdefault(key, {})[line.get("sample", 0)] = output
+        else:
+            self.found.setdefault(key, {}).update(line)
 
     # -- what they are compared to -------------------------------------------------------------------------------------
 
@@ -171,6 +187,7 @@ class Evaluation:
         for number, item in enumerate(items, 1):
             rows.append(self._row(number, item))
             self._tick(f"Computing scores ({number} of {counted(len(items), 'example')})", 0)
+        self.scores.add_pass_at_k(rows)
         return rows
 
     def _numbers(self, items: Sequence[Item], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -186,37 +203,30 @@ class Evaluation:
         return found
 
     def _row(self, number: int, item: Item) -> dict[str, Any]:
-        """An example with the outputs and scores of both sides, as (base, trained). Raises TrainError, Stopped."""
+        """An example with the outputs and scores of both sides. Raises TrainError, Stopped."""
         base, after = (self.found[side, item.content] for side in (BASE, TUNED))
-        scores: dict[str, Any] = {evaluation.LOSS: [_mean(base), _mean(after)]}
-        row = {"scores": scores, "prompt": "", "reference": "", "base": "", "trained": ""}
+        loss = {evaluation.LOSS: [_mean(base), _mean(after)]}
         if not item.prompt:
-            return row
-        wanted = item.prompt.reference
-        for score in SCORES:
-            scores[score.name] = [score.of(wanted, side["text"]) for side in (base, after)]
-        scores[ENDS.name] = [float(side["ended"]) for side in (base, after)]
-        outputs = {NAMES[BASE]: base["text"], NAMES[TUNED]: after["text"]}
-        for custom in self.custom:
-            scores[custom.name] = custom.of(number, item.prompt, outputs)
-        texts = {"base": base["text"], "trained": after["text"]}
-        return {"scores": scores, "prompt": item.prompt.prompt, "reference": wanted, **texts}
+            return {"scores": loss, "prompt": "", "reference": "", "base": "", "trained": ""}
+        samples = range(self.settings.samples_per_prompt)
+        outputs = {side: [self.outputs[side, item.content][n] for n in samples] for side in (BASE, TUNED)}
+        found = self.scores.row(number, item.prompt, outputs)
+        return {**found, "scores": {**loss, **found["scores"]}}
 
     def _result(self, items: Sequence[Item], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        comparisons, limits = [], self._limits([item for item in items if not item.is_general])
-        every: tuple[CustomScore | Score, ...] = (*self.custom, *SCORES, ENDS)
-        for score in every:
-            pairs = (row["scores"].get(score.name, [None]) for row in rows)
-            if known := [pair for pair in pairs if pair[0] is not None]:
-                comparisons.append(intervals.compare(score.name, score.label, *zip(*known, strict=True)))
-            if isinstance(score, CustomScore):
-                limits += score.limits(len(known))
+        limits = self._limits([item for item in items if not item.is_general])
+        comparisons = self.scores.compare(rows)
+        counts = {each.name: each.count for each in comparisons}
+        for custom in self.custom:
+            limits += custom.limits(counts.get(custom.name, 0))
         own, others = ([item for item in items if item.is_general == general] for general in (False, True))
         comparisons += self._compared(evaluation.LOSS, "Loss per token", own)
         comparisons += self._compared(GENERAL_LOSS, "Loss per token on general texts", others)
         return {
             "examples": len(own),
             "generated": sum(bool(item.prompt) for item in own),
+            "generated_outputs": self.generated,
+            "generation_seconds": round(self.generation_seconds, 1),
             "comparisons": [each.as_json() for each in comparisons],
             "limits": limits,
         }
@@ -285,6 +295,11 @@ def _losses(model: Any, tokenizer: Any, items: Sequence[Item]) -> list[tuple[flo
             raise TrainError("The loss of an example is NaN or infinite, so the model cannot be evaluated.")
         found.append((loss, int(trained.sum())))
     return found
+
+
+def _seed(item: Item, sample: int) -> int:
+    """Both models draw with the same random numbers, whichever run they are of, so less of the change is chance."""
+    return int.from_bytes(hashlib.sha256(f"{item.content} {sample}".encode()).digest()[:8]) >> 1
 
 
 def _mean(found: dict[str, Any]) -> float | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,11 +30,19 @@ CLOSE = 1e-6  # relative difference of equal numbers
 
 @dataclass(frozen=True)
 class Score:
-    """`of` gets reference and output."""
+    """`of` gets reference and output. `is_binary`: an output is right (1) or wrong (0), so there is a pass@k."""
 
     name: str
     label: str
     of: Callable[[str, str], float | None]
+    is_binary: bool = False
+
+
+def pass_at_k(right: Sequence[bool], k: int) -> float:
+    """The probability that at least one of `k` samples of a prompt is right, estimated from all of them without bias
+    (Chen et al. 2021, arXiv:2107.03374): one minus the share of the choices of k samples that are all wrong. `k` is at
+    most the number of samples."""
+    return 1 - math.comb(len(right) - sum(right), k) / math.comb(len(right), k)
 
 
 def exact_match(reference: str, output: str) -> float | None:
@@ -85,11 +94,11 @@ def chrf(reference: str, output: str) -> float | None:
 
 
 SCORES = (
-    Score("exact_match", "Exact match", exact_match),
-    Score("valid_json", "Valid JSON", valid_json),
+    Score("exact_match", "Exact match", exact_match, is_binary=True),
+    Score("valid_json", "Valid JSON", valid_json, is_binary=True),
     Score("json_fields", "Correct JSON fields", json_fields),
-    Score("numeric_answer", "Correct numeric answer", numeric_answer),
-    Score("tool_calls", "Correct tool calls", tool_calls),
+    Score("numeric_answer", "Correct numeric answer", numeric_answer, is_binary=True),
+    Score("tool_calls", "Correct tool calls", tool_calls, is_binary=True),
     Score("rouge_l", "ROUGE-L", rouge_l),
     Score("chrf", "chrF", chrf),
 )

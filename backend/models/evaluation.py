@@ -6,6 +6,7 @@ started with the same settings, for the same model and data.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
@@ -20,12 +21,16 @@ from backend.models.chat_files import MAX_NEW_TOKENS
 from backend.models.spec import read_spec
 from backend.runs import files, jobs, json_values
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
+from backend.runs.throughput import duration
 from backend.scoring.scorer import Regex, ScoreError, ScoreFile, sha256_of
+from backend.wording import counted
 
 OUTPUTS = "outputs.jsonl"  # what each model made of each example, in the order of the work
 EXAMPLES = "examples.json"  # once the evaluation has ended: a row for each example, see `rows`
 SCORES_FILE = "scores.json"  # the same without texts, see `numbers`
 MAX_EXAMPLES = 10_000
+MAX_SAMPLES = 64  # for a prompt
+MAX_TEMPERATURE = 10
 TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)  # it ends within a token, and all outputs are written
 LOSS = "loss"  # the score of which less is better
 CHANGES = ("better", "worse", "unchanged")
@@ -39,6 +44,8 @@ WITHOUT_BASE = (
 class Settings:
     """The model of the checkpoint `step` (None: the final model) on `examples` validation examples at most, or on those
     of the file `data`; `max_new_tokens` of an output; `general`: also on texts that training had nothing to do with.
+    `samples_per_prompt` outputs are drawn with `temperature` (0: greedy) and `top_p`; pass@k of scores that are right
+    or wrong is computed for 1, all of them, and `pass_at_k` (0: no other).
     `regex`: a custom score, whether an output matches; with `regex_group`, whether its first group is that of the
     reference. `score_file`: Python code of another custom score, which is run only if it has the `score_file_sha256`
     that the user has agreed to."""
@@ -48,10 +55,19 @@ class Settings:
     examples: int = 100
     max_new_tokens: int = 256
     general: bool = True
+    samples_per_prompt: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    pass_at_k: int = 0
     regex: str = ""
     regex_group: bool = False
     score_file: str = ""
     score_file_sha256: str = ""
+
+    @property
+    def ks(self) -> list[int]:
+        """The k of pass@k, in ascending order, without 1, which is the mean of a score."""
+        return sorted({self.pass_at_k, self.samples_per_prompt} - {0, 1})
 
     @property
     def regex_rule(self) -> Regex | None:
@@ -76,7 +92,29 @@ class Settings:
         if self.data and not Path(self.data).is_file():
             what = "is not a file" if Path(self.data).exists() else "does not exist on the server"
             return f"The data file {self.data} {what}."
-        return self._score_problem()
+        return self._sampling_problem() or self._score_problem()
+
+    def _sampling_problem(self) -> str:
+        count, k = self.samples_per_prompt, self.pass_at_k
+        if not 1 <= count <= MAX_SAMPLES:
+            return f"The number of samples per prompt must be from 1 to {MAX_SAMPLES}."
+        if not (math.isfinite(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE):
+            return f"The temperature must be from 0 (greedy decoding) to {MAX_TEMPERATURE}."
+        if not (math.isfinite(self.top_p) and 0 < self.top_p <= 1):
+            return "top_p must be above 0 and at most 1."
+        if count > 1 and not self.temperature:
+            return (
+                f"With temperature 0 (greedy decoding), all {count} samples of a prompt would be the same. Set a "
+                "temperature above 0, such as 0.8, or 1 sample per prompt."
+            )
+        if self.top_p < 1 and not self.temperature:
+            return "top_p has no effect with temperature 0 (greedy decoding). Set a temperature above 0, or top_p to 1."
+        if k and not 1 < k < count:
+            usual = f"With {counted(count, 'sample')} per prompt, pass@1 and pass@{count} are always computed"
+            return f"k of pass@k is {k}. {usual}; set k to a number between them, or to 0 for no other."
+        if self.temperature and not self.examples:
+            return "Samples and a temperature have no effect without examples: set their number."
+        return ""
 
     def _score_problem(self) -> str:
         if not self.regex and self.regex_group:
@@ -94,7 +132,8 @@ class Settings:
         return "" if found == self.score_file_sha256 else needs_consent(self.score_file, found)
 
 
-SCORE_SETTINGS = ("regex", "regex_group", "score_file", "score_file_sha256")  # they change no output and no loss
+# They change no output and no loss; fewer or more samples of a prompt have the same seeds.
+SCORE_SETTINGS = ("samples_per_prompt", "pass_at_k", "regex", "regex_group", "score_file", "score_file_sha256")
 
 
 def with_consent(settings: Settings) -> Settings:
@@ -116,7 +155,8 @@ def needs_consent(path: str, sha256: str) -> str:
 class Offer:
     """What can be evaluated: the steps of the models, None is the final one; whether they generate; whether the run has
     validation examples; the run's limit of new tokens. `problem`: why nothing can be evaluated. `kept_file` has `kept`
-    prompts of chats."""
+    prompts of chats. `token_seconds`: what each token of the limit of an output took in an earlier evaluation, None
+    before the first one."""
 
     steps: tuple[int | None, ...]
     generates: bool
@@ -125,6 +165,7 @@ class Offer:
     problem: str
     kept_file: str
     kept: int
+    token_seconds: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """For the page."""
@@ -139,8 +180,8 @@ def offer(run: Run) -> Offer:
     if registry.STAGES[spec.train.stage].is_reward_model:
         problem = WITHOUT_BASE
     kept = kept_prompts.count(run) if generates(spec) else 0
-    file = str(kept_prompts.path_of(run))
-    return Offer(steps, generates(spec), has_validation(spec), spec.eval.max_new_tokens, problem, file, kept)
+    file, limit, seconds = str(kept_prompts.path_of(run)), spec.eval.max_new_tokens, _token_seconds(run)
+    return Offer(steps, generates(spec), has_validation(spec), limit, problem, file, kept, seconds)
 
 
 def generates(spec: RunSpec) -> bool:
@@ -190,6 +231,27 @@ def start(run: Run, settings: Settings) -> Run:
         return job
 
 
+def predict(offered: Offer, settings: Settings) -> str:
+    """How many outputs an evaluation generates, and how long that takes at most, as a sentence; '' without outputs."""
+    if not settings.examples or not offered.generates:
+        return ""
+    count = 2 * settings.examples * settings.samples_per_prompt
+    text = f"Generating at most {counted(count, 'output')} of both models"
+    if offered.token_seconds is None:
+        return f"{text}; how long that takes is known after the first evaluation of this run."
+    seconds = count * settings.max_new_tokens * offered.token_seconds
+    return f"{text} takes at most about {duration(seconds)}, at the pace of the newest evaluation of this run."
+
+
+def _token_seconds(run: Run) -> float | None:
+    """Of the newest evaluation that has generated outputs."""
+    for job in find_all(run):
+        found = job.result()
+        if (outputs := found.get("generated_outputs")) and (seconds := found.get("generation_seconds")):
+            return float(seconds / (outputs * _request(job)["max_new_tokens"]))
+    return None
+
+
 def find_all(run: Run) -> list[Run]:
     """The evaluations of a run, the newest first."""
     return jobs.find_all(run, jobs.EVALUATION)
@@ -207,8 +269,9 @@ def as_json(job: Run) -> dict[str, Any]:
 
 
 def rows(job: Run) -> list[dict[str, Any]]:
-    """The examples of an evaluation that has ended: prompt, reference, and of both sides the outputs and scores. Raises
-    RunError."""
+    """The examples of an evaluation that has ended: prompt, reference, and of both sides the output and scores. With
+    several samples per prompt, the output is the first one, scores are means, and `samples` has the texts and scores of
+    all of them. Raises RunError."""
     try:
         found: list[dict[str, Any]] = json_values.read(job.path / EXAMPLES)
     except (OSError, ValueError):
@@ -260,6 +323,8 @@ def problem(run: Run, settings: Settings) -> str:
         return "This run has no validation examples. Choose a data file, or set the number of examples to 0."
     if (settings.regex or settings.score_file) and not offered.generates:
         return "The examples of this run are texts, so there are no outputs for a regular expression or a score file."
+    if settings.temperature and not offered.generates:
+        return "The examples of this run are texts, so nothing is generated, and a temperature has no effect."
     return ""
 
 

@@ -327,6 +327,28 @@ def more_generations_than_examples(case: Case) -> Violation | None:
     return Violation(message, (Fix(label, {"eval.num_generations": available}),))
 
 
+@warning(
+    "DAT036",
+    fields=("eval.generate_during_eval", "eval.num_generations"),
+    title="generate_during_eval has no prompts",
+    source="arithmetic: no prompt, no output",
+    fixes=(
+        Fix("Generate for 24 prompts", {"eval.num_generations": 24}, cost="the time of 24 outputs at each evaluation"),
+        Fix("Do not generate at evaluations", {"eval.generate_during_eval": False}),
+    ),
+    fails_on=Example({"eval.generate_during_eval": True, "eval.num_generations": 0}),
+    passes_on=Example({"eval.generate_during_eval": True, "eval.num_generations": 24}),
+)
+def no_prompts_for_generation(case: Case) -> str | None:
+    """The outputs at each evaluation are those for the validation prompts of eval.num_generations."""
+    options = case.spec.eval
+    if not options.generate_during_eval or options.num_generations or options.strategy == "no":
+        return None
+    if not registry.STAGES[case.spec.train.stage].generates:
+        return None
+    return "eval.generate_during_eval is on, and eval.num_generations is 0. Nothing would be generated at evaluations."
+
+
 MAX_TRUNCATED_SHARE = 0.1
 LIMIT = ("data.max_length",)
 PAIRS = replace(USER_DATA_FACTS, format="pairs", num_examples=20, num_checked=20)

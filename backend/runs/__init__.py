@@ -65,6 +65,7 @@ RANK_LOGS = "ranks"  # ranks/ID/attempt_N/RANK/*, by torchrun: the logs of each 
 # also ranks/rendezvous, by torchrun, and a file named store, in which the ranks meet (backend/train/rendezvous.py)
 RANK = "rank"  # next to a rank's error.json, by that rank: its global rank
 METRICS = "metrics.jsonl"  # one point per line, appended by rank 0
+GENERATIONS = "generations.jsonl"  # see generations.py; appended by rank 0
 EVENTS = "events.jsonl"  # checkpoints, resumes and alerts, one per line, appended by rank 0
 MONITOR = "monitor.json"  # the last measurement of all ranks; replaced atomically by rank 0
 PROGRESS = "progress.json"  # current phase and step; replaced atomically by rank 0

@@ -52,6 +52,7 @@ LABELS: Mapping[str, str] = {
     "preparing engine": "Prepare the engine",
     "generating before": "Generate",
     "evaluating": "Evaluate",
+    "generating during": "Generate",
     "checkpoint": "Save a checkpoint",
     "killed": "Kill rank 0 (SIGKILL)",
     "resume": "Resume from the checkpoint",

@@ -99,4 +99,10 @@ def rows(root: Path, sweep: str) -> list[dict[str, Any]]:
         found.append({**kept, "varied": part.varied, "eval_loss": lowest[0] if lowest else None})
     if not found:
         raise RunError(f"There is no sweep named {sweep!r}.")
-    return sorted(found, key=lambda row: (row["eval_loss"] is None, row["eval_loss"] or 0, row["id"]))
+    return ranked(found, "eval_loss", is_lower_better=True)
+
+
+def ranked(found: list[dict[str, Any]], key: str, is_lower_better: bool) -> list[dict[str, Any]]:
+    """Rows of a sweep, the best value of `key` first, then those without one."""
+    sign = 1 if is_lower_better else -1
+    return sorted(found, key=lambda row: (row[key] is None, sign * (row[key] or 0), row["id"]))

@@ -14,7 +14,9 @@ STALL_SECONDS = 60.0  # without a step: then the status says so, if steps are us
 PREPARING = "preparing data"
 LEFT_AFTER = 3.0  # seconds of preparation, after which its speed is known
 # Phases whose duration is unknown: the status has the elapsed time instead of an estimate of the remaining time.
-TIMED_PHASES = ("generating before", "evaluating", "checkpoint", "saving", "generating after")
+TIMED_PHASES = (
+    "generating before", "evaluating", "generating during", "checkpoint", "saving", "generating after",
+)  # fmt: skip
 
 
 def tokens_per_second(result: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> float | None:
@@ -90,8 +92,8 @@ def seconds_per_step(progress: dict[str, Any], points: list[dict[str, Any]]) -> 
 
 
 def eta(progress: dict[str, Any], step_seconds: float | None, now: float) -> float | None:
-    """Estimated seconds of the remaining training steps and, once one was measured, of the remaining evaluations;
-    without checkpoints and generations. None in other phases than training."""
+    """Estimated seconds of the remaining training steps and, once one was measured, of the remaining evaluations with
+    what they generate; without checkpoints and the generation after training. None in other phases than training."""
     step, most = progress.get("step"), progress.get("max_steps")
     if step_seconds is None or step is None or not most or progress.get("phase", "training") != "training":
         return None

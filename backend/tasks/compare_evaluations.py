@@ -26,6 +26,10 @@ MANY = 20  # intervals, of which one is expected to exclude zero by chance
 SETTINGS = {  # of which evaluations that are compared must have the same; the words for them
     "data": "data file",
     "max_new_tokens": "maximum number of new tokens",
+    "samples_per_prompt": "samples per prompt",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "pass_at_k": "k of pass@k",
     "regex": "regular expression",
     "regex_group": "comparison of the first group",
     "score_file": "score file",
@@ -48,12 +52,13 @@ class Evaluated:
         return tuple(found[name] for name in SETTINGS)
 
 
-def choose(runs: Sequence[Run]) -> tuple[list[Evaluated], list[Problem]]:
+def choose(runs: Sequence[Run], is_final: bool = False) -> tuple[list[Evaluated], list[Problem]]:
     """The newest evaluation of each run with the settings that most of the runs have in common, and why runs have
-    none: {"id", "sentence"}."""
+    none: {"id", "sentence"}. `is_final`: only evaluations of final models, not of checkpoints."""
     problems, every = [], dict[str, dict[tuple[Any, ...], Evaluated]]()
     for run in runs:
         done = [job for job in evaluation.find_all(run) if "comparisons" in job.result()]
+        done = [job for job in done if not is_final or evaluation.read_settings(job.path).step is None]
         usable = [Evaluated(run, job) for job in done if evaluation.is_comparable(run, job)]
         if usable:
             every[run.id] = {}
@@ -73,13 +78,13 @@ def choose(runs: Sequence[Run]) -> tuple[list[Evaluated], list[Problem]]:
     return [of_run[most] for of_run in every.values() if most in of_run], problems
 
 
-def compare(chosen: Sequence[Evaluated]) -> dict[str, Any]:
+def compare(chosen: Sequence[Evaluated], with_base: bool = False) -> dict[str, Any]:
     """The table of evaluations, the first of which the others are compared with: "runs" (id, job and step of each),
     "rows" (name, label, is_share, count, the base model's value and a cell for each run: value, low, high, verdict),
     "notes" (sentences) and "problems" of runs that were evaluated on other examples. The first run's own cell compares
-    it with its base model."""
+    it with its base model; `with_base`, each cell does, and one evaluation is enough."""
     key = tuple((each.job.path, (each.job.path / SCORES_FILE).stat().st_mtime_ns) for each in chosen)
-    others, rows, notes = _table(key)
+    others, rows, notes = _table(key, with_base)
     problems = [{"id": chosen[n].run.id, "sentence": sentence} for n, sentence in others.items()]
     shown = [each for n, each in enumerate(chosen) if n not in others]
     steps = [evaluation.read_settings(each.job.path).step for each in shown]
@@ -93,7 +98,9 @@ def _examples(numbers: Mapping[str, Any]) -> set[str]:
 
 
 @lru_cache(maxsize=16)  # the page asks again and again, and an interval of 1,000 examples takes a moment
-def _table(evaluations: tuple[tuple[Path, int], ...]) -> tuple[dict[int, str], list[dict[str, Any]], list[str]]:
+def _table(
+    evaluations: tuple[tuple[Path, int], ...], with_base: bool
+) -> tuple[dict[int, str], list[dict[str, Any]], list[str]]:
     """The positions of evaluations without examples of the first one, with a sentence, and rows and notes of the rest.
     `evaluations` are folders with the times of their change."""
     jobs = [Run(path) for path, _ in evaluations]
@@ -106,7 +113,7 @@ def _table(evaluations: tuple[tuple[Path, int], ...]) -> tuple[dict[int, str], l
     }
     jobs = [job for n, job in enumerate(jobs) if n not in others]
     numbers = [found for n, found in enumerate(numbers) if n not in others]
-    if len(jobs) < LEAST:
+    if len(jobs) < (1 if with_base else LEAST):
         return others, [], []
     rows, notes = [], list[str]()
     for each in jobs[0].result()["comparisons"]:
@@ -118,7 +125,7 @@ def _table(evaluations: tuple[tuple[Path, int], ...]) -> tuple[dict[int, str], l
                 "same texts, because of the tokenizer, the chat template, data.max_length or data.loss_on."
             )
         elif contents:
-            rows.append(_row(each, [[found[content] for content in contents] for found in numbers]))
+            rows.append(_row(each, [[found[content] for content in contents] for found in numbers], with_base))
     shared = set.intersection(*map(_examples, numbers))
     return others, rows, [*_differences(jobs, rows, len(shared)), *notes]
 
@@ -128,16 +135,20 @@ def _has(found: Mapping[str, dict[str, Any]], content: str, name: str) -> bool:
     return pair is not None and None not in pair
 
 
-def _row(each: Mapping[str, Any], numbers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+def _row(each: Mapping[str, Any], numbers: Sequence[Sequence[dict[str, Any]]], with_base: bool) -> dict[str, Any]:
     """A score of each run; `numbers` has the same examples in the same order for each."""
     intervals = importlib.import_module("backend.models.intervals")  # numpy, which most commands do not need
     name, label = each["name"], each["label"]
     weights = [float(one["tokens"]) for one in numbers[0]] if name in LOSSES else ()
-    before, first = ([one["scores"][name][side] for one in numbers[0]] for side in (0, 1))
-    others = [[one["scores"][name][1] for one in of_run] for of_run in numbers[1:]]
-    pairs = [(before, first), *((first, other) for other in others)]
+    bases, trained = ([[one["scores"][name][side] for one in of_run] for of_run in numbers] for side in (0, 1))
+    pairs = list(zip(bases, trained, strict=True))
+    if not with_base:
+        pairs[1:] = ((trained[0], other) for other in trained[1:])
     found = intervals.compare_pairs(name, label, pairs, weights)
-    cells = [{"value": one.trained, "low": one.low, "high": one.high, "verdict": one.verdict} for one in found]
+    cells = [
+        {"base": one.base, "value": one.trained, "low": one.low, "high": one.high, "verdict": one.verdict}
+        for one in found
+    ]
     shown = {"name": name, "label": label, "is_share": found[0].is_share, "count": found[0].count}
     return {**shown, "base": found[0].base, "cells": cells}
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TrainerCallback
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TrainerCallback,
+)
 
 from backend import registry
 from backend.config import RunSpec
+from backend.runs import GENERATIONS, generations
 from backend.runs.files import write_json
 from backend.train import end_tokens, text_metrics
 from backend.train.completion_start import last_completion
@@ -22,6 +30,7 @@ from backend.train.context import TrainContext
 from backend.train.device import ProcessGroup
 from backend.train.examples import ConvertedExample
 from backend.train.run_log import TrainError
+from backend.train.seeded_sampling import Sampling, SeededSampling
 from backend.train.templates import ChatTokenizer, UnsupportedConversation
 from backend.train.unsharded import unsharded_model
 from backend.wording import counted
@@ -66,7 +75,8 @@ class Generated:
 @dataclass(frozen=True)
 class Generator:
     """Generates greedily, `batch_size` prompts at a time, at most `max_new_tokens` each. `tensor_parallel_size` ranks
-    in a row hold one model and generate together. `ends`: the stop tokens; None: those of model and tokenizer."""
+    in a row hold one model and generate together. `ends`: the stop tokens; None: those of model and tokenizer.
+    `sampling`: sample instead; then each prompt needs a seed."""
 
     tokenizer: Any
     group: ProcessGroup
@@ -75,6 +85,7 @@ class Generator:
     dtype: torch.dtype
     tensor_parallel_size: int = 1
     ends: frozenset[int] | None = None
+    sampling: Sampling | None = None
 
     @classmethod
     def create(
@@ -84,9 +95,12 @@ class Generator:
         batch_size, longest = spec.eval.per_device_eval_batch_size, spec.eval.max_new_tokens
         return cls(tokenizer, group, batch_size, longest, dtype, tensor_parallel_size)
 
-    def generate(self, model: Any, prompts: Sequence[EvalPrompt], tick: Callable[[int, int], bool]) -> list[Generated]:
-        """The outputs in the order of `prompts`; the ranks share the work. If `tick` returns False, the remaining
-        outputs are empty. `tick` counts tokens: an output that ends early counts as one of max_new_tokens."""
+    def generate(
+        self, model: Any, prompts: Sequence[EvalPrompt], tick: Callable[[int, int], bool], seeds: Sequence[int] = ()
+    ) -> list[Generated]:
+        """The outputs in the order of `prompts`, sampled with their `seeds`; the ranks share the work. If `tick`
+        returns False, the remaining outputs are empty. `tick` counts tokens: an output that ends early counts as one of
+        max_new_tokens."""
         size, world = self.tensor_parallel_size, self.group.world
         mine = list(range(self.group.rank // size, len(prompts), world // size))
         mine.sort(key=lambda number: len(prompts[number].text))  # similar lengths in a batch: less padding
@@ -101,8 +115,8 @@ class Generator:
             if numbers := mine[start : start + together]:
                 before = len(outputs) * self.max_new_tokens
                 count = partial(self._count, tick, before, len(numbers), total)
-                texts = [prompts[number].text for number in numbers]
-                outputs.update(zip(numbers, self._batch(model, texts, count), strict=True))
+                texts, drawn = [prompts[n].text for n in numbers], [seeds[n] for n in numbers if self.sampling]
+                outputs.update(zip(numbers, self._batch(model, texts, count, drawn), strict=True))
             stop = not tick(len(outputs) * self.max_new_tokens, total)
             if self.group.agree(stop) if size > 1 else stop:
                 break
@@ -115,26 +129,34 @@ class Generator:
         agree on that only after each batch."""
         return tick(before + new * outputs, total) or self.tensor_parallel_size > 1
 
-    def _batch(self, model: Any, texts: list[str], count: Callable[[int], bool]) -> list[Generated]:
+    def _batch(
+        self, model: Any, texts: list[str], count: Callable[[int], bool], seeds: Sequence[int]
+    ) -> list[Generated]:
         batch = self.tokenizer(
             texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
         ).to(model.device)
         low = self.dtype != torch.float32
         cast = torch.autocast(model.device.type, dtype=self.dtype) if low else contextlib.nullcontext()
-        ends = self._ends(model)
+        ends, prompt_tokens = self._ends(model), batch["input_ids"].shape[1]
         with torch.no_grad(), cast:  # not inference_mode, which fp8 layers do not support
             generated = model.generate(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],
                 generation_config=self._config(ends),
-                stopping_criteria=StoppingCriteriaList([_EachToken(batch["input_ids"].shape[1], count)]),
+                logits_processor=self._processors(seeds, prompt_tokens),
+                stopping_criteria=StoppingCriteriaList([_EachToken(prompt_tokens, count)]),
                 synced_gpus=False,  # each rank has whole weights, so no rank waits for another's outputs
                 **without_router_loss(model),
             )
-        new = generated[:, batch["input_ids"].shape[1] :]
+        new = generated[:, prompt_tokens:]
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         ended = [not ends.isdisjoint(ids) for ids in new.tolist()]
         return [Generated(text.strip(), has_ended) for text, has_ended in zip(texts, ended, strict=True)]
+
+    def _processors(self, seeds: Sequence[int], prompt_tokens: int) -> LogitsProcessorList:
+        if self.sampling is None:
+            return LogitsProcessorList()
+        return LogitsProcessorList([SeededSampling(self.sampling, seeds, prompt_tokens, self.max_new_tokens)])
 
     def _ends(self, model: Any) -> frozenset[int]:
         if self.ends is not None:
@@ -185,13 +207,21 @@ def load_before(folder: Path, prompts: Sequence[EvalPrompt]) -> list[str] | None
 
 
 class GenerationEvalCallback(TrainerCallback):
-    """Generates outputs for the eval prompts before and after training. Without prompts it does nothing."""
+    """Generates outputs for the eval prompts before and after training, and at each evaluation during training if
+    eval.generate_during_eval is on. Without prompts it does nothing."""
 
     trainer: Any  # set afterwards: the trainer is constructed with its callbacks
 
     def __init__(self, context: TrainContext, generator: Generator, prompts: Sequence[EvalPrompt]) -> None:
         self.context, self.generator, self.prompts = context, generator, prompts
+        self.references = [prompt.reference for prompt in prompts]
         self.before: list[str] = []
+        self.is_training, self.last_step = False, 0  # the latter: of outputs whose scores are in the metrics
+
+    @property
+    def is_timeline(self) -> bool:
+        """Whether the outputs during training are saved."""
+        return bool(self.prompts) and self.context.spec.eval.generate_during_eval
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Generate before the first step, once the engine has started; a resumed run loads what was saved."""
@@ -203,39 +233,90 @@ class GenerationEvalCallback(TrainerCallback):
         if own is None and save.resume_from == "path":  # of the run that this one continues
             known = load_before(Path(save.resume_path).resolve().parent.parent, self.prompts)
         before: list[str] | None = context.group.share(known)
-        self.before = self._generate("before") if before is None else before
+        self.before = self._generate("before", "before training") if before is None else before
         if context.group.rank == 0 and own is None:
             save_before(context.folder, self.prompts, self.before)
+        if self.is_timeline and context.group.rank == 0:
+            shown = [{"prompt": prompt.prompt, "reference": prompt.reference} for prompt in self.prompts]
+            if 0 not in self._saving(lambda: generations.begin(context.folder, shown, state.global_step), [0]):
+                self._save(0, self.before)
+        self.is_training, self.last_step = True, state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Later evaluations are those of `evaluate_after`."""
+        self.is_training = False
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Generate during training, but not after the last step, where `evaluate_after` does. Outputs that a stop cuts
+        off are not saved: the run ends after its next step."""
+        if not self.is_timeline or not self.is_training or state.global_step >= state.max_steps:
+            return
+        outputs = self._generate("during", f"after step {state.global_step}")
+        if not self.context.group.agree(self.context.run_log.stop_requested()) and self.context.group.rank == 0:
+            self._save(state.global_step, outputs)
 
     def evaluate_after(self) -> dict[str, Any]:
         """Generate again. Returns the outputs side by side, and each score before and after."""
         if not self.prompts:
             return {"exact_match_before": None, "exact_match_after": None, "samples": []}
-        outputs = self._generate("after")
-        references = [prompt.reference for prompt in self.prompts]
+        outputs, state = self._generate("after", "after training"), self.trainer.state
         samples = [
             {"prompt": p.prompt, "reference": p.reference, "before": before, "after": after}
             for p, before, after in zip(self.prompts, self.before, outputs, strict=True)
         ]
         sides = {
-            "before": text_metrics.scores(references, self.before),
-            "after": text_metrics.scores(references, outputs),
+            "before": text_metrics.scores(self.references, self.before),
+            "after": text_metrics.scores(self.references, outputs),
         }
+        if self.is_timeline and self.context.group.rank == 0:
+            self._append(None, outputs, sides["after"])
+            # The best model may be that of an earlier step.
+            if self.last_step < state.global_step and not self.context.spec.save.load_best_model_at_end:
+                self._write_metrics(state.global_step, sides["after"])
         scores = {f"{name}_{side}": value for side, found in sides.items() for name, value in found.items()}
         return {**scores, "samples": samples}
 
-    def _generate(self, when: str) -> list[str]:
-        """`when`: before or after training."""
-        context, phase, examples = self.context, f"generating {when}", counted(len(self.prompts), "eval example")
-        context.run_log.info(f"Generating outputs for {examples} {when} training.")
-        tick = context.tick(phase, f"Generating outputs {when} training", _unit(context.group.world))
+    def _generate(self, name: str, when: str) -> list[str]:
+        """The outputs. `name` is that of the phase: before, during or after. Raises Stopped, except during training,
+        where the outputs are then incomplete."""
+        context, phase, examples = self.context, f"generating {name}", counted(len(self.prompts), "eval example")
+        context.run_log.info(f"Generating outputs for {examples} {when}.")
+        tick = context.tick(phase, f"Generating outputs {when}", _unit(context.group.world))
         tick(0, len(self.prompts) * self.generator.max_new_tokens if context.group.world == 1 else 0)
         with unsharded_model(context.spec, self.trainer) as model:
             outputs = [output.text for output in self.generator.generate(model, self.prompts, tick)]
-        context.check_stop()
-        share = text_metrics.exact_match([prompt.reference for prompt in self.prompts], outputs)
+        if name == "during" and context.run_log.stop_requested():
+            return outputs
+        if name != "during":
+            context.check_stop()
+        share = text_metrics.exact_match(self.references, outputs)
         context.run_log.info(f"Exact match: {share:.0%} of {examples}.")
         return outputs
+
+    def _save(self, step: int, outputs: Sequence[str]) -> None:
+        """Add the outputs of a step to the timeline, and their scores to the metrics. Only rank 0 does."""
+        scores = text_metrics.scores(self.references, outputs)
+        self._append(step, outputs, scores)
+        self._write_metrics(step, scores)
+
+    def _append(self, step: int | None, outputs: Sequence[str], scores: Mapping[str, float]) -> None:
+        correct = [text_metrics.is_exact_match(*pair) for pair in zip(self.references, outputs, strict=True)]
+        each = {"outputs": outputs, "correct": correct, "rouge_l": text_metrics.each_rouge_l(self.references, outputs)}
+        line = {"step": step, **each, "scores": scores}
+        self._saving(lambda: generations.append(self.context.folder, line), None)
+
+    def _write_metrics(self, step: int, scores: Mapping[str, float]) -> None:
+        found = {f"eval_{name}": value for name, value in scores.items()}
+        self.context.run_log.metrics({"step": step, "time": time.time(), **found})
+        self.last_step = step
+
+    def _saving(self, write: Callable[[], Any], otherwise: Any) -> Any:
+        """What `write` returns. A full disk ends no training: the outputs are left out, and the log says so."""
+        try:
+            return write()
+        except OSError as error:
+            self.context.run_log.info(f"{GENERATIONS} cannot be written ({error.strerror}). Training continues.")
+            return otherwise
 
 
 def _unit(world: int) -> str:

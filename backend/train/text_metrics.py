@@ -62,15 +62,24 @@ class UnicodeTokenizer:
         return [found[0] for found in islice(WORD.finditer(text.lower()), MAX_WORDS)]
 
 
+def each_rouge_l(references: Sequence[str], outputs: Sequence[str]) -> list[float]:
+    """The F-measure of ROUGE-L of each output."""
+    return [round(found["rougeL"].fmeasure, 4) for found in _rouge(references, outputs)]
+
+
+def _rouge(references: Sequence[str], outputs: Sequence[str]) -> list[Any]:
+    module: Any = importlib.import_module("rouge_score.rouge_scorer")  # slow to import and rarely needed
+    scorer = module.RougeScorer(list(ROUGE.values()), tokenizer=UnicodeTokenizer())
+    return [scorer.score(want, output) for want, output in zip(references, outputs, strict=True)]
+
+
 def scores(references: Sequence[str], outputs: Sequence[str]) -> dict[str, float]:
     """exact_match; rouge_1, rouge_2 and rouge_l (mean F-measure over the examples); bleu (over the whole corpus, with
     sacrebleu's tokenizers: 13a; zh if the references are Chinese, char if they are Japanese, Thai and the like)."""
     if not references:
         return {}
-    rouge: Any = importlib.import_module("rouge_score.rouge_scorer")  # both are slow to import and rarely needed
+    examples = _rouge(references, outputs)
     sacrebleu: Any = importlib.import_module("sacrebleu.metrics")
-    scorer = rouge.RougeScorer(list(ROUGE.values()), tokenizer=UnicodeTokenizer())
-    examples = [scorer.score(want, output) for want, output in zip(references, outputs, strict=True)]
     unspaced = (
         "char" if any(map(UNSPACED_NOT_HAN.search, references)) else "zh" if any(map(HAN.search, references)) else ""
     )

@@ -21,7 +21,7 @@ from backend.train.run_log import RunLog
 POLL_SECONDS = 1.0
 # Phases that are completed first: after an evaluation or a save the next step can end with a checkpoint at once, and
 # after the last step nothing is left to train.
-COMPLETED = ("evaluating", "checkpoint", "saving", "generating after", "done")
+COMPLETED = ("evaluating", "generating during", "checkpoint", "saving", "generating after", "done")
 
 
 def reason(hours: float) -> str:

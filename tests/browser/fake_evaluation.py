@@ -28,6 +28,9 @@ def main():
         }
         for number, (before, after) in enumerate(zip(*SCORES["exact_match"], strict=True))
     ]  # fmt: skip
+    if settings.samples_per_prompt > 1:
+        drawn = [{"text": f"Output {n}", "scores": {"exact_match": n % 2}} for n in range(settings.samples_per_prompt)]
+        rows = [{**row, "samples": {"base": drawn, "trained": drawn}} for row in rows]
     (HERE / evaluation.EXAMPLES).write_text(json.dumps(rows))
     result = {"examples": 25, "generated": 25 if settings.examples else 0, "limits": ["A limit."]}
     result["comparisons"] = [each.as_json() for each in comparisons]

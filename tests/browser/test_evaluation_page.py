@@ -38,6 +38,7 @@ def test_from_start_to_examples(evaluating, page):
     expect(card).to_contain_text("which shows what the model has forgotten", timeout=SLOW_TIMEOUT)
     card.get_by_text("Settings", exact=True).click()
     card.get_by_label("Examples").fill("25")
+    draw_samples(card)
     file = evaluating.runs.parent / "mine.py"
     file.write_text("def score(prompt, reference, output): return 1")
     refuse_relative_paths(card)
@@ -56,7 +57,9 @@ def test_from_start_to_examples(evaluating, page):
     expect(card.get_by_role("button", name="Stop evaluation")).to_be_visible(timeout=SLOW_TIMEOUT)
     (job,) = evaluation.find_all(run)
     code = {"score_file": str(file), "score_file_sha256": sha256_of(str(file))}
-    assert evaluation.read_settings(job.path) == Settings(examples=25, max_new_tokens=128, **code)
+    assert evaluation.read_settings(job.path) == Settings(
+        examples=25, max_new_tokens=128, samples_per_prompt=4, temperature=0.8, **code
+    )
     (job.path / "go").touch()
     scores = card.locator(".fp-scores")
     expect(scores).to_contain_text("Exact_Match", timeout=SLOW_TIMEOUT)
@@ -71,6 +74,13 @@ def test_from_start_to_examples(evaluating, page):
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(scores).to_be_hidden(timeout=SLOW_TIMEOUT)
     assert not evaluation.find_all(run) and job.state not in ALIVE
+
+
+def draw_samples(card):
+    """The card says how many outputs that means."""
+    card.get_by_label("Samples per prompt").fill("4")
+    expect(card).to_contain_text("Generating at most 200 outputs of both models; how long that takes is known after")
+    card.get_by_label("Temperature").fill("0.8")
 
 
 def refuse_relative_paths(card):
@@ -109,6 +119,8 @@ def look_at_examples(card):
     card.get_by_role("button", name="Worse 5").click()
     expect(rows).to_have_count(5)
     expect(rows.first).to_contain_text("Prompt 20")
+    rows.first.get_by_text("2 more samples").first.click()
+    expect(rows.first.locator(".fp-evaluation-sample").nth(3)).to_have_text("Sample 4: 100.0%Output 3")
     card.get_by_label("Score", exact=True).select_option("chrf")
     expect(card.get_by_role("button", name="Worse 0")).to_be_visible()
     link = card.get_by_role("link", name="Download examples")

@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 from same_page import show_run
 from test_trained_model_page import plant
 
-from backend.runs import RESULT
+from backend.runs import RESULT, generations
 
 
 @pytest.fixture
@@ -67,6 +67,7 @@ def test_generations_are_filtered_by_what_training_changed(server, page):
     rows = page.locator(".fp-samples tbody tr:visible")
     expect(rows).to_have_count(3)
     expect(page.locator(".fp-sample-filters button")).to_have_text(["All 9", "Better 5", "Worse 2", "Same 2"])
+    expect(page.get_by_role("slider", name="Step")).to_be_hidden()
     page.get_by_role("button", name="Worse 2").click()
     expect(rows).to_have_count(2)
     expect(rows.first).to_contain_text("2 + 2? 5")
@@ -74,3 +75,43 @@ def test_generations_are_filtered_by_what_training_changed(server, page):
     expect(rows).to_have_count(3)
     page.get_by_role("button", name="Show all 5").click()
     expect(rows).to_have_count(5)
+
+
+def test_a_slider_shows_the_outputs_of_each_step(server, page):
+    """The run has not ended yet: it has generated before training and at step 10, and then at step 20."""
+    run = plant(server, "timeline")
+    Path(run.path, RESULT).unlink(missing_ok=True)
+    generations.begin(run.path, [{"prompt": f"2 + {n}?", "reference": str(2 + n)} for n in range(4)], 0)
+    add_outputs(run, 0, ["2", "?", "?", "?"])
+    add_outputs(run, 10, ["no", "3", "?", "?"])
+    show_run(page, run)
+    card = page.get_by_role("region", name="Generations")
+    expect(card).to_contain_text("1 of 4 correct before training, 1 at step 10")
+    add_outputs(run, 20, ["2", "3", "4", "?"])
+    expect(card).to_contain_text(
+        "1 of 4 correct before training, 3 at step 20; ROUGE-L 0.0 \u2192 50.0", timeout=10_000
+    )
+    expect(card.locator(".fp-sample-filters button:visible")).to_have_text(["All 4", "Better 2", "Same 2"])
+    slider = card.get_by_role("slider", name="Step")
+    slider.press("ArrowLeft")
+    expect(slider).to_have_attribute("aria-valuetext", "Step 10")
+    expect(card.locator(".fp-sample-filters button:visible")).to_have_text(["All 4", "Better 1", "Worse 1", "Same 2"])
+    first = card.locator("tbody tr").first
+    expect(first.locator("td").last).to_have_text("\u2717no")
+    expect(first.get_by_role("img", name="Correct: before training, step 20")).to_be_visible()
+    slider.press("ArrowLeft")
+    expect(card.locator("thead th")).to_have_text(["Prompt", "Reference", "Before training"])
+
+
+def add_outputs(run, step, outputs):
+    """The outputs of a step, of which the n-th one should be 2 + n."""
+    correct = [output == str(2 + n) for n, output in enumerate(outputs)]
+    scores = {"exact_match": sum(correct) / 4, "rouge_l": step / 40}
+    line = {
+        "step": step,
+        "outputs": outputs,
+        "correct": correct,
+        "scores": scores,
+        "rouge_l": list(map(float, correct)),
+    }
+    generations.append(run.path, line)

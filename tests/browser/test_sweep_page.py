@@ -7,8 +7,9 @@ from datetime import datetime
 import pytest
 from playwright.sync_api import expect
 from same_page import show_run
+from test_accessibility import violations
 
-from backend.runs import LOCK, METRICS, SPEC, STATE, SWEEP, Plan, sweeps
+from backend.runs import LOCK, METRICS, RESULT, SPEC, STATE, SWEEP, Plan, sweeps
 from backend.runs.folder import Run
 from backend.runs.folder import runs as all_runs
 
@@ -57,6 +58,25 @@ def test_a_sweep_of_four(without_runs, page):
     expect(page.locator(".fp-run-title h2")).to_have_text("try 1")
     expect(page.locator(".fp-sweep")).to_contain_text("This run is number 1 of 3 by validation loss.")
     expect(page.locator(".fp-sweep tr[aria-current]")).to_contain_text("1e-4")
+
+
+def test_the_best_run_by_another_score(without_runs, page):
+    """The run with the lowest validation loss has the fewest exact matches; one run has no generations."""
+    runs = [make(without_runs, number, loss) for number, loss in enumerate((3.5, 2.5, 1.25))]
+    for run, share in zip(runs, (0.75, None, 0.25), strict=True):
+        (run.path / LOCK).write_text("supervisor")
+        (run.path / STATE).write_text(json.dumps({"started": 1.0, "ended": 9.0, "end": "done"}))
+        if share is not None:
+            (run.path / RESULT).write_text(json.dumps({"exact_match_after": share}))
+    show_run(page, runs[2])
+    card = page.locator(".fp-sweep")
+    expect(card).to_contain_text("This run is number 1 of 3 by validation loss.")
+    card.get_by_label("Rank by").select_option("Exact match of generations")
+    expect(card).to_contain_text("This run is number 2 of 2 by Exact match of generations. Best by Exact match of")
+    expect(card).to_contain_text("learning_rate=1e-3 optim=adamw_torch. 1 run has no such score yet.")
+    assert [row.split("\t")[-1] for row in card.locator("tbody tr").all_inner_texts()] == ["75.0%", "25.0%", "\u2013"]
+    expect(card.locator(".fp-axes-run")).to_have_count(2)
+    assert violations(page) == []
 
 
 def test_the_table_follows_a_run_that_is_resumed(without_runs, page):

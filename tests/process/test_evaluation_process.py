@@ -175,6 +175,27 @@ def test_a_stopped_evaluation_continues_with_what_it_has(run: Run, finish: Calla
     assert all(row["trained"] == "x" for row in evaluation.rows(later))
 
 
+def test_samples_are_drawn_again_with_the_same_seeds(run: Run, finish: Callable[..., Run]) -> None:
+    """An evaluation that continues, and one with more samples, have the outputs of one that does all at once."""
+    four = replace(ALL, examples=3, samples_per_prompt=4, temperature=1.5)
+    job = finish(run, four)
+    rows = evaluation.rows(job)
+    texts = [[one["text"] for one in row["samples"][side]] for row in rows for side in ("base", "trained")]
+    assert all(len(each) == 4 for each in texts) and all(len(set(each)) > 1 for each in texts)
+    assert all(row["scores"]["chrf"][1] == numpy.mean([s["scores"]["chrf"] for s in row["samples"]["trained"]])
+               for row in rows)  # fmt: skip
+    assert comparison(job, "exact_match_pass_at_4")["count"] == 3 and job.result()["generated_outputs"] == 24
+    lines = [json.loads(line) for line in evaluation._outputs(job).splitlines()]
+    kept = [line for line in lines if line.get("sample", 0) in (0, 3) or line["side"] == "base"]
+    assert len(kept) == 2 * 3 + 2 * 3 + 4 * 3
+    (job.path / OUTPUTS).write_text("".join(json.dumps(line) + "\n" for line in kept))
+    later = finish(run, replace(four, samples_per_prompt=5, pass_at_k=2))
+    assert later.result()["generated_outputs"] == 2 * 3 + 2 * 3, "two missing ones of the trained model, and the fifth"
+    five = [[one["text"] for one in row["samples"][side]] for row in evaluation.rows(later)
+            for side in ("base", "trained")]  # fmt: skip
+    assert [each[:4] for each in five] == texts and comparison(later, "exact_match_pass_at_2")["label"].endswith("@2")
+
+
 def test_other_data_and_general_texts(run: Run, finish: Callable[..., Run], tmp_path: Path) -> None:
     data = tmp_path / "mine.jsonl"
     turns = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": '{"n": 2}'}]

@@ -49,6 +49,7 @@ from backend.train import (
 from backend.train.callbacks import CheckpointCallback, EarlyStopping
 from backend.train.divergence import DivergenceCallback
 from backend.train.examples import select
+from backend.train.generation_eval import EvalPrompt, GenerationEvalCallback
 from backend.train.monitor import Monitor
 from backend.train.run_log import RunLog, TrainError
 from backend.train.training import TrainContext, _start
@@ -267,6 +268,19 @@ def all_rows(spec: RunSpec) -> Any:
 
 def eval_example_count(spec: RunSpec) -> Any:
     return len(prepared_data(spec).eval_examples)
+
+
+def steps_with_outputs(spec: RunSpec) -> list[int]:
+    """The steps at which a training of four steps that is evaluated at each second one generates, besides 0 and 4."""
+    log = SimpleNamespace(stop_requested=lambda: 0, info=print, metrics=print)
+    context: Any = SimpleNamespace(spec=spec, run_log=log, group=device.ProcessGroup())
+    callback = GenerationEvalCallback(context, None, [EvalPrompt("", "", "")])  # type: ignore[arg-type]
+    callback.is_training, saved = True, []
+    callback._generate = lambda *_: [""]  # type: ignore[method-assign]
+    callback._save = lambda step, _: saved.append(step)  # type: ignore[method-assign]
+    for step in (2, 4):
+        callback.on_evaluate(None, SimpleNamespace(global_step=step, max_steps=4), None)
+    return saved
 
 
 def examples_or_error(spec: RunSpec) -> Any:
@@ -664,6 +678,7 @@ CASES: dict[str, Case] = {
     ),
     "eval.num_generations": Case(3, eval_example_count),
     "eval.max_new_tokens": Case(9, max_new_tokens_),
+    "eval.generate_during_eval": Case(True, steps_with_outputs, {**EVALUATED, "eval.num_generations": 1}),
     "save.strategy": Case("epoch", argument("save_strategy")),
     "save.steps": Case(3, argument("save_steps"), SAVED),
     "save.total_limit": Case(

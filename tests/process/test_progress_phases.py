@@ -46,7 +46,9 @@ def test_generation_counts_its_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
     context = TrainContext(None, tmp_path, False, group, run_log, None, None)  # type: ignore[arg-type]
     monkeypatch.setattr(generation_eval, "unsharded_model", lambda _, trainer: contextlib.nullcontext(trainer))
 
-    def batch(_: Generator, model: object, texts: list[str], count: Callable[[int], bool]) -> list[Generated]:
+    def batch(
+        _: Generator, model: object, texts: list[str], count: Callable[[int], bool], seeds: object
+    ) -> list[Generated]:
         assert count(1) and count(3)
         return [Generated("out")] * len(texts)
 
@@ -55,7 +57,7 @@ def test_generation_counts_its_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
     callback = GenerationEvalCallback(context, generator, [EvalPrompt("a", "a", "out")] * 5)
     config = SimpleNamespace(model_type="llama")
     callback.trainer = SimpleNamespace(training=True, eval=lambda: None, train=lambda _: None, config=config)
-    assert callback._generate("before") == ["out"] * 5
+    assert callback._generate("before", "before training") == ["out"] * 5
     assert [(p["done"], p["total"], p["unit"]) for p in run_log.seen[1:]] == [
         (done, 40, "token") for done in (0, 2, 6, 16, 18, 22, 32, 33, 35, 40)
     ]
@@ -66,7 +68,7 @@ def test_prompts_are_not_padded_where_padding_counts(monkeypatch: pytest.MonkeyP
     """RWKV reads padding as if it was text."""
     sizes: list[int] = []
 
-    def batch(_: Generator, model: object, texts: list[str], count: object) -> list[Generated]:
+    def batch(_: Generator, model: object, texts: list[str], count: object, seeds: object) -> list[Generated]:
         sizes.append(len(texts))
         return [Generated(text) for text in texts]
 

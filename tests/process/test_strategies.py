@@ -45,7 +45,7 @@ from backend.memory.disk import SMALL_FILES
 from backend.modelspec import from_config
 from backend.preflight import preflight
 from backend.rules import Case as RuleCase
-from backend.runs import SPEC
+from backend.runs import SPEC, generations
 from backend.train.run_log import TrainError
 
 FULL = {"method.kind": "full", "train.per_device_train_batch_size": 2}
@@ -484,15 +484,16 @@ def test_zero2_with_one_process(trained: TrainedRuns, one_process: Path, launche
 
 GENERATION_CASES = ["zero2", "zero3", "fsdp2", "hsdp", "tensor", "tensor-fsdp2"]
 GENERATION = {"eval.num_generations": 5, "eval.per_device_eval_batch_size": 2, "eval.max_new_tokens": 12}
+DURING = {**GENERATION, "eval.strategy": "steps", "eval.steps": 2, "eval.generate_during_eval": True}
 
 
 @pytest.mark.parametrize("name", soak_except(GENERATION_CASES, ("fsdp2",)))
 def test_generations_match_one_process(trained: TrainedRuns, name: str) -> None:
-    """Ranks have different numbers of prompts, and generations differ in length: no rank waits forever for another.
-    The losses of the training afterwards are those without generation."""
+    """Ranks have different numbers of prompts, and generations differ in length: no rank waits forever for another,
+    before, during and after training. The losses of the training afterwards are those without generation."""
     case = CASES[name]
     single = trained.run(
-        "one-process-generations", {**FULL, **NO_CHECKPOINTS, **GENERATION, "train.per_device_train_batch_size": 4}, 0
+        "one-process-generations", {**FULL, **NO_CHECKPOINTS, **DURING, "train.per_device_train_batch_size": 4}, 0
     )
     expected = result(single)["samples"]
     assert len({sample["before"] for sample in expected}) > 1, (
@@ -500,11 +501,12 @@ def test_generations_match_one_process(trained: TrainedRuns, name: str) -> None:
     )
     rows = {"train.per_device_train_batch_size": 4 // case.ranks}
     folder = trained.run(
-        f"{name}-generations", {**FULL, **NO_CHECKPOINTS, **GENERATION, **rows, **case.changes}, case.ranks
+        f"{name}-generations", {**FULL, **NO_CHECKPOINTS, **DURING, **rows, **case.changes}, case.ranks
     )
     # The texts are compared exactly: in these samples the two largest logits differ by at least 2e-4 before training
     # and by 0.2 after it, while different kernels, batches or ranks change a logit by less than 3e-5.
     assert result(folder)["samples"] == expected
+    assert generations.read(folder) == generations.read(single) and generations.size(single)
     assert losses(folder) == same_losses(losses(single), REORDERING_TOLERANCE)
     local_parameters = [rank["local_parameters"] for rank in result(folder)["ranks"]]
     assert (

@@ -19,7 +19,7 @@ from backend.config.options import by_name, options
 from backend.inspect import data_files
 from backend.machine import GIB, Gpu, Machine
 from backend.rules import OUTDATED, RULES, example_findings
-from backend.runs import LOG, METRICS, PLAN, RESULT, SPEC, Plan, processes
+from backend.runs import LOG, METRICS, PLAN, RESULT, SPEC, Plan, generations, processes
 from backend.runs.folder import ALIVE, Run
 from backend.runs.listing import RunList
 from webui.api import requests
@@ -589,6 +589,22 @@ def test_metrics_series_csv_and_image(api, run):
     (run.path / RESULT).write_text('{"exact_match_before": 0.0, "exact_match_after": 0.9, "eval_loss": 0.5}')
     image = api.get(f"{base}/report.png")
     assert image.headers["content-type"] == "image/png" and image.content.startswith(b"\x89PNG")
+
+
+def test_generations_of_each_step(api, run):
+    route = f"/api/runs/{run.id}/generations"
+    assert api.get(route).json() == {"prompts": [], "steps": []}
+    assert api.get(f"/api/runs/{run.id}").json()["generations"] == 0
+    generations.begin(run.path, [{"prompt": "Q", "reference": "A"}], 0)
+    for step, output in ((0, "a"), (5, "b"), (9, "c")):
+        generations.append(run.path, {"step": step, "outputs": [output], "correct": [False]})
+    found = api.get(f"{route}?step=5").json()
+    assert found["outputs"] == ["b"] and [line["step"] for line in found["steps"]] == [0, 5, 9]
+    assert "outputs" not in found["steps"][0] and found["prompts"] == [{"prompt": "Q", "reference": "A"}]
+    assert "no outputs of step 4" in api.get(f"{route}?step=4").json()["error"]
+    assert api.get(f"/api/runs/{run.id}").json()["generations"] == generations.size(run.path) > 0
+    assert generations.begin(run.path, [{"prompt": "Q", "reference": "A"}], 5) == [0, 5], "resumed after step 5"
+    assert generations.begin(run.path, [{"prompt": "Q", "reference": "other data"}], 9) == []
 
 
 def test_an_image_without_metrics(api, run):

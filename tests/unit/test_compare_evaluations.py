@@ -79,6 +79,15 @@ def test_runs_that_cannot_be_compared_are_named(runs):
     assert "Its model has changed since its evaluation" in table(*runs)[1][0]["sentence"]
 
 
+def test_samples_and_temperature_must_be_the_same(runs):
+    for run, count in zip(runs, (4, 4, 8), strict=True):
+        plant_evaluation(run, {"exact_match": (LOW, HIGH)}, Settings(samples_per_prompt=count, temperature=count / 10))
+    _, problems, found = table(*runs)
+    assert [(each["id"], each["sentence"]) for each in problems] == [
+        (runs[2].id, "Its evaluation differs from those of the other runs in: samples per prompt, temperature."),
+    ] and len(found["runs"]) == 2  # fmt: skip
+
+
 def test_the_settings_that_most_runs_share_are_compared(runs):
     """The newest evaluation of the first run has other settings, but an earlier one has the same as the other runs."""
     other = Settings(regex="x")

@@ -125,8 +125,8 @@ def test_errors_name_the_example_and_the_model(tmp_path):
     file = write(tmp_path, "def score(p, r, o):\n    return {'R': 1, 'three': 3, 'none': None}[o]")
     settings = Settings(score_file=file.path, score_file_sha256=file.sha256)
     with custom_scores.running(settings, nothing) as (score,):
-        assert score.of(1, PROMPT, {"base model": "R", "trained model": "R"}) == [1, 1]
-        outputs = {"base model": "R", "trained model": "three"}
+        assert score.of(1, PROMPT, {"base model": ["R"], "trained model": ["R", "R"]}) == [[1], [1, 1]]
+        outputs = {"base model": ["R"], "trained model": ["three"]}
         with pytest.raises(TrainError) as error:
             score.of(4, PROMPT, outputs)
         assert str(error.value) == (
@@ -134,15 +134,15 @@ def test_errors_name_the_example_and_the_model(tmp_path):
             "(example 4, output of the trained model). The outputs are kept: evaluate again after the fix."
         )
         with pytest.raises(TrainError, match=r"raised KeyError in line 2: 'x' \(example 4, output of the base model\)"):
-            score.of(4, PROMPT, {"base model": "x", "trained model": "R"})
+            score.of(4, PROMPT, {"base model": ["x"], "trained model": ["R"]})
         assert score.limits(1) == []
-        assert score.of(5, PROMPT, {"base model": "none", "trained model": "R"}) == [None, None]
-        assert "only one of the two models in 1 example, which its score leaves out" in score.limits(1)[0]
+        assert score.of(5, PROMPT, {"base model": ["R", "none"], "trained model": ["R"]}) == [[None, None], [None]]
+        assert "None for only some of the outputs of 1 example, which its score leaves out" in score.limits(1)[0]
 
 
 def test_a_score_without_examples_is_told():
     with custom_scores.running(Settings(regex="(x)", regex_group=True), nothing) as (score,):
-        assert score.of(1, PROMPT, {"base model": "x", "trained model": "x"}) == [None, None]
+        assert score.of(1, PROMPT, {"base model": ["x"], "trained model": ["x"]}) == [[None], [None]]
         (limit,) = score.limits(0)
         assert (
             limit

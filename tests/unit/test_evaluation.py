@@ -41,6 +41,13 @@ def wait_for_end(job):
         ({"examples": 0, "general": False}, "There is nothing to evaluate"),
         ({"data": "/nowhere.jsonl"}, r"The data file /nowhere\.jsonl does not exist"),
         ({"data": "/"}, r"The data file / is not a file\."),
+        ({"samples_per_prompt": 65, "temperature": 1}, r"samples per prompt must be from 1 to 64\."),
+        ({"samples_per_prompt": 8}, r"all 8 samples of a prompt would be the same\. Set a temperature above 0"),
+        ({"top_p": 0.9}, r"top_p has no effect with temperature 0"),
+        ({"top_p": 0.0, "temperature": 1}, r"top_p must be above 0"),
+        ({"temperature": float("nan")}, r"The temperature must be from 0"),
+        ({"temperature": 1, "examples": 0}, r"Samples and a temperature have no effect without examples"),
+        ({"samples_per_prompt": 8, "temperature": 1, "pass_at_k": 8}, r"pass@1 and pass@8 are always computed; set k"),
         ({"step": 7}, r"The checkpoint of step 7 cannot be loaded\. Steps of checkpoints: 2\."),
     ],
 )

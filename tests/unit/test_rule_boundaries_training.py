@@ -272,6 +272,8 @@ DATA = (
     facts_boundary("DAT006", USER_DATA, replace(USER_DATA_FACTS, num_examples=2),
                    replace(USER_DATA_FACTS, num_examples=1)),
     boundary("DAT008", {}, {"eval.num_generations": 60}, {"eval.num_generations": 61}, {"eval.num_generations": 60}),
+    boundary("DAT036", {"eval.num_generations": 0}, {}, {"eval.generate_during_eval": True},
+             {"eval.num_generations": 24}, {"eval.generate_during_eval": False}),
     boundary("DAT009", {}, {LENGTH: 168}, {LENGTH: 167}, {LENGTH: 256}),  # 3 and 4 of 40 examples are longer
     facts_boundary("DAT009", {LENGTH: 255}, lengths(255), lengths(256), {LENGTH: 320}),
     facts_boundary("DAT009", {LENGTH: 256}, lengths(256), lengths(257), {LENGTH: 384}),

@@ -73,6 +73,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/runs/{id}/evaluations/{job}/examples.json": evaluations.download,
     "/api/runs/{id}/benchmarks": benchmarks.show,
     "/api/runs/{id}/benchmarks/{job}/samples.jsonl": benchmarks.download,
+    "/api/runs/{id}/generations": runs.generations,
     "/api/runs/{id}/remedies": runs.list_remedies,
     "/api/runs/{id}/bundle.zip": runs.bundle_zip,
     "/api/runs/{id}/model.zip": model_zip.model_zip,

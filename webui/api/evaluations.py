@@ -25,6 +25,10 @@ class EvaluationRequest(RequestBody):
     examples: int = 100
     max_new_tokens: int = 256
     general: bool = True
+    samples_per_prompt: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    pass_at_k: int = 0
     regex: str = ""
     regex_group: bool = False
     score_file: str = ""

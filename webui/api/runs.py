@@ -36,6 +36,7 @@ from backend.runs import (
     sweeps,
     validation,
 )
+from backend.runs import generations as timeline
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
 from backend.runs.metrics import (
     SINCE_BYTES,
@@ -190,6 +191,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "result": run.result(),
         "warning": marks.mark(run).sentence,
         "validation": validation.model(run.result()),
+        "generations": timeline.size(run.path),
         "router_note": validation.router_note(run.result() or run.progress()),
         "estimate": run.estimate(),
         "timed": timed.as_json() if (timed := measured_time.measure_time(run)) else None,
@@ -212,6 +214,18 @@ def _everything(run: Run) -> dict[str, Any]:
         "folder": str(run.path),
         "can": run.can(),
     }
+
+
+def generations(run: PathRun, step: int | None = None) -> dict[str, Any]:
+    """The prompts and references of eval.generate_during_eval, and the scores at each step; with `step`, also the
+    outputs at that step. Raises ApiError."""
+    found = timeline.read(run.path)
+    by_step = {line["step"]: line for line in found["steps"]}
+    if step is not None and step not in by_step:
+        raise ApiError(404, f"This run has no outputs of step {step}.")
+    scores = [{key: value for key, value in line.items() if key != "outputs"} for line in by_step.values()]
+    outputs = {} if step is None else {"step": step, "outputs": by_step[step]["outputs"]}
+    return {"prompts": found["prompts"], "steps": scores, **outputs}
 
 
 def list_remedies(state: State, run: PathRun) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from backend.config.options import SpecError, by_name
 from backend.preflight import Report
 from backend.runs import schedule, sweeps
-from backend.tasks import start_sweep, sweep
+from backend.tasks import start_sweep, sweep, sweep_scores
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, parse_form, run_preflight
 from webui.api.requests import ApiError, RequestBody, State, json
@@ -66,12 +66,14 @@ def start(state: State, body: SweepRequest) -> Response:
     return json({"sweep": identity, "runs": [run.id for run in runs]}, 201)
 
 
-def show(state: State, id: str) -> dict[str, Any]:
-    """The runs of a sweep, the lowest validation loss first, the labels of the options that it varies, and when the
-    last run ends."""
-    found = sweeps.rows(state.runs, id)
-    labels = {name: _label(name) for row in found for name in row["varied"]}
-    return {"runs": found, "labels": labels, "ends": with_names(state, schedule.sweep_text(state.runs, id))}
+def show(state: State, id: str, by: str = sweep_scores.LOSS) -> dict[str, Any]:
+    """The runs of a sweep, the best first by a value that they have, what else they can be ranked by, the labels of the
+    options that the sweep varies, and when the last run ends."""
+    found = sweep_scores.rank(state.runs, id, by)
+    labels = {name: _label(name) for row in found.rows for name in row["varied"]}
+    ranking = {"by": found.by.key, "best": found.sentence, "rankings": [each.as_json() for each in found.rankings]}
+    ends = with_names(state, schedule.sweep_text(state.runs, id))
+    return {"runs": found.rows, "labels": labels, "ends": ends, **ranking}
 
 
 def _label(name: str) -> str:

@@ -42,6 +42,8 @@ def _train_and_eval(key: str, title: str, log: bool = False, best: str = "") -> 
 CHARTS: Mapping[str, Chart] = {
     "loss": _train_and_eval("loss", "Loss", log=True, best="min"),
     "eval_loss_1": Chart("Validation loss of each dataset", "dataset 1", numbered=True),
+    "eval_exact_match": Chart("Exact match of generations", "exact match"),
+    "eval_rouge_l": Chart("ROUGE-L of generations", "ROUGE-L"),
     "reward_margin": _train_and_eval("reward_margin", "Reward margin"),
     "reward_accuracy": _train_and_eval("reward_accuracy", "Reward accuracy", best="max"),
     "reward_chosen": Chart("Rewards", "chosen", "reward_rejected", "rejected"),

@@ -12,6 +12,8 @@
 export const CHARTS = [
   { ...trainAndEval("loss", "Loss"), log: true, best: "lowest", marksBest: true },
   { key: "eval_loss_1", title: "Validation loss of each dataset", name: "dataset 1", numbered: true, best: "lowest" },
+  { key: "eval_exact_match", title: "Exact match of generations", name: "exact match", best: "highest" },
+  { key: "eval_rouge_l", title: "ROUGE-L of generations", name: "ROUGE-L", best: "highest" },
   trainAndEval("reward_margin", "Reward margin"),
   { ...trainAndEval("reward_accuracy", "Reward accuracy"), marksBest: true },
   {

@@ -7,7 +7,7 @@ import { $, address, chip, el, on, redraw, setText } from "../dom.js";
 import { bytes, duration, integer, num, valueText } from "../format.js";
 import { onThemeChange } from "../gradio.js";
 import { createPoller } from "../poll.js";
-import { isSame } from "../run/run_results.js";
+import { isSame } from "../run/generations.js";
 import { drawBadge, hasEnded } from "../run_state.js";
 import { curveColor } from "../plot.js";
 import { AXES, createCompareCharts } from "./compare_runs_charts.js";

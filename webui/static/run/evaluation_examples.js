@@ -63,21 +63,40 @@ export function createExamples(path, comparisons) {
   return node;
 }
 
-function exampleRow({ prompt, reference, base, trained, scores }, shown) {
+const SHOWN_SAMPLES = 2; // of an example, unless the user wants to see all of them
+const PASS = /_pass_at_\d+$/; // pass@k belongs to all samples of a prompt; each sample is right or wrong
+
+/** The samples of a prompt, each with its score; those after the first ones are folded. */
+function sampleList(samples, shown) {
+  const name = shown.name.replace(PASS, "");
+  const items = samples.map(({ text, scores }, n) =>
+    el(
+      "div.fp-evaluation-sample",
+      {},
+      el("p.fp-dim.fp-figures", {}, `Sample ${n + 1}`, name in scores && `: ${scoreText(scores[name], true)}`),
+      el("pre", {}, text || "(empty)"),
+    ),
+  );
+  const rest = items.slice(SHOWN_SAMPLES);
+  const title = `${rest.length} more ${rest.length === 1 ? "sample" : "samples"}`;
+  return [...items.slice(0, SHOWN_SAMPLES), rest.length > 0 && el("details", {}, el("summary", {}, title), rest)];
+}
+
+function exampleRow({ prompt, reference, base, trained, samples, scores }, shown) {
   const [before, after] = scores[shown.name] || [null, null];
   const cell = (name, ...content) => el("td", { "data-name": name }, content);
-  const output = (name, text, value) =>
+  const output = (name, text, value, drawn) =>
     cell(
       name,
       el("p.fp-dim.fp-figures", {}, `${shown.label} ${scoreText(value, shown.is_share)}`),
-      el("pre", {}, text || "(empty)"),
+      ...(drawn ? sampleList(drawn, shown) : [el("pre", {}, text || "(empty)")]),
     );
   return el(
     "tr",
     {},
     cell("Prompt", el("div.fp-prompt", {}, prompt)),
     cell("Reference", el("pre", {}, reference)),
-    output("Base model", base, before),
-    output("Trained model", trained, after),
+    output("Base model", base, before, samples?.base),
+    output("Trained model", trained, after, samples?.trained),
   );
 }

@@ -1,13 +1,17 @@
 // @ts-check
 // The settings of the next evaluation of a run.
 import { el, setText } from "../dom.js";
-import { integer } from "../format.js";
+import { duration, integer, num } from "../format.js";
 import { actions, button, createCheckbox, createModelMenu, createNumberField, labeled, modelName } from "./run_jobs.js";
 
 const ABOUT_SCORES =
   "An output scores 1 if the regular expression matches anywhere in it, else 0. A score file defines " +
   "score(prompt, reference, output), which returns a number from 0 to 1, True, False, or None if it does not apply. " +
   "Its code runs on the server with the permissions of its user, after you have agreed.";
+const ABOUT_SAMPLES =
+  "With several samples per prompt, a score is the mean over them. Scores that are right or wrong, such as exact match, " +
+  "also have pass@k, the probability that at least one of k samples is right. Samples need a temperature above 0; 0.8 " +
+  "is usual. The same settings draw the same samples.";
 const STOPPED = "This evaluation was stopped; with the same settings, Continue computes what is missing:";
 
 const SHOWN_HASH = 12; // characters
@@ -19,10 +23,18 @@ export function settingsText({ settings, result }) {
   const from = data ? `of ${data}` : "of the validation set";
   const examples = count ? `${integer(count)} ${count === 1 ? "example" : "examples"} ${from}` : "";
   const tokens = result?.generated ? `at most ${integer(limit)} new tokens` : "";
+  const sampled = result?.generated ? samplingText(settings) : "";
   const general = settings.general ? "general texts" : "";
   const pattern = regex && `${settings.regex_group ? "first group of " : ""}the regular expression ${regex}`;
   const code = file && `score file ${file} (SHA-256 ${hash.slice(0, SHOWN_HASH)}\u2026)`;
-  return [modelName(step), examples, tokens, general, pattern, code].filter(Boolean).join(", ");
+  return [modelName(step), examples, tokens, sampled, general, pattern, code].filter(Boolean).join(", ");
+}
+
+/** 8 samples per prompt at temperature 0.8; nothing for greedy decoding. */
+function samplingText({ samples_per_prompt: count, temperature, top_p: topP }) {
+  if (!temperature) return "";
+  const samples = count === 1 ? "1 sample per prompt" : `means over ${integer(count)} samples per prompt`;
+  return `${samples} at temperature ${num(temperature)}${topP < 1 ? ` and top-p ${num(topP)}` : ""}`;
 }
 
 /** @param {() => void} start */
@@ -34,7 +46,12 @@ export function createFields(start) {
     event.preventDefault();
     start();
   });
-  parts.node.addEventListener("input", () => drawButton(parts, last));
+  let offered = /** @type {any} */ ({});
+  parts.node.addEventListener("input", () => drawNext());
+  function drawNext() {
+    drawButton(parts, last);
+    setText(parts.prediction, predictionText(valuesOf(parts), offered));
+  }
   /** @param {any} newest the newest evaluation, null without one */
   function draw(offer, isRunning, newest) {
     parts.node.hidden = isRunning || Boolean(offer.problem);
@@ -44,7 +61,8 @@ export function createFields(start) {
     const isOther = newest && newest.id !== last?.id;
     last = newest;
     if (isOther) fill(parts, newest.settings);
-    drawButton(parts, last);
+    offered = offer;
+    drawNext();
   }
   const reset = () => {
     drawn = parts.data.value = parts.regex.value = parts.file.value = "";
@@ -52,15 +70,22 @@ export function createFields(start) {
     parts.group.checked = false;
     parts.model.draw([]); // a step of this run may be one of the next run, too
     parts.general.checked = true;
+    fillSampling(parts, GREEDY);
   };
   return { node: parts.node, values: () => valuesOf(parts), draw, reset, remove: parts.remove };
 }
 
-const valuesOf = ({ model, data, examples, tokens, general, regex, group, file }) => ({
+const GREEDY = { samples_per_prompt: 1, temperature: 0, top_p: 1, pass_at_k: 0 };
+
+const valuesOf = ({ model, data, examples, tokens, samples, temperature, topP, k, general, regex, group, file }) => ({
   step: model.step(),
   data: data.value.trim(),
   examples: examples.input.valueAsNumber,
   max_new_tokens: tokens.input.valueAsNumber,
+  samples_per_prompt: samples.input.valueAsNumber,
+  temperature: temperature.input.valueAsNumber,
+  top_p: topP.input.valueAsNumber,
+  pass_at_k: k.input.value === "" ? 0 : k.input.valueAsNumber,
   general: general.checked,
   regex: regex.value,
   regex_group: group.checked,
@@ -77,7 +102,18 @@ function drawButton(parts, last) {
   if (isStopped) setText(parts.stopped, `${STOPPED} ${settingsText(last)}.`);
 }
 
-function drawOffer({ model, examples, tokens, data, kept, scores }, offer, isFirst) {
+/** As `footplate evaluate` says it. */
+function predictionText({ examples, max_new_tokens: limit, samples_per_prompt: samples }, offer) {
+  const count = 2 * examples * samples;
+  if (!(count > 0) || !offer.generates) return "";
+  const text = `Generating at most ${integer(count)} outputs of both models`;
+  const each = offer.token_seconds;
+  if (!each) return `${text}; how long that takes is known after the first evaluation of this run.`;
+  const time = duration(count * limit * each);
+  return `${text} takes at most about ${time}, at the pace of the newest evaluation of this run.`;
+}
+
+function drawOffer({ model, examples, tokens, data, kept, sampling, scores }, offer, isFirst) {
   kept.hidden = !offer.kept;
   setText(kept, `Use the ${offer.kept === 1 ? "prompt" : `${integer(offer.kept)} prompts`} kept from chats`);
   kept.onclick = () => {
@@ -86,14 +122,23 @@ function drawOffer({ model, examples, tokens, data, kept, scores }, offer, isFir
     data.dispatchEvent(new Event("input", { bubbles: true }));
   };
   model.draw(offer.steps);
-  tokens.node.hidden = scores.hidden = !offer.generates;
+  tokens.node.hidden = sampling.hidden = scores.hidden = !offer.generates;
   data.placeholder = offer.has_validation ? "Validation examples of the run" : "None: this run has no validation set";
   if (!isFirst) return;
   tokens.input.value = String(offer.max_new_tokens);
   examples.input.value = offer.has_validation ? "100" : "0";
 }
 
-function fill({ model, data, examples, tokens, general, regex, group, file }, settings) {
+function fillSampling({ samples, temperature, topP, k }, settings) {
+  samples.input.value = settings.samples_per_prompt;
+  temperature.input.value = settings.temperature;
+  topP.input.value = settings.top_p;
+  k.input.value = settings.pass_at_k || "";
+}
+
+function fill(parts, settings) {
+  const { model, data, examples, tokens, general, regex, group, file } = parts;
+  fillSampling(parts, settings);
   model.choose(settings.step);
   data.value = settings.data;
   examples.input.value = settings.examples;
@@ -115,14 +160,28 @@ function createParts() {
   const numbers = el("div.fp-job-fields", {}, labeled("Model", model.node), examples.node, tokens.node, dataField);
   const check = el("label.fp-job-check", {}, general, "Include general texts");
   const custom = createCustomScores();
-  const body = el("div.fp-job-settings", {}, numbers, el("div", {}, kept), check, custom.scores);
+  const drawn = createSampling();
+  const body = el("div.fp-job-settings", {}, numbers, el("div", {}, kept), check, drawn.sampling, custom.scores);
   const settings = el("details.fp-fold", {}, el("summary", {}, "Settings"), body);
   const stopped = el("p.fp-dim", { hidden: true });
+  const prediction = el("p.fp-dim.fp-figures");
   const start = button("Evaluate", null, { type: "submit" });
   const remove = button("Delete this evaluation", null, { hidden: true });
   // Without the browser's own checks, which cannot show what is wrong in closed settings; the server says it.
-  const node = el("form.fp-job-form", { novalidate: true }, settings, stopped, actions(start, remove));
-  return { node, model, examples, tokens, data, kept, general, ...custom, button: start, stopped, remove };
+  const node = el("form.fp-job-form", { novalidate: true }, settings, stopped, prediction, actions(start, remove));
+  const fields = { model, examples, tokens, data, kept, general, ...drawn, ...custom };
+  return { node, ...fields, button: start, stopped, prediction, remove };
+}
+
+/** The fields of how outputs are drawn. */
+function createSampling() {
+  const samples = createNumberField("Samples per prompt", { step: 1, min: 1, max: 64, value: 1 });
+  const temperature = createNumberField("Temperature (0: greedy)", { step: "any", min: 0, max: 10, value: 0 });
+  const topP = createNumberField("Top-p", { step: "any", min: 0, max: 1, value: 1 });
+  const k = createNumberField("Another k of pass@k", { step: 1, min: 2, max: 63, placeholder: "None" });
+  const fields = el("div.fp-job-fields", {}, samples.node, temperature.node, topP.node, k.node);
+  const sampling = el("div.fp-job-settings", {}, fields, el("p.fp-dim", {}, ABOUT_SAMPLES));
+  return { sampling, samples, temperature, topP, k };
 }
 
 /** The fields of the scores that users define. */

@@ -32,6 +32,7 @@ import { editNotes, tagList } from "../runs/runs_actions.js";
 import { Benchmarks } from "./benchmarks.js";
 import { Chat } from "./chat.js";
 import { Evaluation } from "./evaluation.js";
+import { Generations } from "./generations.js";
 import { failureParts, remedies } from "./failure.js";
 import { alertParts, isAlert, rankTable } from "./live.js";
 import { createLog } from "./log.js";
@@ -48,7 +49,6 @@ import {
   placementParts,
   timeParts,
   resultCards,
-  sampleParts,
 } from "./run_results.js";
 import { createSectionLinks } from "./run_sections.js";
 import { createStacks } from "./stacks.js";
@@ -109,8 +109,8 @@ function buildPage(place) {
     page.chat.node,
     page.evaluation.node,
     page.benchmarks.node,
-    page.samples,
     page.sweep.node,
+    page.generations.node,
     page.charts.node,
     page.log.node,
     page.placement,
@@ -137,6 +137,7 @@ function createRequestingParts() {
     },
   });
   page.sweep = createSweep(isVisible);
+  page.generations = new Generations(base);
   page.stacks = createStacks(base);
   page.chat = new Chat(base, isVisible);
   page.evaluation = new Evaluation(base, isVisible);
@@ -153,7 +154,6 @@ function createDrawnParts() {
   page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
   page.routerNote = el("p.fp-router-note", { hidden: true });
   page.model = createModelCard();
-  page.samples = panel("samples", "Generations");
   page.placement = panel("run-placement", "Memory of each device");
   page.timed = panel("run-time", "Predicted and measured time");
   page.ranks = el("div.fp-ranks");
@@ -275,7 +275,6 @@ function open(selected) {
     "checkpointsFold",
     "gain",
     "cards",
-    "samples",
     "clone",
     "downloads",
     "annotate",
@@ -285,6 +284,7 @@ function open(selected) {
   ]) {
     page[part].hidden = true;
   }
+  page.generations.reset();
   page.details.replaceChildren();
   page.done.style.width = "0";
   page.charts.open();
@@ -345,7 +345,7 @@ function draw() {
   drawModel();
   drawIfChanged("placement", placementOf(run), drawPlacement);
   drawIfChanged("timed", run.timed, drawTimed);
-  drawIfChanged("samples", run.result && run.result.samples, drawSamples);
+  page.generations.draw(run);
   const { spec, command, joining, yaml, script, result, estimate } = run;
   const details = { spec, command, joining, yaml, script, result, estimate };
   drawIfChanged("details", details, drawDetails);
@@ -468,15 +468,10 @@ function drawModel() {
   const train = (fix) => emit("clone", { id: trained, fix: { ...fix, patch: { ...fix.patch, ...name } } });
   const from = run.spec?.["model.path"] || run.spec?.["model.hub_id"] || "";
   const generations = run.result?.samples?.length;
-  const showGenerations = generations ? () => page.samples.scrollIntoView({ behavior: "smooth" }) : null;
+  const showGenerations = generations ? () => page.generations.node.scrollIntoView({ behavior: "smooth" }) : null;
   const { model, merge, gguf, server, publications } = run;
   const shown = model && { ...model, merge, gguf, server, publications, generations };
   page.model.draw(shown, { base: base(), from, train, refresh: page.poller.wake, showGenerations });
-}
-
-function drawSamples(samples) {
-  page.samples.hidden = !samples || !samples.length;
-  if (!page.samples.hidden) page.samples.replaceChildren(...sampleParts(samples));
 }
 
 function drawCards() {

@@ -1,5 +1,5 @@
 // @ts-check
-// Parts of the Run view that show what is known of a run: result cards, generated samples, failure, details.
+// Parts of the Run view that show what is known of a run: result cards, failure, details.
 import { url } from "../api.js";
 import { copy, el } from "../dom.js";
 import { bytes, capitalized, count, duration, integer, num, percent, toSeconds, valueText } from "../format.js";
@@ -7,7 +7,6 @@ import { placementPicture } from "../placement.js";
 import { hasEnded } from "../run_state.js";
 import { liveCards } from "./live.js";
 
-const SHOWN_SAMPLES = 3;
 const FILES = [
   ["Report", "report.png"],
   ["Report as SVG", "report.svg"],
@@ -189,117 +188,6 @@ export const cardNode = ({ title, value, note, large }) =>
     el("dd", {}, value),
     note ? el("dd.fp-dim", {}, note) : null,
   );
-
-// -- generated samples ------------------------------------------------------------------------------------------------
-
-/** Whether two texts match as exact match in Python does: JSON objects may differ in spaces and the order of keys. */
-export function isSame(one, other) {
-  return canonical(one) === canonical(other);
-}
-function canonical(text) {
-  try {
-    const value = JSON.parse(text);
-    return typeof value === "object" ? JSON.stringify(sortKeys(value)) : text.trim();
-  } catch {
-    return String(text ?? "").trim();
-  }
-}
-function sortKeys(value) {
-  if (Array.isArray(value)) return value.map(sortKeys);
-  if (!value || typeof value !== "object") return value;
-  return Object.fromEntries(
-    Object.keys(value)
-      .sort()
-      .map((key) => [key, sortKeys(value[key])]),
-  );
-}
-
-/** Prompts with their reference and the generations before and after training. @returns {Node[]} */
-export function sampleParts(samples) {
-  const rows = samples.map((sample) =>
-    el(
-      "tr",
-      { "data-change": changeOf(sample) },
-      el("td", { "data-name": "Prompt" }, el("div.fp-prompt", {}, sample.prompt)),
-      el("td", { "data-name": "Reference" }, el("pre", {}, sample.reference)),
-      generationCell(sample, "before"),
-      generationCell(sample, "after"),
-    ),
-  );
-  const correct = (side) => samples.filter((sample) => isSame(sample[side], sample.reference)).length;
-  const columns = ["Prompt", "Reference", "Before training", "After training"];
-  const heading = el(
-    "tr",
-    {},
-    columns.map((name) => el("th", { scope: "col" }, name)),
-  );
-  const text = `${correct("before")} of ${samples.length} correct before training, ${correct("after")} after`;
-  return [
-    el(
-      "div.fp-panel-head",
-      {},
-      el("h3", {}, "Generations on validation examples"),
-      el("span.fp-dim.fp-figures", {}, text),
-      el("span.fp-gap"),
-      ...filterButtons(rows),
-    ),
-    el("table", {}, el("thead", {}, heading), el("tbody", {}, rows)),
-  ];
-}
-
-function generationCell(sample, side) {
-  const title = side === "before" ? "Before training" : "After training";
-  const text = sample[side];
-  if (text === null || text === undefined) return el("td.fp-dim", { "data-name": title }, "\u2013");
-  const correct = isSame(text, sample.reference);
-  const mark = el(
-    "span.fp-mark",
-    { role: "img", "aria-label": correct ? "correct" : "wrong" },
-    correct ? "\u2713" : "\u2717",
-  );
-  const body = el("pre", {}, text || "(empty)");
-  return el("td", { "data-name": title }, el("div.fp-generation", { "data-correct": String(correct) }, mark, body));
-}
-
-/** Whether a generation is better after training, worse, or neither; '' without one from before. */
-function changeOf({ before, after, reference }) {
-  if (before === null || before === undefined || after === null || after === undefined) return "";
-  const [was, is] = [isSame(before, reference), isSame(after, reference)];
-  return was === is ? "same" : is ? "better" : "worse";
-}
-
-const CHANGES = { "": "All", better: "Better", worse: "Worse", same: "Same" };
-
-/** Buttons that select which generations the table shows, and how many. @param {any[]} rows @returns {Node[]} */
-function filterButtons(rows) {
-  let [change, expanded] = ["", false];
-  const of = (wanted) => rows.filter((row) => !wanted || row.dataset.change === wanted);
-  const choose = (wanted) => {
-    change = wanted;
-    draw();
-  };
-  const toggle = () => {
-    expanded = !expanded;
-    draw();
-  };
-  const names = Object.keys(CHANGES).filter((wanted) => of(wanted).length);
-  const filters = names.map((wanted) => {
-    const text = `${CHANGES[wanted]} ${of(wanted).length}`;
-    return el("button.fp-chip", { type: "button", "data-change": wanted, onclick: () => choose(wanted) }, text);
-  });
-  const more = el("button.fp-chip", { type: "button", onclick: toggle });
-  function draw() {
-    for (const button of filters) button.setAttribute("aria-pressed", String(button.dataset.change === change));
-    const shown = of(change);
-    rows.forEach((row) => (row.hidden = !shown.slice(0, expanded ? undefined : SHOWN_SAMPLES).includes(row)));
-    more.hidden = shown.length <= SHOWN_SAMPLES;
-    more.setAttribute("aria-expanded", String(expanded));
-    more.textContent = expanded ? "Show fewer" : `Show all ${shown.length}`;
-  }
-  draw();
-  const group = el("div.fp-sample-filters", { role: "group", "aria-label": "Generations to show" }, filters);
-  return names.length > 2 || (names.length === 2 && of(names[1]).length < rows.length) ? [group, more] : [more];
-}
 
 // -- memory ----------------------------------------------------------------------------------------------------------
 

@@ -2,18 +2,22 @@
 // The sweep of a run: its runs as a table, best first, and as lines over parallel axes.
 import { get } from "../api.js";
 import { compareLink } from "../compare/compare_runs.js";
-import { el, setText, svg } from "../dom.js";
+import { el, redraw, setText, svg } from "../dom.js";
 import { num, valueText } from "../format.js";
 import { createPoller } from "../poll.js";
 import { drawBadge, hasEnded } from "../run_state.js";
+import { changeText, scoreText, VERDICTS } from "./evaluation_scores.js";
 
 /**
+ * A run of the sweep. It has a value for the key of each ranking, null if it has none, and with an evaluation the
+ * interval of the change.
  * @typedef {{ id: string, state: string, step: number | null, loss: number | null, eval_loss: number | null,
- *   sentence: string, varied: Record<string, any> }} Member
+ *   sentence: string, varied: Record<string, any>, interval: any, [key: string]: any }} Member
+ * @typedef {{ key: string, label: string, is_share: boolean }} Ranking
  */
 
 const [WIDTH, HEIGHT, TOP, BOTTOM, SIDE] = [900, 220, 26, 22, 70];
-const LOSS = "Best validation loss";
+const [LOSS, LOSS_KEY] = ["Best validation loss", "eval_loss"];
 const LOG_FROM = 20; // an axis is logarithmic if the largest value is this many times the smallest
 
 const text = (key, value) =>
@@ -44,10 +48,12 @@ function axis(key, values) {
   return { place, ends: names.map((name) => [place(name), name]) };
 }
 
-/** One vertical axis per varied option and one for the loss; one line per run. */
-function parallelAxes(/** @type {Member[]} */ runs, columns, labels, current) {
-  const names = [...columns, LOSS];
-  const valueOf = (run, name) => (name === LOSS ? run.eval_loss : run.varied[name]);
+const valueIn = (run, /** @type {Ranking} */ by) => (by.is_share ? scoreText(run[by.key], true) : num(run[by.key]));
+
+/** One vertical axis per varied option and one for the value that ranks the runs; one line per run. */
+function parallelAxes(/** @type {Member[]} */ runs, columns, labels, current, /** @type {Ranking} */ by) {
+  const names = [...columns, by.label];
+  const valueOf = (run, name) => (name === by.label ? run[by.key] : run.varied[name]);
   const axes = names.map((name) =>
     axis(
       name,
@@ -56,16 +62,17 @@ function parallelAxes(/** @type {Member[]} */ runs, columns, labels, current) {
   );
   const x = (index) => SIDE + (index * (WIDTH - 2 * SIDE)) / (names.length - 1);
   const y = (share) => HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM);
-  const chart = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "fp-axes", role: "img" });
-  chart.setAttribute("aria-label", `The options of ${runs.length} runs and their best validation loss`);
-  const ranked = runs.filter((run) => run.eval_loss !== null);
+  const chart = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "fp-axes", role: "group" });
+  const what = by.key === LOSS_KEY ? "best validation loss" : by.label;
+  chart.setAttribute("aria-label", `The options of ${runs.length} runs and their ${what}`);
+  const ranked = runs.filter((run) => run[by.key] !== null);
   ranked.forEach((run, rank) => {
     const points = names.map((name, index) => `${x(index)},${y(axes[index].place(valueOf(run, name)))}`);
     const line = svg("polyline", { points: points.join(" "), class: "fp-axes-run" });
     line.style.opacity = String(1 - (0.75 * rank) / Math.max(1, ranked.length - 1));
     if (run.id === current) line.classList.add("fp-axes-current");
     const name = columns.map((key) => `${labels[key] || key} ${text(key, run.varied[key])}`).join(", ");
-    const title = svg("title", {}, `${name}: ${num(run.eval_loss)}`);
+    const title = svg("title", {}, `${name}: ${valueIn(run, by)}`);
     chart.prepend(svg("a", { href: link(run.id) }, title, line));
   });
   axes.forEach(({ ends }, index) => {
@@ -73,7 +80,7 @@ function parallelAxes(/** @type {Member[]} */ runs, columns, labels, current) {
     const side = index === names.length - 1 ? 6 : -6;
     chart.append(svg("line", { x1: x(index), x2: x(index), y1: y(0), y2: y(1), class: "fp-axes-axis" }));
     const head = { x: index === 0 ? 0 : index === names.length - 1 ? WIDTH : x(index), y: 12, "text-anchor": anchor };
-    chart.append(svg("text", head, names[index] === LOSS ? LOSS : labels[names[index]] || names[index]));
+    chart.append(svg("text", head, labels[names[index]] || names[index]));
     for (const [share, label] of ends) {
       const place = { x: x(index) + side, y: y(share) + 4, "text-anchor": side > 0 ? "start" : "end" };
       chart.append(svg("text", { ...place, class: "fp-axes-end" }, label));
@@ -82,8 +89,10 @@ function parallelAxes(/** @type {Member[]} */ runs, columns, labels, current) {
   return chart;
 }
 
-function table(/** @type {Member[]} */ runs, columns, labels, current) {
-  const headings = [...columns.map((key) => labels[key] || key), "State", "Step", "Loss", LOSS];
+function table(/** @type {Member[]} */ runs, columns, labels, current, /** @type {Ranking} */ by) {
+  const isEvaluation = runs.some((run) => run.interval);
+  const more = by.key === LOSS_KEY ? [] : isEvaluation ? ["Base model", by.label, "Change (95%)"] : [by.label];
+  const headings = [...columns.map((key) => labels[key] || key), "State", "Step", "Loss", LOSS, ...more];
   const head = el(
     "tr",
     {},
@@ -94,7 +103,8 @@ function table(/** @type {Member[]} */ runs, columns, labels, current) {
     drawBadge(badge, run.state);
     const [first, ...others] = columns.map((key) => text(key, run.varied[key]));
     const name = el("a", { href: link(run.id), title: run.sentence }, first);
-    const cells = [name, ...others, badge, num(run.step), num(run.loss), num(run.eval_loss)];
+    const own = more.length > 1 ? evaluationCells(run, by) : more.length ? [valueIn(run, by)] : [];
+    const cells = [name, ...others, badge, num(run.step), num(run.loss), num(run.eval_loss), ...own];
     const attributes = run.id === current ? { "aria-current": "true" } : {};
     return el(
       "tr",
@@ -105,44 +115,79 @@ function table(/** @type {Member[]} */ runs, columns, labels, current) {
   return el("table", {}, el("thead", {}, head), el("tbody", {}, rows));
 }
 
+/** Base model, trained model, and the change with its interval. */
+function evaluationCells(/** @type {Member} */ { interval }, /** @type {Ranking} */ { is_share: isShare }) {
+  if (!interval) return [num(null), num(null), num(null)];
+  const range = interval.verdict === "few" ? "" : ` ${changeText(interval)}`;
+  const change = el("span.fp-score-change.fp-figures", {}, el("b", {}, VERDICTS[interval.verdict]), range);
+  const cell = el("span", { "data-verdict": interval.verdict }, change);
+  return [scoreText(interval.base, isShare), scoreText(interval.value, isShare), cell];
+}
+
 /** The panel of the Run view. @param {() => boolean} isVisible */
 export function createSweep(isVisible) {
   const heading = el("h3", {}, "Sweep");
   const best = el("p.fp-dim");
+  const select = el("select.fp-select", { onchange: () => choose(select.value) });
+  const ranking = el("label.fp-job-check", {}, "Rank by", select);
   const compare = el("a.fp-sweep-compare", {}, "Compare curves and generations");
   const body = el("div");
-  const node = el("section.fp-panel.fp-sweep", { hidden: true, "aria-label": "Sweep" }, heading, best, compare, body);
-  let [sweep, current, drawn] = ["", "", ""];
+  const node = el("section.fp-panel.fp-sweep", { hidden: true, "aria-label": "Sweep" }, heading, best);
+  node.append(el("div.fp-sweep-bar", {}, ranking, compare), body);
+  let [sweep, current, drawn, by, offered] = ["", "", "", LOSS_KEY, ""];
   const poller = createPoller(pull, { isVisible, interval: 3000, onTrouble: () => {} });
 
   async function pull(isCurrent) {
-    const found = await get(`api/sweeps/${encodeURIComponent(sweep)}`);
+    const found = await get(`api/sweeps/${encodeURIComponent(sweep)}?by=${encodeURIComponent(by)}`);
     if (!isCurrent()) return undefined;
-    draw(found.runs, found.labels, found.ends);
+    draw(found);
     return found.runs.every((run) => hasEnded(run.state)) ? "rest" : undefined; // one may be resumed
   }
 
-  /** @param {Member[]} runs @param {Record<string, string>} labels @param {string} ends when the last run ends */
-  function draw(runs, labels, ends) {
+  function choose(wanted) {
+    by = wanted;
+    poller.stop();
+    poller.start();
+  }
+
+  /**
+   * @param {{ runs: Member[], labels: Record<string, string>, ends: string, rankings: Ranking[], by: string,
+   *   best: string }} found `ends`: when the last run ends
+   */
+  function draw({ runs, labels, ends, rankings, by: key, best: sentence }) {
     compare.href = compareLink(runs.map((run) => run.id)); // of many, the best
-    const state = JSON.stringify([runs, current, ends]);
+    const state = JSON.stringify([runs, current, ends, rankings, key, sentence]);
     if (state === drawn) return;
     drawn = state;
+    drawRankings(rankings, key);
+    const ranked = /** @type {Ranking} */ (rankings.find((each) => each.key === key));
     const columns = Object.keys(runs[0].varied);
-    const measured = runs.filter((run) => run.eval_loss !== null).length;
+    const measured = runs.filter((run) => run[key] !== null).length;
     const place = runs.findIndex((run) => run.id === current);
-    const hasLoss = place >= 0 && runs[place].eval_loss !== null;
-    const rank = hasLoss ? `This run is number ${place + 1} of ${measured} by validation loss.` : "";
-    setText(best, [rank, ends].filter(Boolean).join(" "));
-    const parts = [table(runs, columns, labels, current)];
-    if (measured > 1) parts.unshift(/** @type {any} */ (parallelAxes(runs, columns, labels, current)));
+    const hasValue = place >= 0 && runs[place][key] !== null;
+    const name = key === LOSS_KEY ? "validation loss" : ranked.label;
+    const rank = hasValue ? `This run is number ${place + 1} of ${measured} by ${name}.` : "";
+    setText(best, [rank, key !== LOSS_KEY && sentence, ends].filter(Boolean).join(" "));
+    const parts = [table(runs, columns, labels, current, ranked)];
+    if (measured > 1) parts.unshift(/** @type {any} */ (parallelAxes(runs, columns, labels, current, ranked)));
     body.replaceChildren(...parts);
     node.hidden = false;
+  }
+
+  /** @param {Ranking[]} rankings @param {string} key the one that was requested */
+  function drawRankings(rankings, key) {
+    ranking.hidden = rankings.length < 2;
+    if (JSON.stringify(rankings) !== offered)
+      // an open menu stays as it is
+      redraw(select, ...rankings.map((each) => el("option", { value: each.key }, each.label)));
+    offered = JSON.stringify(rankings);
+    select.value = key;
   }
 
   /** Show the sweep of a run; '' hides the panel. */
   function open(name, run) {
     if (name === sweep && run === current) return;
+    if (name !== sweep) by = LOSS_KEY;
     [sweep, current, drawn] = [name, run, ""];
     node.hidden = true;
     poller.stop();
