@@ -9,7 +9,7 @@ from typing import Any
 from backend.cli.jobs import follow, report
 from backend.cli.runs import find_run
 from backend.models import gguf
-from backend.models.gguf import MODELFILE
+from backend.models.gguf import MODELFILE, PRESET
 
 
 def start(arguments: argparse.Namespace) -> int:
@@ -23,8 +23,9 @@ def start(arguments: argparse.Namespace) -> int:
 def _print_result(gguf_file: dict[str, Any], certificate: dict[str, Any]) -> None:
     found, change = certificate["trained_to_file"], certificate["trained_to_base"]
     print(f"GGUF file: {gguf_file['file']}")
-    if MODELFILE in gguf_file["files"]:
-        print(f"Modelfile for Ollama (untested): {Path(gguf_file['file']).parent / MODELFILE}")
+    for name, text in ((MODELFILE, "Modelfile for Ollama"), (PRESET, "Preset for LM Studio")):
+        if name in gguf_file["files"]:
+            print(f"{text} (untested): {Path(gguf_file['file']).parent / name}")
     print(
         f"{certificate['status'].capitalize()}: the file was loaded in llama.cpp and compared with the trained model."
     )
@@ -36,5 +37,8 @@ def _print_result(gguf_file: dict[str, Any], certificate: dict[str, Any]) -> Non
     stops = [output["llama_cpp"]["stopped"] for output in certificate["outputs"]]
     ended = f"{sum(stops)} of {len(stops)} outputs ended with a stop token in llama.cpp."
     print(f"Stop tokens: {', '.join(certificate['stop_tokens'])}. {ended}")
+    if types := certificate.get("tensor_types"):
+        counts = ", ".join(f"{type} {len(names)}" for type, names in types.items())
+        print(f"Quantized weights by type: {counts}. {certificate['replaced']}".rstrip())
     for limit in certificate["limits"]:
         print(f"Limitation: {limit}")

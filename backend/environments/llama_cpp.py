@@ -18,6 +18,7 @@ from typing import Any
 from backend.environments import PACKAGES
 
 SCRIPT = Path(__file__).parent / "llama_cpp_server.py"
+QUANTIZER = Path(__file__).parent / "llama_cpp_quantize.py"
 END_SECONDS = 10.0  # after which a server that does not end is killed
 ERROR = re.compile(r"^[\d.]+ E (.+)$", re.MULTILINE)  # a line of llama.cpp's log: time, level, function and message
 

@@ -1,14 +1,14 @@
 """Exporting the trained model as a GGUF file, with a certificate that says whether llama.cpp runs the same model.
 
-llama.cpp's converter writes the file. It reads full weights: of a run, of a checkpoint, or of a merge. What is compared
-is the trained model itself, so for an adapter base model and adapter, and not the merged model.
+llama.cpp's converter writes the file; a k-quant is then made from a file with 16 bits per element. The converter reads
+full weights: of a run, of a checkpoint, or of a merge. What is compared is the trained model itself, so for an adapter
+base model and adapter, and not the merged model.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,13 +21,14 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from backend.config import RunSpec
-from backend.environments import ENVIRONMENTS, PACKAGES
-from backend.export import gguf_certificate, llama_cpp, loading, modelfile
+from backend.environments import ENVIRONMENTS
+from backend.export import gguf_certificate, llama_cpp, lm_studio, loading, modelfile, tensor_types
 from backend.export.comparison import log_probabilities, write_certificate
 from backend.export.gguf_certificate import Trained
 from backend.export.merge import UNCHECKED
+from backend.export.tensor_types import QuantizedWeight
 from backend.models import system_prompt, trained
-from backend.models.gguf import ENVIRONMENT, FOLDER, FORMATS, MODELFILE
+from backend.models.gguf import ENVIRONMENT, FOLDER, FORMATS, MODELFILE, PRESET
 from backend.models.spec import read_spec_outside_training
 from backend.runs import CERTIFICATE, JOBS, RESULT, SPEC, files, jobs
 from backend.runs.folder import Run
@@ -52,7 +53,9 @@ OF_WEIGHTS = {
     "dtype",
 }  # keys of the base model alone
 SOURCE = "source"  # links to the files that are converted
+SIXTEEN_BITS = "auto"  # the converter's: bf16 for weights in bf16, otherwise f16
 CONVERTED, COMPARED = 0.3, 0.6  # completed fractions
+QUANTIZING = (0.2, CONVERTED)
 
 
 @dataclass
@@ -75,11 +78,12 @@ class GgufExport:
         (self.folder / UNCHECKED).mkdir(exist_ok=True)
         file = self.folder / UNCHECKED / f"{self.run.id}-{format}.gguf"
         try:
-            self._phase("converting", f"Converting to GGUF, {format}.", 0.05)
-            self._convert(environment, source, file, format)
+            quantized = self._write(environment, source, file, format)
             observed, base_check = self._observe(found)
             self._phase("comparing", "Comparing the file in llama.cpp with the trained model.", COMPARED)
-            certificate = self._certify(observed, environment, file, format)
+            replaced = tensor_types.describe_replaced(quantized, format)
+            certificate = self._certify(observed, environment, file, format, replaced)
+            certificate["tensor_types"] = tensor_types.group(quantized)
             about = {"run": self.run.id, "step": found.step, "merge": request["merge"], "base_weights": base_check}
             certificate = {**about, "versions": ENVIRONMENTS[ENVIRONMENT].versions(environment), **certificate}
             self._keep(certificate, observed.tokenizer, file)
@@ -114,36 +118,64 @@ class GgufExport:
 
     def _check_disk(self, source: Path, format: str) -> None:
         """Raise TrainError if there is no room for the file."""
-        need = loading.elements(source) * FORMATS[format].bytes * 1.05  # and the vocabulary
+        kind = FORMATS[format]
+        need = loading.elements(source) * (kind.bytes + 2 * bool(kind.larger)) * 1.05  # and the vocabulary
+        needs = "GGUF file and the temporary file with 16 bits per element need" if kind.larger else "GGUF file needs"
         free = shutil.disk_usage(self.folder).free
         if free < need:
             raise TrainError(
-                f"The GGUF file needs {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on the disk of "
+                f"The {needs} {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on the disk of "
                 f"{self.folder.resolve()}. Free some disk space, or choose a smaller format."
             )
+
+    def _write(self, environment: Path, source: Path, file: Path, format: str) -> list[QuantizedWeight]:
+        """Convert, and quantize if it is a k-quant, whose weights are returned. Raises TrainError, Stopped."""
+        if not FORMATS[format].larger:
+            self._convert(environment, source, file, format)
+            return []
+        whole = file.with_name("whole.gguf")
+        self._convert(environment, source, whole, SIXTEEN_BITS)
+        command = llama_cpp.quantize_command(whole, file, format)
+        text = f"Quantizing to {format}."
+        lines = self._run(command, environment, file, text, QUANTIZING, "The weights cannot be quantized: ")
+        whole.unlink()
+        result = next(line for line in reversed(lines) if line.startswith("[["))  # libraries may log at their end
+        return [QuantizedWeight(*weight) for weight in json.loads(result)]
 
     def _convert(self, environment: Path, source: Path, file: Path, format: str) -> None:
         """Run llama.cpp's converter. Raises TrainError, Stopped."""
         linked = self._linked(source)
         self._say_whether_texts_begin_with_bos(linked)
         command = llama_cpp.convert_command(environment, linked, file, format, self.run.name)
-        env = {**os.environ, "PYTHONPATH": str(environment / PACKAGES), "HF_HUB_OFFLINE": "1"}
+        text = f"Converting to GGUF, {'16 bits per element' if format == SIXTEEN_BITS else format}."
+        end = QUANTIZING[0] if format == SIXTEEN_BITS else CONVERTED
+        self._run(command, environment, file, text, (0.05, end), "llama.cpp's converter cannot convert this model: ")
+
+    def _run(
+        self, command: list[str], environment: Path, file: Path, text: str, fractions: tuple[float, float], failed: str
+    ) -> list[str]:
+        """Run a program that writes `file`; its lines. `text` says what it does, `fractions` are completed before and
+        after it, `failed` precedes the reason of a failure. Raises TrainError, Stopped."""
+        begin, end = fractions
+        self._phase("converting", text, begin)
         lines: list[str] = []
         with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
-        ) as process:
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=llama_cpp.variables(environment),
+        ) as process:  # fmt: skip
             assert process.stdout
             try:
                 for line in process.stdout:
                     lines.append(line)
                     done = int(match[1]) / 100 if (match := PROGRESS.search(line)) else 0.0
-                    self._progress("converting", f"Converting to GGUF, {format}.", 0.05 + (CONVERTED - 0.05) * done)
+                    self._progress("converting", text, begin + (end - begin) * done)
             except BaseException:
                 process.kill()
                 raise
         if process.returncode or not file.is_file():
             self.run_log.info("".join(lines[-30:]))
-            raise TrainError(f"llama.cpp's converter cannot convert this model: {_why(lines)}")
+            raise TrainError(failed + _why(lines))
+        return lines
 
     def _linked(self, source: Path) -> Path:
         """A folder with links to the files of the model, and to those of the base model that transformers does not save
@@ -205,14 +237,14 @@ class GgufExport:
         options = {"local_files_only": True, "trust_remote_code": spec.model.trust_remote_code}
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
-    def _certify(self, observed: Trained, environment: Path, file: Path, format: str) -> dict[str, Any]:
+    def _certify(self, observed: Trained, environment: Path, file: Path, format: str, replaced: str) -> dict[str, Any]:
         def report(done: float) -> None:
             text = "Comparing the file in llama.cpp with the trained model."
             self._progress("comparing", text, COMPARED + (1 - COMPARED) * done)
 
         server = llama_cpp.Server(file, environment, self.folder / "llama.cpp.txt")
         try:
-            return gguf_certificate.certify(observed, server, format, report)
+            return gguf_certificate.certify(observed, server, format, report, replaced)
         finally:
             server.close()
 
@@ -223,20 +255,21 @@ class GgufExport:
             why = certificate["differences"][0]
             raise TrainError(f"The GGUF file differs from the trained model and was deleted. {why}")
         write_certificate(file.parent / CERTIFICATE, certificate)
-        if text := modelfile.write(
-            file.name, tokenizer, certificate["stop_tokens"], system_prompt.of_run(self.run.path / SPEC)
-        ):
+        about = (tokenizer, certificate["stop_tokens"], system_prompt.of_run(self.run.path / SPEC))
+        if text := modelfile.write(file.name, *about):
             (file.parent / MODELFILE).write_text(text, encoding="utf-8")
+        if text := lm_studio.write(file.stem, *about):
+            (file.parent / PRESET).write_text(text, encoding="utf-8")
         file.parent.replace(self.folder / FOLDER)
 
 
 def _why(lines: Sequence[str]) -> str:
-    """Why the converter that wrote these lines failed."""
+    """Why the program that wrote these lines failed."""
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no message")
     for pattern, reason in KNOWN_ERRORS.items():
         if re.search(pattern, last):
             return reason
-    return f"{last} (see the log for the converter's output)"
+    return f"{last} (see the log for the program's output)"
 
 
 def _add_older_keys(config: Path, base: Path) -> None:

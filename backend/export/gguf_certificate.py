@@ -6,6 +6,8 @@ texts, or needs a setting of the program that uses the file, is a limitation.
 
 from __future__ import annotations
 
+import math
+import statistics
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,7 +34,8 @@ AGAIN = {"role": "user", "content": "And of Italy? 🙂 "}
 CONVERSATIONS = ([USER], [SYSTEM, USER], [USER, ASSISTANT, AGAIN], [SYSTEM, USER, ASSISTANT, AGAIN])
 MAX_NEW_TOKENS = 64  # of greedy outputs
 STRIDE = 2  # every second position is compared: llama.cpp computes them one by one
-APART = 4.0  # the base model has to be this many times as far from the trained model as the file is
+APART = 4.0  # the base model has to be this many times as far from the trained model as the file is, or
+STANDARD_ERRORS = 4.0  # the file has to be nearer to the trained model than to its base model by so many of the mean's
 MIN_SAME = 0.75  # positions with the same most likely token: q8_0 of SmolLM2 has 93%
 OTHER_TOKENIZER = (
     "llama.cpp reimplements the tokenizers of published models, and this one is different: run this model with "
@@ -112,13 +115,16 @@ def _generate(model: Any, tokenizer: Any, ids: list[int], stops: list[int]) -> G
     return Generated(tokenizer.decode(new, skip_special_tokens=True), bool(new) and new[-1] in stops)
 
 
-def certify(trained: Trained, runtime: Runtime, format: str, report: Callable[[float], None]) -> dict[str, Any]:
-    """Compare, and return the certificate. `report` gets the completed fraction."""
+def certify(
+    trained: Trained, runtime: Runtime, format: str, report: Callable[[float], None], replaced: str = ""
+) -> dict[str, Any]:
+    """Compare, and return the certificate. `report` gets the completed fraction; `replaced` is a sentence about weights
+    that have another type than usual."""
     findings = Findings()
     _check_tokens(trained, runtime, findings)
     _check_template(trained, runtime, findings)
     also_stops = _check_stops(trained, runtime, findings)
-    predictions = _check_predictions(trained, runtime, format, findings, report)
+    predictions = _check_predictions(trained, runtime, format, findings, report, replaced)
     outputs = _check_outputs(trained, runtime, findings)
     status = "verified with limitations" if findings.limits else "verified"
     return {
@@ -126,6 +132,7 @@ def certify(trained: Trained, runtime: Runtime, format: str, report: Callable[[f
         "differences": findings.differences,
         "limits": findings.limits,
         "format": format,
+        "replaced": replaced,
         "max_kl_mean": FORMATS[format].max_kl,
         "tokenized_texts": len(trained.texts) + len(trained.odd_texts),
         "stop_tokens": trained.tokenizer.convert_ids_to_tokens(trained.stops),
@@ -291,11 +298,11 @@ def _check_stops(trained: Trained, runtime: Runtime, findings: Findings) -> list
 
 
 def _check_predictions(
-    trained: Trained, runtime: Runtime, format: str, findings: Findings, report: Callable[[float], None]
+    trained: Trained, runtime: Runtime, format: str, findings: Findings, report: Callable[[float], None], replaced: str
 ) -> dict[str, Any]:
     """KL divergence from the trained model, at every second position."""
     places = [(n, at) for n, ids in enumerate(trained.batches) for at in _compared(ids.shape[1])]
-    divergences, same, worst = [], [], (0.0, 0, 0, 0)
+    divergences, of_base, same, worst = [], [], [], (0.0, 0, 0, 0)
     for done, (n, at) in enumerate(places):
         expected = trained.expected[n][at]
         found = runtime.most_likely(trained.batches[n][0, : at + 1].tolist())
@@ -305,22 +312,26 @@ def _check_predictions(
                 f"llama.cpp computes NaN or infinite values with this file, so the file was deleted.{fix}"
             )
         divergences.append(divergence(expected, found))
+        if trained.base is not None:
+            of_base.append(divergence(trained.base[n][at], found))
         top = max(found, key=lambda token: found[token])
         same.append(int(expected.argmax()) == top)
         worst = max(worst, (divergences[-1], n, at, top))
         report((done + 1) / len(places))
-    mean = sum(divergences) / len(divergences)
+    mean = _mean(divergences)
     difference = Difference(len(places), mean, max(divergences), sum(same) / len(same))
     change = _change(trained)
     limit = FORMATS[format].max_kl
     if mean > limit:
-        findings.differences.append(f"{_sentence(mean, limit)} {_worst(trained, *worst)}")
-    if change and mean * APART > change.kl_mean:
+        larger = FORMATS[format].larger
+        remedy = [f"Export as {larger}.", replaced] if larger else []
+        findings.differences.append(" ".join(filter(None, [_sentence(mean, limit), *remedy, _worst(trained, *worst)])))
+    if change and mean * APART > change.kl_mean and not _are_smaller(divergences, of_base):
         other = "" if format == "f16" else " Export as f16."
         findings.differences.append(
             "The comparison cannot rule out that the adapter is missing from the file: the mean KL divergence from the "
             f"trained model is {mean:.2g} nats per token, more than a quarter of the base model's "
-            f"({change.kl_mean:.2g}). "
+            f"({change.kl_mean:.2g}), and not clearly below that from the base model ({_mean(of_base):.2g}). "
             f"Training may also have changed the model less than rounding to {format} does.{other}"
         )
     if difference.same_argmax < MIN_SAME:
@@ -328,7 +339,22 @@ def _check_predictions(
             f"The most likely next token is the same at only {difference.same_argmax:.0%} of {len(places)} positions; "
             f"at least {MIN_SAME:.0%} are required."
         )
-    return {"trained_to_file": difference.as_json(), "trained_to_base": change.as_json() if change else None}
+    return {
+        "trained_to_file": difference.as_json(),
+        "trained_to_base": change.as_json() if change else None,
+        "base_to_file_kl_mean": _mean(of_base) if of_base else None,
+    }
+
+
+def _are_smaller(values: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether values are smaller than the others at the same positions on average, beyond chance. Rounding makes a file
+    differ from both models by the same amount, so that this also shows a small adapter in a coarse format."""
+    gaps = [other - value for value, other in zip(values, others, strict=True)]
+    return _mean(gaps) > STANDARD_ERRORS * statistics.stdev(gaps) / math.sqrt(len(gaps))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _change(trained: Trained) -> Difference | None:

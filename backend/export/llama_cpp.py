@@ -7,6 +7,7 @@ file that it cannot use may end that process.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sys
 import urllib.error
@@ -16,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from backend.environments import CONVERTER
-from backend.environments.llama_cpp import ServerError, ServerProcess, Settings
+from backend.environments import CONVERTER, PACKAGES
+from backend.environments.llama_cpp import QUANTIZER, ServerError, ServerProcess, Settings
 from backend.train.run_log import TrainError
 
 CONTEXT = 2048  # tokens of a request, with those that are generated
@@ -143,8 +144,19 @@ def context_of(model: Any) -> int:
     return min(CONTEXT, own) if isinstance(own, int) and own > 0 else CONTEXT
 
 
+def variables(environment: Path) -> dict[str, str]:
+    """The variables of the processes of converter and quantizer."""
+    path = os.pathsep.join((str(environment / PACKAGES), str(environment / CONVERTER / "gguf-py")))
+    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+
+
 def convert_command(environment: Path, model: Path, file: Path, format: str, name: str) -> list[str]:
     """The command of llama.cpp's converter."""
     script = environment / CONVERTER / "convert_hf_to_gguf.py"
     options = ("--outfile", str(file), "--outtype", format, f"--model-name={name}")
     return [sys.executable, str(script), str(model), *options]
+
+
+def quantize_command(source: Path, file: Path, format: str) -> list[str]:
+    """The command that writes a k-quant from a GGUF file with 16 bits."""
+    return [sys.executable, "-P", str(QUANTIZER), str(source), str(file), format]

@@ -14,22 +14,29 @@ from backend.paths import environment_folder
 from backend.runs import CERTIFICATE, SPEC, jobs
 from backend.runs.folder import ALIVE, Run, RunError
 
-FOLDER, MODELFILE = "gguf", "Modelfile"  # in the folder of an export, and in FOLDER
+FOLDER = "gguf"  # in the folder of an export
+MODELFILE, PRESET = "Modelfile", "lm-studio.preset.json"  # in FOLDER: for Ollama, and for LM Studio
 ENVIRONMENT = "gguf"  # `footplate env create gguf`
 
 
 @dataclass(frozen=True)
 class Format:
-    """`bytes`: of an element; `max_kl`: the largest mean KL divergence from the trained model, in nats per token."""
+    """`bytes`: of an element, at most; `max_kl`: the largest mean KL divergence from the trained model, in nats per
+    token. `larger`: of a k-quant, which is made from a file with 16 bits, the format to choose if it differs."""
 
     bytes: float
     max_kl: float
+    larger: str = ""
 
 
 # Measured with SmolLM2 135M after *First run*, llama.cpp against base model and adapter in fp32: means of 6.8e-3
-# (q8_0), 1.0e-4 (f16) and 2.7e-4 (bf16). A merged model may be 1e-3 away before it is converted (export/merge.py).
+# (q8_0), 1.0e-4 (f16), 2.7e-4 (bf16), 1.4e-2 (q6_k) and 8.0e-2 (q4_k_m). q5_k_m has 0.16, since its weights are mostly
+# Q5_1 there. A merged model may be 1e-3 away before it is converted (export/merge.py).
 FORMATS: Mapping[str, Format] = {
     "q8_0": Format(34 / 32, 0.03),  # 32 elements of 8 bits, and a scale of 16 bits
+    "q6_k": Format(34 / 32, 0.03, larger="q8_0"),  # as q8_0 where rows are not multiples of 256 elements
+    "q5_k_m": Format(0.9, 0.05, larger="q6_k"),
+    "q4_k_m": Format(0.85, 0.15, larger="q6_k"),
     "f16": Format(2, 2e-3),
     "bf16": Format(2, 5e-3),
 }
@@ -102,7 +109,7 @@ def file_of(job: Run) -> Path | None:
 
 def names(file: Path) -> list[str]:
     """The GGUF file and those next to it that belong to it."""
-    return [file.name, *(name for name in (CERTIFICATE, MODELFILE) if (file.parent / name).is_file())]
+    return [file.name, *(name for name in (CERTIFICATE, MODELFILE, PRESET) if (file.parent / name).is_file())]
 
 
 def _is_current(job: Run, model: trained.TrainedModel) -> bool:

@@ -213,14 +213,21 @@ def test_a_model_is_exported_as_gguf(server, page):
     expect(card).to_contain_text("Verified with limitations. Compared in llama.cpp", timeout=SLOW_TIMEOUT)
     expect(card).to_contain_text("KL divergence 0.0083 nats per token (at most 0.03 is accepted)")
     expect(card).to_contain_text("Limitation: ① has other tokens.")
+    expect(card).to_contain_text("2 of 3 weights have other types.")
     expect(card.locator(".fp-job-failure")).to_contain_text("f16: llama.cpp does not stop at </s> (2).")
     card.get_by_text("Outputs of the trained model and of llama.cpp").click()
     expect(card.locator(".fp-gguf pre")).to_contain_text("llama.cpp (reached the limit of new tokens):\nParis Paris")
-    for label, body in (("Download GGUF", b"GGUF"), ("Modelfile for Ollama", b"FROM")):
+    for label, body in (("Download GGUF", b"GGUF"), ("Modelfile for Ollama", b"FROM"), ("Preset for LM Studio", b"{}")):
         response = page.request.get(card.get_by_role("link", name=label).get_attribute("href"))
         assert response.body() == body and "attachment" in response.headers["content-disposition"]
     formats = card.get_by_label("GGUF format")
-    assert [text.partition(":")[0] for text in formats.locator("option").all_inner_texts()] == ["f16", "bf16"]
+    assert [text.partition(":")[0] for text in formats.locator("option").all_inner_texts()] == [
+        "q6_k",
+        "q5_k_m",
+        "q4_k_m",
+        "f16",
+        "bf16",
+    ]
     formats.select_option("bf16")
     page.route("**/gguf", lambda route: route.fulfill(status=409, json={"error": "Run footplate env create gguf."}))
     with page.expect_request("**/gguf") as request:
@@ -284,6 +291,7 @@ def plant_export(run, format, sentence=""):
     (job.path / LOCK).touch()
     certificate = {
         "status": "verified with limitations", "limits": ["① has other tokens."], "max_kl_mean": 0.03,
+        "replaced": "2 of 3 weights have other types.",
         "trained_to_file": {"same_argmax": 0.93, "positions": 254, "kl_mean": 0.0083}, "stop_tokens": ["</s>"],
         "outputs": [{"prompt": "France?", "trained": {"text": "Paris", "stopped": True},
                      "llama_cpp": {"text": "Paris Paris", "stopped": False}}],
@@ -296,6 +304,7 @@ def plant_export(run, format, sentence=""):
         (job.path / "gguf").mkdir()
         (job.path / "gguf/a.gguf").write_bytes(b"GGUF")
         (job.path / "gguf/Modelfile").write_bytes(b"FROM")
+        (job.path / "gguf/lm-studio.preset.json").write_bytes(b"{}")
     result = {"model": "" if sentence else "gguf/a.gguf", "certificate": certificate}
     (job.path / RESULT).write_text(json.dumps(result))
     end = {"end": "failed", "exit_code": 1} if sentence else {"end": "done", "exit_code": 0}

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from backend import environments, paths
 from backend.export.gguf import GgufExport
 from backend.export.merge import Merge
-from backend.models.gguf import FORMATS
+from backend.models import gguf
 from backend.paths import HOME
 from backend.preflight import preflight
 from backend.presets import machines
@@ -65,6 +65,7 @@ VERIFIED = {
 }  # fmt: skip
 # Keys of published files that transformers 5 does not write.
 PUBLISHED = {"gpt2": {"n_ctx": 512}, "cohere2": {"rotary_pct": 1.0}}
+FORMATS = [name for name, format in gguf.FORMATS.items() if not format.larger]  # k-quants need rows of 256 elements
 MERGES, FILES = "Merging an adapter", "GGUF files"
 TITLES = (MERGES, FILES)
 SMOLLM2 = "smollm2-135m-instruct"

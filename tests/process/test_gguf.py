@@ -31,7 +31,7 @@ from backend.export.gguf import GgufExport
 from backend.export.gguf_certificate import Trained, divergence
 from backend.export.llama_cpp import Generated
 from backend.models import trained
-from backend.models.gguf import FOLDER, MODELFILE
+from backend.models.gguf import FOLDER, MODELFILE, PRESET
 from backend.runs import BASE, CERTIFICATE, CHECKPOINTS, JOBS, MODEL, RESULT, SPEC, STOP
 from backend.runs.folder import Run
 from backend.train.generation_eval import BEFORE
@@ -51,6 +51,15 @@ print("Writing:  50%|", file=sys.stderr)
 folder = pathlib.Path(sys.argv[1])
 assert json.loads((folder / "tokenizer_config.json").read_text())["add_bos_token"] is False
 pathlib.Path(sys.argv[3]).write_text(str((folder / "model.safetensors").resolve().parent))
+"""
+# Copies the converted file, and says which types its weights have.
+QUANTIZE = """import pathlib, sys
+source, target, format = sys.argv[1:]
+if format == "q6_k":
+    sys.exit("[Errno 28] No space left on device")
+print("Writing: 50%")
+pathlib.Path(target).write_text(pathlib.Path(source).read_text())
+print('[["a", 576, "Q5_0"], ["b", 1536, "Q4_K"]]')
 """
 
 
@@ -134,11 +143,16 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
     (tmp_path / "env" / CONVERTER / "convert_hf_to_gguf.py").write_text(CONVERT)
     monkeypatch.setattr(llama_cpp, "Server", Transformers)
 
-    def make(run: Path, merge: str = "m", fault: str = "", step: int | None = None) -> dict[str, Any]:
+    (tmp_path / "quantize.py").write_text(QUANTIZE)
+    monkeypatch.setattr(llama_cpp, "QUANTIZER", tmp_path / "quantize.py")
+
+    def make(
+        run: Path, merge: str = "m", fault: str = "", step: int | None = None, format: str = "q8_0"
+    ) -> dict[str, Any]:
         monkeypatch.setattr(Transformers, "fault", fault)
         folder = tmp_path / "job"
         folder.mkdir(exist_ok=True)
-        request = {"step": step, "format": "q8_0", "merge": merge, "environment": str(tmp_path / "env")}
+        request = {"step": step, "format": format, "merge": merge, "environment": str(tmp_path / "env")}
         (folder / "gguf.json").write_text(json.dumps(request))
         return GgufExport(Run(run), folder, RunLog(folder)).run_all()
 
@@ -157,7 +171,26 @@ def test_a_verified_file(adapter: Path, export: Callable[..., dict[str, Any]], t
     assert certificate["stop_tokens"] == ["<|im_end|>"] and certificate["tokenized_texts"] >= 8
     assert [output["llama_cpp"]["text"] for output in certificate["outputs"]] == ["some text"]
     assert (folder / MODELFILE).read_text().startswith(f"FROM ./{adapter.name}-q8_0.gguf\nTEMPLATE")
+    assert json.loads((folder / PRESET).read_text())["name"] == f"{adapter.name}-q8_0"
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [FOLDER, "gguf.json", "progress.json"]
+
+
+def test_a_k_quant(
+    adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made from a file with 16 bits, which is deleted, also if that fails; room for both is required."""
+    found = export(adapter, format="q4_k_m")["certificate"]
+    assert found["tensor_types"] == {"Q4_K": ["b"], "Q5_0": ["a"]} and found["max_kl_mean"] == 0.15
+    assert found["replaced"].startswith("1 of 2 quantized weights have rows of 576 elements")
+    files = sorted(path.name for path in (tmp_path / "job" / FOLDER).iterdir())
+    assert files == sorted([MODELFILE, PRESET, CERTIFICATE, f"{adapter.name}-q4_k_m.gguf"])
+    shutil.rmtree(tmp_path / "job")
+    with pytest.raises(TrainError, match=r"The weights cannot be quantized: \[Errno 28\] No space left on device"):
+        export(adapter, format="q6_k")
+    assert not list((tmp_path / "job").rglob("*.gguf"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(TrainError, match=r"and the temporary file with 16 bits per element need 0\.0 GiB"):
+        export(adapter, format="q4_k_m")
 
 
 @pytest.mark.parametrize(
@@ -328,6 +361,42 @@ def test_a_dropped_adapter_and_a_merge_on_another_base(
     dropped, elsewhere = certify(observed, base)["differences"], certify(observed, other)["differences"]
     assert "predicts differently" in dropped[0] and "cannot rule out that the adapter is missing" in dropped[1]
     assert "predicts differently" in elsewhere[0] and "It is largest (" in elsewhere[0]
+
+
+class Predictions:
+    """A runtime that only predicts: from logits of shape (texts, tokens, vocabulary). Text n has the tokens n."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.values = logits.log_softmax(-1)
+
+    def most_likely(self, ids: Sequence[int]) -> dict[int, float]:
+        return dict(enumerate(self.values[ids[0], len(ids) - 1].tolist()))
+
+
+def test_a_small_adapter_in_a_coarse_format() -> None:
+    """A file that is further from the trained model than a quarter of what the adapter changed has the adapter if it is
+    nearer to the trained model than to the base model."""
+    torch.manual_seed(0)
+    texts, tokens = 50, gguf_certificate.LAST_TOKENS
+    logits = 5 * torch.randn(texts, tokens, 50)
+    adapter, rounding = (0.3 * torch.randn_like(logits) for _ in range(2))
+    expected, base = (list(values.log_softmax(-1)) for values in (logits + adapter, logits))
+    batches = [torch.full((1, tokens), n) for n in range(texts)]
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: f"text {len(ids)}")
+    seen = Trained(tokenizer, [], batches, expected, base, [], [], [], [])
+
+    def found(values: torch.Tensor) -> tuple[dict[str, Any], list[str]]:
+        findings, runtime = gguf_certificate.Findings(), Predictions(values)
+        check: Any = gguf_certificate._check_predictions
+        return check(seen, runtime, "q4_k_m", findings, lambda _: None, "Weights differ."), findings.differences
+
+    kept, differences = found(logits + adapter + rounding)
+    assert differences == [] and kept["base_to_file_kl_mean"] > kept["trained_to_file"]["kl_mean"]
+    assert kept["trained_to_file"]["kl_mean"] > kept["trained_to_base"]["kl_mean"] / gguf_certificate.APART
+    (lost,) = found(logits + rounding)[1]
+    assert "cannot rule out that the adapter is missing" in lost and "not clearly below that from the base" in lost
+    broken = found(logits + adapter + 6 * rounding)[1][0]
+    assert "at most 0.15 is accepted. Export as q6_k. Weights differ. It is largest" in broken
 
 
 def test_a_template_that_became_chatml_or_is_missing(

@@ -55,8 +55,8 @@ def test_what_is_refused(plant, capsys):
     environments.environment_folder("gguf").mkdir(parents=True)  # as an interrupted creation leaves it
     assert main(["export-model", "--runs", str(run.path.parent), run.id]) == 2
     assert "`footplate env create gguf`" in capsys.readouterr().err
-    with pytest.raises(RunError, match="Choose one of q8_0, f16, bf16"):
-        gguf.start(run, None, "q4_k_m")
+    with pytest.raises(RunError, match="Choose one of q8_0, q6_k, q5_k_m, q4_k_m, f16, bf16"):
+        gguf.start(run, None, "q2_k")
     with pytest.raises(RunError, match="no weights of checkpoint 7"):
         gguf.start(run, 7, "q8_0")
     with pytest.raises(RunError, match="Reward models cannot be exported"):

@@ -20,8 +20,16 @@ import { fold } from "./run_results.js";
 
 const FORMATS = {
   q8_0: "q8_0: 8 bits, half the size of 16 bits",
+  q6_k: "q6_k: about 6.6 bits",
+  q5_k_m: "q5_k_m: about 5.7 bits",
+  q4_k_m: "q4_k_m: about 4.9 bits, the usual choice for large models",
   f16: "f16: 16 bits, closest to the trained model",
   bf16: "bf16: 16 bits, for weights beyond the range of fp16",
+};
+const FILES = {
+  Modelfile: "Modelfile for Ollama (untested)",
+  "lm-studio.preset.json": "Preset for LM Studio (untested)",
+  "certificate.json": "Certificate (report of the comparison)",
 };
 const WHY =
   "A GGUF file runs in llama.cpp, Ollama and LM Studio. Footplate compares its outputs with the trained model's.";
@@ -73,13 +81,12 @@ function filePart(job, run) {
     el("p.fp-dim.fp-figures", {}, `${job.format}, ${bytes(job.gguf.bytes)}`),
     el("p", {}, el("code.fp-path", {}, job.gguf.file)),
     verdict(certificate),
+    certificate.replaced && el("p.fp-dim", {}, certificate.replaced),
     ...limitations(certificate.limits),
     fold(`Outputs of the trained model and of llama.cpp (${job.format})`, outputs(certificate)),
     actions(
       link(file, "Download GGUF"),
-      ...others.map((name) =>
-        link(name, name === "Modelfile" ? "Modelfile for Ollama (untested)" : "Certificate (report of the comparison)"),
-      ),
+      ...others.map((name) => link(name, FILES[name] || name)),
       button("Copy path", () => copy(job.gguf.file, "Path"), named("Copy path", job.format)),
       deleteButton("Delete", question, job.id, run, named("Delete", job.format)),
     ),
