@@ -26,6 +26,7 @@ from backend.cli import (
     prepared_data,
     publish,
     rehearse,
+    report_measurement,
     runs,
     runs_list,
     serve,
@@ -90,6 +91,7 @@ COMMANDS: Mapping[str, Command] = {
     "export-metrics": export_metrics.start,
     "stacks": runs.explain_stacks,
     "bundle": runs.bundle,
+    "report-measurement": report_measurement.start,
     "retry": runs.retry,
     "merge": merge.start,
     "publish": publish.start,
@@ -335,6 +337,12 @@ def _add_evaluate(command: AddCommand, folder: argparse.ArgumentParser) -> None:
     function = "add a score: the function score(prompt, reference, output) of a Python file"
     add("--score-file", default="", metavar="FILE", help=function)
     add("--with-code", action="store_true", help="agree to run the code of --score-file with your permissions")
+    judge = "add a score: a language model at this OpenAI-compatible address compares the outputs"
+    add("--judge", default="", metavar="URL", help=judge)
+    add("--judge-model", default="", metavar="NAME", help="the name of the judge's model")
+    add("--judge-key", default="", metavar="VARIABLE", help="the environment variable with its API key (default: none)")
+    add("--judge-instruction", default="", metavar="TEXT", help="how it decides (default: instruction and correctness)")
+    add("--send-outputs", action="store_true", help="agree to send prompts, references and outputs to --judge")
 
 
 def _add_benchmark(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
@@ -351,7 +359,8 @@ def _add_benchmark(command: AddCommand, run_id: argparse.ArgumentParser) -> None
 
 
 def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:
-    """benchmark, merge, export-model, serve, publish, metrics, export-metrics, stacks, bundle."""
+    """benchmark, merge, export-model, serve, publish, metrics, export-metrics, stacks, bundle,
+    report-measurement."""
     _add_benchmark(command, run_id)
     merged = command("merge", run_id, help="merge the adapter of a run into its base model, and check the result")
     merged.add_argument(
@@ -370,6 +379,12 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
     command("stacks", run_id, help="print what each rank of a running run is doing: for a run without progress")
     bundled = command("bundle", run_id, help="write a zip file for a bug report: options, versions and log, no secrets")
     bundled.add_argument("--output", default="", metavar="FILE", help="the zip file (default: RUN-bundle.zip)")
+    reported = command(
+        "report-measurement", run_id, help="print and write predicted and measured memory and time, without any names"
+    )
+    reported.add_argument(
+        "--output", default="", metavar="FILE", help=f"a new JSON file (default: {report_measurement.FILE})"
+    )
 
 
 def _add_serve(command: AddCommand, run_id: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ Page, Start and command line call it. Only the inspection reads files; everythin
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from backend.config.options import edit, effective
 from backend.inspect import InputFacts, Show, inspect_cpu, inspect_inputs, no_show, resolve_paths, wait_for_worker
 from backend.launch import clusters
 from backend.launch.plan import plan
-from backend.machine import Machine, describe
+from backend.machine import Machine, cpu_name, describe
 from backend.memory import OVERHEAD, Estimate, Fit, MemoryContext
 from backend.memory.placement import placement
 from backend.modelspec import all_parameters, flops_per_token, trainable_parameters
@@ -28,6 +29,14 @@ from backend.timing import TimeEstimate, time_json
 from backend.wording import counted, figure, plural
 
 FP32_BYTES = 4
+MACHINE_FIGURES = (
+    "device", "nodes", "cores", "ram_bytes", "ram_free_bytes", "cpu_bf16", "driver_version", "gpu_link_rate",
+    "network_rate", "disk_rate",
+)  # fmt: skip
+SHAPE_FIGURES = (
+    "model_type", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "max_positions",
+    "tied", "gated_mlp", "dtype", "activation", "experts", "experts_per_token", "weight_bits", "sliding_window",
+)  # fmt: skip
 MAX_KEPT_BYTES = 2**26  # of activations, for the measurement of the CPU: more than malloc reuses
 
 
@@ -128,7 +137,11 @@ class Report:
         compared["compared_time"], compared["compared_start"] = list(self.compared_time), list(self.compared_start)
         compared |= {"placement": self.placement, "time": time_json(self.time)}
         compared["time_limit"] = self.max_seconds
-        return {**estimate_json(self.estimate), **compared}
+        return {
+            **estimate_json(self.estimate),
+            **compared,
+            "conditions": conditions(self.run, self.machine, self.facts),
+        }
 
     @property
     def max_seconds(self) -> float:
@@ -299,6 +312,29 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "disk_bytes": estimate.disk_bytes,
         "fit": estimate.fit,
     }
+
+
+def conditions(run: ResolvedRun, machine: Machine, facts: InputFacts) -> dict[str, Any]:
+    """Machine, model and data that an estimate is for, and what a measurement report has of them."""
+    lengths, is_here = sorted(facts.token_lengths), not machine.name
+    return {
+        "machine": {
+            **{name: getattr(machine, name) for name in MACHINE_FIGURES},
+            "detected": is_here, "cpu": cpu_name() if is_here else "", "versions": dict(machine.versions),
+            "python": platform.python_version() if is_here else "",
+            "gpus": [asdict(gpu) for gpu in selected_gpus(run, machine)],
+            "cpu_rates": asdict(facts.cpu) if facts.cpu else None,
+        },
+        "model": facts.shape and {
+            **{name: getattr(facts.shape, name) for name in SHAPE_FIGURES},
+            "parameters": facts.shape.parameters, "layer_parameters": facts.shape.layer_parameters,
+        },
+        "data": {
+            "examples_in_files": facts.num_in_files, "examples_read": len(lengths),
+            "labeled_share": facts.labeled_share,
+            "token_lengths": [lengths[round(share * (len(lengths) - 1) / 100)] for share in range(101) if lengths],
+        },
+    }  # fmt: skip
 
 
 def _short(count: int) -> str:

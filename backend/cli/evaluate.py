@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from backend.cli.commands import print_json
 from backend.cli.jobs import follow, report
 from backend.cli.runs import find_run
 from backend.models import evaluation
-from backend.models.evaluation import EXAMPLES, Settings
+from backend.models.evaluation import EXAMPLES, JUDGE, Settings
 from backend.runs.folder import Run, RunError
 from backend.scoring.scorer import ScoreError, sha256_of
 from backend.tasks import compare_evaluations
@@ -28,6 +29,8 @@ def start(arguments: argparse.Namespace) -> int:
     runs = [find_run(Path(arguments.runs), name) for name in arguments.run]
     run = runs[0]
     settings = _settings(arguments, offered := evaluation.offer(run))
+    if settings.judge and not arguments.send_outputs and not evaluation.problem(run, evaluation.with_consent(settings)):
+        raise RunError(f"{evaluation.problem(run, settings)} To agree, add --send-outputs.")
     if len(runs) > 1:
         return evaluate_each(runs, settings, arguments.json)
     job = evaluation.start(run, settings)
@@ -105,7 +108,9 @@ def _settings(arguments: argparse.Namespace, offered: evaluation.Offer) -> Setti
         raise RunError("--max-new-tokens has no effect: the examples of this run are texts, so nothing is generated.")
     if arguments.with_code and not arguments.score_file:
         raise RunError("--with-code has no effect without --score-file.")
-    return Settings(
+    if arguments.send_outputs and not arguments.judge:
+        raise RunError("--send-outputs has no effect without --judge.")
+    settings = Settings(
         step=arguments.step,
         data=_absolute(arguments.data),
         examples=arguments.examples,
@@ -119,7 +124,14 @@ def _settings(arguments: argparse.Namespace, offered: evaluation.Offer) -> Setti
         regex_group=arguments.regex_group,
         score_file=_absolute(arguments.score_file),
         score_file_sha256=_agreed(_absolute(arguments.score_file), arguments.with_code),
+        judge_url=arguments.judge,
+        judge_model=arguments.judge_model,
+        judge_key=arguments.judge_key,
+        judge_instruction=arguments.judge_instruction,
     )
+    if settings.judge and arguments.send_outputs:
+        return replace(settings, judge_agreed=settings.judge.agreement)
+    return settings
 
 
 def _absolute(path: str) -> str:
@@ -140,6 +152,8 @@ def _agreed(path: str, with_code: bool) -> str:
 def _print_result(job: Run, result: dict[str, Any]) -> None:
     for each in result["comparisons"]:
         print(each["sentence"])
+    if JUDGE in result:
+        print(result[JUDGE]["sentence"])
     counts = sorted({each["count"] for each in result["comparisons"]})
     number = " to ".join(str(count) for count in (counts[:1] + counts[-1:] if len(counts) > 1 else counts))
     noun = "text" if counts == [1] else "texts"

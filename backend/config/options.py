@@ -409,11 +409,16 @@ def with_defaults(spec: RunSpec, patch: Mapping[str, Any]) -> dict[str, Any]:
     return {**patch, **{name: value for name, value, other in pairs if value != other}}
 
 
-def changes(spec: RunSpec) -> Values:
-    """Option key -> value of the visible options that differ from their default, in order of declaration."""
+def visible(spec: RunSpec) -> Values:
+    """Option key -> value of the options that have an effect, in order of declaration."""
     hidden, known = _hidden(spec), by_name()
-    now = zip(known.items(), _values(spec, known), strict=True)
-    return {name: value for (name, option), value in now if value != option.default and name not in hidden}
+    return {name: value for name, value in zip(known, _values(spec, known), strict=True) if name not in hidden}
+
+
+def changes(spec: RunSpec) -> Values:
+    """Same as `visible`, of the options that differ from their default."""
+    known = by_name()
+    return {name: value for name, value in visible(spec).items() if value != known[name].default}
 
 
 @cache

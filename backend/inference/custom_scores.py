@@ -1,4 +1,4 @@
-"""The custom scores of an evaluation: its regular expression, and the function of its score file."""
+"""The custom scores of an evaluation: its regular expression, the function of its score file, and its judge."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
+from backend.inference.judged import JudgeScore
 from backend.models.evaluation import Settings
 from backend.scoring.scorer import Regex, ScoreError, ScoreFile, Scorer
 from backend.train.generation_eval import EvalPrompt
@@ -65,10 +66,13 @@ class CustomScore:
         return []
 
 
+Custom = CustomScore | JudgeScore
+
+
 @contextmanager
-def running(settings: Settings, check: Callable[[], None]) -> Iterator[Sequence[CustomScore]]:
-    """The scores with their processes, which end afterwards. `check` is called while one is waited for, and may raise.
-    Raises TrainError if a file cannot be loaded."""
+def running(settings: Settings, check: Callable[[], None], folder: Path) -> Iterator[Sequence[Custom]]:
+    """The scores with their processes, which end afterwards. `check` is called while one is waited for, and may raise;
+    `folder` is that of the evaluation. Raises TrainError if a file cannot be loaded, or the judge cannot be used."""
     wanted: list[tuple[str, str, Regex | ScoreFile]] = []
     if rule := settings.regex_rule:
         wanted.append(
@@ -77,11 +81,11 @@ def running(settings: Settings, check: Callable[[], None]) -> Iterator[Sequence[
     if file := settings.file_rule:
         wanted.append((FILE, f"Score of {Path(file.path).name}", file))
     with ExitStack() as stack:
-        found = []
+        found: list[Custom] = []
         for name, label, definition in wanted:
             try:
                 scorer = stack.enter_context(Scorer(definition, check))
             except ScoreError as error:
                 raise TrainError(f"{definition.name} {error}. Correct it, then evaluate again.") from None
             found.append(CustomScore(name, label, definition, scorer))
-        yield found
+        yield [*found, JudgeScore(settings, folder, check)] if settings.judge else found

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from backend import registry
-from backend.inference import custom_scores, examples, generation
-from backend.inference.custom_scores import CustomScore
+from backend.inference import custom_scores, examples, generation, judged
+from backend.inference.custom_scores import Custom
 from backend.inference.example_scores import NAMES, ExampleScores
 from backend.inference.examples import Item
 from backend.inference.loading import Loaded, Models
@@ -56,14 +56,15 @@ class Evaluation:
         self.found: dict[tuple[str, str], dict[str, Any]] = {}  # (side, content) -> loss, tokens
         self.outputs: dict[tuple[str, str], dict[int, Generated]] = {}  # (side, content) -> each sample
         self.generated, self.generation_seconds = 0, 0.0  # of this start
-        self.custom: Sequence[CustomScore] = ()
+        self.custom: Sequence[Custom] = ()
         self.scores = ExampleScores(self.settings, self.custom)
         self.model_changed = 0  # when the final model was saved
         self.done = self.total = 0  # work, in tokens of outputs
 
     def run_all(self) -> None:
         """Evaluate, and write the result. Raises TrainError, Stopped."""
-        with custom_scores.running(self.settings, self._check_stop) as self.custom:  # a wrong file is found at once
+        # A wrong file is found at once.
+        with custom_scores.running(self.settings, self._check_stop, self.folder) as self.custom:
             self.scores = ExampleScores(self.settings, self.custom)
             self._run_all()
 
@@ -229,6 +230,7 @@ class Evaluation:
             "generation_seconds": round(self.generation_seconds, 1),
             "comparisons": [each.as_json() for each in comparisons],
             "limits": limits,
+            **judged.summary(self.custom),
         }
 
     def _compared(self, name: str, label: str, items: Sequence[Item]) -> list[intervals.Comparison]:

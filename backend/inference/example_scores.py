@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from backend.inference.custom_scores import CustomScore
+from backend.inference.custom_scores import Custom, CustomScore
 from backend.inference.scores import SCORES, Score, pass_at_k
 from backend.models import intervals
 from backend.models.chat_files import BASE, TUNED
@@ -25,9 +25,9 @@ Outputs = Mapping[str, Sequence[Generated]]  # side -> samples
 class ExampleScores:
     """The scores of an evaluation with these settings and custom scores."""
 
-    def __init__(self, settings: Settings, custom: Sequence[CustomScore]) -> None:
+    def __init__(self, settings: Settings, custom: Sequence[Custom]) -> None:
         self.settings, self.custom = settings, custom
-        self.every: tuple[CustomScore | Score, ...] = (*custom, *SCORES, ENDS)
+        self.every: tuple[Custom | Score, ...] = (*custom, *SCORES, ENDS)
         self.binary: tuple[str, ...] = ()  # names of scores that have a pass@k
 
     def row(self, number: int, prompt: EvalPrompt, outputs: Outputs) -> dict[str, Any]:

@@ -10,5 +10,5 @@ from backend.machine.descriptions import (
     parse,
     read,
 )
-from backend.machine.detection import probe
+from backend.machine.detection import cpu_name, probe
 from backend.machine.types import GIB, Gpu, Machine, describe

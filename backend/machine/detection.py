@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,15 @@ def _cores(root: Path = Path("/sys/fs/cgroup")) -> int:
         quota, period = (root / "cpu.max").read_text().split()
         cores = min(cores, max(1, int(quota) // int(period)))
     return cores
+
+
+@cache
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """What the CPU of this machine calls itself; '' if it does not say."""
+    with suppress(OSError):
+        found = re.search(r"(?m)^model name\s*:\s*(.*)$", info.read_text(encoding="utf-8", errors="replace"))
+        return found[1].strip() if found else ""
+    return _tool("sysctl", "-n", "machdep.cpu.brand_string").strip()
 
 
 def _cpu_bf16(info: Path = Path("/proc/cpuinfo")) -> bool:

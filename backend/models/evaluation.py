@@ -22,6 +22,7 @@ from backend.models.spec import read_spec
 from backend.runs import files, jobs, json_values
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
 from backend.runs.throughput import duration
+from backend.scoring.judge import Judge
 from backend.scoring.scorer import Regex, ScoreError, ScoreFile, sha256_of
 from backend.wording import counted
 
@@ -32,6 +33,8 @@ MAX_EXAMPLES = 10_000
 MAX_SAMPLES = 64  # for a prompt
 MAX_TEMPERATURE = 10
 TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)  # it ends within a token, and all outputs are written
+VERDICTS_FILE = "verdicts.jsonl"  # of a judge: a line for each of its answers
+JUDGE = "judge"  # the name of its score
 LOSS = "loss"  # the score of which less is better
 CHANGES = ("better", "worse", "unchanged")
 WITHOUT_BASE = (
@@ -48,7 +51,8 @@ class Settings:
     or wrong is computed for 1, all of them, and `pass_at_k` (0: no other).
     `regex`: a custom score, whether an output matches; with `regex_group`, whether its first group is that of the
     reference. `score_file`: Python code of another custom score, which is run only if it has the `score_file_sha256`
-    that the user has agreed to."""
+    that the user has agreed to. `judge_url`: the address of a language model that compares the outputs; the other
+    `judge_` settings are those of `Judge`, and `judge_agreed` is its agreement once the user has agreed."""
 
     step: int | None = None
     data: str = ""
@@ -63,6 +67,11 @@ class Settings:
     regex_group: bool = False
     score_file: str = ""
     score_file_sha256: str = ""
+    judge_url: str = ""
+    judge_model: str = ""
+    judge_key: str = ""
+    judge_instruction: str = ""
+    judge_agreed: str = ""
 
     @property
     def ks(self) -> list[int]:
@@ -78,6 +87,13 @@ class Settings:
     def file_rule(self) -> ScoreFile | None:
         """The score file, if there is one."""
         return ScoreFile(self.score_file, self.score_file_sha256) if self.score_file else None
+
+    @property
+    def judge(self) -> Judge | None:
+        """The judge, if there is one."""
+        if not self.judge_url:
+            return None
+        return Judge(self.judge_url, self.judge_model, self.judge_key, self.judge_instruction)
 
     def problem(self) -> str:
         """Why this cannot be evaluated, as a sentence; '' if it can."""
@@ -121,8 +137,12 @@ class Settings:
             return "Comparing the first group has no effect without a regular expression."
         if self.regex_rule and (problem := self.regex_rule.problem()):
             return problem
-        if (self.regex or self.score_file) and not self.examples:
-            return "A regular expression or a score file has no effect without examples: set their number."
+        if (self.regex or self.score_file or self.judge_url) and not self.examples:
+            return "A regular expression, a score file or a judge has no effect without examples: set their number."
+        if not self.judge_url and (self.judge_model or self.judge_key or self.judge_instruction):
+            return "Model, API key and instruction of a judge have no effect without its address."
+        if self.judge and (problem := self.judge.problem()):
+            return problem
         if not self.score_file:
             return ""
         try:
@@ -132,14 +152,19 @@ class Settings:
         return "" if found == self.score_file_sha256 else needs_consent(self.score_file, found)
 
 
-# They change no output and no loss; fewer or more samples of a prompt have the same seeds.
-SCORE_SETTINGS = ("samples_per_prompt", "pass_at_k", "regex", "regex_group", "score_file", "score_file_sha256")
+SCORE_SETTINGS = (  # they change no output and no loss; fewer or more samples of a prompt have the same seeds
+    "samples_per_prompt", "pass_at_k", "regex", "regex_group", "score_file", "score_file_sha256",
+    "judge_url", "judge_model", "judge_key", "judge_instruction", "judge_agreed",
+)  # fmt: skip
 
 
 def with_consent(settings: Settings) -> Settings:
-    """`settings` that run the score file as it is now; unchanged if it cannot be read."""
+    """`settings` that run the score file as it is now, unless it cannot be read, and that ask the judge."""
+    if settings.judge:
+        settings = replace(settings, judge_agreed=settings.judge.agreement)
     with suppress(ScoreError):
-        return replace(settings, score_file_sha256=sha256_of(settings.score_file))
+        if settings.score_file:
+            return replace(settings, score_file_sha256=sha256_of(settings.score_file))
     return settings
 
 
@@ -221,7 +246,7 @@ def start(run: Run, settings: Settings) -> Run:
             elif source is None and not is_same and _without_scores(_request(job)) == _without_scores(wanted):
                 source = job
         source = stopped[0] if stopped else source
-        kept = {OUTPUTS: _outputs(source)} if source else {}
+        kept = {name: text for name in (OUTPUTS, VERDICTS_FILE) if source and (text := _outputs(source, name))}
         env, devices = jobs.place(run, is_light=False)
         job = jobs.create(run, jobs.EVALUATION, wanted, env, devices, kept)
         for earlier in stopped:  # only now: their outputs can be hours of work
@@ -321,11 +346,22 @@ def problem(run: Run, settings: Settings) -> str:
         return trained.not_loadable(settings.step, offered.steps)
     if settings.examples and not settings.data and not offered.has_validation:
         return "This run has no validation examples. Choose a data file, or set the number of examples to 0."
-    if (settings.regex or settings.score_file) and not offered.generates:
-        return "The examples of this run are texts, so there are no outputs for a regular expression or a score file."
+    if (settings.regex or settings.score_file or settings.judge_url) and not offered.generates:
+        return (
+            "The examples of this run are texts, so there are no outputs for a regular expression, a score file or a "
+            "judge."
+        )
     if settings.temperature and not offered.generates:
         return "The examples of this run are texts, so nothing is generated, and a temperature has no effect."
+    if (judge := settings.judge) and settings.judge_agreed != judge.agreement:
+        return judge.needs_consent(_most_examples(run, settings) * settings.samples_per_prompt)
     return ""
+
+
+def _most_examples(run: Run, settings: Settings) -> int:
+    """How many examples there are at most."""
+    known = None if settings.data else run.resolved().get("num_eval_examples")
+    return min(settings.examples, known) if isinstance(known, int) and known > 0 else settings.examples
 
 
 def _versions(run: Run, settings: Settings) -> dict[str, Any]:
@@ -353,8 +389,8 @@ def _without_scores(request: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in request.items() if name not in SCORE_SETTINGS}
 
 
-def _outputs(job: Run) -> str:
+def _outputs(job: Run, name: str = OUTPUTS) -> str:
     try:
-        return files.read_text(job.path / OUTPUTS)
+        return files.read_text(job.path / name)
     except (OSError, ValueError):
         return ""

@@ -118,6 +118,9 @@ def _table(
     rows, notes = [], list[str]()
     for each in jobs[0].result()["comparisons"]:
         name = each["name"]
+        if name == evaluation.JUDGE:
+            notes.append("The judge compares each model with its base model only, so its score is left out.")
+            continue
         contents = [content for content in numbers[0] if all(_has(found, content, name) for found in numbers)]
         if name in LOSSES and len({tuple(found[c]["labels"] for c in contents) for found in numbers}) > 1:
             notes.append(

@@ -200,6 +200,14 @@ def reserved_bytes(family: str) -> int | None:
     return int(getattr(torch, family).max_memory_reserved()) if family in ("cuda", "xpu", "npu") else None
 
 
+def used_bytes(family: str) -> int | None:
+    """Memory of the device that all processes use now, as its driver counts it; None for the CPU."""
+    if family not in ("cuda", "xpu", "npu"):
+        return None
+    free, total = getattr(torch, family).mem_get_info()
+    return int(total - free)
+
+
 def synchronize(family: str) -> None:
     """Wait until the device has finished its work, so that measured times are right."""
     if family != "cpu":

@@ -324,6 +324,8 @@ def _finish(context: TrainContext, trainer: Any, result: dict[str, Any]) -> None
     result["optimizer"] = context.group.gather(optimizers.state_summary(trainer.optimizer))
     result["peak_bytes"] = context.group.gather(device.peak_bytes(context.run.device))
     result["reserved_bytes"] = context.group.gather(device.reserved_bytes(context.run.device))
+    result["device_bytes"] = context.group.gather(device.used_bytes(context.run.device))
+    result["host_bytes"] = context.group.gather(device.peak_bytes("cpu"))
 
     def write() -> None:
         context.run_log.flush()

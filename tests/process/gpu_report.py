@@ -1,4 +1,5 @@
-"""Writes docs/gpu.md for test_gpu.py: losses, measured and estimated memory, throughput."""
+"""Writes docs/gpu.md for test_gpu.py: losses, measured and estimated memory, throughput; and a measurement report of
+each run, which tests/measured_runs.py reads."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from gpu_cases import CASES, GIB, TrainedCases
 from training_runs import losses, result
 
 from backend.machine import describe
+from backend.runs import ESTIMATE
+from backend.runs.folder import Run
+from backend.tasks import measurement_report
 
 HEAD = """# Measurements on GPUs
 
@@ -66,6 +70,16 @@ def table(trained: TrainedCases, names: list[str]) -> str:
         cells += [f"{size / GIB:.2f}" for size in (trained.peak(name), trained.estimated(name))]
         rows.append([*cells, f"{trained.error(name):+.0%}"])
     return report_files.table(COLUMNS, rows)
+
+
+def write_reports(trained: TrainedCases, names: list[str], folder: Path) -> list[Path]:
+    """Write the report of each case that is a complete run, with supervisor and launcher. Returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = [name for name in names if not trained.skip_reason(name) and (trained.run(name)[0] / ESTIMATE).exists()]
+    for name in done:
+        report = measurement_report.build(Run(trained.run(name)[0]))
+        (folder / f"gpu-{name}.json").write_text(measurement_report.as_text(report), encoding="utf-8")
+    return [folder / f"gpu-{name}.json" for name in done]
 
 
 def write_section(document: Path, introduction: str, title: str, body: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from fake_judge import Asked, serve_judge
 from fork_server import ForkServer
 from test_chat_process import wait_for
 from training_runs import log_text, make_spec, result
@@ -129,6 +130,38 @@ def test_custom_scores_use_the_outputs_that_exist(run: Run, finish: Callable[...
     assert failure and failure["sentence"].startswith(
         f"The score file {file} raised ZeroDivisionError in line 2: division by zero (example 1, output of the base"
     )
+
+
+def test_a_judge_compares_the_outputs_that_exist(
+    run: Run, finish: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails in the middle; the next evaluation asks for the missing verdicts only. The key is in no file."""
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-judge-s3cret")
+
+    def prefer_longer(asked: Asked) -> str:
+        one, other = map(len, asked.pair)
+        return f"[[{'C' if one == other else 'A' if one > other else 'B'}]]"
+
+    with serve_judge(prefer_longer, "[[C]]", "[[C]]", (404, "sk-judge-s3cret is unknown")) as judge:
+        settings = replace(ALL, judge_url=judge.url, judge_model="m1", judge_key="JUDGE_API_KEY")
+        settings = evaluation.with_consent(settings)
+        failed = finish(run, settings, "failed")
+        assert (failure := failed.failure()) and failure["sentence"].startswith(f"The judge m1 at {judge.url} refused")
+        before, log = len(judge.asked), log_text(failed.path)
+        job = finish(run, settings)
+    rows, found = evaluation.rows(job), comparison(job, evaluation.JUDGE)
+    different = [row for row in rows if row["base"] != row["trained"]]
+    assert len(judge.asked) == 3 + 2 * len(different) - 2, "each order of each example once, and the refused request"
+    assert before == 3 and all(asked.headers["Authorization"] == "Bearer sk-judge-s3cret" for asked in judge.asked)
+    pairs = [asked.pair for asked in judge.asked]
+    assert {(row["trained"], row["base"]) for row in different} < set(pairs), "both orders"
+    longer = [len(row["trained"]) - len(row["base"]) for row in rows]
+    expected = [0.5 if each == 0 else float(each > 0) for each in longer]
+    expected[rows.index(different[0])] = 0.5  # the first two replies
+    assert [row["scores"]["judge"][1] for row in rows] == expected and found["trained"] == numpy.mean(expected)
+    assert job.result()["judge"]["without_verdict"] == 0 and found["count"] == len(rows)
+    texts = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]
+    assert not any(b"s3cret" in text for text in texts) and "s3cret" not in log
 
 
 def test_the_command_compares_runs(run: Run, finish: Callable[..., Run], capsys: pytest.CaptureFixture[str]) -> None:

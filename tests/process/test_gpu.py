@@ -26,12 +26,14 @@ from gpu_cases import (
     prepared_cases,
     run_to_completion,
 )
-from gpu_report import introduction, table, write_section
+from gpu_report import introduction, table, write_reports, write_section
+from measured_runs import FOLDER
 from training_runs import losses, read_metrics, result
 
 from backend.machine import probe
 from backend.paths import HOME
 from backend.runs.folder import ALIVE, Run
+from backend.tasks import measurement_report
 
 DEVICE_TYPES = [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.soak)]
 WARMUP_STEPS = 3  # steps that are not timed, while kernels are selected
@@ -125,6 +127,9 @@ def test_measurements_are_written_to_the_document(
     if all(trained.skip_reason(name) for name in names):
         pytest.skip(f"{title}: {trained.skip_reason(next(iter(names)))}")
     write_section(document, introduction(trained), title, table(trained, list(names)))
+    reports = FOLDER if trained.platform.exact_peaks else trained.root / "measurements"
+    for path in write_reports(trained, list(names), reports):
+        assert measurement_report.ratios(measurement_report.read(path)).keys() >= {"memory"}, path
     written = document.read_text()
     assert written.count("\n| plain |") <= 1
     assert all(f"| {name} |" in written for name in names)

@@ -115,7 +115,8 @@ def test_run_writes_result_progress_and_checkpoints(uninterrupted: Path) -> None
     assert all(set(s) == {"prompt", "reference", "before", "after"} for s in run_result["samples"])
     assert 0 < run_result["trainable_parameters"] < run_result["parameters"]
     assert len(run_result["peak_bytes"]) == 2
-    assert run_result["reserved_bytes"] == [None, None], "a CPU has no reserved device memory"
+    assert run_result["reserved_bytes"] == run_result["device_bytes"] == [None, None], "a CPU has no device memory"
+    assert min(run_result["host_bytes"]) > 2**27
     assert run_result["tokens"] > 0
     assert sorted(losses(uninterrupted)) == list(range(1, STEPS + 1))
     assert all(p["tokens_per_second"] > 0 for p in read_metrics(uninterrupted))

@@ -142,6 +142,14 @@ def test_many_intervals_are_not_all_certain(runs):
     ]
 
 
+def test_scores_of_a_judge_are_left_out(runs):
+    """They are relative to the base model, so a difference between two runs would say little."""
+    for run in runs[:2]:
+        plant_evaluation(run, {"exact_match": (LOW, LOW), "judge": (LOW, HIGH)})
+    rows, _, found = table(*runs[:2])
+    assert list(rows) == ["exact_match"] and "The judge compares each model with its base model" in found["notes"][0]
+
+
 def test_the_command_prints_one_table_of_what_exists(runs, capsys):
     settings = Settings(max_new_tokens=128)
     for run, after in zip(runs, (LOW, HIGH, LOW), strict=True):

@@ -124,7 +124,7 @@ PROMPT = EvalPrompt("<user>Q", "Q", "R")
 def test_errors_name_the_example_and_the_model(tmp_path):
     file = write(tmp_path, "def score(p, r, o):\n    return {'R': 1, 'three': 3, 'none': None}[o]")
     settings = Settings(score_file=file.path, score_file_sha256=file.sha256)
-    with custom_scores.running(settings, nothing) as (score,):
+    with custom_scores.running(settings, nothing, tmp_path) as (score,):
         assert score.of(1, PROMPT, {"base model": ["R"], "trained model": ["R", "R"]}) == [[1], [1, 1]]
         outputs = {"base model": ["R"], "trained model": ["three"]}
         with pytest.raises(TrainError) as error:
@@ -140,8 +140,8 @@ def test_errors_name_the_example_and_the_model(tmp_path):
         assert "None for only some of the outputs of 1 example, which its score leaves out" in score.limits(1)[0]
 
 
-def test_a_score_without_examples_is_told():
-    with custom_scores.running(Settings(regex="(x)", regex_group=True), nothing) as (score,):
+def test_a_score_without_examples_is_told(tmp_path):
+    with custom_scores.running(Settings(regex="(x)", regex_group=True), nothing, tmp_path) as (score,):
         assert score.of(1, PROMPT, {"base model": ["x"], "trained model": ["x"]}) == [[None], [None]]
         (limit,) = score.limits(0)
         assert (

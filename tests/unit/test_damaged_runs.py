@@ -199,7 +199,18 @@ def socket_file(path: Path) -> None:
         made.bind(path.name)
 
 
-ENDPOINTS = ("", "/log", "/metrics", "/series", "/values", "/metrics.csv", "/log.txt", "/report.png", "/bundle.zip")
+ENDPOINTS = (
+    "",
+    "/log",
+    "/metrics",
+    "/series",
+    "/values",
+    "/metrics.csv",
+    "/log.txt",
+    "/report.png",
+    "/bundle.zip",
+    "/measurement.json",
+)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,8 @@ def test_no_value_makes_a_request_fail(unusual: dict[str, Run], capfd: pytest.Ca
             for path in ENDPOINTS if name in IN_NO_IMAGE else (*ENDPOINTS, *IMAGES):
                 found = api.get(f"/api/runs/{run.id}{path}")
                 assert found.status_code in (200, 204, 404), (name, path, found.text)
+            measurement = api.get(f"/api/runs/{run.id}/measurement.json")
+            assert measurement.status_code in (200, 409), (name, measurement.text)
         ids = ",".join(run.id for run in list(unusual.values())[-8:])
         for path in ("", "/curves.csv", "/curves.png"):
             assert api.get(f"/api/comparison{path}?ids={ids}").status_code == 200, path

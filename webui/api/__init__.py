@@ -76,6 +76,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/runs/{id}/generations": runs.generations,
     "/api/runs/{id}/remedies": runs.list_remedies,
     "/api/runs/{id}/bundle.zip": runs.bundle_zip,
+    "/api/runs/{id}/measurement.json": runs.measurement_json,
     "/api/runs/{id}/model.zip": model_zip.model_zip,
     "/api/runs/{id}/merges/{job}/model.zip": merges.download,
     "/api/runs/{id}/gguf/{job}/files/{name}": gguf.download,

@@ -33,6 +33,11 @@ class EvaluationRequest(RequestBody):
     regex_group: bool = False
     score_file: str = ""
     score_file_sha256: str = ""
+    judge_url: str = ""
+    judge_model: str = ""
+    judge_key: str = ""
+    judge_instruction: str = ""
+    judge_agreed: str = ""
 
 
 def show(run: PathRun, state: State, have: str = "") -> Any:
@@ -41,15 +46,18 @@ def show(run: PathRun, state: State, have: str = "") -> Any:
 
 
 def start(run: PathRun, body: EvaluationRequest) -> Response:
-    """Start to evaluate, or return the job that does it already. The error for a score file without consent has its
-    path and hash as `consent`: the page asks, and sends the hash."""
+    """Start to evaluate, or return the job that does it already. The error for a score file or a judge without consent
+    has as `consent` what the page asks about, and the values that it sends if the user agrees."""
     paths = {"data": _absolute(body.data, "data file"), "score_file": _absolute(body.score_file, "score file")}
     settings = Settings(**{**body.model_dump(), **paths})
     if not (problem := evaluation.problem(run, settings)):
         return json(evaluation.as_json(evaluation.start(run, settings)), 201)
-    if settings.score_file and not evaluation.problem(run, agreed := evaluation.with_consent(settings)):
+    agreed = evaluation.with_consent(settings)
+    if evaluation.problem(run, agreed):
+        raise ApiError(409, problem)
+    if agreed.score_file_sha256 != settings.score_file_sha256:
         raise ApiError(409, problem, consent={"path": agreed.score_file, "sha256": agreed.score_file_sha256})
-    raise ApiError(409, problem)
+    raise ApiError(409, problem, consent={"question": problem, "judge_agreed": agreed.judge_agreed})
 
 
 def _absolute(path: str, what: str) -> str:

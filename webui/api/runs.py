@@ -50,7 +50,7 @@ from backend.runs.metrics import (
     to_csv,
 )
 from backend.runs.metrics import before as log_before
-from backend.tasks import bundle, measured_time, remedies, retry
+from backend.tasks import bundle, measured_time, measurement_report, remedies, retry
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, form_values, not_started, parse_form, run_preflight
 from webui.api.drafts import without_secrets
@@ -330,6 +330,12 @@ def bundle_zip(state: State, run: PathRun) -> Response:
     """The debug bundle for a bug report."""
     packed = bundle.build(run, state.machine.get(), datetime.now())
     return Response(packed, media_type="application/zip", headers=disposition(f"{run.id}-bundle.zip", "attachment"))
+
+
+def measurement_json(run: PathRun) -> Response:
+    """The measurement report, whose name does not have that of the run. Raises RunError without a measurement."""
+    text = measurement_report.as_text(measurement_report.build(run))
+    return _download(text, "measurement.json", "application/json")
 
 
 def report_image(run: PathRun, kind: str) -> Response:

@@ -1,9 +1,9 @@
 // @ts-check
 // The card "Evaluation" of the Run view: base model and trained model on the same examples.
-import { post } from "../api.js";
-import { confirmDialog, el } from "../dom.js";
+import { el } from "../dom.js";
 import { createExamples } from "./evaluation_examples.js";
 import { createFields, settingsText } from "./evaluation_fields.js";
+import { startEvaluation } from "./evaluation_judge.js";
 import { GENERAL_LOSS, scoresTable } from "./evaluation_scores.js";
 import { ResultsCard } from "./results_card.js";
 import { deleteButton, downloadLink, limitations } from "./run_jobs.js";
@@ -34,10 +34,11 @@ export class Evaluation extends ResultsCard {
 
   partsOf(job) {
     const path = `${this.path}/${job.id}`;
-    const { comparisons, limits, examples } = job.result;
+    const { comparisons, limits, examples, judge } = job.result;
     return {
       result: [
         scoresTable(comparisons),
+        judge && el("p.fp-dim", {}, judge.sentence),
         comparisons.some(({ name }) => name === GENERAL_LOSS) && el("p.fp-dim", {}, GENERAL),
         ...limitations(limits),
         examples && createExamples(path, comparisons),
@@ -47,20 +48,5 @@ export class Evaluation extends ResultsCard {
         deleteButton("Delete evaluation", "Delete this evaluation?", job.id, this.run()),
       ],
     };
-  }
-}
-
-/** Start to evaluate. A score file is run only if the user agrees to its content, which the hash names. */
-async function startEvaluation(path, values) {
-  try {
-    await post(path, values);
-  } catch (error) {
-    const consent = error.data?.consent;
-    if (!consent) throw error;
-    const question =
-      `Run the Python code in ${consent.path} (SHA-256 ${consent.sha256})? It can do everything that the user of the ` +
-      "server can do. Read the file before you agree.";
-    if (!(await confirmDialog(question, "Run this file"))) return;
-    await post(path, { ...values, score_file_sha256: consent.sha256 });
   }
 }

@@ -2,6 +2,7 @@
 // The settings of the next evaluation of a run.
 import { el, setText } from "../dom.js";
 import { duration, integer, num } from "../format.js";
+import { createJudgeFields, judgeText } from "./evaluation_judge.js";
 import { actions, button, createCheckbox, createModelMenu, createNumberField, labeled, modelName } from "./run_jobs.js";
 
 const ABOUT_SCORES =
@@ -27,7 +28,9 @@ export function settingsText({ settings, result }) {
   const general = settings.general ? "general texts" : "";
   const pattern = regex && `${settings.regex_group ? "first group of " : ""}the regular expression ${regex}`;
   const code = file && `score file ${file} (SHA-256 ${hash.slice(0, SHOWN_HASH)}\u2026)`;
-  return [modelName(step), examples, tokens, sampled, general, pattern, code].filter(Boolean).join(", ");
+  return [modelName(step), examples, tokens, sampled, general, pattern, code, judgeText(settings)]
+    .filter(Boolean)
+    .join(", ");
 }
 
 /** 8 samples per prompt at temperature 0.8; nothing for greedy decoding. */
@@ -68,6 +71,7 @@ export function createFields(start) {
     drawn = parts.data.value = parts.regex.value = parts.file.value = "";
     last = null;
     parts.group.checked = false;
+    parts.judge.fill(null);
     parts.model.draw([]); // a step of this run may be one of the next run, too
     parts.general.checked = true;
     fillSampling(parts, GREEDY);
@@ -77,7 +81,21 @@ export function createFields(start) {
 
 const GREEDY = { samples_per_prompt: 1, temperature: 0, top_p: 1, pass_at_k: 0 };
 
-const valuesOf = ({ model, data, examples, tokens, samples, temperature, topP, k, general, regex, group, file }) => ({
+const valuesOf = ({
+  model,
+  data,
+  examples,
+  tokens,
+  samples,
+  temperature,
+  topP,
+  k,
+  general,
+  regex,
+  group,
+  file,
+  judge,
+}) => ({
   step: model.step(),
   data: data.value.trim(),
   examples: examples.input.valueAsNumber,
@@ -90,6 +108,7 @@ const valuesOf = ({ model, data, examples, tokens, samples, temperature, topP, k
   regex: regex.value,
   regex_group: group.checked,
   score_file: file.value.trim(),
+  ...judge.values(),
 });
 
 /** What the button does with the values that the fields have now. */
@@ -137,7 +156,7 @@ function fillSampling({ samples, temperature, topP, k }, settings) {
 }
 
 function fill(parts, settings) {
-  const { model, data, examples, tokens, general, regex, group, file } = parts;
+  const { model, data, examples, tokens, general, regex, group, file, judge } = parts;
   fillSampling(parts, settings);
   model.choose(settings.step);
   data.value = settings.data;
@@ -147,6 +166,7 @@ function fill(parts, settings) {
   regex.value = settings.regex;
   group.checked = settings.regex_group;
   file.value = settings.score_file;
+  judge.fill(settings);
 }
 
 function createParts() {
@@ -193,5 +213,6 @@ function createCustomScores() {
   fields.append(labeled("Regular expression for outputs", regex), labeled("Score file (Python) on the server", file));
   const check = el("label.fp-job-check", {}, group, "Compare its first group with that of the reference");
   const about = el("p.fp-dim", {}, ABOUT_SCORES);
-  return { scores: el("div.fp-job-settings", {}, fields, check, about), regex, file, group };
+  const judge = createJudgeFields();
+  return { scores: el("div.fp-job-settings", {}, fields, check, about, judge.node), regex, file, group, judge };
 }

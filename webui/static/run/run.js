@@ -43,6 +43,7 @@ import {
   cardNode,
   detailParts,
   downloadLinks,
+  isMeasured,
   fold,
   gainOf,
   placementOf,
@@ -349,9 +350,13 @@ function draw() {
   const { spec, command, joining, yaml, script, result, estimate } = run;
   const details = { spec, command, joining, yaml, script, result, estimate };
   drawIfChanged("details", details, drawDetails);
-  drawIfChanged("downloads", id, () => page.downloads.lastChild.replaceChildren(...downloadLinks(base())));
+  drawIfChanged("downloads", { id, measured: ended() && isMeasured(run) }, drawDownloads);
   if (ended()) drawIfChanged("ended", summary.state, page.charts.redraw);
   drawCards();
+}
+
+function drawDownloads({ measured }) {
+  page.downloads.lastChild.replaceChildren(...downloadLinks(base(), measured));
 }
 
 function drawIfChanged(part, value, drawPart) {

@@ -28,11 +28,17 @@ export const fold = (title, body, onCopy = null) =>
 const codeBlock = (text) => el("pre.fp-code", { tabindex: 0 }, text);
 const copyable = (title, text, name = title) => (text ? fold(title, codeBlock(text), () => copy(text, name)) : null);
 
-/** The files to download. @param {string} base the run's API path */
-export const downloadLinks = (base) =>
-  FILES.map(([name, file]) =>
+const MEASUREMENT = ["Anonymous measurement", "measurement.json"];
+
+/** The files to download. @param {string} base the run's API path @param {boolean} measured there is a measurement */
+export const downloadLinks = (base, measured) =>
+  (measured ? [...FILES, MEASUREMENT] : FILES).map(([name, file]) =>
     el("a", { href: url(`${base}/${file}`), download: "" }, name, el("span.fp-dim", {}, file)),
   );
+
+/** Whether a run that has ended has measured its memory or the time of a step. */
+export const isMeasured = ({ result, progress, monitor }) =>
+  Boolean(result?.peak_bytes || progress?.step_seconds || monitor?.ranks?.length);
 
 // -- result cards -----------------------------------------------------------------------------------------------------
 
