@@ -31,11 +31,11 @@ def model_folder(name: str, environment: Mapping[str, str] = os.environ) -> Path
     return cache_folder(environment) / "models" / name
 
 
-def prepared_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def prepared_folder() -> Path:
     """Where tokenized datasets are kept."""
-    return cache_folder(environment) / "prepared"
+    return cache_folder() / "prepared"
 
 
-def environment_folder(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+def environment_folder(name: str) -> Path:
     """Where `footplate env create` keeps the Python environment `name`."""
-    return cache_folder(environment) / "environments" / name
+    return cache_folder() / "environments" / name

@@ -7,36 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from published_throughput import gated_model
+
 from backend.config.options import parse
 from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
 from backend.memory import Estimate
-from backend.modelspec import ModelShape, from_config
+from backend.modelspec import ModelShape
 from backend.rules import Case
 from backend.rules.examples import gpus
 
-
-def shape(kind: str, layers: int, hidden: int, inner: int, heads: int, kv: int, words: int) -> ModelShape:
-    """A model whose output layer is not tied to the embeddings."""
-    return from_config(
-        {
-            "model_type": kind,
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv,
-            "vocab_size": words,
-            "tie_word_embeddings": False,
-            "dtype": "bfloat16",
-        }
-    )
-
-
-QWEN_7B = shape("qwen2", 28, 3584, 18_944, 28, 4, 152_064)
-QWEN_32B = shape("qwen2", 64, 5120, 27_648, 40, 8, 152_064)
-LLAMA_2_70B = shape("llama", 80, 8192, 28_672, 64, 8, 32_000)
-LLAMA_3_70B = shape("llama", 80, 8192, 28_672, 64, 8, 128_256)
+QWEN_7B = gated_model("qwen2", 28, 3584, 18_944, 28, 4, 152_064)
+QWEN_32B = gated_model("qwen2", 64, 5120, 27_648, 40, 8, 152_064)
+LLAMA_2_70B = gated_model("llama", 80, 8192, 28_672, 64, 8, 32_000)
+LLAMA_3_70B = gated_model("llama", 80, 8192, 28_672, 64, 8, 128_256)
 
 COMMON: Mapping[str, Any] = {
     "train__per_device_train_batch_size": 1,

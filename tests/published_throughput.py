@@ -48,7 +48,10 @@ FAMILIES = {
 }
 
 
-def _gated(kind: str, layers: int, hidden: int, inner: int, heads: int, kv: int, words: int, **more: Any) -> ModelShape:
+def gated_model(
+    kind: str, layers: int, hidden: int, inner: int, heads: int, kv: int, words: int, **more: Any
+) -> ModelShape:
+    """A model with gated MLPs; its output layer is not tied to the embeddings, unless `more` of config.json says so."""
     return from_config(
         {
             "model_type": kind, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
@@ -65,22 +68,22 @@ def _mpt(layers: int, hidden: int, heads: int) -> ModelShape:
 
 
 SHAPES: Mapping[str, ModelShape] = {
-    "llama-2-7b": _gated("llama", 32, 4096, 11_008, 32, 32, 32_000),
-    "llama-2-13b": _gated("llama", 40, 5120, 13_824, 40, 40, 32_000),
-    "llama-2-70b": _gated("llama", 80, 8192, 28_672, 64, 8, 32_000),
-    "llama-3-8b": _gated("llama", 32, 4096, 14_336, 32, 8, 128_256),
-    "llama-3.2-3b": _gated("llama", 28, 3072, 8192, 24, 8, 128_256, tie_word_embeddings=True),
-    "llama-3.2-1b": _gated("llama", 16, 2048, 8192, 32, 8, 128_256, tie_word_embeddings=True),
-    "mistral-7b": _gated("mistral", 32, 4096, 14_336, 32, 8, 32_000),
-    "mixtral-8x7b": _gated("mixtral", 32, 4096, 14_336, 32, 8, 32_000, num_local_experts=8, num_experts_per_tok=2),
-    "powerlm-3b": _gated("granite", 40, 2304, 9216, 36, 36, 49_152),
-    "yi-34b": _gated("llama", 60, 7168, 20_480, 56, 8, 64_000),
-    "qwen-1.8b": _gated("qwen2", 24, 2048, 5504, 16, 16, 151_936),
-    "qwen-7b": _gated("qwen2", 32, 4096, 11_008, 32, 32, 151_936),
-    "qwen-14b": _gated("qwen2", 40, 5120, 13_696, 40, 40, 152_064),
-    "qwen-72b": _gated("qwen2", 80, 8192, 24_576, 64, 64, 152_064),
-    "qwen2.5-7b": _gated("qwen2", 28, 3584, 18_944, 28, 4, 152_064),
-    "qwen2.5-14b": _gated("qwen2", 48, 5120, 13_824, 40, 8, 152_064),
+    "llama-2-7b": gated_model("llama", 32, 4096, 11_008, 32, 32, 32_000),
+    "llama-2-13b": gated_model("llama", 40, 5120, 13_824, 40, 40, 32_000),
+    "llama-2-70b": gated_model("llama", 80, 8192, 28_672, 64, 8, 32_000),
+    "llama-3-8b": gated_model("llama", 32, 4096, 14_336, 32, 8, 128_256),
+    "llama-3.2-3b": gated_model("llama", 28, 3072, 8192, 24, 8, 128_256, tie_word_embeddings=True),
+    "llama-3.2-1b": gated_model("llama", 16, 2048, 8192, 32, 8, 128_256, tie_word_embeddings=True),
+    "mistral-7b": gated_model("mistral", 32, 4096, 14_336, 32, 8, 32_000),
+    "mixtral-8x7b": gated_model("mixtral", 32, 4096, 14_336, 32, 8, 32_000, num_local_experts=8, num_experts_per_tok=2),
+    "powerlm-3b": gated_model("granite", 40, 2304, 9216, 36, 36, 49_152),
+    "yi-34b": gated_model("llama", 60, 7168, 20_480, 56, 8, 64_000),
+    "qwen-1.8b": gated_model("qwen2", 24, 2048, 5504, 16, 16, 151_936),
+    "qwen-7b": gated_model("qwen2", 32, 4096, 11_008, 32, 32, 151_936),
+    "qwen-14b": gated_model("qwen2", 40, 5120, 13_696, 40, 40, 152_064),
+    "qwen-72b": gated_model("qwen2", 80, 8192, 24_576, 64, 64, 152_064),
+    "qwen2.5-7b": gated_model("qwen2", 28, 3584, 18_944, 28, 4, 152_064),
+    "qwen2.5-14b": gated_model("qwen2", 48, 5120, 13_824, 40, 8, 152_064),
     "mpt-125m": _mpt(12, 768, 12),
     "mpt-350m": _mpt(24, 1024, 16),
     "mpt-760m": _mpt(24, 1536, 12),

@@ -81,9 +81,7 @@ def _added_rows(spec: RunSpec, found: Mapping[str, Any]) -> dict[str, Any]:
     return {"shape": shape.with_vocabulary(size), "added_rows": size - shape.vocabulary}
 
 
-def wait_for_worker(
-    spec: RunSpec, base: Path, seconds: float, show: Show = no_show, environment: Mapping[str, str] = os.environ
-) -> None:
+def wait_for_worker(spec: RunSpec, base: Path, seconds: float, show: Show = no_show) -> None:
     """Wait until the worker process has read the model's architecture and all examples, at most `seconds`, so that
     `inspect_inputs` knows them. `show` gets the progress as a text. For callers that can wait: the command line and
     Start."""
@@ -92,10 +90,10 @@ def wait_for_worker(
     spec = awaited.spec if awaited else spec
     alone = [for_dataset(spec, index) for index in range(len(spec.data.datasets))]
     for each in alone:
-        inspect_examples(each, base, environment)  # starts it, next to the architecture
-    wait_for_architecture(spec, base, environment, min(seconds, ARCHITECTURE_SECONDS), show)
+        inspect_examples(each, base, os.environ)  # starts it, next to the architecture
+    wait_for_architecture(spec, base, os.environ, min(seconds, ARCHITECTURE_SECONDS), show)
     for each in alone:
-        wait_for_examples(each, base, environment, until - time.monotonic(), show)
+        wait_for_examples(each, base, os.environ, until - time.monotonic(), show)
 
 
 MAX_TEMPLATE = 1024 * 1024  # characters

@@ -153,11 +153,7 @@ def _speeds(folder: Path) -> CpuSpeeds:
     return CpuSpeeds(folder, seconds=SECONDS, idle_seconds=30)  # its libraries take memory that a run may need
 
 
-def inspect_cpu(
-    request: Mapping[str, Any], start: bool, seconds: float, environment: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
+def inspect_cpu(request: Mapping[str, Any], start: bool, seconds: float) -> dict[str, Any]:
     """The InputFacts about the speed of this CPU for a request to `backend.train.measure_cpu`. `start`: measure it if
     no fresh measurement is kept, and wait for that up to `seconds`."""
-    if not may_start(environment):
-        return {}
-    return _speeds(cache_folder(environment)).get(request, start, seconds)
+    return _speeds(cache_folder()).get(request, start, seconds) if may_start(os.environ) else {}

@@ -28,10 +28,10 @@ def inspect_nvme_folder(spec: RunSpec, base: Path) -> dict[str, Any]:
     return {"nvme_slow_reason": slow_reason(folder)}
 
 
-def slow_reason(folder: Path, mounts: Path = Path("/proc/self/mounts"), system: Path = Path("/sys/dev/block")) -> str:
+def slow_reason(folder: Path) -> str:
     """Why the folder is not on a fast local disk, a sentence; '' if it is, or if that is unknown."""
     with suppress(OSError, ValueError, IndexError):
-        lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
+        lines = [line.split() for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
         candidates = [line for line in lines if folder.resolve().is_relative_to(line[1])]
         filesystem = max(candidates, key=lambda line: len(line[1]))[2]
         if filesystem in MEMORY_FILESYSTEMS:
@@ -39,7 +39,7 @@ def slow_reason(folder: Path, mounts: Path = Path("/proc/self/mounts"), system: 
         if filesystem in NETWORK_FILESYSTEMS:
             return f"{folder} is on a network file system ({filesystem})."
         number = folder.stat().st_dev
-        block_device = (system / f"{os.major(number)}:{os.minor(number)}").resolve()
+        block_device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
         for device in (block_device, block_device.parent):  # a partition's disk is its parent folder
             if (device / "queue/rotational").is_file():
                 rotational = (device / "queue/rotational").read_text().strip() == "1"

@@ -228,10 +228,10 @@ def _ram(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
     return total, free
 
 
-def _shm(place: str = "/dev/shm") -> int | None:
+def _shm() -> int | None:
     """Free bytes of shared memory; containers often have 64 MiB."""
     with suppress(OSError):
-        return shutil.disk_usage(place).free
+        return shutil.disk_usage("/dev/shm").free
     return None
 
 
@@ -254,9 +254,10 @@ def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
     return _tool("sysctl", "-n", "machdep.cpu.brand_string").strip()
 
 
-def _cpu_bf16(info: Path = Path("/proc/cpuinfo")) -> bool:
+def _cpu_bf16() -> bool:
     with suppress(OSError):
-        flags = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", info.read_text(encoding="utf-8", errors="replace"))
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        flags = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", info)
         return flags is not None and bool({"amx_bf16", "avx512_bf16", "bf16"} & set(flags[1].split()))
     return False
 

@@ -92,10 +92,10 @@ USER_DATA_FACTS = replace(DEMO, num_validation_examples=None)
 LOCAL_MODEL = {"model.source": "path", "model.path": "model"}
 
 
-def with_data_issue(field: str, sentence: str, line: int = 0, name: str = "data.jsonl") -> InputFacts:
+def with_data_issue(field: str, sentence: str, line: int = 0) -> InputFacts:
     """USER_DATA_FACTS with an issue in a file; of one example, where `line` is given."""
-    where = place(name, line)
-    return replace(USER_DATA_FACTS, data_issues=(DataIssue(field, where, sentence, bool(line)),))
+    issue = DataIssue(field, place("data.jsonl", line), sentence, bool(line))
+    return replace(USER_DATA_FACTS, data_issues=(issue,))
 
 
 def full_spec(optimizer: str, **more: object) -> dict[str, object]:

@@ -295,10 +295,10 @@ def last_points(path: Path, size: int = 4096) -> list[Point]:
     return points
 
 
-def last_value(path: Path, key: str, size: int = 256 * 1024) -> Any:
-    """The last value of `key` in the last `size` bytes that no resumed run repeats; None if there is none."""
+def last_value(path: Path, key: str) -> Any:
+    """The last value of `key` in the last 256 KiB that no resumed run repeats; None if there is none."""
     name = f'"{key}"'
-    lines = [line for line in tail(path, cap=size).text.splitlines() if name in line or '"event"' in line]
+    lines = [line for line in tail(path, cap=256 * 1024).text.splitlines() if name in line or '"event"' in line]
     points = _kept_points(line.encode() for line in lines)
     return next((p[key] for p in reversed(points) if p.get(key) is not None), None)
 

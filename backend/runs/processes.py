@@ -20,6 +20,7 @@ from backend.runs import LOCK, RUN_MARKER, files, lock_file
 
 PROC = Path("/proc")
 POLL_SECONDS = 0.05
+SIGKILL_SECONDS = 8.0  # that killed processes may take to end
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,10 @@ def run_processes(folder: Path, tree: int = 0, spare: int = 0) -> set[Process]:
     return {Process(pid, table[pid][1]) for pid in found - {os.getpid(), spare}}
 
 
-def terminate(
-    folder: Path, tree: int = 0, sigterm_seconds: float = 2.0, sigkill_seconds: float = 8.0, spare: int = 0
-) -> tuple[int, ...]:
+def terminate(folder: Path, tree: int = 0, sigterm_seconds: float = 2.0, spare: int = 0) -> tuple[int, ...]:
     """End every process of the run but `spare`: SIGTERM, then SIGKILL. Returns the pids that are still alive."""
     left: set[Process] = set()
-    for number, seconds in ((signal.SIGTERM, sigterm_seconds), (signal.SIGKILL, sigkill_seconds)):
+    for number, seconds in ((signal.SIGTERM, sigterm_seconds), (signal.SIGKILL, SIGKILL_SECONDS)):
         deadline, signaled = time.monotonic() + seconds, set[Process]()
         while left := run_processes(folder, tree, spare):
             for process in left - signaled:

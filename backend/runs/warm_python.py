@@ -29,15 +29,12 @@ def main() -> int:
     """The exit code of the module."""
     arguments = sys.argv[1:]
     module, rest = _module(arguments)
-    server = _connect(os.environ.get(SOCKET, "")) if module else None
+    server = connect(os.environ.get(SOCKET, "")) if module else None
     if server is None:
         os.execv(sys.executable, [sys.executable, *arguments])
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a process to forward them to
-    request = {"module": module, "arguments": rest, "cwd": os.getcwd(), "env": dict(os.environ)}
-    text = json.dumps(request).encode() + b"\n"
-    socket.send_fds(server, [text[:1]], [0, 1, 2])
-    server.sendall(text[1:])
-    if (pid := _number(server)) is None:
+    send(server, module, rest, os.getcwd(), dict(os.environ), [0, 1, 2])
+    if (pid := read_number(server)) is None:
         sys.exit(KILLED)
     if (status := _status(server, pid)) is None:
         sys.exit(KILLED)
@@ -50,7 +47,8 @@ def _module(arguments: list[str]) -> tuple[str, list[str]]:
     return (given[1], given[2:]) if given[:1] == ["-m"] and len(given) > 1 else ("", [])
 
 
-def _connect(path: str) -> socket.socket | None:
+def connect(path: str) -> socket.socket | None:
+    """A connection to the server whose socket this is; None if there is none."""
     server = socket.socket(socket.AF_UNIX)
     deadline = time.monotonic() + CONNECT_SECONDS
     while path and time.monotonic() < deadline:
@@ -66,7 +64,18 @@ def _connect(path: str) -> socket.socket | None:
     return None
 
 
-def _number(server: socket.socket) -> int | None:
+def send(
+    server: socket.socket, module: str, arguments: list[str], cwd: str, env: dict[str, str], streams: list[int]
+) -> None:
+    """Request a process, with descriptors of its standard streams. The server responds with its pid, and with the
+    status of waitpid at its end; it kills the process when the connection is closed."""
+    text = json.dumps({"module": module, "arguments": arguments, "cwd": cwd, "env": env}).encode() + b"\n"
+    socket.send_fds(server, [text[:1]], streams)
+    server.sendall(text[1:])
+
+
+def read_number(server: socket.socket) -> int | None:
+    """The next number from the server; None if it has ended."""
     data = b""
     while len(data) < NUMBER_BYTES:
         if not (part := server.recv(NUMBER_BYTES - len(data))):
@@ -91,7 +100,7 @@ def _status(server: socket.socket, pid: int) -> int | None:
         for number in numbers.recv(64):
             with contextlib.suppress(OSError):  # the other process has just ended
                 os.kill(pid, number)
-    return _number(server)
+    return read_number(server)
 
 
 def _end(code: int) -> int:

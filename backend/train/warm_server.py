@@ -161,6 +161,9 @@ def main() -> None:
     gc.disable()  # imports create no garbage, and a fifth of their time would be spent on looking for it
     for library in LIBRARIES:
         importlib.import_module(library)
+    if LIBRARIES:
+        mapping = importlib.import_module("transformers.conversion_mapping")
+        mapping.get_checkpoint_conversion_mapping("llama")  # its first call compiles a thousand regular expressions
     gc.enable()
     gc.freeze()  # otherwise the first collection in each process would copy the pages of all imported modules
     server.serve()

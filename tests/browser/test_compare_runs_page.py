@@ -3,14 +3,13 @@
 import json
 import re
 import time
-from datetime import datetime
 
 import pytest
 from planted_evaluations import plant_evaluation
+from planted_runs import plant_run
 from playwright.sync_api import expect
 
-from backend.runs import LOCK, METRICS, RESULT, SPEC, Plan
-from backend.runs.folder import Run
+from backend.runs import LOCK, METRICS, RESULT
 
 OUTPUTS = {"small rank": "4", "large rank": "5"}
 
@@ -33,17 +32,13 @@ def show_comparison(page, *runs):
 
 def make(server, name, rank):
     """A run as it looks after training."""
-    plan = Plan(("true",), files={SPEC: f"lora:\n  r: {rank}\n"})
-    run = Run.create(server.runs, name, plan, datetime.now())
     points = [
         {"step": step, "time": 100 + 2 * step, "tokens": 1000 * rank * step, "loss": 5 / step} for step in range(1, 31)
     ]
     points.append({"step": 30, "time": 161, "eval_loss": rank / 8})
-    (run.path / METRICS).write_text("".join(json.dumps(point) + "\n" for point in points))
-    (run.path / LOCK).touch()
     sample = {"prompt": "What is 2 + 2?", "reference": "4", "before": "", "after": OUTPUTS[name]}
-    (run.path / RESULT).write_text(json.dumps({"samples": [sample], "seconds": 60, "peak_bytes": [2**30]}))
-    return run
+    result = {"samples": [sample], "seconds": 60, "peak_bytes": [2**30]}
+    return plant_run(server.runs, name, {METRICS: points, LOCK: "", RESULT: result}, f"lora:\n  r: {rank}\n")
 
 
 def cells(page, section):

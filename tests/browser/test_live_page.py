@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from planted_runs import ended, plant_run, write_files
 from playwright.sync_api import expect
 from same_page import show_run
 
@@ -53,26 +54,17 @@ def page(same_page):
     return same_page.page
 
 
-def lines(*values):
-    return "".join(json.dumps(value) + "\n" for value in values)
-
-
 def make(server):
-    run = Run.create(server.runs, "live", Plan(("true",), files={SPEC: ""}), datetime.now())
-    (run.path / LOCK).write_text("supervisor")
-    ended = {"started": time.time() - 99, "ended": time.time(), "end": "stopped", "exit_code": 0, "files_before": {}}
-    (run.path / STATE).write_text(json.dumps(ended))
-    (run.path / METRICS).write_text(
-        lines(*({"step": step, "loss": 2, "tokens_per_second": 10_000} for step in range(1, 101)))
-    )
     happened = [("saved", 40, "Saved checkpoint-40."), ("loss spike", 60, ALERT), ("resumed", 80, "")]
-    (run.path / EVENTS).write_text(
-        lines(*({"kind": kind, "step": step, "time": 1, "text": text} for kind, step, text in happened))
-    )
-    times = {"p50": 0.8, "p95": 1.25}
-    (run.path / MONITOR).write_text(lines({"step": 99, "time": 1, "step_seconds": times, "ranks": RANKS}))
-    (run.path / ESTIMATE).write_text(json.dumps({"rows": [], "flops_per_token": 4 * 10**10, "peak_flops": 10**15}))
-    return run
+    contents = {
+        LOCK: "supervisor",
+        STATE: ended(),
+        METRICS: [{"step": step, "loss": 2, "tokens_per_second": 10_000} for step in range(1, 101)],
+        EVENTS: [{"kind": kind, "step": step, "time": 1, "text": text} for kind, step, text in happened],
+        MONITOR: {"step": 99, "time": 1, "step_seconds": {"p50": 0.8, "p95": 1.25}, "ranks": RANKS},
+        ESTIMATE: {"rows": [], "flops_per_token": 4 * 10**10, "peak_flops": 10**15},
+    }
+    return plant_run(server.runs, "live", contents, created=datetime.now())
 
 
 def test_only_the_state_is_read_out(server, page):
@@ -166,8 +158,8 @@ def test_a_flood_of_lines_shows_the_last_ones(server, page):
 
 def test_a_long_run_is_drawn_in_parts(server, page):
     run = make(server)
-    points = ({"step": step, "loss": 2, "note": "x" * 900} for step in range(1, 100_001))  # 90 MB
-    (run.path / METRICS).write_text(lines(*points))
+    points = [{"step": step, "loss": 2, "note": "x" * 900} for step in range(1, 100_001)]  # 90 MB
+    write_files(run.path, {METRICS: points})
     found = []
 
     def remember(response):

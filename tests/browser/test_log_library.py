@@ -1,15 +1,11 @@
 """The log view folds known messages of libraries; the search and the download still have them."""
 
-import json
-import time
-from datetime import datetime
-
 import pytest
+from planted_runs import ended, plant_run
 from playwright.sync_api import expect
 from same_page import show_run
 
-from backend.runs import LOCK, LOG, SPEC, STATE, Plan
-from backend.runs.folder import Run
+from backend.runs import LOCK, LOG, STATE
 
 LINES = """\
 ---- started 2026-11-24 16:00:00 ----
@@ -71,12 +67,7 @@ def page(same_page):
 
 
 def make(server, lines=LINES):
-    run = Run.create(server.runs, "library messages", Plan(("true",), files={SPEC: ""}), datetime.now())
-    (run.path / LOCK).write_text("supervisor")
-    ended = {"started": time.time() - 99, "ended": time.time(), "end": "stopped", "exit_code": 0, "files_before": {}}
-    (run.path / STATE).write_text(json.dumps(ended))
-    (run.path / LOG).write_text(lines)
-    return run
+    return plant_run(server.runs, "library messages", {LOCK: "supervisor", STATE: ended(), LOG: lines})
 
 
 def test_an_ended_run_without_a_log_does_not_promise_one(server, page):

@@ -4,10 +4,10 @@ import json
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from planted_runs import plant_run
 from playwright.sync_api import expect
 
-from backend.runs import LOCK, METRICS, RESULT, SPEC, STATE, Plan, notebook
-from backend.runs.folder import Run
+from backend.runs import LOCK, METRICS, RESULT, STATE, notebook
 
 CASES = json.loads((Path(__file__).parent.parent / "unit" / "search_cases.json").read_text(encoding="utf-8"))
 # Each case as the page computes it; the server's columns are those of search.py.
@@ -34,12 +34,13 @@ def make(root, number, end="done"):
     """A run as it looks after training."""
     created = datetime(2026, 11, 22) + timedelta(seconds=number)
     about = {"model": "tiny-llama", "method": "LoRA", "strategy": "ddp", "learning_rate": 10.0 ** -(number % 7)}
-    run = Run.create(root, f"run {number}", Plan(("true",), files={SPEC: "{}\n"}), created, about)
-    (run.path / LOCK).write_text("supervisor")
-    (run.path / STATE).write_text(json.dumps({"started": 1.0, "ended": 61.0 + number, "end": end}))
-    (run.path / METRICS).write_text(json.dumps({"step": number, "loss": 1 + number % 11}) + "\n")
-    (run.path / RESULT).write_text(json.dumps({"eval_loss": number / 8}))
-    return run
+    contents = {
+        LOCK: "supervisor",
+        STATE: {"started": 1.0, "ended": 61.0 + number, "end": end},
+        METRICS: [{"step": number, "loss": 1 + number % 11}],
+        RESULT: {"eval_loss": number / 8},
+    }
+    return plant_run(root, f"run {number}", contents, created=created, about=about)
 
 
 def names(page):

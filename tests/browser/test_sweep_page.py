@@ -5,6 +5,7 @@ import re
 from datetime import datetime
 
 import pytest
+from planted_runs import plant_run
 from playwright.sync_api import expect
 from same_page import show_run
 from test_accessibility import violations
@@ -36,11 +37,8 @@ def build(same_page):
 def make(server, number, loss):
     varied = {RATE: 10.0 ** -(3 + number), OPTIMIZER: ("adamw_torch", "lion_32bit")[number % 2]}
     part = sweeps.Member("2026-11-23_090000", varied, 10)
-    plan = Plan(("true",), files={SPEC: "", SWEEP: part.to_json()})
-    run = Run.create(server.runs, f"try {number}", plan, datetime.now())
-    if loss:
-        (run.path / METRICS).write_text(json.dumps({"step": 10, "eval_loss": loss}) + "\n")
-    return run
+    points = [{"step": 10, "eval_loss": loss}] if loss else []
+    return plant_run(server.runs, f"try {number}", {SWEEP: part.to_json(), METRICS: points})
 
 
 def test_a_sweep_of_four(without_runs, page):

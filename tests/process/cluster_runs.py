@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
 from training_runs import last_step, read_metrics
+from waiting import wait_for
 
 from backend.runs import Plan, follower
 from backend.runs.folder import ALIVE, Run, StopTimeouts
@@ -24,6 +26,16 @@ ON_TWO_NODES = {
     "launch.omp_num_threads": 1,  # both nodes are this machine
     "save.strategy": "no",  # what is saved was saved because of a stop
 }
+
+
+@contextmanager
+def followed(cluster: Any) -> Iterator[None]:
+    """Runs of this process use the cluster, and are told of its jobs often."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.environment.items():
+            patch.setenv(name, value)
+        patch.setenv(follower.POLL, "0.3")
+        yield
 
 
 class ClusterRun:
@@ -42,10 +54,7 @@ class ClusterRun:
         return self.wait_for(lambda: self.run.state in states, seconds) and self.run.state
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 300) -> bool:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, self.text
-            time.sleep(0.1)
+        wait_for(condition, seconds, lambda: self.text)
         return True
 
     def wait_for_step(self, step: int) -> None:

@@ -102,8 +102,8 @@ class FakeKubernetes:
         self.lock = threading.RLock()
         self.closed = False
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self.config = folder / "config"
-        self.config.write_text(json.dumps(self._kubeconfig()))
+        self.environment = {"KUBECONFIG": str(folder / "config")}
+        (folder / "config").write_text(json.dumps(self._kubeconfig()))
         self.threads = [
             threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True),
             threading.Thread(target=self._control, daemon=True),

@@ -29,6 +29,7 @@ from fork_server import ForkServer
 from small import client
 from small_disk import fill, mounted, use_inodes
 from training_runs import REORDERING_TOLERANCE, environment, log_text, losses, make_spec, same_losses
+from waiting import wait_for
 
 from backend.launch.plan import plan
 from backend.machine import Machine
@@ -68,10 +69,7 @@ class Trial:
         return sorted(others) or [launcher]
 
     def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"waited for {what}:\n{log_text(self.run.path)[-3000:]}"
-            time.sleep(0.02)
+        wait_for(condition, seconds, lambda: f"waited for {what}:\n{log_text(self.run.path)[-3000:]}")
 
     def ended(self) -> None:
         self.wait_for(lambda: not processes.is_locked(self.run.path), "the end")

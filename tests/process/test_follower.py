@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from backend import runs
 from backend.runs import LOG, SCRIPT, STOP, follower, replace_text
@@ -58,10 +59,7 @@ class Cluster:
             os.kill(state[name], number)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, (self.run.summary(), (self.run.path / LOG).read_text())
-            time.sleep(0.02)
+        wait_for(condition, 60, lambda: (self.run.summary(), (self.run.path / LOG).read_text()))
 
     def wait_for_state(self, *states: str) -> str:
         self.wait_for(lambda: self.run.state in states)

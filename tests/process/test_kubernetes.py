@@ -18,21 +18,18 @@ from cluster_contract import (  # noqa: F401  the tests of every cluster
     test_a_killed_follower_ends_the_job,
     test_the_run_is_followed_again_after_its_supervisor_was_killed,
 )
-from cluster_runs import FULL, LONG, ON_TWO_NODES, SAVING, ClusterRun, resumed
+from cluster_runs import FULL, LONG, ON_TWO_NODES, SAVING, ClusterRun, followed, resumed
 from kubernetes_cluster import PYTHON, FakeKubernetes, fake_kubernetes
 from training_runs import last_step, make_spec
 
 from backend.launch.clusters import answers
 from backend.machine import probe
 from backend.preflight import Report, preflight
-from backend.runs import follower
 
 
 @pytest.fixture(scope="module")
 def cluster(root: Path) -> Iterator[FakeKubernetes]:
-    with pytest.MonkeyPatch.context() as patch, fake_kubernetes(root / "kubernetes") as started:
-        patch.setenv("KUBECONFIG", str(started.config))
-        patch.setenv(follower.POLL, "0.3")
+    with fake_kubernetes(root / "kubernetes") as started, followed(started):
         yield started
 
 

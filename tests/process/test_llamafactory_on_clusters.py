@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import ON_TWO_NODES, ClusterRun
+from cluster_runs import ON_TWO_NODES, ClusterRun, followed
 from kubernetes_cluster import PYTHON, fake_kubernetes
 from llamafactory_env import llamafactory_environment
 from ray_cluster import real_cluster
@@ -18,7 +18,7 @@ from training_runs import last_step, make_spec, read_metrics
 from backend.launch.clusters import answers
 from backend.machine import probe
 from backend.preflight import preflight
-from backend.runs import RUN_MARKER, follower
+from backend.runs import RUN_MARKER
 
 pytestmark = pytest.mark.soak
 POD = {"kubernetes.image": "footplate:test", "kubernetes.volumes": ("runs=/tmp",), "kubernetes.python": PYTHON}
@@ -28,10 +28,7 @@ POD = {"kubernetes.image": "footplate:test", "kubernetes.volumes": ("runs=/tmp",
 def place(request: pytest.FixtureRequest, root: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """The options of the place, and the variable that marks its processes."""
     make: Mapping[str, Any] = {"slurm": slurm_cluster, "ray": real_cluster, "kubernetes": fake_kubernetes}
-    with pytest.MonkeyPatch.context() as patch, make[request.param](root / f"with-{request.param}") as cluster:
-        given = {"KUBECONFIG": str(cluster.config)} if request.param == "kubernetes" else cluster.environment
-        for name, value in {**given, follower.POLL: "0.3"}.items():
-            patch.setenv(name, value)
+    with make[request.param](root / f"with-{request.param}") as cluster, followed(cluster):
         answers.forget()
         more = {"slurm": {}, "ray": {"ray.cpus": 1}, "kubernetes": {**POD, "kubernetes.cpus": 1}}[request.param]
         more |= {"ray.python": cluster.python} if request.param == "ray" else {}

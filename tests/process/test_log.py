@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from log_writers import log_writers
 from small_disk import fill, mounted, use_inodes
+from waiting import wait_for
 
 from backend.runs import LOG, Plan, log_writer, processes
 from backend.runs.folder import Run
@@ -36,13 +36,6 @@ print("saved", open("stop").read())
 """
 NOW = datetime(2026, 11, 21, 9, 5, 12)
 LINES = [f"line {number:050d}" for number in range(3000)]
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def lines(run: Run) -> list[str]:

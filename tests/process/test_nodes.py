@@ -33,6 +33,7 @@ from training_runs import (
     train_in_one_process,
     without_checks,
 )
+from waiting import wait_for
 
 from backend.launch import hostfile
 from backend.launch.plan import plan
@@ -99,10 +100,7 @@ class Nodes:
         return self.run.state
 
     def wait_for_end(self) -> None:
-        deadline = time.monotonic() + 120
-        while self.run.state in ALIVE:
-            assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.05)
+        wait_for(lambda: self.run.state not in ALIVE, 120, self.logs)
 
     def logs(self) -> str:
         return "\n".join(path.read_text() for path in (self.run.path / "log.txt", *self.run.path.glob("node*.txt")))
@@ -291,10 +289,7 @@ def test_a_master_port_that_is_in_use_is_named(
         monkeypatch.delenv(RUN_MARKER)
         run.start()
         try:
-            deadline = time.monotonic() + 90
-            while run.state in ALIVE:
-                assert time.monotonic() < deadline, log_text(run.path)
-                time.sleep(0.1)
+            wait_for(lambda: run.state not in ALIVE, 90, lambda: log_text(run.path))
         finally:
             processes.terminate(run.path, sigterm_seconds=0)
     if rendezvous == "standalone":

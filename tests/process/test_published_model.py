@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from fake_hub import BAD, GOOD
 from fake_hub_uploads import FINE_GRAINED, READ_ONLY, Hub, Repository, fake_hub_uploads
 from huggingface_hub import constants
 from published_run import adapter_run
+from waiting import wait_for
 
 from backend.__main__ import main
 from backend.publish import publication
@@ -52,10 +52,7 @@ def start(run: Run, request: Request) -> Run:
 
 
 def wait(job: Run) -> Run:
-    deadline = time.monotonic() + 60
-    while job.state in (*ALIVE, "new"):
-        assert time.monotonic() < deadline, job.summary()
-        time.sleep(0.05)
+    wait_for(lambda: job.state not in (*ALIVE, "new"), 60, job.summary)
     return job
 
 

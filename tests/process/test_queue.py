@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from privileges import needs_root
+from waiting import wait_for
 
 from backend.runs import PLAN, STATE, processes, queue
 from backend.runs.folder import Run, RunError
@@ -48,13 +49,6 @@ def make(make_run: MakeRun) -> MakeRun:
         return run
 
     return made
-
-
-def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 def wait_for_state(run: Run, state: str) -> None:

@@ -18,22 +18,19 @@ from cluster_contract import (  # noqa: F401  the tests of every cluster
     test_a_killed_follower_ends_the_job,
     test_the_run_is_followed_again_after_its_supervisor_was_killed,
 )
-from cluster_runs import FULL, LONG, ON_TWO_NODES, SAVING, ClusterRun
+from cluster_runs import FULL, LONG, ON_TWO_NODES, SAVING, ClusterRun, followed
 from ray_cluster import FakeCluster, RayCluster, fake_cluster, real_cluster
 from training_runs import make_spec
 
 from backend.machine import probe
 from backend.preflight import Report, preflight
-from backend.runs import RUN_MARKER, follower
+from backend.runs import RUN_MARKER
 
 
 @pytest.fixture(scope="module", params=["fake", pytest.param("real", marks=pytest.mark.soak)])
 def cluster(request: pytest.FixtureRequest, root: Path) -> Iterator[RayCluster]:
     make = {"fake": fake_cluster, "real": real_cluster}[request.param]
-    with pytest.MonkeyPatch.context() as patch, make(root / f"ray-{request.param}") as started:
-        for name, value in started.environment.items():
-            patch.setenv(name, value)
-        patch.setenv(follower.POLL, "0.3")
+    with make(root / f"ray-{request.param}") as started, followed(started):
         yield started
 
 

@@ -23,7 +23,7 @@ from cluster_contract import (  # noqa: F401  the tests of every cluster
     test_a_killed_follower_ends_the_job,
     test_the_run_is_followed_again_after_its_supervisor_was_killed,
 )
-from cluster_runs import FULL, LONG, ON_TWO_NODES, SAVING, ClusterRun, resumed
+from cluster_runs import FULL, LONG, ON_TWO_NODES, SAVING, ClusterRun, followed, resumed
 from slurm_cluster import SlurmCluster, slurm_cluster
 from training_runs import (
     REORDERING_TOLERANCE,
@@ -37,7 +37,7 @@ from backend.launch.clusters import answers
 from backend.launch.clusters.slurm_options import parse
 from backend.machine import probe
 from backend.preflight import Report, preflight
-from backend.runs import JOB, JOB_SCRIPT, follower, slurm
+from backend.runs import JOB, JOB_SCRIPT, slurm
 from backend.runs.folder import RunError, StopTimeouts
 
 ON_SLURM = {"launch.place": "slurm", **ON_TWO_NODES}
@@ -45,10 +45,7 @@ ON_SLURM = {"launch.place": "slurm", **ON_TWO_NODES}
 
 @pytest.fixture(scope="module")
 def cluster(root: Path) -> Iterator[SlurmCluster]:
-    with pytest.MonkeyPatch.context() as patch, slurm_cluster(root / "slurm") as started:
-        for name, value in started.environment.items():
-            patch.setenv(name, value)
-        patch.setenv(follower.POLL, "0.3")
+    with slurm_cluster(root / "slurm") as started, followed(started):
         yield started
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from log_writers import log_writers
 from small_disk import movable
+from waiting import wait_for
 
 from backend import runs
 from backend.runs import (
@@ -72,14 +73,6 @@ STARTS_CHILD = """
 import subprocess, sys
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 """
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait until `condition()` is true; fails the test after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 def wait_until_ended(run: Run, seconds: float = 20.0) -> Run:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from fork_server import ForkServer
 from random_specs import random_spec, write_inputs
 from training_runs import make_spec
+from waiting import wait_for
 
 from backend.inspect import resolve_paths
 from backend.machine import Machine, probe
@@ -29,13 +28,6 @@ STEPS = 6  # of a trial, to save time
 QUICK = {"launch.launcher": "python", "launch.omp_num_threads": 1, "data.max_length": 64}
 SOAKED = 50  # random specs
 MINUTES = 2.0  # each
-
-
-def wait(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 def start(root: Path, machine: Machine, **changes: object) -> Tuning:
@@ -74,11 +66,11 @@ def test_settings_that_do_not_change_the_result_have_the_same_losses(
 
 def test_a_stop_in_the_middle_leaves_no_process(root: Path, cache: Path) -> None:
     tuning = start(root, probe(root))
-    wait(lambda: any(processes.run_processes(run.path) for run in runs(tuning.path)))
+    wait_for(lambda: any(processes.run_processes(run.path) for run in runs(tuning.path)))
     (run,) = runs(tuning.path)
     assert tuning.status()["state"] == "running"
     tuning.stop()
-    wait(lambda: not processes.is_locked(tuning.path))
+    wait_for(lambda: not processes.is_locked(tuning.path))
     assert tuning.status()["state"] == "stopped"
     assert not runs(tuning.path) and not processes.run_processes(run.path)
     assert not processes.run_processes(tuning.path), "the process that imports the libraries for all trials"
@@ -103,7 +95,7 @@ def test_random_specs_are_measured_without_a_refused_or_failed_row(root: Path, t
             continue
         assert tuning, (report.spec, [f.title for f in trial.findings if f.level == "error"])
         measured += 1
-        wait(lambda tuning=tuning: not processes.is_locked(tuning.path), 60 * MINUTES + 120)
+        wait_for(lambda tuning=tuning: not processes.is_locked(tuning.path), 60 * MINUTES + 120)
         status = tuning.status()
         wrong = [row for row in status["rows"] if row["state"] in ("refused", "failed")]
         if wrong or status["state"] != "done":

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from backend.runs import warm_python
 
@@ -81,10 +81,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + 60
-    while is_alive(pid):
-        assert time.monotonic() < deadline, "it is still alive"
-        time.sleep(0.02)
+    wait_for(lambda: not is_alive(pid), 60, lambda: "it is still alive")
 
 
 def test_it_runs_like_python(warm: Warm) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import orjson
 import pytest
 from small import client
+from waiting import wait_for
 
 from backend.config.options import by_name, options
 from backend.inspect import data_files
@@ -399,10 +400,7 @@ def test_an_api_error_has_details():
 
 
 def ended(path, seconds=20):
-    until = time.monotonic() + seconds
-    while Run(path).state in ALIVE:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lambda: Run(path).state not in ALIVE, seconds)
 
 
 def test_idempotency_key_creates_one_run(app_folder, api):

@@ -3,15 +3,14 @@
 import json
 import math
 import re
-from datetime import datetime
 from xml.etree import ElementTree
 
 import pytest
+from planted_runs import plant_run
 from small import client
 
 from backend.paths import HOME
-from backend.runs import EVENTS, METRICS, SPEC, Plan
-from backend.runs.folder import Run
+from backend.runs import EVENTS, METRICS
 from webui.curves import Curves
 from webui.images import chart_image
 
@@ -151,10 +150,9 @@ def api(tmp_path):
 
 @pytest.fixture
 def base(tmp_path, api):
-    run = Run.create(tmp_path / "runs", "try", Plan(("true",), files={SPEC: ""}), datetime(2026, 11, 24))
-    write(run.path / METRICS, *({"step": step, "loss": 2 + step % 3} for step in range(1, 41)))
-    write(run.path / EVENTS, {"kind": "saved", "step": 7, "text": "Saved.", "time": 1})
-    return f"/api/runs/{run.id}"
+    points = [{"step": step, "loss": 2 + step % 3} for step in range(1, 41)]
+    happened = [{"kind": "saved", "step": 7, "text": "Saved.", "time": 1}]
+    return f"/api/runs/{plant_run(tmp_path / 'runs', 'try', {METRICS: points, EVENTS: happened}).id}"
 
 
 def test_both_kinds_are_downloaded(api, base):

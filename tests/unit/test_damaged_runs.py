@@ -8,10 +8,10 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 
 import pytest
+from planted_runs import plant_run
 from privileges import needs_root
 from small import client
 
@@ -78,13 +78,14 @@ BREAKAGES: dict[str, Callable[[Path], object]] = {
 
 
 def make(root: Path, name: str) -> Run:
-    run = Run.create(root, name, Plan(("true",), files={SPEC: "train:\n  max_steps: 7\n"}), datetime.now())
-    (run.path / LOCK).write_text(SUPERVISOR)
-    (run.path / PROGRESS).write_text(json.dumps({"phase": "training", "step": 3, "max_steps": 7, "time": 1.0}))
-    (run.path / STATE).write_text(json.dumps({"end": "failed", "started": 1.0, "ended": 2.0, "exit_code": 1}))
-    (run.path / METRICS).write_text(json.dumps({"step": 3, "loss": 2.5}) + "\n")
-    (run.path / RESULT).write_text("{}")
-    return run
+    contents = {
+        LOCK: SUPERVISOR,
+        PROGRESS: {"phase": "training", "step": 3, "max_steps": 7, "time": 1.0},
+        STATE: {"end": "failed", "started": 1.0, "ended": 2.0, "exit_code": 1},
+        METRICS: [{"step": 3, "loss": 2.5}],
+        RESULT: {},
+    }
+    return plant_run(root, name, contents, "train:\n  max_steps: 7\n")
 
 
 @pytest.mark.parametrize("name", BREAKAGES)

@@ -5,37 +5,25 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 import pytest
+from planted_runs import plant_run
 from privileges import needs_root
 from small import client
+from waiting import wait_for
 
 from backend.machine import Machine
-from backend.runs import DELETING, JOB, LOCK, STATE, Plan, ownership
+from backend.runs import DELETING, JOB, LOCK, STATE, ownership
 from backend.runs.folder import Run, RunError, finish_deletions, runs
 from backend.runs.listing import RunList
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    made = Run.create(tmp_path / "runs", "x", Plan(("true",)), datetime.now())
-    (made.path / LOCK).write_text("supervisor\n")
-    (made.path / STATE).write_text(json.dumps({"end": "stopped", "started": 1.0, "ended": 2.0, "exit_code": 0}))
-    for name in ("checkpoints/checkpoint-3", "model"):
-        (made.path / name).mkdir(parents=True)
-        (made.path / name / "weights").write_text("w")
-    return made
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
+    state = {"end": "stopped", "started": 1.0, "ended": 2.0, "exit_code": 0}
+    contents = {LOCK: "supervisor\n", STATE: state, "checkpoints/checkpoint-3/weights": "w", "model/weights": "w"}
+    return plant_run(tmp_path / "runs", "x", contents)
 
 
 def delete_and_die(run: Run) -> None:

@@ -1,17 +1,15 @@
 """The export of metrics to TensorBoard and trackio: with stand-ins for both packages, and with the installed ones."""
 
 import importlib.util
-import json
 import sys
 from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
+from planted_runs import plant_run
 
 from backend.__main__ import main
-from backend.launch.plan import Plan
-from backend.runs import METRICS, SPEC
-from backend.runs.folder import Run
+from backend.runs import METRICS
 
 SPEC_TEXT = """train: {learning_rate: 0.001, bf16: true, optim: adamw_torch}
 launch: {devices: [0, 1], env: {HF_TOKEN: hf_abcdefghijklmnopqrstuvwxyz, NCCL_DEBUG: INFO}}
@@ -34,10 +32,7 @@ EXPECTED = [
 
 @pytest.fixture
 def run(tmp_path):
-    made = Run.create(tmp_path / "runs", "a run", Plan(("true",)), datetime(2026, 1, 1))
-    (made.path / SPEC).write_text(SPEC_TEXT)
-    (made.path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    return made
+    return plant_run(tmp_path / "runs", "a run", {METRICS: LINES}, SPEC_TEXT, datetime(2026, 1, 1))
 
 
 @pytest.fixture

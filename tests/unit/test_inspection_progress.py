@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from backend.cli import status_line
 from backend.cli.status_line import StatusLine
@@ -76,13 +77,6 @@ def result(name: str) -> dict[str, Any]:
     return {"format": FORMAT, "name": name}
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_progress_is_shown_while_waiting(make: MakeReports, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "SHOW_SECONDS", 0.02)
     reports, shown = make(), []
@@ -108,7 +102,7 @@ def test_abandoned_request_is_superseded(make: MakeReports, monkeypatch: pytest.
     monkeypatch.setattr(worker, "ABANDONED_SECONDS", 0.3)
     reports = make()
     assert reports.find("old", request("old", total=10**6)) is None
-    wait_until(lambda: reports.progress("old"))
+    wait_for(lambda: reports.progress("old"))
     pid = reports.pid
     assert reports.wait_for("new", request("new"), 10, print) == result("new")
     assert reports.pid == pid
@@ -120,7 +114,7 @@ def test_request_that_somebody_waits_for_is_not_superseded(make: MakeReports, mo
     reports, found = make(), []
     first = threading.Thread(target=lambda: found.append(reports.wait_for("a", request("a", 300), 20, print)))
     first.start()
-    wait_until(lambda: reports.progress("a"))
+    wait_for(lambda: reports.progress("a"))
     assert reports.wait_for("b", request("b"), 20, print) == result("b")
     first.join()
     assert found == [result("a")]
@@ -130,7 +124,7 @@ def test_the_only_request_is_completed_in_the_background(make: MakeReports, monk
     monkeypatch.setattr(worker, "ABANDONED_SECONDS", 0.1)
     reports = make()
     assert reports.find("a", request("a")) is None
-    wait_until(lambda: reports.find("a", {}, start=False))
+    wait_for(lambda: reports.find("a", {}, start=False))
     assert reports.find("a", {}, start=False) == result("a")
 
 
@@ -140,7 +134,7 @@ def test_outdated_requests_are_dropped(make: MakeReports, monkeypatch: pytest.Mo
     reports = make()
     for name in ("1", "10", "102"):
         assert reports.find(name, request(name, total=10**6)) is None
-        wait_until(lambda: reports.progress("1"))
+        wait_for(lambda: reports.progress("1"))
     for _ in range(8):
         time.sleep(0.1)
         assert reports.find("1", request("1")) is None, "in progress, and asked for"

@@ -1,15 +1,12 @@
 """Runs of earlier versions whose weights may be partly those of the base model are marked; others are not."""
 
-import json
-from datetime import datetime
-
 import pytest
+from planted_runs import plant_run
 from small import client
 
 from backend.__main__ import main
 from backend.registry import METHODS
-from backend.runs import LLAMAFACTORY, LOCK, METRICS, RESOLVED, RESULT, SPEC, Plan, lost_weights
-from backend.runs.folder import Run
+from backend.runs import LLAMAFACTORY, LOCK, METRICS, RESOLVED, RESULT, lost_weights
 from backend.runs.listing import row
 
 OLD, NEW = {"event": "resumed"}, {"event": "resumed", lost_weights.ALL_WEIGHTS: True}
@@ -30,17 +27,11 @@ def make(
 ):
     """A run as its folder looks at the end."""
     about = {"method": METHODS[method].label}
-    resolved = json.dumps({"strategy": strategy, "world_size": world_size})
-    plan = Plan(("true",), files={SPEC: spec, RESOLVED: resolved})
-    run = Run.create(root, f"{kind} {len(list(root.glob('*')))}", plan, datetime(2026, 11, 26), about)
-    (run.path / METRICS).write_text("".join(json.dumps(point) + "\n" for point in points))
-    if saved:
-        (run.path / saved).mkdir(parents=True)
-        (run.path / saved / "config.json").write_text(json.dumps({"model_type": kind}))
-    (run.path / LOCK).touch()
-    if result:
-        (run.path / RESULT).write_text(json.dumps(result))
-    return run
+    resolved = {"strategy": strategy, "world_size": world_size}
+    contents = {RESOLVED: resolved, METRICS: [*points], LOCK: ""}
+    contents |= {f"{saved}/config.json": {"model_type": kind}} if saved else {}
+    contents |= {RESULT: result} if result else {}
+    return plant_run(root, f"{kind} {len(list(root.glob('*')))}", contents, spec, about=about)
 
 
 def at(step, **more):

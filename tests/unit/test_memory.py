@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from published_throughput import gated_model
 from specs import estimate, memory_context, spec
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
@@ -31,28 +32,12 @@ from backend.rules.memory import host_out_of_memory
 MIB = 2**20
 
 
-def shape(layers: int, hidden: int, inner: int, heads: int, kv: int, words: int, tied: bool = False) -> ModelShape:
-    return from_config(
-        {
-            "model_type": "llama",
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv,
-            "vocab_size": words,
-            "tie_word_embeddings": tied,
-            "dtype": "bfloat16",
-        }
-    )
-
-
 # Peak resident memory of real runs of backend.train: a CPU, torch 2.13, three steps, one thread per process.
 # (model, options besides batch size 4 and 512 tokens, MiB). The estimate's constants were not fitted to the last ones.
 TINY, MID, BIG = (
-    shape(4, 128, 352, 4, 2, 2048),
-    shape(12, 768, 2048, 12, 4, 32_000),
-    shape(16, 1024, 2816, 16, 8, 32_000, tied=True),
+    gated_model("llama", 4, 128, 352, 4, 2, 2048),
+    gated_model("llama", 12, 768, 2048, 12, 4, 32_000),
+    gated_model("llama", 16, 1024, 2816, 16, 8, 32_000, tie_word_embeddings=True),
 )
 MIXTURE = from_config(
     {

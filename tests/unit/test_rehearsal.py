@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from small import client
+from waiting import wait_for
 
 from backend import presets, registry
 from backend.config import RunSpec
@@ -245,15 +245,15 @@ def test_stop_and_a_killed_process(root: Path) -> None:
     wait_for_training(stopped)
     assert stopped.status()["now"] == "Load the model"
     stopped.stop()
-    wait(lambda: stopped.status()["state"] == "stopped")
-    wait(lambda: not processes.is_locked(stopped.path))
+    wait_for(lambda: stopped.status()["state"] == "stopped")
+    wait_for(lambda: not processes.is_locked(stopped.path))
 
     killed = make(root, SLEEPS)
     killed.start()
     run = wait_for_training(killed)
     locker = next(int(p.name) for p in Path("/proc").glob("[0-9]*") if str(killed.path) in command(p))
     os.kill(locker, signal.SIGKILL)
-    wait(lambda: killed.status()["state"] == "lost")
+    wait_for(lambda: killed.status()["state"] == "lost")
     assert run.state in ("running", "starting")  # the run has its own supervisor
     delete_old(root)
     assert not killed.path.exists()
@@ -275,7 +275,7 @@ def test_the_api_starts_shows_and_stops_a_rehearsal(tmp_path: Path) -> None:
         assert api.get(path).json()["state"] == "running"
         assert api.get("/api/runs").json()["runs"] == []
         api.post(f"{path}/stop", json={})
-        wait(lambda: api.get(path).json()["state"] == "stopped")
+        wait_for(lambda: api.get(path).json()["state"] == "stopped")
         assert api.get("/api/rehearsals/..%2Fx").status_code == 404
         assert api.get("/api/rehearsals/123").json() == {"error": "This rehearsal no longer exists."}
 
@@ -291,12 +291,5 @@ def command(process: Path) -> str:
 
 def wait_for_training(rehearsal: Rehearsal) -> Run:
     run = rehearsal.runs()["train"]
-    wait(lambda: run.progress().get("phase") == "loading model")
+    wait_for(lambda: run.progress().get("phase") == "loading model")
     return run
-
-
-def wait(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)

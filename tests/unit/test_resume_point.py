@@ -7,16 +7,16 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 import pytest
+from planted_runs import plant_run
 from privileges import needs_root
 from small import client
 
 from backend.__main__ import main
 from backend.machine import Machine
-from backend.runs import CHECKPOINTS, COMPLETE, EVENTS, LOCK, METRICS, STATE, Plan, resume_point
+from backend.runs import CHECKPOINTS, COMPLETE, EVENTS, LOCK, METRICS, STATE, resume_point
 from backend.runs.folder import Run, RunError
 
 
@@ -34,10 +34,9 @@ def write_checkpoint(run: Run, step: int, start: str = "a1") -> Path:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run that was stopped at step 60, with checkpoints 55 and 60."""
-    made = Run.create(tmp_path / "runs", "x", Plan(("true",)), datetime.now())
-    (made.path / LOCK).write_text("supervisor\na1\n")
-    (made.path / STATE).write_text(json.dumps({"end": "stopped", "started": 1.0, "ended": 2.0, "exit_code": 0}))
-    (made.path / METRICS).write_text("".join(json.dumps({"step": k, "loss": 1.0}) + "\n" for k in range(1, 61)))
+    state = {"end": "stopped", "started": 1.0, "ended": 2.0, "exit_code": 0}
+    points = [{"step": k, "loss": 1.0} for k in range(1, 61)]
+    made = plant_run(tmp_path / "runs", "x", {LOCK: "supervisor\na1\n", STATE: state, METRICS: points})
     for step in (55, 60):
         write_checkpoint(made, step)
     return made

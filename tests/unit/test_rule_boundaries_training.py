@@ -3,12 +3,11 @@ first that fails, and what the fixes of the failing case set."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from boundaries import NO_FIX, Boundary, Patch, Setup, boundary, facts_boundary, machine_boundary
 from specs import rule_finding
 
 from backend.config import RunSpec
@@ -16,9 +15,8 @@ from backend.config.options import edit, effective
 from backend.data import detection_problem
 from backend.inspect import DataIssue, InputFacts
 from backend.inspect.data_files import MAX_ISSUES
-from backend.machine import Machine
 from backend.modelspec import ModelShape, from_config
-from backend.rules import Case, Finding, check
+from backend.rules import Case, check
 from backend.rules.adapter import UNKNOWN_MOE
 from backend.rules.examples import (
     DEMO,
@@ -34,54 +32,6 @@ from backend.rules.examples import (
 from backend.rules.stages import DPO, KTO, LABELS_FACTS, TENSOR_PARALLEL, USER_KTO
 from backend.rules.streaming import IN_STEPS, STREAMED
 from backend.rules.unsloth import UNSLOTH, WITH_UNSLOTH
-
-Patch = Mapping[str, Any]
-NO_FIX: Patch = {}
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A patch of the default spec, on a machine, with inspected facts."""
-
-    patch: Patch = field(default_factory=dict)
-    facts: InputFacts = DEMO
-    machine: Machine = LAPTOP
-
-    def finding(self, code: str) -> Finding | None:
-        """What the rule says of it."""
-        return rule_finding(code, self.patch, self.machine, self.facts)
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """`passes` and `fails` are as near to each other as the values allow. `fixes`: the patches of all fixes of the
-    failing case; `words`: part of its message."""
-
-    code: str
-    passes: Setup
-    fails: Setup
-    fixes: tuple[Patch, ...] | None = None
-    words: str = ""
-
-
-def boundary(
-    code: str, base: Patch, passes: Patch, fails: Patch, *fixes: Patch, words: str = "", **where: Any
-) -> Boundary:
-    """A boundary in the options alone, on one machine with one set of facts. NO_FIX: there is no fix."""
-    passing, failing = (Setup({**base, **more}, **where) for more in (passes, fails))
-    return Boundary(code, passing, failing, _expected(fixes), words)
-
-
-def facts_boundary(
-    code: str, patch: Patch, passes: InputFacts, fails: InputFacts, *fixes: Patch, words: str = "", **where: Any
-) -> Boundary:
-    """A boundary in what inspection finds."""
-    return Boundary(code, Setup(patch, passes, **where), Setup(patch, fails, **where), _expected(fixes), words)
-
-
-def _expected(fixes: tuple[Patch, ...]) -> tuple[Patch, ...] | None:
-    return () if fixes == (NO_FIX,) else fixes or None
-
 
 RATE = "train.learning_rate"
 
@@ -209,7 +159,7 @@ def unreadable(*names: str) -> InputFacts:
 
 def columns(*names: str) -> Setup:
     """A file whose columns are those of no format."""
-    return Setup(USER_DATA, replace(unreadable("data.jsonl"), columns=names, format=""))
+    return Setup(USER_DATA, facts=replace(unreadable("data.jsonl"), columns=names, format=""))
 
 
 def text_column(name: str) -> Patch:
@@ -222,7 +172,7 @@ def prompt_columns(prompt: str, completion: str) -> Patch:
     return {"data.format": "prompt_completion", "data.prompt_column": prompt, "data.completion_column": completion}
 
 
-GOOD_FILE = Setup(USER_DATA, USER_DATA_FACTS)
+GOOD_FILE = Setup(USER_DATA, facts=USER_DATA_FACTS)
 SKIP = {"data.on_bad_example": "skip"}
 FILES = (
     facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("a.jsonl"), {"data.files": ("b.jsonl",)}),
@@ -430,46 +380,24 @@ OUTPUT = (
     boundary("TRN009", {**MANY_EPOCHS, "train.num_train_epochs": 200.0}, {"train.duration": "epochs"}, {}),
     facts_boundary("TRN009", MANY_EPOCHS, replace(DEMO, counts_are_exact=False), DEMO),
     facts_boundary("TRN009", MANY_EPOCHS, replace(DEMO, num_examples=None), DEMO),
-    boundary(
-        "UNS006",
-        UNSLOTH,
-        {"precision.compute": "pure_bf16"},
-        {"precision.compute": "bf16"},
-        words="bf16",
-        machine=replace(ON_CPU, cpu_bf16=False),
-    ),
-    Boundary(
-        "UNS006",
-        Setup({**UNSLOTH, "precision.compute": "bf16"}, machine=replace(ON_CPU, cpu_bf16=True)),
-        Setup({**UNSLOTH, "precision.compute": "bf16"}, machine=replace(ON_CPU, cpu_bf16=False)),
-    ),
-    facts_boundary(
-        "TRN001",
-        {**FOUR_RANKS, BATCH: 1, ACCUMULATION: 1},
-        lengths(9, num_examples=4),
-        lengths(9, num_examples=3),
-        NO_FIX,
-    ),
-)
+    boundary("UNS006", UNSLOTH, {"precision.compute": "pure_bf16"}, {"precision.compute": "bf16"}, words="bf16",
+             machine=replace(ON_CPU, cpu_bf16=False)),
+    machine_boundary("UNS006", {**UNSLOTH, "precision.compute": "bf16"}, replace(ON_CPU, cpu_bf16=True),
+                     replace(ON_CPU, cpu_bf16=False)),
+    facts_boundary("TRN001", {**FOUR_RANKS, BATCH: 1, ACCUMULATION: 1}, lengths(9, num_examples=4),
+                   lengths(9, num_examples=3), NO_FIX),
+)  # fmt: skip
 BOUNDARIES = (*ADAPTER, *METHOD, *FILES, *DATA, *STAGES, *TRAINING, *OUTPUT)
 
 
-@pytest.mark.parametrize("row", BOUNDARIES, ids=lambda row: f"{row.code}-{dict(row.fails.patch)}"[:80])
+@pytest.mark.parametrize("row", BOUNDARIES, ids=str)
 def test_boundary(row: Boundary) -> None:
-    assert row.passes.finding(row.code) is None
-    found = row.fails.finding(row.code)
-    assert found is not None
-    assert row.words in found.message
-    if row.fixes is not None:
-        assert [dict(fix.patch) for fix in found.fixes] == [dict(patch) for patch in row.fixes]
-    for fix in found.fixes:
-        if match := re.fullmatch(r"Set \S.* to ([-+.e\d]+)", fix.label):
-            assert float(match[1]) in [pytest.approx(value, rel=0.05) for value in fix.patch.values()]
+    row.check()
 
 
 @pytest.mark.parametrize(("count", "named", "more"), [(3, 3, ""), (4, 3, "1 more"), (5, 3, "2 more")])
 def test_three_issues_are_named(count: int, named: int, more: str) -> None:
-    found = Setup(USER_DATA, issues(count)).finding("DAT003")
+    found = Setup(USER_DATA, facts=issues(count)).finding("DAT003")
     assert found
     assert found.message.count("is bad") == named
     assert more in found.message and ("more" in found.message) == bool(more)
@@ -495,7 +423,7 @@ def test_disk_space_to_the_last_byte(room_for: Patch, spare: int, offered: list[
     """A disk with room for the result of a fix, or with one byte less."""
     spec = effective(edit(RunSpec(), {**FULL, **room_for}))
     need = Case(spec, LAPTOP, DEMO).estimate.disk_bytes
-    found = Setup(FULL, DEMO, replace(LAPTOP, disk_free_bytes=need + spare)).finding("OUT001")
+    found = Setup(FULL, replace(LAPTOP, disk_free_bytes=need + spare)).finding("OUT001")
     assert (found and [dict(fix.patch) for fix in found.fixes]) == offered
 
 
@@ -510,7 +438,7 @@ def test_only_fewer_checkpoints_are_safe() -> None:
     spec = effective(edit(RunSpec(), {**FULL, **KEEP_LAST}))
     for spare, safe in ((0, {str(KEEP_LAST)}), (-1, set())):
         free = Case(spec, LAPTOP, DEMO).estimate.disk_bytes + spare
-        found = Setup(FULL, DEMO, replace(LAPTOP, disk_free_bytes=free)).finding("OUT001")
+        found = Setup(FULL, replace(LAPTOP, disk_free_bytes=free)).finding("OUT001")
         assert found and {str(dict(fix.patch)) for fix in found.fixes if fix.safe} == safe
 
 
@@ -524,9 +452,12 @@ def test_evaluation_is_set_to_the_interval_of_checkpoints() -> None:
 def test_finding_with_a_guessed_format_points_to_that_option_too() -> None:
     for setup, fields in (
         (columns("id", "question"), ("data.files", "data.format")),
-        (Setup(TWO_FILES, unreadable("a.jsonl")), ("data.files",)),
-        (Setup(TWO_FILES, unreadable("*.jsonl")), ("data.files",)),
-        (Setup(TWO_FILES, replace(unreadable("a.jsonl"), columns=("x",), format="")), ("data.files", "data.format")),
+        (Setup(TWO_FILES, facts=unreadable("a.jsonl")), ("data.files",)),
+        (Setup(TWO_FILES, facts=unreadable("*.jsonl")), ("data.files",)),
+        (
+            Setup(TWO_FILES, facts=replace(unreadable("a.jsonl"), columns=("x",), format="")),
+            ("data.files", "data.format"),
+        ),
     ):
         found = setup.finding("DAT002")
         assert found and found.fields == fields
@@ -539,21 +470,21 @@ def test_examples_that_are_all_skipped_are_not_blamed_on_their_length() -> None:
         num_skipped_texts=2, skipped=(reason,), token_lengths=(22, 22),
     )  # fmt: skip
     spec = {**USER_DATA, "data.on_bad_example": "skip", "data.system_prompt": "Be kind."}
-    found = Setup(spec, facts).finding("DAT017")
+    found = Setup(spec, facts=facts).finding("DAT017")
     assert found and found.title == "All examples are skipped" and reason in found.message
     assert [dict(fix.patch) for fix in found.fixes] == [{"data.system_prompt": ""}]
-    partly = Setup(spec, replace(facts, num_skipped_texts=1)).finding("DAT017")
+    partly = Setup(spec, facts=replace(facts, num_skipped_texts=1)).finding("DAT017")
     assert partly and "within data.max_length" in partly.message, "the other one is too long"
 
 
 def test_unknown_columns_have_a_title_of_their_own() -> None:
     location, problem = "a.jsonl, line 1", detection_problem({"id": "7"}, ("messages",))
     facts = replace(columns("id").facts, data_issues=(DataIssue("data.files", location, problem),))
-    found = Setup(USER_DATA, facts).finding("DAT002")
+    found = Setup(USER_DATA, facts=facts).finding("DAT002")
     assert found and found.title == "The columns of a data file are not recognized"
     assert "data." not in found.message + found.reason
     mixed = replace(facts, data_issues=(*facts.data_issues, DataIssue("data.files", "b.jsonl", "no such file")))
-    found = Setup(USER_DATA, mixed).finding("DAT002")
+    found = Setup(USER_DATA, facts=mixed).finding("DAT002")
     assert found and found.title == "A data file cannot be read"
 
 
@@ -611,18 +542,18 @@ def test_a_second_dataset_fits_the_stage(
 def test_what_streaming_does_not_support(patch: Patch) -> None:
     """One fix changes all options that have another value; the other one turns streaming off."""
     streamed = {**STREAMED, **IN_STEPS, **patch}
-    found = Setup(streamed, USER_DATA_FACTS, TWO_H100).finding("DAT035")
+    found = Setup(streamed, TWO_H100, USER_DATA_FACTS).finding("DAT035")
     assert found is not None and any(f"{name}: " in found.message for name in patch)
     assert found.fixes[-1].patch == {"data.streaming": False}
     for fix in found.fixes:
-        assert Setup({**streamed, **fix.patch}, USER_DATA_FACTS, TWO_H100).finding("DAT035") is None
+        assert Setup({**streamed, **fix.patch}, TWO_H100, USER_DATA_FACTS).finding("DAT035") is None
 
 
 def test_only_plain_text_needs_no_chat_template() -> None:
     model = {"model.source": "path", "model.path": "model", **USER_DATA, "data.format": "text"}
     facts = replace(DEMO, has_chat_template=False)
     sources = [({}, {"source": "files", "files": ("b.jsonl",), "format": name}) for name in ("text", "messages")]
-    found = [Setup({**model, "data.sources": each}, facts).finding("MDL003") for each in sources]
+    found = [Setup({**model, "data.sources": each}, facts=facts).finding("MDL003") for each in sources]
     assert found[0] is None and found[1] is not None
 
 

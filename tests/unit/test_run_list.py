@@ -8,6 +8,7 @@ import time
 from datetime import datetime, timedelta
 
 import pytest
+from planted_runs import plant_run
 from small import client
 
 from backend.__main__ import main
@@ -19,10 +20,8 @@ from backend.runs import (
     PLAN,
     PROGRESS,
     RESULT,
-    SPEC,
     STATE,
     SWEEP,
-    Plan,
     listing,
     notebook,
     sweeps,
@@ -47,11 +46,10 @@ SECONDS = itertools.count()
 def make(root, name="a", end="done"):
     """A run as it looks after training, one second later than the last one."""
     created = datetime(2026, 11, 22) + timedelta(seconds=next(SECONDS))
-    run = Run.create(root, name, Plan(("true",), files={SPEC: "{}\n"}), created, ABOUT)
-    (run.path / LOCK).write_text("supervisor")
-    (run.path / STATE).write_text(json.dumps({"started": 1.0, "ended": 61.0, "end": end}))
-    (run.path / METRICS).write_text('{"step": 5, "loss": 2.5, "tokens_per_second": 7, "eval_loss": 3}\n')
-    return run
+    state = {"started": 1.0, "ended": 61.0, "end": end}
+    points = [{"step": 5, "loss": 2.5, "tokens_per_second": 7, "eval_loss": 3}]
+    contents = {LOCK: "supervisor", STATE: state, METRICS: points}
+    return plant_run(root, name, contents, created=created, about=ABOUT)
 
 
 class Counting:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 from failed_runs import ended, planted_run
 from small import client
+from waiting import wait_for
 
 from backend import environments
 from backend.__main__ import main
@@ -70,14 +70,6 @@ def export(run, format="q8_0", content="weights"):
     (job.path / RESULT).write_text(json.dumps({"model": f"gguf/{file.name}"}))
     (job.path / STATE).write_text(json.dumps({"end": "done", "exit_code": 0}))
     return file
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
 
 
 def started(run, token="", **settings):

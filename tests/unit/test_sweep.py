@@ -6,18 +6,18 @@ import json
 import math
 import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from planted_runs import plant_run
 from small import client
 
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import SpecError, edit
-from backend.runs import METRICS, STOP, SWEEP, Plan, sweeps, validation
+from backend.runs import METRICS, STOP, SWEEP, sweeps, validation
 from backend.runs.folder import Run, RunError
 from backend.tasks import start_sweep, sweep
 from webui.api import sweeps as sweeps_api
@@ -134,10 +134,8 @@ def make(tmp_path: Path) -> MakeMember:
 
     def made(losses: dict[int, float | None], sweep_id: str = "s", factor: int = 3) -> Run:
         part = sweeps.Member(sweep_id, {RANK: 8}, 10, factor)
-        run = Run.create(tmp_path, "member", Plan(("true",), files={SWEEP: part.to_json()}), datetime(2026, 11, 23))
-        points = [json.dumps({"step": step, "eval_loss": loss}) + "\n" for step, loss in losses.items()]
-        (run.path / METRICS).write_text("".join(points))
-        return run
+        points = [{"step": step, "eval_loss": loss} for step, loss in losses.items()]
+        return plant_run(tmp_path, "member", {SWEEP: part.to_json(), METRICS: points})
 
     return made
 
@@ -172,8 +170,7 @@ def test_other_sweeps_and_single_runs_do_not_count(make: MakeMember, tmp_path: P
     for _ in range(5):
         make({10: 1.0}, sweep_id="other")
     assert not sweeps.stop_if_behind(run.path, 10)
-    single = Run.create(tmp_path, "single", Plan(("true",)), datetime(2026, 11, 23))
-    assert not sweeps.stop_if_behind(single.path, 10)
+    assert not sweeps.stop_if_behind(plant_run(tmp_path, "single").path, 10)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(make: MakeMember) -> None:

@@ -1,14 +1,13 @@
 """The validation loss of a run belongs to the model that it saved, wherever it is shown."""
 
 import json
-from datetime import datetime
 
 import pytest
+from planted_runs import plant_run
 from small import client
 
 from backend.__main__ import main
-from backend.runs import LOCK, METRICS, RESULT, SPEC, Plan, validation
-from backend.runs.folder import Run
+from backend.runs import LOCK, METRICS, RESULT, validation
 from backend.runs.listing import row
 
 LOSSES = {10: 3.0, 20: 1.5, 30: 2.0}
@@ -17,12 +16,8 @@ BEST = {"eval_loss": 1.5, "model_step": 20, "steps": 30, "model": "model"}
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run.create(tmp_path / "runs", "best", Plan(("true",), files={SPEC: "{}\n"}), datetime(2026, 11, 26))
-    points = [json.dumps({"step": step, "eval_loss": loss}) + "\n" for step, loss in LOSSES.items()]
-    (run.path / METRICS).write_text("".join(points))
-    (run.path / LOCK).touch()
-    (run.path / RESULT).write_text(json.dumps(BEST))
-    return run
+    points = [{"step": step, "eval_loss": loss} for step, loss in LOSSES.items()]
+    return plant_run(tmp_path / "runs", "best", {METRICS: points, LOCK: "", RESULT: BEST})
 
 
 def test_list_page_and_command_line_show_that_of_the_saved_model(run, capsys):

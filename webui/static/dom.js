@@ -26,6 +26,16 @@ export function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
+/** A row of a table. `cell`: the tag of its cells but the first. */
+export const tableRow = (cells, cell = "td", attributes = {}) =>
+  el("tr", attributes, ...cells.map((content, n) => el(n ? cell : "td", {}, content)));
+
+/** A table with the headings of its columns. `cell`: the tag of all headings but the first. */
+export function table(tag, headings, rows, cell = "th") {
+  const cells = headings.map((heading, n) => el(n ? cell : "th", { scope: "col" }, heading));
+  return el(tag, {}, el("thead", {}, el("tr", {}, cells)), el("tbody", {}, rows));
+}
+
 /** @returns {any} */
 export const $ = (selector, parent = /** @type {ParentNode} */ (document)) => parent.querySelector(selector);
 
@@ -161,6 +171,17 @@ function focusAgain(node) {
 }
 
 export const notifyError = (error) => notify(error.message, { level: "error" });
+
+/** Do work and show its error. Meanwhile, the button that has started it is disabled. @param {any} button */
+export async function attempt(work, button = null) {
+  if (button) button.disabled = true;
+  try {
+    await work();
+  } catch (error) {
+    notifyError(error);
+  }
+  if (button) button.disabled = false;
+}
 
 /**
  * Ask for confirmation. `destructive` colors the button.

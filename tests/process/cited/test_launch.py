@@ -22,6 +22,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, MegatronLMPlugin
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from fork_server import free_port
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -123,12 +124,6 @@ def test_rendezvous_endpoint_needs_a_host() -> None:
     nowhere = config("--nnodes=2", "--master-addr=", "--master-port=29511").rdzv_endpoint
     with pytest.raises(ValueError, match="hostname of the rendezvous endpoint ':29511' must be"):
         parse_rendezvous_endpoint(nowhere, -1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @cites("NOD003")

@@ -1,7 +1,7 @@
 // @ts-check
 // The time card: how long the run takes and what it costs, where the time of a step goes, and the reason for the range.
 import { post } from "../api.js";
-import { $, el, notifyError, redraw } from "../dom.js";
+import { $, el, notifyError, redraw, table, tableRow } from "../dom.js";
 import { capitalized } from "../format.js";
 import { currentValues } from "./form.js";
 
@@ -75,27 +75,19 @@ function comparison(lines) {
     { head: "Time", text: ({ texts }) => texts.time.replace(/ \(.*/, "") },
     { head: "Price", text: ({ texts }) => texts.price },
   ].filter(({ text }) => lines.some((line) => text(line) !== "-"));
-  const head = [
-    el("th", { scope: "col" }, "Machine"),
-    ...columns.map((each) => el("th.fp-n", { scope: "col" }, each.head)),
-  ];
   const same = lines.every(({ result }) => result === lines[0].result); // said once, above the table
   const rows = (line) => {
     const about = [same ? "" : line.result, line.can_run ? line.change : ""].filter(Boolean).map(sentence).join(" ");
-    const figures = columns.map(({ text }) => el("td.fp-n", {}, line.can_run ? text(line) : ""));
+    const figures = columns.map(({ text }) => (line.can_run ? text(line) : ""));
     const isPlain = line.can_run && about === "Can run."; // the figures say so
     return [
-      el("tr", {}, el("td", {}, machineLink(line)), ...figures),
+      tableRow([machineLink(line), ...figures], "td.fp-n"),
       about && !isPlain ? el("tr", {}, el("td.fp-dim", { colspan: 1 + columns.length }, about)) : null,
     ].filter(Boolean);
   };
-  const table = el(
-    "table.fp-rows",
-    {},
-    el("thead", {}, el("tr", {}, ...head)),
-    el("tbody", {}, ...lines.flatMap(rows)),
-  );
-  return el("div", {}, same ? el("p.fp-dim", {}, lines[0].result) : null, table);
+  const heads = ["Machine", ...columns.map(({ head }) => head)];
+  const shown = table("table.fp-rows", heads, lines.flatMap(rows), "th.fp-n");
+  return el("div", {}, same ? el("p.fp-dim", {}, lines[0].result) : null, shown);
 }
 
 /** The name of a machine, which selects it in the menu above the form. */

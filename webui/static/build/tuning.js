@@ -1,7 +1,7 @@
 // @ts-check
 // The card with the fastest settings: how long to measure, the progress, and a table whose rows can be adopted.
 import { post } from "../api.js";
-import { $, el, notifyError, redraw, setText } from "../dom.js";
+import { $, attempt, el, notifyError, redraw, setText, table, tableRow } from "../dom.js";
 import { bytes, capitalized, dateTime, duration, integer, num, percent } from "../format.js";
 import { createDraftTask } from "./draft_task.js";
 import * as form from "./form.js";
@@ -62,12 +62,10 @@ async function open() {
   drawn = "";
   drawEmpty();
   minutes.focus();
-  try {
+  await attempt(async () => {
     const { id } = await post("api/tunings/earlier", request);
     if (id && !task.id() && !box().hidden) keep(id, request.values);
-  } catch (error) {
-    notifyError(error);
-  }
+  });
 }
 
 async function start(event) {
@@ -145,7 +143,7 @@ function draw(status) {
     head(titles[status.state] || "Fastest settings: failed", running ? link("Stop", stop) : link("Dismiss", dismiss)),
     el("p", { role: "status" }, running ? progress(status) : outcome(status)),
     running ? el("p.fp-dim.fp-tuning-left", {}, left) : null,
-    tried.length ? table(tried, status) : null,
+    tried.length ? settingsTable(tried, status) : null,
     ...status.notes.map(note),
     skipped(status.rows, unfolded),
     running ? null : controls("Measure again"),
@@ -176,11 +174,10 @@ function outcome({ state, failure, fastest, rows, seconds, created, changes_resu
   return `${label}: ${gain.toFixed(2)}\u00d7 as fast as the current settings, ${effect}. ${when}`;
 }
 
-function table(rows, { fastest, rows: all }) {
-  const heads = ["Tokens/s", "Speedup"].map((text) => el("th.fp-n", { scope: "col" }, text));
-  const top = el("tr", {}, el("th", { scope: "col" }, "Settings"), ...heads, el("th", {}, el("span.fp-sr", {}, "Use")));
+function settingsTable(rows, { fastest, rows: all }) {
+  const heads = ["Settings", "Tokens/s", "Speedup", el("span.fp-sr", {}, "Use")];
   const lines = rows.flatMap((row) => pair(row, row === all[fastest] ? "fastest" : row.state));
-  return el("table.fp-rows.fp-tuning-rows", {}, el("thead", {}, top), el("tbody", {}, ...lines));
+  return table("table.fp-rows.fp-tuning-rows", heads, lines, "th.fp-n");
 }
 
 /** The settings with their speed, and below them the figures of their steps, or why there are none. */
@@ -191,11 +188,10 @@ function pair(row, state) {
       ? el("button.fp-link", { type: "button", onclick: () => adopt(row) }, "Use these")
       : "";
   const times = row.state === "base" || step === null ? "" : `${gain.toFixed(2)}\u00d7`;
-  const figures = [speed ? integer(speed) : "", times, use].map((figure) => el("td.fp-n", {}, figure));
   const attributes = { "data-state": state };
-  const cells = step === null ? [el("td", { colspan: 4 }, label)] : [el("td", {}, label), ...figures];
+  const figures = [label, speed ? integer(speed) : "", times, use];
   return [
-    el("tr", attributes, ...cells),
+    step === null ? el("tr", attributes, el("td", { colspan: 4 }, label)) : tableRow(figures, "td.fp-n", attributes),
     el("tr.fp-tuning-detail", attributes, el("td.fp-dim", { colspan: 4 }, detail(row))),
   ];
 }

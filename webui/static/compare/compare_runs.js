@@ -3,11 +3,11 @@
 // and generations for the same prompts.
 import { get, url } from "../api.js";
 import { createChartBar } from "../chart_bar.js";
-import { $, address, chip, el, on, redraw, setText } from "../dom.js";
+import { $, address, chip, el, on, redraw, setText, table } from "../dom.js";
 import { bytes, duration, integer, num, valueText } from "../format.js";
 import { onThemeChange } from "../gradio.js";
 import { createPoller } from "../poll.js";
-import { isSame } from "../run/generations.js";
+import { markedGeneration } from "../run/generations.js";
 import { drawBadge, hasEnded } from "../run_state.js";
 import { curveColor } from "../plot.js";
 import { AXES, createCompareCharts } from "./compare_runs_charts.js";
@@ -202,14 +202,8 @@ function drawMissing(names) {
   setText(page.missing, names.length ? `${what} logged by: ${names.join(", ")}.` : "");
 }
 
-const row = (cells, tag = "td") =>
-  el(
-    "tr",
-    {},
-    cells.map((cell, n) => (n ? el(tag, {}, cell) : el("th", { scope: tag === "th" ? "col" : "row" }, cell))),
-  );
-
-const table = (head, rows) => el("table", {}, el("thead", {}, row(head, "th")), el("tbody", {}, rows));
+const row = ([name, ...cells]) =>
+  el("tr", {}, el("th", { scope: "row" }, name), ...cells.map((cell) => el("td", {}, cell)));
 
 const panelHead = (title, ...more) => el("div.fp-panel-head", {}, el("h3", {}, title), ...more);
 
@@ -244,7 +238,7 @@ function summaryParts(runs, options) {
   };
   const head = ["Run", "State", "Step", "Final loss", "Best validation loss", "Training time", "Tokens/s"];
   head.push("Peak memory", "Estimated peak", el("span.fp-sr", {}, "Actions"));
-  return [panelHead("Results", el("span.fp-dim", {}, note)), table(head, runs.map(line))];
+  return [panelHead("Results", el("span.fp-dim", {}, note)), table("table", head, runs.map(line))];
 }
 
 function optionText(key, value) {
@@ -263,18 +257,13 @@ function optionParts(runs, options) {
   };
   const head = ["Option", ...runs.map(runName)];
   const note = el("span.fp-dim", {}, `${NONE} means that the option is empty, or has no effect in this run`);
-  return [panelHead("Options that differ", note), table(head, options.map(line))];
+  return [panelHead("Options that differ", note), table("table", head, options.map(line))];
 }
 
 function sampleParts(runs, samples) {
   const known = runs.filter(({ id }) => samples.some(({ outputs }) => id in outputs));
-  const output = (text, reference) => {
-    if (text === undefined) return el("span.fp-dim", {}, NONE);
-    const correct = isSame(text, reference);
-    const words = { role: "img", "aria-label": correct ? "correct" : "wrong" };
-    const mark = el("span.fp-mark", words, correct ? "\u2713" : "\u2717");
-    return el("div.fp-generation", { "data-correct": String(correct) }, mark, el("pre", {}, text || "(empty)"));
-  };
+  const output = (text, reference) =>
+    text === undefined ? el("span.fp-dim", {}, NONE) : markedGeneration(text, reference);
   const line = ({ prompt, reference, outputs }) =>
     row([
       el("div.fp-prompt", {}, prompt),
@@ -290,5 +279,5 @@ function sampleParts(runs, samples) {
   }
   const note = el("span.fp-dim", {}, "after training, for prompts that at least two runs share");
   const head = ["Prompt", "Reference", ...known.map((run) => runName(run, runs.indexOf(run)))];
-  return [panelHead("Generations", note, el("span.fp-gap"), more), table(head, rows)];
+  return [panelHead("Generations", note, el("span.fp-gap"), more), table("table", head, rows)];
 }

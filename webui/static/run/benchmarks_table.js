@@ -1,6 +1,6 @@
 // @ts-check
 // The result of a benchmark: each metric of each task for base model and trained model, and the change.
-import { el } from "../dom.js";
+import { el, table } from "../dom.js";
 import { integer, num } from "../format.js";
 
 const VERDICTS = {
@@ -14,8 +14,7 @@ const HEADS = ["Task and metric", "Base model", "Trained model", "Change (95% in
 
 /** @param {any[]} rows as benchmark_results.rows has them */
 export function resultTable(rows) {
-  const heads = HEADS.map((name) => el("th", { scope: "col" }, name));
-  return el("table.fp-scores", {}, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows.map(resultRow)));
+  return table("table.fp-scores", HEADS, rows.map(resultRow));
 }
 
 function resultRow(row) {

@@ -19,7 +19,7 @@ const BEFORE = "Before training";
 const AFTER = "After training";
 
 /** Whether two texts match as exact match in Python does: JSON objects may differ in spaces and the order of keys. */
-export function isSame(one, other) {
+function isSame(one, other) {
   return canonical(one) === canonical(other);
 }
 function canonical(text) {
@@ -257,13 +257,16 @@ function stepMarks(moments, n, at) {
 
 function generationCell(title, text, correct) {
   if (text === null || text === undefined) return el("td.fp-dim", { "data-name": title }, "\u2013");
-  const mark = el(
-    "span.fp-mark",
-    { role: "img", "aria-label": correct ? "correct" : "wrong" },
-    correct ? "\u2713" : "\u2717",
-  );
-  const body = el("pre", {}, text || "(empty)");
-  return el("td", { "data-name": title }, el("div.fp-generation", { "data-correct": String(correct) }, mark, body));
+  return el("td", { "data-name": title }, marked(text, correct));
+}
+
+/** A generated output, and whether it is the reference. */
+export const markedGeneration = (text, reference) => marked(text, isSame(text, reference));
+
+function marked(text, correct) {
+  const words = { role: "img", "aria-label": correct ? "correct" : "wrong" };
+  const mark = el("span.fp-mark", words, correct ? "\u2713" : "\u2717");
+  return el("div.fp-generation", { "data-correct": String(correct) }, mark, el("pre", {}, text || "(empty)"));
 }
 
 /** Whether a generation is better than before training, worse, or neither; '' without one from before. */

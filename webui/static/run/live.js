@@ -1,6 +1,6 @@
 // @ts-check
 // The panel of what a run reports about itself: alerts, and the last measurement of each rank.
-import { el } from "../dom.js";
+import { el, table, tableRow } from "../dom.js";
 import { bytes, integer, num, percent } from "../format.js";
 
 const SHOWN_ALERTS = 4;
@@ -37,19 +37,13 @@ const COLUMNS = [
 /** One row per rank of a measurement. */
 export function rankTable({ ranks, step }) {
   const columns = COLUMNS.filter(([, key]) => ranks.some((rank) => Number.isFinite(rank[key])));
-  const line = (tag, cells) =>
-    el(
-      "tr",
-      {},
-      cells.map((cell, i) => el(i ? `${tag}.fp-n` : tag, {}, cell)),
-    );
   const name = (rank, i) => `Rank ${i}: ${rank.device} on ${rank.host}`;
   const cell = (rank, key, text) => (Number.isFinite(rank[key]) ? text(rank[key]) : "\u2013");
-  const body = ranks.map((rank, i) =>
-    line("td", [name(rank, i), ...columns.map(([, key, text]) => cell(rank, key, text))]),
+  const rows = ranks.map((rank, i) =>
+    tableRow([name(rank, i), ...columns.map(([, key, text]) => cell(rank, key, text))], "td.fp-n"),
   );
-  const head = line("th", [`Measured at step ${integer(step)}`, ...columns.map(([title]) => title)]);
-  return el("table.fp-rows", {}, el("thead", {}, head), el("tbody", {}, body));
+  const heads = [`Measured at step ${integer(step)}`, ...columns.map(([title]) => title)];
+  return table("table.fp-rows", heads, rows, "th.fp-n");
 }
 
 /** Cards with the time of a step in the whole run until now, and the use of the GPUs at the last measurement. */

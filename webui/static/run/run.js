@@ -64,6 +64,14 @@ let busy = false; // an action is in progress
 let showView = (..._) => {};
 const drawn = {}; // part -> what it shows, as JSON
 const page = /** @type {Record<string, any>} */ ({});
+const parts = /** @type {any[]} */ ([]); // hidden until a response shows them
+
+/** A part of the page that is hidden at first. */
+function part(name, node) {
+  node.hidden = true;
+  parts.push(node);
+  return (page[name] = node);
+}
 
 const base = () => runPath(id);
 const ended = () => Boolean(run) && hasEnded(run.summary.state);
@@ -114,8 +122,8 @@ function buildPage(place) {
     page.generations.node,
     page.charts.node,
     page.log.node,
-    page.placement,
-    page.timed,
+    page["run-placement"],
+    page["run-time"],
     page.details,
   );
   page.empty = emptyPart();
@@ -148,21 +156,21 @@ function createRequestingParts() {
 
 /** The parts that show the newest response. */
 function createDrawnParts() {
-  const panel = (name, label) => el(`section.fp-panel.fp-${name}`, { hidden: true, "aria-label": label });
-  page.failure = el("section.fp-failure", { hidden: true, "aria-label": "Error" });
-  page.alerts = panel("alerts", "Alerts");
-  page.gain = el("p.fp-gain", { hidden: true });
-  page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
-  page.routerNote = el("p.fp-router-note", { hidden: true });
+  const panel = (name, label) => part(name, el(`section.fp-panel.fp-${name}`, { "aria-label": label }));
+  part("failure", el("section.fp-failure", { "aria-label": "Error" }));
+  panel("alerts", "Alerts");
+  part("gain", el("p.fp-gain"));
+  part("cards", el("dl.fp-results", { "aria-label": "Results" }));
+  part("routerNote", el("p.fp-router-note"));
   page.model = createModelCard();
-  page.placement = panel("run-placement", "Memory of each device");
-  page.timed = panel("run-time", "Predicted and measured time");
+  panel("run-placement", "Memory of each device");
+  panel("run-time", "Predicted and measured time");
   page.ranks = el("div.fp-ranks");
-  page.ranksFold = fold("Ranks", page.ranks);
+  part("ranksFold", fold("Ranks", page.ranks));
   page.details = el("section.fp-details", { "aria-label": "Details" });
   page.sections = createSectionLinks(() => page.node);
   page.checkpoints = el("p");
-  page.checkpointsFold = fold("Checkpoints", page.checkpoints);
+  part("checkpointsFold", fold("Checkpoints", page.checkpoints));
 }
 
 function emptyPart() {
@@ -178,12 +186,10 @@ function titlePart() {
   page.badge = el("span.fp-badge", { role: "status" }); // the sentence changes with each step, too often to be read out
   page.sentence = el("span.fp-run-sentence");
   page.away = el("span.fp-away", { hidden: true }, "Reconnecting");
-  page.annotate = el("button.fp-link", { type: "button", hidden: true }, "Name, tags and notes");
-  page.annotate.addEventListener("click", () => {
-    editNotes({ ...run.summary, ...run.annotations }, () => page.poller.start());
-  });
-  page.notes = el("div.fp-run-notes", { hidden: true });
-  page.warning = el("p.fp-run-warning", { hidden: true });
+  const annotate = () => editNotes({ ...run.summary, ...run.annotations }, () => page.poller.start());
+  part("annotate", el("button.fp-link", { type: "button", onclick: annotate }, "Name, tags and notes"));
+  part("notes", el("div.fp-run-notes"));
+  part("warning", el("p.fp-run-warning"));
   const state = el("p", {}, page.badge, page.sentence, page.annotate, page.away);
   return el("div.fp-run-title", {}, page.name, state, page.warning, page.notes);
 }
@@ -191,11 +197,9 @@ function titlePart() {
 function actionsPart() {
   const button = (name, text, onclick, destructive = false) => {
     const kind = destructive ? ".fp-quiet-destructive" : "";
-    page[name] = el(`button.fp-button${kind}`, { type: "button", hidden: true, onclick }, text);
-    return page[name];
+    return part(name, el(`button.fp-button${kind}`, { type: "button", onclick }, text));
   };
-  page.downloads = dropdown("Downloads");
-  page.downloads.hidden = true;
+  part("downloads", dropdown("Downloads"));
   return el(
     "div.fp-run-actions",
     {},
@@ -261,30 +265,14 @@ function open(selected) {
   close();
   id = selected;
   run = null;
-  for (const part of Object.keys(drawn)) delete drawn[part];
+  for (const name of Object.keys(drawn)) delete drawn[name];
   page.latest = null;
   page.empty.hidden = true;
   page.node.hidden = false;
   page.node.dataset.state = "";
   setText(page.name, selected);
-  for (const part of ["sentence", "share", "badge"]) setText(page[part], "");
-  for (const part of [
-    ...ACTIONS,
-    "failure",
-    "alerts",
-    "ranksFold",
-    "checkpointsFold",
-    "gain",
-    "cards",
-    "clone",
-    "downloads",
-    "annotate",
-    "notes",
-    "placement",
-    "timed",
-  ]) {
-    page[part].hidden = true;
-  }
+  for (const name of ["sentence", "share", "badge"]) setText(page[name], "");
+  for (const node of parts) node.hidden = true;
   page.generations.reset();
   page.details.replaceChildren();
   page.done.style.width = "0";
@@ -324,10 +312,8 @@ function draw() {
   setText(page.name, summary.name || id);
   drawBadge(page.badge, summary.state);
   setText(page.sentence, sentenceWithoutState(summary));
-  setText(page.warning, run.warning || "");
-  page.warning.hidden = !run.warning;
-  setText(page.routerNote, run.router_note || "");
-  page.routerNote.hidden = !run.router_note;
+  showText("warning", run.warning);
+  showText("routerNote", run.router_note);
   drawProgress(summary);
   drawTitle();
   drawActions();
@@ -338,14 +324,14 @@ function draw() {
   page.stacks.draw(Boolean(summary.stalled));
   page.log.offerRanks(run.ranks || []);
   drawIfChanged("annotations", run.annotations, drawNotes);
-  drawIfChanged("failure", run.failure, drawFailure);
+  drawPart("failure", run.failure, failureShown);
   const hasChanges = run.retry_applies && !run.failure;
   drawIfChanged("events", { events: run.events, hasChanges }, drawEvents);
   drawIfChanged("checkpoints", run.checkpoints, drawCheckpoints);
   drawIfChanged("monitor", run.monitor, drawRanks);
   drawModel();
-  drawIfChanged("placement", placementOf(run), drawPlacement);
-  drawIfChanged("timed", run.timed, drawTimed);
+  drawPart("run-placement", placementOf(run), placementParts);
+  drawPart("run-time", run.timed, timeParts);
   page.generations.draw(run);
   const { spec, command, joining, yaml, script, result, estimate } = run;
   const details = { spec, command, joining, yaml, script, result, estimate };
@@ -359,11 +345,24 @@ function drawDownloads({ measured }) {
   page.downloads.lastChild.replaceChildren(...downloadLinks(base(), measured));
 }
 
-function drawIfChanged(part, value, drawPart) {
+function drawIfChanged(name, value, draw) {
   const text = JSON.stringify(value === undefined ? null : value);
-  if (drawn[part] === text) return;
-  drawn[part] = text;
-  drawPart(value);
+  if (drawn[name] === text) return;
+  drawn[name] = text;
+  draw(value);
+}
+
+/** A part that is hidden without a value. @param {(value: any) => (Node | string)[]} content */
+function drawPart(name, value, content) {
+  drawIfChanged(name, value, () => {
+    page[name].hidden = !value;
+    redraw(page[name], ...(value ? content(value) : []));
+  });
+}
+
+function showText(name, text) {
+  page[name].hidden = !text;
+  setText(page[name], text || "");
 }
 
 function drawActions() {
@@ -384,7 +383,7 @@ function drawActions() {
   page.clone.hidden = page.downloads.hidden = false;
   const resumeText = steps.length ? `Resume from step ${num(Math.max(...steps))}` : "";
   setText(page.resume, startLabel(summary.state, resumeText));
-  for (const part of ACTIONS) page[part].disabled = busy;
+  for (const name of ACTIONS) page[name].disabled = busy;
 }
 
 /** The badge shows the state, and the box below shows the failure: neither is repeated in the sentence. */
@@ -415,13 +414,10 @@ function drawTitle() {
   document.title = `${part}${run.summary.name || id} \u00b7 Footplate`;
 }
 
-function drawFailure(failure) {
-  page.failure.hidden = !failure;
-  if (!failure) return;
+function failureShown(failure) {
   const failed = id;
   const openField = (field) => emit("clone", { id: failed, field });
-  const parts = failureParts(failure, (run.ranks || []).length, openField);
-  page.failure.replaceChildren(...parts, suggestedChanges());
+  return [...failureParts(failure, (run.ranks || []).length, openField), suggestedChanges()];
 }
 
 function suggestedChanges() {
@@ -457,16 +453,6 @@ function drawCheckpoints(checkpoints) {
   page.charts.redraw();
 }
 
-function drawPlacement(placement) {
-  page.placement.hidden = !placement;
-  redraw(page.placement, ...(placement ? placementParts(placement) : []));
-}
-
-function drawTimed(timed) {
-  page.timed.hidden = !timed;
-  redraw(page.timed, ...(timed ? timeParts(timed) : []));
-}
-
 function drawModel() {
   const trained = id;
   const name = { "logging.run_name": `${run.summary.name || "run"} further`.slice(0, 80) };
@@ -482,9 +468,8 @@ function drawModel() {
 function drawCards() {
   if (!run) return;
   const gain = gainOf(run.result);
-  page.gain.hidden = !gain;
   page.gain.dataset.change = gain ? gain.change : "";
-  setText(page.gain, gain ? gain.text : "");
+  showText("gain", gain?.text);
   const cards = resultCards(run, page.latest);
   const nodes = cards.map(cardNode);
   page.cards.hidden = cards.every((card) => card.time);

@@ -1,7 +1,7 @@
 // @ts-check
 // What the cards of a run's jobs share: chat, evaluation, merge, export as GGUF and publication.
 import { post, remove, url } from "../api.js";
-import { confirmDialog, el, isFocusLost, notifyError, redraw, setText } from "../dom.js";
+import { attempt, confirmDialog, el, isFocusLost, redraw, setText } from "../dom.js";
 import { capitalized, num } from "../format.js";
 import { hasEnded } from "../run_state.js";
 
@@ -21,11 +21,7 @@ export const modelName = (step) => (step === null ? "Final model" : `Checkpoint 
 
 /** Show the error of a request, and the new state either way. @param {() => void} refresh */
 export async function ask(request, refresh) {
-  try {
-    await request;
-  } catch (error) {
-    notifyError(error);
-  }
+  await attempt(() => request);
   refresh();
 }
 

@@ -1,7 +1,7 @@
 // @ts-check
 // Parts of the Run view that show what is known of a run: result cards, failure, details.
 import { url } from "../api.js";
-import { copy, el } from "../dom.js";
+import { copy, el, table, tableRow } from "../dom.js";
 import { bytes, capitalized, count, duration, integer, num, percent, toSeconds, valueText } from "../format.js";
 import { placementPicture } from "../placement.js";
 import { hasEnded } from "../run_state.js";
@@ -218,22 +218,12 @@ export function placementParts({ estimate, measured }) {
 
 /** The predicted time next to the measured one. @returns {Node[]} */
 export function timeParts({ rows, sentence }) {
-  const cells = ([what, predicted, measured]) => [
-    el("th", { scope: "row" }, what),
-    el("td.fp-n", {}, predicted),
-    el("td.fp-n", {}, measured),
-  ];
-  const head = ["", "Predicted", "Measured"].map((name, i) =>
-    el(i ? "th.fp-n" : "td", i ? { scope: "col" } : {}, name),
-  );
+  const line = ([what, ...times]) =>
+    el("tr", {}, el("th", { scope: "row" }, what), ...times.map((time) => el("td.fp-n", {}, time)));
+  const heads = [el("span.fp-sr", {}, "Figure"), "Predicted", "Measured"];
   return [
     el("h3", {}, "Time: predicted and measured"),
-    el(
-      "table.fp-rows",
-      {},
-      el("thead", {}, el("tr", {}, ...head)),
-      el("tbody", {}, ...rows.map((row) => el("tr", {}, ...cells(row)))),
-    ),
+    table("table.fp-rows", heads, rows.map(line), "th.fp-n"),
     el("p.fp-dim", {}, sentence),
   ];
 }
@@ -244,9 +234,9 @@ export function timeParts({ rows, sentence }) {
 export function detailParts({ spec, command, joining, yaml, script, result, estimate }) {
   const options = Object.entries(spec || {});
   const row = ([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, display(name, value)));
-  const table = el("table.fp-pairs", {}, el("tbody", {}, options.map(row)));
+  const values = el("table.fp-pairs", {}, el("tbody", {}, options.map(row)));
   return [
-    fold("Configuration", options.length ? table : el("p.fp-dim", {}, "All options have their default values.")),
+    fold("Configuration", options.length ? values : el("p.fp-dim", {}, "All options have their default values.")),
     (result || {}).peak_bytes || (estimate || {}).rows
       ? fold("Memory", memoryTables(result || {}, estimate || {}))
       : null,
@@ -267,24 +257,24 @@ function display(name, value) {
 
 /** The measured peak of each rank next to the estimate. torch does not see the memory that the driver reserves. */
 function memoryTables({ peak_bytes: peaks = [], reserved_bytes: reserved = [] }, { rows = [], device_bytes: total }) {
-  const line = (cells, tag = "td") =>
-    el(
-      "tr",
-      {},
-      cells.map((cell, i) => el(i ? `${tag}.fp-n` : tag, {}, cell)),
+  const figures = (heads, rows) =>
+    table(
+      "table.fp-rows",
+      heads,
+      rows.map((row) => tableRow(row, "td.fp-n")),
+      "th.fp-n",
     );
-  const table = (head, body) => el("table.fp-rows", {}, el("thead", {}, line(head, "th")), el("tbody", {}, body));
   const hasReserved = reserved.some(Number.isFinite);
-  const rank = (peak, i) => line([`Rank ${i}`, bytes(peak), ...(hasReserved ? [bytes(reserved[i])] : [])]);
+  const rank = (peak, i) => [`Rank ${i}`, bytes(peak), ...(hasReserved ? [bytes(reserved[i])] : [])];
   const parts = rows.filter((row) => row.where === "device" && row.bytes > 0);
   return el(
     "div.fp-memory-tables",
     {},
-    peaks.length ? table(["Measured", "Peak", ...(hasReserved ? ["Reserved"] : [])], peaks.map(rank)) : null,
+    peaks.length ? figures(["Measured", "Peak", ...(hasReserved ? ["Reserved"] : [])], peaks.map(rank)) : null,
     parts.length
-      ? table(
+      ? figures(
           ["Estimate per device", bytes(total)],
-          parts.map((row) => line([row.name, bytes(row.bytes)])),
+          parts.map((row) => [row.name, bytes(row.bytes)]),
         )
       : null,
   );

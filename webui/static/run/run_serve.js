@@ -1,7 +1,7 @@
 // @ts-check
 // Part of the card "Your model": serving an exported GGUF file with an OpenAI-compatible API.
 import { get, post } from "../api.js";
-import { copy, el, notifyError } from "../dom.js";
+import { attempt, copy, el } from "../dom.js";
 import { num } from "../format.js";
 import { actions, ask, button, failurePart, failureText, isAlive } from "./run_jobs.js";
 import { fold } from "./run_results.js";
@@ -41,14 +41,11 @@ function startPart(formats, run) {
 function addressPart(server, run) {
   const path = `${run.base}/servers/${server.id}`;
   const token = el("code.fp-path", { hidden: true });
-  async function show() {
-    try {
+  const show = () =>
+    attempt(async () => {
       token.textContent = (await get(`${path}/token`)).token;
       token.hidden = false;
-    } catch (error) {
-      notifyError(error);
-    }
-  }
+    });
   const parallel = server.parallel === 1 ? "one request at a time" : `${server.parallel} requests at a time`;
   const notes = [
     `Model ${server.name}, ${server.format}, context of ${num(server.context)} tokens, ${parallel}.`,

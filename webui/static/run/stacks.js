@@ -1,30 +1,24 @@
 // @ts-check
 // The panel of a run without progress: what each rank is doing.
 import { post } from "../api.js";
-import { copy, el, notifyError } from "../dom.js";
+import { attempt, copy, el } from "../dom.js";
 import { fold } from "./run_results.js";
 
 /** @param {() => string} base the run's API path */
 export function createStacks(base) {
   let shownFor = "";
   const button = /** @type {HTMLButtonElement} */ (
-    el("button.fp-button", { type: "button", onclick: ask }, "Show what each rank is doing")
+    el("button.fp-button", { type: "button", onclick: () => ask() }, "Show what each rank is doing")
   );
   const answer = el("div.fp-stacks-answer", { "aria-live": "polite" });
   const node = el("section.fp-panel.fp-stacks", { hidden: true, "aria-label": "No progress" }, button, answer);
 
-  async function ask() {
-    const asked = base();
-    button.disabled = true;
-    try {
+  const ask = () =>
+    attempt(async () => {
+      const asked = base();
       const found = await post(`${asked}/stacks`);
       if (asked === base()) answer.replaceChildren(...answerParts(found));
-    } catch (error) {
-      notifyError(error);
-    } finally {
-      button.disabled = false;
-    }
-  }
+    }, button);
 
   /** @param {boolean} stalled */
   function draw(stalled) {

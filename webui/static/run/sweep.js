@@ -2,7 +2,7 @@
 // The sweep of a run: its runs as a table, best first, and as lines over parallel axes.
 import { get } from "../api.js";
 import { compareLink } from "../compare/compare_runs.js";
-import { el, redraw, setText, svg } from "../dom.js";
+import { el, redraw, setText, svg, table, tableRow } from "../dom.js";
 import { num, valueText } from "../format.js";
 import { createPoller } from "../poll.js";
 import { drawBadge, hasEnded } from "../run_state.js";
@@ -89,15 +89,10 @@ function parallelAxes(/** @type {Member[]} */ runs, columns, labels, current, /*
   return chart;
 }
 
-function table(/** @type {Member[]} */ runs, columns, labels, current, /** @type {Ranking} */ by) {
+function runsTable(/** @type {Member[]} */ runs, columns, labels, current, /** @type {Ranking} */ by) {
   const isEvaluation = runs.some((run) => run.interval);
   const more = by.key === LOSS_KEY ? [] : isEvaluation ? ["Base model", by.label, "Change (95%)"] : [by.label];
   const headings = [...columns.map((key) => labels[key] || key), "State", "Step", "Loss", LOSS, ...more];
-  const head = el(
-    "tr",
-    {},
-    headings.map((name) => el("th", { scope: "col" }, name)),
-  );
   const rows = runs.map((run) => {
     const badge = el("span.fp-badge");
     drawBadge(badge, run.state);
@@ -105,14 +100,9 @@ function table(/** @type {Member[]} */ runs, columns, labels, current, /** @type
     const name = el("a", { href: link(run.id), title: run.sentence }, first);
     const own = more.length > 1 ? evaluationCells(run, by) : more.length ? [valueIn(run, by)] : [];
     const cells = [name, ...others, badge, num(run.step), num(run.loss), num(run.eval_loss), ...own];
-    const attributes = run.id === current ? { "aria-current": "true" } : {};
-    return el(
-      "tr",
-      attributes,
-      cells.map((cell) => el("td", {}, cell)),
-    );
+    return tableRow(cells, "td", run.id === current ? { "aria-current": "true" } : {});
   });
-  return el("table", {}, el("thead", {}, head), el("tbody", {}, rows));
+  return table("table", headings, rows);
 }
 
 /** Base model, trained model, and the change with its interval. */
@@ -168,7 +158,7 @@ export function createSweep(isVisible) {
     const name = key === LOSS_KEY ? "validation loss" : ranked.label;
     const rank = hasValue ? `This run is number ${place + 1} of ${measured} by ${name}.` : "";
     setText(best, [rank, key !== LOSS_KEY && sentence, ends].filter(Boolean).join(" "));
-    const parts = [table(runs, columns, labels, current, ranked)];
+    const parts = [runsTable(runs, columns, labels, current, ranked)];
     if (measured > 1) parts.unshift(/** @type {any} */ (parallelAxes(runs, columns, labels, current, ranked)));
     body.replaceChildren(...parts);
     node.hidden = false;

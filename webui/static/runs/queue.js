@@ -1,7 +1,7 @@
 // @ts-check
 // The waiting runs: their order, and what can be changed. Part of the Runs view; the Run view holds and releases too.
 import { post, runPath } from "../api.js";
-import { confirmDialog, el, notifyError } from "../dom.js";
+import { attempt, confirmDialog, el } from "../dom.js";
 
 /** @typedef {{ id: string, name: string, held: boolean, elsewhere: string, reason: string, in_use: boolean,
  *   starts: string }} Waiting */
@@ -24,13 +24,7 @@ export function createQueue(changed) {
   let drawn = "";
 
   async function act(button, work) {
-    button.disabled = true;
-    try {
-      await work();
-    } catch (error) {
-      notifyError(error);
-    }
-    button.disabled = false;
+    await attempt(work, button);
     changed();
   }
 

@@ -1,7 +1,7 @@
 // @ts-check
 // The Runs view: every run, newest first. A name is a real link, so that a middle click opens a tab.
 import { get } from "../api.js";
-import { $, dropdown, el, notifyError, on, setText } from "../dom.js";
+import { $, attempt, dropdown, el, on, setText } from "../dom.js";
 import { num } from "../format.js";
 import { createPoller } from "../poll.js";
 import { createQueue } from "./queue.js";
@@ -260,10 +260,6 @@ function drawSelection() {
 
 /** @param {Run} run */
 async function star(run) {
-  try {
-    await annotate([run.id], { starred: !run.starred });
-  } catch (error) {
-    notifyError(error);
-  }
+  await attempt(() => annotate([run.id], { starred: !run.starred }));
   page.poller.start();
 }

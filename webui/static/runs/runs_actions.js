@@ -2,7 +2,7 @@
 // What can be done with runs of the list: the menu of a row, the bar for the selected runs, and their dialogs.
 import { post } from "../api.js";
 import { LEAST, MOST, compareLink } from "../compare/compare_runs.js";
-import { confirmDialog, el, emit, formDialog, notify, notifyError, setText } from "../dom.js";
+import { attempt, confirmDialog, el, emit, formDialog, notify, setText } from "../dom.js";
 import { num } from "../format.js";
 import { confirmDelete, deleteRun, hasEnded, resumeRun, startLabel } from "../run_state.js";
 
@@ -18,7 +18,7 @@ export const annotate = (ids, changes) => post("api/runs/annotations", { ids, ..
 async function archive(ids, archived, changed) {
   await annotate(ids, { archived });
   changed();
-  const undo = () => annotate(ids, { archived: !archived }).then(changed).catch(notifyError);
+  const undo = () => attempt(() => annotate(ids, { archived: !archived }).then(changed));
   const text = archived
     ? `${counted(ids.length)} archived. The search archived:yes shows archived runs.`
     : `${counted(ids.length)} restored.`;
@@ -103,13 +103,7 @@ export function createSelectionBar(selected, { changed, clear, find }) {
     return made;
   };
   async function run(pressed, work) {
-    pressed.disabled = true;
-    try {
-      await work();
-    } catch (error) {
-      notifyError(error);
-    }
-    pressed.disabled = false;
+    await attempt(work, pressed);
     changed();
   }
   const areArchived = () => selected.size > 0 && ids().every((id) => find(id)?.archived);
@@ -158,11 +152,7 @@ export function createRowMenu(changed) {
 
   async function act(work) {
     close(true);
-    try {
-      await work();
-    } catch (error) {
-      notifyError(error);
-    }
+    await attempt(work);
     changed();
   }
 
