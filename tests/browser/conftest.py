@@ -116,8 +116,11 @@ def screenshot(page, request):
 
 
 @pytest.fixture
-def page(new_page):
-    return new_page
+def page(request):
+    """For tests of the shared server the page that they share, for others a page of their own."""
+    if "shared" in request.fixturenames:
+        return request.getfixturevalue("same_page").page
+    return request.getfixturevalue("new_page")
 
 
 @pytest.fixture

@@ -36,11 +36,6 @@ RUN_AXE = """({ within, rules }) => {
 
 
 @pytest.fixture
-def server(shared):
-    return shared
-
-
-@pytest.fixture
 def page(same_page):
     same_page.show_build()
     return same_page.page
@@ -80,11 +75,11 @@ def test_build_view(page, same_page):
     assert violations(page) == []
 
 
-def test_other_views(page, server):
+def test_other_views(page, shared):
     """A finished run, a failed one, the list, a comparison, the rules, and the help."""
-    done = plant(server, "done")
+    done = plant(shared, "done")
     preset = next(preset for preset in presets() if preset.name == "lora-80gb")
-    failed = failed_run(server.runs, preset.spec, preset.machine, out_of_memory(), "out of memory")
+    failed = failed_run(shared.runs, preset.spec, preset.machine, out_of_memory(), "out of memory")
     for query, ready in (
         (f"?tab=run&run={done.id}", ".fp-model:visible"),
         (f"?tab=run&run={failed.id}", ".fp-failure:visible"),
@@ -98,7 +93,7 @@ def test_other_views(page, server):
             views = dict(parse_qsl(query[1:]))
             page.evaluate("({ tab, run, runs }) => footplate.showView(tab, run, runs && { runs })", views)
         else:
-            page.goto(f"{server.url}/{query}")
+            page.goto(f"{shared.url}/{query}")
         page.locator(ready).first.wait_for()
         if query == "rules":  # axe would need a minute for all cards
             page.get_by_label("Search rules").fill("fp8")

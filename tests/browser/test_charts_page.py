@@ -28,16 +28,6 @@ EVALUATIONS = {20: 3.0, 40: 2.0, 60: 1.5, 80: 2.5, 100: 2.75}  # the best one is
 HAPPENED = [("saved", 40, "Saved."), ("loss spike", 50, "The loss rose to 9."), ("resumed", 70, "")]
 
 
-@pytest.fixture
-def server(shared):
-    return shared
-
-
-@pytest.fixture
-def page(same_page):
-    return same_page.page
-
-
 def lines(*values):
     return "".join(json.dumps(value) + "\n" for value in values)
 
@@ -122,8 +112,8 @@ def contrast(one, other):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_training_and_validation_loss_with_the_best_point(server, page, theme):
-    loss = open_run(page, plant(server), theme)
+def test_training_and_validation_loss_with_the_best_point(shared, page, theme):
+    loss = open_run(page, plant(shared), theme)
     assert page.evaluate("document.body.classList.contains('dark')") == (theme == "dark")
     expect(loss.locator(".fp-legend")).to_have_text("trainsmoothedvalidation")
     keys = loss.locator(".fp-legend i")
@@ -143,8 +133,8 @@ def test_training_and_validation_loss_with_the_best_point(server, page, theme):
     expect(chart(page, "Gradient norm").locator(".fp-best-point")).to_be_hidden()
 
 
-def test_the_validation_loss_of_each_dataset(server, page):
-    run = plant(server, "datasets")
+def test_the_validation_loss_of_each_dataset(shared, page):
+    run = plant(shared, "datasets")
     with (run.path / METRICS).open("a") as file:
         for step, loss in EVALUATIONS.items():
             file.write(lines({"step": step, "eval_loss_1": loss + 1, "eval_loss_2": loss / 2, "eval_loss_12": 2.0}))
@@ -164,8 +154,8 @@ def test_the_validation_loss_of_each_dataset(server, page):
     expect(chart(page, "Loss").locator(".fp-legend span:visible").filter(has_text="train")).to_have_count(0)
 
 
-def test_events_are_marks_with_a_tooltip(server, page):
-    loss = open_run(page, plant(server))
+def test_events_are_marks_with_a_tooltip(shared, page):
+    loss = open_run(page, plant(shared))
     expect(page.locator(".fp-marks")).to_have_text("CheckpointEvaluationResumed or restartedAlert")
     dim, second, warn = (css_color(page, name) for name in ("--fp-dim", "--fp-second", "--fp-warn"))
     assert pixel(loss, 40, 7) == pytest.approx(dim, abs=8), "the triangle of a checkpoint"
@@ -186,9 +176,9 @@ def test_events_are_marks_with_a_tooltip(server, page):
     expect(tooltip).to_be_hidden()
 
 
-def test_checkpoints_and_restarts_without_events(server, page):
+def test_checkpoints_and_restarts_without_events(shared, page):
     """LLaMA-Factory writes no events; the run's folder and its metrics say the same."""
-    run = plant(server)
+    run = plant(shared)
     (run.path / EVENTS).unlink()
     metrics = (run.path / METRICS).read_text()
     (run.path / METRICS).write_text(lines({"event": "resumed", "step": 0, "time": 1}) + metrics)
@@ -204,8 +194,8 @@ def test_checkpoints_and_restarts_without_events(server, page):
     expect(tooltip).to_have_text([f"Step {STEPS + 10}", "Checkpoint saved"])
 
 
-def test_text_of_events_never_becomes_html(server, page):
-    run = plant(server)
+def test_text_of_events_never_becomes_html(shared, page):
+    run = plant(shared)
     event = {"kind": "<b>spike</b>", "step": 50, "time": 1, "text": "<img src=x onerror=alert(1)>"}
     (run.path / EVENTS).write_text(lines(event))
     loss = open_run(page, run)
@@ -214,8 +204,8 @@ def test_text_of_events_never_becomes_html(server, page):
     expect(loss.locator(".fp-tooltip img")).to_have_count(0)
 
 
-def test_one_cursor_in_all_charts(server, page):
-    loss = open_run(page, plant(server))
+def test_one_cursor_in_all_charts(shared, page):
+    loss = open_run(page, plant(shared))
     norm, rate = chart(page, "Gradient norm"), chart(page, "Learning rate")
     for source, step in ((loss, 48), (norm, 76), (rate, 30)):
         point_at(page, source, step)
@@ -234,9 +224,9 @@ def test_one_cursor_in_all_charts(server, page):
         expect(found.locator(".fp-legend-step")).to_have_text("")
 
 
-def test_numbers_at_an_axis(server, page):
+def test_numbers_at_an_axis(shared, page):
     """Two of them have different texts, a rate of 0 has no axis up to 100, and learning rates have one format."""
-    open_run(page, plant(server))
+    open_run(page, plant(shared))
     found = page.evaluate(
         """async () => {
           const { yAxis, yScale } = await import("./footplate/plot.js");
@@ -262,10 +252,10 @@ def test_numbers_at_an_axis(server, page):
     assert found["others"] == ["0.001", "2.5e-4"]
 
 
-def test_a_chart_is_downloaded_as_it_is_shown(server, new_page):
+def test_a_chart_is_downloaded_as_it_is_shown(shared, new_page):
     """Smoothing and the scale stay as they are in this browser."""
-    page, run = new_page, plant(server)
-    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    page, run = new_page, plant(shared)
+    page.goto(f"{shared.url}/?tab=run&run={run.id}")
     page.wait_for_selector("body[data-ready]")
     loss = open_run(page, run)
 
@@ -295,8 +285,8 @@ def test_a_chart_is_downloaded_as_it_is_shown(server, new_page):
     assert ">checkpoint<" not in svg()
 
 
-def test_a_restarted_run_shows_no_values_of_the_attempt_before(server, page):
-    run = plant(server)
+def test_a_restarted_run_shows_no_values_of_the_attempt_before(shared, page):
+    run = plant(shared)
     open_run(page, run)
     cards = page.locator(".fp-results")
     expect(cards).to_contain_text("Validation loss")
@@ -308,8 +298,8 @@ def test_a_restarted_run_shows_no_values_of_the_attempt_before(server, page):
     expect(cards).not_to_contain_text("Validation loss")
 
 
-def test_before_the_first_values_the_log_comes_first(server, page):
-    run = Run.create(server.runs, "early", Plan(("python3", "-c", WAITS), files={SPEC: ""}), datetime.now())
+def test_before_the_first_values_the_log_comes_first(shared, page):
+    run = Run.create(shared.runs, "early", Plan(("python3", "-c", WAITS), files={SPEC: ""}), datetime.now())
     run.start()
     show_run(page, run)
     with (run.path / LOG).open("a") as file:
@@ -329,9 +319,9 @@ def test_before_the_first_values_the_log_comes_first(server, page):
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-def test_nothing_is_wider_than_the_page(server, page, width):
+def test_nothing_is_wider_than_the_page(shared, page, width):
     page.set_viewport_size({"width": width, "height": 900})
-    run = plant(server)
+    run = plant(shared)
     first = 12_300  # and values with four digits
     points = [{"step": first + step, "loss": 1.2345 + step / 1000} for step in range(1, STEPS + 1)]
     (run.path / EVENTS).unlink()
@@ -349,9 +339,9 @@ def test_nothing_is_wider_than_the_page(server, page, width):
     assert figure["x"] <= step["x"] and step["x"] + step["width"] <= figure["x"] + figure["width"]
 
 
-def test_the_links_to_sections_name_what_is_shown(page, server):
+def test_the_links_to_sections_name_what_is_shown(page, shared):
     """Each leads to its section, from which Tab goes on."""
-    open_run(page, plant(server, "sections"))
+    open_run(page, plant(shared, "sections"))
     links = page.get_by_role("navigation", name="Sections of this run").get_by_role("button")
     shown = page.locator(".fp-run > section[aria-label]:visible")
     expect(shown.last).to_have_attribute("aria-label", "Details")

@@ -19,11 +19,6 @@ def server(without_runs):
     return without_runs
 
 
-@pytest.fixture
-def page(same_page):
-    return same_page.page
-
-
 def show_comparison(page, *runs):
     """The Compare view, as after a click in the list."""
     parameters = {"runs": ",".join(run.id for run in runs)}

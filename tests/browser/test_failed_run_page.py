@@ -28,11 +28,6 @@ train: {{stage: pretraining, duration: steps, max_steps: 1, per_device_train_bat
 """
 
 
-@pytest.fixture
-def page(same_page):
-    return same_page.page
-
-
 def test_a_remedy_opens_a_copy_that_passes_the_checks(shared, page):
     spec = edit(RunSpec(), {"model.builtin": "tiny-llama", "train.dataloader_num_workers": 2, "train.seed": 7})
     run = failed_run(shared.runs, spec, probe(Path.cwd()), ERROR)

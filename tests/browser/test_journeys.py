@@ -112,12 +112,12 @@ def build(same_page):
     return same_page.page
 
 
-def test_page_waits_for_its_scripts(shared, page):
+def test_page_waits_for_its_scripts(shared, new_page):
     """The page starts only after its scripts have loaded, even if Gradio's are faster."""
-    page.route("**/footplate/main.js", lambda route: (time.sleep(2), route.continue_()))
-    open_page(page, shared)
-    page.wait_for_selector("#fp-run-page > *", state="attached")
-    page.wait_for_selector("#fp-runs-page > *", state="attached")
+    new_page.route("**/footplate/main.js", lambda route: (time.sleep(2), route.continue_()))
+    open_page(new_page, shared)
+    new_page.wait_for_selector("#fp-run-page > *", state="attached")
+    new_page.wait_for_selector("#fp-runs-page > *", state="attached")
 
 
 def test_preview_has_a_command_per_node(build):

@@ -15,11 +15,6 @@ WIDEST_AND_NARROWEST = [pytest.param(1440, marks=pytest.mark.soak), 390]
 
 
 @pytest.fixture
-def server(shared):
-    return shared
-
-
-@pytest.fixture
 def page(same_page):
     same_page.show_build()
     return same_page.page
@@ -185,13 +180,13 @@ def test_a_text_field_shows_the_focus(page):
     assert page.evaluate(style) == ["solid", "2px"]
 
 
-def test_the_page_rests_when_nothing_happens(new_page, server):
+def test_the_page_rests_when_nothing_happens(new_page, shared):
     new_page.add_init_script(
         """window.frames_asked = 0;
         const native = window.requestAnimationFrame.bind(window);
         window.requestAnimationFrame = (draw) => { window.frames_asked++; return native(draw); };"""
     )
-    opened(new_page, server)
+    opened(new_page, shared)
     counts = [0]
     while len(counts) < 20 and (len(counts) < 3 or counts[-1] - counts[-2] >= 5):  # Gradio's first animations end soon
         new_page.wait_for_timeout(1000)
@@ -224,9 +219,9 @@ def test_notifications_stay_in_their_view(page):
     expect(page.locator(".fp-toast")).to_have_count(0)
 
 
-def test_the_theme_of_a_page_without_gradio_can_be_switched_before_its_modules_are_loaded(new_page, server):
+def test_the_theme_of_a_page_without_gradio_can_be_switched_before_its_modules_are_loaded(new_page, shared):
     new_page.route("**/static_page.js", lambda route: route.abort())
-    new_page.goto(f"{server.url}/rules")
+    new_page.goto(f"{shared.url}/rules")
     was_dark = new_page.evaluate("() => document.body.classList.contains('dark')")
     new_page.locator("#fp-theme").click()
     assert new_page.evaluate("() => document.body.classList.contains('dark')") is not was_dark
@@ -239,10 +234,10 @@ def test_the_theme_of_a_page_without_gradio_can_be_switched_before_its_modules_a
         ("rules", "rules.js", "Search rules", "article[hidden]"),
     ],
 )
-def test_words_typed_before_the_modules_are_loaded_are_searched(new_page, server, path, module, field, found):
+def test_words_typed_before_the_modules_are_loaded_are_searched(new_page, shared, path, module, field, found):
     held = []
     new_page.route(f"**/{module}", lambda route: held.append(route))
-    new_page.goto(f"{server.url}/{path}", wait_until="commit")
+    new_page.goto(f"{shared.url}/{path}", wait_until="commit")
     new_page.get_by_label(field).fill("rehearsal")
     assert new_page.locator(found).count() == 0
     held[0].continue_()
@@ -283,21 +278,21 @@ def test_the_header_leads_from_each_page_to_the_others_in_this_tab(page, width):
 
 
 @pytest.mark.parametrize("width", WIDEST_AND_NARROWEST)
-def test_the_first_visit_says_what_footplate_is(new_page, server, width):
+def test_the_first_visit_says_what_footplate_is(new_page, shared, width):
     """A reload of the same tab keeps the note; it can be closed, and a later visit does not show it."""
-    opened(new_page, server, width)
+    opened(new_page, shared, width)
     note = new_page.get_by_role("note")
     expect(note).to_contain_text("Footplate fine-tunes language models")
     expect(note.get_by_role("link", name="Getting started")).to_have_attribute("href", "help/getting-started")
-    opened(new_page, server, width)
+    opened(new_page, shared, width)
     expect(note).to_be_visible()
     later = new_page.context.new_page()
-    opened(later, server, width)
+    opened(later, shared, width)
     expect(later.locator("#fp-welcome")).to_be_hidden()
     later.close()
     note.get_by_role("button", name="Close this note").click()
     expect(note).to_be_hidden()
-    opened(new_page, server, width)
+    opened(new_page, shared, width)
     expect(new_page.locator("#fp-welcome")).to_be_hidden()
 
 

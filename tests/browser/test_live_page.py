@@ -6,7 +6,6 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-import pytest
 from planted_runs import ended, plant_run, write_files
 from playwright.sync_api import expect
 from same_page import show_run
@@ -44,16 +43,6 @@ RANKS = [
 ]
 
 
-@pytest.fixture
-def server(shared):
-    return shared
-
-
-@pytest.fixture
-def page(same_page):
-    return same_page.page
-
-
 def make(server):
     happened = [("saved", 40, "Saved checkpoint-40."), ("loss spike", 60, ALERT), ("resumed", 80, "")]
     contents = {
@@ -67,15 +56,15 @@ def make(server):
     return plant_run(server.runs, "live", contents, created=datetime.now())
 
 
-def test_only_the_state_is_read_out(server, page):
+def test_only_the_state_is_read_out(shared, page):
     """The sentence next to it changes every second."""
-    show_run(page, make(server))
+    show_run(page, make(shared))
     expect(page.locator(".fp-run-title").get_by_role("status")).to_have_text("Stopped")
     expect(page.locator(".fp-run-sentence")).to_contain_text("Stopped after step")
 
 
-def test_alerts_marks_and_ranks(server, page):
-    run = make(server)
+def test_alerts_marks_and_ranks(shared, page):
+    run = make(shared)
     show_run(page, run)
     expect(page.locator(".fp-alerts")).to_contain_text(f"Step 60{ALERT}")
     cards = page.locator(".fp-results")
@@ -97,10 +86,10 @@ def test_alerts_marks_and_ranks(server, page):
     expect(tooltip).to_be_hidden()
 
 
-def test_the_measured_peak_is_that_of_the_allocator(server, page):
+def test_the_measured_peak_is_that_of_the_allocator(shared, page):
     """As the estimate and the result; the memory that torch has reserved now is among the ranks. The measured time is
     next to the predicted one."""
-    run = make(server)
+    run = make(shared)
     preset = next(preset for preset in presets() if preset.name == "two-nodes")
     estimate = dict(preflight(preset.spec, preset.machine, Path("/nowhere")).expected or {})
     (run.path / ESTIMATE).write_text(json.dumps({**estimate, "measured_bytes": estimate["device_bytes"]}))
@@ -118,8 +107,8 @@ def test_the_measured_peak_is_that_of_the_allocator(server, page):
 WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"
 
 
-def test_what_is_unfolded_stays_so_when_a_checkpoint_is_saved(server, page):
-    run = make(server)
+def test_what_is_unfolded_stays_so_when_a_checkpoint_is_saved(shared, page):
+    run = make(shared)
     show_run(page, run)
     summary = page.locator(".fp-details summary", has_text="Configuration")
     summary.click()
@@ -131,8 +120,8 @@ def test_what_is_unfolded_stays_so_when_a_checkpoint_is_saved(server, page):
     expect(summary).to_be_focused()
 
 
-def test_a_flood_of_lines_shows_the_last_ones(server, page):
-    run = Run.create(server.runs, "flood", Plan(("python3", "-c", WAITS), files={SPEC: ""}), datetime.now())
+def test_a_flood_of_lines_shows_the_last_ones(shared, page):
+    run = Run.create(shared.runs, "flood", Plan(("python3", "-c", WAITS), files={SPEC: ""}), datetime.now())
     run.start()
     show_run(page, run)
     log = page.locator(".fp-log")
@@ -156,8 +145,8 @@ def test_a_flood_of_lines_shows_the_last_ones(server, page):
     assert run.state == "stopped"
 
 
-def test_a_long_run_is_drawn_in_parts(server, page):
-    run = make(server)
+def test_a_long_run_is_drawn_in_parts(shared, page):
+    run = make(shared)
     points = [{"step": step, "loss": 2, "note": "x" * 900} for step in range(1, 100_001)]  # 90 MB
     write_files(run.path, {METRICS: points})
     found = []

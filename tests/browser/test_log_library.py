@@ -56,22 +56,12 @@ ValueError: of the user
 """
 
 
-@pytest.fixture
-def server(shared):
-    return shared
-
-
-@pytest.fixture
-def page(same_page):
-    return same_page.page
-
-
 def make(server, lines=LINES):
     return plant_run(server.runs, "library messages", {LOCK: "supervisor", STATE: ended(), LOG: lines})
 
 
-def test_an_ended_run_without_a_log_does_not_promise_one(server, page):
-    run = make(server, "")
+def test_an_ended_run_without_a_log_does_not_promise_one(shared, page):
+    run = make(shared, "")
     show_run(page, run)
     expect(page.locator(".fp-log-empty")).to_have_text("The run ended without a line in this log.")
     expect(page.locator(".fp-details > :visible").first).to_have_css("border-top-width", "0px")
@@ -81,8 +71,8 @@ def test_an_ended_run_without_a_log_does_not_promise_one(server, page):
     expect(page.locator(".fp-log-empty")).to_be_hidden()
 
 
-def test_library_messages_are_folded(server, page):
-    run = make(server)
+def test_library_messages_are_folded(shared, page):
+    run = make(shared)
     show_run(page, run)
     log, group = page.locator(".fp-log"), page.get_by_role("button", name="Library messages")
     expect(group).to_have_text("Library messages (3)")
@@ -99,15 +89,15 @@ def test_library_messages_are_folded(server, page):
     expect(log.get_by_text("old is deprecated")).to_be_hidden()
     page.get_by_role("searchbox", name="Search the log").fill("old is")
     expect(log.get_by_text("old is deprecated")).to_be_visible()
-    downloaded = page.request.get(f"{server.url}/api/runs/{run.id}/log.txt").text()
+    downloaded = page.request.get(f"{shared.url}/api/runs/{run.id}/log.txt").text()
     assert downloaded == LINES
 
 
 @pytest.mark.parametrize(
     "prefixes", [("[default0]:", "[default1]:"), ("[rank0]: ", "[rank1]: "), ("[default0]:[rank0]: ", "[default1]:")]
 )
-def test_a_traceback_is_never_folded(server, page, prefixes):
-    run = make(server, TRACEBACK.format(*prefixes))
+def test_a_traceback_is_never_folded(shared, page, prefixes):
+    run = make(shared, TRACEBACK.format(*prefixes))
     show_run(page, run)
     log = page.locator(".fp-log")
     expect(page.get_by_role("button", name="Library messages")).to_have_text("Library messages (2)")
@@ -117,14 +107,14 @@ def test_a_traceback_is_never_folded(server, page, prefixes):
         expect(log.get_by_text(text)).to_be_hidden()
 
 
-def test_messages_of_torch_with_a_rank_are_folded(server, page):
+def test_messages_of_torch_with_a_rank_are_folded(shared, page):
     lines = "[default0]:[rank0]:W1124 16:00:01.000 7 torch/utils/_pytree.py:630] <enum 'A'> is an Enum subclass\n"
     lines += (
         "[default0]:[W1124 16:00:01.00 socket.cpp:7] [c10d] The hostname of the client socket cannot be retrieved.\n"
     )
     lines += "W1124 16:00:01.000 7 torch/distributed/run.py:874] \n"
     lines += "W1124 16:00:01.000 7 torch/distributed/run.py:874] Setting OMP_NUM_THREADS environment variable\n"
-    run = make(server, lines + STOPPED + "the end\n")
+    run = make(shared, lines + STOPPED + "the end\n")
     show_run(page, run)
     expect(page.get_by_role("button", name="Library messages")).to_have_text("Library messages (7)")
     traceback = ["Traceback (most recent call last):", "ValueError: of the user"]
@@ -132,8 +122,8 @@ def test_messages_of_torch_with_a_rank_are_folded(server, page):
     expect(page.locator(".fp-log-line[data-level=error]")).to_have_text(traceback)
 
 
-def test_the_search_skips_lines_that_the_level_hides(server, page):
-    run = make(server, "step 1\nstep 2: UserWarning: slow\nstep 3: ValueError: no\nstep 4\n")
+def test_the_search_skips_lines_that_the_level_hides(shared, page):
+    run = make(shared, "step 1\nstep 2: UserWarning: slow\nstep 3: ValueError: no\nstep 4\n")
     show_run(page, run)
     page.locator(".fp-log").get_by_text("step 4").wait_for()
     page.get_by_role("searchbox", name="Search the log").fill("step")
@@ -154,10 +144,10 @@ CREATE_LOG = """async (id) => {
 }"""
 
 
-def test_new_matching_lines_are_counted_and_not_read_out(server, new_page):
+def test_new_matching_lines_are_counted_and_not_read_out(shared, new_page):
     """The count is announced after the search was changed, not with every line of a running run."""
-    page, run = new_page, make(server)
-    page.goto(f"{server.url}/rules")
+    page, run = new_page, make(shared)
+    page.goto(f"{shared.url}/rules")
     page.evaluate(CREATE_LOG, run.id)
     count, status = page.locator("#growing .fp-log-count"), page.locator("#growing [role=status]")
     page.locator("#growing").get_by_text("Preparing data.").wait_for()
@@ -172,9 +162,9 @@ def test_new_matching_lines_are_counted_and_not_read_out(server, new_page):
     expect(status).to_have_text("2 lines")
 
 
-def test_no_line_freezes_the_page(page):
+def test_no_line_freezes_the_page(same_page):
     """A line of 128 KiB took up to 7 seconds, and a number with as many digits in the search 55."""
-    seconds = page.evaluate(
+    seconds = same_page.page.evaluate(
         """async () => {
           const { createLibraryFilter } = await import("/footplate/run/log_library.js");
           const { parseSearch, SearchError } = await import("/footplate/runs/runs_search.js");

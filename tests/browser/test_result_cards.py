@@ -11,16 +11,6 @@ from test_trained_model_page import plant
 from backend.runs import RESULT, generations
 
 
-@pytest.fixture
-def server(shared):
-    return shared
-
-
-@pytest.fixture
-def page(same_page):
-    return same_page.page
-
-
 @pytest.mark.parametrize(
     ("before", "after", "text", "gain"),
     [
@@ -32,8 +22,8 @@ def page(same_page):
          "Exact match on validation examples is still 0%.", False),
     ],
 )  # fmt: skip
-def test_a_gain_a_loss_and_neither(server, page, before, after, text, gain):
-    run = plant(server, "results")
+def test_a_gain_a_loss_and_neither(shared, page, before, after, text, gain):
+    run = plant(shared, "results")
     pairs = [("exact_match", 0), ("rouge_l", 1), ("bleu", 1)]
     scores = {f"{name}_{when}": of[i] for name, i in pairs for when, of in (("before", before), ("after", after))}
     Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", **scores}))
@@ -44,8 +34,8 @@ def test_a_gain_a_loss_and_neither(server, page, before, after, text, gain):
     expect(page.locator(".fp-result dt")).to_contain_text(["Exact match on validation examples", "ROUGE-L", "BLEU"])
 
 
-def test_a_change_on_few_examples_is_no_alarm(server, page):
-    run = plant(server, "few")
+def test_a_change_on_few_examples_is_no_alarm(shared, page):
+    run = plant(shared, "few")
     samples = [{"prompt": "2 + 2?", "reference": "4", "before": "4", "after": "no"}] * 2
     scores = {"exact_match_before": 0.5, "exact_match_after": 0.0}
     Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples, **scores}))
@@ -55,8 +45,8 @@ def test_a_change_on_few_examples_is_no_alarm(server, page):
     expect(gain).to_have_attribute("data-change", "same")
 
 
-def test_generations_are_filtered_by_what_training_changed(server, page):
-    run = plant(server, "generations")
+def test_generations_are_filtered_by_what_training_changed(shared, page):
+    run = plant(shared, "generations")
     pairs = [("no", "4")] * 5 + [("4", "no")] * 2 + [("4", "4"), ("no", "no")]
     samples = [
         {"prompt": f"2 + 2? {i}", "reference": "4", "before": before, "after": after}

@@ -31,11 +31,6 @@ def server(without_runs):
     return without_runs
 
 
-@pytest.fixture
-def page(same_page):
-    return same_page.page
-
-
 def start(server, name, code):
     run = Run.create(server.runs, name, Plan((sys.executable, "-c", code), files={SPEC: ""}), datetime.now())
     run.start()

@@ -24,11 +24,6 @@ RATE, OPTIMIZER = "train.learning_rate", "train.optim"
 
 
 @pytest.fixture
-def page(same_page):
-    return same_page.page
-
-
-@pytest.fixture
 def build(same_page):
     same_page.show_build()
     return same_page.page

@@ -7,7 +7,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
 from fake_hub import GOOD
 from playwright.sync_api import expect
 from same_page import show_run
@@ -25,16 +24,6 @@ FULL = {"method.kind": "full", "model.builtin": "tiny-llama"}
 FILES = {"config.json": {"architectures": ["LlamaForCausalLM"]}, "tokenizer_config.json": {"chat_template": "x"}}
 
 
-@pytest.fixture
-def server(shared):
-    return shared
-
-
-@pytest.fixture
-def page(same_page):
-    return same_page.page
-
-
 def plant(server, name):
     """A run that has finished, with a model of 2 MB."""
     run = planted_run(server.runs, edit(RunSpec(), FULL), probe(Path.cwd()), name)
@@ -48,8 +37,8 @@ def plant(server, name):
     return run
 
 
-def test_the_card_of_a_trained_model(server, page):
-    run = plant(server, "trained")
+def test_the_card_of_a_trained_model(shared, page):
+    run = plant(shared, "trained")
     show_run(page, run)
     card = page.get_by_role("region", name="Your model")
     expect(card).to_contain_text("Full weights, 2 MiB", timeout=SLOW_TIMEOUT)
@@ -69,8 +58,8 @@ def test_the_card_of_a_trained_model(server, page):
     assert value(page, "method.kind") == "full"
 
 
-def test_an_adapter_is_continued_or_merged_and_trained_further(server, page):
-    run = plant(server, "adapter")
+def test_an_adapter_is_continued_or_merged_and_trained_further(shared, page):
+    run = plant(shared, "adapter")
     (run.path / "model/model.safetensors").unlink()
     (run.path / "model/config.json").unlink()
     base = {"base_model_name_or_path": "tiny-llama", "peft_type": "LORA", "r": 4, "lora_alpha": 6.0}
@@ -119,9 +108,9 @@ def plant_merge(run):
     return job
 
 
-def test_a_model_is_published_after_a_summary(server, page):
-    run = plant(server, "published")
-    token = Path(server.variables["HF_HOME"]) / "token"
+def test_a_model_is_published_after_a_summary(shared, page):
+    run = plant(shared, "published")
+    token = Path(shared.variables["HF_HOME"]) / "token"
     token.parent.mkdir(exist_ok=True)
     token.write_text(GOOD)
     show_run(page, run)
@@ -139,15 +128,15 @@ def test_a_model_is_published_after_a_summary(server, page):
     link = card.get_by_role("link", name="ada/trains", exact=True)
     expect(link).to_be_visible(timeout=SLOW_TIMEOUT)
     address = link.get_attribute("href")
-    assert address == f"{server.variables['HF_ENDPOINT']}/ada/trains"
+    assert address == f"{shared.variables['HF_ENDPOINT']}/ada/trains"
     assert page.request.get(address.replace("/ada", "/api/models/ada")).json()["private"]
     card.get_by_role("button", name="Remove from list").click()
     expect(card.get_by_text("Published copies")).to_be_hidden()
     token.unlink()
 
 
-def test_a_review_that_is_canceled_opens_no_dialog(server, page, tmp_path):
-    run = plant(server, "canceled")
+def test_a_review_that_is_canceled_opens_no_dialog(shared, page, tmp_path):
+    run = plant(shared, "canceled")
     show_run(page, run)
     publish = page.get_by_role("region", name="Your model").get_by_role("button", name="Publish")
     dialog = page.get_by_role("dialog")
@@ -178,8 +167,8 @@ def test_a_review_that_is_canceled_opens_no_dialog(server, page, tmp_path):
     expect(publish).to_be_focused()
 
 
-def test_publishing_again_keeps_the_checkpoint_and_the_merged_model(server, page):
-    run = plant(server, "again")
+def test_publishing_again_keeps_the_checkpoint_and_the_merged_model(shared, page):
+    run = plant(shared, "again")
     (run.path / "model/model.safetensors").unlink()
     (run.path / "model/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "tiny-llama"}))
     (run.path / "model/adapter_model.safetensors").write_bytes(bytes(1000))
@@ -205,8 +194,8 @@ def test_publishing_again_keeps_the_checkpoint_and_the_merged_model(server, page
         dialog.get_by_role("button", name="Cancel").click()
 
 
-def test_a_model_is_exported_as_gguf(server, page):
-    run = plant(server, "exported")
+def test_a_model_is_exported_as_gguf(shared, page):
+    run = plant(shared, "exported")
     done, failed = plant_export(run, "q8_0"), plant_export(run, "f16", sentence="llama.cpp does not stop at </s> (2).")
     show_run(page, run)
     card = page.get_by_role("region", name="Your model")
@@ -275,8 +264,8 @@ def assert_a_server_has_its_address_and_token(card, run):
         expect(card.get_by_role("button", name="Stop serving")).to_be_enabled()
 
 
-def test_a_reward_model_is_not_exported_as_gguf(server, page):
-    run = plant(server, "reward")
+def test_a_reward_model_is_not_exported_as_gguf(shared, page):
+    run = plant(shared, "reward")
     (run.path / "model/config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
     show_run(page, run)
     card = page.get_by_role("region", name="Your model")
@@ -312,16 +301,16 @@ def plant_export(run, format, sentence=""):
     return job
 
 
-def test_a_run_without_a_model_has_no_card(server, page):
-    run = plant(server, "unfinished")
+def test_a_run_without_a_model_has_no_card(shared, page):
+    run = plant(shared, "unfinished")
     (run.path / "model/model.safetensors").unlink()
     show_run(page, run)
     expect(page.locator(".fp-run h2")).to_have_text("unfinished", timeout=SLOW_TIMEOUT)
     expect(page.locator(".fp-model")).to_be_hidden()
 
 
-def test_nothing_of_the_previous_run_stays_while_another_is_opened(server, page):
-    first, second = plant(server, "first"), plant(server, "second")
+def test_nothing_of_the_previous_run_stays_while_another_is_opened(shared, page):
+    first, second = plant(shared, "first"), plant(shared, "second")
     show_run(page, first)
     expect(page.locator(".fp-run-placement")).to_be_visible(timeout=SLOW_TIMEOUT)
     page.route(f"**/api/runs/{second.id}", lambda route: None)  # no response
