@@ -34,6 +34,7 @@ STYLES = (
     "run/jobs.css",
     "run/chat.css",
     "run/evaluation.css",
+    "run/generations.css",
     "run/benchmarks.css",
     "run/publish.css",
     "charts.css",

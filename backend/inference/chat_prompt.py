@@ -101,7 +101,7 @@ def messages(
         if chat_files.written(output).strip():
             given = answer(output)
             content = str(given.get("content") or "").strip()
-            found += [_prompt(turn.request, found), {**given, "role": "assistant", "content": content}]
+            found += [_prompt(turn.request, found), {"role": "assistant", **given, "content": content}]
     if request.role == TOOL and not found:
         raise TrainError("A tool result has to follow an output of this model. Send a prompt first.")
     found.append(_prompt(request, found))

@@ -68,6 +68,7 @@ def _program(run: Run, request: Request, details: Mapping[str, Any], output: Map
     autocast = f"with torch.autocast(model.device.type, dtype={dtype}):\n    " if dtype != DTYPES["fp32"] else ""
     settings = f"settings = GenerationConfig({_settings(request, details, output)})\n"
     prompt = _prompt_code(request, details)
+    loading += KEEP_LAYOUT if "load_in_4bit" in quantized and place == "cpu" else ""
     return f"import torch\n{loading}{prompt}{TO_DEVICE}{settings}{seed}{autocast}{GENERATE}"
 
 
@@ -125,6 +126,12 @@ def _body(request: Request, details: Mapping[str, Any], output: Mapping[str, Any
     return body
 
 
+# As in train/patches/bitsandbytes_cpu_layout.py.
+KEEP_LAYOUT = """\
+for module in model.modules():  # bitsandbytes 0.50 rounds the scales of 4-bit weights to bf16 on CPUs with AVX512-BF16
+    if hasattr(module, "support_avx512bf16_for_cpu"):
+        module.support_avx512bf16_for_cpu = False
+"""
 GENERATE = """\
 output = model.generate(**inputs, generation_config=settings)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))

@@ -10,9 +10,9 @@ const ABOUT_SCORES =
   "score(prompt, reference, output), which returns a number from 0 to 1, True, False, or None if it does not apply. " +
   "Its code runs on the server with the permissions of its user, after you have agreed.";
 const ABOUT_SAMPLES =
-  "With several samples per prompt, a score is the mean over them. Scores that are right or wrong, such as exact match, " +
-  "also have pass@k, the probability that at least one of k samples is right. Samples need a temperature above 0; 0.8 " +
-  "is usual. The same settings draw the same samples.";
+  "With several samples per prompt, a score is the mean over them. Scores that are right or wrong, such as exact " +
+  "match, also have pass@k, the probability that at least one of k samples is right. Samples need a temperature " +
+  "above 0; 0.8 is usual. The same settings draw the same samples.";
 const STOPPED = "This evaluation was stopped; with the same settings, Continue computes what is missing:";
 
 const SHOWN_HASH = 12; // characters

@@ -114,17 +114,42 @@ function evaluationCells(/** @type {Member} */ { interval }, /** @type {Ranking}
   return [scoreText(interval.base, isShare), scoreText(interval.value, isShare), cell];
 }
 
+/** A menu of what the runs can be ranked by. @param {(key: string) => void} choose */
+function createRankings(choose) {
+  const select = el("select.fp-select", { onchange: () => choose(select.value) });
+  const node = el("label.fp-job-check", {}, "Rank by", select);
+  let offered = "";
+  /** @param {Ranking[]} rankings @param {string} key the one that was requested */
+  function draw(rankings, key) {
+    node.hidden = rankings.length < 2;
+    const offer = JSON.stringify(rankings);
+    if (offer !== offered) redraw(select, ...rankings.map((each) => el("option", { value: each.key }, each.label)));
+    offered = offer; // an open menu stays as it is
+    select.value = key;
+  }
+  return { node, draw };
+}
+
+/** What is said about the ranking: the place of a run, and which one is the best. @returns {string} */
+function rankText(/** @type {Member[]} */ runs, current, /** @type {Ranking} */ { key, label }, sentence) {
+  const place = runs.findIndex((run) => run.id === current);
+  const measured = runs.filter((run) => run[key] !== null).length;
+  const name = key === LOSS_KEY ? "validation loss" : label;
+  const hasValue = place >= 0 && runs[place][key] !== null;
+  const own = hasValue ? `This run is number ${place + 1} of ${measured} by ${name}.` : "";
+  return [own, key !== LOSS_KEY && sentence].filter(Boolean).join(" ");
+}
+
 /** The panel of the Run view. @param {() => boolean} isVisible */
 export function createSweep(isVisible) {
   const heading = el("h3", {}, "Sweep");
   const best = el("p.fp-dim");
-  const select = el("select.fp-select", { onchange: () => choose(select.value) });
-  const ranking = el("label.fp-job-check", {}, "Rank by", select);
+  const ranking = createRankings(choose);
   const compare = el("a.fp-sweep-compare", {}, "Compare curves and generations");
   const body = el("div");
   const node = el("section.fp-panel.fp-sweep", { hidden: true, "aria-label": "Sweep" }, heading, best);
-  node.append(el("div.fp-sweep-bar", {}, ranking, compare), body);
-  let [sweep, current, drawn, by, offered] = ["", "", "", LOSS_KEY, ""];
+  node.append(el("div.fp-sweep-bar", {}, ranking.node, compare), body);
+  let [sweep, current, drawn, by] = ["", "", "", LOSS_KEY];
   const poller = createPoller(pull, { isVisible, interval: 3000, onTrouble: () => {} });
 
   async function pull(isCurrent) {
@@ -149,29 +174,15 @@ export function createSweep(isVisible) {
     const state = JSON.stringify([runs, current, ends, rankings, key, sentence]);
     if (state === drawn) return;
     drawn = state;
-    drawRankings(rankings, key);
+    ranking.draw(rankings, key);
     const ranked = /** @type {Ranking} */ (rankings.find((each) => each.key === key));
     const columns = Object.keys(runs[0].varied);
     const measured = runs.filter((run) => run[key] !== null).length;
-    const place = runs.findIndex((run) => run.id === current);
-    const hasValue = place >= 0 && runs[place][key] !== null;
-    const name = key === LOSS_KEY ? "validation loss" : ranked.label;
-    const rank = hasValue ? `This run is number ${place + 1} of ${measured} by ${name}.` : "";
-    setText(best, [rank, key !== LOSS_KEY && sentence, ends].filter(Boolean).join(" "));
+    setText(best, [rankText(runs, current, ranked, sentence), ends].filter(Boolean).join(" "));
     const parts = [runsTable(runs, columns, labels, current, ranked)];
     if (measured > 1) parts.unshift(/** @type {any} */ (parallelAxes(runs, columns, labels, current, ranked)));
     body.replaceChildren(...parts);
     node.hidden = false;
-  }
-
-  /** @param {Ranking[]} rankings @param {string} key the one that was requested */
-  function drawRankings(rankings, key) {
-    ranking.hidden = rankings.length < 2;
-    if (JSON.stringify(rankings) !== offered)
-      // an open menu stays as it is
-      redraw(select, ...rankings.map((each) => el("option", { value: each.key }, each.label)));
-    offered = JSON.stringify(rankings);
-    select.value = key;
   }
 
   /** Show the sweep of a run; '' hides the panel. */
