@@ -15,8 +15,7 @@ from backend.config.options import for_dataset
 from backend.inspect import show_examples
 from backend.wording import counted
 
-KINDS = {"loss": "loss    | ", "no loss": "no loss | ", "cut": "cut     | "}
-INDENT = "        | "
+LOSS, NO_LOSS, CUT = "loss", "no loss", "cut"
 
 
 def start(arguments: argparse.Namespace) -> int:
@@ -51,16 +50,21 @@ def _lines(example: Mapping[str, Any]) -> Iterator[str]:
         name = f"{sequence['name']}: " if sequence["name"] else ""
         yield f"{name}{counted(sequence['tokens'], 'token')}, {_summary(sequence)}"
         pieces, shown = [], 0
-        for text, ids, is_trained in sequence["pieces"]:
-            kind = "cut" if shown >= sequence["kept"] else "loss" if is_trained else "no loss"
-            pieces.append((kind, text))
+        for text, ids, weight in sequence["pieces"]:
+            pieces.append((CUT if shown >= sequence["kept"] else _kind(weight), text))
             shown += len(ids)
+        width = max(len(kind) for kind in (NO_LOSS, *(kind for kind, _ in pieces)))
         for kind, group in groupby(pieces, key=lambda piece: piece[0]):
             first, *rest = "".join(text for _, text in group).removesuffix("\n").split("\n")
-            yield KINDS[kind] + first
-            yield from (INDENT + line for line in rest)
+            yield f"{kind:<{width}} | {first}"
+            yield from (f"{'':<{width}} | {line}" for line in rest)
         if shown < sequence["tokens"]:
-            yield f"{INDENT}... {sequence['tokens'] - shown:,} more tokens"
+            yield f"{'':<{width}} | ... {sequence['tokens'] - shown:,} more tokens"
+
+
+def _kind(weight: float) -> str:
+    """Whether a token has a loss, and its weight if that is not 1."""
+    return LOSS if weight == 1 else f"{LOSS} x {weight:g}" if weight else NO_LOSS
 
 
 def _summary(sequence: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,6 +38,9 @@ CALL_ROLES = ("function_call", "tool_call")  # whose content is a call, or a lis
 KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 # Whether the loss includes a turn: OpenAI's and axolotl's weight, axolotl's train, and other tools' names for the same.
 WEIGHTS, SWITCHES = ("weight", "loss_weight"), ("train", "training", "trainable", "loss")
+LOSS_WEIGHT = "loss_weight"  # of a converted assistant turn, unless it is 0 (then train is False) or 1
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0  # fp32 has 7 digits: with other weights, a part of the loss would be rounded off
+VALID_WEIGHT = f"0 for no loss, or a weight from {MIN_WEIGHT:g} to {MAX_WEIGHT:,.0f}"
 # What a turn may say about itself that no model is trained on.
 WITHOUT_MEANING = {
     "id", "_id", "uid", "uuid", "idx", "index", "turn", "turn_id", "turn_idx", "message_id", "parent_id", "hash",
@@ -119,27 +123,66 @@ def _turn(value: Any, number: int, turn_format: str) -> dict[str, Any]:
 
 
 def _more(value: Mapping[str, Any], role: str, number: int) -> dict[str, Any]:
-    """What else a turn says, for a chat template that reads it, such as reasoning; and train: False for an assistant
-    turn without a loss. Raises InvalidExample."""
+    """What else a turn says, for a chat template that reads it, such as reasoning; and the weight of an assistant turn:
+    train is False for 0, and LOSS_WEIGHT has others than 1. Raises InvalidExample."""
     if value.keys() <= READ:
         return {}
     said = {key: part for key, part in value.items() if isinstance(key, str) and part not in (None, "", [], {})}
     found = {key: part for key, part in said.items() if key not in READ and key.lower() not in WITHOUT_MEANING}
-    given = {key: found[key] for key in (*WEIGHTS, *SWITCHES) if key in found}
-    decisive = {key: yes for key, weight in given.items() if (yes := _yes(weight)) is not None}
-    if wrong := [key for key in (*WEIGHTS, "train") if key in given.keys() - decisive.keys()]:
-        shown = shorten(repr(given[wrong[0]]))
+    given = {key: _weight(key, found[key], number) for key in (*WEIGHTS, *SWITCHES) if key in found}
+    weights = {key: weight for key, weight in given.items() if weight is not None}
+    if role != "assistant":  # it has no loss, and a weight other than 0 is named
+        return {key: part for key, part in found.items() if weights.get(key) != 0}
+    numbers = {weights[key] for key in WEIGHTS if key in weights}
+    if len(numbers) > 1 or len({weight > 0 for weight in weights.values()}) > 1:
         raise InvalidExample(
-            f"the {wrong[0]} of turn {number} is {shown}; expected 1 for a turn with a loss, or 0 for one without"
+            f"the keys {' and '.join(weights)} of turn {number} contradict each other; remove one of them"
         )
-    if role != "assistant":  # it has no loss, and a weight of 1 is named
-        return {key: part for key, part in found.items() if decisive.get(key) is not False}
-    if len(set(decisive.values())) > 1:
-        raise InvalidExample(
-            f"the keys {' and '.join(decisive)} of turn {number} contradict each other; remove one of them"
-        )
-    rest = {key: part for key, part in found.items() if key not in decisive}
-    return rest | ({"train": False} if False in decisive.values() else {})
+    rest = {key: part for key, part in found.items() if key not in weights}
+    return _weighted(rest, next(iter(weights.values()), 1.0))
+
+
+def _weighted(turn: dict[str, Any], weight: float) -> dict[str, Any]:
+    """A converted assistant turn with a weight in the loss."""
+    if weight == 0:
+        return {**{key: part for key, part in turn.items() if key != LOSS_WEIGHT}, "train": False}
+    return turn if weight == 1 else {**turn, LOSS_WEIGHT: weight}
+
+
+def has_loss_weights(turns: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a converted assistant turn has a weight other than 0 and 1."""
+    return any(LOSS_WEIGHT in turn and turn["role"] == "assistant" for turn in turns)
+
+
+def has_other_weights(turns: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a converted assistant turn has a weight other than 1."""
+    return any(turn["role"] == "assistant" and (LOSS_WEIGHT in turn or turn.get("train") is False) for turn in turns)
+
+
+def _weight(key: str, value: Any, number: int) -> float | None:
+    """The weight that a key of turn `number` gives its loss; None if the key means something else. Raises
+    InvalidExample."""
+    yes, weight = _yes(value), _number(value)
+    if yes is not None:
+        return float(yes)
+    if key in WEIGHTS and _is_weight(weight):
+        return weight
+    if key in (*WEIGHTS, "train"):
+        expected = VALID_WEIGHT if key in WEIGHTS else "1 for a turn with a loss, or 0 for one without"
+        raise InvalidExample(f"the {key} of turn {number} is {shorten(repr(value))}; expected {expected}")
+    return None
+
+
+def _is_weight(number: float) -> bool:
+    return number == 0 or MIN_WEIGHT <= number <= MAX_WEIGHT
+
+
+def _number(value: Any) -> float:
+    """A number or its text; NaN for anything else."""
+    try:
+        return float(value) if isinstance(value, str | int | float) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 def _yes(value: Any) -> bool | None:
@@ -149,16 +192,28 @@ def _yes(value: Any) -> bool | None:
 
 
 def with_loss_mask(turns: Turns, example: Example) -> Turns:
-    """The turns, without a loss where the column loss_mask has a 0. Raises InvalidExample."""
+    """The turns with the weights in the column loss_mask. Raises InvalidExample."""
     mask = parse_json(example.get("loss_mask"))
     if mask is None:
         return turns
-    if not isinstance(mask, list) or len(mask) != len(turns) or any(each not in (0, 1) for each in mask):
-        raise InvalidExample(f"column loss_mask is not a list of {len(turns)} numbers, a 0 or a 1 for each turn")
-    return [
-        {**turn, "train": False} if turn["role"] == "assistant" and not each else turn
-        for turn, each in zip(turns, mask, strict=True)
-    ]
+    weights = [_number(each) for each in mask] if isinstance(mask, list) else []
+    if len(weights) != len(turns) or not all(map(_is_weight, weights)):
+        raise InvalidExample(
+            f"column loss_mask is not a list of {len(turns)} numbers, one for each turn: {VALID_WEIGHT}"
+        )
+    return [_masked(*each) for each in zip(turns, weights, range(1, len(turns) + 1), strict=True)]
+
+
+def _masked(turn: dict[str, Any], weight: float, number: int) -> dict[str, Any]:
+    """A turn with its weight in the column loss_mask, which may leave out turns that have a weight of their own."""
+    if turn["role"] != "assistant" or weight == 1:
+        return turn
+    own = 0.0 if turn.get("train") is False else turn.get(LOSS_WEIGHT, weight)
+    if weight and own != weight:
+        raise InvalidExample(
+            f"turn {number} has the weight {own:g}, and {weight:g} in column loss_mask; remove one of them"
+        )
+    return _weighted(turn, weight)
 
 
 def refuse_media(example: Example) -> None:

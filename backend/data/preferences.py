@@ -19,6 +19,7 @@ from backend.data.chat import Example, InvalidExample, Turns
 PROMPTS = ("prompt", "conversations", "messages", "instruction", "question")
 COMPLETIONS = ("completion", "output", "response")
 LABELS = ("label", "kto_tag")
+NO_WEIGHTS = "remove it, or use the data format messages, in which turns have weights"
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
@@ -146,14 +147,17 @@ def _prompt(example: Example, data: Data) -> Turns:
 def _completion(example: Example, name: str) -> Turns:
     turns = _turns(example, name, "assistant")
     if any(turn.get("train") is False for turn in turns):
-        raise InvalidExample(f"column {name} has a turn with a weight of 0; use the data format messages for that")
+        raise InvalidExample(f"column {name} has a turn with a weight of 0; {NO_WEIGHTS}")
     return turns
 
 
 def _turns(example: Example, name: str, role: str) -> Turns:
     """The turns in a column; a text is one turn of `role`."""
     if isinstance(example[name], list) or chat.turn_format_of(example[name]):
-        return chat.conversation(example, name)
+        turns = chat.conversation(example, name)
+        if chat.has_loss_weights(turns):
+            raise InvalidExample(f"column {name} has a turn with a weight; {NO_WEIGHTS}")
+        return turns
     return [chat.turn(role, chat.required_text(example, name))]
 
 

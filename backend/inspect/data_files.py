@@ -30,6 +30,7 @@ from backend.data import (
     printable,
     read_examples,
 )
+from backend.data.chat import has_loss_weights, has_other_weights
 from backend.data.compression import RATIO, data_suffix, is_compressed
 from backend.inspect.facts import DataIssue
 
@@ -75,6 +76,8 @@ class _FileFacts:
     path: str = ""  # without symbolic links
     num_skipped: int = 0
     skipped: tuple[str, ...] = ()
+    num_with_weights: int = 0
+    num_weighted: int = 0
 
 
 COLUMN_OPTIONS = tuple(name for name in Data.model_fields if name.endswith("_column"))
@@ -115,6 +118,8 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
         "token_lengths": tuple(sorted(length for facts in train[0] for length in facts.token_lengths)),
         "min_prompt_tokens": min((facts.min_prompt_tokens for facts in train[0]), default=0),
         "label_counts": labels,
+        "num_with_weights": sum(facts.num_with_weights for facts in (*train[0], *validation[0])),
+        "num_weighted": sum(facts.num_weighted for facts in (*train[0], *validation[0])),
         "num_skipped": sum(facts.num_skipped for facts in (*train[0], *validation[0])),
         "skipped": tuple(text for facts in (*train[0], *validation[0]) for text in facts.skipped)[:MAX_ISSUES],
     }
@@ -213,6 +218,8 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
         real,
         len(inspection.skipped),
         tuple(inspection.skipped[:MAX_ISSUES]),
+        inspection.with_weights,
+        inspection.weighted,
     )
 
 
@@ -237,6 +244,8 @@ class _Inspection:
     issues: list[tuple[str, str, bool]] = field(default_factory=list)
     invalid: int = 0  # of the examples that were counted
     skipped: list[str] = field(default_factory=list)
+    with_weights: int = 0
+    weighted: int = 0
 
     def skip(self, reason: object) -> None:
         """An example that the run skips; the reason begins with its place."""
@@ -268,6 +277,9 @@ class _Inspection:
             elif len(self.issues) < MAX_ISSUES:
                 self.issues.append((place(self.path, line), str(error), True))
             return True
+        turns = converted.get("messages", ())
+        self.with_weights += has_other_weights(turns)
+        self.weighted += has_loss_weights(turns)
         if len(self.token_lengths) < MAX_LENGTHS:
             length, prompt_tokens = self._length(converted, texts)
             self.token_lengths.append(length)

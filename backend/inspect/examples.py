@@ -23,7 +23,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 18
+FORMAT = 19
 # Options that decide nothing about a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -240,6 +240,8 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         "num_skipped": found["counts"].get("skipped", 0),
         "num_skipped_texts": found["counts"].get("skipped_texts", 0),
         "skipped": tuple(found["skipped"]),
+        "num_with_weights": found["counts"].get("with_weights", 0),
+        "num_weighted": found["counts"].get("weighted", 0),
         "num_copies": found["counts"].get("copies", 0),
         "num_copies_in_validation": found["counts"].get("copies_in_validation", 0),
         "num_contradictions": found["counts"].get("contradictions", 0),

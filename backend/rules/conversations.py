@@ -39,7 +39,7 @@ def turns_without_some_parts(case: Case) -> str | None:
     columns = [part for part, _ in found if part.startswith(COLUMN)]
     left_out = f"{by} leaves out {names(parts)}, {where}." if parts else ""
     also = "" if parts else f", {where}"
-    unused = f"The loss does not use {names(columns)}{also}; to weight an example, repeat it." if columns else ""
+    unused = f"The loss does not use {names(columns)}{also}; set the weight of assistant turns." if columns else ""
     return f"{left_out} {unused}".strip()
 
 

@@ -25,6 +25,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import for_dataset
 from backend.data import DataFileError, is_absurd, mixed, mixed_counts, prepared, to_text
+from backend.data.chat import has_other_weights
 from backend.train import end_tokens
 from backend.train.examples import (
     ConvertedExample,
@@ -37,6 +38,7 @@ from backend.train.examples import (
     tell_skipped,
     telling,
 )
+from backend.train.loss_weights import ARROW_TYPE, WEIGHTS, without_empty
 from backend.train.preference_data import (
     Columns,
     PreferenceTokenizer,
@@ -94,9 +96,10 @@ class ExampleTokenizer:
 
     def __call__(self, examples: Sequence[ConvertedExample]) -> tuple[Columns, Counter[str]]:
         """Ids and labels of the usable examples, and how many were truncated, split or dropped."""
-        ids, labels, counts = [], [], Counter[str]()
+        ids, labels, weights, counts = [], [], [], Counter[str]()
         for example in examples:
             count_unread(self.chat, example.value, counts)
+            of_tokens = self.loss_weights(example)
             for tokens, targets in self._chunks(example, counts):
                 # Nothing predicts the first token, so it has no loss.
                 if all(label == IGNORE_INDEX for label in targets[1:]):
@@ -104,7 +107,18 @@ class ExampleTokenizer:
                     continue
                 ids.append(numpy.array(tokens, numpy.int32))  # five times as fast to write as lists
                 labels.append(numpy.array(targets))
-        return {"input_ids": ids, "labels": labels}, counts
+                weights.append(of_tokens and numpy.array(of_tokens[: len(tokens)], numpy.float32))
+        return {"input_ids": ids, "labels": labels, WEIGHTS: weights}, counts
+
+    def loss_weights(self, example: ConvertedExample) -> list[float] | None:
+        """The weight of each token of an example in the loss; None if it has no weights other than 0 and 1. Raises
+        TrainError."""
+        if self.chat is None or "messages" not in example.value:
+            return None
+        try:
+            return self.chat.loss_weights(example.value["messages"], example.value)
+        except UnsupportedConversation as error:
+            raise TrainError(f"{example.location}: {error}.") from error
 
     def sequences(self, example: ConvertedExample) -> Iterator[tuple[str, list[int], list[int]]]:
         """(name, ids, labels) of an example's only sequence, before it is truncated or split. Raises TrainError."""
@@ -131,9 +145,9 @@ class ExampleTokenizer:
 
     def _tokenize(self, example: ConvertedExample) -> tuple[list[int], list[int]]:
         if self.chat is None or "text" in example.value:
-            if any(turn.get("train") is False for turn in example.value.get("messages", ())):
+            if has_other_weights(example.value.get("messages", ())):
                 raise TrainError(
-                    f"{example.location}: a turn has a weight of 0, and pretraining trains on the whole text. Set "
+                    f"{example.location}: a turn has a weight, and pretraining trains on the whole text. Set "
                     "train.stage to sft, or remove the weight."
                 )
             # verbose warns about a long text, which is split.
@@ -218,6 +232,8 @@ class _Tokens:
     def write(self, columns: Columns) -> None:
         """Append rows."""
         if any(columns.values()):
+            if WEIGHTS in columns:  # typed, since most examples have none
+                columns = {**columns, WEIGHTS: pyarrow.array(columns[WEIGHTS], ARROW_TYPE)}
             self.writer.write_batch(columns)
             self.is_empty = False
 
@@ -227,7 +243,8 @@ class _Tokens:
             self.writer.close()
             return Dataset.from_dict({})
         self.writer.finalize()
-        return Dataset.from_file(str(self.path)) if self.path else Dataset.from_buffer(self.buffer.getvalue())
+        written = Dataset.from_file(str(self.path)) if self.path else Dataset.from_buffer(self.buffer.getvalue())
+        return without_empty(written)
 
 
 def _in_order(dataset: Dataset, order: Sequence[int], sizes: Sequence[int]) -> Dataset:
@@ -464,7 +481,8 @@ def fingerprint(dataset: Dataset) -> str:
     """A hash of the number of rows and of some rows: whether tokens are those of an earlier start or version."""
     digest = hashlib.sha256(str(len(dataset)).encode())
     for row in dataset.select(range(0, len(dataset), max(1, len(dataset) // COMPARED_ROWS))):
-        digest.update(json.dumps({name: row[name] for name in sorted(row) if name.endswith("ids")}).encode())
+        kept = {name: row[name] for name in sorted(row) if name.endswith("ids") or name == WEIGHTS}
+        digest.update(json.dumps(kept).encode())
     return digest.hexdigest()
 
 

@@ -1,9 +1,10 @@
 """The validation loss, and that of each of several datasets.
 
-That of SFT and pretraining is the mean over the trained tokens of all validation examples, so it does not depend on the
-batch size, the number of processes and the strategy. transformers' Trainer computes the mean of the means of batches,
-in which a token of a short example counts more than one of a long example, and accelerate completes the last batches of
-the processes with the first examples, which then count twice. Preference stages keep the means of TRL.
+That of SFT and pretraining is the mean over the trained tokens of all validation examples, with their weights, so it
+does not depend on the batch size, the number of processes and the strategy. transformers' Trainer computes the mean of
+the means of batches, in which a token of a short example counts more than one of a long example, and accelerate
+completes the last batches of the processes with the first examples, which then count twice. Preference stages keep the
+means of TRL.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from datasets import Dataset, concatenate_datasets
 
+from backend.train import loss_weights
 from backend.train.templates import IGNORE_INDEX
 
 
@@ -49,10 +51,10 @@ class EvalPartsMixin:
 class EvalLossMixin(EvalPartsMixin):
     """For trainers of next-token stages, whose loss is a mean over the trained tokens of a batch."""
 
-    _sums: list[float]  # of the losses of this process's tokens, and their number
+    _sums: list[float]  # of the weighted losses of this process's tokens, and of the weights
 
     def _evaluated(self: Any, loader: Any, *args: Any, **more: Any) -> tuple[Any, float, float]:
-        """Same, but with the mean over all tokens, and their number."""
+        """Same, but with the mean over all tokens, and the sum of their weights."""
         self._sums = [0.0, 0.0]
         output, _, _ = super()._evaluated(loader, *args, **more)
         loss, count = (sum(values) for values in zip(*gather_object([self._sums]), strict=True))
@@ -60,11 +62,11 @@ class EvalLossMixin(EvalPartsMixin):
 
     def prediction_step(self: Any, model: Any, inputs: Mapping[str, Any], *args: Any, **more: Any) -> Any:
         """Add the losses of the tokens of a batch."""
-        count = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())  # nothing predicts the first token
+        count, weights = map(float, loss_weights.sums(inputs))
         outputs = super().prediction_step(model, inputs, *args, **more)  # type: ignore[misc]
         if count:
             self._sums[0] += float(outputs[0]) * count
-            self._sums[1] += count
+            self._sums[1] += weights
         return outputs
 
 

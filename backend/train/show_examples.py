@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ NOTES = {
     "identical": "This example is dropped: the chosen and the rejected completion are the same within max_length.",
     "endless": "No token that ends the completion has a loss.",
 }
-Piece = tuple[str, list[int], bool]
+Piece = tuple[str, list[int], float]
 
 
 def show(spec: dict[str, Any], base: str, folder: str, first: int, count: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def show(spec: dict[str, Any], base: str, folder: str, first: int, count: int) -
     "sequences": one, or one for each completion. Of a sequence: "name", the numbers "tokens", "kept" (without those
     after data.max_length, unless the text is split) and "trained" (of those that are kept), "use" (what is done with
     the latter), "end" (the token that ends the completion, or None), and "pieces" of the first MAX_TOKENS tokens:
-    (text, token ids, whether they have a loss)."""
+    (text, token ids, their weight in the loss, 0 without one)."""
     run_spec = RunSpec.model_validate(spec)
     found: dict[str, Any] = {"format": FORMAT, "examples": [], "problem": ""}
     try:
@@ -83,7 +83,8 @@ def _tokenized(to_columns: Tokenizer | None, examples: Sequence[ConvertedExample
     try:
         for example in examples:
             assert to_columns
-            found["sequences"] += [_sequence(to_columns, *parts) for parts in to_columns.sequences(example)]
+            weights = to_columns.loss_weights(example) if isinstance(to_columns, ExampleTokenizer) else None
+            found["sequences"] += [_sequence(to_columns, *parts, weights) for parts in to_columns.sequences(example)]
             found["notes"] += _notes(to_columns, example)
     except TrainError as error:
         text = str(error).removeprefix(f"{location}: ")
@@ -147,38 +148,41 @@ def _start(to_columns: Tokenizer, example: ConvertedExample) -> completion_start
         return None
 
 
-def _sequence(to_columns: Tokenizer, name: str, ids: list[int], labels: list[int]) -> dict[str, Any]:
+def _sequence(
+    to_columns: Tokenizer, name: str, ids: list[int], labels: list[int], weights: Sequence[float] | None
+) -> dict[str, Any]:
     splits = isinstance(to_columns, ExampleTokenizer) and to_columns.pretraining
     is_reward = isinstance(to_columns, PreferenceTokenizer) and to_columns.stage == "reward"
     kept = len(ids) if splits else to_columns.max_length
-    trained = [False, *(label != IGNORE_INDEX for label in labels[1:])]  # nothing predicts the first token
+    losses = [weight * (label != IGNORE_INDEX) for label, weight in zip(labels, weights or repeat(1), strict=False)]
+    losses[:1] = [0]  # nothing predicts the first token
     tokenizer = to_columns.tokenizer if isinstance(to_columns, ExampleTokenizer) else to_columns.chat.tokenizer
     ends = to_columns.chat.ends(labels[:kept]) if to_columns.chat else []
     end = ends[-1] if ends else None
     return {
         "name": name,
         "tokens": len(ids),
-        "trained": sum(trained[:kept]),
+        "trained": sum(weight > 0 for weight in losses[:kept]),
         "use": "compared" if is_reward else "with a loss",
         "kept": min(kept, len(ids)),
         "end": None if end is None else tokenizer.decode([end]),
-        "pieces": _pieces(tokenizer, ids[:MAX_TOKENS], trained),
+        "pieces": _pieces(tokenizer, ids[:MAX_TOKENS], losses),
     }
 
 
-def _pieces(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> list[Piece]:
+def _pieces(tokenizer: Any, ids: Sequence[int], weights: Sequence[float]) -> list[Piece]:
     """The text of the tokens: of one each, or of several which are a character together."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # not a fast tokenizer
         words = tokenizer.convert_ids_to_tokens(list(ids))
-        return [(str(word), [id], yes) for word, id, yes in zip(words, ids, trained, strict=False)]
+        return [(str(word), [id], weight) for word, id, weight in zip(words, ids, weights, strict=False)]
     stream, found, pending = DecodeStream(skip_special_tokens=False), list[Piece](), list[int]()
-    for id, is_trained in zip(ids, trained, strict=False):
+    for id, weight in zip(ids, weights, strict=False):
         pending.append(id)
         text = stream.step(backend, id)
         if text is not None:
-            found.append((text, pending, is_trained))
+            found.append((text, pending, weight))
             pending = []
     if pending:
-        found.append((tokenizer.decode(pending), pending, trained[len(ids) - 1]))
+        found.append((tokenizer.decode(pending), pending, weights[len(ids) - 1]))
     return found

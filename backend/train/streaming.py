@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset
-from trl import pack_dataset
 
 from backend.config import RunSpec
-from backend.train import rehearsal
+from backend.train import loss_weights, rehearsal
 from backend.train.context import TrainContext
 from backend.train.data import SKIPPED, TRAIN, Tokenizer, tell_counts, tokenize, tokenizer_for
 from backend.train.examples import REASONS, ConvertedExample, Part, streamed, training_rows
@@ -96,7 +95,7 @@ class Stream(IterableDataset[dict[str, Any]]):
         part = Part(examples, range(len(examples)), skips=data.on_bad_example == "skip")
         sequences, counts = tokenize(part, to_columns, 1, lambda done, of: True)
         if data.packing and len(sequences):
-            sequences = pack_dataset(sequences, data.max_length, PACKING)
+            sequences = loss_weights.pack(sequences, data.max_length, PACKING)
         return sequences, counts + Counter({EXAMPLES: len(examples)})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from transformers.utils import chat_template_utils
 
-from backend.data.chat import REASONING, SWITCHES, TEMPLATE_KWARGS, WEIGHTS, parse_json
+from backend.data.chat import LOSS_WEIGHT, REASONING, SWITCHES, TEMPLATE_KWARGS, WEIGHTS, parse_json
 
 Messages = Sequence[Mapping[str, Any]]
 ALWAYS = ("role", "content", "name", "tool_call_id")  # without a template that reads them, nothing of meaning is lost
@@ -111,7 +111,7 @@ class TemplateInput:
             weights = {key for key in (*WEIGHTS, *SWITCHES) if key in turn and turn["role"] != "assistant"}
             found |= {f"{key} of a turn that is not an assistant turn" for key in weights}
             as_text = ("tool_calls",) if self != PLAIN else ()
-            known = {*ALWAYS, "train", *as_text, *weights}
+            known = {*ALWAYS, "train", LOSS_WEIGHT, *as_text, *weights}
             found |= {key for key in turn.keys() - known if not self._reads(key)}
             if self.without and turn["content"]:
                 found |= self.without & {f"the content of {turn['role']} turns"}

@@ -31,7 +31,7 @@ from trl.chat_template_utils import (
 from trl.data_utils import common_prefix_length
 
 from backend.config import RunSpec
-from backend.data.chat import TEMPLATE_KWARGS
+from backend.data.chat import LOSS_WEIGHT, TEMPLATE_KWARGS, has_loss_weights
 from backend.train.run_log import TrainError
 from backend.train.template_input import (
     TEMPLATE_ERRORS,
@@ -264,18 +264,41 @@ class ChatTokenizer:
     def tokenize(self, messages: Messages, example: Mapping[str, Any] = NOTHING) -> tuple[list[int], list[int]]:
         """(input ids, labels) of a conversation with the loss on every completion; `example` has the tools and the
         like. Raises UnsupportedConversation."""
-        spans: Sequence[tuple[int, int]]
-        if self.marked_template is None:
-            text = self.render(messages, example)
-            spans = self._differences(text, messages, example)
-        else:
-            text, spans = self._marked(messages, example)
+        text, spans = self._rendered(messages, example)
         if not any(message.get("train") is False for message in messages):
             return self._labeled(text, [(0, len(text))] if self.all_tokens else spans)
+        untrained = [
+            span for span, turn in self._turns_with_spans(text, spans, messages, example) if turn.get("train") is False
+        ]
+        return self._labeled(text, [(0, len(text))] if self.all_tokens else spans, untrained)
+
+    def loss_weights(self, messages: Messages, example: Mapping[str, Any] = NOTHING) -> list[float] | None:
+        """The weight in the loss of each token of `tokenize`: that of its turn, else 1. None if no turn has another
+        weight. Raises UnsupportedConversation."""
+        if not has_loss_weights(messages):
+            return None
+        text, spans = self._rendered(messages, example)
+        encoded = self._encode(text)
+        weights = [1.0] * len(encoded)
+        for span, turn in self._turns_with_spans(text, spans, messages, example):
+            tokens = _tokens(encoded, *span)
+            weights[tokens] = [turn.get(LOSS_WEIGHT, 1.0)] * len(weights[tokens])
+        return weights
+
+    def _rendered(self, messages: Messages, example: Mapping[str, Any]) -> tuple[str, Sequence[tuple[int, int]]]:
+        """The text of a conversation, and where its completions are in it. Raises UnsupportedConversation."""
+        if self.marked_template is not None:
+            return self._marked(messages, example)
+        text = self.render(messages, example)
+        return text, self._differences(text, messages, example)
+
+    def _turns_with_spans(
+        self, text: str, spans: Sequence[tuple[int, int]], messages: Messages, example: Mapping[str, Any]
+    ) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
+        """Each assistant turn, with its place in the rendered text. Raises UnsupportedConversation."""
         turns = [message for message in messages if message["role"] == "assistant"]
         of_turns = spans if len(spans) == len(turns) else self._spans_of_turns(text, messages, example)
-        untrained = [span for span, turn in zip(of_turns, turns, strict=True) if turn.get("train") is False]
-        return self._labeled(text, [(0, len(text))] if self.all_tokens else spans, untrained)
+        return zip(of_turns, turns, strict=True)
 
     def _spans_of_turns(self, text: str, messages: Messages, example: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
         """Where each assistant turn is in the rendered text, if the template does not mark each turn."""
@@ -283,8 +306,8 @@ class ChatTokenizer:
             return self._differences(text, messages, example)
         except UnmarkedCompletions as error:
             raise UnmarkedCompletions(
-                "a turn has a weight of 0, and the chat template rewrites earlier turns, so its tokens cannot be "
-                "told from others; set data.loss_on to completions"
+                "a turn has a weight, and the chat template rewrites earlier turns, so its tokens cannot be told from "
+                "others; set data.loss_on to completions"
             ) from error
 
     def _marked(self, messages: Messages, example: Mapping[str, Any]) -> tuple[str, Sequence[tuple[int, int]]]:

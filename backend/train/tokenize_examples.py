@@ -28,6 +28,7 @@ from backend.data import (
     read_examples,
     unpair,
 )
+from backend.data.chat import has_loss_weights, has_other_weights
 from backend.data.copies import Seen
 from backend.inspect.examples import FORMAT
 from backend.train import added_tokens, completion_start, end_tokens, model
@@ -257,6 +258,8 @@ def _converted(
             values: list[dict[str, Any]] = []
             try:
                 value = convert(row, format, data)
+                found.counts["with_weights"] += has_other_weights(value.get("messages", ()))
+                found.counts["weighted"] += has_loss_weights(value.get("messages", ()))
                 if found.is_copy(is_training, value) and data.drop_duplicates:
                     continue
                 values = unpair(value) if spec.train.stage == "kto" else [value]

@@ -14,7 +14,7 @@ from transformers import PrinterCallback
 from backend import registry
 from backend.config import RunSpec
 from backend.runs import CHECKPOINTS
-from backend.train import eval_loss, kernels, optimizers, rehearsal, streaming, trl_trainers, unsloth
+from backend.train import eval_loss, kernels, loss_weights, optimizers, rehearsal, streaming, trl_trainers, unsloth
 from backend.train.data import PreparedData
 from backend.train.engines import TrainEngine
 from backend.train.patches import (
@@ -156,6 +156,8 @@ def build_trainer(
         trainer.eval_dataset = eval_loss.completed(trainer.eval_dataset, multiple)
     if next_token and not spec.train.use_unsloth:
         trl_token_mean.apply(trainer)
+    if streaming.is_streamed(spec) or loss_weights.has_weights(prepared.train, prepared.validation):
+        trainer.data_collator = loss_weights.Collator(trainer.data_collator)
     if spec.train.torch_compile:
         trainer.add_callback(kernels.CompileCheckCallback(trainer))
     trainer.spec = spec

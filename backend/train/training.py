@@ -28,6 +28,7 @@ from backend.train import (
     generation_eval,
     logging_setup,
     lora,
+    loss_weights,
     lost_points,
     model,
     optimizers,
@@ -138,7 +139,7 @@ def _source(context: TrainContext) -> model.ModelSource:
 
 
 def _prepared(context: TrainContext, tokens: Any) -> data.PreparedData:
-    """The prepared examples; of a streamed dataset the first ones, and its stream in the context."""
+    """The prepared examples; of a streamed dataset the first ones, and its stream in the context. Raises TrainError."""
     spec, folder = context.spec, context.folder / PREPARED
     context.run_log.start_phase("preparing data", "Preparing data.")
 
@@ -155,7 +156,9 @@ def _prepared(context: TrainContext, tokens: Any) -> data.PreparedData:
     context.first(prepare)
     # All ranks load the same files, so that each finds the cache that a trainer keeps next to them.
     context.stream = streaming.create(context, tokens)
-    return data.load(folder)
+    prepared = data.load(folder)
+    verify.check_loss_weights(spec, loss_weights.has_weights(prepared.train, prepared.validation))
+    return prepared
 
 
 def _generation(context: TrainContext, tokens: Any, prepared: data.PreparedData) -> Any:

@@ -36,6 +36,7 @@ from backend.train.checkpoint_weights import CheckpointWeightsMixin
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
 from backend.train.eval_loss import EvalLossMixin, EvalPartsMixin
+from backend.train.loss_weights import LossWeightsMixin
 from backend.train.monitor import Monitor
 from backend.train.patches import transformers_use_cache, trl_orpo_dataset
 from backend.train.skipped_steps import SkippedSteps
@@ -236,7 +237,7 @@ class TokenCountMixin(TrainerMixin):
         super().log(logs, *more, **named)
 
 
-class NextTokenMixin(streaming.StreamMixin, EvalLossMixin, TrainerMixin):
+class NextTokenMixin(streaming.StreamMixin, LossWeightsMixin, EvalLossMixin, TrainerMixin):
     """For SFT and pretraining."""
 
 

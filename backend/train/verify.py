@@ -25,6 +25,7 @@ from backend.presets import read
 from backend.resolve import ResolvedRun
 from backend.rules import Case, examine
 from backend.rules.data import POSITION_TABLES
+from backend.rules.loss_weights import conflicts
 from backend.runs import RESOLVED, SKIP_CHECKS, SPEC, resume_point
 from backend.train import device
 from backend.train.run_log import TrainError
@@ -77,6 +78,15 @@ def check_positions(spec: RunSpec, config: Any, longest: int) -> None:
         raise TrainError(
             f"data.max_length: the longest example has {longest:,} tokens, and the model has {most:,} position "
             f"embeddings. Set data.max_length to at most {most}. [DAT010]"
+        )
+
+
+def check_loss_weights(spec: RunSpec, with_weights: bool) -> None:
+    """Raise TrainError if turns have weights other than 0 and 1 in a run whose loss has none."""
+    for option, why, fix in conflicts(spec) if with_weights else ():
+        raise TrainError(
+            f"{option}: turns of the data have weights other than 0 and 1, but {why}. {fix.label}, or remove the "
+            "weights. [DAT037]"
         )
 
 

@@ -138,6 +138,13 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
         same, _, different = sequence.inner_text().partition("differs from here")
         assert "When?" in same and "At" in same and rest in different
 
+    turns = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "At noon.", "weight": 0.25}]
+    (tmp_path / "weights.jsonl").write_text(json.dumps({"messages": turns}))
+    open_draft(page, server, tmp_path, 4, **{"data.files": str(tmp_path / "weights.jsonl")})
+    card.locator("summary").first.click()
+    expect(tokens.locator(".fp-weight-mark")).to_have_text("weight 0.25", timeout=TIMEOUT)
+    assert trained.first.get_attribute("title").endswith(", weight 0.25")
+
 
 def test_from_a_dropped_file_to_a_run(page, server, tmp_path):
     """A CSV with foreign column names is dropped, its columns are chosen by clicking, its mask is seen, its cut fixed,

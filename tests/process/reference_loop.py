@@ -30,19 +30,27 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A sequence, and which of its tokens are trained: predicted from the tokens before them, with a loss."""
+    """A sequence, and which of its tokens are trained: predicted from the tokens before them, with a loss. `weights`:
+    of each token in the mean of SFT; () if all are equal."""
 
     ids: list[int]
     trained: list[bool]
+    weights: Sequence[float] = ()
 
     @property
     def trained_count(self) -> int:
         """Number of trained tokens. Nothing predicts the first token, so it is never one of them."""
         return sum(self.trained[1:])
 
+    @property
+    def trained_weights(self) -> Tensor:
+        """The weights of the trained tokens."""
+        weights = torch.tensor(self.weights or [1.0] * len(self.ids))
+        return weights[1:][torch.tensor(self.trained[1:])]
+
     def truncated(self, length: int) -> Tokens:
         """The first `length` tokens."""
-        return Tokens(self.ids[:length], self.trained[:length])
+        return Tokens(self.ids[:length], self.trained[:length], self.weights[:length])
 
 
 @dataclass(frozen=True)
@@ -106,17 +114,19 @@ class Trained:
 
 def conversation(tokenizer: Any, messages: Sequence[Any], all_tokens: bool) -> Tokens:
     """A rendered conversation. Trained are all tokens, or each assistant turn from behind the generation prompt to the
-    newline behind its end-of-turn token, as in LLaMA-Factory and in TRL's templates."""
+    newline behind its end-of-turn token, as in LLaMA-Factory and in TRL's templates. Its weight is that of the turn;
+    with 0, it is not trained."""
     render = tokenizer.apply_chat_template
     text, spans = render(messages, tokenize=False), []
     for position, message in enumerate(messages):
         if message["role"] == "assistant":
             start = len(render(messages[:position], tokenize=False, add_generation_prompt=True))
             end = tokenizer.eos_token + "\n"
-            spans.append((start, text.index(end, start) + len(end)))
+            spans.append((start, text.index(end, start) + len(end), message.get("weight", 1.0)))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    trained = [all_tokens or any(a <= x and y <= b for a, b in spans) for x, y in encoded["offset_mapping"]]
-    return Tokens(list(encoded["input_ids"]), trained)
+    places = encoded["offset_mapping"]
+    weights = [next((w for a, b, w in spans if a <= x and y <= b), float(all_tokens)) for x, y in places]
+    return Tokens(list(encoded["input_ids"]), [weight > 0 for weight in weights], weights)
 
 
 def prompt_and_completion(tokenizer: Any, prompt: Sequence[Any], completion: Sequence[Any]) -> Tokens:
@@ -203,7 +213,7 @@ def last_token_scores(model: Any, batch: Sequence[Tokens]) -> Tensor:
 
 
 class NextToken:
-    """SFT and pretraining: the mean negative log-likelihood of the trained tokens.
+    """SFT and pretraining: the weighted mean of the negative log-likelihoods of the trained tokens.
 
     `averages_batches`: a step averages the means of its batches. `of_one_rank`: each of them is of one rank.
     """
@@ -225,11 +235,12 @@ class NextToken:
 
     def weights(self, batch: Sequence[Any]) -> tuple[float, ...]:
         """What each mean is over."""
-        return (sum(tokens.trained_count for tokens in batch),)
+        return (sum(tokens.trained_weights.sum().item() for tokens in batch),)
 
     def sums(self, model: nn.Module, batch: Sequence[Any]) -> tuple[Tensor, ...]:
         """The sum of each mean, differentiable."""
-        return (-torch.cat(token_log_probs(model, batch)).sum(),)
+        weights = torch.cat([tokens.trained_weights for tokens in batch])
+        return (-(weights * torch.cat(token_log_probs(model, batch))).sum(),)
 
 
 class Pairs(NextToken):

@@ -4,6 +4,7 @@ models; and what is not trained on is counted or refused by name."""
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_turns_without_a_loss(tokenizer: Any, name: str, key: str, off: Any, on:
     wrong, right = {**ANSWER, "content": "At eight.", key: off}, {**ANSWER, key: on}
     value = converted({"messages": [QUESTION, wrong, {"role": "user", "content": "Sure?"}, right]})
     if name == "qwen3" and all_tokens:  # its own template renders the last turn in another way
-        with pytest.raises(UnmarkedCompletions, match=r"a turn has a weight of 0, .* set data.loss_on to completions"):
+        with pytest.raises(UnmarkedCompletions, match=r"a turn has a weight, .* set data.loss_on to completions"):
             trained(chat, value)
         return
     text = "".join(trained(chat, value))
@@ -159,7 +160,18 @@ def test_turns_without_a_loss(tokenizer: Any, name: str, key: str, off: Any, on:
 @pytest.mark.parametrize(
     ("turns", "problem"),
     [
-        ([QUESTION, {**ANSWER, "weight": 0.5}], "the weight of turn 2 is 0.5; expected 1"),
+        ([QUESTION, {**ANSWER, "weight": -0.5}], "the weight of turn 2 is -0.5; expected 0 for no loss, or a weight"),
+        ([QUESTION, {**ANSWER, "loss_weight": "nan"}], "the loss_weight of turn 2 is 'nan'; expected 0"),
+        ([QUESTION, {**ANSWER, "weight": math.inf}], "the weight of turn 2 is inf; expected 0"),
+        ([QUESTION, {**ANSWER, "weight": 10**400}], "the weight of turn 2 is 1000.*; expected 0"),
+        ([QUESTION, {**ANSWER, "weight": 1001}], "the weight of turn 2 is 1001; .* a weight from 0.001 to 1,000"),
+        ([QUESTION, {**ANSWER, "weight": [1]}], r"the weight of turn 2 is \[1\]; expected 0"),
+        ([QUESTION, {**ANSWER, "train": 0.5}], "the train of turn 2 is 0.5; expected 1"),
+        (
+            [QUESTION, {**ANSWER, "weight": 0.5, "loss_weight": 2}],
+            "the keys weight and loss_weight of turn 2 contradict",
+        ),
+        ([QUESTION, {**ANSWER, "weight": 0.5, "train": False}], "the keys weight and train of turn 2 contradict"),
         ([QUESTION, {**ANSWER, "train": "later"}], "the train of turn 2 is 'later'; expected 1"),
         (calling("{'to': 'Bern'")[:2], "the arguments of a tool call of turn 2 are no JSON object"),
         ([QUESTION, {**ANSWER, "weight": 0, "train": True}], "the keys weight and train of turn 2 contradict"),
@@ -170,18 +182,72 @@ def test_weights_that_are_not_supported(turns: Sequence[Any], problem: str) -> N
         converted({"messages": turns})
 
 
-@pytest.mark.parametrize("row", [{"loss_mask": [0, 1]}, {"loss_mask": [0, 0.5, 1]}, {"loss_mask": "yes"}])
+@pytest.mark.parametrize(
+    "row", [{"loss_mask": [0, 1]}, {"loss_mask": [0, -0.5, 1]}, {"loss_mask": [0, 1, None]}, {"loss_mask": "yes"}]
+)
 def test_a_loss_mask_has_a_number_for_each_turn(row: dict[str, Any]) -> None:
     with pytest.raises(InvalidExample, match="column loss_mask is not a list of 3 numbers"):
         converted({"messages": [{"role": "system", "content": "?"}, QUESTION, ANSWER], **row})
 
 
-def test_turns_without_a_loss_are_refused_where_the_whole_text_is_trained() -> None:
-    value = converted({"messages": [QUESTION, {**ANSWER, "weight": 0}]})
-    with pytest.raises(TrainError, match="here: a turn has a weight of 0"):
-        ExampleTokenizer(None, None, True, 64)([ConvertedExample("here", value)])
-    with pytest.raises(InvalidExample, match="column completion has a turn with a weight of 0"):
-        converted({"prompt": [QUESTION], "completion": [{**ANSWER, "weight": 0}]}, "prompt_completion")
+@pytest.mark.parametrize(
+    ("turn", "mask", "weight"),
+    [
+        ({"weight": "0.5"}, None, 0.5),
+        ({"loss_weight": 2, "train": True}, None, 2.0),
+        ({"weight": 2}, [1, 2], 2.0),
+        ({"weight": 2}, [0, 1], 2.0),
+        ({}, [7, "0.25"], 0.25),
+        ({"weight": 1.0}, [1, True], None),
+    ],
+)
+def test_weights_of_turns(turn: dict[str, Any], mask: Any, weight: float | None) -> None:
+    value = converted({"messages": [QUESTION, {**ANSWER, **turn}], **({"loss_mask": mask} if mask else {})})
+    assert value["messages"][1] == {**ANSWER, **({"loss_weight": weight} if weight else {})}
+
+
+def test_a_mask_that_contradicts_the_weight_of_a_turn() -> None:
+    with pytest.raises(InvalidExample, match=r"turn 2 has the weight 2, and 0.5 in column loss_mask; remove one"):
+        converted({"messages": [QUESTION, {**ANSWER, "weight": 2}], "loss_mask": [1, 0.5]})
+    value = converted({"messages": [QUESTION, {**ANSWER, "weight": 2}], "loss_mask": [1, 0]})
+    assert value["messages"][1] == {**ANSWER, "train": False}
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "plain"])
+def test_the_weights_of_tokens(tokenizer: Any, name: str, all_tokens: bool) -> None:
+    """Those of the tokens of a turn, with its end, are that of the turn; all others are 1. Ids and labels stay."""
+    if name == "plain":
+        tokenizer.chat_template = CONCATENATES.replace("PART", "t")
+    else:
+        published(tokenizer, name)
+    chat = ChatTokenizer.create(tokenizer, all_tokens)
+    turns = [QUESTION, {**ANSWER, "content": "At eight."}, QUESTION, ANSWER]
+    value = converted({"messages": turns, "loss_mask": [0, 0.25, 0, 1]})
+    if name == "qwen3" and all_tokens:  # see above
+        with pytest.raises(UnmarkedCompletions, match="a turn has a weight"):
+            chat.loss_weights(value["messages"])
+        return
+    columns, _ = ExampleTokenizer(tokenizer, chat, False, 512)([ConvertedExample("here", value)])
+    ids, labels, weights = (columns[name][0].tolist() for name in ("input_ids", "labels", "loss_weights"))
+    assert (ids, labels) == chat.tokenize(turns)
+    text = tokenizer.decode([id for id, weight in zip(ids, weights, strict=True) if weight != 1])
+    assert "At eight." in text and "At nine" not in text and "Next" not in text
+    assert {*weights} == {0.25, 1.0} and chat.loss_weights(turns) is None
+
+
+def test_weights_are_refused_where_the_whole_text_is_trained() -> None:
+    for weight in (0, 0.5):
+        value = converted({"messages": [QUESTION, {**ANSWER, "weight": weight}]})
+        with pytest.raises(TrainError, match="here: a turn has a weight, and pretraining"):
+            ExampleTokenizer(None, None, True, 64)([ConvertedExample("here", value)])
+        with pytest.raises(InvalidExample, match=r"column completion has a turn with a weight.*; remove it, or use"):
+            converted({"prompt": [QUESTION], "completion": [{**ANSWER, "weight": weight}]}, "prompt_completion")
+    with pytest.raises(
+        InvalidExample, match="column prompt has a turn with a weight; remove it, or use the data format messages"
+    ):
+        prompt = [QUESTION, {**ANSWER, "weight": 0.5}, QUESTION]
+        converted({"prompt": prompt, "completion": [ANSWER]}, "prompt_completion")
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "glm4moe", "gptoss", "deepseekv3", "text", "object"])

@@ -86,6 +86,19 @@ def conversations(count: int, offset: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+WEIGHTS = (0.25, 3, 1, 0, 0.002, 40)
+
+
+def weighted(count: int, offset: int = 0) -> list[dict[str, Any]]:
+    """The conversations, some of whose assistant turns have a weight."""
+    rows = conversations(count, offset)
+    turns = [turn for row in rows for turn in row["messages"] if turn["role"] == "assistant"]
+    for n, turn in enumerate(turns):
+        if n % 7 < len(WEIGHTS):
+            turn["weight"] = WEIGHTS[n % 7]
+    return rows
+
+
 def texts(count: int) -> list[dict[str, Any]]:
     return [{"text": words((12, 90, 3, 33, 60)[n % 5], n)} for n in range(count)]
 
@@ -243,6 +256,12 @@ ONE_PROCESS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         PACKED_ROWS,
     ),
     "eval": ({"batch_size": 7, "eval_rows": conversations(7, 50)}, {}),
+    "weights": (
+        {"rows": weighted(7), "accumulation": 2, "batch_size": 1, "eval_rows": weighted(7, 50), "steps": 6},
+        {},
+    ),
+    "weights-all-tokens": ({"rows": weighted(7), "batch_size": 7, "loss_on": "all_tokens"}, {}),
+    "weights-packing": ({"rows": weighted(9), "batch_size": 9, "eval_rows": weighted(7, 50)}, PACKING),
     "eval-packing": ({"batch_size": 7, "eval_rows": conversations(7, 50)}, PACKING),
     "dpo": ({"stage": "dpo", "rows": pairs(5), "batch_size": 2, "steps": 4}, {}),
     "dpo-precomputed": (
@@ -269,7 +288,7 @@ ONE_PROCESS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "orpo-accumulation": ({"stage": "orpo", "rows": pairs(5), "accumulation": 2, "steps": 4}, {}),
     "reward": ({"stage": "reward", "rows": pairs(5), "steps": 4, "center_rewards_coefficient": 0.1}, {}),
 }
-QUICK = {"sft-accumulation", "sft-truncated", "freeze", "pretraining", "packing-all-tokens", "eval"}
+QUICK = {"sft-accumulation", "sft-truncated", "freeze", "pretraining", "packing-all-tokens", "eval", "weights"}
 QUICK |= {"dpo-sft", "kto", "orpo-accumulation", "reward"}
 
 
@@ -327,6 +346,20 @@ def test_data_parallel(comparison: Comparison, name: str, ranks: int) -> None:
     changes = {"batch_size": 1, "accumulation": 2, "data_parallel": ranks, "steps": 4}
     changes |= {"eval_rows": conversations(7, 50), "eval_batch_size": 2}
     comparison.check(f"{name}-{ranks}", ranks, DATA_PARALLEL[name], **changes)
+
+
+@pytest.mark.parametrize(("name", "ranks"), soak_pairs([*DATA_PARALLEL], {("ddp", 2)}))
+def test_loss_weights_on_ranks(comparison: Comparison, name: str, ranks: int) -> None:
+    """The sum of the weights is that of all micro-batches on all ranks; without it, losses are off by a factor."""
+    changes = {"rows": weighted(7), "batch_size": 1, "accumulation": 2, "data_parallel": ranks, "steps": 4}
+    changes |= {"eval_rows": weighted(7, 50), "eval_batch_size": 2}
+    comparison.check(f"weights-{name}-{ranks}", ranks, DATA_PARALLEL[name], **changes)
+
+
+@pytest.mark.soak
+def test_loss_weights_with_tensor_parallelism(comparison: Comparison) -> None:
+    changes = {"rows": weighted(6), "eval_rows": weighted(7, 50), "accumulation": 2, "batch_size": 1, "steps": 3}
+    comparison.check("weights-tensor", 2, strategy("tensor"), model="even", **changes)
 
 
 @pytest.mark.soak

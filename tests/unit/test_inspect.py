@@ -129,6 +129,17 @@ def test_examples_are_read_and_counted(tmp_path: Path) -> None:
     )
 
 
+def test_examples_with_weights_are_counted(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    rows = [{"messages": turns, "loss_mask": [0, weight]} for weight in (1, 0.5, 0, 0.5, 1)]
+    write(tmp_path / "a.jsonl", [*rows, {"messages": [{**turns[0], "weight": 0.5}, turns[1]]}])
+    facts = inspect_inputs(files("*.jsonl"), tmp_path)
+    assert (facts.num_with_weights, facts.num_weighted) == (3, 2), "only assistant turns have weights"
+    write(tmp_path / "b.jsonl", [{"messages": turns, "loss_mask": [1, 2000]}])
+    (issue,) = inspect_inputs(files("b.jsonl"), tmp_path).data_issues
+    assert issue.location.endswith("b.jsonl, line 1") and "a weight from 0.001 to 1,000" in issue.message
+
+
 def test_invalid_examples_are_reported_with_their_line(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl",

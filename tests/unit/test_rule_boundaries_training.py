@@ -549,6 +549,33 @@ def test_what_streaming_does_not_support(patch: Patch) -> None:
         assert Setup({**streamed, **fix.patch}, TWO_H100, USER_DATA_FACTS).finding("DAT035") is None
 
 
+SEQUENCES = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"train.use_unsloth": True}, {"launch.trainer": "llamafactory"}, SEQUENCES,
+        {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2},
+    ],
+    ids=lambda patch: next(reversed(patch)),
+)  # fmt: skip
+def test_losses_without_weights(patch: Patch) -> None:
+    """LLaMA-Factory trains on turns with a weight of 0, too."""
+    weighted = replace(USER_DATA_FACTS, num_checked=9, num_with_weights=3, num_weighted=2)
+    spec = {**USER_DATA, **patch}
+    option, factory = next(reversed(patch)), "launch.trainer" in patch
+    found = Setup(spec, weighted, TWO_H100).finding("DAT037")
+    count, weights = (3, "1") if factory else (2, "0 and 1")
+    where = f"In {count} of 9 checked examples, a turn has a weight other than {weights}. {option}: "
+    assert found and found.message.startswith(where) and found.fields == (option,)
+    assert Setup({**spec, **found.fixes[0].patch}, weighted, TWO_H100).finding("DAT037") is None
+    masked = replace(weighted, num_weighted=0)
+    assert (Setup(spec, masked, TWO_H100).finding("DAT037") is not None) is factory
+    none = replace(masked, num_with_weights=0)
+    assert Setup(spec, none, TWO_H100).finding("DAT037") is None
+
+
 def test_only_plain_text_needs_no_chat_template() -> None:
     model = {"model.source": "path", "model.path": "model", **USER_DATA, "data.format": "text"}
     facts = replace(DEMO, has_chat_template=False)

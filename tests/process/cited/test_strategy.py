@@ -46,6 +46,22 @@ def llama(**more: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, **more))
 
 
+@cites("DAT037")
+def test_losses_that_read_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequence parallelism takes the mean of the ranks' losses over their tokens; context parallelism divides the
+    tensors that it knows."""
+    monkeypatch.setattr(groups, "_get_sequence_parallel_group", lambda: None)
+    monkeypatch.setattr(integration.torch.distributed.nn.functional, "all_gather", lambda value, group: [value])
+    labels, weights = torch.tensor([[1, 2, -100]]), torch.tensor([[0.5, 2.0, 0.0]])
+    parallel = SimpleNamespace(sp_backend="deepspeed", sp_size=2, cp_enabled=True, cp_backend="torch")
+    inputs = {"input_ids": labels, "labels": labels, "shift_labels": labels, "loss_weights": weights}
+    model = lambda **_: SimpleNamespace(loss=torch.tensor(3.0))  # noqa: E731
+    assert integration.deepspeed_sp_compute_loss(None, model, inputs, False, parallel) == 3
+    accelerator = SimpleNamespace(parallelism_config=parallel, maybe_context_parallel=print)
+    context, _ = Trainer._prepare_context_parallel_inputs(SimpleNamespace(accelerator=accelerator), None, inputs)
+    assert len(context.keywords["buffers"]) == 4 and not any(each is weights for each in context.keywords["buffers"])
+
+
 @cites("STR001")
 def test_missing_deepspeed_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version

@@ -160,11 +160,14 @@ function sequenceParts({ name, tokens, kept, trained, use, end, pieces }, differ
   const nodes = [];
   let shown = 0;
   let isCut = false;
-  for (const [n, [text, ids, isTrained]] of pieces.entries()) {
+  let last = 1; // the weight of the piece before
+  for (const [n, [text, ids, weight]] of pieces.entries()) {
     if (n === differs) nodes.push(el("span.fp-difference", {}, "differs from here"));
     if (!isCut && shown >= kept) nodes.push(cutMark(kept));
     isCut = shown >= kept;
-    nodes.push(piece(text, ids, isCut ? "fp-cut" : isTrained ? "fp-trained" : ""));
+    if (!isCut && weight !== last && weight > 0 && weight !== 1) nodes.push(weightMark(weight));
+    last = weight;
+    nodes.push(piece(text, ids, isCut ? "fp-cut" : weight > 0 ? "fp-trained" : "", weight));
     shown += ids.length;
   }
   const more = shown < tokens && el("p.fp-dim", {}, `${(tokens - shown).toLocaleString("en")} more tokens`);
@@ -178,8 +181,20 @@ function sequenceParts({ name, tokens, kept, trained, use, end, pieces }, differ
 
 const cutMark = (kept) => el("span.fp-cut-mark", {}, `max_length ${kept.toLocaleString("en")}`);
 
+const weightMark = (weight) => el("span.fp-weight-mark", {}, `weight ${weight}`);
+
+/** The background of a token whose weight in the loss is not 1: a share of the color of trained tokens. */
+function strength(weight) {
+  const percent = Math.min(28, Math.max(5, 12 + 6 * Math.log2(weight)));
+  return `background: color-mix(in srgb, var(--fp-ok) ${percent.toFixed()}%, transparent)`;
+}
+
 /** Line feeds are shown, because they can be trained on. */
-function piece(text, ids, kind) {
-  const title = ids.length > 1 ? `Tokens ${ids.join(", ")}` : `Token ${ids[0]}`;
-  return el("span", { title, class: kind || null }, text.replaceAll("\n", "\u21b5\n"));
+function piece(text, ids, kind, weight) {
+  const isWeighted = kind === "fp-trained" && weight !== 1;
+  const classes = isWeighted ? "fp-trained fp-weighted" : kind;
+  const tokens = ids.length > 1 ? `Tokens ${ids.join(", ")}` : `Token ${ids[0]}`;
+  const title = isWeighted ? `${tokens}, weight ${weight}` : tokens;
+  const style = isWeighted ? strength(weight) : null;
+  return el("span", { title, class: classes || null, style }, text.replaceAll("\n", "\u21b5\n"));
 }
