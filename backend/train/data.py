@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from backend.config.options import for_dataset
 from backend.data import DataFileError, is_absurd, mixed, mixed_counts, prepared, to_text
 from backend.data.chat import has_other_weights
 from backend.train import end_tokens
+from backend.train.encoding import TextEncoder
 from backend.train.examples import (
     ConvertedExample,
     Part,
@@ -143,6 +144,10 @@ class ExampleTokenizer:
         counts["truncated"] += 1
         return [(ids[: self.max_length], labels[: self.max_length])]
 
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        return TextEncoder(self.tokenizer)
+
     def _tokenize(self, example: ConvertedExample) -> tuple[list[int], list[int]]:
         if self.chat is None or "text" in example.value:
             if has_other_weights(example.value.get("messages", ())):
@@ -150,8 +155,7 @@ class ExampleTokenizer:
                     f"{example.location}: a turn has a weight, and pretraining trains on the whole text. Set "
                     "train.stage to sft, or remove the weight."
                 )
-            # verbose warns about a long text, which is split.
-            ids = list(self.tokenizer(to_text(example.value), verbose=False)["input_ids"])
+            ids = self._encoder.ids(to_text(example.value), add_special_tokens=True)
             eos = self.tokenizer.eos_token_id
             if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:  # the text has one, too
                 del ids[0]

@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy
 from tokenizers import Encoding
-from transformers import PreTrainedTokenizerBase, TokenizersBackend
-from transformers.tokenization_utils_base import PaddingStrategy, TruncationStrategy
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import (
     add_response_schema,
@@ -32,6 +30,7 @@ from trl.data_utils import common_prefix_length
 
 from backend.config import RunSpec
 from backend.data.chat import LOSS_WEIGHT, TEMPLATE_KWARGS, has_loss_weights
+from backend.train.encoding import TextEncoder
 from backend.train.run_log import TrainError
 from backend.train.template_input import (
     TEMPLATE_ERRORS,
@@ -343,9 +342,11 @@ class ChatTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """The token ids of a rendered text."""
-        if self._is_plain:
-            return list(self._encode(text).ids)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._encoder.ids(text)
+
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        return TextEncoder(self.tokenizer)
 
     def _labeled(
         self, text: str, spans: Sequence[tuple[int, int]], without: Sequence[tuple[int, int]] = ()
@@ -401,28 +402,7 @@ class ChatTokenizer:
                 "this tokenizer is not a fast tokenizer and has no character offsets, so completions cannot be told "
                 "from prompts; set data.loss_on to all_tokens"
             )
-        if not self._is_plain:
-            found: Encoding = self.tokenizer(text, add_special_tokens=False).encodings[0]
-            return found
-        # The same as in transformers, which takes half as long again to build its own result object.
-        backend = self.tokenizer.backend_tokenizer
-        self.tokenizer.set_truncation_and_padding(
-            PaddingStrategy.DO_NOT_PAD, TruncationStrategy.DO_NOT_TRUNCATE, 0, 0, None, None
-        )
-        if backend.encode_special_tokens != self.tokenizer.split_special_tokens:
-            backend.encode_special_tokens = self.tokenizer.split_special_tokens
-        found = backend.encode(text, add_special_tokens=False)
-        return found
-
-    @cached_property
-    def _is_plain(self) -> bool:
-        """Whether the tokenizer encodes a text as all fast tokenizers do."""
-        own = type(self.tokenizer)
-        return (
-            self.tokenizer.is_fast
-            and own.__call__ is PreTrainedTokenizerBase.__call__
-            and own._encode_plus is TokenizersBackend._encode_plus
-        )
+        return self._encoder.encode(text)
 
     def render(self, messages: Messages, example: Mapping[str, Any], **more: Any) -> str:
         """The text of a conversation; `more` goes to apply_chat_template. Raises UnsupportedConversation."""
