@@ -16,6 +16,7 @@ from backend.registry.adapters import (
     same_base_weights,
 )
 from backend.registry.architectures import (
+    COMPUTES_WITH_WEIGHTS,
     CONVERTED_WEIGHTS,
     NO_LAYER_LIST,
     NO_PADDING,

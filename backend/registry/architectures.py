@@ -28,6 +28,8 @@ NO_TENSOR_PARALLELISM: Mapping[str, str] = {  # with the plan that transformers 
 }
 NO_ZERO3 = frozenset({"blt", "rwkv", "youtu"})  # their weights are initialized by shape, and ZeRO-3 has sharded them
 READS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})  # the forward pass clamps the weights of linear layers
+# Their code computes with the weights of linear layers, which fails with the packed integers of quantized ones.
+COMPUTES_WITH_WEIGHTS = READS_WEIGHTS | {"dots3_note", "dots3_note_text", "hy_v4", "mamba", "rwkv"}
 # Their forward pass reads the device of the embedding's weights before FSDP2 gathers them.
 READS_EMBEDDING = frozenset({"llama4", "llama4_text"})
 # Their forward pass ignores the attention mask, so padding before a prompt changes what follows.

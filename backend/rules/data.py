@@ -66,8 +66,8 @@ def unreadable_data_file(case: Case) -> Violation | None:
         fixes.append(Fix("Skip the files with errors", {"data.files": kept}, False, "fewer examples"))
     fields = ("data.files", "data.format") if fixes and "data.format" in fixes[0].patch else ("data.files",)
     if not all(issue.message.startswith(UNKNOWN_COLUMNS) for issue in issues):
-        return Violation(_summary(issues), tuple(fixes), fields)
-    message, title = f"{_summary(issues)} {CHOOSE_FORMAT}", "The columns of a data file are not recognized"
+        return Violation(summary(issues), tuple(fixes), fields)
+    message, title = f"{summary(issues)} {CHOOSE_FORMAT}", "The columns of a data file are not recognized"
     return Violation(message, tuple(fixes), ("data.files", "data.format"), title)
 
 
@@ -75,7 +75,7 @@ def _issues(case: Case, option: str) -> list[DataIssue]:
     return [issue for issue in case.facts.data_issues if issue.field == option]
 
 
-def _summary(issues: list[DataIssue]) -> str:
+def summary(issues: list[DataIssue]) -> str:
     """The first three issues, and how many more there are. The same error of other examples of a file is counted; of a
     file with many, the inspection keeps the first, so the count is a lower bound."""
     groups: dict[tuple[str, str], list[DataIssue]] = {}
@@ -121,13 +121,13 @@ def malformed_examples(case: Case) -> Violation | None:
     if format != "auto" and detected and detected != format:
         fixes.append(Fix("Detect the format automatically", {"data.format": "auto"}, False))
     if format == "auto" or not all(issue.message.startswith("has no column ") for issue in issues):
-        return Violation(_summary(issues), (*fixes, SKIP))
+        return Violation(summary(issues), (*fixes, SKIP))
     options = tuple(name for name in column_options(format) if name != "data.system_column")
     if not fixes:
         fixes = guessed_columns(case)
     advice = f"Set {names(options)} to the names of columns in the file."
     title = "The data files do not have the columns of the data format"
-    return Violation(f"{_summary(issues)} {advice}", tuple(fixes), ("data.files", "data.format", *options), title)
+    return Violation(f"{summary(issues)} {advice}", tuple(fixes), ("data.files", "data.format", *options), title)
 
 
 @warning(
@@ -219,7 +219,7 @@ def unusable_validation_files(case: Case) -> str | None:
     if data.source == "builtin" or data.validation != "files":
         return None
     if issues := _issues(case, "data.validation_files"):
-        return _summary(issues)
+        return summary(issues)
     return None if data.validation_files else "data.validation is files and data.validation_files is empty."
 
 
@@ -517,14 +517,14 @@ def unrenderable_examples(case: Case) -> Violation | None:
     """The chat template turns each conversation into text. Many templates raise an error for roles or orders of turns
     that their model was not trained on, such as a system turn, or two consecutive user turns."""
     issues = list(case.facts.unrenderable_examples)
-    if not issues:
+    if not issues or case.spec.train.stage == "pretraining":  # weights_in_pretraining
         return None
     fixes = _without_system_prompt(case, [issue.message for issue in issues])
     if case.facts.num_unmarked:
         fixes.append(Fix("Train on all tokens", {"data.loss_on": "all_tokens"}, False, "prompts are trained on too"))
     if case.spec.data.chat_template != "chatml":
         fixes.append(OTHER_TEMPLATE)
-    return Violation(_summary(issues), (*fixes, SKIP))
+    return Violation(summary(issues), (*fixes, SKIP))
 
 
 @error(
@@ -684,4 +684,4 @@ def more_workers_than_cores(case: Case) -> Violation | None:
 def missing_builtin_dataset(case: Case) -> str | None:
     """The built-in datasets are part of the Footplate package."""
     issues = _issues(case, "data.builtin")
-    return _summary(issues) if issues and case.spec.data.source == "builtin" else None
+    return summary(issues) if issues and case.spec.data.source == "builtin" else None

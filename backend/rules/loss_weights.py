@@ -1,4 +1,4 @@
-"""The rule about weights of turns in the loss: which losses have none."""
+"""Rules about weights of turns in the loss: which losses have none."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from backend.config import RunSpec
 from backend.engines import engine_of
+from backend.inspect.facts import DataIssue
 from backend.rules.base import Case, Example, Fix, Violation, error, reasons
+from backend.rules.data import SKIP, summary
 from backend.rules.distributed.examples import LLAMA_8B_FACTS
 from backend.rules.distributed.sequence_parallel import NO_CONTEXT_PARALLEL, NO_SEQUENCE_PARALLEL, SEQUENCE
-from backend.rules.examples import TWO_H100
+from backend.rules.examples import TWO_H100, USER_DATA, USER_DATA_FACTS
 from backend.rules.llamafactory import OURS
 from backend.rules.unsloth import WITHOUT_UNSLOTH
 from backend.wording import counted
@@ -46,6 +48,31 @@ def loss_without_weights(case: Case) -> Violation | None:
     where = f"In {count:,} of {counted(facts.num_checked, 'checked example')}"
     message = f"{where}, a turn has a weight other than {weights}. {reasons((name, why) for name, why, _ in found)}"
     return Violation(message, tuple(fix for _, _, fix in found), tuple(name for name, _, _ in found))
+
+
+WEIGHT_IN_PRETRAINING = DataIssue(
+    "data.files", "data.jsonl, line 3", "a turn has a weight, and pretraining trains on the whole text", True
+)
+FACTS_IN_PRETRAINING = replace(USER_DATA_FACTS, unrenderable_examples=(WEIGHT_IN_PRETRAINING,))
+
+
+@error(
+    "DAT038",
+    fields=("data.files", "train.stage"),
+    title="Pretraining cannot use weights of turns",
+    source="the stage: pretraining has no chat template, which would show where the turns are",
+    fixes=(
+        Fix("Use supervised fine-tuning", {"train.stage": "sft"}, safe=False, cost="turns are rendered and masked"),
+        SKIP,
+    ),
+    fails_on=Example({**USER_DATA, "train.stage": "pretraining"}, facts=FACTS_IN_PRETRAINING),
+    passes_on=Example({**USER_DATA, "train.stage": "pretraining"}, facts=USER_DATA_FACTS),
+)
+def weights_in_pretraining(case: Case) -> str | None:
+    """Pretraining joins the texts of a conversation and trains on all of their tokens, so no turn can have a weight of
+    its own."""
+    issues = list(case.facts.unrenderable_examples)
+    return summary(issues) if issues and case.spec.train.stage == "pretraining" else None
 
 
 def conflicts(spec: RunSpec) -> Iterator[tuple[str, str, Fix]]:

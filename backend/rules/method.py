@@ -182,8 +182,8 @@ def _missing_modules(case: Case, option: str, unknown: list[str]) -> str:
     if case.shape is None:
         return f"{option} has {names(unknown)}, which is no attribute name in the code of this model."
     return (
-        f"{option} has {names(unknown)}, which matches no module of {case.shape.architecture}; its modules are "
-        f"{names(case.shape.module_names)}."
+        f"{option} has {names(unknown)}, which matches no module of this model ({case.shape.model_type}); its modules "
+        f"are {names(case.shape.module_names)}."
     )
 
 

@@ -307,19 +307,24 @@ def experts_not_quantized(case: Case) -> str | None:
 @error(
     "QNT020",
     fields=("method.quantization", "model.path", "model.hub_id"),
-    title="RWKV cannot be quantized",
-    source="transformers 5.23 models/rwkv/modeling_rwkv.py, _rescale_layers",
+    title="This architecture cannot be quantized",
+    source="transformers 5.23 models/rwkv/modeling_rwkv.py, _rescale_layers; models/mamba/modeling_mamba.py: "
+    "dt_proj.weight; models/gemma3n/modeling_gemma3n.py: prediction_coefs.weight.data.clamp_; "
+    "models/dots3_note/modeling_dots3_note.py: weights_proj.weight.dtype",
     fixes=(UNQUANTIZED,),
     fails_on=Example(NF4_SPEC, H100, replace(DEMO, model_type="rwkv")),
     passes_on=Example({}, H100, replace(DEMO, model_type="rwkv")),
 )
-def rescaled_quantized_weights(case: Case) -> str | None:
-    """RWKV divides some of its weights when it is switched from training to evaluation or generation, which fails if
-    they are quantized."""
-    if case.facts.model_type != "rwkv" or not _quantization(case).bits:
+def computes_with_its_weights(case: Case) -> str | None:
+    """Some architectures use the weights of their linear layers themselves instead of only calling the layers: RWKV
+    divides weights when it is switched from training to evaluation, Mamba multiplies with those of dt_proj, Gemma 3n
+    limits those of its AltUp layers, and dots3 and HY v4 convert hidden states to the dtype of the weights, which is an
+    integer type if they are quantized."""
+    kinds = case.model_types & registry.COMPUTES_WITH_WEIGHTS
+    if not kinds or not _quantization(case).bits:
         return None
     kind = _quantization(case).label
-    return f"RWKV rescales its weights for evaluation and generation, which fails with {kind}."
+    return f"{names(sorted(kinds))} uses the weights of linear layers itself, which is wrong or fails with {kind}."
 
 
 ODD = replace(SMOL, layer=(ModuleSpec("mlp.up_proj", 58 * 51, 58, 51),))

@@ -14,7 +14,7 @@ from architectures import build, packing_leaks
 from bitsandbytes.nn import Int8Params
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -121,6 +121,16 @@ def test_rwkv_rescales_its_weights_for_inference() -> None:
     model.eval()
     with pytest.raises(AttributeError, match="div_"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+@cites("QNT020")
+@pytest.mark.parametrize("kind", ["mamba", "gemma3n_text", "dots3_note_text", "hy_v4"])
+def test_architectures_that_use_quantized_weights_themselves(kind: str, tmp_path: Path) -> None:
+    build(kind).save_pretrained(tmp_path)
+    options = BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options).train()
+    with pytest.raises(RuntimeError, match=r"Char|output type signed char"):
+        model(input_ids=torch.arange(3, 11)[None], use_cache=False)
 
 
 @cites("DAT020", "DAT021")
