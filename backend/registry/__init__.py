@@ -16,7 +16,6 @@ from backend.registry.adapters import (
     same_base_weights,
 )
 from backend.registry.architectures import (
-    COMPUTES_WITH_WEIGHTS,
     CONVERTED_WEIGHTS,
     NO_LAYER_LIST,
     NO_PADDING,
@@ -24,7 +23,7 @@ from backend.registry.architectures import (
     NO_ZERO3,
     NOT_CALLED,
     READS_EMBEDDING,
-    READS_WEIGHTS,
+    UNQUANTIZABLE,
     UNTRAINABLE,
 )
 from backend.registry.attention import ATTENTIONS, FLASH_ATTENTIONS, SEQUENCE_PARALLEL_ATTENTIONS

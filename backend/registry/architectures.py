@@ -27,9 +27,18 @@ NO_TENSOR_PARALLELISM: Mapping[str, str] = {  # with the plan that transformers 
     "llama4_text": _IN_PLACE,
 }
 NO_ZERO3 = frozenset({"blt", "rwkv", "youtu"})  # their weights are initialized by shape, and ZeRO-3 has sharded them
-READS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})  # the forward pass clamps the weights of linear layers
-# Their code computes with the weights of linear layers, which fails with the packed integers of quantized ones.
-COMPUTES_WITH_WEIGHTS = READS_WEIGHTS | {"dots3_note", "dots3_note_text", "hy_v4", "mamba", "rwkv"}
+_CONVERTS = "converts hidden states to the dtype of a linear layer's weights"
+_LIMITS = "limits the weights of linear layers in place"
+UNQUANTIZABLE: Mapping[str, str] = {  # quantized weights are packed integers, and the outputs of their layers are views
+    "dots3_note": _CONVERTS,
+    "dots3_note_text": _CONVERTS,
+    "gemma3n": _LIMITS,
+    "gemma3n_text": _LIMITS,
+    "hy_v4": _CONVERTS,
+    "mamba": "multiplies with the weights of a linear layer without calling it",
+    "roc_bert": "changes the outputs of linear layers in place",
+    "rwkv": "divides its weights for evaluation and generation",
+}
 # Their forward pass reads the device of the embedding's weights before FSDP2 gathers them.
 READS_EMBEDDING = frozenset({"llama4", "llama4_text"})
 # Their forward pass ignores the attention mask, so padding before a prompt changes what follows.

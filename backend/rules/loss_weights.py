@@ -61,10 +61,7 @@ FACTS_IN_PRETRAINING = replace(USER_DATA_FACTS, unrenderable_examples=(WEIGHT_IN
     fields=("data.files", "train.stage"),
     title="Pretraining cannot use weights of turns",
     source="the stage: pretraining has no chat template, which would show where the turns are",
-    fixes=(
-        Fix("Use supervised fine-tuning", {"train.stage": "sft"}, safe=False, cost="turns are rendered and masked"),
-        SKIP,
-    ),
+    fixes=(SKIP,),
     fails_on=Example({**USER_DATA, "train.stage": "pretraining"}, facts=FACTS_IN_PRETRAINING),
     passes_on=Example({**USER_DATA, "train.stage": "pretraining"}, facts=USER_DATA_FACTS),
 )

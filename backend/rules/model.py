@@ -263,25 +263,6 @@ def freeze_without_layer_list(case: Case) -> str | None:
 
 
 @error(
-    "MDL011",
-    fields=("method.quantization",),
-    title="This architecture cannot be quantized",
-    source="transformers 5.23 models/gemma3n/modeling_gemma3n.py, Gemma3nTextAltUp.correct: clamps the weight itself",
-    fixes=(Fix("Use an unquantized base model", {"method.quantization": "none"}, safe=False, cost="more memory"),),
-    fails_on=Example({**LOCAL_MODEL, "method.quantization": "nf4"}, facts=replace(DEMO, model_type="gemma3n_text")),
-    passes_on=Example(LOCAL_MODEL, facts=replace(DEMO, model_type="gemma3n_text")),
-)
-def quantized_weights_are_read(case: Case) -> str | None:
-    """In training, the forward pass of this architecture computes with the weights of some linear layers instead of
-    calling the layers. Quantized weights are packed into bytes, so the computation fails."""
-    kinds = case.model_types & registry.READS_WEIGHTS
-    label = registry.QUANTIZATIONS[case.spec.method.quantization].label
-    if not kinds or case.spec.method.quantization == "none":
-        return None
-    return f"method.quantization is {label}, and the forward pass of {kinds.pop()} reads the weights of linear layers."
-
-
-@error(
     "MDL013",
     fields=("train.activation_checkpointing",),
     title="This architecture does not support activation checkpointing",

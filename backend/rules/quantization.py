@@ -310,21 +310,19 @@ def experts_not_quantized(case: Case) -> str | None:
     title="This architecture cannot be quantized",
     source="transformers 5.23 models/rwkv/modeling_rwkv.py, _rescale_layers; models/mamba/modeling_mamba.py: "
     "dt_proj.weight; models/gemma3n/modeling_gemma3n.py: prediction_coefs.weight.data.clamp_; "
-    "models/dots3_note/modeling_dots3_note.py: weights_proj.weight.dtype",
+    "models/dots3_note/modeling_dots3_note.py: weights_proj.weight.dtype; bitsandbytes 0.50 autograd/_functions.py",
     fixes=(UNQUANTIZED,),
     fails_on=Example(NF4_SPEC, H100, replace(DEMO, model_type="rwkv")),
     passes_on=Example({}, H100, replace(DEMO, model_type="rwkv")),
 )
-def computes_with_its_weights(case: Case) -> str | None:
-    """Some architectures use the weights of their linear layers themselves instead of only calling the layers: RWKV
-    divides weights when it is switched from training to evaluation, Mamba multiplies with those of dt_proj, Gemma 3n
-    limits those of its AltUp layers, and dots3 and HY v4 convert hidden states to the dtype of the weights, which is an
-    integer type if they are quantized."""
-    kinds = case.model_types & registry.COMPUTES_WITH_WEIGHTS
+def architecture_without_quantization(case: Case) -> str | None:
+    """Quantized weights are packed integers, and the output of a quantized layer is a view. Some architectures use the
+    weights of linear layers themselves, or change outputs in place, which fails or silently gives other values."""
+    kinds = sorted(case.model_types & registry.UNQUANTIZABLE.keys())
     if not kinds or not _quantization(case).bits:
         return None
-    kind = _quantization(case).label
-    return f"{names(sorted(kinds))} uses the weights of linear layers itself, which is wrong or fails with {kind}."
+    reason, label = registry.UNQUANTIZABLE[kinds[0]], _quantization(case).label
+    return f"The architecture {kinds[0]} {reason}, which does not work with {label}."
 
 
 ODD = replace(SMOL, layer=(ModuleSpec("mlp.up_proj", 58 * 51, 58, 51),))

@@ -136,7 +136,7 @@ def test_more_samples_use_those_that_exist():
 
 
 def test_the_time_before_the_start_counts_samples():
-    offered = evaluation.Offer((None,), True, True, 100, "", token_seconds=0.001)
+    offered = evaluation.Offer((None,), True, True, 100, "", "", 0, token_seconds=0.001)
     settings = Settings(examples=50, max_new_tokens=100, samples_per_prompt=4, temperature=1.0)
     assert evaluation.predict(offered, settings) == (
         "Generating at most 400 outputs of both models takes at most about 40 s, at the pace of the newest evaluation "

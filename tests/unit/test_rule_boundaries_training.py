@@ -565,15 +565,15 @@ def test_losses_without_weights(patch: Patch) -> None:
     weighted = replace(USER_DATA_FACTS, num_checked=9, num_with_weights=3, num_weighted=2)
     spec = {**USER_DATA, **patch}
     option, factory = next(reversed(patch)), "launch.trainer" in patch
-    found = Setup(spec, weighted, TWO_H100).finding("DAT037")
+    found = Setup(spec, TWO_H100, weighted).finding("DAT037")
     count, weights = (3, "1") if factory else (2, "0 and 1")
     where = f"In {count} of 9 checked examples, a turn has a weight other than {weights}. {option}: "
     assert found and found.message.startswith(where) and found.fields == (option,)
-    assert Setup({**spec, **found.fixes[0].patch}, weighted, TWO_H100).finding("DAT037") is None
+    assert Setup({**spec, **found.fixes[0].patch}, TWO_H100, weighted).finding("DAT037") is None
     masked = replace(weighted, num_weighted=0)
-    assert (Setup(spec, masked, TWO_H100).finding("DAT037") is not None) is factory
+    assert (Setup(spec, TWO_H100, masked).finding("DAT037") is not None) is factory
     none = replace(masked, num_with_weights=0)
-    assert Setup(spec, none, TWO_H100).finding("DAT037") is None
+    assert Setup(spec, TWO_H100, none).finding("DAT037") is None
 
 
 def test_only_plain_text_needs_no_chat_template() -> None:

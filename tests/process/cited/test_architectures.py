@@ -53,7 +53,7 @@ def test_no_list_has_the_number_of_layers() -> None:
     assert decoder_layers(build("hrm_text")) == ("", 0)
 
 
-@cites("MDL011")
+@cites("QNT020")
 @pytest.mark.parametrize("is_training", [True, False])
 def test_gemma3n_reads_quantized_weights_in_training(tmp_path: Path, is_training: bool) -> None:
     build("gemma3n_text").save_pretrained(tmp_path)
