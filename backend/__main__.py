@@ -326,7 +326,7 @@ def _add_evaluate(command: AddCommand, folder: argparse.ArgumentParser) -> None:
     add("--examples", type=int, default=100, metavar="N", help="maximum number of examples; 0: none (default: 100)")
     add("--max-new-tokens", type=int, metavar="N", help="maximum per output (default: eval.max_new_tokens of the run)")
     add("--no-general-texts", action="store_true", help="skip the general texts, which measure forgetting")
-    samples = "outputs per prompt and model, with pass@1 and pass@N; needs --temperature (default: 1)"
+    samples = "outputs per prompt and model (default: 1); above 1, needs --temperature and adds pass@1 and pass@N"
     add("--samples-per-prompt", type=int, default=1, metavar="N", help=samples)
     add("--temperature", type=float, default=0.0, metavar="T", help="0 generates greedily (default: 0)")
     add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: total probability (default: 1)")
@@ -337,11 +337,12 @@ def _add_evaluate(command: AddCommand, folder: argparse.ArgumentParser) -> None:
     function = "add a score: the function score(prompt, reference, output) of a Python file"
     add("--score-file", default="", metavar="FILE", help=function)
     add("--with-code", action="store_true", help="agree to run the code of --score-file with your permissions")
-    judge = "add a score: a language model at this OpenAI-compatible address compares the outputs"
+    judge = "add a score: an LLM judge at this base URL of an OpenAI-compatible API compares the outputs"
     add("--judge", default="", metavar="URL", help=judge)
     add("--judge-model", default="", metavar="NAME", help="the name of the judge's model")
-    add("--judge-key", default="", metavar="VARIABLE", help="the environment variable with its API key (default: none)")
-    add("--judge-instruction", default="", metavar="TEXT", help="how it decides (default: instruction and correctness)")
+    add("--judge-key", default="", metavar="VARIABLE", help="variable with the judge's API key (default: none)")
+    criteria = "the judge's criteria (default: the prompt is followed; correct, complete and clear)"
+    add("--judge-instruction", default="", metavar="TEXT", help=criteria)
     add("--send-outputs", action="store_true", help="agree to send prompts, references and outputs to --judge")
 
 
@@ -380,7 +381,9 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
     bundled = command("bundle", run_id, help="write a zip file for a bug report: options, versions and log, no secrets")
     bundled.add_argument("--output", default="", metavar="FILE", help="the zip file (default: RUN-bundle.zip)")
     reported = command(
-        "report-measurement", run_id, help="print and write predicted and measured memory and time, without any names"
+        "report-measurement",
+        run_id,
+        help="print and write an anonymous report of memory and time, predicted and measured",
     )
     reported.add_argument(
         "--output", default="", metavar="FILE", help=f"a new JSON file (default: {report_measurement.FILE})"

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint on 127.0.0.1 that stands in for a language model as judge, and keeps each request."""
+"""An OpenAI-compatible endpoint on 127.0.0.1 that stands in for an LLM judge, and keeps each request."""
 
 from __future__ import annotations
 

@@ -27,6 +27,11 @@ BASE_MODEL = "Base model of the first run"
 def start(arguments: argparse.Namespace) -> int:
     """Evaluate and wait for the end; Ctrl-C stops it, and the same command continues it."""
     runs = [find_run(Path(arguments.runs), name) for name in arguments.run]
+    if len(runs) > 1 and arguments.judge:
+        raise RunError(
+            "--judge compares the outputs of one run with those of its base model, and the table of several runs does "
+            "not have it. Name one run, or leave out --judge."
+        )
     run = runs[0]
     settings = _settings(arguments, offered := evaluation.offer(run))
     if settings.judge and not arguments.send_outputs and not evaluation.problem(run, evaluation.with_consent(settings)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from backend.launch.clusters.share import as_job_spec
 from backend.preflight import Report
 from backend.runs import KUBERNETES_JOB
 from backend.runs.kubernetes import filled, job_name
+from backend.wording import counted
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,17 @@ class Exported:
 
 def _llamafactory(report: Report, folder: Path) -> Exported:
     made = llamafactory.export(report.spec, report.run, report.facts.format)
-    return Exported(made.files, made.command, made.different, made.missing, made.refused)
+    return Exported(made.files, made.command, made.different, [*made.missing, *_weights(report)], made.refused)
+
+
+def _weights(report: Report) -> Iterator[str]:
+    """What LLaMA-Factory does not read in the data, as a sentence."""
+    if count := report.facts.num_with_weights:
+        examples = counted(report.facts.num_checked, "checked example")
+        yield (
+            f"data.source: in {count:,} of {examples}, a turn has a weight other than 1. LLaMA-Factory reads no "
+            "weights and trains on all turns alike"
+        )
 
 
 def _kubernetes(report: Report, folder: Path) -> Exported:

@@ -23,7 +23,7 @@ def start(arguments: argparse.Namespace) -> int:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise RunError(f"{path} exists, and is not overwritten. Choose another file with --output.") from None
+        raise RunError(f"{path} exists and was not overwritten. Choose another file with --output.") from None
     if "hardware" not in report:
         print("An earlier version created this run, so machine, model and data are missing.", file=sys.stderr)
     found = ", ".join(f"{name} {ratio:.2f}" for name, ratio in measurement_report.ratios(report).items())

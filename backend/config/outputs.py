@@ -44,8 +44,8 @@ class Eval(Section):
     """Validation prompts that the model completes before and after training, scored against the expected text; 0
     disables it."""
     generate_during_eval: Annotated[bool, Ui("Generate at each evaluation", when={**EVALUATING, **GENERATING})] = False
-    """Also completes these prompts at each evaluation during training, so that the run's page shows how the outputs
-    change from step to step; it takes as long as the generation before training, each time. Usually off."""
+    """Also generates outputs for the validation prompts of eval.num_generations at each evaluation, to show how they
+    change during training; each time takes as long as the generation before training. Usually off."""
     max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Max new tokens", when=GENERATING, unit="tokens")] = 128
     """Length limit of each evaluated generation; 128 to 512 is usual."""
 

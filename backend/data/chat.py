@@ -38,6 +38,7 @@ CALL_ROLES = ("function_call", "tool_call")  # whose content is a call, or a lis
 KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 # Whether the loss includes a turn: OpenAI's and axolotl's weight, axolotl's train, and other tools' names for the same.
 WEIGHTS, SWITCHES = ("weight", "loss_weight"), ("train", "training", "trainable", "loss")
+LOSS_MASK = "loss_mask"  # a column with the weights of all turns
 LOSS_WEIGHT = "loss_weight"  # of a converted assistant turn, unless it is 0 (then train is False) or 1
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0  # fp32 has 7 digits: with other weights, a part of the loss would be rounded off
 VALID_WEIGHT = f"0 for no loss, or a weight from {MIN_WEIGHT:g} to {MAX_WEIGHT:,.0f}"
@@ -193,7 +194,7 @@ def _yes(value: Any) -> bool | None:
 
 def with_loss_mask(turns: Turns, example: Example) -> Turns:
     """The turns with the weights in the column loss_mask. Raises InvalidExample."""
-    mask = parse_json(example.get("loss_mask"))
+    mask = parse_json(example.get(LOSS_MASK))
     if mask is None:
         return turns
     weights = [_number(each) for each in mask] if isinstance(mask, list) else []
@@ -206,7 +207,9 @@ def with_loss_mask(turns: Turns, example: Example) -> Turns:
 
 def _masked(turn: dict[str, Any], weight: float, number: int) -> dict[str, Any]:
     """A turn with its weight in the column loss_mask, which may leave out turns that have a weight of their own."""
-    if turn["role"] != "assistant" or weight == 1:
+    if turn["role"] != "assistant":  # it has no loss, and a weight other than 0 is named
+        return {**turn, LOSS_MASK: weight} if weight else turn
+    if weight == 1:
         return turn
     own = 0.0 if turn.get("train") is False else turn.get(LOSS_WEIGHT, weight)
     if weight and own != weight:

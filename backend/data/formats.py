@@ -83,7 +83,8 @@ def convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     found = _convert(example, format, data)
     chat.check_encodable(found)
     used = (data.prompt_column, data.completion_column, data.messages_column, data.text_column)
-    unused = [name for name in chat.EXAMPLE_WEIGHTS if name not in used and example.get(name) not in (None, "", 1)]
+    weights = chat.EXAMPLE_WEIGHTS if format in chat.KEYS else (*chat.EXAMPLE_WEIGHTS, chat.LOSS_MASK)
+    unused = [name for name in weights if name not in used and example.get(name) not in (None, "", 1)]
     return {**found, "unused_columns": unused} if unused else found
 
 

@@ -19,7 +19,7 @@ from backend.data.chat import Example, InvalidExample, Turns
 PROMPTS = ("prompt", "conversations", "messages", "instruction", "question")
 COMPLETIONS = ("completion", "output", "response")
 LABELS = ("label", "kto_tag")
-NO_WEIGHTS = "remove it, or use the data format messages, in which turns have weights"
+NO_WEIGHTS = "remove the weight, which only SFT with the data format messages supports"
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 

@@ -28,7 +28,7 @@ from backend.export.gguf_certificate import Trained
 from backend.export.merge import UNCHECKED
 from backend.export.tensor_types import QuantizedWeight
 from backend.models import system_prompt, trained
-from backend.models.gguf import ENVIRONMENT, FOLDER, FORMATS, MODELFILE, PRESET
+from backend.models.gguf import DEFAULT, ENVIRONMENT, FOLDER, FORMATS, MODELFILE, PRESET
 from backend.models.spec import read_spec_outside_training
 from backend.runs import CERTIFICATE, JOBS, RESULT, SPEC, files, jobs
 from backend.runs.folder import Run
@@ -123,9 +123,10 @@ class GgufExport:
         needs = "GGUF file and the temporary file with 16 bits per element need" if kind.larger else "GGUF file needs"
         free = shutil.disk_usage(self.folder).free
         if free < need:
+            other = "" if format == DEFAULT else f", or export as {DEFAULT}, which needs less"
             raise TrainError(
                 f"The {needs} {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on the disk of "
-                f"{self.folder.resolve()}. Free some disk space, or choose a smaller format."
+                f"{self.folder.resolve()}. Free some disk space{other}."
             )
 
     def _write(self, environment: Path, source: Path, file: Path, format: str) -> list[QuantizedWeight]:

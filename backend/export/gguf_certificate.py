@@ -330,8 +330,9 @@ def _check_predictions(
         other = "" if format == "f16" else " Export as f16."
         findings.differences.append(
             "The comparison cannot rule out that the adapter is missing from the file: the mean KL divergence from the "
-            f"trained model is {mean:.2g} nats per token, more than a quarter of the base model's "
-            f"({change.kl_mean:.2g}), and not clearly below that from the base model ({_mean(of_base):.2g}). "
+            f"trained model is {mean:.2g} nats per token: more than a quarter of the base model's divergence from it "
+            f"({change.kl_mean:.2g}), and not clearly below the file's divergence from the base "
+            f"model ({_mean(of_base):.2g}). "
             f"Training may also have changed the model less than rounding to {format} does.{other}"
         )
     if difference.same_argmax < MIN_SAME:

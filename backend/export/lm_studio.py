@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def write(name: str, tokenizer: Any, stops: Sequence[str], trained_system: str = "") -> str:
     """The text of the preset with this name; '' without a chat template. `trained_system`: the system prompt of the
     training examples, '' for none."""
-    if not tokenizer.chat_template:
+    text = tokenizer.chat_template
+    if isinstance(text, Mapping):  # several by name
+        text = text.get("default")
+    if not text:
         return ""
-    template = {
-        "type": "jinja", "jinjaPromptTemplate": {"template": tokenizer.chat_template}, "stopStrings": list(stops),
-    }  # fmt: skip
+    template = {"type": "jinja", "jinjaPromptTemplate": {"template": text}, "stopStrings": list(stops)}
     fields = [{"key": "llm.prediction.promptTemplate", "value": template}]
     if trained_system:
         fields.append({"key": "llm.prediction.systemPrompt", "value": trained_system})

@@ -30,7 +30,7 @@ def describe_replaced(weights: Sequence[QuantizedWeight], format: str) -> str:
     sizes, types = (sorted({weight[field] for weight in replaced}) for field in (1, 2))
     return (
         f"{len(replaced)} of {len(weights)} quantized weights have rows of {_listed(sizes)} elements, which is not a "
-        f"multiple of {BLOCK}, so they cannot have the types of {format}. llama.cpp gives them {_listed(types)} "
+        f"multiple of {BLOCK}, so they cannot have the types of {format}. Footplate uses {_listed(types)} "
         "instead, which needs more space."
     )
 

@@ -33,7 +33,7 @@ def render(
         refuse_tools(request, "The chat template of this model does not read tools")
     if unread := sorted(request.template_kwargs.keys() - reads):
         raise TrainError(
-            f"Chat template kwargs: the chat template of this model does not read {', '.join(unread)}. Remove it."
+            f"Chat template kwargs: remove {', '.join(unread)}, which the chat template of this model does not read."
         )
     tools = conversation.parse_tools(request.tools)
     variables = {**({"tools": tools} if tools else {}), TEMPLATE_KWARGS: dict(request.template_kwargs)}
@@ -52,14 +52,14 @@ def render(
 
 
 def _check_results(found: Sequence[Message], prompt: str) -> None:
-    """Raise UnsupportedConversation if the results of tools are not in the prompt, as with Gemma 4's template, which
+    """Raise UnsupportedConversation if the tool results are not in the prompt, as with Gemma 4's template, which
     leaves them out unless the turn before has `tool_calls`."""
     results = (turn["content"].strip() for turn in found if turn["role"] == TOOL)
     # Some templates write a result as JSON.
     if not all(text in prompt or json.dumps(text, ensure_ascii=False) in prompt for text in results):
         raise UnsupportedConversation(
-            "has the result of a tool, which the chat template leaves out, because no tool call is recognized in the "
-            "output before"
+            "has a tool result that the chat template leaves out, because no tool call is recognized in the previous "
+            "output. Send the result as a prompt of the user"
         )
 
 
@@ -110,7 +110,7 @@ def messages(
 
 
 def _prompt(request: Request, before: Sequence[Message]) -> dict[str, Any]:
-    """The turn of a prompt; the result of a tool belongs to the call in the turn before."""
+    """The turn of a prompt; a tool result belongs to the call in the turn before."""
     turn = {"role": request.role, "content": request.prompt}
     calls = before[-1].get("tool_calls") if before and request.role == TOOL else None
     return {**turn, "name": calls[0]["function"]["name"], "tool_call_id": calls[0]["id"]} if calls else turn
@@ -121,7 +121,7 @@ def refuse_tools(request: Request, reason: str) -> None:
     if request.tools.strip():
         raise TrainError(f"Tools: {reason[0].lower()}{reason[1:]}, so it would ignore them. Clear the field Tools.")
     if request.role == TOOL:
-        raise TrainError(f"{reason}, so the result of a tool cannot be sent. Send it as a prompt of the user.")
+        raise TrainError(f"{reason}, so a tool result cannot be sent. Send it as a prompt of the user.")
 
 
 def _is_plain(

@@ -95,5 +95,6 @@ def _pass(samples: Sequence[Mapping[str, Any]], name: str, k: int) -> float | No
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
+    """Of the known ones: a judge may have no verdict on some pairs of samples."""
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if len(known) == len(values) else None
+    return sum(known) / len(known) if known else None

@@ -1,4 +1,4 @@
-"""The score of an evaluation by a language model as judge: which output of base model and trained model is better.
+"""The score of an evaluation by an LLM judge: which output of base model and trained model is better.
 
 Each pair is judged in both orders. Verdicts are lines of a file at once, so that a stopped evaluation asks for none of
 them again.
@@ -40,9 +40,10 @@ class JudgeScore:
         if problem := judge.problem():  # the environment of this process may be another one
             raise TrainError(problem)
         self.client, self.path = Client(judge, check), folder / VERDICTS_FILE
-        self.known = {str(line["key"]): line for line in Lines(self.path).read() if "key" in line}
+        # Without lines of problems: another start asks again.
+        self.known = {str(line.get("key")): line for line in Lines(self.path).read() if line.get("verdict")}
         self.counts: Counter[str] = Counter()
-        self.missing: dict[int, str] = {}  # examples without a verdict, with the first reason
+        self.missing: dict[int, str] = {}  # examples with comparisons without a verdict, and the first reason
 
     def of(self, number: int, prompt: EvalPrompt, outputs: Mapping[str, Sequence[str]]) -> list[list[float | None]]:
         """The points of the samples of each model for the example `number`, those of the base model first. The first
@@ -58,6 +59,7 @@ class JudgeScore:
         texts = {BASE: base, TRAINED: trained}
         found = [self._line(prompt, texts, order) for order in ORDERS]
         if problems := [line["problem"] for line in found if line["problem"]]:
+            self.counts["missing"] += 1
             self.missing.setdefault(number, f"example {number}: {problems[0]}")
             return [None, None]
         one, other = (
@@ -76,6 +78,7 @@ class JudgeScore:
         messages = judge.question(prompt.text, prompt.reference, *(texts[side] for side in order))
         key = hashlib.sha256(json.dumps([judge.endpoint, judge.model, messages]).encode()).hexdigest()
         if key in self.known:
+            self.client.has_answered |= bool(self.known[key]["verdict"])
             return self.known[key]
         line = {"key": key, "verdict": "", "problem": "", "answer": ""}
         try:
@@ -93,12 +96,13 @@ class JudgeScore:
         """What a reader must know about this score, of which `examples` have one, as sentences."""
         if not self.missing:
             return []
-        count, named = len(self.missing), "; ".join(list(self.missing.values())[:NAMED])
-        more = f"; and {count - NAMED} more" if count > NAMED else ""
-        verb, them = ("has", "it") if count == 1 else ("have", "them")
+        count, named = self.counts["missing"], "; ".join(list(self.missing.values())[:NAMED])
+        more = f"; and {counted(hidden, 'more example')}" if (hidden := len(self.missing) - NAMED) > 0 else ""
+        total = count + self._judged() + self.counts["equal"]
+        has, are = ("has", "is") if count == 1 else ("have", "are")
         return [
-            f"{counted(count, 'example')} of {examples + count} {verb} no verdict of the judge, and its score leaves "
-            f"{them} out ({named}{more})."
+            f"{count} of {counted(total, 'comparison')} {has} no verdict of the judge and {are} left out of the "
+            f"judge's score ({named}{more})."
         ]
 
     def summary(self) -> dict[str, Any]:
@@ -113,11 +117,12 @@ class JudgeScore:
         if share is not None:
             sentence += f" In {share:.0%} of them its verdict changed with the order of the outputs: these are ties."
         if same:
-            sentence += f" In {counted(same, 'further comparison')} the outputs are identical: ties without a request."
+            pairs = counted(same, "further pair")
+            sentence += f" Identical outputs ({pairs}) are ties, and were not sent to the judge."
         return {
             "sentence": sentence, "wins": self.counts[TRAINED], "ties": self.counts[TIE] + same,
             "losses": self.counts[BASE], "disagreement": share, "identical": same,
-            "without_verdict": len(self.missing), "repeated_requests": self.client.retries,
+            "without_verdict": self.counts["missing"], "repeated_requests": self.client.retries,
         }  # fmt: skip
 
     def _ties(self) -> str:

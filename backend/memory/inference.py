@@ -77,9 +77,10 @@ class ChatMemory:
         need, free = f"{amount(self.bytes)} of {self._memory}", f"{amount(self.free_bytes)} is free"
         if self.bytes <= self.free_bytes:
             return f"A comparison with the base model does not fit: both models take {amount(whole)}, and {free}."
-        end = "the system may end the process" if self.device == CPU else "loading may end with an out-of-memory error"
-        fix = ", or export the model as GGUF in a smaller format and serve that" if self.token_bytes else ""
-        return f"The model does not fit: it takes {need}, and {free}, so {end}. End other programs that use it{fix}."
+        end = "the system may kill the process" if self.device == CPU else "loading may end with an out-of-memory error"
+        more = ", or export the model as GGUF in a smaller format and serve that" if self.token_bytes else ""
+        fix = f"End other programs that use this memory{more}"
+        return f"The model does not fit: it takes {need}, and {free}, so {end}. {fix}."
 
     @property
     def _memory(self) -> str:
@@ -141,7 +142,7 @@ def _base_row(spec: RunSpec, folder: Path | None, dtype: str) -> Row | None:
     count = quantized.weight_count(matrices)
     size = count * quantized.bits(spec, shape) // 8 + quantized.scale_bytes(spec, shape, matrices)
     rest = max(0, whole.bytes - count * DTYPE_BYTES[dtype])
-    return Row(whole.name, size + rest, f"{name}, what is not quantized in {dtype}")
+    return Row(whole.name, size + rest, f"{name}, the rest in {dtype}")
 
 
 def _weights_row(name: str, folder: Path | None, dtype: str) -> Row | None:

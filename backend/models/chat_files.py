@@ -41,7 +41,7 @@ class Request:
     """The model of the checkpoint `step` (None: the final model) generates an output for `prompt`, as the next turn of
     a `conversation`, or instead of its turn `replaces`. `sides`: the trained model, its base, or both. `answers`: for a
     reward model, the two texts to score. `system`: None is that of training; `history`: the prompt comes after the
-    earlier turns. `role`: tool, if the prompt is the result of a tool that the model has called. `tools`: their
+    earlier turns. `role`: tool, if the prompt is a tool result. `tools`: their
     definitions as JSON; `template_kwargs`: variables of the chat template, besides those of training. A stop has a
     `target`, the request to stop."""
 
@@ -83,7 +83,7 @@ class Request:
         if self.role not in (USER, TOOL):
             return f"The role of a prompt is {USER} or {TOOL}, not {self.role}."
         if self.role == TOOL and not self.history:
-            return "The result of a tool belongs to the turn that calls the tool: select Include earlier turns."
+            return "A tool result needs the turn that called the tool: select Include earlier turns."
         try:
             parts.parse_tools(self.tools)
         except InvalidTools as error:

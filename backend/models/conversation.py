@@ -52,7 +52,7 @@ def variables_problem(values: Any) -> str:
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         return 'Chat template kwargs: expected a JSON object, such as {"enable_thinking": false}.'
     if reserved := sorted(RESERVED_KWARGS & values.keys()):
-        return f"Chat template kwargs: {', '.join(reserved)} cannot be set, since the chat sets it. Remove it."
+        return f"Chat template kwargs: remove {', '.join(reserved)}, which the chat sets itself."
     return ""
 
 

@@ -51,7 +51,7 @@ class Settings:
     or wrong is computed for 1, all of them, and `pass_at_k` (0: no other).
     `regex`: a custom score, whether an output matches; with `regex_group`, whether its first group is that of the
     reference. `score_file`: Python code of another custom score, which is run only if it has the `score_file_sha256`
-    that the user has agreed to. `judge_url`: the address of a language model that compares the outputs; the other
+    that the user has agreed to. `judge_url`: the base URL of an LLM judge, which compares the outputs; the other
     `judge_` settings are those of `Judge`, and `judge_agreed` is its agreement once the user has agreed."""
 
     step: int | None = None
@@ -104,7 +104,7 @@ class Settings:
         if not self.examples and not self.general:
             return "There is nothing to evaluate: set a number of examples, or include the general texts."
         if self.data and not self.examples:
-            return "A data file has no effect without examples: set their number, or leave out the file."
+            return "A data file has no effect without examples: set the number of examples, or leave out the file."
         if self.data and not Path(self.data).is_file():
             what = "is not a file" if Path(self.data).exists() else "does not exist on the server"
             return f"The data file {self.data} {what}."
@@ -126,10 +126,10 @@ class Settings:
         if self.top_p < 1 and not self.temperature:
             return "top_p has no effect with temperature 0 (greedy decoding). Set a temperature above 0, or top_p to 1."
         if k and not 1 < k < count:
-            usual = f"With {counted(count, 'sample')} per prompt, pass@1 and pass@{count} are always computed"
-            return f"k of pass@k is {k}. {usual}; set k to a number between them, or to 0 for no other."
+            usual = "pass@1 and pass@N, for all N samples, are always computed."
+            return f"k of pass@k is {k}: set it above 1 and below the samples per prompt ({count}), or to 0. {usual}"
         if self.temperature and not self.examples:
-            return "Samples and a temperature have no effect without examples: set their number."
+            return "Samples and a temperature have no effect without examples: set the number of examples."
         return ""
 
     def _score_problem(self) -> str:
@@ -138,9 +138,10 @@ class Settings:
         if self.regex_rule and (problem := self.regex_rule.problem()):
             return problem
         if (self.regex or self.score_file or self.judge_url) and not self.examples:
-            return "A regular expression, a score file or a judge has no effect without examples: set their number."
+            scores = "A regular expression, a score file or a judge"
+            return f"{scores} has no effect without examples: set the number of examples."
         if not self.judge_url and (self.judge_model or self.judge_key or self.judge_instruction):
-            return "Model, API key and instruction of a judge have no effect without its address."
+            return "Model, API key and instruction of a judge have no effect without its base URL."
         if self.judge and (problem := self.judge.problem()):
             return problem
         if not self.score_file:
@@ -180,8 +181,8 @@ def needs_consent(path: str, sha256: str) -> str:
 class Offer:
     """What can be evaluated: the steps of the models, None is the final one; whether they generate; whether the run has
     validation examples; the run's limit of new tokens. `problem`: why nothing can be evaluated. `kept_file` has `kept`
-    prompts of chats. `token_seconds`: what each token of the limit of an output took in an earlier evaluation, None
-    before the first one."""
+    prompts of chats. `output_seconds`: the mean time of an output of the newest evaluation that generated any, None
+    without one; `output_limit`: the most new tokens of its outputs."""
 
     steps: tuple[int | None, ...]
     generates: bool
@@ -190,7 +191,8 @@ class Offer:
     problem: str
     kept_file: str
     kept: int
-    token_seconds: float | None = None
+    output_seconds: float | None = None
+    output_limit: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """For the page."""
@@ -205,8 +207,8 @@ def offer(run: Run) -> Offer:
     if registry.STAGES[spec.train.stage].is_reward_model:
         problem = WITHOUT_BASE
     kept = kept_prompts.count(run) if generates(spec) else 0
-    file, limit, seconds = str(kept_prompts.path_of(run)), spec.eval.max_new_tokens, _token_seconds(run)
-    return Offer(steps, generates(spec), has_validation(spec), limit, problem, file, kept, seconds)
+    file, limit = str(kept_prompts.path_of(run)), spec.eval.max_new_tokens
+    return Offer(steps, generates(spec), has_validation(spec), limit, problem, file, kept, *_output_seconds(run))
 
 
 def generates(spec: RunSpec) -> bool:
@@ -262,19 +264,20 @@ def predict(offered: Offer, settings: Settings) -> str:
         return ""
     count = 2 * settings.examples * settings.samples_per_prompt
     text = f"Generating at most {counted(count, 'output')} of both models"
-    if offered.token_seconds is None:
+    if offered.output_seconds is None:
         return f"{text}; how long that takes is known after the first evaluation of this run."
-    seconds = count * settings.max_new_tokens * offered.token_seconds
+    # A lower limit can only shorten outputs; a higher one can lengthen those that reached it.
+    seconds = count * offered.output_seconds * max(1, settings.max_new_tokens / offered.output_limit)
     return f"{text} takes at most about {duration(seconds)}, at the pace of the newest evaluation of this run."
 
 
-def _token_seconds(run: Run) -> float | None:
-    """Of the newest evaluation that has generated outputs."""
+def _output_seconds(run: Run) -> tuple[float | None, int]:
+    """The mean time of an output of the newest evaluation that generated any, and the limit of its new tokens."""
     for job in find_all(run):
         found = job.result()
         if (outputs := found.get("generated_outputs")) and (seconds := found.get("generation_seconds")):
-            return float(seconds / (outputs * _request(job)["max_new_tokens"]))
-    return None
+            return float(seconds / outputs), _request(job)["max_new_tokens"]
+    return None, 0
 
 
 def find_all(run: Run) -> list[Run]:

@@ -87,8 +87,8 @@ def init_rank_exceeds_layer(case: Case) -> Violation | None:
     passes_on=Example({"lora.init": "pissa"}, facts=replace(DEMO, shape=GPT2)),
 )
 def olora_with_conv1d(case: Case) -> str | None:
-    """GPT and GPT-2 store their weights transposed, as Conv1D. peft's olora_init decomposes them without transposing
-    them, and the first forward pass fails because the shapes of A and B do not match the layer."""
+    """OpenAI GPT and GPT-2 store their weights transposed, as Conv1D. peft's olora_init decomposes them without
+    transposing them, and the first forward pass fails because the shapes of A and B do not match the layer."""
     if not _uses_lora(case) or case.spec.lora.init != "olora" or case.shape is None:
         return None
     if case.shape.model_type not in registry.CONV1D_MODELS:

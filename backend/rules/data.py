@@ -331,7 +331,7 @@ def more_generations_than_examples(case: Case) -> Violation | None:
     "DAT036",
     fields=("eval.generate_during_eval", "eval.num_generations"),
     title="generate_during_eval has no prompts",
-    source="arithmetic: no prompt, no output",
+    source="Footplate's evaluations generate outputs only for the prompts that eval.num_generations selects",
     fixes=(
         Fix("Generate for 24 prompts", {"eval.num_generations": 24}, cost="the time of 24 outputs at each evaluation"),
         Fix("Do not generate at evaluations", {"eval.generate_during_eval": False}),
@@ -340,7 +340,8 @@ def more_generations_than_examples(case: Case) -> Violation | None:
     passes_on=Example({"eval.generate_during_eval": True, "eval.num_generations": 24}),
 )
 def no_prompts_for_generation(case: Case) -> str | None:
-    """The outputs at each evaluation are those for the validation prompts of eval.num_generations."""
+    """Each evaluation generates outputs for as many validation prompts as eval.num_generations says; with 0, there are
+    none."""
     options = case.spec.eval
     if not options.generate_during_eval or options.num_generations or options.strategy == "no":
         return None

@@ -1,4 +1,4 @@
-"""Rules about weights of turns in the loss: which losses have none."""
+"""Rules about turn weights: which losses ignore them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ WEIGHTED = replace(LLAMA_8B_FACTS, num_checked=20, num_with_weights=9, num_weigh
         "parallel.context_parallel_size",
         "launch.trainer",
     ),
-    title="The loss of this run has no weights for turns",
+    title="The loss of this run ignores turn weights",
     source="transformers 5.23 integrations/deepspeed.py, deepspeed_sp_compute_loss, and trainer.py, "
     "_prepare_context_parallel_inputs; Unsloth 2026.10.9 compiles the loss of the model; llamafactory 0.9.5 "
     "data/converter.py reads role and content of a turn only",
-    manual_fix="To train without weights, remove them from the data.",
+    manual_fix="To train without turn weights, remove them from the data.",
     fails_on=Example(SEQUENCE, TWO_H100, WEIGHTED),
     passes_on=Example({"parallel.strategy": "zero3"}, TWO_H100, WEIGHTED),
 )
@@ -40,9 +40,9 @@ def loss_without_weights(case: Case) -> Violation | None:
     """Footplate's own trainer weights the loss of each token with the weight of its turn. With sequence parallelism,
     context parallelism, Unsloth and LLaMA-Factory, a library computes the loss, and counts every trained token alike.
     Turns with a weight of 0 have no loss with any of them but LLaMA-Factory."""
-    facts, found = case.facts, list(conflicts(case.spec))
-    reads_none = case.spec.launch.trainer != "footplate"
+    facts, reads_none = case.facts, case.spec.launch.trainer != "footplate"
     count, weights = (facts.num_with_weights, "1") if reads_none else (facts.num_weighted, "0 and 1")
+    found = [each for each in conflicts(case.spec) if facts.num_weighted or each[0] == "launch.trainer"]
     if not count or not found or case.spec.train.stage != "sft":
         return None
     where = f"In {count:,} of {counted(facts.num_checked, 'checked example')}"
@@ -59,7 +59,7 @@ FACTS_IN_PRETRAINING = replace(USER_DATA_FACTS, unrenderable_examples=(WEIGHT_IN
 @error(
     "DAT038",
     fields=("data.files", "train.stage"),
-    title="Pretraining cannot use weights of turns",
+    title="Pretraining cannot use turn weights",
     source="the stage: pretraining has no chat template, which would show where the turns are",
     fixes=(SKIP,),
     fails_on=Example({**USER_DATA, "train.stage": "pretraining"}, facts=FACTS_IN_PRETRAINING),
@@ -73,23 +73,23 @@ def weights_in_pretraining(case: Case) -> str | None:
 
 
 def conflicts(spec: RunSpec) -> Iterator[tuple[str, str, Fix]]:
-    """(option, why the loss has no weights with its value, how to change it)."""
+    """(option, why the loss ignores turn weights with its value, how to change it)."""
     engine = engine_of(spec.parallel.strategy)
     for applies, option, why, fix in (
-        (spec.train.use_unsloth, "train.use_unsloth", "Unsloth's loss has no weights", WITHOUT_UNSLOTH),
+        (spec.train.use_unsloth, "train.use_unsloth", "Unsloth's loss ignores turn weights", WITHOUT_UNSLOTH),
         (
             engine.sequence_parallel_size(spec) > 1,
             "parallel.sequence_parallel_size",
-            "the loss of sequence parallelism has no weights",
+            "the loss of sequence parallelism ignores turn weights",
             NO_SEQUENCE_PARALLEL,
         ),
         (
             engine.context_parallel_size(spec) > 1,
             "parallel.context_parallel_size",
-            "context parallelism does not divide weights among the ranks",
+            "context parallelism does not shard turn weights",
             NO_CONTEXT_PARALLEL,
         ),
-        (spec.launch.trainer != "footplate", "launch.trainer", "LLaMA-Factory reads no weights of turns", OURS),
+        (spec.launch.trainer != "footplate", "launch.trainer", "LLaMA-Factory ignores turn weights", OURS),
     ):
         if applies:
             yield option, why, fix

@@ -415,7 +415,7 @@ def projection_targets_missing(case: Case) -> str | None:
 )
 def projection_targets_not_found(case: Case) -> Violation | None:
     """GaLore and APOLLO project nn.Linear layers whose names contain a target or match it as a regular expression.
-    The blocks of GPT and GPT-2 have no nn.Linear layers: they use Conv1D."""
+    The blocks of OpenAI GPT and GPT-2 have no nn.Linear layers: they use Conv1D."""
     train, shape, row = case.spec.train, case.shape, case.optimizer
     unlisted = train.optim_targets == "custom" and not train.optim_target_modules  # projection_targets_missing
     if row.state_layout != "low_rank" or shape is None or unlisted:

@@ -44,13 +44,20 @@ def read(folder: Path) -> dict[str, Any]:
     for part in text.splitlines():
         try:
             line = json.loads(part)
-        except ValueError:  # it was cut off when the process was killed
+        except (ValueError, RecursionError):  # it was cut off when the process was killed
             continue
-        if "prompts" in line:
+        if not isinstance(line, dict):
+            continue
+        if isinstance(line.get("prompts"), list):
             found["prompts"] = line["prompts"]
-        elif "step" in line:
+        elif _is_step(line):
             found["steps"].append(line)
     return found
+
+
+def _is_step(line: Line) -> bool:
+    lists = all(isinstance(line.get(name), list) for name in ("outputs", "correct", "rouge_l"))
+    return lists and isinstance(line.get("scores"), dict) and isinstance(line.get("step", ""), int | None)
 
 
 def size(folder: Path) -> int:

@@ -297,10 +297,15 @@ def last_points(path: Path, size: int = 4096) -> list[Point]:
 
 def last_value(path: Path, key: str) -> Any:
     """The last value of `key` in the last 256 KiB that no resumed run repeats; None if there is none."""
-    name = f'"{key}"'
-    lines = [line for line in tail(path, cap=256 * 1024).text.splitlines() if name in line or '"event"' in line]
-    points = _kept_points(line.encode() for line in lines)
-    return next((p[key] for p in reversed(points) if p.get(key) is not None), None)
+    return last_values(path, [key])[key]
+
+
+def last_values(path: Path, keys: Sequence[str], first_step: int = 0) -> dict[str, Any]:
+    """As `last_value`, of each key, without points before `first_step`."""
+    names = ('"event"', *(f'"{key}"' for key in keys))
+    lines = [line for line in tail(path, cap=256 * 1024).text.splitlines() if any(name in line for name in names)]
+    points = [p for p in _kept_points(line.encode() for line in lines) if p.get("step", 0) >= first_step]
+    return {key: next((p[key] for p in reversed(points) if p.get(key) is not None), None) for key in keys}
 
 
 def to_csv(points: Sequence[Point]) -> str:

@@ -1,4 +1,4 @@
-"""A language model as judge: which of two outputs for a prompt is better, asked at an OpenAI-compatible address.
+"""An LLM judge: which of two outputs for a prompt is better, asked at an OpenAI-compatible API.
 
 Position and length of an output bias judges (Zheng et al. 2023, arXiv:2306.05685), so the caller asks in both orders.
 """
@@ -29,8 +29,10 @@ POLL_SECONDS = 0.05
 MAX_RESPONSE_BYTES = 2**20
 MAX_URL, MAX_NAME, MAX_INSTRUCTION = 500, 200, 4_000  # characters
 KEY_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*_API_KEY")
+KEY = re.compile(r"[!-~]+")
 TEMPORARY = (408, 429)  # and all from 500 on
 OF_ONE_REQUEST = (400, 413, 422)  # such as a prompt that is too long for the judge
+REFUSED_FIRST = 6  # so many before any answer: not the texts of an example, in both orders, but all are refused
 
 INSTRUCTION = (
     "You compare two responses to the same prompt. Judge how well each follows the prompt, and how correct, complete "
@@ -58,7 +60,7 @@ class BadAnswer(Exception):
 
 @dataclass(frozen=True)
 class Judge:
-    """The `model` at the address `url` of an OpenAI-compatible API, such as https://api.openai.com/v1. `key` names the
+    """The `model` at the base URL `url` of an OpenAI-compatible API, such as https://api.openai.com/v1. `key` names the
     environment variable with the API key; '' sends none. `instruction` replaces the criteria of INSTRUCTION."""
 
     url: str
@@ -87,14 +89,14 @@ class Judge:
         leave = "" if _is_here(self.url) else " These texts leave this machine."
         key = f" The value of {self.key} is sent as API key." if self.key else ""
         return (
-            f"Up to {2 * examples:,} requests go to {self.endpoint}. Each has a prompt, its reference response, and "
-            f"the outputs of base model and trained model.{leave}{key} This needs your consent."
+            f"Up to {2 * examples:,} requests, plus retries, go to {self.endpoint}. Each has a prompt, its reference, "
+            f"and the outputs of base model and trained model.{leave}{key} This needs your consent."
         )
 
     def problem(self) -> str:
         """Why it cannot be used, as a sentence; '' if it can."""
         if problem := _url_problem(self.url):
-            return f"The address of the judge {problem}, such as https://api.openai.com/v1 or http://127.0.0.1:8000/v1."
+            return f"The judge's base URL {problem}, such as https://api.openai.com/v1 or http://127.0.0.1:8000/v1."
         if not self.model or len(self.model) > MAX_NAME:
             return f"The name of the judge's model must have 1 to {MAX_NAME} characters, such as gpt-4.1."
         if len(self.instruction) > MAX_INSTRUCTION:
@@ -105,18 +107,21 @@ class Judge:
     def _key_problem(self) -> str:
         if not KEY_NAME.fullmatch(self.key):  # without the text, which may be the key itself
             return (
-                "The judge's API key is the name of an environment variable that ends with _API_KEY, such as "
-                "JUDGE_API_KEY, and never the key itself: so it is in no file, log or page."
+                "For the judge's API key, set the name of an environment variable that ends with _API_KEY, such as "
+                "JUDGE_API_KEY, never the key itself."
             )
         if not os.environ.get(self.key):
             return (
                 f"The environment variable {self.key} of the judge's API key is not set. Set it where Footplate is "
                 "started: for the page, before its server starts."
             )
-        if not (self.url.startswith("https://") or _is_here(self.url)):
+        if not KEY.fullmatch(os.environ[self.key]):  # http.client would refuse the header, with the key in its error
             return (
-                f"{self.key} would be sent without encryption. Use an address of the judge that begins with https://."
+                f"The value of the environment variable {self.key} has spaces, line breaks or non-ASCII characters, "
+                "which no API key has. Set it to the API key alone: a file with Windows line ends adds a line break."
             )
+        if not (self.url.startswith("https://") or _is_here(self.url)):
+            return f"{self.key} would be sent without encryption. Use a base URL that begins with https://."
         return ""
 
     def question(self, prompt: str, reference: str, first: str, second: str) -> list[dict[str, str]]:
@@ -164,8 +169,11 @@ class Client:
     def __init__(self, judge: Judge, check: Callable[[], None]) -> None:
         self.judge, self._check = judge, check
         self._key = os.environ.get(judge.key, "") if judge.key else ""
+        # A proxy of the environment would get texts and key that are only for this machine.
+        no_proxy = [urllib.request.ProxyHandler({})] if _is_here(judge.url) else []
+        self._opener = urllib.request.build_opener(*no_proxy, _NoRedirect)
         self._options: dict[str, Any] = {"temperature": 0}
-        self.retries, self._has_answered = 0, False
+        self.retries, self.refused, self.has_answered = 0, 0, False
 
     def ask(self, messages: list[dict[str, str]]) -> str:
         """The answer of the judge. Repeats a request that failed for a while. Raises BadAnswer, JudgeError, and what
@@ -174,7 +182,7 @@ class Client:
         for attempt in range(1, TRIES + 1):
             status, text, retry_after = self._request(messages)
             if status == 200:
-                self._has_answered = True
+                self.has_answered = True
                 return _content(text)
             if status and status not in TEMPORARY and status < 500:
                 self._refuse(status, text)
@@ -194,15 +202,17 @@ class Client:
 
     def _refuse(self, status: int, text: str) -> None:
         shown = self._shown(status, text)
-        if status in OF_ONE_REQUEST and self._has_answered:
+        self.refused += status in OF_ONE_REQUEST
+        if status in OF_ONE_REQUEST and (self.has_answered or self.refused < REFUSED_FIRST):
             raise BadAnswer(shown)
         raise JudgeError(f"refused the request: {shown}")
 
     def _shown(self, status: int, text: str) -> str:
         """A short text without the key."""
+        text = _message(text)
         text = text.replace(self._key, "****") if self._key else text
         with_status = f"HTTP status {status} {http.client.responses.get(status, '')}".rstrip() if status else ""
-        return ": ".join(filter(None, (with_status, " ".join(_message(text).split())[:300])))
+        return ": ".join(filter(None, (with_status, " ".join(text.split())[:300])))
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -229,7 +239,7 @@ class Client:
             headers["Authorization"] = f"Bearer {self._key}"
         try:
             request = urllib.request.Request(self.judge.endpoint, body, headers)
-            with _OPENER.open(request, timeout=REQUEST_SECONDS) as response:
+            with self._opener.open(request, timeout=REQUEST_SECONDS) as response:
                 return 200, response.read(MAX_RESPONSE_BYTES).decode("utf-8", "replace"), 0.0
         except urllib.error.HTTPError as error:
             with error:
@@ -244,9 +254,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def _text_of(error: urllib.error.HTTPError) -> str:
@@ -268,7 +275,7 @@ def _message(text: str) -> str:
     try:
         found = json.loads(text)["error"]
         return str(found["message"] if isinstance(found, Mapping) else found)
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return text
 
 
@@ -276,7 +283,7 @@ def _content(text: str) -> str:
     """The text of the first choice of a chat completion. Raises BadAnswer."""
     try:
         found = json.loads(text)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise BadAnswer("a response that is no chat completion") from None
     if not isinstance(found, str):
         raise BadAnswer("an empty answer")

@@ -40,7 +40,8 @@ def build(run: Run) -> dict[str, Any]:
         raise RunError(f"{SPEC} of this run cannot be read: {error}") from None
     except UNREADABLE as error:
         raise RunError(damage(error)) from None
-    if not any(found["measured"].get(name) for name in MEASURED):
+    values = (found["measured"].get(name) for name in MEASURED)
+    if not any(any(each) if isinstance(each, list) else each for each in values):
         raise RunError(NOTHING)
     return found
 
@@ -57,7 +58,7 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(value, Mapping) or value.get("format") != NAME:
         raise ValueError(f"{path.name} is not a measurement report: its format is not {NAME}.")
     if value.get("version") != VERSION:
-        raise ValueError(f"{path.name} has another version of the format than {VERSION}.")
+        raise ValueError(f"{path.name} has an unsupported format version; expected {VERSION}.")
     return dict(allowed(value))
 
 

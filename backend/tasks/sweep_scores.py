@@ -14,13 +14,14 @@ from typing import Any
 
 from backend.runs import METRICS, json_values, sweeps
 from backend.runs.folder import Run, RunError
-from backend.runs.metrics import last_value
+from backend.runs.metrics import last_values
 from backend.runs.search import SCORES
 from backend.tasks import compare_evaluations
 from backend.wording import counted
 
 LOSS = "eval_loss"
 EVALUATION = "evaluation."  # before the name of a score of an evaluation
+FIRST_STEP = 1  # scores of step 0 are those of the base model
 ALL_WORSE = " All other evaluated runs are clearly worse."
 Row = dict[str, Any]
 
@@ -70,16 +71,18 @@ def rank(root: Path, sweep: str, by: str = LOSS) -> Ranked:
 
 def _add_scores(rows: Sequence[Row], runs: Mapping[str, Run]) -> list[Ranking]:
     """Add the scores of generations to the rows."""
-    found = []
-    for name, label in SCORES.items():
-        for row in rows:
-            folder, result = runs[row["id"]].path, runs[row["id"]].result()
+    for row in rows:
+        run = runs[row["id"]]
+        result, during = run.result(), last_values(run.path / METRICS, [f"eval_{name}" for name in SCORES], FIRST_STEP)
+        for name in SCORES:
             value = result.get(f"{name}_after")
-            value = last_value(folder / METRICS, f"eval_{name}") if value is None else value
+            value = during[f"eval_{name}"] if value is None else value
             row[name] = value if json_values.is_number(value) else None
-        if any(row[name] is not None for row in rows):
-            found.append(Ranking(name, f"{label} of generations"))
-    return found
+    return [
+        Ranking(name, f"{label} of generations")
+        for name, label in SCORES.items()
+        if any(row[name] is not None for row in rows)
+    ]
 
 
 def _add_evaluation(rows: Sequence[Row], score: Mapping[str, Any], evaluated: Sequence[Mapping[str, Any]]) -> Ranking:
@@ -101,6 +104,8 @@ def _sentence(rows: Sequence[Row], by: Ranking, chosen: Sequence[compare_evaluat
         return ""
     best = having[0]
     text = f"Best by {by.label}: {sweeps.label(best['varied'])}."
+    if equal := sum(row[by.key] == best[by.key] for row in having) - 1:
+        text += f" {counted(equal, 'other run')} {'has' if equal == 1 else 'have'} the same value."
     if by.key.startswith(EVALUATION):
         close, others = _not_clearly_worse([row["id"] for row in having], by, chosen), len(having) - 1
         verb = "is" if close == 1 else "are"

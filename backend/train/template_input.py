@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from transformers.utils import chat_template_utils
 
-from backend.data.chat import LOSS_WEIGHT, REASONING, SWITCHES, TEMPLATE_KWARGS, WEIGHTS, parse_json
+from backend.data.chat import LOSS_MASK, LOSS_WEIGHT, REASONING, SWITCHES, TEMPLATE_KWARGS, WEIGHTS, parse_json
 
 Messages = Sequence[Mapping[str, Any]]
 ALWAYS = ("role", "content", "name", "tool_call_id")  # without a template that reads them, nothing of meaning is lost
@@ -108,7 +108,7 @@ class TemplateInput:
         for turn in turns:
             if turn.keys() <= PLAIN_KEYS and not self.without:
                 continue
-            weights = {key for key in (*WEIGHTS, *SWITCHES) if key in turn and turn["role"] != "assistant"}
+            weights = {key for key in (*WEIGHTS, *SWITCHES, LOSS_MASK) if key in turn and turn["role"] != "assistant"}
             found |= {f"{key} of a turn that is not an assistant turn" for key in weights}
             as_text = ("tool_calls",) if self != PLAIN else ()
             known = {*ALWAYS, "train", LOSS_WEIGHT, *as_text, *weights}

@@ -105,7 +105,7 @@ def refuse_relative_paths(card):
 def start_with_code(card, run, file):
     """The page asks before it starts, each time: for the code, then for the judge."""
     card.get_by_label("Score file").fill(str(file))
-    card.get_by_label("Address of a judge").fill(JUDGE["judge_url"])
+    card.get_by_label("Base URL of the judge").fill(JUDGE["judge_url"])
     card.get_by_label("Model of the judge").fill(JUDGE["judge_model"])
     card.get_by_role("button", name="Evaluate").click()
     agree(card.page, file, "Cancel")
@@ -128,7 +128,7 @@ def agree(page, file, answer="Run this file"):
 def agree_to_judge(page, answer="Send to the judge"):
     """Answer the question whether outputs may be sent."""
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text(f"requests go to {AGREED['judge_agreed']}. Each has a prompt")
+    expect(dialog).to_contain_text(f"requests, plus retries, go to {AGREED['judge_agreed']}. Each has a prompt")
     dialog.get_by_role("button", name=answer).click()
 
 

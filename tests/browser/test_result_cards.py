@@ -67,13 +67,14 @@ def test_generations_are_filtered_by_what_training_changed(shared, page):
     expect(rows).to_have_count(5)
 
 
-def test_a_slider_shows_the_outputs_of_each_step(server, page):
+def test_a_slider_shows_the_outputs_of_each_step(shared, page):
     """The run has not ended yet: it has generated before training and at step 10, and then at step 20."""
-    run = plant(server, "timeline")
+    run = plant(shared, "timeline")
     Path(run.path, RESULT).unlink(missing_ok=True)
     generations.begin(run.path, [{"prompt": f"2 + {n}?", "reference": str(2 + n)} for n in range(4)], 0)
     add_outputs(run, 0, ["2", "?", "?", "?"])
     add_outputs(run, 10, ["no", "3", "?", "?"])
+    page.route("**/generations", lambda route: route.abort(), times=1)  # the request is repeated
     show_run(page, run)
     card = page.get_by_role("region", name="Generations")
     expect(card).to_contain_text("1 of 4 correct before training, 1 at step 10")
@@ -91,6 +92,11 @@ def test_a_slider_shows_the_outputs_of_each_step(server, page):
     expect(first.get_by_role("img", name="Correct: before training, step 20")).to_be_visible()
     slider.press("ArrowLeft")
     expect(card.locator("thead th")).to_have_text(["Prompt", "Reference", "Before training"])
+    slider.press("End")
+    expect(first.locator("td").last).to_have_text("\u27132")
+    generations.begin(run.path, generations.read(run.path)["prompts"], 10)  # it is resumed from step 10
+    add_outputs(run, 20, ["another", "3", "4", "?"])
+    expect(first.locator("td").last).to_have_text("\u2717another")
 
 
 def add_outputs(run, step, outputs):

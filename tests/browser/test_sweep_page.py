@@ -70,6 +70,9 @@ def test_the_best_run_by_another_score(without_runs, page):
     assert [row.split("\t")[-1] for row in card.locator("tbody tr").all_inner_texts()] == ["75.0%", "25.0%", "\u2013"]
     expect(card.locator(".fp-axes-run")).to_have_count(2)
     assert violations(page) == []
+    for run in runs:
+        (run.path / RESULT).unlink(missing_ok=True)
+    expect(card).to_contain_text("This run is number 1 of 3 by validation loss.")  # the chosen score is gone
 
 
 def test_the_table_follows_a_run_that_is_resumed(without_runs, page):

@@ -170,7 +170,7 @@ def test_tools_reasoning_code_and_kept_prompts(
     told = ask(job, Request(prompt="21 degrees", role="tool", system="Short.", **off))[TUNED]
     assert "<tool_response>\n21 degrees\n</tool_response>" in told["prompt"] and told["is_plain"]
     wrong = ask(job, Request(prompt="x", template_kwargs={"mood": 1}, conversation="other"))[TUNED]
-    assert "does not read mood" in wrong["error"]
+    assert "remove mood, which" in wrong["error"]
 
     turn = chat_files.read_turns(job.path, "page")[-1].request.id
     code = chat_code.of_output(copied, turn)["python"]

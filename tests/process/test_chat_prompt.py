@@ -61,8 +61,8 @@ def test_the_result_of_a_tool_is_in_the_prompt(tiny: Path, template: str) -> Non
         ("gemma4", {}, UnsupportedConversation, "no tool call is recognized in the output before"),
         ("gptoss", {}, UnsupportedConversation, "no previous assistant message with a tool call"),
         ("llama3", {}, TrainError, "Clear the field Tools"),
-        ("llama3", {"tools": ""}, TrainError, "does not read tools, so the result of a tool cannot be sent"),
-        ("qwen3", {"template_kwargs": {"mood": 1}}, TrainError, "does not read mood"),
+        ("llama3", {"tools": ""}, TrainError, "does not read tools, so a tool result cannot be sent"),
+        ("qwen3", {"template_kwargs": {"mood": 1}}, TrainError, "remove mood, which the chat template"),
     ],
 )
 def test_what_the_model_would_not_see_is_refused(

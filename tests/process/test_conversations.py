@@ -105,6 +105,9 @@ def test_what_the_template_does_not_read_is_counted(tokenizer: Any) -> None:
     }  # fmt: skip
     qwen = count(published(tokenizer, "qwen3"), value)
     assert {key for key in qwen if key.startswith("unread")} == {"unread emotion", "unread loss", OTHER_WEIGHT}
+    value = converted({"messages": [QUESTION, ANSWER], "loss_mask": [2, 1]})
+    found = count(ChatTokenizer.create(tokenizer, False), value)
+    assert "unread loss_mask of a turn that is not an assistant turn" in found
 
 
 def test_weights_of_examples_are_counted(tokenizer: Any) -> None:
@@ -116,6 +119,7 @@ def test_weights_of_examples_are_counted(tokenizer: Any) -> None:
     assert "unused_columns" not in convert({"mask": "A text."}, "text", Data(text_column="mask"))
     pair = convert({"prompt": "?", "chosen": "A", "rejected": "B", "weight": 2}, "pairs", Data())
     assert [each["unused_columns"] for each in unpair(pair)] == [["weight"], ["weight"]]
+    assert convert({"instruction": "?", "output": "A", "loss_mask": [1, 0]}, "alpaca", Data())["unused_columns"]
 
 
 @pytest.mark.parametrize(
@@ -241,10 +245,10 @@ def test_weights_are_refused_where_the_whole_text_is_trained() -> None:
         value = converted({"messages": [QUESTION, {**ANSWER, "weight": weight}]})
         with pytest.raises(TrainError, match="here: a turn has a weight, and pretraining"):
             ExampleTokenizer(None, None, True, 64)([ConvertedExample("here", value)])
-        with pytest.raises(InvalidExample, match=r"column completion has a turn with a weight.*; remove it, or use"):
+        with pytest.raises(InvalidExample, match=r"column completion has a turn with a weight.*; remove the weight"):
             converted({"prompt": [QUESTION], "completion": [{**ANSWER, "weight": weight}]}, "prompt_completion")
     with pytest.raises(
-        InvalidExample, match="column prompt has a turn with a weight; remove it, or use the data format messages"
+        InvalidExample, match="column prompt has a turn with a weight; remove the weight, which only SFT"
     ):
         prompt = [QUESTION, {**ANSWER, "weight": 0.5}, QUESTION]
         converted({"prompt": prompt, "completion": [ANSWER]}, "prompt_completion")

@@ -1,4 +1,4 @@
-"""Weights of turns: the column and the batches that the trainer gets, equal weights, streaming, resuming, and the eval
+"""Turn weights: the column and the batches that the trainer gets, equal weights, streaming, resuming, and the eval
 loss. tests/process/test_reference_loop.py compares losses and weights with a loop in plain PyTorch."""
 
 from __future__ import annotations

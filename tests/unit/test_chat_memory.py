@@ -106,7 +106,7 @@ def test_the_gpu_of_the_run_and_its_free_memory(tmp_path):
     assert "out-of-memory error" in memory.warning
     elsewhere = inference.of_chat(run, Machine())
     small = inference.of_chat(run, Machine(ram_free_bytes=1))
-    assert elsewhere.device == "the CPU" and "the system may end the process" in small.warning
+    assert elsewhere.device == "the CPU" and "the system may kill the process" in small.warning
 
 
 def test_what_is_not_known_is_said(tmp_path):

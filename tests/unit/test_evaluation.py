@@ -47,7 +47,10 @@ def wait_for_end(job):
         ({"top_p": 0.0, "temperature": 1}, r"top_p must be above 0"),
         ({"temperature": float("nan")}, r"The temperature must be from 0"),
         ({"temperature": 1, "examples": 0}, r"Samples and a temperature have no effect without examples"),
-        ({"samples_per_prompt": 8, "temperature": 1, "pass_at_k": 8}, r"pass@1 and pass@8 are always computed; set k"),
+        (
+            {"samples_per_prompt": 8, "temperature": 1, "pass_at_k": 8},
+            r"above 1 and below the samples per prompt \(8\)",
+        ),
         ({"step": 7}, r"The checkpoint of step 7 cannot be loaded\. Steps of checkpoints: 2\."),
     ],
 )

@@ -135,10 +135,12 @@ def test_more_samples_use_those_that_exist():
     assert SAMPLED.ks == [2, 4] and Settings().ks == []
 
 
-def test_the_time_before_the_start_counts_samples():
-    offered = evaluation.Offer((None,), True, True, 100, "", "", 0, token_seconds=0.001)
-    settings = Settings(examples=50, max_new_tokens=100, samples_per_prompt=4, temperature=1.0)
+@pytest.mark.parametrize(("limit", "time"), [(100, "40 s"), (20, "40 s"), (200, "1 min 20 s")])
+def test_the_time_before_the_start_counts_samples(limit, time):
+    """Outputs that ended before an earlier limit take as long with a lower one."""
+    offered = evaluation.Offer((None,), True, True, 100, "", "", 0, output_seconds=0.1, output_limit=100)
+    settings = Settings(examples=50, max_new_tokens=limit, samples_per_prompt=4, temperature=1.0)
     assert evaluation.predict(offered, settings) == (
-        "Generating at most 400 outputs of both models takes at most about 40 s, at the pace of the newest evaluation "
-        "of this run."
+        f"Generating at most 400 outputs of both models takes at most about {time}, at the pace of the newest "
+        "evaluation of this run."
     )

@@ -1,4 +1,4 @@
-"""A language model as judge, with a stand-in on 127.0.0.1: the requests, their repetition, and the score."""
+"""An LLM judge, with a stand-in on 127.0.0.1: the requests, their repetition, and the score."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from small import client
 from test_chat import LORA, make_run, use_waiter
 
 from backend.__main__ import main
+from backend.inference.example_scores import ExampleScores
 from backend.inference.judged import JudgeScore
 from backend.models import evaluation
 from backend.models.evaluation import Settings
 from backend.scoring import judge as judges
 from backend.scoring.judge import BadAnswer, Client, Judge, JudgeError, verdict_of
-from backend.train.generation_eval import EvalPrompt
+from backend.train.generation_eval import EvalPrompt, Generated
 from backend.train.run_log import Stopped, TrainError
 
 KEY = "sk-judge-s3cret"
@@ -35,7 +36,6 @@ def nothing() -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judges, "FIRST_PAUSE", 0.01)
     monkeypatch.setenv("JUDGE_API_KEY", KEY)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 def prefer(text: str) -> Any:
@@ -122,20 +122,54 @@ def test_each_sample_is_compared_with_that_of_the_other_model(tmp_path: Path) ->
 
 def test_bad_answers_are_counted_and_named(tmp_path: Path) -> None:
     replies: tuple[Reply, ...] = (
-        "A is better.", "[[B]]", (200, completion(None)), "[[A]]", (200, "<html>"), "[[A]]", "[[A]]",
+        "A is better.", "[[B]]", (200, completion(None)), "[[A]]", (200, "[" * 200_000), "[[A]]", "[[A]]",
         (413, '{"error": {"message": "too long"}}'),
     )  # fmt: skip
     with serve_judge(prefer("b"), *replies) as judge:
         score = score_of(judge, tmp_path)
         assert [points(score, n, "a", f"b{n}") for n in range(1, 6)] == [*[[None, None]] * 4, [0, 1]]
         again = score_of(judge, tmp_path)
-        assert points(again, 1, "a", "b1") == [None, None] and len(judge.asked) == 10
+        assert points(again, 1, "a", "b1") == [0.5, 0.5] and len(judge.asked) == 11, "only the missing verdict"
     assert score.limits(1) == [
-        "4 examples of 5 have no verdict of the judge, and its score leaves them out (example 1: an answer without "
-        "[[A]], [[B]] or [[C]]; example 2: an empty answer; example 3: a response that is no chat completion; "
+        "4 of 5 comparisons have no verdict of the judge and are left out of the judge's score (example 1: an answer "
+        "without [[A]], [[B]] or [[C]]; example 2: an empty answer; example 3: a response that is no chat completion; "
         "example 4: HTTP status 413 Request Entity Too Large: too long)."
     ]
     assert score.summary()["without_verdict"] == 4
+
+
+def test_samples_without_a_verdict_are_left_out_of_the_mean(tmp_path: Path) -> None:
+    """The sentence, the score and its interval are about the same comparisons."""
+    with serve_judge(prefer("good"), "no verdict") as judge:
+        settings = settings_of(judge, samples_per_prompt=4, temperature=1.0)
+        score = JudgeScore(settings, tmp_path, nothing)
+        scores = ExampleScores(settings, [score])
+        base = [Generated(text, True) for text in ("a", "b", "good c", "d")]
+        row = scores.row(1, PROMPT, {"base": base, "trained": [Generated(f"good {n}", True) for n in range(4)]})
+    assert [one["scores"]["judge"] for one in row["samples"]["trained"]] == [None, 1, 0.5, 1]
+    assert row["scores"]["judge"] == [pytest.approx(0.5 / 3), pytest.approx(2.5 / 3)]
+    found = next(each for each in scores.compare([row]) if each.name == "judge")
+    assert found.count == 1 and found.trained == pytest.approx(2.5 / 3)
+    assert "trained model in 2 and the base model in 0 of 3 comparisons; 1 is a tie" in score.summary()["sentence"]
+    assert score.limits(1)[0].startswith("1 of 4 comparisons has no verdict of the judge and is left out of the judge's")
+
+
+def test_a_first_example_that_is_refused_does_not_end_the_evaluation(tmp_path: Path) -> None:
+    """It may be too long; after a stop, too, and with the verdicts of before."""
+
+    def decide(asked: Asked) -> Reply:
+        return (400, "maximum context length") if "long" in "".join(asked.pair) else prefer("b")(asked)
+
+    with serve_judge(decide) as judge:
+        score = score_of(judge, tmp_path)
+        assert points(score, 1, "long", "b") == [None, None] and points(score, 2, "a", "b") == [0, 1]
+        again = score_of(judge, tmp_path)
+        points(again, 2, "a", "b")
+        assert [points(again, n, "long", f"b{n}") for n in range(3, 9)] == [[None, None]] * 6
+        with pytest.raises(TrainError, match="refused the request: HTTP status 400 Bad Request: maximum context"):
+            other = score_of(judge, tmp_path)
+            for n in range(3):
+                points(other, n, "long", f"c{n}")
 
 
 def test_verdicts_are_kept(tmp_path: Path) -> None:
@@ -184,8 +218,8 @@ def test_a_judge_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
             (401, json.dumps({"error": {"message": f"Incorrect API key: {KEY}"}})),
             r"401 Unauthorized: .*: \*\*\*\*$",
         ),
+        ((401, '{"error": {"message": "no: sk-judge\\u002ds3cret"}}'), r"401 Unauthorized: no: \*\*\*\*$"),
         ((404, '{"error": "no model m1"}'), "HTTP status 404 Not Found: no model m1$"),
-        ((400, "bad"), "HTTP status 400 Bad Request: bad$"),
         ((302, "", {"Location": "/elsewhere"}), "HTTP status 302 Found$"),
     ],
 )
@@ -194,6 +228,15 @@ def test_refused_requests_end_the_evaluation(reply: Reply, problem: str) -> None
     with serve_judge(lambda _: reply) as judge, pytest.raises(JudgeError, match=f"^refused the request: .*{problem}"):
         ask(judge)
     assert len(judge.asked) == 1
+
+
+def test_a_judge_on_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts of an evaluation, and the key, would leave the machine without consent."""
+    with serve_judge(lambda _: "[[A]]") as judge, serve_judge(lambda _: "[[B]]") as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        assert ask(judge)[1] == "[[A]]" and not proxy.asked
 
 
 def test_models_that_accept_no_temperature() -> None:
@@ -253,12 +296,14 @@ def test_the_endpoint(url: str, endpoint: str) -> None:
             "The environment variable NO_SUCH_API_KEY of the judge's API key is not set",
         ),
         ({"judge_url": "http://example.com/v1"}, "JUDGE_API_KEY would be sent without encryption"),
+        ({"judge_key": "CRLF_API_KEY"}, "The value of the environment variable CRLF_API_KEY has spaces, line breaks"),
         ({"judge_instruction": "x" * 4001}, "has 4,001 characters"),
-        ({"judge_url": ""}, "have no effect without its address"),
+        ({"judge_url": ""}, "have no effect without its base URL"),
         ({"examples": 0}, "a judge has no effect without examples"),
     ],
 )
-def test_what_the_settings_refuse(values: dict[str, Any], problem: str) -> None:
+def test_what_the_settings_refuse(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], problem: str) -> None:
+    monkeypatch.setenv("CRLF_API_KEY", "sk-123\r")
     given = {"judge_url": "https://example.com/v1", "judge_model": "m", "judge_key": "JUDGE_API_KEY", **values}
     found = Settings(**given).problem()
     assert problem in found and "sk-123" not in found
@@ -276,9 +321,9 @@ def test_the_judge_needs_consent(
         question = asked["consent"]["question"]
         assert question == asked["error"] and not evaluation.find_all(run)
         assert question == (
-            "Up to 14 requests go to https://judge.example.com/v1/chat/completions. Each has a prompt, its reference "
-            "response, and the outputs of base model and trained model. These texts leave this machine. The value of "
-            "JUDGE_API_KEY is sent as API key. This needs your consent."
+            "Up to 14 requests, plus retries, go to https://judge.example.com/v1/chat/completions. Each has a prompt, "
+            "its reference, and the outputs of base model and trained model. These texts leave this machine. The value "
+            "of JUDGE_API_KEY is sent as API key. This needs your consent."
         )
         values["judge_agreed"] = asked["consent"]["judge_agreed"]
         other = http.post(route, json={**values, "judge_url": "https://other.example.com"})
@@ -291,5 +336,7 @@ def test_the_judge_needs_consent(
     command = ["evaluate", run.id, "--runs", str(tmp_path / "runs"), "--judge", "http://localhost:9/v1"]
     assert main([*command, "--judge-model", "m"]) == 2
     assert "To agree, add --send-outputs." in (told := capsys.readouterr().err) and "leave this machine" not in told
+    several = ["evaluate", run.id, run.id, *command[2:], "--judge-model", "m", "--send-outputs"]
+    assert main(several) == 2 and "Name one run, or leave out --judge" in capsys.readouterr().err
     assert main([*command[:-2], "--send-outputs"]) == 2 and "without --judge" in capsys.readouterr().err
     run.delete()

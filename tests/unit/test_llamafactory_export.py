@@ -155,6 +155,16 @@ def test_the_command(tmp_path, capsys):
     assert (tmp_path / "out/train.yaml").exists()
 
 
+def test_weights_of_turns_are_named_as_missing(tmp_path, capsys):
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a", "weight": 0}]
+    files = lines(tmp_path / "a.jsonl", {"messages": turns}, {"messages": [turns[0], {**turns[1], "weight": 1}]})
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({"data": {"source": "files", "files": [files]}}))
+    command = ["export", str(tmp_path / "spec.yaml"), "--to", "llamafactory", "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    expected = "Not exported: data.source: in 1 of 2 checked examples, a turn has a weight other than 1. LLaMA-Factory"
+    assert expected in capsys.readouterr().err
+
+
 def test_columns_of_the_first_example(tmp_path):
     """LLaMA-Factory stops at a column that the data does not have."""
     rows = {

@@ -219,7 +219,7 @@ def test_the_command_prints_what_it_writes(tmp_path: Path, capsys: pytest.Captur
     assert main(arguments) == 0
     printed = capsys.readouterr()
     assert printed.out == output.read_text() and "memory 1.00" in printed.err
-    assert main(arguments) == 2 and "is not overwritten" in capsys.readouterr().err
+    assert main(arguments) == 2 and "was not overwritten" in capsys.readouterr().err
     response = client(tmp_path / "runs").get(f"/api/runs/{run.id}/measurement.json")
     assert response.text == printed.out and run.id not in response.headers["content-disposition"]
 
@@ -228,6 +228,7 @@ def test_a_run_without_a_measurement_has_no_report(tmp_path: Path) -> None:
     run = made(tmp_path, report(), 1.0)
     for file in (RESULT, PROGRESS, "metrics.jsonl"):
         (run.path / file).unlink()
+    (run.path / MONITOR).write_text(json.dumps({"ranks": [{"host": "a"}, {}]}))
     with pytest.raises(RunError, match="has measured neither memory nor the time of a step"):
         measurement_report.build(run)
     assert client(tmp_path).get(f"/api/runs/{run.id}/measurement.json").status_code == 409
@@ -236,7 +237,7 @@ def test_a_run_without_a_measurement_has_no_report(tmp_path: Path) -> None:
 def test_other_files_are_no_reports(tmp_path: Path) -> None:
     for text, problem in (
         ("{}", "its format is not"),
-        ('{"format": "footplate-measurement", "version": 2}', "version"),
+        ('{"format": "footplate-measurement", "version": 2}', "unsupported format version; expected 1"),
     ):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(ValueError, match=problem):

@@ -572,6 +572,9 @@ def test_losses_without_weights(patch: Patch) -> None:
     assert Setup({**spec, **found.fixes[0].patch}, TWO_H100, weighted).finding("DAT037") is None
     masked = replace(weighted, num_weighted=0)
     assert (Setup(spec, TWO_H100, masked).finding("DAT037") is not None) is factory
+    if factory:
+        both = Setup({**spec, "train.use_unsloth": True}, TWO_H100, masked).finding("DAT037")
+        assert both and both.fields == ("launch.trainer",), "Unsloth leaves out turns with a weight of 0"
     none = replace(masked, num_with_weights=0)
     assert Setup(spec, TWO_H100, none).finding("DAT037") is None
 

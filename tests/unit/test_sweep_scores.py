@@ -51,6 +51,17 @@ def test_scores_of_generations(runs, tmp_path):
     assert found.sentence == "Best by Exact match of generations: learning_rate=1e-4. 1 run has no such score yet."
 
 
+def test_scores_before_training_are_not_those_of_a_run(runs, tmp_path):
+    """They are those of the base model; runs with the same value are not told apart."""
+    for run in runs[1:]:
+        (run.path / RESULT).write_text(json.dumps({"exact_match_after": 0.5}))
+    with (runs[0].path / METRICS).open("a") as file:
+        file.write(json.dumps({"step": 0, "eval_exact_match": 0.6}) + "\n")
+    found = rank(tmp_path / "runs", "s", "exact_match")
+    assert [row["exact_match"] for row in found.rows] == [0.5, 0.5, None]
+    assert ": learning_rate=1e-4. 1 other run has the same value. 1 run has no such score yet." in found.sentence
+
+
 def test_scores_of_evaluations_have_intervals(runs, tmp_path, capsys):
     """The third run is a little better than the second one, which is not certain; the first one is clearly worse."""
     for run, scores in zip(runs, (LOW, MIDDLE, HIGH), strict=True):

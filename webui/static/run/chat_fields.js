@@ -116,7 +116,7 @@ function createParts() {
   const toolsRow = labeled("Tools: a JSON list of definitions in OpenAI's form; empty for none", tools);
   const thinking = createMenu("Reasoning", { "": "As in training", true: "On", false: "Off" });
   const thinkingRow = el("label.fp-job-check", {}, "Reasoning", thinking);
-  const role = createMenu("Send as", { user: "User", tool: "Result of a tool" });
+  const role = createMenu("Send as", { user: "User", tool: "Tool result" });
   const roleRow = el("label.fp-job-check", {}, "Send as", role);
   const variables = el("p.fp-dim");
   const body = el("div.fp-job-settings", {}, systemRow, toolsRow, thinkingRow, variables, settings.node);

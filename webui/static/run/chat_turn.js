@@ -21,7 +21,7 @@ export function createTurn(path, first, mode) {
     el(
       "div.fp-chat-prompt",
       {},
-      isTool ? el("span.fp-chat-role", {}, "Result of a tool") : el("span.fp-sr", {}, "Prompt: "),
+      isTool ? el("span.fp-chat-role", {}, "Tool result") : el("span.fp-sr", {}, "Prompt: "),
       first.prompt,
     ),
     first.answers.length
@@ -172,7 +172,7 @@ function codeParts(found) {
 
 const KEEP =
   "Evaluations generate outputs for the prompt of this conversation and compare them with the reference, the output " +
-  "that you want. Here it is the model's output; correct it if that is not right.";
+  "that you want. It starts as the model's output; edit it if it is wrong.";
 
 /** A button that keeps the conversation for evaluations. @param {() => any} output the output as it is now */
 function keepLink(path, turn, output) {

@@ -10,9 +10,9 @@ const ABOUT_SCORES =
   "score(prompt, reference, output), which returns a number from 0 to 1, True, False, or None if it does not apply. " +
   "Its code runs on the server with the permissions of its user, after you have agreed.";
 const ABOUT_SAMPLES =
-  "With several samples per prompt, a score is the mean over them. Scores that are right or wrong, such as exact " +
-  "match, also have pass@k, the probability that at least one of k samples is right. Samples need a temperature " +
-  "above 0; 0.8 is usual. The same settings draw the same samples.";
+  "With several samples per prompt, a score is the mean over them. Binary scores, such as exact match, also have " +
+  "pass@k, the probability that at least one of k samples is right. Samples need a temperature above 0; 0.8 is " +
+  "usual. The same settings draw the same samples.";
 const STOPPED = "This evaluation was stopped; with the same settings, Continue computes what is missing:";
 
 const SHOWN_HASH = 12; // characters
@@ -126,9 +126,9 @@ function predictionText({ examples, max_new_tokens: limit, samples_per_prompt: s
   const count = 2 * examples * samples;
   if (!(count > 0) || !offer.generates) return "";
   const text = `Generating at most ${integer(count)} outputs of both models`;
-  const each = offer.token_seconds;
+  const each = offer.output_seconds;
   if (!each) return `${text}; how long that takes is known after the first evaluation of this run.`;
-  const time = duration(count * limit * each);
+  const time = duration(count * each * Math.max(1, limit / offer.output_limit));
   return `${text} takes at most about ${time}, at the pace of the newest evaluation of this run.`;
 }
 
@@ -198,7 +198,7 @@ function createSampling() {
   const samples = createNumberField("Samples per prompt", { step: 1, min: 1, max: 64, value: 1 });
   const temperature = createNumberField("Temperature (0: greedy)", { step: "any", min: 0, max: 10, value: 0 });
   const topP = createNumberField("Top-p", { step: "any", min: 0, max: 1, value: 1 });
-  const k = createNumberField("Another k of pass@k", { step: 1, min: 2, max: 63, placeholder: "None" });
+  const k = createNumberField("Additional k for pass@k", { step: 1, min: 2, max: 63, placeholder: "None" });
   const fields = el("div.fp-job-fields", {}, samples.node, temperature.node, topP.node, k.node);
   const sampling = el("div.fp-job-settings", {}, fields, el("p.fp-dim", {}, ABOUT_SAMPLES));
   return { sampling, samples, temperature, topP, k };

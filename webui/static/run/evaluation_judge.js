@@ -1,11 +1,11 @@
 // @ts-check
-// A language model as judge of an evaluation: its fields, and the consent that it needs.
+// The LLM judge of an evaluation: its fields, and the consent that it needs.
 import { post } from "../api.js";
 import { confirmDialog, el } from "../dom.js";
 import { labeled } from "./run_jobs.js";
 
 const ABOUT =
-  "A language model at an OpenAI-compatible address reads each prompt with its reference and both outputs, and says " +
+  "An LLM judge, at any OpenAI-compatible API, reads each prompt with its reference and both outputs, and says " +
   "which output is better; it is asked in both orders. Before the start, the page shows how many requests go where, " +
   "and asks for your consent. The API key is read from an environment variable of the server, whose name ends with " +
   "_API_KEY.";
@@ -17,16 +17,16 @@ export function createJudgeFields() {
   const input = (placeholder) => el("input.fp-input", { type: "text", placeholder, spellcheck: "false" });
   const parts = {
     judge_url: input("None, or https://api.openai.com/v1"),
-    judge_model: input("Name of a model at this address"),
+    judge_model: input("Name of a model at this URL"),
     judge_key: input("None, or JUDGE_API_KEY"),
     judge_instruction: el("textarea.fp-input", { rows: 2, placeholder: INSTRUCTION }),
   };
   const fields = el(
     "div.fp-job-fields.fp-custom-scores",
     {},
-    labeled("Address of a judge", parts.judge_url),
+    labeled("Base URL of the judge", parts.judge_url),
     labeled("Model of the judge", parts.judge_model),
-    labeled("Variable with its API key", parts.judge_key),
+    labeled("Variable with the judge's API key", parts.judge_key),
   );
   const instruction = labeled("Instruction of the judge", parts.judge_instruction);
   return {
@@ -42,7 +42,7 @@ export const judgeText = ({ judge_url: address, judge_model: model }) =>
 
 /**
  * Start to evaluate. A score file is run, and outputs are sent to a judge, only if the user agrees: to the content of
- * the file, which the hash names, and to the address of the judge.
+ * the file, which the hash names, and to the base URL of the judge.
  */
 export async function startEvaluation(path, values) {
   for (;;) {

@@ -13,8 +13,8 @@ import { integer, percent } from "../format.js";
 const SHOWN_SAMPLES = 3;
 const CHANGES = { "": "All", better: "Better", worse: "Worse", same: "Same" };
 const ABOUT_MARKS =
-  "The marks below a prompt are its outputs from before to after training: green is an exact match; the others are " +
-  "filled as high as their ROUGE-L.";
+  "Each mark below a prompt stands for its output at one step: green for an exact match, otherwise a bar as high as " +
+  "the ROUGE-L.";
 const BEFORE = "Before training";
 const AFTER = "After training";
 
@@ -61,6 +61,7 @@ export class Generations {
       samples: /** @type {any[] | null} */ (null), // of a run that has ended
       timeline: /** @type {any} */ (null),
       loading: new Set(), // requests that are under way
+      hasFailed: false, // the latest one
       outputs: /** @type {Map<number, string[]>} */ (new Map()), // step -> outputs
       at: /** @type {number | null} */ (null), // the moment that the user has selected; null is the latest
       change: "",
@@ -76,6 +77,7 @@ export class Generations {
     state.samples = run.result?.samples?.length ? run.result.samples : null;
     if (run.generations && run.generations !== state.size) {
       state.size = run.generations;
+      state.outputs.clear(); // a run that is resumed generates the outputs of some steps again
       this.#load();
     }
     this.#draw();
@@ -83,19 +85,24 @@ export class Generations {
 
   /** @param {string} query the step whose outputs are requested */
   async #load(query = "") {
-    const state = this.state;
-    if (state.loading.has(query)) return;
-    state.loading.add(query);
+    const { state } = this;
+    const { size } = state;
+    const request = `${size}${query}`;
+    if (state.loading.has(request)) return;
+    state.loading.add(request);
     try {
       const found = await get(`${this.base()}/generations${query}`);
-      if (state !== this.state) return; // another run is open
+      if (state !== this.state || size !== state.size) return; // another run is open, or it has gone on
+      state.hasFailed = false;
       state.timeline = found;
       if (found.outputs) state.outputs.set(found.step, found.outputs);
       this.#draw();
     } catch (error) {
-      notifyError(error);
+      if (!state.hasFailed) notifyError(error);
+      state.hasFailed = true;
+      if (size === state.size) state.size = 0; // the next response about the run repeats the request
     } finally {
-      state.loading.delete(query);
+      state.loading.delete(request);
     }
   }
 

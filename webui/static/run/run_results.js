@@ -28,7 +28,7 @@ export const fold = (title, body, onCopy = null) =>
 const codeBlock = (text) => el("pre.fp-code", { tabindex: 0 }, text);
 const copyable = (title, text, name = title) => (text ? fold(title, codeBlock(text), () => copy(text, name)) : null);
 
-const MEASUREMENT = ["Anonymous measurement", "measurement.json"];
+const MEASUREMENT = ["Measurement report", "measurement.json"];
 
 /** The files to download. @param {string} base the run's API path @param {boolean} measured there is a measurement */
 export const downloadLinks = (base, measured) =>
@@ -37,8 +37,10 @@ export const downloadLinks = (base, measured) =>
   );
 
 /** Whether a run that has ended has measured its memory or the time of a step. */
-export const isMeasured = ({ result, progress, monitor }) =>
-  Boolean(result?.peak_bytes || progress?.step_seconds || monitor?.ranks?.length);
+export function isMeasured({ result, progress, monitor }) {
+  const peaks = result?.peak_bytes || (monitor?.ranks || []).map((rank) => rank.peak);
+  return [progress?.step_seconds, ...peaks].some(Boolean);
+}
 
 // -- result cards -----------------------------------------------------------------------------------------------------
 

@@ -140,6 +140,14 @@ function rankText(/** @type {Member[]} */ runs, current, /** @type {Ranking} */ 
   return [own, key !== LOSS_KEY && sentence].filter(Boolean).join(" ");
 }
 
+/** The lines over the axes, if there is something to compare, and the table. @returns {Node[]} */
+function sweepParts(/** @type {Member[]} */ runs, labels, current, /** @type {Ranking} */ ranked) {
+  const columns = Object.keys(runs[0].varied);
+  const parts = [runsTable(runs, columns, labels, current, ranked)];
+  const measured = runs.filter((run) => run[ranked.key] !== null).length;
+  return measured > 1 ? [parallelAxes(runs, columns, labels, current, ranked), ...parts] : parts;
+}
+
 /** The panel of the Run view. @param {() => boolean} isVisible */
 export function createSweep(isVisible) {
   const heading = el("h3", {}, "Sweep");
@@ -153,7 +161,14 @@ export function createSweep(isVisible) {
   const poller = createPoller(pull, { isVisible, interval: 3000, onTrouble: () => {} });
 
   async function pull(isCurrent) {
-    const found = await get(`api/sweeps/${encodeURIComponent(sweep)}?by=${encodeURIComponent(by)}`);
+    let found;
+    try {
+      found = await get(`api/sweeps/${encodeURIComponent(sweep)}?by=${encodeURIComponent(by)}`);
+    } catch (error) {
+      if (!isCurrent() || by === LOSS_KEY || error.status !== 409) throw error;
+      [by, drawn] = [LOSS_KEY, ""]; // no run has the score any more, for example since its evaluation was deleted
+      return pull(isCurrent);
+    }
     if (!isCurrent()) return undefined;
     draw(found);
     return found.runs.every((run) => hasEnded(run.state)) ? "rest" : undefined; // one may be resumed
@@ -176,12 +191,8 @@ export function createSweep(isVisible) {
     drawn = state;
     ranking.draw(rankings, key);
     const ranked = /** @type {Ranking} */ (rankings.find((each) => each.key === key));
-    const columns = Object.keys(runs[0].varied);
-    const measured = runs.filter((run) => run[key] !== null).length;
     setText(best, [rankText(runs, current, ranked, sentence), ends].filter(Boolean).join(" "));
-    const parts = [runsTable(runs, columns, labels, current, ranked)];
-    if (measured > 1) parts.unshift(/** @type {any} */ (parallelAxes(runs, columns, labels, current, ranked)));
-    body.replaceChildren(...parts);
+    body.replaceChildren(...sweepParts(runs, labels, current, ranked));
     node.hidden = false;
   }
 
