@@ -22,13 +22,15 @@ DEFAULT_WARMUP = 0.03  # the default of train.warmup_steps
     "TRN001",
     fields=("train.per_device_train_batch_size", "train.gradient_accumulation_steps", "launch.nproc_per_node"),
     title="Global batch size exceeds the training set",
-    source="transformers 5.23 trainer.py: the last batch of an epoch is smaller, and an epoch has at least one step",
+    source="transformers 5.23 trainer.py: the last batch of an epoch is smaller, and an epoch has at least one step; "
+    "accelerate 1.15 data_loader.py BatchSamplerShard: even_batches",
     fails_on=Example({"train.gradient_accumulation_steps": 64, "train.per_device_train_batch_size": 16}),
     passes_on=Example({"train.gradient_accumulation_steps": 4, "train.per_device_train_batch_size": 4}),
 )
 def global_batch_exceeds_dataset(case: Case) -> Violation | None:
-    """With fewer training examples than the global batch size, each epoch is a single, smaller optimizer step, so the
-    run has only as many steps as epochs."""
+    """With fewer training examples than the global batch size, each epoch is a single optimizer step, so the run has only
+    as many steps as epochs. With one process the step has fewer examples than are set; with several, accelerate fills
+    the batch of each process with examples that it repeats, some more often than others."""
     examples, batch, train = case.run.num_train_examples, case.run.global_batch_size, case.spec.train
     if examples is None or examples < 1 or batch <= examples or case.spec.data.packing:
         return None
