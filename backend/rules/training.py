@@ -28,9 +28,9 @@ DEFAULT_WARMUP = 0.03  # the default of train.warmup_steps
     passes_on=Example({"train.gradient_accumulation_steps": 4, "train.per_device_train_batch_size": 4}),
 )
 def global_batch_exceeds_dataset(case: Case) -> Violation | None:
-    """With fewer training examples than the global batch size, each epoch is a single optimizer step, so the run has only
-    as many steps as epochs. With one process the step has fewer examples than are set; with several, accelerate fills
-    the batch of each process with examples that it repeats, some more often than others."""
+    """With fewer training examples than the global batch size, each epoch is a single optimizer step, so the run has
+    only as many steps as epochs. With one process the step has fewer examples than are set; with several, accelerate
+    fills the batch of each process with examples that it repeats, some more often than others."""
     examples, batch, train = case.run.num_train_examples, case.run.global_batch_size, case.spec.train
     if examples is None or examples < 1 or batch <= examples or case.spec.data.packing:
         return None

@@ -39,7 +39,8 @@ def test_from_start_to_examples(evaluating, page):
     page.wait_for_selector("body[data-ready]")
     card = page.get_by_role("region", name="Evaluation")
     expect(card).to_contain_text("which shows what the model has forgotten", timeout=SLOW_TIMEOUT)
-    card.get_by_text("Settings", exact=True).click()
+    for title in ("Settings", "Several samples per prompt", "Your own scores", "LLM judge"):
+        card.get_by_text(title, exact=True).click()
     card.get_by_label("Examples").fill("25")
     draw_samples(card)
     file = evaluating.runs.parent / "mine.py"

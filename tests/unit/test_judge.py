@@ -151,7 +151,7 @@ def test_samples_without_a_verdict_are_left_out_of_the_mean(tmp_path: Path) -> N
     found = next(each for each in scores.compare([row]) if each.name == "judge")
     assert found.count == 1 and found.trained == pytest.approx(2.5 / 3)
     assert "trained model in 2 and the base model in 0 of 3 comparisons; 1 is a tie" in score.summary()["sentence"]
-    assert score.limits(1)[0].startswith("1 of 4 comparisons has no verdict of the judge and is left out of the judge's")
+    assert score.limits(1)[0].startswith("1 of 4 comparisons has no verdict of the judge and is left out of the")
 
 
 def test_a_first_example_that_is_refused_does_not_end_the_evaluation(tmp_path: Path) -> None:

@@ -167,7 +167,14 @@ function fill(parts, settings) {
   group.checked = settings.regex_group;
   file.value = settings.score_file;
   judge.fill(settings);
+  for (const part of parts.node.querySelectorAll("details details")) part.open ||= hasValue(part);
 }
+
+/** Whether a field in a folded part is set. */
+const hasValue = (part) =>
+  [...part.querySelectorAll("input, textarea")].some((field) =>
+    field.type === "checkbox" ? field.checked : field.value !== field.defaultValue,
+  );
 
 function createParts() {
   const model = createModelMenu();
@@ -181,8 +188,8 @@ function createParts() {
   const check = el("label.fp-job-check", {}, general, "Include general texts");
   const custom = createCustomScores();
   const drawn = createSampling();
-  const body = el("div.fp-job-settings", {}, numbers, el("div", {}, kept), check, drawn.sampling, custom.scores);
-  const settings = el("details.fp-fold", {}, el("summary", {}, "Settings"), body);
+  const body = el("div.fp-job-settings", {}, numbers, kept, check, drawn.sampling, custom.scores);
+  const settings = fold("Settings", body);
   const stopped = el("p.fp-dim", { hidden: true });
   const prediction = el("p.fp-dim.fp-figures");
   const start = button("Evaluate", null, { type: "submit" });
@@ -193,6 +200,8 @@ function createParts() {
   return { node, ...fields, button: start, stopped, prediction, remove };
 }
 
+const fold = (title, body) => el("details.fp-fold", {}, el("summary", {}, title), body);
+
 /** The fields of how outputs are drawn. */
 function createSampling() {
   const samples = createNumberField("Samples per prompt", { step: 1, min: 1, max: 64, value: 1 });
@@ -200,7 +209,8 @@ function createSampling() {
   const topP = createNumberField("Top-p", { step: "any", min: 0, max: 1, value: 1 });
   const k = createNumberField("Additional k for pass@k", { step: 1, min: 2, max: 63, placeholder: "None" });
   const fields = el("div.fp-job-fields", {}, samples.node, temperature.node, topP.node, k.node);
-  const sampling = el("div.fp-job-settings", {}, fields, el("p.fp-dim", {}, ABOUT_SAMPLES));
+  const body = el("div.fp-job-settings", {}, fields, el("p.fp-dim", {}, ABOUT_SAMPLES));
+  const sampling = fold("Several samples per prompt", body);
   return { sampling, samples, temperature, topP, k };
 }
 
@@ -214,5 +224,7 @@ function createCustomScores() {
   const check = el("label.fp-job-check", {}, group, "Compare its first group with that of the reference");
   const about = el("p.fp-dim", {}, ABOUT_SCORES);
   const judge = createJudgeFields();
-  return { scores: el("div.fp-job-settings", {}, fields, check, about, judge.node), regex, file, group, judge };
+  const own = fold("Your own scores", el("div.fp-job-settings", {}, fields, check, about));
+  const scores = el("div.fp-job-settings", {}, own, fold("LLM judge", judge.node));
+  return { scores, regex, file, group, judge };
 }
