@@ -232,6 +232,11 @@ def _training(found: Import) -> None:
         found.missing.append(f"env: {env} (names and values are known)")
 
 
+def _generations(found: Import) -> None:
+    if found.get("generate_during_eval"):
+        found.missing.append("generate_during_eval (set eval.num_generations, then eval.generate_during_eval)")
+
+
 def _devices(found: Import) -> None:
     if name := found.get("accelerate_config"):
         if str(name) in STRATEGIES:
@@ -246,4 +251,4 @@ def _devices(found: Import) -> None:
         found.patch.setdefault("parallel.strategy", "ddp")
 
 
-PARTS: tuple[Callable[[Import], None], ...] = (_stage, _model, _data, _training, _devices)
+PARTS: tuple[Callable[[Import], None], ...] = (_stage, _model, _data, _training, _generations, _devices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,6 +18,7 @@ from backend.train.run_log import TrainError
 from backend.train.template_input import TEMPLATE_ERRORS
 from backend.train.templates import ChatTokenizer, UnsupportedConversation, response_tokenizer
 
+RESULT = "result-of-turn-{:06}"  # occurs in no conversation
 CALL_ID = "call00001"  # some templates require nine letters and digits
 Message = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ def render(
         found = messages(spec, request, side, before, answer)
         try:
             prompt = template.render_prompt(found, variables)
-            _check_results(found, prompt)
+            _check_results(template, found, variables)
         except UnsupportedConversation as error:
             problem = problem or error
             continue
@@ -51,12 +51,15 @@ def render(
     raise problem
 
 
-def _check_results(found: Sequence[Message], prompt: str) -> None:
-    """Raise UnsupportedConversation if the tool results are not in the prompt, as with Gemma 4's template, which
-    leaves them out unless the turn before has `tool_calls`."""
-    results = (turn["content"].strip() for turn in found if turn["role"] == TOOL)
-    # Some templates write a result as JSON.
-    if not all(text in prompt or json.dumps(text, ensure_ascii=False) in prompt for text in results):
+def _check_results(template: ChatTokenizer, found: Sequence[Message], variables: Message) -> None:
+    """Raise UnsupportedConversation if the template leaves out the results of tools, as that of Gemma 4 unless the turn
+    before has `tool_calls`. A result may occur elsewhere in the prompt, so others are rendered in their places."""
+    if not any(turn["role"] == TOOL for turn in found):
+        return
+    results = {n: RESULT.format(n) for n, turn in enumerate(found) if turn["role"] == TOOL}
+    turns = [{**turn, "content": results.get(n, turn["content"])} for n, turn in enumerate(found)]
+    prompt = template.render_prompt(turns, variables)
+    if not all(text in prompt for text in results.values()):
         raise UnsupportedConversation(
             "has a tool result that the chat template leaves out, because no tool call is recognized in the previous "
             "output. Send the result as a prompt of the user"

@@ -39,6 +39,7 @@ from backend.wording import counted
 NICENESS = 5  # on a CPU, which other programs need meanwhile
 MAX_BATCH_TOKENS = 4096  # of which logits are in memory at a time, unless a single example has more
 LOSS_WORK = 8  # the loss of an example is about as much work as this many tokens of an output
+JUDGE_WORK = 256  # the two requests to a judge about a pair of outputs, likewise
 
 
 class Evaluation:
@@ -75,7 +76,8 @@ class Evaluation:
         trained = self.models.load(self.settings.step, TUNED)
         for line in Lines(self.folder / OUTPUTS).read():
             self._keep(line)
-        self.total = len(SIDES) * sum(self._work(item) for item in items)
+        own = sum(not item.is_general for item in items)
+        self.total = len(SIDES) * sum(self._work(item) for item in items) + self._judge_work() * own
         self.model_changed = (self.run.path / MODEL).stat().st_mtime_ns if self.settings.step is None else 0
         ends = frozenset(generation.stop_tokens(trained))  # of both, as when training generates before its first step
         del trained
@@ -109,6 +111,10 @@ class Evaluation:
 
     def _work(self, item: Item) -> int:
         return LOSS_WORK + (self.settings.max_new_tokens * self.settings.samples_per_prompt if item.prompt else 0)
+
+    def _judge_work(self) -> int:
+        """Of an example."""
+        return JUDGE_WORK * self.settings.samples_per_prompt if self.settings.judge else 0
 
     def _use(self, side: str, items: Sequence[Item], ends: frozenset[int]) -> None:
         """The results of one model, which nothing holds afterwards."""
@@ -187,7 +193,7 @@ class Evaluation:
         rows = []
         for number, item in enumerate(items, 1):
             rows.append(self._row(number, item))
-            self._tick(f"Computing scores ({number} of {counted(len(items), 'example')})", 0)
+            self._tick(f"Computing scores ({number} of {counted(len(items), 'example')})", self._judge_work() * number)
         self.scores.add_pass_at_k(rows)
         return rows
 

@@ -38,7 +38,7 @@ STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of an element in f
 class ChatMemory:
     """`rows`: what a chat loads; `missing`: what it loads whose size is not known; `compared`: the copy of the base
     model that it also loads to compare with, 0 bytes if it needs none; `token_bytes`: KV cache of a token, 0 if it is
-    unknown; `free_bytes`: of the `device`, 'GPU 0' or 'the CPU'."""
+    unknown; `free_bytes`: of the `device`, 'GPU 0' or 'the CPU', with `waits` once other programs on it have ended."""
 
     rows: tuple[Row, ...]
     missing: str
@@ -46,6 +46,7 @@ class ChatMemory:
     token_bytes: int
     device: str
     free_bytes: int
+    waits: bool = False
 
     @property
     def bytes(self) -> int:
@@ -66,7 +67,7 @@ class ChatMemory:
         if self.token_bytes:
             cache = amount(SHOWN_TOKENS * self.token_bytes)
             found.append(f"A conversation takes up to {cache} more for {SHOWN_TOKENS:,} tokens.")
-        return " ".join([*found, f"{amount(self.free_bytes)} is free."])
+        return " ".join([*found, f"{self._free}."])
 
     @property
     def warning(self) -> str:
@@ -74,13 +75,18 @@ class ChatMemory:
         whole = self.bytes + self.compared.bytes
         if whole <= self.free_bytes:
             return ""
-        need, free = f"{amount(self.bytes)} of {self._memory}", f"{amount(self.free_bytes)} is free"
+        need, free = f"{amount(self.bytes)} of {self._memory}", self._free
         if self.bytes <= self.free_bytes:
             return f"A comparison with the base model does not fit: both models take {amount(whole)}, and {free}."
         end = "the system may kill the process" if self.device == CPU else "loading may end with an out-of-memory error"
         more = ", or export the model as GGUF in a smaller format and serve that" if self.token_bytes else ""
         fix = f"End other programs that use this memory{more}"
         return f"The model does not fit: it takes {need}, and {free}, so {end}. {fix}."
+
+    @property
+    def _free(self) -> str:
+        once = " once the other programs on it have ended, which the chat waits for" if self.waits else ""
+        return f"{amount(self.free_bytes)} is free{once}"
 
     @property
     def _memory(self) -> str:
@@ -96,7 +102,7 @@ def of_chat(run: Run, machine: Machine) -> ChatMemory:
     spec, resolved, model = read_spec_outside_training(run), run.resolved(), chat.loadable(run)[0]
     compute = str(resolved.get("compute_dtype"))
     dtype = compute if compute in DTYPE_BYTES else "fp32"
-    device, free = _place(resolved, machine)
+    device, free, waits = _place(run, resolved, machine)
     base = local_folder(spec, run.path, os.environ)
     if model.base:
         weights = _base_row(spec, base, "fp32" if model.is_residual else dtype)
@@ -112,17 +118,18 @@ def of_chat(run: Run, machine: Machine) -> ChatMemory:
     shape = None if model.is_reward_model else _shape(base if model.base else model.folder)
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * DTYPE_BYTES[dtype] if shape else 0
     rows = tuple(row for row in (weights, *others) if row)
-    return ChatMemory(rows, missing, copy or NO_COPY, cache, device, free)
+    return ChatMemory(rows, missing, copy or NO_COPY, cache, device, free, waits)
 
 
-def _place(resolved: dict[str, Any], machine: Machine) -> tuple[str, int]:
-    """The device of a chat, and its free memory: the first device of the run, if this machine still has it."""
+def _place(run: Run, resolved: dict[str, Any], machine: Machine) -> tuple[str, int, bool]:
+    """The device of a chat as `jobs.place` chooses it, the first one of the run, if this machine still has it; its free
+    memory, and whether that is free once other programs have ended."""
     ids = [*(resolved.get("device_ids") or ()), *(gpu.id for gpu in machine.gpus)][:1]
-    if machine.device != "cpu" and machine.device == resolved.get("device"):
+    if machine.device != "cpu" and machine.device == resolved.get("device") and not run.job():
         for gpu in machine.gpus:
             if gpu.id in ids:
-                return f"GPU {gpu.id}", gpu.usable_bytes
-    return CPU, machine.ram_free_bytes
+                return f"GPU {gpu.id}", gpu.usable_bytes, bool(gpu.processes)
+    return CPU, machine.ram_free_bytes, False
 
 
 def _base_row(spec: RunSpec, folder: Path | None, dtype: str) -> Row | None:

@@ -117,24 +117,22 @@ class Turn:
         return all("end" in self.outputs.get(side, ()) for side in self.request.sides)
 
     def as_json(self) -> dict[str, Any]:
-        """For the page; an output that has reasoning also has it, and the answer, apart."""
+        """For the page; an output with reasoning also has it apart, and the `answer` without markers around it."""
         outputs = {side: {**output, **_parts_of(output)} for side, output in self.outputs.items()}
         return {**asdict(self.request), "outputs": outputs, "done": self.is_done}
 
 
 def _parts_of(output: Mapping[str, Any]) -> dict[str, str]:
-    split = parts.split_reasoning(written(output), str(output.get("opened") or ""))
-    return dict(zip(("reasoning", "answer"), split, strict=True)) if split else {}
+    whole = written(output)
+    if split := parts.split_reasoning(whole, str(output.get("opened") or "")):
+        return dict(zip(("reasoning", "answer"), split, strict=True))
+    answer = parts.without_markers(whole)
+    return {"answer": answer} if answer != whole else {}
 
 
 def written(output: Mapping[str, Any]) -> str:
     """The text of an output as the model wrote it, with the special tokens inside it."""
     return str(output.get("written") or output.get("text") or "")
-
-
-def answer(output: Mapping[str, Any]) -> str:
-    """The text of an output without its reasoning."""
-    return str(_parts_of(output).get("answer", output.get("text") or "")).strip()
 
 
 class Lines:

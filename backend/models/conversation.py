@@ -19,6 +19,12 @@ MARKERS = {
     "<|channel|>analysis<|message|>": "<|end|>",
     "<|START_THINKING|>": "<|END_THINKING|>",
 }
+# What gpt-oss, after reasoning and without it, and Command write around an answer.
+AROUND_ANSWER = {
+    "<|start|>assistant<|channel|>final<|message|>": "",
+    "<|channel|>final<|message|>": "",
+    "<|START_RESPONSE|>": "<|END_RESPONSE|>",
+}
 
 
 class InvalidTools(ValueError):
@@ -62,11 +68,18 @@ def opened_by(prompt: str) -> str:
 
 
 def split_reasoning(text: str, opened: str = "") -> tuple[str, str] | None:
-    """(reasoning, answer) of an output, without the markers between them; None if it has no reasoning. `opened`: the
+    """(reasoning, answer) of an output, without the markers around them; None if it has no reasoning. `opened`: the
     marker at the end of its prompt. Reasoning without an end is all of the output so far."""
     for begin, end in MARKERS.items():
-        is_open = opened == begin or text.lstrip().startswith(begin)
-        if is_open or (begin == "<think>" and end in text):
+        if opened == begin or text.lstrip().startswith(begin):
             reasoning, _, answer = text.lstrip().removeprefix(begin).partition(end)
-            return reasoning, answer
+            return reasoning, without_markers(answer)
     return None
+
+
+def without_markers(answer: str) -> str:
+    """The text of an answer without what its model writes around it."""
+    for begin, end in AROUND_ANSWER.items():
+        if answer.lstrip().startswith(begin):
+            return answer.strip().removeprefix(begin).removesuffix(end)
+    return answer

@@ -15,7 +15,7 @@ from typing import Any
 
 from backend.models import chat, gguf, system_prompt, trained
 from backend.models.gguf import ENVIRONMENT, FORMATS
-from backend.models.python_text import arguments
+from backend.models.python_text import arguments, literal
 from backend.models.spec import read_spec
 from backend.paths import environment_folder
 from backend.runs import SERVE_TOKEN, SPEC, TOKEN, files, jobs
@@ -195,7 +195,7 @@ def requests(job: Run, values: Mapping[str, Any]) -> dict[str, str]:
     return {
         "curl": CURL.format(file=shlex.quote(token), url=f"{address}/{path}", data=data),
         "python": PYTHON.format(
-            url=json.dumps(address), file=json.dumps(token), call=call, arguments=arguments(known), text=text
+            url=literal(address), file=literal(token), call=call, arguments=arguments(known), text=text
         ),
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.models import system_prompt
+from backend.models.python_text import literal
 from backend.runs import CHECKPOINTS, JOBS, LOCK, MODEL, SPEC, json_values
 from backend.runs.folder import Run
 
@@ -170,7 +170,7 @@ def loading_code(folder: Path, is_adapter: bool, scores: bool, names: Iterable[s
     kind = f"Auto{'Peft' if is_adapter else ''}ModelFor{'SequenceClassification' if scores else 'CausalLM'}"
     imported = ", ".join([*([] if is_adapter else [kind]), "AutoTokenizer", *names])
     imports = f"from peft import {kind}\n" if is_adapter else ""
-    return LOADING.format(imports=imports, names=imported, folder=json.dumps(str(folder)), kind=kind, options=options)
+    return LOADING.format(imports=imports, names=imported, folder=literal(str(folder)), kind=kind, options=options)
 
 
 def has_template(folder: Path) -> bool:
@@ -190,7 +190,7 @@ def public_code(model: TrainedModel) -> str:
 
 def _chat_code(system: str) -> str:
     """A conversation as in training: without its system prompt, a model may generate something else."""
-    return CHAT.replace(SYSTEM_LINE, f"{SYSTEM}{json.dumps(system, ensure_ascii=False)}}},\n" if system else "")
+    return CHAT.replace(SYSTEM_LINE, f"{SYSTEM}{literal(system)}}},\n" if system else "")
 
 
 LOADING = """\

@@ -141,7 +141,7 @@ def _url_problem(url: str) -> str:
         has_host = False
     if not has_host or parts.scheme not in ("http", "https"):
         return "must begin with http:// or https:// and have a host"
-    return "must have no user name, query or fragment" if parts.username or parts.query or parts.fragment else ""
+    return "must have no user name, query or fragment" if any(mark in url for mark in "@?#") else ""
 
 
 def _is_here(url: str) -> bool:
@@ -208,11 +208,11 @@ class Client:
         raise JudgeError(f"refused the request: {shown}")
 
     def _shown(self, status: int, text: str) -> str:
-        """A short text without the key."""
+        """A short text without the key, and without control characters, which a terminal would obey."""
         text = _message(text)
         text = text.replace(self._key, "****") if self._key else text
         with_status = f"HTTP status {status} {http.client.responses.get(status, '')}".rstrip() if status else ""
-        return ": ".join(filter(None, (with_status, " ".join(text.split())[:300])))
+        return ": ".join(filter(None, (with_status, _printable(text)[:300])))
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -277,6 +277,10 @@ def _message(text: str) -> str:
         return str(found["message"] if isinstance(found, Mapping) else found)
     except (ValueError, LookupError, TypeError, RecursionError):
         return text
+
+
+def _printable(text: str) -> str:
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
 def _content(text: str) -> str:

@@ -55,13 +55,13 @@ BUILDS = re.compile(r"cu\d{2,3}|rocm\d+(\.\d+){0,2}|cpu|xpu")  # after the + in 
 # Words in the names of GPUs and CPUs; other words, which a hypervisor or a description may add, are left out.
 _DEVICE_WORDS = """
     nvidia geforce rtx gtx quadro tesla titan ti super laptop pcie nvl ada generation blackwell grace
-    amd instinct radeon pro xt xtx epyc ryzen threadripper intel r xeon core ultra arc platinum gold silver bronze
+    amd instinct radeon pro xt xtx epyc ryzen threadripper intel r tm xeon core ultra arc platinum gold silver bronze
     data center gpu cpu max apple ascend neoverse cortex ampere altra graviton processor skylake cascadelake icelake
     sapphire sapphirerapids rapids emeraldrapids graniterapids broadwell haswell milan rome genoa turin
 """
 DEVICE_WORDS = frozenset(_DEVICE_WORDS.split())
 MODEL_NUMBER = re.compile(
-    r"(?:A|B|C|E|H|I|K|L|M|MI|N|P|PRO|RTX|RX|SXM|T|V|W|X|GB|GH|GV|HBM)?\d{1,5}(?:[A-Z]{1,2}|GB|GiB|-Core|Ti|\+)?"
+    r"(?:A|B|C|E|H|I|i|K|L|M|MI|N|P|PRO|RTX|RX|SXM|T|V|W|X|GB|GH|GV|HBM)?\d{1,5}(?:[A-Z]{1,2}|GB|GiB|-Core|Ti|\+)?"
     r"|\d{1,2}(?:\.\d{1,2})?GHz"
 )
 
@@ -99,9 +99,14 @@ def version(value: Any) -> str | None:
 
 
 def device_name(value: Any) -> str | None:
-    """The words and model numbers of products in the name of a GPU or CPU."""
-    found = re.findall(r"[A-Za-z0-9+.]+(?:-Core\b)?", value if isinstance(value, str) else "")
-    kept = [part for part in found if part.lower() in DEVICE_WORDS or MODEL_NUMBER.fullmatch(part)]
+    """The words and model numbers of products in the name of a GPU or CPU; of A100-SXM4, all parts or none, since a
+    part of ip-10-0-0-12 or of Max's would say something else."""
+    kept = []
+    for whole in value.split() if isinstance(value, str) else ():
+        parts = re.findall(r"[A-Za-z0-9+.]+(?:-Core\b)?", whole)
+        are_known = all(part.lower() in DEVICE_WORDS or MODEL_NUMBER.fullmatch(part) for part in parts)
+        if are_known and (len(parts) == 1 or re.search("[A-Za-z]", whole)):
+            kept += parts
     return " ".join(kept) or None
 
 

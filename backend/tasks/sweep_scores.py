@@ -64,7 +64,9 @@ def rank(root: Path, sweep: str, by: str = LOSS) -> Ranked:
             ordered = sweeps.ranked(rows, by, each.is_lower_better)
             for row in ordered:
                 row["interval"] = row.pop("intervals", {}).get(by)
-            return Ranked(ordered, rankings, each, _sentence(ordered, each, chosen))
+            notes = compared.get("notes", []) if by.startswith(EVALUATION) else []
+            sentence = _sentence(ordered, each, chosen)
+            return Ranked(ordered, rankings, each, " ".join([sentence, *notes]) if sentence else "")
     known = ", ".join(each.key for each in rankings)
     raise RunError(f"The runs of this sweep cannot be ranked by {by}. They have: {known}.")
 

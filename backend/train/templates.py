@@ -294,20 +294,20 @@ class ChatTokenizer:
     def _turns_with_spans(
         self, text: str, spans: Sequence[tuple[int, int]], messages: Messages, example: Mapping[str, Any]
     ) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-        """Each assistant turn, with its place in the rendered text. Raises UnsupportedConversation."""
+        """Each assistant turn, with its place in the rendered text. A template may mark none or several parts of a
+        turn, so markers count only where the turns do not show otherwise. Raises UnsupportedConversation."""
         turns = [message for message in messages if message["role"] == "assistant"]
-        of_turns = spans if len(spans) == len(turns) else self._spans_of_turns(text, messages, example)
-        return zip(of_turns, turns, strict=True)
-
-    def _spans_of_turns(self, text: str, messages: Messages, example: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
-        """Where each assistant turn is in the rendered text, if the template does not mark each turn."""
         try:
-            return self._differences(text, messages, example)
-        except UnmarkedCompletions as error:
-            raise UnmarkedCompletions(
-                "a turn has a weight, and the chat template rewrites earlier turns, so its tokens cannot be told from "
-                "others; set data.loss_on to completions"
-            ) from error
+            of_turns = spans if self.marked_template is None else self._differences(text, messages, example)
+        except UnsupportedConversation as error:
+            of_turns, parts = spans, [text[slice(*span)] for span in spans]
+            if len(parts) != len(turns) or not all(map(_shows, parts, turns)):
+                markers = "use a data.chat_template_file with {% generation %} markers around each assistant turn"
+                raise UnmarkedCompletions(
+                    "a turn has a weight, and the chat template rewrites earlier turns, so its tokens cannot be told "
+                    f"from others; remove it, or {'set data.loss_on to completions' if self.all_tokens else markers}"
+                ) from error
+        return zip(of_turns, turns, strict=True)
 
     def _marked(self, messages: Messages, example: Mapping[str, Any]) -> tuple[str, Sequence[tuple[int, int]]]:
         """The text that `marked_template` renders, and where its markers are in it; () without markers."""
@@ -398,10 +398,10 @@ class ChatTokenizer:
     def _encode(self, text: str) -> Encoding:
         """The tokens of a text, with where each of them is in it. Raises UnmarkedCompletions."""
         if not self.tokenizer.is_fast:
-            raise UnmarkedCompletions(
-                "this tokenizer is not a fast tokenizer and has no character offsets, so completions cannot be told "
-                "from prompts; set data.loss_on to all_tokens"
-            )
+            why = "completions cannot be told from prompts; set data.loss_on to all_tokens"
+            if self.all_tokens:
+                why = "the tokens of a turn with a weight cannot be found; remove the weight"
+            raise UnmarkedCompletions(f"this tokenizer is not a fast tokenizer and has no character offsets, so {why}")
         return self._encoder.encode(text)
 
     def render(self, messages: Messages, example: Mapping[str, Any], **more: Any) -> str:
@@ -413,6 +413,14 @@ class ChatTokenizer:
             return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **more, **self._variables(example)))
         except TEMPLATE_ERRORS as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
+
+
+def _shows(part: str, turn: Mapping[str, Any]) -> bool:
+    """Whether a part of a rendered text has the content of a turn, or one of its tool calls. Templates strip contents,
+    and leave out a reasoning in them."""
+    content = str(turn["content"]).rpartition("</think>")[2].strip()
+    calls = [str(call["function"]["name"]) for call in turn.get("tool_calls", ())]
+    return any(found in part for found in (content, *calls) if found)
 
 
 def _tokens(encoded: Encoding, start: int, end: int) -> slice:

@@ -45,6 +45,15 @@ def test_a_change_on_few_examples_is_no_alarm(shared, page):
     expect(gain).to_have_attribute("data-change", "same")
 
 
+def test_only_a_run_with_a_measurement_offers_it(shared, page):
+    for peaks in ([None], [7 * 2**20]):
+        run = plant(shared, f"measured-{peaks[0]}")
+        Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", "peak_bytes": peaks}))
+        show_run(page, run)
+        expect(page.locator(".fp-run-actions a", has_text="log.txt")).to_have_count(1)
+        expect(page.locator(".fp-run-actions a", has_text="measurement.json")).to_have_count(int(bool(peaks[0])))
+
+
 def test_generations_are_filtered_by_what_training_changed(shared, page):
     run = plant(shared, "generations")
     pairs = [("no", "4")] * 5 + [("4", "no")] * 2 + [("4", "4"), ("no", "no")]

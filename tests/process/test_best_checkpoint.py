@@ -62,7 +62,11 @@ def make_trainer(folder: Path, losses: list[float], seen: Weights) -> ScriptedTr
     trainer = ScriptedTrainer(make_model(), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[seen])  # type: ignore[arg-type]
     trainer.eval_losses = dict(enumerate(losses, start=1))
     trainer.context = SimpleNamespace(  # type: ignore[assignment]
-        folder=folder, group=ProcessGroup(), run_log=RunLog(folder), run=SimpleNamespace(zero_stage=0)
+        folder=folder,
+        group=ProcessGroup(),
+        run_log=RunLog(folder),
+        run=SimpleNamespace(zero_stage=0),
+        use_cache=None,
     )
     return trainer
 

@@ -39,7 +39,7 @@ def render(tiny: Path, template: str, written: str, stop: str, **values: Any) ->
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.chat_template = getattr(chat_template_utils, f"{template}_chat_template")
     before = Turn(Request(id="a", prompt="Is it warm?"), {TUNED: {"text": written, "stop": stop, "end": "stop token"}})
-    request = Request(prompt='{"degrees": 21}', **{"role": "tool", "tools": TOOLS, "system": "", **values})
+    request = Request(**{"prompt": '{"degrees": 21}', "role": "tool", "tools": TOOLS, "system": "", **values})
     return chat_prompt.render(RunSpec(), ChatTokenizer.create(tokenizer, True), request, TUNED, [before])
 
 
@@ -58,7 +58,8 @@ def test_the_result_of_a_tool_is_in_the_prompt(tiny: Path, template: str) -> Non
 @pytest.mark.parametrize(
     ("template", "values", "error", "words"),
     [
-        ("gemma4", {}, UnsupportedConversation, "no tool call is recognized in the output before"),
+        ("gemma4", {}, UnsupportedConversation, "no tool call is recognized in the previous output"),
+        ("gemma4", {"prompt": "warm"}, UnsupportedConversation, "no tool call is recognized"),  # also in the question
         ("gptoss", {}, UnsupportedConversation, "no previous assistant message with a tool call"),
         ("llama3", {}, TrainError, "Clear the field Tools"),
         ("llama3", {"tools": ""}, TrainError, "does not read tools, so a tool result cannot be sent"),

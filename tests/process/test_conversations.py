@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,7 +152,7 @@ def test_turns_without_a_loss(tokenizer: Any, name: str, key: str, off: Any, on:
     wrong, right = {**ANSWER, "content": "At eight.", key: off}, {**ANSWER, key: on}
     value = converted({"messages": [QUESTION, wrong, {"role": "user", "content": "Sure?"}, right]})
     if name == "qwen3" and all_tokens:  # its own template renders the last turn in another way
-        with pytest.raises(UnmarkedCompletions, match=r"a turn has a weight, .* set data.loss_on to completions"):
+        with pytest.raises(UnmarkedCompletions, match=r"a turn has a weight, .* or set data.loss_on to completions"):
             trained(chat, value)
         return
     text = "".join(trained(chat, value))
@@ -238,6 +239,35 @@ def test_the_weights_of_tokens(tokenizer: Any, name: str, all_tokens: bool) -> N
     text = tokenizer.decode([id for id, weight in zip(ids, weights, strict=True) if weight != 1])
     assert "At eight." in text and "At nine" not in text and "Next" not in text
     assert {*weights} == {0.25, 1.0} and chat.loss_weights(turns) is None
+
+
+# Marks the reasoning and the content of a turn, and no calls.
+MARKS_PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% if m.reasoning_content %}"
+    "{% generation %}<think>{{ m.reasoning_content }}</think>{% endgeneration %}{% endif %}{% if m.content %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.tool_calls[0].function.name }}"
+    "<|im_end|>{% endif %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_markers_that_are_not_those_of_turns(tokenizer: Any) -> None:
+    """Two parts are marked, and there are two assistant turns, but both parts are of the second one."""
+    tokenizer.chat_template = MARKS_PARTS
+    question, call, result, answer = calling({})
+    turns = [question, {**call, "weight": 0}, result, {**answer, "reasoning_content": "Nine."}]
+    chat = ChatTokenizer.create(tokenizer, False)
+    assert "".join(trained(chat, converted({"messages": turns}))) == "<think>Nine.</think>At nine.<|im_end|>"
+    turns[1]["weight"] = 5
+    _, labels = chat.tokenize(converted({"messages": turns})["messages"])
+    weights = chat.loss_weights(converted({"messages": turns})["messages"]) or []
+    assert {weight for weight, label in zip(weights, labels, strict=True) if label != -100} == {1.0}
+    tokenizer.chat_template = "{% if messages[-1].role == 'tool' %}!{% endif %}" + MARKS_PARTS  # rewrites
+    with pytest.raises(UnmarkedCompletions, match=r"remove it, or use a data\.chat_template_file"):
+        ChatTokenizer.create(tokenizer, False).loss_weights(converted({"messages": turns})["messages"])
+    slow = replace(ChatTokenizer.create(tokenizer, True), tokenizer=SimpleNamespace(is_fast=False))
+    with pytest.raises(UnmarkedCompletions, match="a turn with a weight cannot be found; remove the weight"):
+        slow._encode("a")
 
 
 def test_weights_are_refused_where_the_whole_text_is_trained() -> None:

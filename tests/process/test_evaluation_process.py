@@ -147,6 +147,7 @@ def test_a_judge_compares_the_outputs_that_exist(
         settings = evaluation.with_consent(settings)
         failed = finish(run, settings, "failed")
         assert (failure := failed.failure()) and failure["sentence"].startswith(f"The judge m1 at {judge.url} refused")
+        assert failed.progress()["fraction"] < 0.99, "the requests to the judge are work, too"
         before, log = len(judge.asked), log_text(failed.path)
         job = finish(run, settings)
     rows, found = evaluation.rows(job), comparison(job, evaluation.JUDGE)

@@ -44,7 +44,7 @@ class BareTrainer(TrainerMixin, Trainer):
 
 def make_trainer(model: Any, folder: Path) -> BareTrainer:
     trainer = BareTrainer(model, TrainingArguments(str(folder), use_cpu=True, report_to=[]))
-    trainer.context = SimpleNamespace(run=SimpleNamespace(zero_stage=0))  # type: ignore[assignment]
+    trainer.context = SimpleNamespace(run=SimpleNamespace(zero_stage=0), use_cache=None)  # type: ignore[assignment]
     return trainer
 
 

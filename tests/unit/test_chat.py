@@ -15,6 +15,7 @@ from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import Machine
+from backend.memory import inference
 from backend.models import chat, chat_files, system_prompt, trained
 from backend.models.chat_files import BASE, CLEAR, OUTPUTS, REQUESTS, STOP, TUNED, Lines, Request
 from backend.runs import RESULT, STATE, jobs, processes
@@ -287,6 +288,17 @@ def test_the_endpoints(tmp_path, api):
     assert api.post(f"{path}/end", json={}).status_code == 200
     wait_for_end(job)
     assert not api.get(path).json()["alive"]
+
+
+def test_turns_are_sent_after_a_change_only(tmp_path, api, monkeypatch):
+    """The free memory, which the card also has, changes all the time."""
+    path, free = f"/api/runs/{make_run(tmp_path / 'runs').id}/chat", 1
+    monkeypatch.setattr(inference.ChatMemory, "text", property(lambda self: f"{free} GiB is free."))
+    first = api.get(path).json()
+    free = 2
+    second = api.get(f"{path}?have={first['tag']}").json()
+    assert first["turns"] == [] and "turns" not in second and second["memory"]["text"] == "2 GiB is free."
+    assert api.get(f"{path}?have={second['tag']}").status_code == 204
 
 
 def wait_for_end(job):

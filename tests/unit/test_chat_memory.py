@@ -9,6 +9,7 @@ from test_chat import LORA, make_run
 from backend.machine import Gpu, Machine
 from backend.memory import inference
 from backend.memory.host import LIBRARY_BYTES
+from backend.runs import JOB
 from backend.runs.device_memory import amount
 from backend.runs.folder import RunError
 
@@ -104,6 +105,13 @@ def test_the_gpu_of_the_run_and_its_free_memory(tmp_path):
     assert (memory.device, memory.free_bytes) == ("GPU 1", 2**20) and sizes(memory)[-1] == 2**30
     assert memory.warning.startswith("The model does not fit: it takes 1 GiB of the memory of GPU 1, and 1 MiB is free")
     assert "out-of-memory error" in memory.warning
+    used = Machine(device="cuda", gpus=(Gpu(1, "H200", 2**34, 2**20, processes=("python (4711)",)),))
+    waiting = inference.of_chat(run, used)
+    assert not waiting.warning and waiting.text.endswith(
+        "16 GiB is free once the other programs on it have ended, which the chat waits for."
+    )
+    (run.path / JOB).write_text(json.dumps({"state": "done", "text": "Done."}))
+    assert inference.of_chat(run, used).device == "the CPU", "as for every job of a run that was a cluster's"
     elsewhere = inference.of_chat(run, Machine())
     small = inference.of_chat(run, Machine(ram_free_bytes=1))
     assert elsewhere.device == "the CPU" and "the system may kill the process" in small.warning

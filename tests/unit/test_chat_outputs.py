@@ -1,12 +1,13 @@
 """What can be done with an output of a chat: its reasoning, code that generates it again, and a prompt to evaluate."""
 
 import json
+from pathlib import Path
 
 import pytest
 from test_chat import LORA, make_run
 from test_serve import end, environment, export, started  # noqa: F401 - a fixture
 
-from backend.models import chat_code, chat_files, evaluation, kept_prompts
+from backend.models import chat_code, chat_files, evaluation, kept_prompts, trained
 from backend.models.chat_files import OUTPUTS, TUNED, Request
 from backend.models.conversation import opened_by, split_reasoning
 from backend.runs import jobs
@@ -44,9 +45,19 @@ def program(run, id):
         ("<think>\nnot yet", "", ("\nnot yet", "")),
         ("r\n</think>\na", "<think>", ("r\n", "\na")),
         ("still", "<think>", ("still", "")),
-        ("r</think>a", "", ("r", "a")),
+        ("In HTML, write </think> to close it.", "", None),
         ("[THINK]r[/THINK]a", "", ("r", "a")),
-        ("<|channel|>analysis<|message|>r<|end|><|start|>a", "", ("r", "<|start|>a")),
+        (
+            "<|channel|>analysis<|message|>r<|end|><|start|>assistant<|channel|>final<|message|>a",
+            "",
+            ("r", "a"),
+        ),
+        (
+            "<|START_THINKING|>r<|END_THINKING|>\n<|START_RESPONSE|>a<|END_RESPONSE|>",
+            "",
+            ("r", "a"),
+        ),
+        ("r<|END_THINKING|><|START_RESPONSE|>a", "<|START_THINKING|>", ("r", "a")),
         ("say <think> or [/THINK]", "", None),
     ],
 )
@@ -59,11 +70,20 @@ def test_a_prompt_that_begins_the_reasoning():
     assert opened_by("<think>\n\n</think>\n\n") == ""
 
 
-def test_the_page_gets_reasoning_and_answer(tmp_path):
+@pytest.mark.parametrize(
+    ("written", "reasoning", "answer"),
+    [
+        ("<think>r</think>a<|x|>", "r", "a<|x|>"),
+        ("<|channel|>final<|message|>a", None, "a"),
+        ("<|START_RESPONSE|>a<|END_RESPONSE|>", None, "a"),
+        ("a<|x|>", None, None),
+    ],
+)
+def test_the_page_gets_reasoning_and_answer(tmp_path, written, reasoning, answer):
     run = make_run(tmp_path)
-    answered(run, written="<think>r</think>a<|x|>")
+    answered(run, written=written)
     output = chat_files.read_turns(jobs.find_all(run, jobs.CHAT)[0].path, "page")[0].as_json()["outputs"][TUNED]
-    assert (output["reasoning"], output["answer"]) == ("r", "a<|x|>")
+    assert (output.get("reasoning"), output.get("answer")) == (reasoning, answer)
 
 
 def test_code_of_messages_with_tools(tmp_path):
@@ -75,6 +95,11 @@ def test_code_of_messages_with_tools(tmp_path):
     assert "messages, tools=tools, enable_thinking=False, add_generation_prompt=True" in code
     assert "AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32" in code
     assert "max_new_tokens=5, do_sample=False, eos_token_id=[2, 7]" in code and "manual_seed" not in code
+
+
+def test_code_names_a_folder_as_python_reads_it():
+    code = trained.loading_code(Path("/runs/\U0001f600"), False, False, (), "")
+    assert "/runs/\U0001f600" in code and "\\u" not in code
 
 
 def test_code_of_a_sampled_output_with_a_quantized_base_model(tmp_path):

@@ -219,7 +219,7 @@ def test_a_judge_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
             r"401 Unauthorized: .*: \*\*\*\*$",
         ),
         ((401, '{"error": {"message": "no: sk-judge\\u002ds3cret"}}'), r"401 Unauthorized: no: \*\*\*\*$"),
-        ((404, '{"error": "no model m1"}'), "HTTP status 404 Not Found: no model m1$"),
+        ((404, '{"error": "no\\u001b[2J model m1"}'), r"HTTP status 404 Not Found: no \[2J model m1$"),
         ((302, "", {"Location": "/elsewhere"}), "HTTP status 302 Found$"),
     ],
 )
@@ -286,6 +286,8 @@ def test_the_endpoint(url: str, endpoint: str) -> None:
     [
         ({"judge_url": "api.example.com"}, "must begin with http:// or https:// and have a host"),
         ({"judge_url": "https://u:p@example.com/v1"}, "must have no user name, query or fragment"),
+        ({"judge_url": "https://:p@example.com/v1"}, "must have no user name, query or fragment"),
+        ({"judge_url": "https://example.com/v1?"}, "must have no user name, query or fragment"),
         ({"judge_url": "https://example.com:x/v1"}, "must begin with"),
         ({"judge_url": "https://example.com/a b"}, "without spaces"),
         ({"judge_model": ""}, "The name of the judge's model must have"),

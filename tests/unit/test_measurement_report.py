@@ -138,7 +138,9 @@ def _texts(schema: Any) -> Any:
         ("A100-SXM4-40GB", "A100 SXM4 40GB"),
         ("Apple M2 Max", "Apple M2 Max"),
         ("L40S", "L40S"),
+        ("13th Gen Intel(R) Core(TM) i9-13900K", "Intel R Core TM i9 13900K"),
         ("MI300X of Jane Doe, gpu01.acme.org", "MI300X"),
+        ("Max's A100 on ip-10-0-0-12 or 10-0-0-12", "A100"),
     ],
 )
 def test_names_of_devices_keep_the_words_of_products(name: str, kept: str) -> None:

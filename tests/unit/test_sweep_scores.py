@@ -90,6 +90,15 @@ def test_scores_of_evaluations_have_intervals(runs, tmp_path, capsys):
     assert main(command) == 2 and "Add --sweep" in capsys.readouterr().err
 
 
+def test_a_ranking_by_the_examples_that_all_runs_have_says_so(runs, tmp_path):
+    for run, count in zip(runs, (6, 40, 40), strict=True):
+        plant_evaluation(run, {"exact_match": (BASE[:count], HIGH[:count])})
+    found = rank(tmp_path / "runs", "s", "evaluation.exact_match")
+    assert found.sentence.endswith(
+        "Only the 6 examples that all of these evaluations have are compared; the largest has 40."
+    )
+
+
 def test_an_evaluation_with_other_settings_is_not_ranked(runs, tmp_path):
     for run, count in zip(runs, (4, 4, 8), strict=True):
         settings = Settings(samples_per_prompt=count, temperature=1.0)

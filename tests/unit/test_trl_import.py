@@ -150,6 +150,12 @@ def test_fsdp_of_the_trainer(tmp_path, given):
     assert (parallel.strategy, parallel.reshard_after_forward, parallel.cpu_offload) == ("fsdp2", True, True)
 
 
+def test_generations_need_the_number_of_prompts(tmp_path):
+    found = read(tmp_path, generate_during_eval=True)
+    assert "generate_during_eval (set eval.num_generations, then eval.generate_during_eval)" in found.missing
+    assert not any("generate" in text for text in read(tmp_path, generate_during_eval=False).missing)
+
+
 def test_the_mixture_of_the_alignment_handbook(tmp_path):
     parts = [
         {"id": "a/chat", "config": "default", "split": "train_sft", "weight": 0.5, "columns": ["messages"]},

@@ -53,7 +53,8 @@ class KeptPrompt(RequestBody):
 
 def show(state: State, run: PathRun, have: str = "") -> Any:
     """The chat of a run: what it offers, its job, what loading takes, and the turns of the conversation without their
-    tokens; 204 if `have` is its current tag. Raises RunError if no model of the run can be loaded."""
+    tokens, unless `have`, a tag, is of the same turns; 204 if it is the current tag. Raises RunError if no model of the
+    run can be loaded."""
     job = chat.current(run)
     if job and job.state in ALIVE:
         chat_files.touch_client(job.path, PAGE)
@@ -61,12 +62,13 @@ def show(state: State, run: PathRun, have: str = "") -> Any:
     found["loaded"] = chat_files.loaded(job.path) if job else {}
     is_alive = bool(job and job.state in ALIVE)
     found["memory"] = None if is_alive else inference.of_chat(run, state.machine.get()).as_json()
-    key = [*found.values(), chat_files.tag(job.path) if job else ""]
-    tag = tag_of(key)
+    of_turns = tag_of([job.id, chat_files.tag(job.path)] if job else [])
+    tag = f"{of_turns}.{tag_of([*found.values()])}"
     if have == tag:
         return no_content()
-    turns = [turn.as_json() for turn in chat_files.read_turns(job.path, PAGE)] if job else []
-    return {**found, "alive": is_alive, "turns": turns, "tag": tag}
+    if not have.startswith(f"{of_turns}."):  # the free memory changes more often
+        found["turns"] = [turn.as_json() for turn in chat_files.read_turns(job.path, PAGE)] if job else []
+    return {**found, "alive": is_alive, "tag": tag}
 
 
 def start(state: State, run: PathRun) -> Response:

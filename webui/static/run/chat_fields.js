@@ -34,7 +34,6 @@ export function createFields(send) {
     parts.compare.checked = Boolean(last?.sides.includes("base"));
     parts.history.checked = offer.history;
     parts.tools.value = last?.tools ?? "";
-    parts.thinking.value = String(last?.template_kwargs[loaded.thinking] ?? "");
     if (last) {
       parts.model.choose(last.step);
       parts.settings.fill(last);
@@ -60,10 +59,11 @@ export function createFields(send) {
   }
   /** As for a run that was not shown before. */
   function reset() {
-    next = 0;
-    drawn = "";
+    [next, drawn] = [0, ""];
     parts.model.draw([]); // a step of this run may be one of the next run, too
-    for (const field of [prompt, parts.tools, ...parts.answers]) field.value = "";
+    sent();
+    for (const field of [parts.tools, ...parts.answers]) field.value = "";
+    parts.thinking.name = "";
     parts.compare.checked = false;
   }
   return { node, actions: parts.actions, draw, request, sent, offerSamples, reset };
@@ -90,7 +90,9 @@ function drawTemplate(parts, loaded, last) {
   parts.toolsRow.hidden = !loaded.tools;
   parts.roleRow.hidden = !loaded.tools || !last;
   parts.thinkingRow.hidden = !loaded.thinking;
-  parts.thinking.name = loaded.thinking || "";
+  const name = loaded.thinking || "";
+  if (name !== parts.thinking.name) parts.thinking.value = String(last?.template_kwargs[name] ?? "");
+  parts.thinking.name = name;
 }
 
 function drawSend(button, isGenerating) {

@@ -148,6 +148,17 @@ function sweepParts(/** @type {Member[]} */ runs, labels, current, /** @type {Ra
   return measured > 1 ? [parallelAxes(runs, columns, labels, current, ranked), ...parts] : parts;
 }
 
+/** The runs by a score; by the validation loss if none has it any more, as after its evaluation was deleted. */
+async function getRanked(sweep, by) {
+  const path = `api/sweeps/${encodeURIComponent(sweep)}?by=`;
+  try {
+    return await get(`${path}${encodeURIComponent(by)}`);
+  } catch (error) {
+    if (by === LOSS_KEY || error.status !== 409) throw error;
+    return get(`${path}${LOSS_KEY}`);
+  }
+}
+
 /** The panel of the Run view. @param {() => boolean} isVisible */
 export function createSweep(isVisible) {
   const heading = el("h3", {}, "Sweep");
@@ -161,22 +172,15 @@ export function createSweep(isVisible) {
   const poller = createPoller(pull, { isVisible, interval: 3000, onTrouble: () => {} });
 
   async function pull(isCurrent) {
-    let found;
-    try {
-      found = await get(`api/sweeps/${encodeURIComponent(sweep)}?by=${encodeURIComponent(by)}`);
-    } catch (error) {
-      if (!isCurrent() || by === LOSS_KEY || error.status !== 409) throw error;
-      [by, drawn] = [LOSS_KEY, ""]; // no run has the score any more, for example since its evaluation was deleted
-      return pull(isCurrent);
-    }
+    const found = await getRanked(sweep, by);
     if (!isCurrent()) return undefined;
+    by = found.by;
     draw(found);
     return found.runs.every((run) => hasEnded(run.state)) ? "rest" : undefined; // one may be resumed
   }
 
   function choose(wanted) {
     by = wanted;
-    poller.stop();
     poller.start();
   }
 
@@ -186,10 +190,10 @@ export function createSweep(isVisible) {
    */
   function draw({ runs, labels, ends, rankings, by: key, best: sentence }) {
     compare.href = compareLink(runs.map((run) => run.id)); // of many, the best
+    ranking.draw(rankings, key);
     const state = JSON.stringify([runs, current, ends, rankings, key, sentence]);
     if (state === drawn) return;
     drawn = state;
-    ranking.draw(rankings, key);
     const ranked = /** @type {Ranking} */ (rankings.find((each) => each.key === key));
     setText(best, [rankText(runs, current, ranked, sentence), ends].filter(Boolean).join(" "));
     body.replaceChildren(...sweepParts(runs, labels, current, ranked));
