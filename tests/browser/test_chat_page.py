@@ -166,7 +166,7 @@ def test_errors_the_end_and_another_run(chatting, run, page):
     prompt.press("Enter")
     expect(page.locator("#fp-toasts")).to_contain_text("at most 64 KiB")
     assert len(prompt.input_value()) == 70_000, "what could not be sent stays"
-    card.get_by_label("Send as").select_option("Result of a tool")
+    card.get_by_label("Send as").select_option("Tool result")
     card.get_by_role("button", name="Clear", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Clear").click()
     expect(outputs(card, "trained")).to_have_count(0)
