@@ -101,6 +101,7 @@ def test_a_conversation(chatting, run, page):
     expect(outputs(card, "trained")).to_have_count(2)
 
 
+@pytest.mark.soak
 def test_tools_reasoning_code_and_kept_prompts(chatting, run, page):
     page.goto(f"{chatting.url}/?tab=run&run={run.id}")
     card = ready(page)

@@ -595,7 +595,8 @@ def test_generations_of_each_step(api, run):
     assert api.get(f"/api/runs/{run.id}").json()["generations"] == 0
     generations.begin(run.path, [{"prompt": "Q", "reference": "A"}], 0)
     for step, output in ((0, "a"), (5, "b"), (9, "c")):
-        generations.append(run.path, {"step": step, "outputs": [output], "correct": [False]})
+        line = {"step": step, "outputs": [output], "correct": [False], "rouge_l": [0.5], "scores": {}}
+        generations.append(run.path, line)
     found = api.get(f"{route}?step=5").json()
     assert found["outputs"] == ["b"] and [line["step"] for line in found["steps"]] == [0, 5, 9]
     assert "outputs" not in found["steps"][0] and found["prompts"] == [{"prompt": "Q", "reference": "A"}]

@@ -124,7 +124,7 @@ def test_lines_are_read_once_and_only_when_they_are_complete(tmp_path):
         ({"tools": "{}"}, "Tools: expected a list of tool definitions, got an object"),
         ({"tools": '[{"type": "function", "function": {}}]'}, "Tools: definition 1 has no function with a name"),
         ({"tools": "[" * 100_00}, "Tools"),
-        ({"template_kwargs": {"tools": []}}, "tools cannot be set"),
+        ({"template_kwargs": {"tools": []}}, "remove tools, which the chat sets itself"),
     ],
     ids=str,
 )
