@@ -105,17 +105,12 @@ def matrix_rows_fewer_than_shards(case: Case) -> str | None:
         return None
     if case.shape is None:
         return None
-    shards, state = _fsdp2_shards(case), OptimizerState(case.spec, case.shape)
+    shards, state = case.run.parameter_shards, OptimizerState(case.spec, case.shape)
     rows = min((leaf.out_features for leaf in state.tensors if state.updates_as_matrix(leaf)), default=shards)
     if rows >= shards:
         return None
     label = case.optimizer.label
     return f"{label} updates a matrix with {counted(rows, 'row')}, which FSDP2 would shard over {shards:,} devices."
-
-
-def _fsdp2_shards(case: Case) -> int:
-    """Devices that FSDP2 shards a matrix over."""
-    return case.run.world_size // max(1, case.spec.parallel.replicate_size)
 
 
 @error(
@@ -133,7 +128,7 @@ def adam_mini_heads_not_divisible(case: Case) -> str | None:
     device must hold the same number of whole heads."""
     if case.optimizer.state_layout != "per_head" or case.run.fsdp_version != 2 or case.shape is None:
         return None
-    shards, heads, kv_heads = _fsdp2_shards(case), case.shape.heads, case.shape.kv_heads
+    shards, heads, kv_heads = case.run.parameter_shards, case.shape.heads, case.shape.kv_heads
     if heads % shards == 0 and kv_heads % shards == 0:
         return None
     return f"{heads} attention heads and {kv_heads} KV heads cannot be split evenly over {shards:,} devices."

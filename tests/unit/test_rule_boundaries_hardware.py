@@ -159,6 +159,7 @@ BOUNDARIES = (
     boundary("OPT025", MUON, {"lora.r": 4}, {"lora.r": 3}),
     boundary("OPT025", {**MUON, "lora.r": 2}, {"parallel.replicate_size": 2}, {"parallel.replicate_size": 1}),
     boundary("OPT026", MINI, {PROCESSES: 3}, {PROCESSES: 9}, machine=EQUIPPED),
+    boundary("OPT026", MINI, {PROCESSES: 2, "parallel.replicate_size": 4}, {PROCESSES: 9}, machine=EQUIPPED),
     facts_boundary("OPT026", {**MINI, PROCESSES: 2}, shaped(heads=4, kv_heads=2),
                    shaped(heads=3, kv_heads=2), machine=EQUIPPED),
     Boundary("OPT013", Setup({"train.optim": "rmsprop", RATE: 1e-5}), Setup({**FULL, "train.optim": "lomo"}, EQUIPPED)),
