@@ -35,3 +35,9 @@ def plural(noun: str) -> str:
 def ratio(value: float) -> str:
     """A factor, such as 0.5x."""
     return f"{value:,.0f}x" if value >= 100 else f"{value:.3g}x"
+
+
+def names(items: object) -> str:
+    """An enumeration: 'a, b and c'."""
+    words = [str(item) for item in items] if isinstance(items, list | tuple | set | frozenset) else [str(items)]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "nothing"

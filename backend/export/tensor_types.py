@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from backend.wording import names
+
 BLOCK = 256  # elements of a block of a k-quant
 
 
@@ -29,12 +31,7 @@ def describe_replaced(weights: Sequence[QuantizedWeight], format: str) -> str:
         return ""
     sizes, types = (sorted({weight[field] for weight in replaced}) for field in (1, 2))
     return (
-        f"{len(replaced)} of {len(weights)} quantized weights have rows of {_listed(sizes)} elements, which is not a "
-        f"multiple of {BLOCK}, so they cannot have the types of {format}. Footplate uses {_listed(types)} "
+        f"{len(replaced)} of {len(weights)} quantized weights have rows of {names(sizes)} elements, which is not a "
+        f"multiple of {BLOCK}, so they cannot have the types of {format}. Footplate uses {names(types)} "
         "instead, which needs more space."
     )
-
-
-def _listed(values: Sequence[object]) -> str:
-    *others, last = map(str, values)
-    return f"{', '.join(others)} and {last}" if others else last

@@ -22,7 +22,7 @@ from backend.memory import Estimate, estimate
 from backend.modelspec import ModelShape
 from backend.resolve import ResolvedRun, resolve, selected_gpus
 from backend.timing import TimeEstimate, time_of
-from backend.wording import counted, figure
+from backend.wording import counted, figure, names
 
 Level = Literal["error", "warning", "advice"]
 CHANGES_BATCH = ("launch.", "parallel.", "train.")  # options of which some change the number of data-parallel ranks
@@ -303,12 +303,6 @@ def rule(
 
 
 error, warning, advice = partial(rule, "error"), partial(rule, "warning"), partial(rule, "advice")
-
-
-def names(items: object) -> str:
-    """An enumeration: 'a, b and c'."""
-    words = [str(item) for item in items] if isinstance(items, list | tuple | set | frozenset) else [str(items)]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "nothing"
 
 
 def reasons(found: Iterable[tuple[str, str]]) -> str:
