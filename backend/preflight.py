@@ -23,10 +23,9 @@ from backend.memory.placement import placement
 from backend.modelspec import all_parameters, flops_per_token, trainable_parameters
 from backend.resolve import ResolvedRun, selected_gpus, threads_per_process
 from backend.rules import Case, Finding, examine
-from backend.rules.base import amount
 from backend.runs import Plan
 from backend.timing import TimeEstimate, time_json
-from backend.wording import counted, figure, plural
+from backend.wording import counted, data_size, figure, plural
 
 FP32_BYTES = 4
 MACHINE_FIGURES = (
@@ -102,7 +101,7 @@ class Report:
         warnings = f" with {counts[0]}" if counts else ""
         memory = ", memory use unknown" if self.estimate.unknown else ""
         if self.estimate.lower_bound:
-            memory = f", needs at least {amount(self.estimate.device_bytes)} per device"
+            memory = f", needs at least {data_size(self.estimate.device_bytes)} per device"
         return f"Can run{warnings}{memory}"
 
     @property

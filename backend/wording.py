@@ -11,6 +11,14 @@ def figure(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 99.95 else f"{value:.0f}"
 
 
+def data_size(count: float) -> str:
+    """Bytes in the largest binary unit: '3.2 GiB', '512 bytes'."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{figure(count / factor)} {unit}"
+    return counted(round(count), "byte")
+
+
 def learning_rate(value: float) -> str:
     """A learning rate, always as the page writes it: 1e-4, 2.5e-3, and 10."""
     if abs(value) >= 1:

@@ -14,10 +14,9 @@ from backend.cli.runs import find_run
 from backend.models import merge
 from backend.publish import publication
 from backend.publish.contents import Request
-from backend.rules.base import amount
 from backend.runs import jobs
 from backend.runs.folder import RunError
-from backend.wording import counted
+from backend.wording import counted, data_size
 
 
 def start(arguments: argparse.Namespace) -> int:
@@ -48,16 +47,12 @@ def _print(summary: publication.Summary, file: Any = None) -> None:
     print(summary.effect, file=file)
     width = max(len(each.name) for each in found.files)
     for each in found.files:
-        print(f"  {each.name:{width}}  {_size(each.bytes)}", file=file)
-    print(f"{counted(len(found.files), 'file')}, {amount(found.bytes)}.", file=file)
+        print(f"  {each.name:{width}}  {data_size(each.bytes)}", file=file)
+    print(f"{counted(len(found.files), 'file')}, {data_size(found.bytes)}.", file=file)
     if found.left_out:
         print(f"Not published: {', '.join(found.left_out)}.", file=file)
     if file is None:
         print(f"\nREADME.md, the model card:\n\n{found.card}", end="")
-
-
-def _size(count: int) -> str:
-    return amount(count) if count >= 1024 else counted(count, "byte")
 
 
 def _confirmed() -> bool:

@@ -27,7 +27,6 @@ from backend.cli.commands import (  # fmt: skip
 )
 from backend.inspect import predecessor
 from backend.machine import probe
-from backend.rules.base import amount
 from backend.runs import (
     LOG,
     METRICS,
@@ -48,6 +47,7 @@ from backend.runs.search import SCORES
 from backend.tasks import bundle as debug_bundle
 from backend.tasks import measured_time, remedies
 from backend.tasks import retry as retries
+from backend.wording import data_size
 
 OUTCOMES = {"done": 0, "stopped": 3}
 NAMED_RUNS = 5  # in the error for an ambiguous prefix
@@ -182,7 +182,7 @@ def _print_remedies(run: Run) -> None:
     if found.fixes:
         print(f"\nSuggested changes for a new run. {found.note}".rstrip())
     for fix in found.fixes:
-        peak = f", {amount(fix.peak)} {found.where}" if fix.peak else ""
+        peak = f", {data_size(fix.peak)} {found.where}" if fix.peak else ""
         print(f"  {fix.label}{peak}{notes(fix)}")
         print(f"    footplate run {shlex.quote(str(run.path / SPEC))} {set_arguments(fix)}")
 

@@ -24,8 +24,8 @@ from backend.models import chat
 from backend.models.spec import read_spec_outside_training
 from backend.models.trained import TrainedModel
 from backend.modelspec import ModelShape, UnknownArchitecture, from_config
-from backend.runs.device_memory import amount
 from backend.runs.folder import Run
+from backend.wording import data_size
 
 CPU = "the CPU"
 ON_GPU = Row("the GPU's context and kernels", CONTEXT_BYTES, "approximate")
@@ -56,16 +56,16 @@ class ChatMemory:
     @property
     def text(self) -> str:
         """What loading takes, and how much is free, as sentences."""
-        parts = ", ".join(f"{amount(row.bytes)} for {row.name} ({row.formula})" for row in self.rows)
+        parts = ", ".join(f"{data_size(row.bytes)} for {row.name} ({row.formula})" for row in self.rows)
         least = "at least" if self.missing else "about"
-        found = [f"Loading takes {least} {amount(self.bytes)} of {self._memory}: {parts}."]
+        found = [f"Loading takes {least} {data_size(self.bytes)} of {self._memory}: {parts}."]
         if self.missing:
             found.append(f"The size of {self.missing} is not known.")
         if self.compared.bytes:
-            more = f"Comparing with the base model also takes {amount(self.compared.bytes)} ({self.compared.formula})."
-            found.append(more)
+            more = f"{data_size(self.compared.bytes)} ({self.compared.formula})"
+            found.append(f"Comparing with the base model also takes {more}.")
         if self.token_bytes:
-            cache = amount(SHOWN_TOKENS * self.token_bytes)
+            cache = data_size(SHOWN_TOKENS * self.token_bytes)
             found.append(f"A conversation takes up to {cache} more for {SHOWN_TOKENS:,} tokens.")
         return " ".join([*found, f"{self._free}."])
 
@@ -75,9 +75,9 @@ class ChatMemory:
         whole = self.bytes + self.compared.bytes
         if whole <= self.free_bytes:
             return ""
-        need, free = f"{amount(self.bytes)} of {self._memory}", self._free
+        need, free = f"{data_size(self.bytes)} of {self._memory}", self._free
         if self.bytes <= self.free_bytes:
-            return f"A comparison with the base model does not fit: both models take {amount(whole)}, and {free}."
+            return f"A comparison with the base model does not fit: both models take {data_size(whole)}, and {free}."
         end = "the system may kill the process" if self.device == CPU else "loading may end with an out-of-memory error"
         more = ", or export the model as GGUF in a smaller format and serve that" if self.token_bytes else ""
         fix = f"End other programs that use this memory{more}"
@@ -86,7 +86,7 @@ class ChatMemory:
     @property
     def _free(self) -> str:
         once = " once the other programs on it have ended, which the chat waits for" if self.waits else ""
-        return f"{amount(self.free_bytes)} is free{once}"
+        return f"{data_size(self.free_bytes)} is free{once}"
 
     @property
     def _memory(self) -> str:

@@ -22,7 +22,7 @@ from backend.memory import Estimate, estimate
 from backend.modelspec import ModelShape
 from backend.resolve import ResolvedRun, resolve, selected_gpus
 from backend.timing import TimeEstimate, time_of
-from backend.wording import counted, figure, names
+from backend.wording import counted, names
 
 Level = Literal["error", "warning", "advice"]
 CHANGES_BATCH = ("launch.", "parallel.", "train.")  # options of which some change the number of data-parallel ranks
@@ -308,11 +308,3 @@ error, warning, advice = partial(rule, "error"), partial(rule, "warning"), parti
 def reasons(found: Iterable[tuple[str, str]]) -> str:
     """Keys with what is wrong with each, as a sentence: 'key: reason; other_key: other reason.'"""
     return "; ".join(f"{name}: {why}" for name, why in found) + "."
-
-
-def amount(count: float) -> str:
-    """Bytes in binary units: '3.2 GiB'."""
-    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
-        if count >= size:
-            return f"{figure(count / size)} {unit}"
-    return f"{count / 1024:.0f} KiB"

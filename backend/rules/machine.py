@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.machine import GIB
-from backend.rules.base import Case, Example, Fix, Violation, advice, amount, error, names, warning
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, names, warning
 from backend.rules.examples import DEMO, EQUIPPED, H100, INSTALLED, LAPTOP, NPU, TINY, TORCH_ONLY, TWO_H100
 from backend.rules.quantization import NF4_SPEC
 from backend.rules.requirements import (
@@ -19,6 +19,7 @@ from backend.rules.requirements import (
     prequantized,
     quantization,
 )
+from backend.wording import data_size
 
 MIN_SHARED_MEMORY = GIB
 CPU_TORCH = {**INSTALLED, "torch": "2.13.0+cpu"}
@@ -131,7 +132,9 @@ def small_shared_memory(case: Case) -> str | None:
         return None
     users = [f"{workers} DataLoader worker{'s' if workers > 1 else ''}"] if workers else []
     users += [f"NCCL between {case.run.nproc_per_node} processes"] if nccl else []
-    return f"/dev/shm has {amount(free)} free, but {names(users)} should have at least {amount(MIN_SHARED_MEMORY)}."
+    return (
+        f"/dev/shm has {data_size(free)} free, but {names(users)} should have at least {data_size(MIN_SHARED_MEMORY)}."
+    )
 
 
 @advice(

@@ -12,10 +12,11 @@ from backend.memory import Fit
 from backend.memory.context import DTYPE_BYTES
 from backend.memory.estimate import EVALUATION, GENERATION
 from backend.memory.kinds import bytes_by_kind, kind_label
-from backend.rules.base import Case, Example, Fix, Violation, amount, error, warning
+from backend.rules.base import Case, Example, Fix, Violation, error, warning
 from backend.rules.common_fixes import FSDP2
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
 from backend.rules.memory_remedies import POSSIBLE_EXCESS, find_remedies
+from backend.wording import data_size
 
 LLAMA_8B_FACTS = replace(DEMO, shape=LLAMA_8B)
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
@@ -76,7 +77,8 @@ def possible_device_out_of_memory(case: Case) -> Violation | None:
     found = case.estimate
     if found.fit not in (Fit.UNCERTAIN, Fit.UNLIKELY):
         return None
-    doubt = f"Peak memory may reach {amount(found.high_bytes)}." if found.fits else "The run most likely does not fit."
+    peak = data_size(found.high_bytes)
+    doubt = f"Peak memory may reach {peak}." if found.fits else "The run most likely does not fit."
     title = "" if found.fits else "The run most likely does not fit into memory"
     return Violation(f"{doubt} {_message(case)}", tuple(find_remedies(case, 1.0)), _fields(case), title)
 
@@ -123,8 +125,8 @@ def _exceeded_host_ram(case: Case) -> Violation:
     largest = max((row for row in found.rows if row.where == "host"), key=lambda row: row.bytes)
     fixes = [fix for fix in HOST_FIXES if case.takes(fix.patch) and _fits_afterwards(case, fix)]
     message = (
-        f"The run needs {amount(found.host_bytes)} of host RAM on each node; {amount(free)} is free. "
-        f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}."
+        f"The run needs {data_size(found.host_bytes)} of host RAM on each node; {data_size(free)} is free. "
+        f"The largest part is {_lower(largest.name)}: {data_size(largest.bytes)}."
     )
     return Violation(message, tuple(fixes[:2]))
 
@@ -146,10 +148,10 @@ def _message(case: Case) -> str:
     where = "for each process" if case.run.device == "cpu" else "on each device"
     kind, size = max(bytes_by_kind(found.rows).items(), key=lambda item: item[1])
     largest = _lower(kind_label(kind, case.run.device))
-    needs = f"needs {'at least ' if found.lower_bound else ''}{amount(found.device_bytes)}"
+    needs = f"needs {'at least ' if found.lower_bound else ''}{data_size(found.device_bytes)}"
     return (
-        f"The run {needs} {where}; {amount(found.capacity_bytes)} is free. "
-        f"The largest part is {largest}: {amount(size)}.{_unquantized_experts(case)}"
+        f"The run {needs} {where}; {data_size(found.capacity_bytes)} is free. "
+        f"The largest part is {largest}: {data_size(size)}.{_unquantized_experts(case)}"
     )
 
 
@@ -159,7 +161,7 @@ def _unquantized_experts(case: Case) -> str:
     if case.shape is None or case.spec.method.kind != "lora" or not quantization.bits or not case.shape.experts:
         return ""
     count = sum(leaf.parameters * leaf.count for leaf in case.shape.modules() if leaf.stacked > 1)
-    size, dtype = amount(count * DTYPE_BYTES[case.run.compute_dtype]), case.run.compute_dtype
+    size, dtype = data_size(count * DTYPE_BYTES[case.run.compute_dtype]), case.run.compute_dtype
     return f" {quantization.label} quantizes linear layers only: the experts, {size} in total, stay in {dtype}."
 
 

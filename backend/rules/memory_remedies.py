@@ -23,9 +23,9 @@ from backend.memory import Estimate
 from backend.memory.estimate import EVALUATION, GENERATION
 from backend.modelspec import from_config
 from backend.registry.hub_models import siblings
-from backend.rules.base import Case, Fix, amount
+from backend.rules.base import Case, Fix
 from backend.rules.common_fixes import ATTENTION_ONLY
-from backend.wording import counted
+from backend.wording import counted, data_size
 
 MAX_REMEDIES = 6
 ENOUGH = 3  # remedies; below it, those with a larger effect on training, such as a smaller max_length, are tried too
@@ -110,7 +110,7 @@ class _Applied:
         estimate, patch = self.case.estimate, {key: value for fix in self.fixes for key, value in fix.patch.items()}
         costs = [*dict.fromkeys(fix.cost for fix in self.fixes if fix.cost)]
         if _load(estimate) > 1:
-            costs.append(f"may need up to {amount(estimate.high_bytes)}")
+            costs.append(f"may need up to {data_size(estimate.high_bytes)}")
         label, safe = " + ".join(fix.label for fix in self.fixes), all(fix.safe for fix in self.fixes)
         return Fix(label, patch, safe, "; ".join(costs), estimate.device_bytes)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Violation, advice, amount, error, set_to, warning
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, set_to, warning
 from backend.rules.columns import guessed_columns
 from backend.rules.common_fixes import unusual_rate
 from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100, USER_DATA, USER_DATA_FACTS
+from backend.wording import data_size
 
 DPO = {"train.stage": "dpo", "data.builtin": "train-pairs"}
 KTO = {"train.stage": "kto", "data.builtin": "train-pairs"}
@@ -223,7 +224,7 @@ def reference_model_in_memory(case: Case) -> str | None:
     if case.run.tensor_parallel_size > 1:  # which cannot precompute them
         return None
     size = next((row.bytes for row in case.estimate.rows if row.name == "Reference model"), 0)
-    return f"The reference model of {_stage(case).label} takes {amount(size)} on each device." if size else None
+    return f"The reference model of {_stage(case).label} takes {data_size(size)} on each device." if size else None
 
 
 MIN_KTO_RATIO, MAX_KTO_RATIO = 0.99, 1.34  # 1 to 4/3, with a tolerance for rounding

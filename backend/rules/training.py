@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from backend.rules.base import Case, Example, Fix, Violation, advice, amount, error, set_to, warning
+from backend.rules.base import Case, Example, Fix, Violation, advice, error, set_to, warning
 from backend.rules.examples import DEMO, FULL_DISK, TWO_H100
 from backend.runs.resume_point import step_of
 from backend.runs.throughput import duration
-from backend.wording import counted
+from backend.wording import counted, data_size
 
 STEPS = {"train.duration": "steps"}
 MOST_HOURS = 10_000  # that train.max_hours can have
@@ -303,7 +303,7 @@ def insufficient_disk_space(case: Case) -> Violation | None:
     ]
     fixes = [fix for fix in candidates if case.estimated(case.with_patch(fix.patch)).disk_bytes <= free][:2]
     what = "Checkpoints and the final model" if case.spec.save.final_model else "Checkpoints"
-    return Violation(f"{what} need {amount(need)}, and {amount(free)} is free.", tuple(fixes))
+    return Violation(f"{what} need {data_size(need)}, and {data_size(free)} is free.", tuple(fixes))
 
 
 @warning(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from backend.wording import figure
+from backend.wording import data_size
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 SIZE = r"([\d.]+) (bytes|[KMG]iB)"
@@ -64,20 +64,14 @@ def sentence(found: OutOfMemory) -> str:
     """The numbers of the error as a sentence."""
     if found.requested is None:
         return "The device ran out of memory."
-    text = f"The device ran out of memory: {amount(found.requested)} more were requested"
+    text = f"The device ran out of memory: {data_size(found.requested)} more were requested"
     if found.allocated is not None:
-        text += f" when this process had {amount(found.allocated)} allocated"
+        text += f" when this process had {data_size(found.allocated)} allocated"
     if found.total is not None:
-        text += f", of {amount(found.total)} in total"
+        text += f", of {data_size(found.total)} in total"
     if found.others:
-        text += f". Other processes used {amount(found.others)} of it"
+        text += f". Other processes used {data_size(found.others)} of it"
     return f"{text}."
-
-
-def amount(count: int) -> str:
-    """Bytes in the largest unit: '2 GiB'."""
-    unit = max((name for name, size in UNITS.items() if count >= size), key=lambda name: UNITS[name], default="bytes")
-    return f"{figure(count / UNITS[unit])} {unit}"
 
 
 def _size(pattern: str, text: str) -> int | None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from backend.wording import data_size
+
 KEPT, NEEDED = 50, 20  # earlier figures that a new one is compared with: at most, and at least
 SPREADS = 6.0  # standard deviations, estimated from the median absolute deviation
 DEVIATION = 1.4826  # a normal distribution's standard deviation in median absolute deviations
@@ -272,5 +274,5 @@ class Disk:
         was, self._reported = self._reported, free < (CHECKPOINTS_LEFT * checkpoint or BYTES_LEFT)
         if was or not self._reported:
             return []
-        need = f", and a checkpoint takes {checkpoint / 1e9:.1f} GB" if checkpoint else ""
-        return [Alert(DISK, f"The disk is nearly full: {free / 1e9:.1f} GB are free{need}.")]
+        need = f", and a checkpoint takes {data_size(checkpoint)}" if checkpoint else ""
+        return [Alert(DISK, f"The disk is nearly full: {data_size(free)} is free{need}.")]

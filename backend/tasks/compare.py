@@ -16,7 +16,7 @@ from backend.engines import engine_of
 from backend.memory import Fit, MemoryContext
 from backend.memory.communication import host_bytes, network_bytes
 from backend.rules import RULES, Case
-from backend.rules.base import Rule, amount, names
+from backend.rules.base import Rule, names
 from backend.rules.memory_remedies import (
     available_gpus,
     may_fit,
@@ -26,6 +26,7 @@ from backend.rules.memory_remedies import (
     smaller_batches,
     strategy_patch,
 )
+from backend.wording import data_size
 
 HOST_TRAFFIC_WEIGHT = 4  # a byte between device and host costs as much as this many bytes between devices
 # How nodes find each other says nothing about a strategy.
@@ -217,7 +218,7 @@ def _reason(best: Variant, found: list[Variant], everywhere: frozenset[str], des
     worse = [v for v in cheaper if v.fit == Fit.YES and v.cost < best.cost and v.drawbacks - everywhere]
     drawbacks = [f" {v.name} sends less, but: {min(v.drawbacks - everywhere)}." for v in worse]
     where = "for each process" if best.case.run.device == "cpu" else "of each device"
-    needs = f"It needs {amount(best.device_bytes or 0)} of the {amount(best.capacity_bytes)} {where}{description}"
+    needs = f"It needs {data_size(best.device_bytes or 0)} of the {data_size(best.capacity_bytes)} {where}{description}"
     compared = names(["fit", *["use every GPU"] * several, *["have no drawback"] * bool(drawbacks)])
     parts = (
         "" if best.fit == Fit.YES else ", which may not be enough,",

@@ -25,7 +25,6 @@ from backend.machine import Gpu, Machine
 from backend.memory import OVERHEAD, Estimate
 from backend.preflight import build_case
 from backend.rules import Case, Finding, Fix, examine
-from backend.rules.base import amount
 from backend.rules.common_fixes import BF16
 from backend.rules.memory import HOST_FIXES
 from backend.rules.memory_remedies import POSSIBLE_EXCESS, find_remedies, single_changes
@@ -33,7 +32,7 @@ from backend.runs import SPEC, failure, files
 from backend.runs.folder import Run, RunError
 from backend.tasks import retry
 from backend.tasks.measured import least_needed
-from backend.wording import counted
+from backend.wording import counted, data_size
 
 MAX_REMEDIES = 5
 RULE_CODE = re.compile(r"\[[A-Z]{3}\d{3}\]$")
@@ -186,15 +185,15 @@ def _corrected(estimate: Estimate, ratio: float) -> int:
 
 
 def _note(estimate: Estimate, ratio: float, least: int, estimated: int) -> str:
-    free = f"{amount(estimate.capacity_bytes)} is free now. " if estimate.capacity_bytes else ""
+    free = f"{data_size(estimate.capacity_bytes)} is free now. " if estimate.capacity_bytes else ""
     if ratio <= 1:
         return (
-            f"{free}The failed run was estimated at {amount(estimate.device_bytes)}. Its real peak is not known, so "
+            f"{free}The failed run was estimated at {data_size(estimate.device_bytes)}. Its real peak is not known, so "
             "the peaks below are estimates too."
         )
     return (
-        f"{free}The failed run needed at least {amount(least)}, {ratio:.2f}x its estimate of {amount(estimated)}. The "
-        f"peaks below are estimates times {ratio:.2f}, and may still be too low."
+        f"{free}The failed run needed at least {data_size(least)}, {ratio:.2f}x its estimate of "
+        f"{data_size(estimated)}. The peaks below are estimates times {ratio:.2f}, and may still be too low."
     )
 
 
@@ -215,7 +214,7 @@ def _less_host_memory(failed: Failed) -> Remedies:
         after = failed.changed(fix.patch).estimate
         if after.host_bytes < now.host_bytes and after.fits is not False:
             fixes.append(replace(fix, peak=after.host_bytes))
-    note = "" if now.unknown else f"The failed run was estimated at {amount(now.host_bytes)} of host RAM per node."
+    note = "" if now.unknown else f"The failed run was estimated at {data_size(now.host_bytes)} of host RAM per node."
     return Remedies(tuple(fixes), "host RAM", note)
 
 

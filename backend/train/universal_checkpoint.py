@@ -27,7 +27,7 @@ from backend.train.checkpoints import UNIVERSAL
 from backend.train.context import TrainContext
 from backend.train.patches import deepspeed_universal_paths, deepspeed_zero3_universal
 from backend.train.run_log import TrainError
-from backend.wording import counted
+from backend.wording import counted, data_size
 
 MODEL = "global_step*/*mp_rank_*_model_states.pt"
 MOMENTS = {"exp_avg", "exp_avg_sq"}  # what DeepSpeed 0.19 converts; other parts of an optimizer state are dropped
@@ -126,13 +126,13 @@ def _check(context: TrainContext, checkpoint: Path, files: list[Path]) -> None:
     free = shutil.disk_usage(context.folder).free
     if need > free:
         raise TrainError(
-            f"{written}. Converting it for {world} needs {need / 2**30:,.2f} GiB of disk "
-            f"space, but {context.folder.resolve()} has {free / 2**30:,.2f} GiB free. Free some, or use {count}."
+            f"{written}. Converting it for {world} needs {data_size(need)} of disk "
+            f"space, but {context.folder.resolve()} has {data_size(free)} free. Free some, or use {count}."
         )
     context.run_log.start_phase(
         PHASE,
         f"Converting {checkpoint.name} from {len(files)} to {world}. This temporarily needs up to "
-        f"{need / 2**30:,.2f} GiB of disk space.",
+        f"{data_size(need)} of disk space.",
     )
 
 

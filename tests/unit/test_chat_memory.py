@@ -10,8 +10,8 @@ from backend.machine import Gpu, Machine
 from backend.memory import inference
 from backend.memory.host import LIBRARY_BYTES
 from backend.runs import JOB
-from backend.runs.device_memory import amount
 from backend.runs.folder import RunError
+from backend.wording import data_size
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -82,8 +82,8 @@ def test_full_weights_and_the_base_model_next_to_them(tmp_path):
     memory = inference.of_chat(run, Machine(ram_free_bytes=LIBRARY_BYTES + whole + 1))
     assert sizes(memory) == [whole, LIBRARY_BYTES] and memory.compared.bytes == whole
     assert memory.warning == (
-        f"A comparison with the base model does not fit: both models take {amount(LIBRARY_BYTES + 2 * whole)}, and "
-        f"{amount(memory.free_bytes)} is free."
+        f"A comparison with the base model does not fit: both models take {data_size(LIBRARY_BYTES + 2 * whole)}, and "
+        f"{data_size(memory.free_bytes)} is free."
     )
 
 

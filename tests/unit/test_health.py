@@ -180,7 +180,7 @@ def test_a_disk_that_is_nearly_full():
     assert not disk.add(5 * 10**9, 0)
     assert not disk.add(5 * 10**9, 3 * 10**9)
     (alert,) = disk.add(4 * 10**9, 3 * 10**9)
-    assert alert.text == "The disk is nearly full: 4.0 GB are free, and a checkpoint takes 3.0 GB."
+    assert alert.text == "The disk is nearly full: 3.73 GiB is free, and a checkpoint takes 2.79 GiB."
     assert not disk.add(3 * 10**9, 3 * 10**9)
     assert not disk.add(30 * 10**9, 3 * 10**9)
     assert disk.add(1 * 10**9, 3 * 10**9)

@@ -18,10 +18,10 @@ from backend.memory.fit import CLEAR_EXCESS
 from backend.memory.kinds import bytes_by_kind
 from backend.modelspec import ModuleSpec
 from backend.rules import RULES, Case, Finding
-from backend.rules.base import amount
 from backend.rules.distributed.extra_config import without_keys
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TINY, gpus
 from backend.rules.memory_remedies import KINDS, MIN_MAX_LENGTH, smaller_batches
+from backend.wording import data_size
 
 RULE = {rule.code: rule for rule in RULES}
 EIGHT = gpus(8, "H100", 80, (9, 0))
@@ -264,8 +264,8 @@ def test_the_largest_part_of_the_memory_that_is_full_is_named(code: str, where: 
     full = replace(EIGHT, ram_free_bytes=GIB, gpus=tuple(replace(gpu, free_bytes=GIB) for gpu in EIGHT.gpus))
     found, rows = finding(code, patch, full), case(patch, full).estimate.rows
     device, host = max(bytes_by_kind(rows).values()), max(row.bytes for row in rows if row.where == "host")
-    assert found is not None and amount(device) != amount(host)
-    assert f": {amount(device if where == 'device' else host)}." in found.message
+    assert found is not None and data_size(device) != data_size(host)
+    assert f": {data_size(device if where == 'device' else host)}." in found.message
 
 
 @pytest.mark.parametrize(("peak", "exceeds"), [(120, False), (121, True)])

@@ -20,7 +20,6 @@ from backend.modelspec import ModelShape, ModuleSpec
 from backend.paths import HOME
 from backend.presets import presets
 from backend.rules import FAMILIES, OUTDATED, RULES, Case, Example, Finding, Rule, check, example_findings
-from backend.rules.base import amount
 from backend.rules.examples import (
     DEMO,
     EQUIPPED,
@@ -43,6 +42,7 @@ from backend.rules.examples import (
 )
 from backend.rules.memory import LLAMA_8B_FACTS, NO_REMEDY
 from backend.tasks.autofix import MAX_FIXES, AutofixResult, autofix
+from backend.wording import data_size
 
 COUNT = 312
 
@@ -535,7 +535,7 @@ def test_the_largest_part_is_the_sum_that_the_memory_card_shows() -> None:
     sizes = bytes_by_kind(case.estimate.rows)
     kind = max(sizes, key=sizes.__getitem__)
     (finding,) = (found for found in check(case.spec, case.machine, case.facts) if found.code == "MEM001")
-    assert f"The largest part is {KINDS[kind].lower()}: {amount(sizes[kind])}." in finding.message
+    assert f"The largest part is {KINDS[kind].lower()}: {data_size(sizes[kind])}." in finding.message
     assert sizes[kind] > max(row.bytes for row in case.estimate.rows if row.where == "device")
 
 

@@ -212,7 +212,7 @@ def test_a_finding_says_what_the_partition_has_and_allows(commands):
 def test_a_cluster_with_many_partitions_or_none(commands):
     many = slurm_nodes.parse("".join(f"p{i}|1|2000|(null)|1|1-12:30:00\n" for i in range(50)))
     text = slurm_nodes.in_words(many)
-    assert "p5: 1 node with 1 CPU core, 2 GiB of RAM, no GPUs, and a time limit of 1 day 12 hours 30 minutes" in text
+    assert "p5: 1 node with 1 CPU core, 1.95 GiB of RAM, no GPUs, and a time limit of 1 day 12 hours 30 minutes" in text
     assert text.endswith("; 44 more are not shown.") and "p6" not in text
     commands.prints("sinfo", "")
     problem = slurm_nodes.machine(edit(RunSpec(), ON_SLURM), Machine())[1]

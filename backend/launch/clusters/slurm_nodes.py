@@ -14,7 +14,7 @@ from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs.follower import ClusterError
 from backend.runs.slurm import call
-from backend.wording import counted
+from backend.wording import counted, data_size
 
 MAX_IN_WORDS = 6  # kinds of nodes that a message lists
 
@@ -95,7 +95,7 @@ def in_words(found: Sequence[Partition]) -> str:
 
 def _ram_and_gpus(part: Partition) -> str:
     """Of each node."""
-    ram = f"{part.ram_bytes / 2**30:.0f} GiB of RAM" if part.ram_bytes else "an unknown amount of RAM"
+    ram = f"{data_size(part.ram_bytes)} of RAM" if part.ram_bytes else "an unknown amount of RAM"
     return f"{ram}, {counted(part.gpus, f'{part.gpu_type} GPU'.strip()) if part.gpus else 'no GPUs'}"
 
 

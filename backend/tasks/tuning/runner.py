@@ -23,7 +23,6 @@ from backend.config.options import by_name, edit, effective, get, shown
 from backend.machine import probe
 from backend.preflight import Report, preflight, report_on
 from backend.rules import Case, Fix
-from backend.rules.base import amount
 from backend.runs import LOG, METRICS, MONITOR, STOP, files, json_values, replace_text, scratch
 from backend.runs.folder import ALIVE, Run, RunError
 from backend.runs.metrics import since_points
@@ -43,6 +42,7 @@ from backend.tasks.tuning.trial import (
     read_steps,
 )
 from backend.tasks.tuning.tuning import Tuning
+from backend.wording import data_size
 
 INSPECTION_SECONDS, SHOW_SECONDS = 600.0, 1.0
 STOPPING_SECONDS = 3.0  # that the end of a trial takes
@@ -152,7 +152,7 @@ class Runner:
         if errors := [finding.title for finding in report_on(case).findings if finding.level == "error"]:
             return f"Not tried: {errors[0]}."
         if case.estimate.fits is False:
-            needed, free = amount(case.estimate.device_bytes), amount(case.estimate.capacity_bytes)
+            needed, free = data_size(case.estimate.device_bytes), data_size(case.estimate.capacity_bytes)
             return f"Not tried: it does not fit; it needs about {needed} per device, and {free} are free."
         return ""
 
