@@ -15,7 +15,7 @@ from backend.config.other_trainer import TEMPLATE
 from backend.importers.datasets import has_validation
 from backend.importers.foreign import OPTIMIZER_NAMES, Import, Table, with_current_names, words
 from backend.importers.llamafactory_data import take_datasets
-from backend.registry.llamafactory_names import ATTENTIONS, OPTION_NAMES, STAGES
+from backend.registry.llamafactory_names import ATTENTIONS, MEGATRON, OPTION_NAMES, STAGES
 
 # LLaMA-Factory's and the Trainer's defaults that differ from ours, or may.
 DEFAULTS: Table = {
@@ -253,14 +253,6 @@ def _backend(found: Import) -> None:
     found.different[:] = [line for line in found.different if not line.startswith("template:")]  # it uses its own
 
 
-MEGATRON = {
-    "tensor_model_parallel_size": "llamafactory.tensor_parallel_size",
-    "pipeline_model_parallel_size": "llamafactory.pipeline_parallel_size",
-    "virtual_pipeline_model_parallel_size": "llamafactory.virtual_pipeline_size",
-    "context_parallel_size": "llamafactory.context_parallel_size",
-    "expert_model_parallel_size": "llamafactory.expert_parallel_size",
-    "sequence_parallel": "llamafactory.sequence_parallel",
-}
 MAX_TIMEOUT = 86_400
 PARTS: tuple[Callable[[Import], None], ...] = (
     _model, _method, _stage, _data, _schedule, _precision, _optimizer, _saving, _devices, _backend,

@@ -25,7 +25,7 @@ from backend.data.formats import DEFAULTS, convert, detect_format, required_colu
 from backend.data.reading import DataFileError, expand, file_patterns, read_examples
 from backend.launch import accelerate_config
 from backend.paths import model_folder
-from backend.registry.llamafactory_names import ATTENTIONS, OPTION_NAMES, STAGES
+from backend.registry.llamafactory_names import ATTENTIONS, MEGATRON, OPTION_NAMES, STAGES
 from backend.resolve import ResolvedRun
 from backend.runs import (
     ACCELERATE,
@@ -585,15 +585,9 @@ def _backend(made: Export) -> None:
     hparams/model_args.py, KTransformersArguments."""
     chosen = made.spec.llamafactory
     if chosen.backend == "megatron":
-        degrees = {
-            "tensor_model_parallel_size": chosen.tensor_parallel_size,
-            "pipeline_model_parallel_size": chosen.pipeline_parallel_size,
-            "virtual_pipeline_model_parallel_size": chosen.virtual_pipeline_size,
-            "context_parallel_size": chosen.context_parallel_size,
-            "expert_model_parallel_size": chosen.expert_parallel_size,
-        }
-        made.table |= {key: degree for key, degree in degrees.items() if degree > 1}
-        made.table |= {"sequence_parallel": chosen.sequence_parallel, "use_distributed_optimizer": True}
+        degrees = {key: get(made.spec, option) for key, option in MEGATRON.items()}
+        made.table |= {key: value for key, value in degrees.items() if isinstance(value, bool) or value > 1}
+        made.table["use_distributed_optimizer"] = True
         if chosen.expert_parallel_size > 1:
             made.table["moe_token_dispatcher_type"] = "alltoall"  # allgather does not support lengths that differ
         if made.table.pop("disable_gradient_checkpointing", True) is False:

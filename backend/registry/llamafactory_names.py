@@ -36,3 +36,11 @@ STAGES = {"pt": "pretraining", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto"
 ATTENTIONS = {
     "auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3",
 }  # fmt: skip
+MEGATRON = {  # mcore_adapter 0.10, training_args.py
+    "tensor_model_parallel_size": "llamafactory.tensor_parallel_size",
+    "pipeline_model_parallel_size": "llamafactory.pipeline_parallel_size",
+    "virtual_pipeline_model_parallel_size": "llamafactory.virtual_pipeline_size",
+    "context_parallel_size": "llamafactory.context_parallel_size",
+    "expert_model_parallel_size": "llamafactory.expert_parallel_size",
+    "sequence_parallel": "llamafactory.sequence_parallel",
+}
