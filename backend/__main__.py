@@ -36,6 +36,7 @@ from backend.cli import (
 )
 from backend.config.options import SpecError
 from backend.environments import ENVIRONMENTS
+from backend.models import quantized
 from backend.models.benchmark import LIMIT
 from backend.models.gguf import DEFAULT, FORMATS
 from backend.runs.folder import RunError
@@ -368,9 +369,12 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
         "--step", type=int, metavar="N", help="the adapter of this checkpoint (default: the final model)"
     )
     _add_publish(command, run_id)
-    model = command("export-model", run_id, help="write the model of a run as a GGUF file, and check it in llama.cpp")
+    model = command(
+        "export-model", run_id, help="write the model of a run as a GGUF file or quantized checkpoint, and check it"
+    )
     model.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
-    model.add_argument("--format", choices=tuple(FORMATS), default=DEFAULT, help="GGUF format (default: %(default)s)")
+    formats = (*FORMATS, *quantized.FORMATS)
+    model.add_argument("--format", choices=formats, default=DEFAULT, help="its format (default: %(default)s)")
     _add_serve(command, run_id)
     command("metrics", run_id, help="print the logged metrics of a run")
     exported = command("export-metrics", folder, help="write the metrics of runs for TensorBoard or trackio")

@@ -24,6 +24,7 @@ from backend.paths import HOME, environment_folder
 
 COMPLETE = "footplate-complete"  # written last, so an incomplete environment does not have it
 PACKAGES, CONVERTER = "packages", "llama.cpp"  # folders of the environment gguf
+ADAPTER_SCRIPT = "convert_lora_to_gguf.py"  # in CONVERTER
 Show = Callable[[str], None]
 
 
@@ -123,7 +124,10 @@ ENVIRONMENTS: Mapping[str, Environment | PackageFolder] = {
         packages=(locked.SENTENCEPIECE, locked.XLLAMACPP),
         source=locked.LLAMA_CPP_PYTHON,
         source_files=tuple(
-            f"vendor/llama.cpp/{name}" for name in ("convert_hf_to_gguf.py", "conversion/", "gguf-py/gguf/", "LICENSE")
+            f"vendor/llama.cpp/{name}"
+            for name in (
+                "convert_hf_to_gguf.py", ADAPTER_SCRIPT, "conversion/", "gguf-py/gguf/", "LICENSE",
+            )
         ),
         helpers=(locked.SCIKIT_BUILD_CORE, locked.PACKAGING, locked.PATHSPEC),
         probe=(

@@ -27,7 +27,8 @@ ERROR = re.compile(r"^[\d.]+ E (.+)$", re.MULTILINE)  # a line of llama.cpp's lo
 class Settings:
     """`file`: the GGUF file; `key`: what every request has to send as its Bearer token; `name`: the model's name for
     clients, '' for that in the file; `context`: tokens of a request with its output; `port`: of 127.0.0.1, 0 for a free
-    one; `parallel`: requests at the same time; `template_kwargs`: of the chat template."""
+    one; `parallel`: requests at the same time; `template_kwargs`: of the chat template; `adapter`: a LoRA adapter for
+    the model in `file`."""
 
     file: Path
     key: str = field(repr=False)
@@ -37,6 +38,7 @@ class Settings:
     parallel: int = 1
     threads: int = 1  # trainings need the others
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Path | None = None
 
 
 class ServerError(Exception):
@@ -61,7 +63,8 @@ class ServerProcess:
                 env={**os.environ, "PYTHONPATH": str(environment / PACKAGES)},
             )
         assert self._process.stdin and self._process.stdout
-        request = {**asdict(settings), "model": settings.file.name, "file": None}
+        adapter = str(settings.adapter) if settings.adapter else ""
+        request = {**asdict(settings), "model": settings.file.name, "file": None, "adapter": adapter}
         with contextlib.suppress(OSError):  # it has ended
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()

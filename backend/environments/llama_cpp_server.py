@@ -28,6 +28,8 @@ def main() -> None:
     parameters.n_ctx = settings["context"] * settings["parallel"]  # of all slots
     parameters.n_parallel, parameters.cache_ram_mib = settings["parallel"], 0
     parameters.default_template_kwargs = {key: json.dumps(value) for key, value in settings["template_kwargs"].items()}
+    if settings["adapter"]:
+        parameters.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(settings["adapter"], 1.0)]
     parameters.n_gpu_layers = 0
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = settings["threads"]
     try:

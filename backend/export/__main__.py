@@ -1,5 +1,5 @@
-"""`python -m backend.export FOLDER`: merges an adapter, or exports a GGUF file, as the job in FOLDER says
-(backend/models/merge.py, gguf.py)."""
+"""`python -m backend.export FOLDER`: merges an adapter, or exports a GGUF file or a quantized checkpoint, as the job in
+FOLDER says (backend/models/merge.py, gguf.py, quantized.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 
 from backend.export.gguf import GgufExport
+from backend.export.gguf_adapter import GgufAdapterExport
 from backend.export.merge import Merge
+from backend.export.quantized import QuantizedExport
+from backend.models.gguf import FORMATS
 from backend.runs import LOCK, RESULT, files, jobs
 from backend.runs.folder import Run
 from backend.train import exit, logging_setup
@@ -27,7 +30,10 @@ def main() -> None:
     try:
         run = Run(Run(folder).path.parent.parent)
         if (folder / jobs.request_file(jobs.GGUF)).exists():
-            result = GgufExport(run, folder, run_log).run_all()
+            format = str(jobs.required_request(folder, jobs.GGUF)["format"])
+            result = (GgufAdapterExport if FORMATS[format].base else GgufExport)(run, folder, run_log).run_all()
+        elif (folder / jobs.request_file(jobs.QUANTIZE)).exists():
+            result = QuantizedExport(run, folder, run_log).run_all()
         else:
             result = Merge(run, jobs.required_request(folder, jobs.MERGE)["step"], folder, run_log).run_all()
     except Stopped:

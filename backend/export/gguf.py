@@ -13,27 +13,22 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
-
-from backend.config import RunSpec
 from backend.environments import ENVIRONMENTS
 from backend.export import gguf_certificate, llama_cpp, lm_studio, loading, modelfile, tensor_types
-from backend.export.comparison import log_probabilities, write_certificate
+from backend.export.comparison import write_certificate
+from backend.export.exporter import Export
 from backend.export.gguf_certificate import Trained
 from backend.export.merge import UNCHECKED
 from backend.export.tensor_types import QuantizedWeight
 from backend.models import system_prompt, trained
 from backend.models.gguf import DEFAULT, ENVIRONMENT, FOLDER, FORMATS, MODELFILE, PRESET
 from backend.models.spec import read_spec_outside_training
-from backend.runs import CERTIFICATE, JOBS, RESULT, SPEC, files, jobs
-from backend.runs.folder import Run
+from backend.runs import CERTIFICATE, RESULT, SPEC, files, jobs
 from backend.train import base_weights, model
-from backend.train.run_log import RunLog, TrainError
+from backend.train.run_log import TrainError
 
 PROGRESS = re.compile(r"Writing: +(\d+)%")  # of the converter, by tqdm
 KNOWN_ERRORS = {  # pattern -> what follows "cannot convert this model: "
@@ -53,18 +48,16 @@ OF_WEIGHTS = {
     "dtype",
 }  # keys of the base model alone
 SOURCE = "source"  # links to the files that are converted
+LOG_FILE = "llama.cpp.txt"
 SIXTEEN_BITS = "auto"  # the converter's: bf16 for weights in bf16, otherwise f16
 CONVERTED, COMPARED = 0.3, 0.6  # completed fractions
 QUANTIZING = (0.2, CONVERTED)
 
 
-@dataclass
-class GgufExport:
-    """One export of the model of `run`, as the job in `folder` says."""
+class GgufExport(Export):
+    """One export as a GGUF file. `temporary`: the folders that are deleted at the end."""
 
-    run: Run
-    folder: Path
-    run_log: RunLog
+    temporary: ClassVar[tuple[str, ...]] = (UNCHECKED, SOURCE)
 
     def run_all(self) -> dict[str, Any]:
         """Convert, compare, keep. Returns the result; raises TrainError and Stopped."""
@@ -76,58 +69,32 @@ class GgufExport:
         source = self._weights(found, str(request["merge"]))
         self._check_disk(source, format)
         (self.folder / UNCHECKED).mkdir(exist_ok=True)
-        file = self.folder / UNCHECKED / f"{self.run.id}-{format}.gguf"
+        file = self.folder / UNCHECKED / self._file_name(format)
         try:
             quantized = self._write(environment, source, file, format)
             observed, base_check = self._observe(found)
             self._phase("comparing", "Comparing the file in llama.cpp with the trained model.", COMPARED)
-            replaced = tensor_types.describe_replaced(quantized, format)
+            replaced = tensor_types.describe_replaced(quantized, FORMATS[format].base or format)
             certificate = self._certify(observed, environment, file, format, replaced)
             certificate["tensor_types"] = tensor_types.group(quantized)
             about = {"run": self.run.id, "step": found.step, "merge": request["merge"], "base_weights": base_check}
             certificate = {**about, "versions": ENVIRONMENTS[ENVIRONMENT].versions(environment), **certificate}
             self._keep(certificate, observed.tokenizer, file)
         finally:
-            for name in (UNCHECKED, SOURCE):
+            for name in self.temporary:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
         return {"model": f"{FOLDER}/{file.name}", "certificate": certificate}
 
-    def _phase(self, name: str, text: str, fraction: float) -> None:
-        loading.start_phase(self.run_log, name, text, fraction)
-
-    def _progress(self, name: str, text: str, fraction: float) -> None:
-        """Report how far a phase is. Raises Stopped."""
-        loading.check_stop(self.run_log)
-        self.run_log.progress(name, text, fraction)
-
-    def _model(self, step: int | None) -> trained.TrainedModel:
-        found = trained.at_step(self.run, step)
-        if found is None:
-            raise TrainError("The run has no model that can be loaded at this step.")
-        return found
-
-    def _weights(self, found: trained.TrainedModel, merge: str) -> Path:
-        """The folder with full weights."""
-        if not found.base:
-            return found.folder
-        job = Run(self.run.path / JOBS / merge)
-        merged = trained.find(job) if merge and job.path.is_dir() else None
-        if not merged:
-            raise TrainError("The merged model of this adapter was deleted. Merge the adapter again, then export.")
-        return merged.folder
+    def _file_name(self, format: str) -> str:
+        return f"{self.run.id}-{format}.gguf"
 
     def _check_disk(self, source: Path, format: str) -> None:
         """Raise TrainError if there is no room for the file."""
         kind = FORMATS[format]
         need = loading.elements(source) * (kind.bytes + 2 * bool(kind.larger)) * 1.05  # and the vocabulary
         needs = "GGUF file and the temporary file with 16 bits per element need" if kind.larger else "GGUF file needs"
-        free = shutil.disk_usage(self.folder).free
-        if free < need:
-            other = "" if format == DEFAULT else f", or export as {DEFAULT}, which needs less"
-            raise TrainError(
-                f"The {needs} {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on the disk of "
-                f"{self.folder.resolve()}. Free some disk space{other}."
-            )
+        other = "" if format == DEFAULT else f", or export as {DEFAULT}, which needs less"
+        self._require_room(needs, need, other)
 
     def _write(self, environment: Path, source: Path, file: Path, format: str) -> list[QuantizedWeight]:
         """Convert, and quantize if it is a k-quant, whose weights are returned. Raises TrainError, Stopped."""
@@ -184,10 +151,9 @@ class GgufExport:
         folder = self.folder / SOURCE
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        link = Path.symlink_to if read_spec_outside_training(self.run).model.trust_remote_code else _link_without_code
         for path in trained.files_in(source):
             if path.parent == source:
-                link(folder / path.name, path.resolve())
+                self._link(path, folder)
         base = base_weights.recorded_folder(self.run.path)
         for name in base_weights.FROM_BASE:
             if base and (base / name).is_file() and not (folder / name).exists():
@@ -195,6 +161,11 @@ class GgufExport:
         if base and (base / CONFIG).is_file():
             _add_older_keys(folder / CONFIG, base / CONFIG)
         return folder
+
+    def _link(self, file: Path, folder: Path) -> None:
+        """Link a file of the model in `folder`, without code unless training ran it."""
+        link = Path.symlink_to if read_spec_outside_training(self.run).model.trust_remote_code else _link_without_code
+        link(folder / file.name, file.resolve())
 
     def _say_whether_texts_begin_with_bos(self, folder: Path) -> None:
         """Write into the copy of tokenizer_config.json what the tokenizer does. Where the file says nothing, llama.cpp
@@ -213,19 +184,9 @@ class GgufExport:
         spec = read_spec_outside_training(self.run)
         self._phase("loading", "Loading the trained model.", CONVERTED)
         tokenizer = model.load_saved_tokenizer(spec, found.folder)
-        of_base, base_check = None, ""
-        if found.base:
-            source = loading.locate(spec, self.run_log)
-            base_check = base_weights.check(self.run.path, source)
-            whole = loading.load_base(self.run, spec, source, tokenizer)
-        else:
-            whole = self._full_weights(spec, found.folder)
-        batches = gguf_certificate.probes(self.run.path, whole, tokenizer)
-        if found.base:
-            of_base = log_probabilities(whole, batches, "base model")
-            whole = loading.load_adapter(whole, found.folder)
-        if (found.folder / trained.GENERATION).is_file():
-            whole.generation_config = GenerationConfig.from_pretrained(found.folder)
+        whole, batches, of_base, base_check = self._trained_model(
+            spec, found, tokenizer, lambda model: gguf_certificate.probes(self.run.path, model, tokenizer)
+        )
         self._phase("computing", "Computing the outputs of the trained model.", (CONVERTED + COMPARED) / 2)
         stops = gguf_certificate.stop_tokens(whole, tokenizer)
         observed = gguf_certificate.observe(self.run.path, whole, tokenizer, stops, batches, of_base)
@@ -233,21 +194,19 @@ class GgufExport:
         gc.collect()
         return observed, base_check
 
-    def _full_weights(self, spec: RunSpec, folder: Path) -> Any:
-        loading.check_memory(folder)
-        options = {"local_files_only": True, "trust_remote_code": spec.model.trust_remote_code}
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-
     def _certify(self, observed: Trained, environment: Path, file: Path, format: str, replaced: str) -> dict[str, Any]:
         def report(done: float) -> None:
             text = "Comparing the file in llama.cpp with the trained model."
             self._progress("comparing", text, COMPARED + (1 - COMPARED) * done)
 
-        server = llama_cpp.Server(file, environment, self.folder / "llama.cpp.txt")
+        server = self._server(environment, file)
         try:
             return gguf_certificate.certify(observed, server, format, report, replaced)
         finally:
             server.close()
+
+    def _server(self, environment: Path, file: Path) -> llama_cpp.Server:
+        return llama_cpp.Server(file, environment, self.folder / LOG_FILE)
 
     def _keep(self, certificate: dict[str, Any], tokenizer: Any, file: Path) -> None:
         """Give the file its place, unless it differs: then only the certificate is kept. Raises TrainError."""
@@ -256,12 +215,16 @@ class GgufExport:
             why = certificate["differences"][0]
             raise TrainError(f"The GGUF file differs from the trained model and was deleted. {why}")
         write_certificate(file.parent / CERTIFICATE, certificate)
-        about = (tokenizer, certificate["stop_tokens"], system_prompt.of_run(self.run.path / SPEC))
+        self._write_settings(file, tokenizer, certificate["stop_tokens"], system_prompt.of_run(self.run.path / SPEC))
+        file.parent.replace(self.folder / FOLDER)
+
+    def _write_settings(self, file: Path, tokenizer: Any, stops: Sequence[str], system: str) -> None:
+        """Modelfile and preset for the programs that use the file."""
+        about = (tokenizer, stops, system)
         if text := modelfile.write(file.name, *about):
             (file.parent / MODELFILE).write_text(text, encoding="utf-8")
         if text := lm_studio.write(file.stem, *about):
             (file.parent / PRESET).write_text(text, encoding="utf-8")
-        file.parent.replace(self.folder / FOLDER)
 
 
 def _why(lines: Sequence[str]) -> str:

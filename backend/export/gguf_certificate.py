@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from backend.export.comparison import TEXTS, Difference, compare, held_out, log_probabilities, probe_batches
 from backend.export.llama_cpp import Generated, LlamaCppError, Runtime, context_of
-from backend.models.gguf import FORMATS
+from backend.models.gguf import ADAPTER, FORMATS
 from backend.train import end_tokens
 
 NUMERALS = "x ½ ① ٣ Ⅳ y"
@@ -307,7 +307,7 @@ def _check_predictions(
         expected = trained.expected[n][at]
         found = runtime.most_likely(trained.batches[n][0, : at + 1].tolist())
         if not found:
-            fix = "" if format == "bf16" else " Export as bf16."
+            fix = _export_as("bf16", format)
             raise LlamaCppError(
                 f"llama.cpp computes NaN or infinite values with this file, so the file was deleted.{fix}"
             )
@@ -326,8 +326,8 @@ def _check_predictions(
         larger = FORMATS[format].larger
         remedy = [f"Export as {larger}.", replaced] if larger else []
         findings.differences.append(" ".join(filter(None, [_sentence(mean, limit), *remedy, _worst(trained, *worst)])))
-    if change and mean * APART > change.kl_mean and not _are_smaller(divergences, of_base):
-        other = "" if format == "f16" else " Export as f16."
+    if change and mean * APART > change.kl_mean and not are_smaller(divergences, of_base):
+        other = _export_as("f16", format)
         findings.differences.append(
             "The comparison cannot rule out that the adapter is missing from the file: the mean KL divergence from the "
             f"trained model is {mean:.2g} nats per token: more than a quarter of the base model's divergence from it "
@@ -347,7 +347,13 @@ def _check_predictions(
     }
 
 
-def _are_smaller(values: Sequence[float], others: Sequence[float]) -> bool:
+def _export_as(other: str, format: str) -> str:
+    """The advice to export in another format, after a sentence; '' if that is the format."""
+    name = f"{ADAPTER}{other}" if FORMATS[format].base else other
+    return "" if format == name else f" Export as {name}."
+
+
+def are_smaller(values: Sequence[float], others: Sequence[float]) -> bool:
     """Whether values are smaller than the others at the same positions on average, beyond chance. Rounding makes a file
     differ from both models by the same amount, so that this also shows a small adapter in a coarse format."""
     gaps = [other - value for value, other in zip(values, others, strict=True)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from backend.environments import CONVERTER, PACKAGES
+from backend.environments import ADAPTER_SCRIPT, CONVERTER, PACKAGES
 from backend.environments.llama_cpp import QUANTIZER, ServerError, ServerProcess, Settings
 from backend.train.run_log import TrainError
 
@@ -63,15 +63,17 @@ class LlamaCppError(TrainError):
 
 
 class Server:
-    """A Runtime: llama.cpp's server with the GGUF `file`, from its start to `close`. `environment` is the folder of the
-    environment gguf, `log` the file for the server's messages. Raises LlamaCppError."""
+    """A Runtime: llama.cpp's server with the GGUF `file`, and with a LoRA `adapter` for it if there is one, from its
+    start to `close`. `environment` is the folder of the environment gguf, `log` the file for the server's messages.
+    Raises LlamaCppError."""
 
-    def __init__(self, file: Path, environment: Path, log: Path) -> None:
+    def __init__(self, file: Path, environment: Path, log: Path, adapter: Path | None = None) -> None:
         self._key = secrets.token_hex(16)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._plain = 0  # set by most_likely: an ordinary token
         try:
-            self._process = ServerProcess(environment, Settings(file.resolve(), self._key, CONTEXT), log)
+            settings = Settings(file.resolve(), self._key, CONTEXT, adapter=adapter and adapter.resolve())
+            self._process = ServerProcess(environment, settings, log)
         except ServerError as error:
             raise LlamaCppError(f"llama.cpp cannot load the GGUF file: {error}") from error
 
@@ -155,6 +157,13 @@ def convert_command(environment: Path, model: Path, file: Path, format: str, nam
     script = environment / CONVERTER / "convert_hf_to_gguf.py"
     options = ("--outfile", str(file), "--outtype", format, f"--model-name={name}")
     return [sys.executable, str(script), str(model), *options]
+
+
+def convert_adapter_command(environment: Path, base: Path, adapter: Path, file: Path) -> list[str]:
+    """The command of llama.cpp's converter of LoRA adapters; `base` has the config.json of the base model. The matrices
+    stay in fp32, since small elements of B would be rounded to zero in fp16."""
+    script = environment / CONVERTER / ADAPTER_SCRIPT
+    return [sys.executable, str(script), str(adapter), "--base", str(base), "--outfile", str(file), "--outtype", "f32"]
 
 
 def quantize_command(source: Path, file: Path, format: str) -> list[str]:

@@ -41,9 +41,10 @@ class Parts:
         return text
 
 
-def write(file: str, tokenizer: Any, stops: Sequence[str], trained_system: str = "") -> str:
+def write(file: str, tokenizer: Any, stops: Sequence[str], trained_system: str = "", adapter: str = "") -> str:
     """The text of the Modelfile; '' without a chat template, or if its prompts cannot be put together in this way.
-    `trained_system`: the system prompt of the training examples, which conversations without one get."""
+    `trained_system`: the system prompt of the training examples, which conversations without one get; `adapter`: the
+    file of a LoRA adapter."""
     parts = _find_parts(tokenizer, stops) if tokenizer.chat_template else None
     system_prompt = trained_system or (parts.default if parts else "")
     texts = [*vars(parts).values(), system_prompt] if parts else []
@@ -51,7 +52,7 @@ def write(file: str, tokenizer: Any, stops: Sequence[str], trained_system: str =
         return ""
     system = f"{{{{ if .System }}}}{parts.before_system}{{{{ .System }}}}{parts.after_system}{{{{ end }}}}"
     turn = f"{parts.before_user}{{{{ .Prompt }}}}{parts.after_user}{{{{ .Response }}}}{parts.after_assistant}"
-    lines = [f"FROM ./{file}", f'TEMPLATE """{system}{turn}"""']
+    lines = [f"FROM ./{file}", *([f"ADAPTER ./{adapter}"] if adapter else []), f'TEMPLATE """{system}{turn}"""']
     if system_prompt:
         lines.append(f'SYSTEM """{system_prompt}"""')
     return "\n".join([*lines, *(f'PARAMETER stop "{stop}"' for stop in stops)]) + "\n"

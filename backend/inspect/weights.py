@@ -67,7 +67,7 @@ def _weights_mismatch(folder: Path, files: FileState, shape: ModelShape) -> str:
 @lru_cache(maxsize=16)
 def _weight_shapes(folder: Path, files: FileState) -> Shapes | None:
     if (folder / "model.safetensors").is_file():
-        return _shapes(folder / "model.safetensors")
+        return tensor_shapes(folder / "model.safetensors")
     if not (folder / INDEX).is_file():
         _check_other_files(folder)
         return None
@@ -75,7 +75,7 @@ def _weight_shapes(folder: Path, files: FileState) -> Shapes | None:
     for shard, names in _shards(folder / INDEX).items():
         if not (folder / shard).is_file():
             raise WeightsError(f"{folder / shard} is missing; {INDEX} lists {len(names):,} tensors in it.")
-        shapes = _shapes(folder / shard)
+        shapes = tensor_shapes(folder / shard)
         if absent := sorted(names - shapes.keys()):
             raise WeightsError(f"{folder / shard} does not contain {_listed(absent)}, which {INDEX} lists in it.")
         found |= {name: shapes[name] for name in names}
@@ -95,7 +95,7 @@ def _shards(index: Path) -> dict[str, set[str]]:
     return shards
 
 
-def _shapes(path: Path) -> Shapes:
+def tensor_shapes(path: Path) -> Shapes:
     """The tensors in one .safetensors file."""
     try:
         size = path.stat().st_size

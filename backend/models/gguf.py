@@ -1,15 +1,17 @@
-"""Exporting the model of a run as a GGUF file: the formats, the names of files, and the job, whose process is
-`backend.export`."""
+"""Exporting the model of a run as a GGUF file, or its adapter as one next to that of the base model: the formats, the
+names of files, and the job, whose process is `backend.export`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from backend import environments, presets, registry
-from backend.models import merge, trained
+from backend.environments import ADAPTER_SCRIPT, CONVERTER
+from backend.inspect.weights import WeightsError
+from backend.models import gguf_adapter, merge, trained
 from backend.paths import environment_folder
 from backend.runs import CERTIFICATE, SPEC, jobs
 from backend.runs.folder import ALIVE, Run, RunError
@@ -22,17 +24,20 @@ ENVIRONMENT = "gguf"  # `footplate env create gguf`
 @dataclass(frozen=True)
 class Format:
     """`bytes`: of an element, at most; `max_kl`: the largest mean KL divergence from the trained model, in nats per
-    token. `larger`: of a k-quant, which is made from a file with 16 bits, the format to choose if it differs."""
+    token. `larger`: of a k-quant, which is made from a file with 16 bits, the format to choose if it differs. `base`:
+    of an adapter that is a file of its own, the format of the base model's file."""
 
     bytes: float
     max_kl: float
     larger: str = ""
+    base: str = ""
 
 
 # Measured with SmolLM2 135M after *First run*, llama.cpp against base model and adapter in fp32: means of 6.8e-3
 # (q8_0), 1.0e-4 (f16), 2.7e-4 (bf16), 1.4e-2 (q6_k) and 8.0e-2 (q4_k_m). q5_k_m has 0.16, since its weights are mostly
 # Q5_1 there. A merged model may be 1e-3 away before it is converted (export/merge.py).
-FORMATS: Mapping[str, Format] = {
+ADAPTER = "lora-"  # begins the formats of an adapter
+OF_MODEL: Mapping[str, Format] = {
     "q8_0": Format(34 / 32, 0.03),  # 32 elements of 8 bits, and a scale of 16 bits
     "q6_k": Format(34 / 32, 0.03, larger="q8_0"),  # as q8_0 where rows are not multiples of 256 elements
     "q5_k_m": Format(0.9, 0.05, larger="q6_k"),
@@ -40,7 +45,15 @@ FORMATS: Mapping[str, Format] = {
     "f16": Format(2, 2e-3),
     "bf16": Format(2, 5e-3),
 }
+FORMATS: Mapping[str, Format] = {
+    **OF_MODEL,
+    "lora-q8_0": replace(OF_MODEL["q8_0"], base="q8_0"),
+    "lora-q4_k_m": replace(OF_MODEL["q4_k_m"], base="q4_k_m", larger="lora-q8_0"),
+    "lora-f16": replace(OF_MODEL["f16"], base="f16"),
+    "lora-bf16": replace(OF_MODEL["bf16"], base="bf16"),
+}
 DEFAULT = "q8_0"
+ADAPTER_FILE, BASE_FILE = "{run}-lora.gguf", "{run}-base-{format}.gguf"  # in FOLDER, of an adapter
 
 
 def start(run: Run, step: int | None, format: str) -> Run:
@@ -53,12 +66,19 @@ def start(run: Run, step: int | None, format: str) -> Run:
         raise RunError(
             "Reward models cannot be exported as GGUF: llama.cpp would drop the layer that computes the score."
         )
-    merged = merge.find_merged(run, step).id if model.base else ""  # a GGUF file needs full weights
+    if FORMATS[format].base:
+        _require_plain_lora(model)
+    merged = merge.find_merged(run, step).id if model.base and not FORMATS[format].base else ""
     request = {"step": step, "format": format, "merge": merged, "environment": str(environment_folder(ENVIRONMENT))}
     with jobs.alone(run):
         if (job := find(run, model, format)) and (job.state in ALIVE or job.result().get("model")):
             return job
         require_environment("export again")
+        if FORMATS[format].base and not (environment_folder(ENVIRONMENT) / CONVERTER / ADAPTER_SCRIPT).is_file():
+            raise RunError(
+                "The environment gguf was created by an earlier version of Footplate, without llama.cpp's converter of "
+                f"LoRA adapters. {environments.how_to_create(ENVIRONMENT)}, then export again."
+            )
         jobs.require_ended(run, jobs.GGUF, "Another GGUF file of this run is being exported")
         for earlier in jobs.find_all(run, jobs.GGUF):
             if _request(earlier) == (step, format):  # failed, or of a model that was replaced
@@ -66,6 +86,17 @@ def start(run: Run, step: int | None, format: str) -> Run:
         job = jobs.create(run, jobs.GGUF, request, merge.ON_CPU, {})
         job.start()
         return job
+
+
+def _require_plain_lora(model: trained.TrainedModel) -> None:
+    """Raise RunError if llama.cpp cannot load the adapter of this model."""
+    try:
+        problem = gguf_adapter.problem(model)
+    except (WeightsError, OSError, ValueError) as error:
+        raise RunError(f"The adapter cannot be read: {error}") from error
+    if problem:
+        other = "Merge the adapter, then export the merged model" if model.base else "Export it"
+        raise RunError(f"{problem} {other} in one of the formats {', '.join(OF_MODEL)}.")
 
 
 def require_environment(then: str) -> None:
@@ -107,9 +138,16 @@ def file_of(job: Run) -> Path | None:
     return job.path / name if name and (job.path / name).is_file() else None
 
 
+def adapter_of(file: Path) -> Path | None:
+    """The file of the adapter that belongs to the GGUF file of a base model; None if the model is in one file."""
+    return next(file.parent.glob(ADAPTER_FILE.format(run="*")), None)
+
+
 def names(file: Path) -> list[str]:
     """The GGUF file and those next to it that belong to it."""
-    return [file.name, *(name for name in (CERTIFICATE, MODELFILE, PRESET) if (file.parent / name).is_file())]
+    adapter = adapter_of(file)
+    others = (name for name in (CERTIFICATE, MODELFILE, PRESET) if (file.parent / name).is_file())
+    return [file.name, *([adapter.name] if adapter else []), *others]
 
 
 def _is_current(job: Run, model: trained.TrainedModel) -> bool:
@@ -127,4 +165,6 @@ def as_json(job: Run) -> dict[str, Any]:
     """For page and command line: the job, its format, and the file once there is one."""
     file = file_of(job)
     shown = {"file": str(file), "bytes": file.stat().st_size, "files": names(file)} if file else None
+    if file and shown and (adapter := adapter_of(file)):
+        shown |= {"adapter": str(adapter), "adapter_bytes": adapter.stat().st_size}
     return {**jobs.as_json(job), "format": _request(job)[1], "gguf": shown}

@@ -61,6 +61,7 @@ def start(run: Run, settings: Settings, token: str = "") -> Run:
     export, file = find_file(run, settings)
     request = {
         "file": str(file.relative_to(export.path.parent)),
+        "adapter": str(adapter.relative_to(export.path.parent)) if (adapter := gguf.adapter_of(file)) else "",
         "format": gguf.as_json(export)["format"],
         "name": run.name,
         "port": settings.port,

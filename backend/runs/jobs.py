@@ -22,13 +22,14 @@ from backend.runs import EVALUATED, JOBS, Plan, files, json_values
 from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, runs
 
 CHAT, EVALUATION, BENCHMARK, MERGE = "chat", "evaluation", "benchmark", "merge"
-GGUF, SERVE, PUBLISH = "gguf", "serve", "publish"
+GGUF, QUANTIZE, SERVE, PUBLISH = "gguf", "quantize", "serve", "publish"
 MODULES = {  # kind -> its process
     CHAT: "backend.inference",
     EVALUATION: "backend.inference",
     BENCHMARK: "backend.inference",
     MERGE: "backend.export",
     GGUF: "backend.export",
+    QUANTIZE: "backend.export",
     SERVE: "backend.serve",
     PUBLISH: "backend.publish",
 }

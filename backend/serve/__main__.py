@@ -67,7 +67,8 @@ def _start(folder: Path, request: dict[str, Any], token: str) -> ServerProcess:
     _report(folder, LOADING, f"Loading {file.name}.")
     context = request["context"] or DEFAULT_CONTEXT
     others = {name: request[name] for name in ("name", "port", "parallel", "threads", "template_kwargs")}
-    settings = Settings(file, token, context, **others)
+    adapter = jobs / request["adapter"] if request.get("adapter") else None
+    settings = Settings(file, token, context, adapter=adapter, **others)
     try:
         server = ServerProcess(Path(request["environment"]), settings, folder / LOG_FILE)
     except ServerError as error:

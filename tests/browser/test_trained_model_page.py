@@ -3,6 +3,7 @@
 import fcntl
 import io
 import json
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -21,6 +22,7 @@ sys.path.append(str(Path(__file__).parent.parent / "unit"))
 from failed_runs import ended, planted_run
 
 FULL = {"method.kind": "full", "model.builtin": "tiny-llama"}
+QUANTIZE = {"step": None, "format": "bnb-nf4", "merge": ""}
 FILES = {"config.json": {"architectures": ["LlamaForCausalLM"]}, "tokenizer_config.json": {"chat_template": "x"}}
 
 
@@ -230,6 +232,36 @@ def test_a_model_is_exported_as_gguf(shared, page):
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(card.locator(".fp-gguf")).to_have_count(0, timeout=SLOW_TIMEOUT)
     assert not done.path.exists() and failed.path.exists()
+
+
+def test_an_adapter_and_a_quantized_checkpoint_are_exported(shared, page):
+    run = plant(shared, "both")
+    job, quantized = plant_export(run, "lora-q8_0"), jobs.create(run, jobs.QUANTIZE, QUANTIZE, {}, {})
+    (job.path / f"gguf/{run.id}-lora.gguf").write_bytes(b"LORA")
+    shutil.copytree(run.path / "model", quantized.path / "model")
+    (quantized.path / LOCK).touch()
+    found = {"same_argmax": 0.93, "positions": 254, "kl_mean": 0.0083}
+    certificate = {"status": "verified", "limits": [], "max_kl_mean": 0.2, "trained_to_checkpoint": found}
+    (quantized.path / RESULT).write_text(json.dumps({"model": "model", "certificate": certificate}))
+    (quantized.path / "state.json").write_text(json.dumps({"end": "done", "exit_code": 0}))
+    show_run(page, run)
+    card = page.get_by_role("region", name="Your model")
+    expect(card).to_contain_text("lora-q8_0, adapter 4 bytes, base model 4 bytes", timeout=SLOW_TIMEOUT)
+    link = card.get_by_role("link", name="Download GGUF LoRA").get_attribute("href")
+    assert page.request.get(link).body() == b"LORA"
+    expect(card).to_contain_text("Verified. Loaded in a new process and compared with the trained model: KL divergence")
+    formats = card.get_by_label("Format of the quantized checkpoint")
+    assert [text.partition(":")[0] for text in formats.locator("option").all_inner_texts()] == [
+        "bitsandbytes LLM.int8",
+        "torchao int8",
+        "torchao fp8",
+    ]
+    page.route("**/quantized", lambda route: route.fulfill(status=409, json={"error": "torchao is not installed."}))
+    with page.expect_request("**/quantized") as request:
+        card.get_by_role("button", name="Export quantized checkpoint").click()
+    assert request.value.post_data_json == {"step": None, "format": "bnb-int8"}
+    expect(page.locator("#fp-toasts")).to_contain_text("torchao is not installed", timeout=SLOW_TIMEOUT)
+    page.unroute_all(behavior="ignoreErrors")
 
 
 def assert_progress_keeps_the_focus(card, run, menu):

@@ -40,7 +40,7 @@ PYTHON_CODE = """\
 #!/bin/sh
 case "$1 $2 $3" in
     "-m torch.distributed.run "*|"-m deepspeed.launcher."*|"-m accelerate."*|"-m backend.train"*|\\
-    "-m backend.inference"*|"-u -m backend.train"*)
+    "-m backend.inference"*|"-m backend.export"*|"-u -m backend.train"*)
         FOOTPLATE_WARM={server} exec {standin} "$@" ;;
     *) exec {python} "$@" ;;
 esac

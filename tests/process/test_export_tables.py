@@ -65,9 +65,9 @@ VERIFIED = {
 }  # fmt: skip
 # Keys of published files that transformers 5 does not write.
 PUBLISHED = {"gpt2": {"n_ctx": 512}, "cohere2": {"rotary_pct": 1.0}}
-FORMATS = [name for name, format in gguf.FORMATS.items() if not format.larger]  # k-quants need rows of 256 elements
+FORMATS = [name for name, format in gguf.OF_MODEL.items() if not format.larger]  # k-quants need rows of 256 elements
 MERGES, FILES = "Merging an adapter", "GGUF files"
-TITLES = (MERGES, FILES)
+TITLES = (MERGES, FILES, "Quantized checkpoints")  # the last one is written by hand
 SMOLLM2 = "smollm2-135m-instruct"
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 ROUNDING = 1e-9  # smaller divergences of fp32 are rounding
@@ -84,11 +84,11 @@ ABOUT_FILES = (
     "have, which is why a model type that differs here may be right in the sizes that are published."
 )
 INTRODUCTION = """\
-# Merged models and GGUF files
+# Merged models, GGUF files and quantized checkpoints
 
-Written by `make soak PART=export_tables` on a CPU, with tiny models that have random weights: each cell is a run that
-was trained for 4 steps, and then merged or exported as a user would do it. A rule code is the rule that refuses the
-run before it starts.
+The first two sections are written by `make soak PART=export_tables` on a CPU, with tiny models that have random
+weights: each cell is a run that was trained for 4 steps, and then merged or exported as a user would do it. A rule code
+is the rule that refuses the run before it starts.
 """
 
 

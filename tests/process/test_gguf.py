@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,20 +19,23 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from training_runs import make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from backend import presets
-from backend.environments import CONVERTER
+from backend.environments import ADAPTER_SCRIPT, CONVERTER
 from backend.export import gguf_certificate, llama_cpp, loading, modelfile
 from backend.export import merge as merging
 from backend.export.comparison import log_probabilities
 from backend.export.gguf import GgufExport
+from backend.export.gguf_adapter import GgufAdapterExport, write_plain_adapter
 from backend.export.gguf_certificate import Trained, divergence
 from backend.export.llama_cpp import Generated
+from backend.export.quantized import QuantizedExport
 from backend.models import trained
-from backend.models.gguf import FOLDER, MODELFILE, PRESET
+from backend.models.gguf import FOLDER, FORMATS, MODELFILE, PRESET
 from backend.runs import BASE, CERTIFICATE, CHECKPOINTS, JOBS, MODEL, RESULT, SPEC, STOP
 from backend.runs.folder import Run
 from backend.train.generation_eval import BEFORE
@@ -52,6 +56,10 @@ folder = pathlib.Path(sys.argv[1])
 assert json.loads((folder / "tokenizer_config.json").read_text())["add_bos_token"] is False
 pathlib.Path(sys.argv[3]).write_text(str((folder / "model.safetensors").resolve().parent))
 """
+CONVERT_ADAPTER = """import pathlib, sys
+assert (pathlib.Path(sys.argv[3]) / "config.json").is_file()
+pathlib.Path(sys.argv[5]).write_text(sys.argv[1])
+"""
 # Copies the converted file, and says which types its weights have.
 QUANTIZE = """import pathlib, sys
 source, target, format = sys.argv[1:]
@@ -68,8 +76,12 @@ class Transformers:
 
     fault = ""
 
-    def __init__(self, file: Path, *_: Path) -> None:
+    def __init__(self, file: Path, *others: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(file.read_text(), dtype=torch.float32).eval()
+        if adapter := others[2:]:
+            self.model = PeftModel.from_pretrained(self.model, adapter[0].read_text()).eval()
+            if self.fault == "adapter":
+                self.model.base_model.disable_adapter_layers()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(file.read_text())
         eos = self.model.generation_config.eos_token_id
         self.stops = {eos} if isinstance(eos, int) else set(eos)
@@ -141,6 +153,7 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
     """Exports a run in the folder `job`, with the stand-ins of converter and runtime."""
     (tmp_path / "env" / CONVERTER).mkdir(parents=True)
     (tmp_path / "env" / CONVERTER / "convert_hf_to_gguf.py").write_text(CONVERT)
+    (tmp_path / "env" / CONVERTER / ADAPTER_SCRIPT).write_text(CONVERT_ADAPTER)
     monkeypatch.setattr(llama_cpp, "Server", Transformers)
 
     (tmp_path / "quantize.py").write_text(QUANTIZE)
@@ -154,7 +167,8 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
         folder.mkdir(exist_ok=True)
         request = {"step": step, "format": format, "merge": merge, "environment": str(tmp_path / "env")}
         (folder / "gguf.json").write_text(json.dumps(request))
-        return GgufExport(Run(run), folder, RunLog(folder)).run_all()
+        kind = GgufAdapterExport if FORMATS[format].base else GgufExport
+        return kind(Run(run), folder, RunLog(folder)).run_all()
 
     return make
 
@@ -173,6 +187,59 @@ def test_a_verified_file(adapter: Path, export: Callable[..., dict[str, Any]], t
     assert (folder / MODELFILE).read_text().startswith(f"FROM ./{adapter.name}-q8_0.gguf\nTEMPLATE")
     assert json.loads((folder / PRESET).read_text())["name"] == f"{adapter.name}-q8_0"
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [FOLDER, "gguf.json", "progress.json"]
+
+
+def test_an_adapter_next_to_its_base_model(
+    adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """It needs no merge. One that does nothing in llama.cpp is found."""
+    found = export(adapter, merge="", format="lora-f16")
+    folder, certificate, name = tmp_path / "job" / FOLDER, found["certificate"], adapter.name
+    assert found["model"] == f"{FOLDER}/{name}-base-f16.gguf" and certificate["status"] == "verified"
+    assert certificate["trained_to_file"]["kl_mean"] < 1e-6 < 1e-3 < certificate["trained_to_base"]["kl_mean"]
+    files = [MODELFILE, CERTIFICATE, f"{name}-base-f16.gguf", f"{name}-lora.gguf"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(files)
+    lines = (folder / MODELFILE).read_text().splitlines()
+    assert lines[:2] == [f"FROM ./{name}-base-f16.gguf", f"ADAPTER ./{name}-lora.gguf"]
+    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [FOLDER, "gguf.json", "progress.json"]
+    shutil.rmtree(tmp_path / "job")
+    with pytest.raises(TrainError, match=r"was deleted\. llama\.cpp predicts differently"):
+        export(adapter, merge="", format="lora-f16", fault="adapter")
+    differences = json.loads((tmp_path / "job" / RESULT).read_text())["certificate"]["differences"]
+    assert any("cannot rule out that the adapter is missing" in each for each in differences)
+    assert not list((tmp_path / "job").rglob("*.gguf"))
+
+
+def test_a_quantized_checkpoint(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
+) -> None:
+    """A new process loads it; test_quantized_checkpoint.py has the other formats, and what goes wrong."""
+    monkeypatch.setattr(sys, "executable", str(fork_server.python))
+    (tmp_path / "quantize.json").write_text(json.dumps({"step": None, "format": "bnb-nf4", "merge": "m"}))
+    certificate = QuantizedExport(Run(adapter), tmp_path, RunLog(tmp_path)).run_all()["certificate"]
+    assert 0 < certificate["trained_to_checkpoint"]["kl_mean"] < certificate["trained_to_base"]["kl_mean"]
+    assert certificate["stop_tokens"] == ["<|im_end|>"] and certificate["differences"] == []
+    assert json.loads((tmp_path / MODEL / CERTIFICATE).read_text()) == certificate
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / MODEL)
+    assert loaded.is_quantized and loaded.config.quantization_config.bnb_4bit_quant_type == "nf4"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True}, {"rank_pattern": {"q": 2}, "alpha_pattern": {"v": 3}, "use_rslora": True}]
+)
+def test_an_adapter_has_its_trained_scale_as_alpha_by_rank(tmp_path: Path, options: dict[str, Any]) -> None:
+    """llama.cpp multiplies each pair of matrices with lora_alpha divided by their rank."""
+    base = torch.nn.ModuleDict({name: torch.nn.Linear(8, 6) for name in ("q", "v")})
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q", "v"], init_lora_weights=False, **options)
+    adapted: Any = get_peft_model(base, config)  # type: ignore[arg-type]
+    adapted.save_pretrained(tmp_path / "adapter")
+    write_plain_adapter(tmp_path / "adapter", tmp_path / "plain")
+    alpha = json.loads((tmp_path / "plain/adapter_config.json").read_text())["lora_alpha"]
+    tensors = load_file(tmp_path / "plain/adapter_model.safetensors")
+    for name in ("q", "v"):
+        a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+        expected = adapted.base_model.model[name].get_delta_weight("default")
+        torch.testing.assert_close(b @ a * (alpha / a.shape[0]), expected)
 
 
 def test_a_k_quant(

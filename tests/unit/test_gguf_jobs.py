@@ -55,7 +55,7 @@ def test_what_is_refused(plant, capsys):
     environments.environment_folder("gguf").mkdir(parents=True)  # as an interrupted creation leaves it
     assert main(["export-model", "--runs", str(run.path.parent), run.id]) == 2
     assert "`footplate env create gguf`" in capsys.readouterr().err
-    with pytest.raises(RunError, match="Choose one of q8_0, q6_k, q5_k_m, q4_k_m, f16, bf16"):
+    with pytest.raises(RunError, match="Choose one of q8_0, q6_k, q5_k_m, q4_k_m, f16, bf16, lora-q8_0"):
         gguf.start(run, None, "q2_k")
     with pytest.raises(RunError, match="no weights of checkpoint 7"):
         gguf.start(run, 7, "q8_0")
@@ -74,6 +74,58 @@ def test_an_adapter_has_to_be_merged_first(plant):
     request = json.loads((gguf.start(run, None, "q8_0").path / "gguf.json").read_text())
     environment = str(environments.environment_folder("gguf"))
     assert request == {"step": None, "format": "q8_0", "merge": job.id, "environment": environment}
+
+
+LORA = ("q_proj.lora_A.weight", "q_proj.lora_B.weight")
+ADAPTERS = {  # tensors and keys of adapter_config.json -> what is named
+    "plain": (LORA, {"use_rslora": True}, ""),
+    "dora": (LORA, {"use_dora": True}, "DoRA magnitude vectors"),
+    "bias": (LORA, {"bias": "lora_only"}, "biases of the base model's layers"),
+    "modules": (LORA, {"modules_to_save": ["norm"]}, r"trained in full \(lora.modules_to_save\)"),
+    "tokens": (LORA, {"trainable_token_indices": [7]}, "embeddings of added tokens"),
+    "experts": (LORA, {"target_parameters": ["experts.gate_up_proj"]}, "stacked experts"),
+    "residual": (LORA, {"init_lora_weights": "pissa_niter_4"}, "The final model of the run is converted"),
+    "another kind": (("x.hada_w1_a",), {"peft_type": "LOHA"}, "this one is of the kind LOHA"),
+    "another weight": ((*LORA, "norm.weight"), {}, "no LoRA matrices, such as base_model.model.norm.weight"),
+    "head": (("lm_head.lora_A.weight", "lm_head.lora_B.weight"), {}, "embeddings or of the LM head"),
+    "embeddings": (("embed_tokens.lora_embedding_A",), {}, "embeddings or of the LM head"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_as_a_file_of_its_own(plant, name):
+    """It needs no merge. What llama.cpp cannot load is refused before the start."""
+    run = plant(is_adapter=True)
+    tensors, changes, named = ADAPTERS[name]
+    (run.path / "model/adapter_config.json").write_text(json.dumps(BASE | changes))
+    write_header(run.path / "model/adapter_model.safetensors", [f"base_model.model.{each}" for each in tensors])
+    create_environment()
+    if named:
+        with pytest.raises(RunError, match=rf"{named}.*(Merge the adapter, then export|export that one)"):
+            gguf.start(run, None, "lora-q8_0")
+        return
+    with pytest.raises(RunError, match=r"without llama.cpp's converter of LoRA adapters\. Run `footplate env create"):
+        gguf.start(run, None, "lora-q8_0")
+    script = environments.environment_folder("gguf") / environments.CONVERTER / environments.ADAPTER_SCRIPT
+    script.parent.mkdir()
+    script.touch()
+    job = gguf.start(run, None, "lora-q8_0")
+    assert json.loads((job.path / "gguf.json").read_text())["merge"] == ""
+    finished(job, {"model": f"{FOLDER}/run-base-q8_0.gguf"})
+    (job.path / FOLDER).mkdir()
+    for file in ("run-base-q8_0.gguf", "run-lora.gguf"):
+        (job.path / FOLDER / file).touch()
+    shown = gguf.as_json(job)["gguf"]
+    assert shown["files"] == ["run-base-q8_0.gguf", "run-lora.gguf"] and shown["adapter"].endswith("run-lora.gguf")
+    with pytest.raises(RunError, match="has full weights and no adapter"):
+        gguf.start(plant(), None, "lora-f16")
+
+
+def write_header(path, names):
+    """A safetensors file with a tensor of one byte for each name."""
+    tensors = {name: {"dtype": "U8", "shape": [1], "data_offsets": [n, n + 1]} for n, name in enumerate(names)}
+    header = json.dumps(tensors).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(len(names)))
 
 
 def finished(job, result, **state):

@@ -28,6 +28,7 @@ from webui.api import (
     model_zip,
     paths,
     publish,
+    quantized,
     rehearsals,
     rules_page,
     runs,
@@ -131,6 +132,7 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs/{id}/publications": publish.start,
     "/api/runs/{id}/publications/summary": publish.summarize,
     "/api/runs/{id}/gguf": gguf.start,
+    "/api/runs/{id}/quantized": quantized.start,
     "/api/runs/{id}/servers": servers.start,
     "/api/runs/{id}/jobs/{job}/stop": jobs.stop,
 }

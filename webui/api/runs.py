@@ -19,7 +19,7 @@ from backend import presets
 from backend.config import RunSpec, variables
 from backend.config.options import SpecError, changes, effective, masked_value
 from backend.inspect import predecessor
-from backend.models import gguf, merge, serve, trained
+from backend.models import gguf, merge, quantized, serve, trained
 from backend.publish import publication
 from backend.runs import (
     LOG,
@@ -210,6 +210,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "merge": merge.as_json(job) if model and model.base and (job := merge.find(run, model)) else None,
         "publications": [publication.as_json(job) for job in publication.find_all(run)],
         "gguf": [gguf.as_json(job) for job in gguf.find_all(run, model)] if model else [],
+        "quantized": [quantized.as_json(job) for job in quantized.find_all(run, model)] if model else [],
         "server": serve.as_json(job) if (job := serve.current(run)) else None,
         "folder": str(run.path),
         "can": run.can(),

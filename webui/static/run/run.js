@@ -292,7 +292,7 @@ async function pull(isCurrent) {
   run = found;
   draw();
   if (before && hasEnded(before.state) && isRestarted(before, run.summary)) resumePanels();
-  const hasJobs = [run.merge, run.server, ...run.gguf, ...run.publications].some(isAlive);
+  const hasJobs = [run.merge, run.server, ...run.gguf, ...run.quantized, ...run.publications].some(isAlive);
   return ended() && !hasJobs ? "rest" : undefined; // another window or a shell may restart it
 }
 
@@ -460,8 +460,8 @@ function drawModel() {
   const from = run.spec?.["model.path"] || run.spec?.["model.hub_id"] || "";
   const generations = run.result?.samples?.length;
   const showGenerations = generations ? () => page.generations.node.scrollIntoView({ behavior: "smooth" }) : null;
-  const { model, merge, gguf, server, publications } = run;
-  const shown = model && { ...model, merge, gguf, server, publications, generations };
+  const { model, merge, gguf, quantized, server, publications } = run;
+  const shown = model && { ...model, merge, gguf, quantized, server, publications, generations };
   page.model.draw(shown, { base: base(), from, train, refresh: page.poller.wake, showGenerations });
 }
 

@@ -1,5 +1,6 @@
 // @ts-check
-// Part of the card "Your model": exporting full weights as a GGUF file, and whether llama.cpp runs the same model.
+// Part of the card "Your model": exporting full weights or an adapter as a GGUF file, and whether llama.cpp runs the
+// same model.
 import { post } from "../api.js";
 import { copy, el } from "../dom.js";
 import { bytes, num, percent } from "../format.js";
@@ -25,6 +26,10 @@ const FORMATS = {
   q4_k_m: "q4_k_m: about 4.9 bits, the usual choice for large models",
   f16: "f16: 16 bits, closest to the trained model",
   bf16: "bf16: 16 bits, for weights beyond the range of fp16",
+  "lora-q8_0": "lora-q8_0: adapter as GGUF LoRA, base model in q8_0",
+  "lora-q4_k_m": "lora-q4_k_m: adapter as GGUF LoRA, base model in q4_k_m",
+  "lora-f16": "lora-f16: adapter as GGUF LoRA, base model in f16",
+  "lora-bf16": "lora-bf16: adapter as GGUF LoRA, base model in bf16",
 };
 const FILES = {
   Modelfile: "Modelfile for Ollama (untested)",
@@ -33,6 +38,7 @@ const FILES = {
 };
 const WHY =
   "A GGUF file runs in llama.cpp, Ollama and LM Studio. Footplate compares its outputs with the trained model's.";
+const isLora = (format) => format.startsWith("lora-");
 let chosen = "q8_0";
 
 /** `gguf` has the newest export of each format. */
@@ -40,18 +46,19 @@ export const GGUF = {
   work: "Exporting",
   stop: "Stop exporting",
   shown: ({ base, step, merge, gguf, is_reward_model: isRewardModel }) =>
-    !isRewardModel && (!base || merge?.model) ? { step, gguf } : null,
+    isRewardModel ? null : { step, gguf, isFull: !base || Boolean(merge?.model), isAdapter: Boolean(base) },
   jobs: ({ gguf }) => gguf,
   parts: ggufParts,
 };
 
-function ggufParts({ step, gguf }, run, progress) {
+function ggufParts({ step, gguf, isFull, isAdapter }, run, progress) {
   const done = gguf.filter((job) => job.gguf);
   const failed = gguf.find((job) => !job.gguf && failureText(job));
-  const left = Object.keys(FORMATS).filter((format) => !done.some((job) => job.format === format));
+  const possible = Object.keys(FORMATS).filter((format) => (isLora(format) ? isAdapter : isFull));
+  const left = possible.filter((format) => !done.some((job) => job.format === format));
   return [
     el("h4", {}, "GGUF"),
-    el("p.fp-dim", {}, WHY),
+    el("p.fp-dim", {}, isFull ? WHY : `${WHY} An adapter that is not merged is exported as GGUF LoRA.`),
     ...done.map((job) => filePart(job, run)),
     failed && failurePart(`${failed.format}: ${failureText(failed)} ${failed.failure?.help || ""}`.trim()),
     gguf.some(isAlive) ? progress : left.length > 0 && startPart(left, step, run),
@@ -72,21 +79,27 @@ function startPart(formats, step, run) {
 function filePart(job, run) {
   const { certificate } = job.result;
   const [file, ...others] = job.gguf.files;
+  const adapter = job.gguf.adapter;
+  const size = adapter
+    ? `adapter ${bytes(job.gguf.adapter_bytes)}, base model ${bytes(job.gguf.bytes)}`
+    : bytes(job.gguf.bytes);
+  const label = (name) => FILES[name] || (adapter?.endsWith(name) ? "Download GGUF LoRA" : name);
   const link = (name, label) =>
     downloadLink(label, `${run.base}/gguf/${job.id}/files/${encodeURIComponent(name)}`, named(label, job.format));
   const question = `Delete the GGUF file in ${job.format}?`;
   return el(
     "div.fp-gguf",
     {},
-    el("p.fp-dim.fp-figures", {}, `${job.format}, ${bytes(job.gguf.bytes)}`),
+    el("p.fp-dim.fp-figures", {}, `${job.format}, ${size}`),
+    adapter && el("p", {}, el("code.fp-path", {}, adapter)),
     el("p", {}, el("code.fp-path", {}, job.gguf.file)),
     verdict(certificate),
     certificate.replaced && el("p.fp-dim", {}, certificate.replaced),
     ...limitations(certificate.limits),
     fold(`Outputs of the trained model and of llama.cpp (${job.format})`, outputs(certificate)),
     actions(
-      link(file, "Download GGUF"),
-      ...others.map((name) => link(name, FILES[name] || name)),
+      link(file, adapter ? "Download GGUF of the base model" : "Download GGUF"),
+      ...others.map((name) => link(name, label(name))),
       button("Copy path", () => copy(job.gguf.file, "Path"), named("Copy path", job.format)),
       deleteButton("Delete", question, job.id, run, named("Delete", job.format)),
     ),

@@ -6,15 +6,16 @@ import { GGUF } from "./run_gguf.js";
 import { actions, button, createSection, downloadLink, keepFocus } from "./run_jobs.js";
 import { MERGE, furtherButton } from "./run_merge.js";
 import { PUBLICATIONS } from "./run_publish.js";
+import { QUANTIZED } from "./run_quantized.js";
 import { fold } from "./run_results.js";
 import { SERVER } from "./run_serve.js";
 
-const ABOUT = { shown: ({ merge, gguf, server, publications, ...about }) => about, parts: aboutParts };
+const ABOUT = { shown: ({ merge, gguf, quantized, server, publications, ...about }) => about, parts: aboutParts };
 
 /** The card, a section for each thing to do with the model. */
 export function createModelCard() {
   const heading = el("h3", { tabindex: -1 }, "Your model");
-  const sections = [ABOUT, MERGE, GGUF, SERVER, PUBLICATIONS].map(createSection);
+  const sections = [ABOUT, MERGE, GGUF, QUANTIZED, SERVER, PUBLICATIONS].map(createSection);
   const status = el(
     "div.fp-sr",
     {},
@@ -24,7 +25,7 @@ export function createModelCard() {
   node.append(...sections.map((section) => section.node), status);
   /**
    * @param {{ folder: string, step: number | null, base: string, bytes: number, code: string, merge: any, gguf: any[],
-   * server: any, publications: any[], further: any, is_reward_model: boolean } | null} model
+   * quantized: any[], server: any, publications: any[], further: any, is_reward_model: boolean } | null} model
    * @param {{ base: string, from: string, train: (fix: any) => void, refresh: () => void, showGenerations: (() => void)
    * | null }} run base is its API path, from the model that it started with, train opens Build with a change
    */

@@ -1,0 +1,88 @@
+"""What exports in all formats share: which model of the run it is, its full weights, and the trained model itself."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from backend.config import RunSpec
+from backend.export import loading
+from backend.export.comparison import log_probabilities
+from backend.models import trained
+from backend.runs import JOBS
+from backend.runs.folder import Run
+from backend.train import base_weights
+from backend.train.run_log import RunLog, TrainError
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass
+class Export:
+    """One export of the model of `run`, as the job in `folder` says."""
+
+    run: Run
+    folder: Path
+    run_log: RunLog
+
+    def _phase(self, name: str, text: str, fraction: float) -> None:
+        loading.start_phase(self.run_log, name, text, fraction)
+
+    def _progress(self, name: str, text: str, fraction: float) -> None:
+        """Report how far a phase is. Raises Stopped."""
+        loading.check_stop(self.run_log)
+        self.run_log.progress(name, text, fraction)
+
+    def _model(self, step: int | None) -> trained.TrainedModel:
+        found = trained.at_step(self.run, step)
+        if found is None:
+            raise TrainError("The run has no model that can be loaded at this step.")
+        return found
+
+    def _weights(self, found: trained.TrainedModel, merge: str) -> Path:
+        """The folder with full weights."""
+        if not found.base:
+            return found.folder
+        job = Run(self.run.path / JOBS / merge)
+        merged = trained.find(job) if merge and job.path.is_dir() else None
+        if not merged:
+            raise TrainError("The merged model of this adapter was deleted. Merge the adapter again, then export.")
+        return merged.folder
+
+    def _trained_model(
+        self, spec: RunSpec, found: trained.TrainedModel, tokenizer: Any, probes: Any
+    ) -> tuple[Any, Tensors, Tensors | None, str]:
+        """The trained model in fp32; the token ids that `probes` gives for it; the log-probabilities of the base model
+        for these, None for full weights; and how the base model was identified."""
+        if not found.base:
+            whole, of_base, base_check = self._full_weights(spec, found.folder), None, ""
+            batches = probes(whole)
+        else:
+            source = loading.locate(spec, self.run_log)
+            base_check = base_weights.check(self.run.path, source)
+            base = loading.load_base(self.run, spec, source, tokenizer)
+            batches = probes(base)
+            of_base = log_probabilities(base, batches, "base model")
+            whole = loading.load_adapter(base, found.folder)
+        if (found.folder / trained.GENERATION).is_file():
+            whole.generation_config = GenerationConfig.from_pretrained(found.folder)
+        return whole, batches, of_base, base_check
+
+    def _full_weights(self, spec: RunSpec, folder: Path) -> Any:
+        loading.check_memory(folder)
+        options = {"local_files_only": True, "trust_remote_code": spec.model.trust_remote_code}
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+    def _require_room(self, what: str, need: float, other: str = "") -> None:
+        """Raise TrainError if there is no room for `need` bytes: `what` needs them, and `other` is further advice."""
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            raise TrainError(
+                f"The {what} {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on the disk of "
+                f"{self.folder.resolve()}. Free some disk space{other}."
+            )

@@ -1,0 +1,46 @@
+"""Which adapters llama.cpp can load as a GGUF file next to one of their base model."""
+
+from __future__ import annotations
+
+import re
+
+from backend.inspect.weights import tensor_shapes
+from backend.models.trained import ADAPTER, TrainedModel, is_residual
+from backend.runs import json_values
+
+WEIGHTS = "adapter_model.safetensors"
+LORA = re.compile(r"\.lora_(?:[AB]\.weight|embedding_[AB])$")
+EMBEDDINGS = re.compile(r"\.lora_embedding_[AB]$|(?:^|\.)(?:lm_head|embed_out)\.lora_[AB]\.weight$")
+# Keys of adapter_config.json -> what the adapter has if they are set.
+OTHER_PARTS = {
+    "use_dora": "DoRA magnitude vectors",
+    "lora_bias": "biases of the LoRA matrices",
+    "modules_to_save": "modules that were trained in full (lora.modules_to_save)",
+    "trainable_token_indices": "embeddings of added tokens",
+    "target_parameters": "LoRA matrices of stacked experts",
+    "layer_replication": "replicated layers",
+}
+
+
+def problem(model: TrainedModel) -> str:
+    """Why llama.cpp cannot load the adapter of `model` as a LoRA adapter: a sentence; '' if it can. Raises
+    WeightsError."""
+    if not model.base:
+        return "The model has full weights and no adapter."
+    config = json_values.read(model.folder / ADAPTER)
+    if (kind := config.get("peft_type")) != "LORA":
+        return f"llama.cpp loads LoRA adapters only; this one is of the kind {kind or 'unknown'}."
+    if is_residual(config):
+        return (
+            "An adapter in a checkpoint of PiSSA or OLoRA belongs to base weights that this initialization changed. "
+            "The final model of the run is converted to an adapter of the original base model: export that one."
+        )
+    parts = [label for key, label in OTHER_PARTS.items() if config.get(key)]
+    if config.get("bias", "none") != "none":
+        parts.append("biases of the base model's layers")
+    names = tensor_shapes(model.folder / WEIGHTS)
+    if others := [name for name in names if not LORA.search(name)]:
+        parts = parts or [f"weights that are no LoRA matrices, such as {others[0]}"]
+    elif embeddings := [name for name in names if EMBEDDINGS.search(name)]:
+        parts = parts or [f"some of embeddings or of the LM head, such as {embeddings[0]}"]
+    return f"llama.cpp loads LoRA matrices of linear layers only; this adapter has {parts[0]}." if parts else ""

@@ -1,0 +1,123 @@
+"""Saving the model of a run as a quantized checkpoint that transformers loads: the formats, and the job, whose process
+is `backend.export`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from backend import presets, registry
+from backend.models import merge, trained
+from backend.runs import MODEL, SPEC, jobs, json_values
+from backend.runs.folder import ALIVE, Run, RunError
+
+BNB_MIN_VERSION = registry.QUANTIZATIONS["nf4"].package_min_version
+TORCHAO_MIN_VERSION = "0.15.0"  # transformers 5.23 utils/import_utils.py
+
+
+@dataclass(frozen=True)
+class Format:
+    """`label`: for users; `package` quantizes and loads, from `min_version`; `bytes`: of a quantized element, at most;
+    `max_kl`: the largest mean KL divergence from the trained model, in nats per token; `larger`: the format to choose
+    if it differs, '' for none."""
+
+    label: str
+    package: str
+    min_version: str
+    bytes: float
+    max_kl: float
+    larger: str = ""
+
+
+FORMATS: Mapping[str, Format] = {
+    "bnb-nf4": Format("bitsandbytes NF4", "bitsandbytes", BNB_MIN_VERSION, 0.6, 0.2, larger="bnb-int8"),
+    "bnb-int8": Format("bitsandbytes LLM.int8", "bitsandbytes", BNB_MIN_VERSION, 1.01, 0.03),
+    "torchao-int8": Format("torchao int8, weights only", "torchao", TORCHAO_MIN_VERSION, 1.01, 0.03),
+    "torchao-fp8": Format("torchao fp8, weights only", "torchao", TORCHAO_MIN_VERSION, 1.01, 0.05, "torchao-int8"),
+}
+
+
+def start(run: Run, step: int | None, format: str) -> Run:
+    """The job that quantizes, or has quantized, the model of a checkpoint or the final one (None) in this format;
+    started if there is none. Raises RunError."""
+    model = merge.find_model(run, step)
+    if registry.STAGES[presets.read(run.path / SPEC).train.stage].is_reward_model:
+        raise RunError(
+            "Reward models cannot be exported as quantized checkpoints: their scores would not be compared. Use the "
+            "model itself, or quantize it while loading."
+        )
+    merged = merge.find_merged(run, step) if model.base else None  # quantization needs full weights
+    _require_quantizable(merged.path / MODEL if merged else model.folder, format)
+    with jobs.alone(run):
+        if (job := find(run, model, format)) and (job.state in ALIVE or job.result().get("model")):
+            return job
+        jobs.require_ended(run, jobs.QUANTIZE, "Another quantized checkpoint of this run is being written")
+        for earlier in jobs.find_all(run, jobs.QUANTIZE):
+            if _request(earlier) == (step, format):  # failed, or of a model that was replaced
+                earlier.delete()
+        request = {"step": step, "format": format, "merge": merged.id if merged else ""}
+        job = jobs.create(run, jobs.QUANTIZE, request, merge.ON_CPU, {})
+        job.start()
+        return job
+
+
+def _require_quantizable(folder: Path, format: str) -> None:
+    """Raise RunError if the package is missing, or the architecture of the model in `folder` cannot be quantized."""
+    kind = FORMATS[format]
+    try:
+        version = metadata.version(kind.package)
+    except metadata.PackageNotFoundError:
+        version = ""
+    if not version or Version(version) < Version(kind.min_version):
+        there = f"{kind.package} {version} is installed" if version else f"{kind.package} is not installed"
+        raise RunError(f"{format} needs {kind.package} {kind.min_version} or later; {there}. Install it with pip.")
+    try:
+        config = json_values.read(folder / trained.CONFIG)
+        types = {str(part.get("model_type")) for part in (config, config.get("text_config") or {})}
+    except (OSError, ValueError, AttributeError) as error:
+        raise RunError(f"{folder / trained.CONFIG} cannot be read: {error}") from error
+    for name in sorted(types & registry.UNQUANTIZABLE.keys()):
+        raise RunError(
+            f"The architecture {name} {registry.UNQUANTIZABLE[name]}, which does not work with quantized weights. Use "
+            "the model itself, or export it as GGUF."
+        )
+    if config.get("quantization_config"):
+        raise RunError("The weights of this model are quantized already.")
+
+
+def find(run: Run, model: trained.TrainedModel, format: str) -> Run | None:
+    """The newest job for this model and format, unless it quantized an earlier model of this step, or its checkpoint
+    was deleted."""
+    for job in jobs.find_all(run, jobs.QUANTIZE):
+        if _request(job) == (model.step, format) and (job.state in ALIVE or _is_current(job, model)):
+            return job
+    return None
+
+
+def find_all(run: Run, model: trained.TrainedModel) -> list[Run]:
+    """The newest job of each format, in the order of the formats."""
+    return [job for format in FORMATS if (job := find(run, model, format))]
+
+
+def _is_current(job: Run, model: trained.TrainedModel) -> bool:
+    is_newer = jobs.is_newer(job, jobs.QUANTIZE, model.folder)
+    return is_newer and (not job.result().get("model") or (job.path / MODEL).is_dir())
+
+
+def _request(job: Run) -> tuple[Any, Any]:
+    """Step and format."""
+    found = jobs.request(job.path, jobs.QUANTIZE)
+    return found.get("step", -1), found.get("format", "")
+
+
+def as_json(job: Run) -> dict[str, Any]:
+    """For page and command line: the job, its format, and the checkpoint once there is one."""
+    model = trained.find(job) if job.result().get("model") else None
+    format = _request(job)[1]
+    label = FORMATS[format].label if format in FORMATS else format
+    return {**jobs.as_json(job), "format": format, "label": label, "model": model.as_json() if model else None}
