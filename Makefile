@@ -1,4 +1,4 @@
-# Targets: run, test, check, soak, soak-cpu, gpu, bench, docs, pictures. Each sets up what it needs.
+# Targets: run, test, check, soak, soak-cpu, gpu, bench, docs, lock, pictures. Each sets up what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ export FOOTPLATE_TEST_THREADS := $(or $(THREADS),1)
 # Some environments forbid compiled modules, so that each of hundreds of processes would compile the project again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: installed setup run test check types javascript soak soak-cpu gpu bench docs pictures tools
+.PHONY: installed setup run test check types javascript soak soak-cpu gpu bench docs lock pictures tools
 
 setup: $(VENV)/compiled  ## a virtual environment with the versions of constraints.txt
 
@@ -83,6 +83,9 @@ bench: installed  ## timings, printed as tables
 
 docs: setup  ## writes docs/options.md and docs/rules.md
 	$(BIN)/python -m backend docs
+
+lock: setup  ## writes backend/environments/vllm.lock from the package index, after a change of VLLM in tests/lock_vllm.py
+	$(BIN)/python tests/lock_vllm.py
 
 pictures: installed  ## the screenshots of README and guide; trains the preset First run
 	$(BIN)/python tests/browser/pictures.py $(ARGS)

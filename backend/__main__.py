@@ -39,6 +39,8 @@ from backend.environments import ENVIRONMENTS
 from backend.models import quantized
 from backend.models.benchmark import LIMIT
 from backend.models.gguf import DEFAULT, FORMATS
+from backend.models.serve import DTYPES as SERVE_DTYPES
+from backend.models.serve import LLAMA_CPP, VLLM
 from backend.runs.folder import RunError
 from backend.tasks.tuning.tuning import MINUTES
 
@@ -395,28 +397,29 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
 
 
 def _add_serve(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
-    served = command("serve", run_id, help="serve a GGUF file of a run with an OpenAI-compatible API, on the CPU")
+    served = command("serve", run_id, help="serve a model of a run with an OpenAI-compatible API: llama.cpp or vLLM")
     add = served.add_argument
-    add("--file", default="", metavar="FILE", help="name or path of the GGUF file (default: the newest of the run)")
-    add("--format", choices=tuple(FORMATS), default="", help="the newest file of this format (default: any)")
+    engine = "default: llama.cpp if the run has a GGUF file or vLLM is not installed, else vllm"
+    add("--engine", choices=(LLAMA_CPP, VLLM), default="", help=engine)
     add("--port", type=int, default=0, metavar="N", help="port of 127.0.0.1 (default: a free one)")
-    add(
-        "--context",
-        type=int,
-        default=0,
-        metavar="N",
-        help="most tokens of a prompt and its output (default: 4096, or the model's context)",
-    )
-    add("--parallel", type=int, default=1, metavar="N", help="concurrent requests (default: 1)")
-    add(
-        "--threads",
-        type=int,
-        default=1,
-        metavar="N",
-        help="CPU threads (default: 1, which leaves the cores to training runs)",
-    )
+    context = "most tokens of a prompt and its output (default: llama.cpp 4096 or the model's context, vLLM what fits)"
+    add("--context", type=int, default=0, metavar="N", help=context)
+    parallel = "concurrent requests (default: llama.cpp 1, vLLM its own default)"
+    add("--parallel", type=int, default=0, metavar="N", help=parallel)
     add("--token-file", default="", metavar="FILE", help="your API token, in a file that only you can read")
     add("--background", action="store_true", help="exit once the server answers; `footplate stop FOLDER` ends it")
+    add = served.add_argument_group("llama.cpp, on the CPU").add_argument
+    add("--file", default="", metavar="FILE", help="name or path of the GGUF file (default: the newest of the run)")
+    add("--format", choices=tuple(FORMATS), default="", help="the newest file of this format (default: any)")
+    threads = "CPU threads (default: 1, which leaves the cores to training runs)"
+    add("--threads", type=int, default=1, metavar="N", help=threads)
+    add = served.add_argument_group("vLLM, on NVIDIA GPUs", "Not run with vLLM by the developers.").add_argument
+    add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
+    add("--merged", action="store_true", help="the merged model instead of the adapter (footplate merge)")
+    add("--dtype", choices=SERVE_DTYPES, default="auto", help="compute dtype (default: auto, that of training)")
+    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs to split the model over (default: 1)")
+    memory = "fraction of the GPU memory for weights and KV cache (default: %(default)s)"
+    add("--gpu-memory-utilization", type=float, default=0.9, metavar="F", help=memory)
 
 
 def _add_publish(command: AddCommand, run_id: argparse.ArgumentParser) -> None:

@@ -123,7 +123,7 @@ def test_every_command_is_documented():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=in_docs)
 def test_options_exist(path):
     sections = "|".join(RunSpec.model_fields)
-    files = {"py", "md", "yaml", "json", "jsonl", "txt", "sh", "toml", "png"}
+    files = {"py", "md", "yaml", "json", "jsonl", "txt", "sh", "toml", "png", "gguf"}
     unknown = []
     for name, value in re.findall(rf"(?<!--vary )\b((?:{sections})\.[a-z_0-9]+)\b(?:=([^\s`]+))?", path.read_text()):
         if name.rpartition(".")[2] in files:

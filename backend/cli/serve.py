@@ -6,6 +6,7 @@ import argparse
 import shlex
 import signal
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ def start(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)
-    names = ("file", "format", "port", "context", "parallel", "threads")
-    settings = serve.Settings(**{name: getattr(arguments, name) for name in names})
+    settings = serve.Settings(**{each.name: getattr(arguments, each.name) for each in fields(serve.Settings)})
     run, token = find_run(Path(arguments.runs), arguments.run), serve.own_token(arguments.token_file)
     before = serve.current(run)
     try:
@@ -60,15 +60,18 @@ def _print_end(job: Run) -> None:
 
 
 def _print(shown: dict[str, Any], in_background: bool) -> None:
-    print(
-        f"Serving {Path(shown['file']).name} on the CPU at {shown['address']}. Model name in requests: {shown['name']}"
-    )
-    print(f"Context: {shown['context']:,} tokens per request. Concurrent requests: {shown['parallel']}.")
+    is_vllm = shown["engine"] == serve.VLLM
+    place = "with vLLM" if is_vllm else "on the CPU"
+    print(f"Serving {Path(shown['file']).name} {place} at {shown['address']}. Model name in requests: {shown['name']}")
+    parallel = f" Concurrent requests: {shown['parallel']}." if shown["parallel"] else ""
+    print(f"Context: {shown['context']:,} tokens per request.{parallel}")
     print(f"API token, which requests need: in {shown['token_file']}, a file that only you can read.")
     if not shown["is_chat"]:
         print("This is not a chat model: use /v1/completions, and not /v1/chat/completions.")
-    elif not shown["has_tools"]:
-        print("The chat template does not support tools: llama.cpp ignores those of a request.")
+    elif shown["without_tools"]:
+        print(shown["without_tools"])
+    if shown["note"]:
+        print(shown["note"])
     print(f"\n{shown['curl']}\n{shown['python']}")
     stop = f"footplate stop {shlex.quote(str(Path(shown['token_file']).parent))}"
     print(f"To stop it: {stop}" if in_background else "Ctrl-C stops it.", flush=True)

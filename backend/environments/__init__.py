@@ -1,5 +1,5 @@
 """Environments for programs that Footplate starts and does not depend on: trainers that need other versions of the
-libraries, the converter and runtime of GGUF files, and lm-eval.
+libraries, the converter and runtime of GGUF files, lm-eval, and vLLM.
 
 `footplate env create` makes one from pinned versions, with pip and its configured package index. Nothing is installed
 into Footplate's own environment.
@@ -8,6 +8,7 @@ into Footplate's own environment.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,13 +19,16 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from backend.environments import locked
+from backend.environments import locked, vllm
 from backend.environments.lm_eval_packages import LM_EVAL_PACKAGES
+from backend.environments.vllm_machine import unmet
+from backend.machine import Machine, probe
 from backend.paths import HOME, environment_folder
 
 COMPLETE = "footplate-complete"  # written last, so an incomplete environment does not have it
 PACKAGES, CONVERTER = "packages", "llama.cpp"  # folders of the environment gguf
 ADAPTER_SCRIPT = "convert_lora_to_gguf.py"  # in CONVERTER
+AT_ONCE = 10  # packages that one call of pip downloads
 Show = Callable[[str], None]
 
 
@@ -104,7 +108,75 @@ class PackageFolder:
         return {name: version, **found}
 
 
-ENVIRONMENTS: Mapping[str, Environment | PackageFolder] = {
+@dataclass(frozen=True)
+class LockedEnvironment:
+    """A virtual environment with a Python of its own, from a lock file: a requirements file with the hash of each
+    wheel, which begins with the bytes to download and to install. `unmet`: what this machine lacks, a sentence, '' for
+    nothing. `probe`: programs that have to succeed in it. Wheels are kept until the environment is complete, so that an
+    interrupted creation continues with those that it has."""
+
+    lock: Path
+    unmet: Callable[[Machine], str]
+    probe: tuple[tuple[str, ...], ...]  # arguments of Python
+    shown: tuple[str, ...] = ()
+
+    @property
+    def cost(self) -> str:
+        """What creating it does, as a verb and its objects."""
+        download, installed = (number / 1e9 for number in self._bytes())
+        minutes = round(download * 8e3 / 100 / 60)
+        return (
+            f"downloads {download:.1f} GB ({minutes} minutes at 100 Mbit/s), and needs {download + installed:.0f} GB "
+            f"of disk space, {installed:.0f} GB of which it keeps"
+        )
+
+    def check(self, folder: Path) -> None:
+        """Raise CreationError if it cannot be created on this machine."""
+        machine = probe(folder)
+        if reason := self.unmet(machine):
+            raise CreationError(reason)
+        wheels = _wheels(folder)
+        needed = sum(self._bytes()) - sum(path.stat().st_size for path in wheels.glob("*.whl"))
+        if machine.disk_free_bytes < needed:
+            raise CreationError(
+                f"{folder.parent} has {machine.disk_free_bytes / 1e9:.1f} GB of free disk space; creating the "
+                f"environment {folder.name} needs {needed / 1e9:.1f} GB. Free some, or set FOOTPLATE_CACHE to a folder "
+                "on another disk."
+            )
+
+    def build(self, folder: Path, show: Show) -> None:
+        """Create it in a folder that does not exist. Raises CreationError."""
+        wheels = _wheels(folder)
+        wheels.mkdir(parents=True, exist_ok=True)
+        _run(sys.executable, "-m", "venv", str(folder))
+        pip, only = _pip(folder), ("--quiet", "--no-deps", "--require-hashes", "--only-binary", ":all:")
+        lines = [line for line in self.lock.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+        with tempfile.TemporaryDirectory() as name:
+            file = Path(name) / "packages"
+            for start in range(0, len(lines), AT_ONCE):  # pip moves files to their folder once it has all
+                show(f"Downloading packages {start + 1} to {min(start + AT_ONCE, len(lines))} of {len(lines)}.")
+                part = _file(file, tuple(lines[start : start + AT_ONCE]))
+                _run(*pip, "download", *only, "--dest", str(wheels), *part)
+            show(f"Installing {len(lines)} packages.")
+            offline = ("--no-index", "--find-links", str(wheels))
+            _run(*pip, "install", *only, *offline, *_file(file, tuple(lines)))
+        show("Trying what was installed.")
+        for arguments in self.probe:
+            _run(str(folder / "bin" / "python"), *arguments, cwd=folder)
+        shutil.rmtree(wheels)
+
+    def versions(self, folder: Path) -> dict[str, str]:
+        """Package -> version, of the packages that matter."""
+        return _versions(folder.glob("lib/python3*/site-packages"), self.shown)
+
+    def _bytes(self) -> tuple[int, int]:
+        """To download, and installed: as the lock file says."""
+        with self.lock.open(encoding="utf-8") as file:
+            found = re.findall(r"Bytes [a-z ]+: (\d+)", file.readline() + file.readline())
+        return int(found[0]), int(found[1])
+
+
+ENVIRONMENTS: Mapping[str, Environment | PackageFolder | LockedEnvironment] = {
     # llamafactory 0.9.5 requires packages for images, audio and video, which training on text does not need, and old
     # versions of others; so it is installed without its dependencies.
     "llamafactory": Environment(
@@ -144,6 +216,16 @@ ENVIRONMENTS: Mapping[str, Environment | PackageFolder] = {
         shown=("lm_eval", "scikit-learn", "scipy"),
         cost="downloads 56 MB, uses 280 MB of disk space, and takes up to three minutes",
     ),
+    # vLLM requires another transformers, and CUDA libraries of its own.
+    "vllm": LockedEnvironment(
+        lock=Path(__file__).parent / "vllm.lock",
+        unmet=unmet,
+        probe=(
+            ("-c", "import sys, torch; torch.cuda.is_available() or sys.exit('torch finds no NVIDIA GPU.')"),
+            (str(Path(__file__).parent / "vllm_probe.py"), *vllm.names()),
+        ),
+        shown=("vllm", "torch", "transformers"),
+    ),
 }  # fmt: skip
 
 
@@ -165,10 +247,12 @@ def create(name: str, show: Show = print) -> Path:
     """Create an environment, from scratch if it exists; its folder. `show` gets a line per step. Raises
     CreationError."""
     folder = environment_folder(name)
+    if isinstance(environment := ENVIRONMENTS[name], LockedEnvironment):
+        environment.check(folder)
     (folder / COMPLETE).unlink(missing_ok=True)  # first: a deletion may be interrupted
     shutil.rmtree(folder, ignore_errors=True)
-    show(f"Creating {folder}. This {ENVIRONMENTS[name].cost}.")
-    ENVIRONMENTS[name].build(folder, show)
+    show(f"Creating {folder}. This {environment.cost}.")
+    environment.build(folder, show)
     (folder / COMPLETE).touch()
     return folder
 
@@ -176,10 +260,12 @@ def create(name: str, show: Show = print) -> Path:
 def remove(name: str) -> None:
     """Delete an environment. Raises CreationError if there is none."""
     folder = environment_folder(name)
-    if not folder.exists():
+    parts = [path for path in (folder, _wheels(folder)) if path.exists()]
+    if not parts:
         raise CreationError(f"The environment {name} does not exist: {folder} is no folder.")
     (folder / COMPLETE).unlink(missing_ok=True)  # first: a deletion may be interrupted
-    shutil.rmtree(folder)
+    for part in parts:
+        shutil.rmtree(part)
 
 
 def how_to_create(name: str) -> str:
@@ -195,6 +281,11 @@ def versions(name: str) -> dict[str, str]:
 def size(name: str) -> int:
     """Bytes of an environment that exists."""
     return sum(path.lstat().st_size for path in environment_folder(name).rglob("*") if not path.is_dir())
+
+
+def _wheels(folder: Path) -> Path:
+    """Where the wheels of an environment are until it is complete."""
+    return folder.parent / f"{folder.name}.wheels"
 
 
 def _stand_in(sources: Path, package: str, version: str) -> Path:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from backend.environments import PACKAGES
+from backend.environments.server_process import END_SECONDS, ServerError, ServerProcess
 
 SCRIPT = Path(__file__).parent / "llama_cpp_server.py"
 QUANTIZER = Path(__file__).parent / "llama_cpp_quantize.py"
-END_SECONDS = 10.0  # after which a server that does not end is killed
 ERROR = re.compile(r"^[\d.]+ E (.+)$", re.MULTILINE)  # a line of llama.cpp's log: time, level, function and message
 
 
@@ -41,11 +40,7 @@ class Settings:
     adapter: Path | None = None
 
 
-class ServerError(Exception):
-    """The server did not start; the message is what llama.cpp says."""
-
-
-class ServerProcess:
+class LlamaCppServer(ServerProcess):
     """The server from its start to `close`; also ends with the process that has started it. `environment` is the folder
     of the environment gguf, `log` the file for the server's messages. Returns when it answers requests. Raises
     ServerError."""
@@ -76,20 +71,6 @@ class ServerProcess:
                 " ".join(first[1].split()) if first else f"its process {self.ending()}. {self.last_line()}"
             )
 
-    def ending(self) -> str:
-        """How the process has ended, as a verb and its object; '' while it runs."""
-        if (code := self._process.poll()) is None:
-            return ""
-        if code >= 0:
-            return f"ended with exit code {code}"
-        memory = ", perhaps because the machine ran out of memory" if code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{memory}"
-
-    def last_line(self) -> str:
-        """The last line of the log."""
-        lines = [line.strip() for line in self._text().splitlines() if line.strip()]
-        return lines[-1] if lines else "It wrote no message."
-
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin and self._process.stdout
@@ -101,6 +82,3 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-
-    def _text(self) -> str:
-        return self._log.read_text(errors="replace")

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from backend.environments import ADAPTER_SCRIPT, CONVERTER, PACKAGES
-from backend.environments.llama_cpp import QUANTIZER, ServerError, ServerProcess, Settings
+from backend.environments.llama_cpp import QUANTIZER, LlamaCppServer, Settings
+from backend.environments.server_process import ServerError
 from backend.train.run_log import TrainError
 
 CONTEXT = 2048  # tokens of a request, with those that are generated
@@ -73,7 +74,7 @@ class Server:
         self._plain = 0  # set by most_likely: an ordinary token
         try:
             settings = Settings(file.resolve(), self._key, CONTEXT, adapter=adapter and adapter.resolve())
-            self._process = ServerProcess(environment, settings, log)
+            self._process = LlamaCppServer(environment, settings, log)
         except ServerError as error:
             raise LlamaCppError(f"llama.cpp cannot load the GGUF file: {error}") from error
 

@@ -1,5 +1,5 @@
-"""Serving a GGUF file of a run with llama.cpp's server, whose API is OpenAI's: a job of the run, whose process is
-`backend.serve`."""
+"""Serving a model of a run with an OpenAI-compatible API: a GGUF file with llama.cpp's server, or weights and adapters
+with vLLM. A job of the run, whose process is `backend.serve`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import secrets
 import shlex
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backend.models import chat, gguf, system_prompt, trained
-from backend.models.gguf import ENVIRONMENT, FORMATS
+from backend import environments
+from backend.machine import probe
+from backend.models import chat, gguf, system_prompt, trained, vllm
+from backend.models.gguf import FORMATS
 from backend.models.python_text import arguments, literal
 from backend.models.spec import read_spec
 from backend.paths import environment_folder
@@ -22,54 +24,86 @@ from backend.runs import SERVE_TOKEN, SPEC, TOKEN, files, jobs
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
 
 MIN_TOKEN, MAX_TOKEN = 16, 512  # characters
-MAX_CONTEXT, MAX_PARALLEL = 2**20, 64
+LLAMA_CPP, VLLM = "llama.cpp", "vllm"  # the engines
+MAX_CONTEXT, MAX_PARALLEL = 2**20, {LLAMA_CPP: 64, VLLM: 1024}
+# The settings that only one engine has, with the values that it uses unless others are set.
+OWN: Mapping[str, Mapping[str, Any]] = {
+    LLAMA_CPP: {"file": "", "format": "", "threads": 1},
+    VLLM: {"step": None, "merged": False, "dtype": "auto", "tensor_parallel_size": 1, "gpu_memory_utilization": 0.9},
+}
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 CPU = {"CUDA_VISIBLE_DEVICES": ""}  # the packages of the environment compute on the CPU only
 TIMEOUTS = StopTimeouts(save=5.0, discard=5.0, sigterm=5.0)  # there is nothing to save
+VLLM_TIMEOUTS = StopTimeouts(save=20.0, discard=20.0, sigterm=10.0)  # it frees GPUs
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`file`: the name or path of an exported file, '' for the newest; `format`: only of this format, '' for any;
-    `port`: 0 for a free one; `context`: tokens of a request with its output, 0 for at most 4,096; `parallel`: requests
-    at the same time."""
+    """`engine`: llama.cpp or vllm, '' for the one that fits; `port`: 0 for a free one; `context`: tokens of a request
+    with its output, 0 for the engine's default; `parallel`: requests at the same time, 0 for the engine's default.
+
+    Of llama.cpp: `file`: the name or path of an exported file, '' for the newest; `format`: only of this format, '' for
+    any. Of vLLM: `step`: of the checkpoint, None for the final model; `merged`: its adapter merged into the base model;
+    `dtype`: auto for the compute dtype of training; `tensor_parallel_size`: GPUs; `gpu_memory_utilization`: the
+    fraction of their memory to use."""
 
     file: str = ""
     format: str = ""
     port: int = 0
     context: int = 0
-    parallel: int = 1
+    parallel: int = 0
     threads: int = 1
+    engine: str = ""
+    step: int | None = None
+    merged: bool = False
+    dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+
+    def changed(self, engine: str) -> list[str]:
+        """The settings of this engine that are set."""
+        return [name for name, default in OWN[engine].items() if getattr(self, name) != default]
 
     def check(self) -> None:
         """Raises RunError."""
+        parallel = MAX_PARALLEL.get(self.engine)
+        if parallel is None:
+            raise RunError(f"The engine {self.engine} is not supported. Choose {LLAMA_CPP} or {VLLM}.")
         if self.format not in ("", *FORMATS):
             raise RunError(f"The GGUF format {self.format} is not supported. Choose one of {', '.join(FORMATS)}.")
-        limits = {"context": MAX_CONTEXT, "parallel": MAX_PARALLEL, "threads": os.cpu_count() or 1}
-        for name, most in limits.items():
-            value, least = getattr(self, name), 0 if name == "context" else 1
+        if self.dtype not in DTYPES:
+            raise RunError(f"The dtype {self.dtype} is not supported. Choose one of {', '.join(DTYPES)}.")
+        limits = {"context": (0, MAX_CONTEXT), "parallel": (0, parallel), "threads": (1, os.cpu_count() or 1)}
+        limits["tensor_parallel_size"] = (1, 64)
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
             if not least <= value <= most:
                 raise RunError(f"{name} must be from {least} to {most:,}; it is {value:,}.")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise RunError(
+                f"gpu_memory_utilization must be above 0 and at most 1; it is {self.gpu_memory_utilization:g}."
+            )
         if self.port and not 1024 <= self.port < 2**16:
             raise RunError(f"port must be from 1024 to 65535, or 0 for a free one; it is {self.port}.")
 
 
 def start(run: Run, settings: Settings, token: str = "") -> Run:
-    """The job that serves a GGUF file of the run; `token`: what clients have to send, '' for a random one. Raises
-    RunError, also if the run has a server already."""
+    """The job that serves a model of the run; `token`: what clients have to send, '' for a random one. Raises RunError,
+    also if the run has a server already."""
+    engine = engine_of(run, settings)
+    settings = replace(settings, engine=engine)
     settings.check()
-    gguf.require_environment("serve the model again")
-    export, file = find_file(run, settings)
+    if others := settings.changed(LLAMA_CPP if engine == VLLM else VLLM):
+        raise RunError(f"{engine} has no setting {' or '.join(others)}. Leave it out, or choose another engine.")
+    own, env, devices = (_with_vllm if engine == VLLM else _with_llama_cpp)(run, settings)
     request = {
-        "file": str(file.relative_to(export.path.parent)),
-        "adapter": str(adapter.relative_to(export.path.parent)) if (adapter := gguf.adapter_of(file)) else "",
-        "format": gguf.as_json(export)["format"],
+        "engine": engine,
         "name": run.name,
         "port": settings.port,
         "context": settings.context,
         "parallel": settings.parallel,
-        "threads": settings.threads,
         "template_kwargs": dict(read_spec(run).data.template_kwargs),
-        "environment": str(environment_folder(ENVIRONMENT)),
+        **own,
     }
     with jobs.alone(run):
         if (job := current(run)) and job.state in ALIVE:
@@ -79,13 +113,62 @@ def start(run: Run, settings: Settings, token: str = "") -> Run:
         for earlier in jobs.find_all(run, jobs.SERVE):
             earlier.delete()
         texts = {TOKEN: token or secrets.token_urlsafe(32)}  # mode 0600, like all files of a run
-        job = jobs.create(run, jobs.SERVE, request, CPU, {}, texts)
+        job = jobs.create(run, jobs.SERVE, request, env, devices, texts)
         try:
-            job.start(timeouts=TIMEOUTS)
+            job.start(timeouts=VLLM_TIMEOUTS if engine == VLLM else TIMEOUTS)
         except RunError:
             (job.path / TOKEN).unlink(missing_ok=True)
             raise
         return job
+
+
+def engine_of(run: Run, settings: Settings) -> str:
+    """The requested engine, or the one that fits: vLLM if one of its settings is set, or if the run has no GGUF file
+    and the environment exists."""
+    if settings.engine or settings.changed(LLAMA_CPP):
+        return settings.engine or LLAMA_CPP
+    has_vllm = environments.is_complete(vllm.ENVIRONMENT) and not gguf.exported(run)
+    return VLLM if settings.changed(VLLM) or has_vllm else LLAMA_CPP
+
+
+def _with_llama_cpp(run: Run, settings: Settings) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """What the process needs to know, its environment and its devices. Raises RunError."""
+    gguf.require_environment("serve the model again")
+    export, file = find_file(run, settings)
+    request = {
+        "file": str(file.relative_to(export.path.parent)),
+        "adapter": str(adapter.relative_to(export.path.parent)) if (adapter := gguf.adapter_of(file)) else "",
+        "format": gguf.as_json(export)["format"],
+        "threads": settings.threads,
+        "environment": str(environment_folder(gguf.ENVIRONMENT)),
+    }
+    return request, CPU, {}
+
+
+def _with_vllm(run: Run, settings: Settings) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """What the process needs to know, its environment and its devices. Raises RunError."""
+    model = vllm.find_model(run, settings.step, settings.merged)
+    if reason := vllm.why_not(run, model):
+        raise RunError(reason)
+    if not environments.is_complete(vllm.ENVIRONMENT):
+        create = environments.how_to_create(vllm.ENVIRONMENT)
+        raise RunError(f"vLLM is not installed. {create}, then serve the model again.")
+    env, devices = vllm.place(run, probe(run.path), settings.tensor_parallel_size)
+    request = vllm.request(run, model, settings.dtype, settings.tensor_parallel_size)
+    memory = {"gpu_memory_utilization": settings.gpu_memory_utilization}
+    return {**request, **memory, "environment": str(environment_folder(vllm.ENVIRONMENT))}, env, devices
+
+
+def vllm_offer(run: Run) -> dict[str, str] | None:
+    """For the page: why vLLM cannot serve the run's model, '' if it can; None if vLLM is not installed, or the run has
+    no model."""
+    model = trained.find(run) if environments.is_complete(vllm.ENVIRONMENT) else None
+    if model is None:
+        return None
+    try:
+        return {"reason": vllm.why_not(run, model), "note": vllm.NOT_RUN}
+    except RunError as error:
+        return {"reason": str(error), "note": vllm.NOT_RUN}
 
 
 def current(run: Run) -> Run | None:
@@ -107,7 +190,7 @@ def find_file(run: Run, settings: Settings) -> tuple[Run, Path]:
     command = f"footplate export-model {run.id}" + (f" --format {settings.format}" if settings.format else "")
     raise RunError(
         f"{run.id} has no GGUF file of its model{kind}. Export one first: `{command}`, or Export as GGUF on the run's "
-        "page."
+        "page. On a machine with an NVIDIA GPU, vLLM needs none: `footplate env create vllm`."
     )
 
 
@@ -155,12 +238,29 @@ def as_json(job: Run) -> dict[str, Any]:
     """For page and command line: the job, and, once requests are answered, the address with examples of requests."""
     request = jobs.request(job.path, jobs.SERVE)
     progress = job.progress() if job.state == "running" else {}
-    shown = {name: request.get(name) for name in ("name", "format", "parallel", "threads")}
-    shown |= {"file": str(job.path.parent / str(request.get("file"))), "address": progress.get("address")}
-    shown |= {"context": progress.get("context"), "has_tools": progress.get("has_tools")}
+    shown = {name: request.get(name) for name in ("engine", "name", "format", "parallel", "threads")}
+    served = job.path.parent / str(request.get("file")) if request.get("engine") != VLLM else _folder(job, request)
+    shown |= {"file": str(served), "address": progress.get("address")}
+    shown |= {"note": vllm.NOT_RUN if request.get("engine") == VLLM else ""}
+    if request.get("engine") == LLAMA_CPP:
+        shown["parallel"] = request.get("parallel") or 1
+    shown |= {"context": progress.get("context"), "without_tools": _without_tools(request, progress)}
     shown |= {"token_file": str(job.path / TOKEN)}
     examples = _examples(job) if shown["address"] else {"is_chat": True}
     return {**jobs.as_json(job), **shown, "curl": "", "python": "", **examples}
+
+
+def _without_tools(request: Mapping[str, Any], progress: Mapping[str, Any]) -> str:
+    """What happens to the tools of a request, a sentence; '' if the model gets them."""
+    if request.get("engine") == VLLM:
+        return "Requests with tools are refused: vLLM needs a parser for the model's tool calls, and none is set."
+    unsupported = "The chat template does not support tools: llama.cpp ignores those of a request."
+    return unsupported if progress.get("has_tools") is False else ""
+
+
+def _folder(job: Run, request: Mapping[str, Any]) -> Path:
+    """Of the model that vLLM serves."""
+    return job.path.parent.parent / str(request.get("folder"))
 
 
 def _examples(job: Run) -> dict[str, Any]:

@@ -1,1 +1,2 @@
-"""The process that serves a GGUF file of a run with llama.cpp's server: a job of the run (backend/models/serve.py)."""
+"""The process that serves a model of a run, with llama.cpp's server or with vLLM: a job of the run
+(backend/models/serve.py)."""

@@ -228,6 +228,7 @@ def test_a_model_is_exported_as_gguf(shared, page):
     page.unroute_all(behavior="ignoreErrors")
     assert_progress_keeps_the_focus(card, run, formats)
     assert_a_server_has_its_address_and_token(card, run)
+    assert_vllm_is_offered(page, card, run)
     card.locator(".fp-gguf").get_by_role("button", name="Delete").click()
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(card.locator(".fp-gguf")).to_have_count(0, timeout=SLOW_TIMEOUT)
@@ -294,6 +295,28 @@ def assert_a_server_has_its_address_and_token(card, run):
         card.get_by_role("button", name="Show API token").click()
         expect(card).to_contain_text("a-token-of-a-test")
         expect(card.get_by_role("button", name="Stop serving")).to_be_enabled()
+
+
+def assert_vllm_is_offered(page, card, run):
+    """As the API says for a machine on which vLLM is installed: with what to know about it, or why not."""
+    offer = {"reason": "", "note": "Not run with vLLM by the developers."}
+
+    def add_offer(route):
+        answer = route.fetch()
+        route.fulfill(response=answer, json={**answer.json(), "vllm": offer})
+
+    page.route(f"**/api/runs/{run.id}", add_offer)
+    page.route("**/servers", lambda route: route.fulfill(status=409, json={"error": "Port 8080 cannot be used."}))
+    show_run(page, run)
+    expect(card).to_contain_text("Not run with vLLM by the developers.", timeout=SLOW_TIMEOUT)
+    with page.expect_request("**/servers") as request:
+        card.get_by_role("button", name="Serve with vLLM").click()
+    assert request.value.post_data_json == {"engine": "vllm"}
+    offer["reason"] = "vLLM cannot serve this adapter: vLLM does not support DoRA."
+    show_run(page, run)
+    expect(card).to_contain_text("vLLM does not support DoRA", timeout=SLOW_TIMEOUT)
+    expect(card.get_by_role("button", name="Serve with vLLM")).to_have_count(0)
+    page.unroute_all(behavior="ignoreErrors")
 
 
 def test_a_reward_model_is_not_exported_as_gguf(shared, page):

@@ -3,6 +3,7 @@
 import json
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect.other_trainer import inspect_trainer
-from backend.machine import Machine
+from backend.machine import Gpu, Machine
 from backend.paths import HOME
 from backend.preflight import preflight
 
@@ -121,6 +122,73 @@ def test_the_environment_for_benchmarks(gguf_commands, cache, capsys):
     assert not folder.exists() and "No environment exists." in capsys.readouterr().out
     assert main(["env", "remove", "lm-eval"]) == 1
     assert "The environment lm-eval does not exist" in capsys.readouterr().err
+
+
+HOPPER = Machine(
+    "cuda", (Gpu(0, "H100", 2**36, 2**36, (9, 0)),), disk_free_bytes=20 * 10**9, driver_version="580.95.05"
+)
+
+
+@pytest.fixture
+def vllm_commands(cache, monkeypatch):
+    """Record the commands of the environment vllm with their requirements, and make the wheels that pip would download;
+    the third download is interrupted once."""
+    found, is_cut = [], [True]
+
+    def run(*command, cwd=None, env=None):
+        lines = Path(command[-1]).read_text().splitlines() if "--requirement" in command else []
+        found.append((command, lines))
+        if "venv" in command:
+            Path(command[-1]).mkdir(parents=True)
+        if "download" in command:
+            if is_cut and len(found) == 4:
+                is_cut.pop()
+                raise environments.CreationError("the connection was lost")
+            (Path(command[command.index("--dest") + 1]) / f"{len(lines)}-{lines[0].split('==')[0]}.whl").touch()
+
+    monkeypatch.setattr(environments, "_run", run)
+    monkeypatch.setattr(environments, "probe", lambda _: HOPPER)
+    return found
+
+
+def test_the_environment_for_vllm(vllm_commands, cache, capsys):
+    folder, wheels = cache / "environments/vllm", cache / "environments/vllm.wheels"
+    assert main(["env", "create", "vllm"]) == 1
+    shown = capsys.readouterr().err
+    cost = "This downloads 4.3 GB (6 minutes at 100 Mbit/s), and needs 14 GB of disk space, 9 GB of which it keeps"
+    assert cost in shown.splitlines()[0] and "the connection was lost" in shown
+    assert len(list(wheels.iterdir())) == 2 and not environments.is_complete("vllm"), "what was downloaded is kept"
+    vllm_commands.clear()
+    assert main(["env", "create", "vllm"]) == 0
+    assert environments.is_complete("vllm") and not wheels.exists()
+    (venv, _), *downloads, (install, lines), (cuda, _), (arguments, _) = vllm_commands
+    assert venv[1:3] == ("-m", "venv") and [line for _, part in downloads for line in part] == lines
+    for command, part in [*downloads, (install, lines)]:
+        assert {"--no-deps", "--require-hashes", "--only-binary"} <= set(command)
+        assert all("==" in line and "--hash=sha256:" in line for line in part)
+    assert "--no-index" in install and install[install.index("--find-links") + 1] == str(wheels)
+    assert "torch.cuda.is_available()" in cuda[2] and "--lora-modules" in arguments
+    assert len(lines) > 190 and {"vllm==0.33.0", "torch==2.14.0"} <= {line.split()[0] for line in lines}
+    wheels.mkdir()
+    assert main(["env", "remove", "vllm"]) == 0 and not folder.exists() and not wheels.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"driver_version": "", "gpus": ()}, "needs an NVIDIA GPU, and this machine has none, or no NVIDIA driver"),
+        ({"driver_version": "570.1"}, "needs NVIDIA driver 580 or later; 570.1 is installed"),
+        ({"gpus": (Gpu(0, "V100", 1, 1, (7, 0)),)}, "compute capability 7.5 or later; this machine has V100"),
+        ({"disk_free_bytes": 9 * 10**9}, "has 9.0 GB of free disk space; creating the environment vllm needs 13.7 GB"),
+    ],
+)
+def test_machines_without_vllm(vllm_commands, cache, monkeypatch, capsys, change, reason):
+    monkeypatch.setattr(environments, "probe", lambda _: replace(HOPPER, **change))
+    (cache / "environments/vllm").mkdir(parents=True)
+    (cache / "environments/vllm" / environments.COMPLETE).touch()
+    assert main(["env", "create", "vllm"]) == 1
+    assert reason in capsys.readouterr().err and not vllm_commands
+    assert environments.is_complete("vllm"), "the earlier one is kept"
 
 
 def test_an_environment_that_cannot_be_imported_is_not_used(gguf_commands, cache, monkeypatch):

@@ -105,7 +105,8 @@ def test_what_is_refused(run, environment, monkeypatch, tmp_path):
     for settings, text in {
         "port": ({"port": 80}, "port must be from 1024 to 65535, or 0 for a free one; it is 80"),
         "context": ({"context": -1}, "context must be from 0 to 1,048,576; it is -1"),
-        "parallel": ({"parallel": 0}, "parallel must be from 1 to 64; it is 0"),
+        "parallel": ({"parallel": 65}, "parallel must be from 0 to 64; it is 65"),
+        "engine": ({"engine": "sglang"}, r"The engine sglang is not supported\. Choose llama\.cpp or vllm"),
         "threads": ({"threads": 5000}, r"threads must be from 1 to \d+; it is 5,000"),
     }.values():
         with pytest.raises(RunError, match=text):
@@ -165,7 +166,8 @@ def test_arguments_requests_and_the_token(run, environment, monkeypatch):
         "n_parallel": 2, "cache_ram_mib": 0, "default_template_kwargs": {"enable_thinking": "false"},
         "n_gpu_layers": 0, "cpuparams": {"n_threads": 1}, "cpuparams_batch": {"n_threads": 1},
     }  # fmt: skip
-    assert job.state == "running" and shown["context"] == 1000 and shown["has_tools"] and shown["name"] == "Train info"
+    assert job.state == "running" and shown["context"] == 1000 and shown["name"] == "Train info"
+    assert shown["without_tools"] == shown["note"] == ""
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", shown["address"])
     url = f"{shown['address']}/models?secret-question"
     assert [status_of(url, token) for token in ("", OWN + "x", OWN)] == [401, 401, 200]
@@ -283,7 +285,7 @@ def test_endpoints(run, environment):
         place = f"/api/runs/{run.id}/servers"
         assert web.get(f"/api/runs/{run.id}").json()["server"] is None
         for body, error in (
-            ({"parallel": 65}, "from 1 to 64"),
+            ({"parallel": 65}, "from 0 to 64"),
             ({"format": "q9"}, "q9 is not"),
             ({"file": "\0"}, "file"),
         ):

@@ -19,16 +19,22 @@ Text = Annotated[str, Field(max_length=4000, pattern=r"^[^\x00]*$")]
 class ServeRequest(RequestBody):
     """See backend.models.serve.Settings. The API token is random, or that of the environment of Footplate."""
 
+    engine: Text = ""
     file: Text = ""
     format: Text = ""
     port: int = 0
     context: int = 0
-    parallel: int = 1
+    parallel: int = 0
     threads: int = 1
+    step: int | None = None
+    merged: bool = False
+    dtype: Text = "auto"
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
 
 
 def start(run: PathRun, body: ServeRequest) -> Response:
-    """Start to serve a GGUF file of the run."""
+    """Start to serve a model of the run."""
     return json(serve.as_json(serve.start(run, serve.Settings(**body.model_dump()), serve.own_token())), 201)
 
 

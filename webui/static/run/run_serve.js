@@ -1,5 +1,5 @@
 // @ts-check
-// Part of the card "Your model": serving an exported GGUF file with an OpenAI-compatible API.
+// Part of the card "Your model": serving an exported GGUF file, or with vLLM, with an OpenAI-compatible API.
 import { get, post } from "../api.js";
 import { attempt, copy, el } from "../dom.js";
 import { num } from "../format.js";
@@ -7,19 +7,19 @@ import { actions, ask, button, failurePart, failureText, isAlive } from "./run_j
 import { fold } from "./run_results.js";
 
 const WHY =
-  "Serves a GGUF file to programs on this machine with an OpenAI-compatible API on 127.0.0.1, by llama.cpp on the " +
-  "CPU. Requests need the API token.";
+  "Serves the model to programs on this machine with an OpenAI-compatible API on 127.0.0.1: a GGUF file by llama.cpp " +
+  "on the CPU, or the weights by vLLM on a GPU. Requests need the API token.";
 
 /** `server` is the newest server of the run. */
 export const SERVER = {
   work: "Serving",
   stop: "Stop serving",
-  shown: ({ gguf, server }) => (server || gguf.some((job) => job.gguf) ? { gguf, server } : null),
+  shown: ({ gguf, server, vllm }) => (server || vllm || gguf.some((job) => job.gguf) ? { gguf, server, vllm } : null),
   jobs: ({ server }) => (server ? [server] : []),
   parts: serverParts,
 };
 
-function serverParts({ gguf, server }, run, progress) {
+function serverParts({ gguf, server, vllm }, run, progress) {
   const runs = isAlive(server);
   const formats = gguf.filter((job) => job.gguf).map((job) => job.format);
   return [
@@ -28,14 +28,22 @@ function serverParts({ gguf, server }, run, progress) {
     failureText(server) && failurePart(`${failureText(server)} ${server.failure?.help || ""}`.trim()),
     runs && server.address && addressPart(server, run),
     runs ? progress : formats.length > 0 && startPart(formats, run),
+    !runs && vllm && vllmPart(vllm, run),
   ];
 }
 
 function startPart(formats, run) {
   const option = (format) => el("option", { value: format }, format);
   const format = el("select.fp-select", { "aria-label": "File to serve" }, ...formats.map(option));
-  const start = () => ask(post(`${run.base}/servers`, { format: format.value }), run.refresh);
+  const body = () => ({ engine: "llama.cpp", format: format.value });
+  const start = () => ask(post(`${run.base}/servers`, body()), run.refresh);
   return actions(format, button("Serve this model", start));
+}
+
+/** `vllm`: why it cannot serve the model, '' if it can, and what to know about it. */
+function vllmPart({ reason, note }, run) {
+  const start = () => ask(post(`${run.base}/servers`, { engine: "vllm" }), run.refresh);
+  return el("div", {}, el("p.fp-dim", {}, reason || note), reason ? null : actions(button("Serve with vLLM", start)));
 }
 
 function addressPart(server, run) {
@@ -46,13 +54,13 @@ function addressPart(server, run) {
       token.textContent = (await get(`${path}/token`)).token;
       token.hidden = false;
     });
-  const parallel = server.parallel === 1 ? "one request at a time" : `${server.parallel} requests at a time`;
+  const parallel =
+    { 0: "", 1: ", one request at a time" }[server.parallel] ?? `, ${server.parallel} requests at a time`;
   const notes = [
-    `Model ${server.name}, ${server.format}, context of ${num(server.context)} tokens, ${parallel}.`,
+    server.note,
+    `Model ${server.name}, ${server.format}, context of ${num(server.context)} tokens${parallel}.`,
     !server.is_chat && "This is not a chat model: use /v1/completions.",
-    server.is_chat &&
-      !server.has_tools &&
-      "The chat template does not support tools: llama.cpp ignores those of a request.",
+    server.is_chat && server.without_tools,
   ];
   return el(
     "div.fp-gguf",

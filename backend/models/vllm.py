@@ -1,0 +1,196 @@
+"""What vLLM can serve of a run's models, and on which GPUs. It loads full weights, and LoRA adapters on their base
+model, as vllm 0.33 lora/peft_helper.py and config/model.py say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from backend.config import RunSpec
+from backend.environments.vllm import LORA_RANKS, WITHOUT_LORA, lora_rank
+from backend.environments.vllm_machine import unmet_by_gpus
+from backend.inspect.model_folder import local_folder
+from backend.machine import Machine
+from backend.models import merge, trained
+from backend.models.fingerprint import fingerprint
+from backend.models.spec import read_spec
+from backend.models.trained import ADAPTER, CONFIG, GENERATION, TrainedModel
+from backend.runs import BASE, json_values
+from backend.runs.folder import Run, RunError
+
+ENVIRONMENT = "vllm"  # `footplate env create vllm`
+NOT_RUN = (
+    "Not run with vLLM by the developers: its arguments and limits were taken from the source of vLLM 0.33, and tested "
+    "with a stand-in."
+)
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of the compute dtype of training
+# Keys of adapter_config.json that change what the adapter computes, and that vLLM refuses or, as
+# trainable_token_indices and arrow_config, ignores.
+ADAPTER_FEATURES = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules that were trained as a whole (modules_to_save)",
+    "trainable_token_indices": "trained embeddings of added tokens (trainable_token_indices)",
+    "lora_bias": "biases in its matrices (lora_bias)",
+    "alora_invocation_tokens": "invocation tokens (Activated LoRA)",
+    "layer_replication": "replicated layers (layer_replication)",
+    "use_bdlora": "block-diagonal matrices (BD-LoRA)",
+    "use_qalora": "QALoRA",
+    "arrow_config": "Arrow routing",
+}
+# quantization_config.quant_method of a model's config.json that the environment vllm cannot load: vLLM has no HQQ, and
+# bitsandbytes is not among its packages.
+UNLOADABLE = {"bitsandbytes": "bitsandbytes", "hqq": "HQQ"}
+
+
+def find_model(run: Run, step: int | None, merged: bool) -> TrainedModel:
+    """The model in the checkpoint of a `step`, or the final one (None); with `merged`, its adapter merged into the base
+    model. Raises RunError."""
+    if not merged:
+        return merge.find_model(run, step)
+    found = trained.find(merge.find_merged(run, step))
+    if found is None:
+        raise RunError(f"The merged model of {run.id} cannot be read. Merge it again.")
+    return found
+
+
+def why_not(run: Run, model: TrainedModel) -> str:
+    """Why vLLM cannot serve a model of the run, with the way to fix it: a sentence or two; '' if it can. Raises
+    RunError."""
+    spec = read_spec(run)
+    if model.is_reward_model:
+        return "vLLM cannot serve this model: it is a reward model, which scores texts and generates none."
+    config = _config(model.folder / (ADAPTER if model.base else CONFIG))
+    if not model.base:
+        return _quantized(config, "the weights are", "Serve a model with weights that are not quantized.")
+    if reason := _unsupported(config) or _trained_on(spec):
+        step = "" if model.step is None else f" --step {model.step}"
+        return (
+            f"vLLM cannot serve this adapter: {reason}. Merge it with `footplate merge {run.id}{step}` or Merge into "
+            f"base model on the run's page, then serve the merged model: `footplate serve {run.id}{step} --engine vllm "
+            "--merged`."
+        )
+    return ""
+
+
+def request(run: Run, model: TrainedModel, dtype: str, tensor_parallel_size: int) -> dict[str, Any]:
+    """What the process of the server needs to know about a model that vLLM can serve. Raises RunError."""
+    spec = read_spec(run)
+    base, revision, folder = _base(run, spec, model) if model.base else (model.folder, "", model.folder)
+    dtype = dtype if dtype != "auto" else DTYPES.get(str(run.resolved().get("compute_dtype")), "auto")
+    if model.base and dtype == "float32":
+        raise RunError(
+            "vLLM computes LoRA adapters in 16 bits only, and this one was trained in fp32. Serve it with --dtype "
+            "bfloat16, or merge it and serve the merged model with --merged."
+        )
+    if folder:
+        _check_heads(_config(folder / CONFIG), tensor_parallel_size)
+    return {
+        "folder": os.path.relpath(model.folder, run.path),
+        "base": str(base) if model.base else "",
+        "revision": revision,
+        "rank": int(_config(model.folder / ADAPTER).get("r") or 0) if model.base else 0,
+        "dtype": dtype,
+        "tensor_parallel_size": tensor_parallel_size,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "has_generation_config": (model.folder / GENERATION).is_file(),
+        "format": "LoRA adapter" if model.base else "full weights",
+    }
+
+
+def place(run: Run, machine: Machine, count: int) -> tuple[dict[str, str], dict[str, str]]:
+    """The environment, and the devices that the server waits for: GPUs of this machine, those of the run first. Raises
+    RunError."""
+    if reason := unmet_by_gpus(machine):
+        raise RunError(reason)
+    first = run.resolved().get("device_ids") or ()
+    gpus = sorted(machine.gpus, key=lambda gpu: gpu.id not in first)[:count]
+    if len(gpus) < count:
+        raise RunError(
+            f"tensor_parallel_size is {count}, and this machine has {len(gpus)} GPUs. Set it to that or less."
+        )
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu.id) for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {**read_spec(run).launch.env, **env}, {gpu.uuid or f"cuda-{gpu.id}": f"GPU {gpu.id}" for gpu in gpus}
+
+
+def _unsupported(adapter: Mapping[str, Any]) -> str:
+    """What vLLM does not support in an adapter with this configuration; '' for nothing."""
+    if (kind := adapter.get("peft_type") or "LORA") != "LORA":
+        return f"its type is {kind}, and vLLM supports LoRA"
+    if trained.is_residual(adapter):
+        return f"its initialization ({adapter['init_lora_weights']}) has modified the base weights that it belongs to"
+    if named := [label for key, label in ADAPTER_FEATURES.items() if adapter.get(key)]:
+        return f"vLLM does not support {' and '.join(named)}"
+    if (bias := adapter.get("bias") or "none") != "none":
+        return f"vLLM does not support trained biases (bias={bias})"
+    rank = max([int(adapter.get("r") or 0), *map(int, (adapter.get("rank_pattern") or {}).values())])
+    if lora_rank(rank) is None:
+        return f"its rank is {rank}, and vLLM supports ranks up to {LORA_RANKS[-1]}"
+    return ""
+
+
+def _trained_on(spec: RunSpec) -> str:
+    """What vLLM cannot load of the base model as it was in training; '' for nothing."""
+    if spec.method.kind == "lora" and spec.method.quantization != "none":
+        return (
+            f"it was trained on a base model that bitsandbytes had quantized ({spec.method.quantization}), and the "
+            f"environment {ENVIRONMENT} does not have bitsandbytes"
+        )
+    folder = local_folder(spec, Path.cwd(), os.environ)
+    config = _config(folder / CONFIG) if folder else {}
+    if architecture := next((each for each in config.get("architectures") or () if each in WITHOUT_LORA), None):
+        return f"vLLM does not support LoRA for {architecture}"
+    return _quantized(config, "the weights of its base model are", "")
+
+
+def _quantized(config: Mapping[str, Any], subject: str, fix: str) -> str:
+    quantization = config.get("quantization_config")
+    method = str(quantization.get("quant_method")) if isinstance(quantization, dict) else ""
+    if method not in UNLOADABLE:
+        return ""
+    reason = f"{subject} quantized with {UNLOADABLE[method]}, which the environment {ENVIRONMENT} cannot load"
+    return f"vLLM cannot serve this model: {reason}. {fix}" if fix else reason
+
+
+def _base(run: Run, spec: RunSpec, model: TrainedModel) -> tuple[str | Path, str, Path | None]:
+    """The base model of an adapter: a folder, or a name on the Hub with its commit; and its folder, if it is on this
+    machine. Raises RunError if its weights are not those of training."""
+    recorded = _config(run.path / BASE)
+    name, commit = str(recorded.get("name") or model.base), str(recorded.get("commit") or "")
+    if os.path.isabs(name) and not Path(name).is_dir():
+        raise RunError(f"The base model of this adapter, {name}, does not exist. Restore it, then try again.")
+    folder = Path(name) if Path(name).is_dir() else local_folder(spec, Path.cwd(), os.environ)
+    then = recorded.get("fingerprint")
+    if folder and then and (now := _fingerprint(folder, folder.stat().st_mtime_ns)) and now != then:
+        raise RunError(
+            f"{name} has other weights than those that this run was trained on (fingerprint {now[:8]}, {then[:8]} in "
+            "training). Restore the base model, then try again."
+        )
+    return (folder or name), ("" if folder else commit), folder
+
+
+def _check_heads(config: Mapping[str, Any], size: int) -> None:
+    """Raise RunError if the attention heads cannot be split."""
+    text = config.get("text_config")
+    heads = (text if isinstance(text, dict) else config).get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        raise RunError(
+            f"{heads} attention heads cannot be split over {size} GPUs. Set tensor_parallel_size to a divisor of "
+            f"{heads}."
+        )
+
+
+@lru_cache(maxsize=16)
+def _fingerprint(folder: Path, _changed: int) -> str:
+    return fingerprint(folder)
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    """A JSON object; empty if it cannot be read."""
+    try:
+        found = json_values.read(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
