@@ -4,6 +4,7 @@ FOLDER says (backend/models/merge.py, gguf.py, quantized.py)."""
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m backend.export", description=__doc__)
     parser.add_argument("folder", type=Path, help="the job's folder")
     folder = files.held(parser.parse_args().folder)
+    signal.signal(signal.SIGTERM, _stop)
     sys.excepthook = exit.print_error_of_job
     logging_setup.configure_logging("warning", 0, False)
     run_log, started = RunLog(folder), (folder / LOCK).stat().st_mtime
@@ -41,6 +43,11 @@ def main() -> None:
         return
     files.write_json(folder / RESULT, {**result, "seconds": round(time.time() - started, 1)})
     run_log.start_phase("done", f"Saved {Run(folder).path / result['model']}.", fraction=1.0)
+
+
+def _stop(*_: object) -> None:
+    """End as after a request to stop, so that no incomplete file is left."""
+    raise Stopped
 
 
 if __name__ == "__main__":

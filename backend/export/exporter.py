@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -19,6 +24,7 @@ from backend.runs.folder import Run
 from backend.train import base_weights
 from backend.train.run_log import RunLog, TrainError
 
+POLL_SECONDS = 0.2  # between two checks for a stop
 Tensors = list[torch.Tensor]
 
 
@@ -78,6 +84,31 @@ class Export:
         options = {"local_files_only": True, "trust_remote_code": spec.model.trust_remote_code}
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
+    def _run_program(
+        self, command: list[str], report: Callable[[str], None], env: Mapping[str, str] | None = None
+    ) -> tuple[int, list[str]]:
+        """The exit code of a program and its lines, each of which `report` gets. A stop ends a silent program, too.
+        Raises Stopped."""
+        lines: list[str] = []
+        written: SimpleQueue[str] = SimpleQueue()
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        ) as process:
+            assert process.stdout
+            reader = Thread(target=_copy_lines, args=(process.stdout, written), daemon=True)
+            reader.start()
+            try:
+                while reader.is_alive() or not written.empty():
+                    loading.check_stop(self.run_log)
+                    with suppress(Empty):
+                        lines.append(written.get(timeout=POLL_SECONDS))
+                        report(lines[-1])
+            except BaseException:
+                process.kill()
+                reader.join()
+                raise
+        return process.returncode, lines
+
     def _require_room(self, what: str, need: float, other: str = "") -> None:
         """Raise TrainError if there is no room for `need` bytes: `what` needs them, and `other` is further advice."""
         free = shutil.disk_usage(self.folder).free
@@ -86,3 +117,8 @@ class Export:
                 f"The {what} {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on the disk of "
                 f"{self.folder.resolve()}. Free some disk space{other}."
             )
+
+
+def _copy_lines(source: Iterable[str], target: SimpleQueue[str]) -> None:
+    for line in source:
+        target.put(line)

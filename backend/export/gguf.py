@@ -11,7 +11,6 @@ import gc
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,21 +125,13 @@ class GgufExport(Export):
         after it, `failed` precedes the reason of a failure. Raises TrainError, Stopped."""
         begin, end = fractions
         self._phase("converting", text, begin)
-        lines: list[str] = []
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=llama_cpp.variables(environment),
-        ) as process:  # fmt: skip
-            assert process.stdout
-            try:
-                for line in process.stdout:
-                    lines.append(line)
-                    done = int(match[1]) / 100 if (match := PROGRESS.search(line)) else 0.0
-                    self._progress("converting", text, begin + (end - begin) * done)
-            except BaseException:
-                process.kill()
-                raise
-        if process.returncode or not file.is_file():
+
+        def report(line: str) -> None:
+            done = int(match[1]) / 100 if (match := PROGRESS.search(line)) else 0.0
+            self._progress("converting", text, begin + (end - begin) * done)
+
+        code, lines = self._run_program(command, report, llama_cpp.variables(environment))
+        if code or not file.is_file():
             self.run_log.info("".join(lines[-30:]))
             raise TrainError(failed + _why(lines))
         return lines

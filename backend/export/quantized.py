@@ -11,7 +11,6 @@ import gc
 import importlib
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,23 +143,10 @@ class QuantizedExport(Export):
         save_file({str(n): batch for n, batch in enumerate(observed.batches)}, self.folder / BATCHES)
         trust = ["--trust-remote-code"] if spec.model.trust_remote_code else []
         command = [sys.executable, "-m", "backend.export.load_checkpoint", str(self.folder.resolve()), *trust]
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:
-            try:
-                text = ""
-                while process.poll() is None:
-                    loading.check_stop(self.run_log)
-                    try:
-                        text = process.communicate(timeout=0.5)[0]
-                    except subprocess.TimeoutExpired:
-                        continue
-            except BaseException:
-                process.kill()
-                raise
-        if process.returncode:
-            self.run_log.info(text)
-            last = next((line for line in reversed(text.splitlines()) if line.strip()), "it wrote no message")
+        code, lines = self._run_program(command, lambda _: None)
+        if code:
+            self.run_log.info("".join(lines[-30:]))
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no message")
             raise TrainError(f"transformers cannot load the quantized checkpoint, so it was deleted: {last}")
         outputs = load_file(self.folder / OUTPUTS)
         said = json.loads((self.folder / TOKENS).read_text(encoding="utf-8"))

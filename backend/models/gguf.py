@@ -53,7 +53,7 @@ FORMATS: Mapping[str, Format] = {
     "lora-bf16": replace(OF_MODEL["bf16"], base="bf16"),
 }
 DEFAULT = "q8_0"
-ADAPTER_FILE, BASE_FILE = "{run}-lora.gguf", "{run}-base-{format}.gguf"  # in FOLDER, of an adapter
+ADAPTER_FILE, BASE_FILE = "{run}-adapter.gguf", "{run}-base-{format}.gguf"  # in FOLDER, of an adapter
 
 
 def start(run: Run, step: int | None, format: str) -> Run:

@@ -238,7 +238,7 @@ def test_a_model_is_exported_as_gguf(shared, page):
 def test_an_adapter_and_a_quantized_checkpoint_are_exported(shared, page):
     run = plant(shared, "both")
     job, quantized = plant_export(run, "lora-q8_0"), jobs.create(run, jobs.QUANTIZE, QUANTIZE, {}, {})
-    (job.path / f"gguf/{run.id}-lora.gguf").write_bytes(b"LORA")
+    (job.path / f"gguf/{run.id}-adapter.gguf").write_bytes(b"LORA")
     shutil.copytree(run.path / "model", quantized.path / "model")
     (quantized.path / LOCK).touch()
     found = {"same_argmax": 0.93, "positions": 254, "kl_mean": 0.0083}

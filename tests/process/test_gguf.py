@@ -197,10 +197,10 @@ def test_an_adapter_next_to_its_base_model(
     folder, certificate, name = tmp_path / "job" / FOLDER, found["certificate"], adapter.name
     assert found["model"] == f"{FOLDER}/{name}-base-f16.gguf" and certificate["status"] == "verified"
     assert certificate["trained_to_file"]["kl_mean"] < 1e-6 < 1e-3 < certificate["trained_to_base"]["kl_mean"]
-    files = [MODELFILE, CERTIFICATE, f"{name}-base-f16.gguf", f"{name}-lora.gguf"]
+    files = [MODELFILE, CERTIFICATE, f"{name}-base-f16.gguf", f"{name}-adapter.gguf"]
     assert sorted(path.name for path in folder.iterdir()) == sorted(files)
     lines = (folder / MODELFILE).read_text().splitlines()
-    assert lines[:2] == [f"FROM ./{name}-base-f16.gguf", f"ADAPTER ./{name}-lora.gguf"]
+    assert lines[:2] == [f"FROM ./{name}-base-f16.gguf", f"ADAPTER ./{name}-adapter.gguf"]
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [FOLDER, "gguf.json", "progress.json"]
     shutil.rmtree(tmp_path / "job")
     with pytest.raises(TrainError, match=r"was deleted\. llama\.cpp predicts differently"):
@@ -343,6 +343,17 @@ def test_the_converter_runs_no_code_that_training_did_not_run(
         AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     assert (tmp_path / "ran").exists() == trusted
     assert "auto_map" in (source / "config.json").read_text(), "the model itself is not changed"
+
+
+def test_a_stop_while_the_converter_is_silent(
+    adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """The supervisor would kill the job, and its incomplete files would stay."""
+    script = tmp_path / "env" / CONVERTER / "convert_hf_to_gguf.py"
+    script.write_text(f"import time\nopen({str(tmp_path / 'job' / STOP)!r}, 'w').write('discard')\ntime.sleep(600)")
+    with pytest.raises(Stopped):
+        export(adapter)
+    assert not {"source", "unchecked"} & {path.name for path in (tmp_path / "job").iterdir()}
 
 
 def linked(job: Path) -> list[str]:

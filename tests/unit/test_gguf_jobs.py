@@ -113,10 +113,12 @@ def test_an_adapter_as_a_file_of_its_own(plant, name):
     assert json.loads((job.path / "gguf.json").read_text())["merge"] == ""
     finished(job, {"model": f"{FOLDER}/run-base-q8_0.gguf"})
     (job.path / FOLDER).mkdir()
-    for file in ("run-base-q8_0.gguf", "run-lora.gguf"):
+    for file in ("run-base-q8_0.gguf", "run-adapter.gguf"):
         (job.path / FOLDER / file).touch()
     shown = gguf.as_json(job)["gguf"]
-    assert shown["files"] == ["run-base-q8_0.gguf", "run-lora.gguf"] and shown["adapter"].endswith("run-lora.gguf")
+    assert shown["files"] == ["run-base-q8_0.gguf", "run-adapter.gguf"] and shown["adapter"].endswith(
+        "run-adapter.gguf"
+    )
     with pytest.raises(RunError, match="has full weights and no adapter"):
         gguf.start(plant(), None, "lora-f16")
 

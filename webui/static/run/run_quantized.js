@@ -24,8 +24,8 @@ const FORMATS = {
   "torchao-fp8": "torchao fp8: 8 bits, weights only",
 };
 const WHY =
-  "transformers loads a quantized checkpoint with less memory. Footplate compares its outputs with those of the trained " +
-  "model.";
+  "transformers loads a quantized checkpoint with less memory. Footplate compares its outputs with those of the " +
+  "trained model.";
 let chosen = "bnb-nf4";
 
 /** `quantized` has the newest checkpoint of each format. */
