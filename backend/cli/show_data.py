@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.cli.commands import INSPECTION_SECONDS, print_json, read_spec
+from backend.cli.status_line import StatusLine
 from backend.config.options import for_dataset
 from backend.inspect import show_examples
 from backend.wording import counted
@@ -26,7 +27,8 @@ def start(arguments: argparse.Namespace) -> int:
         print(f"--dataset is {arguments.dataset}, but the spec has {count}.", file=sys.stderr)
         return 2
     spec = for_dataset(spec, arguments.dataset - 1)
-    found = show_examples(spec, Path.cwd(), os.environ, first, arguments.count, INSPECTION_SECONDS)
+    with StatusLine() as line:
+        found = show_examples(spec, Path.cwd(), os.environ, first, arguments.count, INSPECTION_SECONDS, line.show)
     if found is None or isinstance(found, str):
         print(found or "The examples are still being rendered. Try again.", file=sys.stderr)
         return 2

@@ -81,7 +81,10 @@ def _labels(example: Example, data: Data) -> dict[str, Any]:
     if column in example:
         completion = _completion(example, column)
     elif data.completion_column or prompt[-1]["role"] != "assistant":
-        raise InvalidExample(f"has no column {column}, and its prompt does not end with an assistant turn")
+        raise InvalidExample(
+            f"has no column {column}, and its prompt does not end with an assistant turn; its columns are: "
+            f"{chat.column_names(example)}"
+        )
     else:
         prompt, completion = prompt[:-1], prompt[-1:]
     if completion[0]["role"] != "assistant":

@@ -261,7 +261,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             row, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            place = error.lineno if isinstance(error, json.JSONDecodeError) else line
+            place = _json_place(error, text)[0] if isinstance(error, json.JSONDecodeError) else line
             raise DataFileError(path, place, _json_problem(error, text)) from None
         yield line, row
         at = _skip(text, at)
@@ -440,9 +440,17 @@ def _json_problem(error: Exception, text: str) -> str:
     if not isinstance(error, json.JSONDecodeError):
         return f"contains a number with more than {sys.get_int_max_str_digits()} digits"
     message = error.msg.removesuffix(" at")  # as in "Invalid control character at"
-    reason = f"{message[:1].lower()}{message[1:]} (column {error.colno})"
+    column = _json_place(error, text)[1]
+    reason = f"{message[:1].lower()}{message[1:]} (column {column})"
     if text.startswith("\ufeff"):
         reason = "it begins with a byte order mark; remove it"
     elif "\0" in text[error.pos : error.pos + 1]:
-        reason = f"it contains a NUL byte (column {error.colno})"
+        reason = f"it contains a NUL byte (column {column})"
     return f"is not valid JSON: {reason}"
+
+
+def _json_place(error: json.JSONDecodeError, text: str) -> tuple[int, int]:
+    """Line and column of an error, from 1. Where the text ends too early, they are behind its last character: the json
+    module names the line after it."""
+    at = min(error.pos, len(text.rstrip()))
+    return text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)

@@ -150,7 +150,8 @@ def _files(
                 found[path] = facts = _file(path, stat.st_mtime_ns, stat.st_size, read_as, deadline)
                 issues += [DataIssue(field, *issue) for issue in facts.issues]
                 if not facts.issues and not facts.num_examples and facts.count_is_exact:
-                    issues.append(DataIssue(field, str(path), NO_EXAMPLES))
+                    skipped = " that can be used" if facts.num_skipped else ""
+                    issues.append(DataIssue(field, str(path), f"{NO_EXAMPLES}{skipped}"))
                 if read_as.format == "auto" and facts.format:  # the run detects it from the first example of all files
                     read_as = replace(read_as, format=facts.format)
         except DataFileError as error:
@@ -158,7 +159,7 @@ def _files(
         except OSError as error:
             issues.append(DataIssue(field, name, f"cannot be read: {error.strerror or error}"))
     if any(facts.format and facts.num_examples for facts in found.values()):  # the run reads the other files
-        issues = [issue for issue in issues if issue.message != NO_EXAMPLES]
+        issues = [issue for issue in issues if not issue.message.startswith(NO_EXAMPLES)]
     return list(found.values()), issues
 
 

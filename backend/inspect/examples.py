@@ -14,12 +14,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from backend import registry
 from backend.config import RunSpec
 from backend.data import DataFileError, expand, file_patterns
 from backend.inspect.data_files import inspect_data_files
 from backend.inspect.facts import DataIssue, InputFacts
 from backend.inspect.model_folder import local_folder
-from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed_versions, may_start
+from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed_versions, may_start, no_show
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
@@ -94,11 +95,17 @@ def wait_for_examples(spec: RunSpec, base: Path, environment: Mapping[str, str],
 
 
 def show_examples(
-    spec: RunSpec, base: Path, environment: Mapping[str, str], first: int, count: int, seconds: float
+    spec: RunSpec,
+    base: Path,
+    environment: Mapping[str, str],
+    first: int,
+    count: int,
+    seconds: float,
+    show: Show = no_show,
 ) -> Result | str | None:
     """`count` examples from the position `first`, 0 for the first of the training files, as `show` of
     backend.train.show_examples returns them; or why they cannot be shown, as a sentence; None while the worker is busy
-    with them. Waits at most `seconds`."""
+    with them. Waits at most `seconds`; meanwhile `show` gets what it waits for."""
     if spec.data.source == "hub":
         return "Examples of datasets on the Hub are not shown. Download the dataset and set data.source to files."
     if spec.launch.trainer == "llamafactory":
@@ -115,7 +122,7 @@ def show_examples(
     shown, key, body = _shown(cache_folder(environment)), _key({**request, **range_}), _body(request, **range_)
     found = shown.find(key, body)
     if found is None and seconds:
-        found = shown.wait_for(key, body, seconds, lambda progress: None)
+        found = shown.wait_for(key, body, seconds, lambda _: show("Rendering the examples"))
     return f"The example cannot be shown: {found}." if isinstance(found, str) else found
 
 
@@ -142,7 +149,9 @@ def _no_tokenizer(spec: RunSpec) -> str:
         return "The tokenizer may run custom code (trust_remote_code), so examples are not rendered before the start."
     if spec.model.source == "path":
         return "The model folder has no tokenizer files, so the examples cannot be rendered."
-    return "The tokenizer is not on this machine yet. The first start of a run downloads it."
+    is_created = spec.model.source == "builtin" and not registry.BUILTIN_MODELS[spec.model.builtin].download_bytes
+    how = "creates" if is_created else "downloads"
+    return f"The tokenizer is not on this machine yet. The first start of a run {how} it."
 
 
 def _request(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any] | None:

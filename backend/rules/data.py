@@ -10,6 +10,7 @@ from backend import registry
 from backend.config.data import SYSTEM_COLUMN
 from backend.config.options import by_name
 from backend.data import file_of
+from backend.data.chat import column_names
 from backend.data.columns import column_options
 from backend.data.formats import UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
@@ -61,7 +62,7 @@ def unreadable_data_file(case: Case) -> Violation | None:
     data = case.spec.data
     broken = {file_of(issue.location) for issue in issues}
     kept = tuple(name for name in data.files if name not in broken)
-    fixes = guessed_columns(case) if not case.facts.format else []
+    fixes = guessed_columns(case) if not case.facts.format or _lacks_columns(case, case.facts.skipped) else []
     if kept and len(kept) < len(data.files):
         fixes.append(Fix("Skip the files with errors", {"data.files": kept}, False, "fewer examples"))
     fields = ("data.files", "data.format") if fixes and "data.format" in fixes[0].patch else ("data.files",)
@@ -120,7 +121,7 @@ def malformed_examples(case: Case) -> Violation | None:
     fixes = []
     if format != "auto" and detected and detected != format:
         fixes.append(Fix("Detect the format automatically", {"data.format": "auto"}, False))
-    if format == "auto" or not all(issue.message.startswith("has no column ") for issue in issues):
+    if format == "auto" or not _lacks_columns(case, map(str, issues)):
         return Violation(summary(issues), (*fixes, SKIP))
     options = tuple(name for name in column_options(format) if name != "data.system_column")
     if not fixes:
@@ -128,6 +129,13 @@ def malformed_examples(case: Case) -> Violation | None:
     advice = f"Set {names(options)} to the names of columns in the file."
     title = "The data files do not have the columns of the data format"
     return Violation(f"{summary(issues)} {advice}", tuple(fixes), ("data.files", "data.format", *options), title)
+
+
+def _lacks_columns(case: Case, problems: Iterable[str]) -> bool:
+    """Whether the first example lacks a column of the format: all examples with its columns do. `problems` are those
+    of examples."""
+    columns = f"; its columns are: {column_names(dict.fromkeys(case.facts.columns))}"
+    return any(": has no column " in problem and problem.endswith(columns) for problem in problems)
 
 
 @warning(

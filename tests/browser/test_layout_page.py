@@ -86,9 +86,11 @@ def test_segments_show_their_whole_text(page):
     texts = page.locator("#model-source label span")
     expect(texts).to_have_text(["Built-in", "Local folder", "Hugging Face Hub"])
     hidden = "(all) => all.map((one) => one.scrollWidth - one.clientWidth)"
-    for width in (1440, 1330, 1240, 1110, 1024, 390):
+    for width in (1440, 1330, 1240, 1110, 1024, 390, 375):
         resize(page, width)
         assert texts.evaluate_all(hidden) == [0, 0, 0], width
+    name, theme = page.locator(".fp-brand").bounding_box(), page.locator("#fp-theme").bounding_box()
+    assert name["y"] <= theme["y"] <= name["y"] + name["height"], "on a phone, both are in the first line"
 
 
 def test_a_report_of_earlier_values_says_so_while_the_check_takes_long(page):

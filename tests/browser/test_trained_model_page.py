@@ -356,6 +356,20 @@ def plant_export(run, format, sentence=""):
     return job
 
 
+def test_the_menu_of_models_has_the_newest_until_someone_chooses(shared, page):
+    """A page that was open while the run trained does not keep the first checkpoint for chats and evaluations."""
+    show_run(page, plant(shared, "chosen"))
+    chosen = """async () => {
+      const { createModelMenu } = await import("/footplate/run/run_jobs.js");
+      const menu = createModelMenu(), drawn = (steps) => (menu.draw(steps), menu.step());
+      const newest = [drawn([20]), drawn([40, 20]), drawn([null, 40, 20])];
+      menu.node.value = "40";
+      menu.node.dispatchEvent(new Event("change"));
+      return [newest, drawn([null, 60, 40]), drawn([null, 60])];
+    }"""
+    assert page.evaluate(chosen) == [[20, 40, None], 40, None]
+
+
 def test_a_run_without_a_model_has_no_card(shared, page):
     run = plant(shared, "unfinished")
     (run.path / "model/model.safetensors").unlink()

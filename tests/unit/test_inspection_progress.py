@@ -297,3 +297,21 @@ def test_without_a_terminal_one_line_is_printed(monkeypatch: pytest.MonkeyPatch)
             time.sleep(0.01)
             line.show("Loading the tokenizer")
     assert log.getvalue() == "Checking the model and the examples...\n"
+
+
+def test_rendering_examples_shows_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Busy:
+        def find(self, key: str, request: Any) -> None:
+            return None
+
+        def wait_for(self, key: str, request: Any, timeout: float, show: Callable[[Any], None]) -> str:
+            show({})
+            return "too slow"
+
+    monkeypatch.setattr(inspection, "_shown", lambda folder: Busy())
+    monkeypatch.setattr(inspection, "_inputs", lambda *arguments: {"folder": "model"})
+    monkeypatch.setattr(inspection, "_body", lambda *arguments, **more: {})
+    monkeypatch.setattr(inspection, "may_start", lambda environment: True)
+    shown: list[str] = []
+    found = inspection.show_examples(RunSpec(), tmp_path, {}, 0, 1, 1.0, shown.append)
+    assert (found, shown) == ("The example cannot be shown: too slow.", ["Rendering the examples"])

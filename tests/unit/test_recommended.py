@@ -158,6 +158,32 @@ def test_a_missing_column_is_reported_once_with_the_options_to_set(tmp_path: Pat
     assert "data.completion_column" in finding.fields
 
 
+@pytest.mark.parametrize("on_bad_example", ["stop", "skip"])
+def test_columns_are_offered_although_one_line_is_broken(tmp_path: Path, on_bad_example: str) -> None:
+    """Skipping would leave nothing: no example has the columns that are set."""
+    file = tmp_path / "mine.jsonl"
+    lines = [json.dumps({"question": f"Wann {i}?", "reply": f"Um {i}."}) for i in range(40)]
+    file.write_text("\n".join([*lines[:7], '{"question": "Wann', *lines[8:]]) + "\n")
+    columns = {"format": "prompt_completion", "prompt_column": "Frage", "completion_column": "Antwort"}
+    finding = data_findings(with_file(file, **columns, on_bad_example=on_bad_example), tmp_path)[0]
+    assert finding.level == "error"
+    assert ("contains no examples that can be used" in finding.message) == (on_bad_example == "skip")
+    labels = [fix.label for fix in finding.fixes]
+    as_pair = "Use column question as the prompt and reply as the completion"
+    assert labels == [as_pair, "Use column question as plain text"]
+
+
+def test_examples_without_a_column_that_the_others_have_can_be_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    examples = [{"question": f"Wann {i}?", "reply": f"Um {i}."} for i in range(40)]
+    examples[20] = {"query": "Wann?", "reply": "Um 7."}
+    file.write_text("".join(f"{json.dumps(example)}\n" for example in examples))
+    spec = with_file(file, format="prompt_completion", prompt_column="question", completion_column="reply")
+    (finding,) = data_findings(spec, tmp_path)
+    assert finding.title == "Some examples do not match the data format"
+    assert [fix.label for fix in finding.fixes] == ["Skip such examples"]
+
+
 def test_another_format_is_detected_only_if_the_columns_have_one(tmp_path: Path) -> None:
     file = tmp_path / "talk.jsonl"
     turns = [{"from": "human", "value": "When?"}, {"from": "gpt", "value": "At 7."}]

@@ -9,7 +9,7 @@ import { LogSearch } from "./log_search.js";
 const MAX_LINES_FOLLOWING = 5000;
 const MAX_LINES_READING = 20000; // while someone reads further up
 const NO_LINES_YET = "The first line appears when the run starts.";
-const NO_LINES = "The run ended without a line in this log.";
+const NO_LINES = "This log has no lines: the run ended before its first one.";
 
 /** The log without its requests. */
 export class LogView {
@@ -71,7 +71,7 @@ export class LogView {
   reset() {
     this.skipTo(0);
     this.empty.hidden = false;
-    this.showEmpty(false);
+    setText(this.empty, ""); // until the first response
     this.follow.set(true);
     this.search.reset();
   }

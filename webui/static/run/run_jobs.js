@@ -129,20 +129,23 @@ export function createNumberField(label, attributes) {
 /** @param {any} attributes @returns {any} */
 export const createCheckbox = (attributes = {}) => el("input.fp-checkbox", { type: "checkbox", ...attributes });
 
-/** A menu of the models of a run, whose values are steps; null is the final model. */
+/** A menu of the models of a run, whose values are steps; null is the final model. Until someone chooses, it has the
+ * first one: the newest, also when a newer one is saved. */
 export function createModelMenu() {
-  const node = el("select.fp-select");
+  const node = el("select.fp-select", { onchange: () => (isChosen = true) });
+  let isChosen = false;
   const step = () => (node.value === "" ? null : Number(node.value));
   /** @param {number | null} wanted */
   function choose(wanted) {
     const value = String(wanted ?? "");
-    if ([...node.options].some((option) => option.value === value)) node.value = value;
+    isChosen = [...node.options].some((option) => option.value === value);
+    if (isChosen) node.value = value;
   }
   /** @param {(number | null)[]} steps */
   function draw(steps) {
     const chosen = step();
     redraw(node, ...steps.map((each) => el("option", { value: each ?? "" }, modelName(each))));
-    choose(chosen);
+    if (isChosen) choose(chosen);
   }
   return { node, step, choose, draw };
 }
