@@ -22,6 +22,7 @@ from backend.registry.architectures import (
     NO_TENSOR_PARALLELISM,
     NO_ZERO3,
     NOT_CALLED,
+    POSITION_TABLES,
     READS_EMBEDDING,
     UNQUANTIZABLE,
     UNTRAINABLE,

@@ -60,3 +60,6 @@ _CONVERTED = """
 """
 CONVERTED_WEIGHTS = frozenset(_CONVERTED.split())
 """Types whose weights transformers holds by other names, or in another layout, than save_pretrained writes them."""
+
+# Models whose positions are rows of a table, of MPT's distances too; those of others are computed.
+POSITION_TABLES = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "gptj", "codegen", "biogpt", "openai-gpt", "ctrl", "mpt")

@@ -566,10 +566,6 @@ def identical_pairs(case: Case) -> str | Violation | None:
     return f"{count:,} of {facts.num_checked:,} pairs have identical completions within {limit:,} tokens."
 
 
-# Models whose positions are rows of a table, of MPT's distances too; those of others are computed.
-POSITION_TABLES = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "gptj", "codegen", "biogpt", "openai-gpt", "ctrl", "mpt")
-
-
 @error(
     "DAT010",
     fields=("data.max_length",),
@@ -581,7 +577,7 @@ POSITION_TABLES = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "gptj", "codegen", "
 def max_length_exceeds_position_embeddings(case: Case) -> Violation | None:
     """GPT-2, OPT and others have a table with an embedding per position. A position beyond its end raises an IndexError
     on a CPU and a device-side assert on a GPU."""
-    if case.shape is None or case.shape.model_type not in POSITION_TABLES:
+    if case.shape is None or case.shape.model_type not in registry.POSITION_TABLES:
         return None
     return _too_many_positions(case.shape.max_positions, case, "position embeddings")
 
@@ -607,7 +603,7 @@ def _too_many_positions(most: int, case: Case, what: str) -> Violation | None:
 def max_length_exceeds_context(case: Case) -> Violation | None:
     """Rotary position embeddings can be computed for any position, so the run works, but attention at positions that
     the model has never seen is poor and the loss is high."""
-    if case.shape is None or case.shape.model_type in POSITION_TABLES:
+    if case.shape is None or case.shape.model_type in registry.POSITION_TABLES:
         return None
     return _too_many_positions(case.shape.max_positions, case, "positions (max_position_embeddings)")
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import os
 import sys
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
+gc.disable()  # imports create no garbage, and a fifth of their time would be spent on looking for it
 
-from backend.runs import files
-from backend.train import device, exit, stacks, unsloth, unused_packages, verify
+from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
+
+from backend.runs import SKIP_CHECKS, files  # noqa: E402
+from backend.train import device, exit, stacks, unsloth, unused_packages, verify  # noqa: E402
 
 
 @record  # type: ignore[untyped-decorator]
@@ -29,10 +32,10 @@ def main() -> None:
     group.sign()
     stacks.Stacks(folder, group.rank).write_on_request()
     spec, run = verify.read_plan(place)
-    verify.check_rules(spec, place)
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not os.environ.get(SKIP_CHECKS):  # one process per node
+        importlib.import_module("backend.train.rule_check").check_rules(spec, place)
     unsloth.import_unsloth(spec)
     unused_packages.hide(spec, place)
-    gc.disable()  # imports create no garbage, and a fifth of their time would be spent on looking for it
     training = importlib.import_module("backend.train.training")  # only now: Unsloth comes before other libraries
     gc.freeze()
     gc.enable()

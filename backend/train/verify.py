@@ -1,32 +1,22 @@
-"""What a run was planned for, compared with where it really runs.
-
-The trainer runs the same rules as the page, on the machine that it is on, and compares resolved.json with what it finds
-on each rank.
-"""
+"""What a run was planned for, compared with where it really runs: resolved.json and what each rank finds."""
 
 from __future__ import annotations
 
 import os
 import platform
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from backend import registry
 from backend.config import RunSpec
 from backend.config.options import SpecError, effective
-from backend.inspect import inspect_inputs
-from backend.inspect.worker import SETTING as WORKER_SETTING
 from backend.inspect.worker import installed_versions
-from backend.machine import probe
 from backend.presets import read
 from backend.resolve import ResolvedRun
-from backend.rules import Case, examine
-from backend.rules.data import POSITION_TABLES
-from backend.rules.loss_weights import conflicts
-from backend.runs import RESOLVED, SKIP_CHECKS, SPEC, resume_point
+from backend.runs import RESOLVED, SPEC
 from backend.train import device
 from backend.train.run_log import TrainError
 
@@ -47,34 +37,12 @@ def read_plan(folder: Path) -> tuple[RunSpec, ResolvedRun]:
         ) from error
 
 
-def check_rules(spec: RunSpec, folder: Path) -> None:
-    """Raise TrainError for the first error that the preflight rules find on this node, which need not be the machine
-    that planned the run. One process per node checks; rules about the moment before launch are left out."""
-    if os.environ.get(SKIP_CHECKS) or os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    # No worker process to read an unknown architecture: this process is about to load the model itself.
-    facts = inspect_inputs(spec, folder, {**os.environ, WORKER_SETTING: "off"})
-    # Nor of lengths estimated from characters: this process is about to count the tokens.
-    facts = replace(facts, token_lengths=(), min_prompt_tokens=0)
-    if facts.adapter_problem and resume_point.find(folder).checkpoint:
-        facts = replace(facts, adapter_problem="")  # the adapter is loaded at step 0 only, which checks it again
-    found = examine(Case(spec, probe(folder), facts), at_start=False)
-    later = () if spec.data.streaming else ("DAT010",)  # check_positions, with the lengths in tokens
-    errors = [finding for finding in found if finding.level == "error" and finding.code not in later]
-    if errors:
-        first = errors[0]
-        safe = [fix for fix in first.fixes if fix.safe]  # the page offers the others, with what they cost
-        fix = f" Fix: {safe[0].label}." if safe else ""
-        more = f" ({len(errors) - 1} more: {', '.join(e.title for e in errors[1:])}.)" if len(errors) > 1 else ""
-        raise TrainError(f"{', '.join(first.fields)}: {first.title}. {first.message}{fix}{more} [{first.code}]")
-
-
 def check_positions(spec: RunSpec, config: Any, longest: int) -> None:
     """Raise TrainError if an example of `longest` tokens needs more positions than the table of the model has. TRL
     truncates to data.max_length what KTO makes of a prompt and the completion of its neighbor."""
     longest = min(longest, spec.data.max_length)
     most = getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0)
-    if config.model_type in POSITION_TABLES and longest > most > 0:
+    if config.model_type in registry.POSITION_TABLES and longest > most > 0:
         raise TrainError(
             f"data.max_length: the longest example has {longest:,} tokens, and the model has {most:,} position "
             f"embeddings. Set data.max_length to at most {most}. [DAT010]"
@@ -83,7 +51,11 @@ def check_positions(spec: RunSpec, config: Any, longest: int) -> None:
 
 def check_loss_weights(spec: RunSpec, with_weights: bool) -> None:
     """Raise TrainError if turns have weights other than 0 and 1 in a run whose loss has none."""
-    for option, why, fix in conflicts(spec) if with_weights else ():
+    if not with_weights:
+        return
+    from backend.rules.loss_weights import conflicts  # noqa: PLC0415 - all rules, which few ranks need
+
+    for option, why, fix in conflicts(spec):
         raise TrainError(
             f"{option}: turns of the data have weights other than 0 and 1, but {why}. {fix.label}, or remove the "
             "weights. [DAT037]"

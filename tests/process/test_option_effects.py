@@ -41,10 +41,10 @@ from backend.train import (
     generation_eval,
     logging_setup,
     model,
+    rule_check,
     time_limit,
     trainers,
     unsloth,
-    verify,
 )
 from backend.train.callbacks import CheckpointCallback, EarlyStopping
 from backend.train.divergence import DivergenceCallback
@@ -227,7 +227,7 @@ def kept_checkpoints(spec: RunSpec) -> list[int]:
 def rule_errors(spec: RunSpec) -> str:
     """The errors of the rules on this machine."""
     try:
-        verify.check_rules(spec, Path("."))
+        rule_check.check_rules(spec, Path("."))
     except TrainError as error:
         return str(error)
     return ""

@@ -22,7 +22,7 @@ from backend.config.options import effective
 from backend.data import example_problem, read_examples
 from backend.modelspec import from_config
 from backend.paths import ASSETS, HOME
-from backend.train import adapters, builtin_models, checkpoints, model, verify
+from backend.train import adapters, builtin_models, checkpoints, model, rule_check, verify
 from backend.train.callbacks import CheckpointCallback
 from backend.train.data import prepare
 from backend.train.device import ProcessGroup
@@ -122,7 +122,7 @@ def test_unsupported_attention_implementation(tiny: Path, tmp_path: Path, config
 def test_best_model_needs_an_evaluation_for_each_checkpoint(tmp_path: Path) -> None:
     options = {"save.load_best_model_at_end": True, "save.strategy": "steps", "eval.strategy": "steps"}
     with pytest.raises(TrainError, match=r"save\.load_best_model_at_end"):
-        verify.check_rules(make_spec({**options, "save.steps": 10, "eval.steps": 4}), tmp_path)
+        rule_check.check_rules(make_spec({**options, "save.steps": 10, "eval.steps": 4}), tmp_path)
 
 
 SEQUENCE_PARALLEL = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
@@ -144,7 +144,7 @@ def test_options_that_do_not_go_with_sharded_weights_or_sequences(
     tmp_path: Path, changes: dict[str, Any], part: str
 ) -> None:
     with pytest.raises(TrainError, match=part):
-        verify.check_rules(
+        rule_check.check_rules(
             effective(make_spec({"eval.num_generations": 0, "launch.nproc_per_node": 2, **changes})), tmp_path
         )
 

@@ -155,7 +155,7 @@ def test_what_the_checks_find_is_fixed(tmp_path):
     spec = edit(TINY, {"precision.compute": "fp16"})
     assert errors(spec, LAPTOP)
     finding = next(f for f in examine(build_case(spec, LAPTOP, Path.cwd())) if f.level == "error")
-    # As check_rules of backend/train/verify.py writes it.
+    # As check_rules of backend/train/rule_check.py writes it.
     text = f"{', '.join(finding.fields)}: {finding.title}. {finding.message} [{finding.code}]"
     found = find(failed_run(tmp_path, spec, LAPTOP, f"backend.train.run_log.TrainError: {text}"), LAPTOP)
     assert found.fixes and not errors(edit(spec, found.fixes[0].patch), LAPTOP)

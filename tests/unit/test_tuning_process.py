@@ -279,6 +279,11 @@ def test_no_time_and_a_killed_process(root: Path, report: Report) -> None:
     assert "Allow more minutes" in tuning.status()["failure"]
 
 
+def test_neither_the_wait_in_the_queue_nor_the_build_of_kernels_takes_allowed_time() -> None:
+    assert not runner.counts("queued", {}) and not runner.counts("running", {"phase": "building kernels"})
+    assert runner.counts("starting", {}) and runner.counts("running", {"phase": "training"})
+
+
 def test_the_api_starts_shows_and_stops(report: Report, tmp_path: Path) -> None:
     with client(tmp_path / "runs", detect_machine=lambda _: report.machine) as api:
         refused = api.post("/api/tunings", json={"values": {**VALUES, "data.max_length": "x"}})

@@ -2,7 +2,8 @@
 one after the other.
 
 Each trial is a run in the folder. It waits in the queue like any other run, so a run that waits already comes first;
-the time that a trial waits does not count. A trial is deleted once it was measured.
+the time that a trial waits, or that DeepSpeed compiles its operators, does not count. A trial is deleted once it was
+measured.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from backend.wording import data_size
 
 INSPECTION_SECONDS, SHOW_SECONDS = 600.0, 1.0
 STOPPING_SECONDS = 3.0  # that the end of a trial takes
+BUILDING = "building kernels"  # the phase of DeepSpeed's compiled operators, which takes minutes once on a machine
 # By which losses may differ if settings change only the order of operations, as in the tests of strategies and
 # precisions: in fp32, in 16 bits, and with state or weights of fewer bits.
 TOLERANCES = {"fp32": 1e-4, "16 bits": 0.02, "coarse": 0.05}
@@ -210,7 +212,7 @@ class Runner:
         last = time.monotonic()
         while (state := run.state) in ALIVE:
             now = time.monotonic()
-            self.spent += 0 if state == "queued" else now - last
+            self.spent += now - last if counts(state, run.progress()) else 0
             last = now
             if state != "queued" and report.run.device == "cpu" and not end:
                 self.warm_process.start(run)
@@ -283,6 +285,11 @@ def tolerance(case: Case) -> float:
     if is_coarse or case.optimizer.bits in (4, 8):
         return TOLERANCES["coarse"]
     return TOLERANCES["fp32" if case.run.compute_dtype == "fp32" and precision != "tf32" else "16 bits"]
+
+
+def counts(state: str, progress: Mapping[str, Any]) -> bool:
+    """Whether the time in which a trial has this state and progress counts towards the allowed minutes."""
+    return state != "queued" and progress.get("phase") != BUILDING
 
 
 def read(run: Run) -> tuple[Step, ...]:

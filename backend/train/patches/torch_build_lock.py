@@ -12,8 +12,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from torch.utils import cpp_extension
-
 LIBRARY, SEEN_IN = "torch", "2.13.0"
 POLL_SECONDS = 0.1
 
@@ -92,4 +90,6 @@ def _open_elsewhere(path: Path) -> bool:
 
 def apply() -> None:
     """Use the lock for every extension that this process builds."""
+    from torch.utils import cpp_extension  # noqa: PLC0415 - it imports setuptools, and few runs build anything
+
     cpp_extension.FileBaton = BuildLock
