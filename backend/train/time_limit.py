@@ -13,6 +13,7 @@ import time
 
 import psutil
 
+from backend.config import RunSpec
 from backend.runs import STOP, request_stop
 from backend.runs.folder import Run
 from backend.runs.throughput import duration
@@ -24,31 +25,33 @@ POLL_SECONDS = 1.0
 COMPLETED = ("evaluating", "generating during", "checkpoint", "saving", "generating after", "done")
 
 
-def reason(hours: float) -> str:
-    """Why the run stopped, and what Resume does, for the list of runs and the page of the run."""
+def reason(hours: float, resumes: bool) -> str:
+    """Why the run stopped, and what Resume does if it `resumes`, for the list of runs and the page of the run."""
     allowed = duration(3600 * hours)
-    return f"It reached its max run time, {allowed} (train.max_hours). Resume lets it run for {allowed} more."
+    more = f" Resume lets it run for {allowed} more." if resumes else ""
+    return f"It reached its max run time, {allowed} (train.max_hours).{more}"
 
 
-def watch(hours: float, run_log: RunLog) -> threading.Thread | None:
-    """Request a stop, in a thread of rank 0, once the run has taken that many hours; 0 is no limit. Call it before the
+def watch(spec: RunSpec, run_log: RunLog) -> threading.Thread | None:
+    """Request a stop, in a thread of rank 0, once the run has taken train.max_hours; 0 is no limit. Call it before the
     first progress of this process is written: that of an earlier process of this start says how long that one ran."""
+    hours = spec.train.max_hours
     if not hours or run_log.rank:
         return None
     imports = time.time() - psutil.Process().create_time()
     run_log.earlier_seconds = imports + float(Run(run_log.folder).progress().get("elapsed", 0.0))
-    thread = threading.Thread(target=_wait, args=(hours, run_log), daemon=True)
+    thread = threading.Thread(target=_wait, args=(hours, reason(hours, spec.save.can_resume), run_log), daemon=True)
     thread.start()
     return thread
 
 
-def _wait(hours: float, run_log: RunLog) -> None:
+def _wait(hours: float, why: str, run_log: RunLog) -> None:
     stop = run_log.folder / STOP
     while not stop.exists():
         left = 3600 * hours - run_log.elapsed
         if left <= 0 and run_log.phase not in COMPLETED:
             with contextlib.suppress(OSError):  # a full disk: try again
-                request_stop(run_log.folder, f"save\n{reason(hours)}\n")
-                run_log.info(f"Stopping. {reason(hours)}")
+                request_stop(run_log.folder, f"save\n{why}\n")
+                run_log.info(f"Stopping. {why}")
                 return
         time.sleep(min(POLL_SECONDS, max(left, POLL_SECONDS / 10)))
