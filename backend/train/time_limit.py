@@ -13,7 +13,7 @@ import time
 
 import psutil
 
-from backend.config import RunSpec
+from backend.resolve import ResolvedRun
 from backend.runs import STOP, request_stop
 from backend.runs.folder import Run
 from backend.runs.throughput import duration
@@ -26,21 +26,21 @@ COMPLETED = ("evaluating", "generating during", "checkpoint", "saving", "generat
 
 
 def reason(hours: float, resumes: bool) -> str:
-    """Why the run stopped, and what Resume does if it `resumes`, for the list of runs and the page of the run."""
+    """Why the run stopped, and what Resume does if the run can resume, for the list of runs and the page of the run."""
     allowed = duration(3600 * hours)
     more = f" Resume lets it run for {allowed} more." if resumes else ""
     return f"It reached its max run time, {allowed} (train.max_hours).{more}"
 
 
-def watch(spec: RunSpec, run_log: RunLog) -> threading.Thread | None:
-    """Request a stop, in a thread of rank 0, once the run has taken train.max_hours; 0 is no limit. Call it before the
+def watch(hours: float, run: ResolvedRun, run_log: RunLog) -> threading.Thread | None:
+    """Request a stop, in a thread of rank 0, once the run has taken that many hours; 0 is no limit. Call it before the
     first progress of this process is written: that of an earlier process of this start says how long that one ran."""
-    hours = spec.train.max_hours
     if not hours or run_log.rank:
         return None
+    resumes = run.engine.can_resume and run.optimizer_offload != "nvme"
     imports = time.time() - psutil.Process().create_time()
     run_log.earlier_seconds = imports + float(Run(run_log.folder).progress().get("elapsed", 0.0))
-    thread = threading.Thread(target=_wait, args=(hours, reason(hours, spec.save.can_resume), run_log), daemon=True)
+    thread = threading.Thread(target=_wait, args=(hours, reason(hours, resumes), run_log), daemon=True)
     thread.start()
     return thread
 

@@ -46,7 +46,7 @@ def create(root: Path, machine: Machine, spec: RunSpec) -> Run:
 def stopped_at(run: Run, before: int = 0) -> int:
     """The step at which the run has stopped at its limit, after step `before`."""
     wait_for(lambda: run.state not in ALIVE, 600, lambda: log_text(run.path))
-    reason = time_limit.reason(SECONDS / 3600, read_spec(run).save.can_resume)
+    reason = time_limit.reason(SECONDS / 3600, read_spec(run).parallel.strategy != "tensor")
     state, step = json.loads((run.path / "state.json").read_text()), last_step(run.path)
     assert run.state == "stopped" and state["cause"] == reason and reason in run.summary()["sentence"], log_text(
         run.path
