@@ -149,17 +149,21 @@ class LockedEnvironment:
         wheels = _wheels(folder)
         wheels.mkdir(parents=True, exist_ok=True)
         _run(sys.executable, "-m", "venv", str(folder))
-        pip, only = _pip(folder), ("--quiet", "--no-deps", "--require-hashes", "--only-binary", ":all:")
+        pip, only = (
+            _pip(folder),
+            ("--quiet", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-cache-dir"),
+        )
+        env = {**os.environ, "TMPDIR": str(wheels)}  # gigabytes, for which /tmp may be too small
         lines = [line for line in self.lock.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
         with tempfile.TemporaryDirectory() as name:
             file = Path(name) / "packages"
             for start in range(0, len(lines), AT_ONCE):  # pip moves files to their folder once it has all
                 show(f"Downloading packages {start + 1} to {min(start + AT_ONCE, len(lines))} of {len(lines)}.")
                 part = _file(file, tuple(lines[start : start + AT_ONCE]))
-                _run(*pip, "download", *only, "--dest", str(wheels), *part)
+                _run(*pip, "download", *only, "--dest", str(wheels), *part, env=env)
             show(f"Installing {len(lines)} packages.")
             offline = ("--no-index", "--find-links", str(wheels))
-            _run(*pip, "install", *only, *offline, *_file(file, tuple(lines)))
+            _run(*pip, "install", *only, *offline, *_file(file, tuple(lines)), env=env)
         show("Trying what was installed.")
         for arguments in self.probe:
             _run(str(folder / "bin" / "python"), *arguments, cwd=folder)

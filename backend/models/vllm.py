@@ -23,8 +23,8 @@ from backend.runs.folder import Run, RunError
 
 ENVIRONMENT = "vllm"  # `footplate env create vllm`
 NOT_RUN = (
-    "Not run with vLLM by the developers: its arguments and limits were taken from the source of vLLM 0.33, and tested "
-    "with a stand-in."
+    "Not run with vLLM by the developers: its arguments and limits follow the source of vLLM 0.33, and requests were "
+    "tested with a stand-in."
 )
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of the compute dtype of training
 # Keys of adapter_config.json that change what the adapter computes, and that vLLM refuses or, as

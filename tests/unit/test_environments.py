@@ -141,6 +141,7 @@ def vllm_commands(cache, monkeypatch):
         if "venv" in command:
             Path(command[-1]).mkdir(parents=True)
         if "download" in command:
+            assert env["TMPDIR"] == command[command.index("--dest") + 1]
             if is_cut and len(found) == 4:
                 is_cut.pop()
                 raise environments.CreationError("the connection was lost")
