@@ -26,6 +26,7 @@ SUMS = (
     "num_contradictions", "num_with_weights", "num_weighted",
 )  # fmt: skip
 TUPLES = ("data_issues", "unrenderable_examples", "skipped", "shared_files")
+SELECTING = {"files", "max_samples", "validation", "validation_split", "validation_files", "weight"}  # of a Source
 COUNTED = ("unread_keys", "special_tokens", "unknown_ends")
 
 
@@ -59,8 +60,8 @@ def _label_counts(spec: RunSpec, facts: InputFacts) -> tuple[int, int] | None:
 
 
 def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:
-    """For each dataset, the validation files that any dataset trains on, and the files of which it splits off its
-    validation set, but another dataset does not split off the same part."""
+    """For each dataset, the validation files that any dataset trains on, the files of which it splits off its
+    validation set, but another dataset does not split off the same part, and which earlier dataset it repeats."""
     files = []
     for source in spec.data.datasets:
         try:
@@ -69,7 +70,7 @@ def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:
             files.append([set(), set()])
     trained = set().union(*(train for train, _ in files))
     found = []
-    for source, (train, validation) in zip(spec.data.datasets, files, strict=True):
+    for index, (source, (train, validation)) in enumerate(zip(spec.data.datasets, files, strict=True)):
         shared = trained & validation
         others = (
             files[number][0]
@@ -77,8 +78,19 @@ def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:
             if other is not source and not (other.splits and _selects_as(source, train, other, files[number][0]))
         )
         split = train & set().union(*others) if source.splits else set()
-        found.append({"shared_files": tuple(sorted(shared)), "split_files": tuple(sorted(split))})
+        earlier = enumerate(zip(spec.data.datasets[:index], files[:index], strict=True), 1)
+        repeats = next(
+            (n for n, (other, (its, _)) in earlier if train and train <= its and _reads_as(other, source)), 0
+        )
+        shares = {"shared_files": tuple(sorted(shared)), "split_files": tuple(sorted(split))}
+        found.append({**shares, "repeats": repeats})
     return found
+
+
+def _reads_as(one: Source, other: Source) -> bool:
+    """Whether two datasets make the same examples of the same file."""
+    reading = Source.model_fields.keys() - SELECTING
+    return one.model_dump(include=reading) == other.model_dump(include=reading)
 
 
 def _selects_as(one: Source, its_files: set[str], other: Source, other_files: set[str]) -> bool:

@@ -19,12 +19,12 @@ from backend.config import RunSpec
 from backend.data import DataFileError, expand, file_patterns
 from backend.inspect.data_files import inspect_data_files
 from backend.inspect.facts import DataIssue, InputFacts
-from backend.inspect.model_folder import local_folder
+from backend.inspect.model_folder import has_own_code, local_folder
 from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed_versions, may_start, no_show
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 19
+FORMAT = 20
 # Options that decide nothing about a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -115,7 +115,7 @@ def show_examples(
     except (OSError, DataFileError) as error:
         return f"The data files cannot be read: {error}."
     if not request["folder"]:
-        return _no_tokenizer(spec)
+        return _no_tokenizer(spec, local_folder(spec, base, environment))
     if not may_start(environment):
         return f"The examples are not read because {SETTING} is off."
     range_ = {"first": first, "count": count}
@@ -144,8 +144,13 @@ def summarize_examples(spec: RunSpec, base: Path, environment: Mapping[str, str]
     return {**state, "lengths": lengths, **{name: found[name] for name in ("longest", "longest_row", "rows", "places")}}
 
 
-def _no_tokenizer(spec: RunSpec) -> str:
-    if spec.model.trust_remote_code:
+def _runs_code(spec: RunSpec, folder: Path) -> bool:
+    """Whether loading the tokenizer would run Python code of the model."""
+    return spec.model.trust_remote_code and has_own_code(folder)
+
+
+def _no_tokenizer(spec: RunSpec, folder: Path | None) -> str:
+    if folder and _runs_code(spec, folder):
         return "The tokenizer may run custom code (trust_remote_code), so examples are not rendered before the start."
     if spec.model.source == "path":
         return "The model folder has no tokenizer files, so the examples cannot be rendered."
@@ -172,7 +177,7 @@ def _inputs(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[s
     DataFileError."""
     folder = local_folder(spec, base, environment)
     data = _files(_data_files(spec), base)
-    model = _files(TOKENIZER_FILES, folder) if folder and not spec.model.trust_remote_code else []
+    model = _files(TOKENIZER_FILES, folder) if folder and not _runs_code(spec, folder) else []
     place = str(folder) if model else ""
     return {
         "spec": _inspected(spec, base),
@@ -266,6 +271,8 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
     if found["token_lengths"]:
         lengths = sorted(found["token_lengths"])
         facts["token_lengths"] = (*lengths, found["longest"]) if found["longest"] > lengths[-1] else tuple(lengths)
+    if found["measured"]:
+        facts["sequences_per_example"] = found["sequences"] / found["measured"]
     if labeled := found["counts"].get("labeled"):
         facts["labeled_share"] = labeled / found["counts"]["tokens"]
     return facts

@@ -42,6 +42,7 @@ class InputFacts:
     config_problem: str = ""  # a value of config.json that no model can have, a sentence
     architecture_problem: str = ""  # why the model is not a causal language model
     needs_remote_code: bool = False  # transformers has no such architecture, and the model brings its own code
+    has_own_code: bool | None = None  # a config of the model's folder refers to Python code; None if unknown
     has_sequence_classification: bool | None = None  # transformers has a reward model class for it; None if unknown
     has_shared_layers: bool = False  # several decoder layers contain the same module
     lora_refused: tuple[str, ...] = ()  # names of linear layers that cannot have a LoRA adapter
@@ -55,6 +56,7 @@ class InputFacts:
     data_issues: tuple[DataIssue, ...] = ()
     shared_files: tuple[str, ...] = ()  # training files that are validation files too
     split_files: tuple[str, ...] = ()  # the validation set is split off them, and another dataset trains on that part
+    repeats: int = 0  # the number of an earlier dataset that has every file of this one, read in the same way; 0: none
     format: str = ""  # of the training data: the one that is set, or detected
     columns: tuple[str, ...] = ()
     text_columns: tuple[str, ...] = ()  # those with text in the first example, and no number; single words come last
@@ -64,7 +66,8 @@ class InputFacts:
     num_validation_examples: int | None = None  # in the validation files
     counts_are_exact: bool = True  # False: the number of examples is estimated from the size of a file
     label_counts: tuple[int, int] | None = None  # desirable and undesirable completions that were read
-    token_lengths: tuple[int, ...] = ()  # of the examples that were read, ascending
+    token_lengths: tuple[int, ...] = ()  # of training examples that were read, and the longest of all, ascending
+    sequences_per_example: float = 0.0  # into which training examples are split in pretraining; 0: not known
     labeled_share: float = 1.0  # of their tokens: those that have a loss
     cpu: CpuSpeed | None = None  # of this machine, if the run uses it
     cpu_unknown: str = ""  # why it was not measured, the end of a sentence
@@ -148,7 +151,9 @@ class InputFacts:
 
     def _sequences(self, spec: RunSpec, data: Source) -> int | None:
         usable, count = self.usable_examples(data, spec.train.seed), self.num_train_examples(data)
-        if spec.train.stage == "pretraining" and count and self.token_lengths:  # long texts are split
+        if spec.train.stage == "pretraining" and count and self.sequences_per_example:  # long texts are split
+            return round(count * self.sequences_per_example)
+        if spec.train.stage == "pretraining" and count and self.token_lengths:
             sequences = sum(-(-length // spec.data.max_length) for length in self.token_lengths)
             return round(count * sequences / len(self.token_lengths))
         return count if usable is None else usable[0]

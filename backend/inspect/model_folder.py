@@ -20,6 +20,7 @@ from backend.paths import model_folder
 
 # The names that from_pretrained looks for; transformers 5.23 modeling_utils.py, _get_resolved_checkpoint_files.
 WEIGHT_FILES = {"model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"}
+CONFIGS = ("config.json", "tokenizer_config.json")
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model"}
 
 
@@ -162,6 +163,7 @@ def _cached_folder_facts(folder: Path, modified_ns: int, config_modified_ns: int
         "quant_method": str((config.get("quantization_config") or {}).get("quant_method") or ""),
         "model_problem": _missing_files(folder),
         "has_chat_template": _has_chat_template(folder),
+        "has_own_code": has_own_code(folder),
     }
 
 
@@ -173,6 +175,16 @@ def _missing_files(folder: Path) -> str:
     if not names & TOKENIZER_FILES:
         return f"{folder} contains no tokenizer (tokenizer.json)."
     return ""
+
+
+def has_own_code(folder: Path) -> bool:
+    """Whether a configuration file of a model folder refers to Python code (auto_map), which transformers runs with
+    trust_remote_code; True if one cannot be read."""
+    paths = (folder / name for name in CONFIGS if (folder / name).is_file())
+    try:
+        return any("auto_map" in read_json_object(path) for path in paths)
+    except (OSError, ValueError):
+        return True
 
 
 def _has_chat_template(folder: Path) -> bool | None:

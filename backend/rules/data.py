@@ -18,7 +18,7 @@ from backend.inspect.data_files import MAX_ISSUES
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, label_of, names, set_to, warning
 from backend.rules.columns import guessed_columns
 from backend.rules.common_fixes import OTHER_TEMPLATE, hub_id_violation
-from backend.rules.examples import DEMO, GPT2, H100, USER_DATA, USER_DATA_FACTS, with_data_issue
+from backend.rules.examples import DEMO, GPT2, H100, PLAIN_TEXT, USER_DATA, USER_DATA_FACTS, with_data_issue
 from backend.wording import counted
 
 BUILTIN_DATA = Fix("Use the demo dataset", {"data.source": "builtin"}, safe=False, cost="trains on other data")
@@ -623,9 +623,6 @@ def group_by_length_with_packing(case: Case) -> str | None:
     if not case.spec.data.packing or case.spec.train.train_sampling_strategy != "group_by_length":
         return None
     return "data.packing is on and train.train_sampling_strategy is group_by_length."
-
-
-PLAIN_TEXT = replace(USER_DATA_FACTS, format="text", columns=("text",))
 
 
 @advice(

@@ -89,6 +89,7 @@ DEMO = InputFacts(
 # The same examples in the user's files: the options, and what inspection finds.
 USER_DATA = {"data.source": "files", "data.files": ("data.jsonl",)}
 USER_DATA_FACTS = replace(DEMO, num_validation_examples=None)
+PLAIN_TEXT = replace(USER_DATA_FACTS, format="text", columns=("text",))
 LOCAL_MODEL = {"model.source": "path", "model.path": "model"}
 
 

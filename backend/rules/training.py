@@ -6,8 +6,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, set_to, warning
-from backend.rules.examples import DEMO, FULL_DISK, TWO_H100
+from backend.rules.examples import DEMO, FULL_DISK, PLAIN_TEXT, TWO_H100, USER_DATA
 from backend.runs.resume_point import step_of
 from backend.runs.throughput import duration
 from backend.wording import counted, data_size
@@ -320,3 +321,23 @@ def nothing_saved(case: Case) -> str | None:
     if case.spec.save.strategy != "no" or case.spec.save.final_model:
         return None
     return "save.strategy is no and save.final_model is off."
+
+
+@warning(
+    "DAT040",
+    fields=("eval.num_generations", "data.format"),
+    title="Plain text has no prompts to generate from",
+    source="the examples: plain text does not mark any part as a prompt",
+    fixes=(Fix("Generate nothing", {"eval.num_generations": 0}),),
+    fails_on=Example({**USER_DATA, "data.format": "text", "eval.num_generations": 4}, facts=PLAIN_TEXT),
+    passes_on=Example({**USER_DATA, "data.format": "text", "eval.num_generations": 0}, facts=PLAIN_TEXT),
+)
+def generations_from_plain_text(case: Case) -> str | None:
+    """Generations continue the prompts of validation examples, and plain text is not divided into prompts and
+    completions."""
+    count, facts = case.spec.eval.num_generations, case.facts
+    if not registry.STAGES[case.spec.train.stage].generates or not count or case.run.num_eval_examples == 0:
+        return None
+    if any(each.format != "text" for each in facts.datasets or (facts,)):
+        return None
+    return f"eval.num_generations is {count}, and the data format is plain text. Nothing would be generated."

@@ -42,7 +42,7 @@ def apply_method(spec: RunSpec, model: Any, precision: str, device: str = "", to
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen and parameter.requires_grad)  # some classes freeze some
     _cast(model, torch.float32 if spec.fp32_master_weights else DTYPES[precision], DTYPES[precision])
-    if device == "cpu" and spec.fp32_master_weights:
+    if device == "cpu" and spec.fp32_master_weights and not _is_sharded_by_zero3(model):
         _keep_layer_norms(model)
     return model
 
@@ -52,17 +52,21 @@ def _keep_layer_norms(model: Any) -> None:
     and autocast does not convert them there."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False) if isinstance(module, nn.LayerNorm) else ():
-            if not hasattr(parameter, "ds_id") and not isinstance(parameter, DTensor):
+            if not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.float()
+
+
+def _is_sharded_by_zero3(model: Any) -> bool:
+    """Whether DeepSpeed sharded the model while it was loaded. All its weights have one dtype, those that an adapter
+    adds too: DeepSpeed does not cast them, and has its own fp32 masters."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def _cast(model: Any, trainable: torch.dtype, frozen: torch.dtype) -> None:
     """Cast trainable and frozen parameters to these dtypes."""
     is_quantized = getattr(model, "is_quantized", False)
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        trainable = (
-            frozen  # DeepSpeed does not cast a model that it sharded while loading, and has its own fp32 masters
-        )
+    if _is_sharded_by_zero3(model):
+        trainable = frozen
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

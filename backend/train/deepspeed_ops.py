@@ -29,7 +29,8 @@ def needed(run: ResolvedRun) -> list[str]:
     """The names of the operator builders that the run surely needs; others are built when DeepSpeed uses them. Source:
     deepspeed 0.19 comm/torch.py, ops/adam/cpu_adam.py and runtime/swap_tensor."""
     found = ["ShareMemCommBuilder"] if run.device == "cpu" else []
-    return found + (["CPUAdamBuilder"] if run.optimizer_offload != "none" else [])
+    found += ["CPUAdamBuilder"] if run.optimizer_offload != "none" else []
+    return found + (["AsyncIOBuilder"] if "nvme" in (run.optimizer_offload, run.param_offload) else [])
 
 
 def build(run: ResolvedRun, run_log: RunLog) -> None:

@@ -42,12 +42,12 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
     _check_model(spec, model)
     if spec.lora.use_dora:
         peft_dequantize.apply()
+    peft_reference_init.apply()
     if not registry.LORA_INITS[spec.lora.init].changes_base_weights:
         plain = unsloth.add_adapter(spec, model, config) if spec.train.use_unsloth else get_peft_model(model, config)
         if spec.save.merge_adapter:
             check_shared_weights("save.merge_adapter: merging", plain)
         return plain
-    peft_reference_init.apply()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         try:

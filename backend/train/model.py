@@ -35,6 +35,8 @@ from backend.train import (
 from backend.train.device import DTYPES
 from backend.train.patches import (
     bitsandbytes_cpu_layout,
+    bitsandbytes_int8_inputs,
+    bitsandbytes_int8_reload,
     deepspeed_fp32_buffers,
     llama4_base_model,
     tensor_parallel_save,
@@ -140,6 +142,8 @@ def load(
     kernels.apply_liger(spec, model)
     unsloth.check_kernels(spec, model)
     bitsandbytes_cpu_layout.apply(model)
+    bitsandbytes_int8_inputs.apply(model)
+    bitsandbytes_int8_reload.apply(model)
     llama4_base_model.apply(model)
     transformers_frozen_parameters.apply(model)
     transformers_generation_config.apply(model)

@@ -86,7 +86,9 @@ class ExampleFacts:
     usable_validation: int = 0  # validation examples with a trained token
     skipped: list[str] = field(default_factory=list)  # the first examples that the run skips, and why
     unrenderable: list[tuple[str, str]] = field(default_factory=list)  # location, reason
-    token_lengths: list[int] = field(default_factory=list)  # of the first MAX_LENGTHS examples
+    token_lengths: list[int] = field(default_factory=list)  # of the first MAX_LENGTHS training examples
+    measured: int = 0  # training examples whose length is known
+    sequences: int = 0  # of at most max_length tokens, into which these can be split
     longest: int = 0  # of all examples that were tokenized
     longest_row: int = 0  # where it is
     counts: Counter[str] = field(default_factory=Counter)
@@ -142,6 +144,16 @@ class ExampleFacts:
         if start:
             self.counts["different_starts"] += 1
             self.note("different_starts")
+
+    def add_length(self, is_training: bool, length: int, limit: int) -> None:
+        """Note how many tokens an example has; `limit`: max_length."""
+        if length > self.longest:
+            self.longest, self.longest_row = length, self.row
+        if is_training:
+            self.measured += 1
+            self.sequences += -(-length // limit)
+            if len(self.token_lengths) < MAX_LENGTHS:
+                self.token_lengths.append(length)
 
     def is_copy(self, is_training: bool, value: dict[str, Any]) -> bool:
         """Whether an example is equal to a training example before it. Counts it, and contradictions."""
@@ -214,10 +226,7 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
         found.add_tokenized(is_training, any(len(values) for values in columns.values()))
         found.add_start(spec, to_columns.chat, example.value)
         if length := counts["longest_sequences"] or counts["tokens"]:  # of a pair, the longer sequence
-            if length > found.longest:
-                found.longest, found.longest_row = length, found.row
-            if len(found.token_lengths) < MAX_LENGTHS:
-                found.token_lengths.append(length)
+            found.add_length(is_training, length, spec.data.max_length)
 
 
 @contextmanager

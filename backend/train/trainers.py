@@ -118,7 +118,10 @@ def _eval_save_logging(spec: RunSpec) -> dict[str, Any]:
 
 def router_loss_coefficient(trainer: Any) -> float:
     """The weight with which the trainer adds the router's auxiliary loss to the training loss; 0 if not."""
-    return float(trainer.router_aux_loss_coef) if getattr(trainer, "aux_loss_enabled", False) else 0.0
+    if not getattr(trainer, "aux_loss_enabled", False):
+        return 0.0
+    is_orpo = hasattr(trainer, "aux_loss_coef")
+    return float(trainer.aux_loss_coef if is_orpo else trainer.router_aux_loss_coef)
 
 
 def build_trainer(

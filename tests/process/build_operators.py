@@ -24,7 +24,7 @@ def main() -> None:
         os.environ.update(environment(Path(folder), Path(folder)))  # before DeepSpeed reads it
         from backend.train import deepspeed_ops, run_log  # noqa: PLC0415
 
-        run: Any = SimpleNamespace(device="cpu", optimizer_offload="cpu")
+        run: Any = SimpleNamespace(device="cpu", optimizer_offload="cpu", param_offload="none")
         deepspeed_ops.build(run, run_log.RunLog(Path(folder)))
 
 

@@ -239,6 +239,19 @@ def test_rows_of_other_architectures(tiny: Path, tmp_path: Path, kind: str) -> N
     assert is_tied == (kind != "gpt_neox")
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gpt_neox"])
+def test_rows_of_the_reference_are_not_trained(tiny: Path, tmp_path: Path, kind: str) -> None:
+    """TRL adds a second adapter for DPO and KTO; with DDP, each trainable parameter needs a gradient."""
+    spec = make_spec({**TOKENS, "model.source": "path", "model.path": str(base(tiny, tmp_path / "base", kind))})
+    source = model.locate(spec, ignore_progress)
+    tokenizer = model.load_tokenizer(spec, source)
+    whole = model.load(spec, source, "bf16", tokenizer)
+    adapted = adapters.apply_method(spec, whole, "bf16", "cpu", added_tokens.ids(spec, tokenizer))
+    adapted.add_adapter("ref", adapted.peft_config["default"])
+    assert not [name for name, p in adapted.named_parameters() if ".ref" in name and p.requires_grad]
+    assert [name for name, p in adapted.named_parameters() if "trainable_tokens" in name and p.requires_grad]
+
+
 def test_an_output_layer_with_a_bias_is_refused(tiny: Path, tmp_path: Path) -> None:
     folder = base(tiny, tmp_path / "base", "phi")
     spec = make_spec({**TOKENS, "model.source": "path", "model.path": str(folder)})

@@ -142,6 +142,17 @@ def test_modules_are_saved_by_whole_names() -> None:
     assert trained == ["base_model.model.model.norm.modules_to_save.default.weight"]
 
 
+def test_a_saved_layer_norm_has_the_dtype_of_the_weights_that_zero3_has_sharded() -> None:
+    """DeepSpeed refuses several dtypes, and gives a copy of a sharded parameter no shard."""
+    model = architectures.build("gpt_neox").to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.ds_id = 0
+    changes: dict[str, Any] = {"lora.modules_to_save": ("final_layer_norm",), "precision.compute": "bf16"}
+    adapted = adapters.apply_method(make_spec(changes), model, "bf16", "cpu", ())
+    trained = {name: parameter.dtype for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert any("final_layer_norm" in name for name in trained) and {*trained.values()} == {torch.bfloat16}
+
+
 def test_a_tied_head_is_trained_under_each_of_its_names() -> None:
     config = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
     for name in ("lm_head", "embed_tokens"):

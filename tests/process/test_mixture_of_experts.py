@@ -3,11 +3,15 @@ trainable bytes match the estimate."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import architectures
 import pytest
@@ -20,7 +24,10 @@ from untrained_models import memory_context, untrained_model
 
 from backend.memory.estimate import device_peak
 from backend.modelspec import from_config
+from backend.train import trl_trainers
+from backend.train.patches import trl_missing_router
 from backend.train.quantized import is_quantized
+from backend.train.trainers import router_loss_coefficient
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 2048}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -87,6 +94,31 @@ def test_validation_loss_of_dpo(root: Path, fork_server: ForkServer, mixtures: M
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in logging_setup.py
+@pytest.mark.parametrize("stage", ["sft", "dpo", "kto", "orpo"])
+def test_the_weight_of_the_router_loss_is_read_from_every_trainer(stage: str) -> None:
+    """ORPO's trainer adds the loss if config.json has output_router_logits, and has another name for its weight."""
+    classes = trl_trainers.TRL[stage]
+    source = inspect.getsource(getattr(importlib.import_module(f"{classes.module}_trainer"), classes.trainer))
+    name = str(re.search(r"self\.(\w*aux_loss_coef) = ", source)[1])  # type: ignore[index]
+    assert router_loss_coefficient(SimpleNamespace(**{name: 0.5}, aux_loss_enabled=True)) == 0.5
+    assert router_loss_coefficient(SimpleNamespace(**{name: 0.5}, aux_loss_enabled=False)) == 0
+
+
+@pytest.mark.parametrize(("kind", "has_loss"), [("dots1", False), ("qwen3_moe", True)])
+def test_orpo_uses_the_router_loss_of_models_that_compute_one(kind: str, has_loss: bool) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    experts = {"num_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    config = AutoConfig.for_model(
+        kind, vocab_size=30, **sizes, **experts, **heads, first_k_dense_replace=1, output_router_logits=True
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    tokens = torch.arange(12)[None]
+    assert (model(tokens, output_router_logits=True).get("aux_loss") is not None) is has_loss
+    trl_missing_router.apply(SimpleNamespace(), model)
+    assert model.config.output_router_logits is has_loss
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_quantized_bytes_match_the_estimate(mixtures: Mapping[str, dict[str, str]], kind: str) -> None:
     changes = {**mixtures["qwen3_moe"], "method.quantization": kind}

@@ -52,6 +52,10 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     ),
     "badam_checkpoint": ("badam:BlockOptimizer.__init__", "self.state_dict = base_optimizer.state_dict"),
     "bitsandbytes_cpu_layout": ("bitsandbytes.nn:Linear4bit.forward", "_convert_weight_packed_for_cpu("),
+    "bitsandbytes_int8_inputs": ("bitsandbytes.autograd._functions:MatMul8bitLt.forward", "if len(A.shape) == 3:"),
+    "bitsandbytes_int8_reload": (
+        "bitsandbytes.nn:Linear8bitLt._load_from_state_dict", 'getattr(self.weight, "SCB", None)',
+    ),
     "deepspeed_fp32_buffers": (
         "deepspeed.runtime.engine:DeepSpeedEngine._cast_module_mixed_precision", "if buffer_dtype is not None:",
     ),

@@ -13,7 +13,7 @@ from fork_server import ForkServer, write_run
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, result, same_losses, soak_except
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MiniCPM3Config, MixtralConfig, MixtralForCausalLM
 from untrained_models import memory_context, untrained_model
 
 from backend import registry
@@ -21,7 +21,7 @@ from backend.machine import Machine
 from backend.memory.estimate import device_peak
 from backend.modelspec import from_config
 from backend.preflight import preflight
-from backend.train.patches import bitsandbytes_cpu_layout
+from backend.train.patches import bitsandbytes_cpu_layout, bitsandbytes_int8_inputs, bitsandbytes_int8_reload
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 TINY = from_config(registry.BUILTIN_MODELS["tiny-llama"].config)
@@ -367,3 +367,33 @@ def test_olora_changes_a_quantized_model_before_training(tiny: Path, kind: str) 
     config = LoraConfig(r=8, init_lora_weights="olora", target_modules="all-linear")
     started = logits(get_peft_model(load(**quantization), config))
     assert (started - quantized).norm() > 0.5 * (quantized - logits(load())).norm()
+
+
+def test_8_bit_layers_take_four_dimensions(tmp_path: Path) -> None:
+    """Latent attention gives them to its projection of keys and values."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MiniCPM3Config(
+        vocab_size=40, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, **sizes
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    quantization = {"dtype": torch.float32, "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    quantized: Any = AutoModelForCausalLM.from_pretrained(tmp_path, **quantization)
+    bitsandbytes_int8_inputs.apply(quantized)
+    inputs = torch.arange(3, 33).view(2, 15)
+    logits, expected = (each(inputs).logits for each in (quantized, AutoModelForCausalLM.from_pretrained(tmp_path)))
+    assert (logits - expected).norm() < 0.1 * expected.norm()
+    logits.sum().backward()
+
+
+def test_8_bit_weights_load_after_a_forward_pass(tiny: Path) -> None:
+    """DeepSpeed loads all modules of the best checkpoint."""
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, quantization_config=config).eval()
+    bitsandbytes_int8_reload.apply(model)
+    with torch.no_grad():
+        expected = model(torch.arange(3, 60)[None]).logits
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        next(layer for layer in model.modules() if hasattr(layer, "init_8bit_state")).state.SCB.zero_()
+        for _ in range(2):
+            model.load_state_dict(saved)
+            assert torch.equal(model(torch.arange(3, 60)[None]).logits, expected)

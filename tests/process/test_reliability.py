@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -314,6 +316,17 @@ def test_progress_shows_how_long_kernels_are_built(tmp_path: Path, monkeypatch: 
     progress = json.loads((tmp_path / "progress.json").read_text())
     assert progress["phase"] == "building kernels"
     assert progress["text"] == "Building DeepSpeed kernels: cpu_adam, 0 s."
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "params", "expected"),
+    [("none", "none", set()), ("cpu", "none", {"CPUAdam"}), ("none", "nvme", {"AsyncIO"}),
+     ("nvme", "cpu", {"CPUAdam", "AsyncIO"})],
+)  # fmt: skip
+def test_operators_of_an_offload_are_built_where_it_is_shown(optimizer: str, params: str, expected: set[str]) -> None:
+    """async_io takes minutes: built while the model is loaded, it would look as if loading hung."""
+    run: Any = SimpleNamespace(device="cuda", optimizer_offload=optimizer, param_offload=params)
+    assert {*deepspeed_ops.needed(run)} == {f"{name}Builder" for name in expected}
 
 
 def test_zero_starts_with_a_stale_build_lock(fork_server: ForkServer, root: Path) -> None:

@@ -146,6 +146,7 @@ def test_the_command_prints_what_has_a_loss(
         folder = ["--set", "model.source=path", "--set", f"model.path={tmp_path}"]
         assert main(["data", "first-run", *words, *folder]) == 2
         assert "The model folder has no tokenizer files" in capsys.readouterr().err
+        (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
         assert main(["data", "first-run", *words, *folder, "--set", "model.trust_remote_code=true"]) == 2
         assert "may run custom code" in capsys.readouterr().err
         assert main(["data", "first-run", *words, "--set", "data.source=hub", "--set", "data.hub_id=a/b"]) == 2

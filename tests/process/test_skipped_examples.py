@@ -10,6 +10,8 @@ import pytest
 from training_runs import make_spec
 
 from backend.config import RunSpec
+from backend.config.options import edit
+from backend.inspect import resolve_paths
 from backend.inspect.data_files import inspect_data_files
 from backend.inspect.examples import facts_from
 from backend.inspect.facts import InputFacts
@@ -59,6 +61,17 @@ def prepare(tiny: Path, spec: RunSpec) -> tuple[data.PreparedData, list[str]]:
 def facts_of(tiny: Path, folder: Path, spec: RunSpec) -> InputFacts:
     found = tokenize_examples.inspect(spec.model_dump(mode="json"), str(folder), str(tiny))
     return InputFacts(**{**inspect_data_files(spec, folder), **facts_from(found, spec)})
+
+
+def test_the_sequences_of_pretraining_are_those_of_the_training_files(tiny: Path, tmp_path: Path) -> None:
+    """Validation examples are shorter here; with the mean of both, the run would have too few steps."""
+    for name, count, words in (("train", 3, 200), ("validation", 20, 2)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"text": "word " * words}) + "\n") * count)
+    files = {"data.files": ("train.jsonl",), "data.validation_files": ("validation.jsonl",)}
+    more = {"data.source": "files", "data.validation": "files", "train.stage": "pretraining", "data.max_length": 32}
+    spec = edit(RunSpec(), {**files, **more})
+    made, _ = prepare(tiny, resolve_paths(spec, tmp_path))
+    assert facts_of(tiny, tmp_path, spec).num_in_epoch(spec) == len(made.train) > 3
 
 
 @pytest.mark.parametrize("processes", [1, 2])

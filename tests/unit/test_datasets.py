@@ -299,6 +299,20 @@ def test_a_file_that_two_datasets_train_on_and_one_validates_on(tmp_path):
         assert found.fields[0] == "data.validation" and "Dataset 1 (a.jsonl)" in found.message
 
 
+def test_a_file_of_two_datasets_without_duplicates(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(chat(10))
+    same = {
+        "data.drop_duplicates": True,
+        "data.sources[0].files": ("a.jsonl", "b.jsonl"),
+        "data.sources[1].files": "b.jsonl",
+    }
+    (found,) = (finding for finding in checked(tmp_path, **same)[2] if finding.code == "DAT039")
+    assert "Dataset 2 (b.jsonl)" in found.message and "files of dataset 1" in found.message
+    for more in ({"data.drop_duplicates": False}, {"data.sources[1].system_prompt": "Be brief."}):
+        assert "DAT039" not in {finding.code for finding in checked(tmp_path, **{**same, **more})[2]}
+
+
 def test_a_fix_of_one_dataset_does_not_turn_off_the_evaluation_of_others(tmp_path):
     (tmp_path / "a.jsonl").write_text(chat(10))
     (tmp_path / "b.jsonl").write_text(chat(1))

@@ -17,7 +17,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import edit, get, options
 from backend.config.processes import rendezvous_port
-from backend.inspect import InputFacts, download_config, inspect_inputs, resolve_paths
+from backend.inspect import InputFacts, download_config, examples, inspect_inputs, resolve_paths
 from backend.machine import Machine
 from backend.rules import check
 
@@ -239,6 +239,23 @@ def model(folder: Path, **config: Any) -> Path:
     (folder / "model.safetensors").write_bytes(NO_TENSORS)
     (folder / "tokenizer.json").touch()
     return folder
+
+
+@pytest.mark.parametrize("name", ["", "config.json", "tokenizer_config.json"])
+def test_trust_remote_code_matters_only_where_a_config_refers_to_code(tmp_path: Path, name: str) -> None:
+    """Otherwise no code of the model can run, and its examples are checked as those of any model."""
+    folder = model(tmp_path / "model")
+    if name:
+        config = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps({**config, "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}))
+    (tmp_path / "data.jsonl").write_text('{"text": "one"}\n')
+    local = {"model__source": "path", "model__path": str(folder), "model__trust_remote_code": True}
+    trusted = spec(**local, data__source="files", data__files=["data.jsonl"], train__stage="pretraining")
+    facts = inspect_inputs(trusted, tmp_path)
+    assert facts.has_own_code is bool(name)
+    codes = {finding.code for finding in check(trusted, Machine(), facts)}
+    assert ("MDL012" in codes) is bool(name)
+    assert bool(examples._inputs(trusted, tmp_path, {})["folder"]) is not bool(name)
 
 
 def test_model_folder(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 trl/trainer/utils.py, `_fused_forward`: it gives the router logits to Mixtral's loss. Dense variants of mixtures
 (Granite 4, Jamba, Doge) have no routers, so there are no logits; Doge's mixture has logits of another shape. Without
 the patch training of these models fails in the first step.
+
+trl/experimental/orpo/orpo_trainer.py adds the model's own `aux_loss` if config.json has `output_router_logits`. Some
+mixtures compute none (Dots1, GLM 4.5, Hunyuan).
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ OTHER_LOSS = ("doge",)  # the only causal types in transformers 5.23 whose load_
 
 
 def apply(config: Any, model: Any) -> None:
-    """Disable the router loss in the trainer's config if it cannot be computed for this model."""
-    if hasattr(config, "router_aux_loss_coef") and not has_router_loss(model):
-        config.router_aux_loss_coef = 0.0
+    """Disable the router loss in the trainer's config, or ORPO's in the model's, if it cannot be computed."""
+    if hasattr(config, "router_aux_loss_coef"):
+        if not has_router_loss(model):
+            config.router_aux_loss_coef = 0.0
+    elif getattr(model.config, "output_router_logits", False) and not hasattr(model, "router_aux_loss_coef"):
+        model.config.output_router_logits = False
 
 
 def has_router_loss(model: Any) -> bool:
