@@ -91,7 +91,7 @@ def _items(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> l
     each = chain.from_iterable(zip_longest(*(_usable(spec, tokenizer, part) for part in parts)))
     items, copies = list[Item](), Counter[str]()
     for example, to_columns in islice(filter(None, each), most):
-        columns, _ = to_columns([example])
+        columns, _ = to_columns(example)
         found = zip(*([values.tolist() for values in columns[name]] for name in ("input_ids", "labels")), strict=True)
         content = _content(example.value)
         copies[content] += 1

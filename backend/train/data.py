@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from backend.config.options import for_dataset
 from backend.data import DataFileError, is_absurd, mixed, mixed_counts, prepared, to_text
 from backend.data.chat import has_other_weights
 from backend.train import end_tokens
-from backend.train.encoding import TextEncoder
+from backend.train.encoding import BatchTokenizer, Columns, Rendered, TextEncoder
 from backend.train.examples import (
     ConvertedExample,
     Part,
@@ -41,7 +41,6 @@ from backend.train.examples import (
 )
 from backend.train.loss_weights import ARROW_TYPE, WEIGHTS, without_empty
 from backend.train.preference_data import (
-    Columns,
     PreferenceTokenizer,
     add_kl_completions,
     as_conversation,
@@ -49,7 +48,7 @@ from backend.train.preference_data import (
     unread_keys,
 )
 from backend.train.run_log import Stopped, TrainError
-from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation, is_trained
+from backend.train.templates import IGNORE_INDEX, ChatTokenizer, Labeled, UnsupportedConversation, is_trained
 from backend.train.worker_processes import in_processes
 from backend.wording import counted, ratio
 
@@ -87,7 +86,7 @@ def _longest_row(dataset: Dataset) -> int:
 
 
 @dataclass(frozen=True)
-class ExampleTokenizer:
+class ExampleTokenizer(BatchTokenizer[Labeled]):
     """Makes (input ids, labels) of examples; pickled into the worker processes."""
 
     tokenizer: Any
@@ -95,38 +94,29 @@ class ExampleTokenizer:
     pretraining: bool
     max_length: int
 
-    def __call__(self, examples: Sequence[ConvertedExample]) -> tuple[Columns, Counter[str]]:
-        """Ids and labels of the usable examples, and how many were truncated, split or dropped."""
+    def columns(self, example: ConvertedExample, result: Labeled) -> tuple[Columns, Counter[str]]:
+        """Ids, labels and weights of the usable sequences, and how many were truncated, split or dropped."""
         ids, labels, weights, counts = [], [], [], Counter[str]()
-        for example in examples:
-            count_unread(self.chat, example.value, counts)
-            of_tokens = self.loss_weights(example)
-            for tokens, targets in self._chunks(example, counts):
-                # Nothing predicts the first token, so it has no loss.
-                if all(label == IGNORE_INDEX for label in targets[1:]):
-                    counts["dropped"] += 1
-                    continue
-                ids.append(numpy.array(tokens, numpy.int32))  # five times as fast to write as lists
-                labels.append(numpy.array(targets))
-                weights.append(of_tokens and numpy.array(of_tokens[: len(tokens)], numpy.float32))
+        count_unread(self.chat, example.value, counts)
+        of_tokens = result[2]
+        for tokens, targets in self._chunks(example, *result[:2], counts):
+            # Nothing predicts the first token, so it has no loss.
+            if all(label == IGNORE_INDEX for label in islice(targets, 1, None)):
+                counts["dropped"] += 1
+                continue
+            ids.append(numpy.array(tokens, numpy.int32))  # five times as fast to write as lists
+            labels.append(numpy.array(targets))
+            weights.append(of_tokens and numpy.array(of_tokens[: len(tokens)], numpy.float32))
         return {"input_ids": ids, "labels": labels, WEIGHTS: weights}, counts
 
-    def loss_weights(self, example: ConvertedExample) -> list[float] | None:
-        """The weight of each token of an example in the loss; None if it has no weights other than 0 and 1. Raises
+    def sequences(self, example: ConvertedExample) -> Iterator[tuple[str, list[int], list[int], list[float] | None]]:
+        """(name, ids, labels, weights) of an example's only sequence, before it is truncated or split. Raises
         TrainError."""
-        if self.chat is None or "messages" not in example.value:
-            return None
-        try:
-            return self.chat.loss_weights(example.value["messages"], example.value)
-        except UnsupportedConversation as error:
-            raise TrainError(f"{example.location}: {error}.") from error
+        yield ("", *self.encoder.finish(self.render(example)))
 
-    def sequences(self, example: ConvertedExample) -> Iterator[tuple[str, list[int], list[int]]]:
-        """(name, ids, labels) of an example's only sequence, before it is truncated or split. Raises TrainError."""
-        yield ("", *self._tokenize(example))
-
-    def _chunks(self, example: ConvertedExample, counts: Counter[str]) -> list[tuple[list[int], list[int]]]:
-        ids, labels = self._tokenize(example)
+    def _chunks(
+        self, example: ConvertedExample, ids: list[int], labels: list[int], counts: Counter[str]
+    ) -> list[tuple[list[int], list[int]]]:
         counts["tokens"] += len(ids)
         counts["labeled"] += len(labels) - labels.count(IGNORE_INDEX)
         if self.chat is not None:
@@ -144,33 +134,43 @@ class ExampleTokenizer:
         counts["truncated"] += 1
         return [(ids[: self.max_length], labels[: self.max_length])]
 
-    @cached_property
-    def _encoder(self) -> TextEncoder:
-        return TextEncoder(self.tokenizer)
+    @property
+    def encoder(self) -> TextEncoder:
+        """Encodes the texts."""
+        return self.chat.encoder if self.chat else TextEncoder(self.tokenizer)
 
-    def _tokenize(self, example: ConvertedExample) -> tuple[list[int], list[int]]:
-        if self.chat is None or "text" in example.value:
-            if has_other_weights(example.value.get("messages", ())):
+    def render(self, example: ConvertedExample) -> Rendered[Labeled]:
+        """The text of an example. Raises TrainError."""
+        value, chat = example.value, self.chat
+        if chat is None or "text" in value:
+            if has_other_weights(value.get("messages", ())):
                 raise TrainError(
                     f"{example.location}: a turn has a weight, and pretraining trains on the whole text. Set "
                     "train.stage to sft, or remove the weight."
                 )
-            ids = self._encoder.ids(to_text(example.value), add_special_tokens=True)
-            eos = self.tokenizer.eos_token_id
-            if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:  # the text has one, too
-                del ids[0]
-            if eos is not None and ids[-1:] != [eos]:
-                ids.append(eos)
-            return ids, list(ids)
-        value = example.value
+            return Rendered([to_text(value)], self._whole_text, special_tokens=True)
         try:
-            if "prompt" in value:  # as in TRL, the loss is on the whole completion, and on no turn of the prompt
-                prompt, (completion,) = self.chat.tokenize_completions(value["prompt"], [value["completion"]], value)
-                ids = prompt + completion
-                return ids, list(ids) if self.chat.all_tokens else [IGNORE_INDEX] * len(prompt) + completion
-            return self.chat.tokenize(value["messages"], value)
+            if "prompt" not in value:
+                return chat.conversation(value["messages"], value)
+            found = chat.completions(value["prompt"], [value["completion"]], value)
+            return Rendered(found.texts, lambda tokens: self._completion(*found.finish(tokens)))
         except UnsupportedConversation as error:
             raise TrainError(f"{example.location}: {error}.") from error
+
+    def _whole_text(self, tokens: Sequence[list[int]]) -> Labeled:
+        (ids,) = tokens
+        eos = self.tokenizer.eos_token_id
+        if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:  # the text has one, too
+            del ids[0]
+        if eos is not None and ids[-1:] != [eos]:
+            ids.append(eos)
+        return ids, list(ids), None
+
+    def _completion(self, prompt: list[int], completions: list[list[int]]) -> Labeled:
+        """As in TRL, the loss is on the whole completion, and on no turn of the prompt."""
+        ids = prompt + completions[0]
+        all_tokens = self.chat is not None and self.chat.all_tokens
+        return ids, list(ids) if all_tokens else [IGNORE_INDEX] * len(prompt) + completions[0], None
 
 
 Tokenizer = ExampleTokenizer | PreferenceTokenizer
@@ -211,13 +211,13 @@ def _tokenized(
     `skips`, an example that cannot be rendered has none."""
     columns: Columns = {}
     counts, rows = Counter[str](), []
-    for _, example in batch:
-        try:
-            found, more = to_columns([example])
-        except TrainError as error:
-            if not skips:
-                raise
-            found, more = {}, Counter({SKIPPED: 1} | ({f"{SKIPPED} {error}": 1} if not counts[SKIPPED] else {}))
+    for each in to_columns.each([example for _, example in batch]):
+        if not isinstance(each, TrainError):
+            found, more = each
+        elif skips:
+            found, more = {}, Counter({SKIPPED: 1} | ({f"{SKIPPED} {each}": 1} if not counts[SKIPPED] else {}))
+        else:
+            raise each
         counts.update(more)
         for name, values in found.items():
             columns.setdefault(name, []).extend(values)

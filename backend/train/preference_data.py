@@ -7,7 +7,7 @@ every stage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,50 +16,52 @@ from datasets import Dataset, concatenate_datasets
 from backend.config import RunSpec
 from backend.data.chat import COLUMN, VARIABLES
 from backend.train import end_tokens, template_input
+from backend.train.encoding import BatchTokenizer, Columns, Rendered, TextEncoder
 from backend.train.run_log import TrainError
-from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
+from backend.train.templates import IGNORE_INDEX, ChatTokenizer, Completions, UnsupportedConversation
 
-Columns = dict[str, list[Any]]
 UNREAD, SPECIAL = "unread ", "special "  # with a key, or a token in a content: a count of examples
 
 
 @dataclass(frozen=True)
-class PreferenceTokenizer:
+class PreferenceTokenizer(BatchTokenizer[Completions]):
     """Makes columns of examples; pickled into the worker processes."""
 
     chat: ChatTokenizer
     stage: str
     max_length: int
 
-    def __call__(self, examples: Sequence[Any]) -> tuple[Columns, Counter[str]]:
-        """The columns of the usable examples, and how many were truncated or dropped."""
-        columns: Columns = {}
+    @property
+    def encoder(self) -> TextEncoder:
+        """Encodes the rendered texts."""
+        return self.chat.encoder
+
+    def render(self, example: Any) -> Rendered[Completions]:
+        """The texts of an example. Raises TrainError."""
+        value = example.value
+        try:
+            return self.chat.completions(value["prompt"], [value[name] for name in _completion_names(value)], value)
+        except UnsupportedConversation as error:
+            raise TrainError(f"{example.location}: {error}.") from error
+
+    def columns(self, example: Any, result: Completions) -> tuple[Columns, Counter[str]]:
+        """The columns of a usable example, and whether it was truncated or dropped."""
         counts = Counter[str]()
-        for example in examples:
-            count_unread(self.chat, example.value, counts)
-            for name, value in (self._example(example, counts) or {}).items():
-                columns.setdefault(name, []).append(value)
-        return columns, counts
+        count_unread(self.chat, example.value, counts)
+        return {name: [value] for name, value in (self._example(example, *result, counts) or {}).items()}, counts
 
     def sequences(self, example: Any) -> Iterator[tuple[str, list[int], list[int]]]:
         """(name, ids, labels) of the prompt with each completion, before they are truncated. Raises TrainError."""
-        prompt, completions = self._tokenize(example)
+        prompt, completions = self.encoder.finish(self.render(example))
         for name, ids in zip(_completion_names(example.value), completions, strict=True):
             if "label" in example.value:
                 name = f"{'desirable' if example.value['label'] else 'undesirable'} completion"
             yield name, prompt + ids, [IGNORE_INDEX] * len(prompt) + ids
 
-    def _tokenize(self, example: Any) -> tuple[list[int], list[list[int]]]:
+    def _example(
+        self, example: Any, prompt: list[int], completions: list[list[int]], counts: Counter[str]
+    ) -> dict[str, Any] | None:
         value = example.value
-        completions = [value[name] for name in _completion_names(value)]
-        try:
-            return self.chat.tokenize_completions(value["prompt"], completions, value)
-        except UnsupportedConversation as error:
-            raise TrainError(f"{example.location}: {error}.") from error
-
-    def _example(self, example: Any, counts: Counter[str]) -> dict[str, Any] | None:
-        value = example.value
-        prompt, completions = self._tokenize(example)
         counts["tokens"] += sum(len(prompt) + len(completion) for completion in completions)
         counts["longest_sequences"] += len(prompt) + max(map(len, completions))
         if self.stage != "reward" and self.chat.ends(completions[0])[-1:] == [None]:

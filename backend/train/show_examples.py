@@ -83,8 +83,7 @@ def _tokenized(to_columns: Tokenizer | None, examples: Sequence[ConvertedExample
     try:
         for example in examples:
             assert to_columns
-            weights = to_columns.loss_weights(example) if isinstance(to_columns, ExampleTokenizer) else None
-            found["sequences"] += [_sequence(to_columns, *parts, weights) for parts in to_columns.sequences(example)]
+            found["sequences"] += [_sequence(to_columns, *parts) for parts in to_columns.sequences(example)]
             found["notes"] += _notes(to_columns, example)
     except TrainError as error:
         text = str(error).removeprefix(f"{location}: ")
@@ -128,7 +127,7 @@ def _row_text(row: Example) -> str:
 
 def _notes(to_columns: Tokenizer, example: ConvertedExample) -> list[str]:
     """What the run would count for this example, as sentences."""
-    _, counts = to_columns([example])
+    _, counts = to_columns(example)
     notes = [text for name, text in NOTES.items() if counts[name]]
     notes += [f"Not used: {what}." for what in unread_keys(counts)]
     notes += [f"A text has {token}, which becomes a special token." for token in unread_keys(counts, SPECIAL)]
@@ -149,7 +148,7 @@ def _start(to_columns: Tokenizer, example: ConvertedExample) -> completion_start
 
 
 def _sequence(
-    to_columns: Tokenizer, name: str, ids: list[int], labels: list[int], weights: Sequence[float] | None
+    to_columns: Tokenizer, name: str, ids: list[int], labels: list[int], weights: Sequence[float] | None = None
 ) -> dict[str, Any]:
     splits = isinstance(to_columns, ExampleTokenizer) and to_columns.pretraining
     is_reward = isinstance(to_columns, PreferenceTokenizer) and to_columns.stage == "reward"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,7 @@ from trl.data_utils import common_prefix_length
 
 from backend.config import RunSpec
 from backend.data.chat import LOSS_WEIGHT, TEMPLATE_KWARGS, has_loss_weights
-from backend.train.encoding import TextEncoder
+from backend.train.encoding import Rendered, TextEncoder
 from backend.train.run_log import TrainError
 from backend.train.template_input import (
     TEMPLATE_ERRORS,
@@ -49,6 +49,9 @@ END_TEXT = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])\s*$")  # as templat
 END_TOKENS = 40  # of which it may consist
 SHOWN = 40  # characters of a prompt's end in an error
 IGNORE_INDEX = -100  # the label of tokens without a loss
+Span = tuple[int, int]  # of characters
+Labeled = tuple[list[int], list[int], list[float] | None]  # ids, labels, and weights if there are any
+Completions = tuple[list[int], list[list[int]]]  # ids of a prompt and of each completion
 # For models without a chat template. The loss is on what stands between {% generation %} and {% endgeneration %}:
 # the completion and its end. Where ChatML's tokens are not in the vocabulary, the tokenizer's EOS token follows, so
 # that the trained model can end its output.
@@ -237,7 +240,8 @@ class ChatTokenizer:
 
     def _end(self, labels: Sequence[int], last: int) -> int | None:
         known = self._whole_tokens
-        tokens = (labels[position] for position in range(last, -1, -1))
+        part = takewhile(lambda position: labels[position] != IGNORE_INDEX, range(last, -1, -1))
+        tokens = (labels[position] for position in part)
         end = next((token for token in tokens if token in known or self._has_text(token)), None)
         return end if end in known else None
 
@@ -263,26 +267,29 @@ class ChatTokenizer:
     def tokenize(self, messages: Messages, example: Mapping[str, Any] = NOTHING) -> tuple[list[int], list[int]]:
         """(input ids, labels) of a conversation with the loss on every completion; `example` has the tools and the
         like. Raises UnsupportedConversation."""
-        text, spans = self._rendered(messages, example)
-        if not any(message.get("train") is False for message in messages):
-            return self._labeled(text, [(0, len(text))] if self.all_tokens else spans)
-        untrained = [
-            span for span, turn in self._turns_with_spans(text, spans, messages, example) if turn.get("train") is False
-        ]
-        return self._labeled(text, [(0, len(text))] if self.all_tokens else spans, untrained)
+        return self.encoder.finish(self.conversation(messages, example))[:2]
 
     def loss_weights(self, messages: Messages, example: Mapping[str, Any] = NOTHING) -> list[float] | None:
         """The weight in the loss of each token of `tokenize`: that of its turn, else 1. None if no turn has another
         weight. Raises UnsupportedConversation."""
-        if not has_loss_weights(messages):
-            return None
+        return self.encoder.finish(self.conversation(messages, example))[2] if has_loss_weights(messages) else None
+
+    def conversation(self, messages: Messages, example: Mapping[str, Any] = NOTHING) -> Rendered[Labeled]:
+        """The text of a conversation, of whose tokens ids, labels and weights are made. Raises
+        UnsupportedConversation."""
         text, spans = self._rendered(messages, example)
-        encoded = self._encode(text)
-        weights = [1.0] * len(encoded)
-        for span, turn in self._turns_with_spans(text, spans, messages, example):
-            tokens = _tokens(encoded, *span)
-            weights[tokens] = [turn.get(LOSS_WEIGHT, 1.0)] * len(weights[tokens])
-        return weights
+        turns = list[tuple[Span, Mapping[str, Any]]]()
+        weighted = has_loss_weights(messages)
+        if weighted or any(message.get("train") is False for message in messages):
+            turns = list(self._turns_with_spans(text, spans, messages, example))
+        without = [span for span, turn in turns if turn.get("train") is False]
+        weights = [(span, turn.get(LOSS_WEIGHT, 1.0)) for span, turn in turns] if weighted else None
+        spans = [(0, len(text))] if self.all_tokens else spans
+        trained = None if list(spans) == [(0, len(text))] and not without else spans  # None: all tokens
+        if trained is None and weights is None:
+            return Rendered([text], lambda tokens: (tokens[0], list(tokens[0]), None))
+        self._require_offsets()
+        return Rendered([text], lambda tokens: _labeled(tokens[0], trained, without, weights), offsets=True)
 
     def _rendered(self, messages: Messages, example: Mapping[str, Any]) -> tuple[str, Sequence[tuple[int, int]]]:
         """The text of a conversation, and where its completions are in it. Raises UnsupportedConversation."""
@@ -335,37 +342,24 @@ class ChatTokenizer:
         """Ids of a prompt, and of what each completion adds: from the first id that differs from the prompt's, because
         some templates and tokenizers render its end differently if a completion follows. Raises
         UnsupportedConversation."""
-        alone = self.ids(self.render(prompt, example, add_generation_prompt=True))
-        whole = [self.ids(self.render([*prompt, *completion], example)) for completion in completions]
-        shared = min(common_prefix_length(alone, ids) for ids in whole)
-        return alone[:shared], [ids[shared:] for ids in whole]
+        return self.encoder.finish(self.completions(prompt, completions, example))
+
+    def completions(
+        self, prompt: Messages, completions: Sequence[Messages], example: Mapping[str, Any] = NOTHING
+    ) -> Rendered[Completions]:
+        """The texts of which `tokenize_completions` makes ids. Raises UnsupportedConversation."""
+        alone = self.render(prompt, example, add_generation_prompt=True)
+        whole = [self.render([*prompt, *completion], example) for completion in completions]
+        return Rendered([alone, *whole], _split)
 
     def ids(self, text: str) -> list[int]:
         """The token ids of a rendered text."""
-        return self._encoder.ids(text)
+        return self.encoder.ids(text)
 
     @cached_property
-    def _encoder(self) -> TextEncoder:
+    def encoder(self) -> TextEncoder:
+        """Encodes rendered texts."""
         return TextEncoder(self.tokenizer)
-
-    def _labeled(
-        self, text: str, spans: Sequence[tuple[int, int]], without: Sequence[tuple[int, int]] = ()
-    ) -> tuple[list[int], list[int]]:
-        """The ids of a text, and its labels: a loss on the tokens that have characters in `spans` and none in
-        `without`."""
-        if spans == [(0, len(text))] and not without:
-            ids = self.ids(text)
-            return ids, list(ids)
-        encoded = self._encode(text)
-        ids = encoded.ids
-        labels = [IGNORE_INDEX] * len(ids)
-        for span in spans:
-            tokens = _tokens(encoded, *span)
-            labels[tokens] = ids[tokens]
-        for span in without:
-            tokens = _tokens(encoded, *span)
-            labels[tokens] = [IGNORE_INDEX] * len(ids[tokens])
-        return ids, labels
 
     def _differences(self, whole: str, messages: Messages, example: Mapping[str, Any]) -> list[tuple[int, int]]:
         """Where the text of each assistant turn is in the rendered text. Raises UnmarkedCompletions."""
@@ -395,14 +389,13 @@ class ChatTokenizer:
             "all_tokens, or use a data.chat_template_file with {% generation %} markers"
         )
 
-    def _encode(self, text: str) -> Encoding:
-        """The tokens of a text, with where each of them is in it. Raises UnmarkedCompletions."""
+    def _require_offsets(self) -> None:
+        """Raise UnmarkedCompletions if the tokenizer does not say where tokens are in a text."""
         if not self.tokenizer.is_fast:
             why = "completions cannot be told from prompts; set data.loss_on to all_tokens"
             if self.all_tokens:
                 why = "the tokens of a turn with a weight cannot be found; remove the weight"
             raise UnmarkedCompletions(f"this tokenizer is not a fast tokenizer and has no character offsets, so {why}")
-        return self._encoder.encode(text)
 
     def render(self, messages: Messages, example: Mapping[str, Any], **more: Any) -> str:
         """The text of a conversation; `more` goes to apply_chat_template. Raises UnsupportedConversation."""
@@ -421,6 +414,38 @@ def _shows(part: str, turn: Mapping[str, Any]) -> bool:
     content = str(turn["content"]).rpartition("</think>")[2].strip()
     calls = [str(call["function"]["name"]) for call in turn.get("tool_calls", ())]
     return any(found in part for found in (content, *calls) if found)
+
+
+def _labeled(
+    encoded: Encoding,
+    spans: Sequence[Span] | None,
+    without: Sequence[Span],
+    weights: Sequence[tuple[Span, float]] | None,
+) -> Labeled:
+    """The ids of a text, and its labels: a loss on the tokens that have characters in `spans` and none in `without`, or
+    on all tokens without `spans`; and the weight of each token, if there are `weights` of spans."""
+    ids = encoded.ids
+    labels = [IGNORE_INDEX] * len(ids) if spans is not None else list(ids)
+    for span in spans or ():
+        tokens = _tokens(encoded, *span)
+        labels[tokens] = ids[tokens]
+    for span in without:
+        tokens = _tokens(encoded, *span)
+        labels[tokens] = [IGNORE_INDEX] * len(ids[tokens])
+    if weights is None:
+        return ids, labels, None
+    of_tokens = [1.0] * len(ids)
+    for span, weight in weights:
+        tokens = _tokens(encoded, *span)
+        of_tokens[tokens] = [weight] * len(of_tokens[tokens])
+    return ids, labels, of_tokens
+
+
+def _split(tokens: Sequence[list[int]]) -> Completions:
+    """The ids of a prompt, and what each text with a completion adds."""
+    alone, *whole = tokens
+    shared = min(common_prefix_length(alone, ids) for ids in whole)
+    return alone[:shared], [ids[shared:] for ids in whole]
 
 
 def _tokens(encoded: Encoding, start: int, end: int) -> slice:

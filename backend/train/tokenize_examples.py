@@ -213,7 +213,7 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
                 continue
         try:
             with _memory_errors_named(spec, example):
-                columns, counts = to_columns([example])
+                columns, counts = to_columns(example)
         except TrainError as error:
             found.add_tokenized(is_training, False)
             found.add_unrenderable(spec, example.location, error)

@@ -5,13 +5,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench import checking, page, preparing, run_list, time_estimate, training
+from tests.bench import checking, page, peers, preparing, run_list, time_estimate, training
 
 CASES = {
     "check": checking.measure,
     "page": page.measure,
     "runs": run_list.measure,
     "preparing": preparing.measure,
+    "peers": peers.measure,
     "first step": training.first_step,
     "throughput": training.throughput,
     "callbacks": training.callbacks,

@@ -84,7 +84,7 @@ def trained(chat: ChatTokenizer, value: Mapping[str, Any]) -> list[str]:
 
 def count(chat: ChatTokenizer | None, value: dict[str, Any]) -> Counter[str]:
     tokenizer = chat.tokenizer if chat else AutoTokenizer.from_pretrained("gpt2")
-    return ExampleTokenizer(tokenizer, chat, False, 512)([ConvertedExample("here", value)])[1]
+    return ExampleTokenizer(tokenizer, chat, False, 512)(ConvertedExample("here", value))[1]
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
@@ -233,7 +233,7 @@ def test_the_weights_of_tokens(tokenizer: Any, name: str, all_tokens: bool) -> N
         with pytest.raises(UnmarkedCompletions, match="a turn has a weight"):
             chat.loss_weights(value["messages"])
         return
-    columns, _ = ExampleTokenizer(tokenizer, chat, False, 512)([ConvertedExample("here", value)])
+    columns, _ = ExampleTokenizer(tokenizer, chat, False, 512)(ConvertedExample("here", value))
     ids, labels, weights = (columns[name][0].tolist() for name in ("input_ids", "labels", "loss_weights"))
     assert (ids, labels) == chat.tokenize(turns)
     text = tokenizer.decode([id for id, weight in zip(ids, weights, strict=True) if weight != 1])
@@ -267,14 +267,14 @@ def test_markers_that_are_not_those_of_turns(tokenizer: Any) -> None:
         ChatTokenizer.create(tokenizer, False).loss_weights(converted({"messages": turns})["messages"])
     slow = replace(ChatTokenizer.create(tokenizer, True), tokenizer=SimpleNamespace(is_fast=False))
     with pytest.raises(UnmarkedCompletions, match="a turn with a weight cannot be found; remove the weight"):
-        slow._encode("a")
+        slow._require_offsets()
 
 
 def test_weights_are_refused_where_the_whole_text_is_trained() -> None:
     for weight in (0, 0.5):
         value = converted({"messages": [QUESTION, {**ANSWER, "weight": weight}]})
         with pytest.raises(TrainError, match="here: a turn has a weight, and pretraining"):
-            ExampleTokenizer(None, None, True, 64)([ConvertedExample("here", value)])
+            ExampleTokenizer(None, None, True, 64)(ConvertedExample("here", value))
         with pytest.raises(InvalidExample, match=r"column completion has a turn with a weight.*; remove the weight"):
             converted({"prompt": [QUESTION], "completion": [{**ANSWER, "weight": weight}]}, "prompt_completion")
     with pytest.raises(
@@ -445,8 +445,33 @@ def test_a_token_within_completions_does_not_end_them(tokenizer: Any) -> None:
     assert end_tokens.counted(Counter({"end 5": 9, "inner 5": 1})) == (5,), "one example has it in its text"
     pair = {"prompt": [QUESTION], "chosen": [thinking], "rejected": [ANSWER]}
     chat = ChatTokenizer.create(tokenizer, True)  # as for all preferences
-    _, counts = PreferenceTokenizer(chat, "dpo", 999)([ConvertedExample("here", converted(pair, "pairs"))])
+    _, counts = PreferenceTokenizer(chat, "dpo", 999)(ConvertedExample("here", converted(pair, "pairs")))
     assert (counts[f"inner {end}"], counts[f"end {back}"]) == (1, 1)
+
+
+def test_a_trained_part_without_text_has_no_end(tokenizer: Any) -> None:
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    assert published(tokenizer, "qwen3").ends([-100, *newline]) == [None]
+
+
+def test_examples_in_groups_are_as_each_alone(tokenizer: Any) -> None:
+    """Also after one that cannot be rendered."""
+    lengths = [1, 2, 60, 40] * 12
+    published(tokenizer, "qwen3")
+    tokenizer.chat_template = "{% if messages[0].content|length == 80 %}{{ raise_exception('no') }}{% endif %}" + (
+        tokenizer.chat_template
+    )
+    chat = ChatTokenizer.create(tokenizer, False)
+    to_columns = ExampleTokenizer(tokenizer, chat, False, 512)
+    turns = [[{**QUESTION, "content": "?!" * n}, {**ANSWER, "loss_weight": 1 + n % 2}] for n in lengths]
+    values = [ConvertedExample(f"line {n}", converted({"messages": each})) for n, each in enumerate(turns)]
+    for example, found in zip(values, to_columns.each(values), strict=True):
+        if isinstance(found, TrainError):
+            assert str(found) == f"{example.location}: the chat template cannot render it: no."
+            continue
+        columns, counts = to_columns(example)
+        assert str((columns, counts)) == str(found) and len(columns["input_ids"]) == 1
+    assert sum(isinstance(each, TrainError) for each in to_columns.each(values)) == 12
 
 
 def test_a_newline_at_the_end_of_a_template_changes_nothing(tokenizer: Any) -> None:
@@ -472,7 +497,7 @@ def test_a_text_that_begins_with_bos_has_no_second_one(tokenizer: Any) -> None:
 
     to_columns = ExampleTokenizer(Tokenizer(**vars(added)), None, True, 99)
     for text in ("<s>a", "a"):
-        (ids,) = to_columns([ConvertedExample("here", {"text": text})])[0]["input_ids"]
+        (ids,) = to_columns(ConvertedExample("here", {"text": text}))[0]["input_ids"]
         assert ids.tolist() == [7, first]
 
 

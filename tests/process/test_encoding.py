@@ -56,11 +56,14 @@ def test_ids_are_those_of_the_tokenizer(kind: str) -> None:
     tokenizer.split_special_tokens = kind == "split_special"
     encoder = TextEncoder(tokenizer)
     assert encoder._is_plain, "the quick way"
-    for _ in range(200):
-        text = "".join(drawn.choice(WORDS if drawn.random() < 0.6 else ODD) for _ in range(drawn.randint(0, 20)))
-        whole = tokenizer(text)["input_ids"]
-        assert encoder.ids(text, add_special_tokens=True) == whole
-        assert encoder.ids(text) == encoder.encode(text).ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    texts = [
+        "".join(drawn.choice(WORDS if drawn.random() < 0.6 else ODD) for _ in range(drawn.randint(0, 20)))
+        for _ in range(200)
+    ]
+    alone = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert [each.ids for each in encoder.encode_all(texts)] == encoder.ids_of_all(texts) == alone
+    for text in texts:
+        assert encoder.ids(text, add_special_tokens=True) == tokenizer(text)["input_ids"]
 
 
 def test_truncation_and_padding_of_an_earlier_call_do_not_stay() -> None:

@@ -139,7 +139,7 @@ def preference_ids(chat: ChatTokenizer, pair: dict[str, Any]) -> dict[str, list[
     found = {}
     for stage in ("dpo", "orpo", "reward", "kto"):
         (value, *_) = unpair(pair) if stage == "kto" else [pair]
-        columns, _ = PreferenceTokenizer(chat, stage, 4096)([ConvertedExample("here", value)])
+        columns, _ = PreferenceTokenizer(chat, stage, 4096)(ConvertedExample("here", value))
         first = {key: values[0] for key, values in columns.items()}
         whole = first.get("chosen_input_ids") or (first.get("chosen_ids") if stage == "reward" else None)
         found[stage] = whole or first["prompt_ids"] + (first.get("chosen_ids") or first["completion_ids"])
@@ -153,7 +153,7 @@ def test_nothing_is_left_out_without_a_word(tiny: Path, name: str) -> None:
     chat = ChatTokenizer.create(tokenizer, False)
     for case, value in conversations(tokenizer):
         text = tokenizer.decode(chat.tokenize(value["messages"])[0])
-        counts = ExampleTokenizer(tokenizer, chat, False, 4096)([ConvertedExample("here", value)])[1]
+        counts = ExampleTokenizer(tokenizer, chat, False, 4096)(ConvertedExample("here", value))[1]
         said = [part for turn in value["messages"] for part in CONTENT.fullmatch(turn["content"]).groups("")]
         said += [turn["reasoning_content"] for turn in value["messages"] if "reasoning_content" in turn]
         said += [FUNCTION["name"]] if "call" in case else []
