@@ -4,9 +4,8 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 HOME = Path(__file__).resolve().parent.parent
 FILES = sorted([*HOME.glob("backend/**/*.py"), *HOME.glob("webui/**/*.py")])
@@ -88,80 +87,88 @@ def layer_entry(name):
     return next((f for f in LAYERS if name == f or name.startswith(f + ".")), None)
 
 
+@cache
+def nodes(path):
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+@cache
 def imports(path):
     """Every module that a file imports, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def test_files_found():
     assert len(FILES) >= 30 and len(SCRIPTS_AND_STYLES) >= 30
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
-def test_imports_only_lower_layers(path):
-    name = module(path)
-    if name == "backend" or name.startswith(PROCESSES):
-        return
-    entry = layer_entry(name)
-    assert entry is not None, f"{name} has no layer: add it to LAYERS and to docs/design.md"
-    for target in imports(path):
-        if not target.startswith(("backend", "webui")) or target == "backend":
+def test_imports_only_lower_layers():
+    for name, targets in ((module(path), imports(path)) for path in FILES):
+        if name == "backend" or name.startswith(PROCESSES):
             continue
-        assert not target.startswith(PROCESSES), f"{name} imports {target}, which runs in a process of its own"
-        target_entry = layer_entry(target)
-        same_entry = target_entry == entry
-        assert target_entry is not None and (same_entry or LAYERS[target_entry] < LAYERS[entry]), (
-            f"{name} imports {target}"
-        )
+        entry = layer_entry(name)
+        assert entry is not None, f"{name} has no layer: add it to LAYERS and to docs/design.md"
+        for target in targets:
+            if not target.startswith(("backend", "webui")) or target == "backend":
+                continue
+            assert not target.startswith(PROCESSES), f"{name} imports {target}, which runs in a process of its own"
+            target_entry = layer_entry(target)
+            same_entry = target_entry == entry
+            assert target_entry is not None and (same_entry or LAYERS[target_entry] < LAYERS[entry]), (
+                f"{name} imports {target}"
+            )
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if module(p).startswith(PROCESSES)], ids=module)
-def test_processes_import_only_allowed_packages(path):
-    if module(path).startswith("backend.train"):
-        assert not any(target.startswith(PROCESSES[1:]) for target in imports(path)), "training needs no later process"
-    for target in imports(path):
-        if target.startswith(("backend", "webui")) and target != "backend":
-            assert any(target == may or target.startswith(may + ".") for may in TRAIN_MAY_IMPORT), target
+def test_processes_import_only_allowed_packages():
+    for name, targets in ((module(path), imports(path)) for path in FILES):
+        if not name.startswith(PROCESSES):
+            continue
+        for target in targets:
+            later = name.startswith("backend.train") and target.startswith(PROCESSES[1:])
+            assert not later, f"{name} imports {target}, but training needs no later process"
+            if target.startswith(("backend", "webui")) and target != "backend":
+                may = any(target == may or target.startswith(may + ".") for may in TRAIN_MAY_IMPORT)
+                assert may, f"{name} imports {target}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
-def test_training_libraries_are_imported_in_processes_only(path):
-    packages = {target.partition(".")[0] for target in imports(path)}
-    if not module(path).startswith(PROCESSES):
-        assert not packages & TRAINING_LIBRARIES
-    if path.parts[len(HOME.parts)] == "backend":
-        assert not packages & PAGE_LIBRARIES
-    if "runs" in path.parts and "backend" in path.parts:
-        # The driver of a Ray job is started by the Python of the cluster, which has ray but not Footplate.
-        own = {"ray_driver.py": {"ray"}, "kubernetes.py": {"backend", "yaml"}}.get(path.name, {"backend"})
-        assert packages <= set(sys.stdlib_module_names) | own
+def test_training_libraries_are_imported_in_processes_only():
+    for path in FILES:
+        packages = {target.partition(".")[0] for target in imports(path)}
+        if not module(path).startswith(PROCESSES):
+            assert not packages & TRAINING_LIBRARIES, path
+        if path.parts[len(HOME.parts)] == "backend":
+            assert not packages & PAGE_LIBRARIES, path
+        if "runs" in path.parts and "backend" in path.parts:
+            # The driver of a Ray job is started by the Python of the cluster, which has ray but not Footplate.
+            own = {"ray_driver.py": {"ray"}, "kubernetes.py": {"backend", "yaml"}}.get(path.name, {"backend"})
+            assert packages <= set(sys.stdlib_module_names) | own, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
-def test_sizes(path):
-    text = path.read_text()
-    assert text.count("\n") <= 700, "more than 700 lines: split the file by concept"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno - node.lineno < 60, f"{node.name} is above 60 lines"
+def test_sizes():
+    for path in FILES:
+        assert path.read_text().count("\n") <= 700, f"{path} has more than 700 lines: split it by concept"
+        for node in nodes(path):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name} is above 60 lines"
 
 
-@pytest.mark.parametrize("path", SCRIPTS_AND_STYLES, ids=lambda p: p.name)
-def test_scripts_and_styles(path):
+def test_scripts_and_styles():
     """The limits of Python files: 700 lines of 120 characters. `make check` type-checks the scripts."""
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 700, "more than 700 lines: split the file by concept"
-    assert max(map(len, lines)) <= 120, "format it: tests/js/check.sh --write"
-    if path.suffix == ".js":
-        assert lines[0] == "// @ts-check"
-        for first, last in script_functions(lines):
-            assert last - first < 60, f"{lines[first].strip()} is above 60 lines"
+    for path in SCRIPTS_AND_STYLES:
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 700, f"{path} has more than 700 lines: split it by concept"
+        assert max(map(len, lines)) <= 120, f"{path}: format it: tests/js/check.sh --write"
+        if path.suffix == ".js":
+            assert lines[0] == "// @ts-check", path
+            for first, last in script_functions(lines):
+                assert last - first < 60, f"{path}: {lines[first].strip()} is above 60 lines"
 
 
 def script_functions(lines):

@@ -15,7 +15,6 @@ from backend.data.chat import Example
 from backend.data.formats import DEFAULTS, detect_format, required_columns
 from backend.data.preferences import usual_columns
 
-OPTION = "data.{}_column"
 ALPACA = ("input", "history")
 
 

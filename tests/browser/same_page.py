@@ -14,7 +14,6 @@ from backend.runs.folder import Run
 
 SIZE = {"width": 1440, "height": 1000}
 FIRST_VISIT = "", "first-run"  # target machine ('' is this one) and preset
-SETTLED = "() => document.querySelector('#fp-status')?.dataset.fresh === 'yes'"
 # The form's values; then what the Build view and the header show, without the digits: figures of this machine change.
 FORM = r"""() => {
   const lines = (selector) => document.querySelector(selector).innerText.replace(/[\d.]+/g, "0").split("\n");
@@ -115,7 +114,7 @@ class SamePage:
         self.page.evaluate("() => { localStorage.clear(); sessionStorage.clear(); }")
         self.page.goto(self.url)
         self.page.wait_for_selector("body[data-ready]")  # a wait_for_function would get Gradio's slow timer
-        self.page.wait_for_function(SETTLED)
+        settled(self.page)
         self.page.evaluate(REMEMBER)
 
     def _select(self, machine: str, preset: str) -> None:
@@ -130,7 +129,7 @@ class SamePage:
             presets.select_option("")  # another choice of the same preset would be no change
             presets.select_option(preset)
             self.page.locator(".fp-toast").wait_for()
-        self.page.wait_for_function(SETTLED)
+        settled(self.page)
         self.page.evaluate(FORGET_NOTES)
 
     def _is_in_first_state(self, wanted: tuple[str, str]) -> bool:
@@ -148,3 +147,8 @@ class SamePage:
 def show_run(page: Page, run: Run) -> None:
     """The Run view of a run, as after a click on its link."""
     page.evaluate("id => footplate.showView('run', id)", run.id)
+
+
+def settled(page: Page) -> None:
+    """Wait until the checks of the values that the form has are shown."""
+    page.wait_for_function("() => document.querySelector('#fp-status')?.dataset.fresh === 'yes'")

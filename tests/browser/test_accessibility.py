@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl
 import pytest
 from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import expect
+from same_page import settled
 from served import serving
 from test_trained_model_page import plant
 
@@ -58,10 +59,6 @@ def violations(page, within=None):
     page.evaluate("() => document.body.classList.remove('dark')")
     still.evaluate("style => style.remove()")
     return found
-
-
-def settled(page):
-    page.wait_for_function("() => document.querySelector('#fp-status').dataset.fresh === 'yes'")
 
 
 def test_build_view(page, same_page):

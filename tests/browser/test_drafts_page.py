@@ -8,6 +8,7 @@ import time
 import pytest
 from fake_hub import BAD, GOOD
 from playwright.sync_api import expect
+from same_page import settled
 from served import new_context
 
 
@@ -30,10 +31,6 @@ def opened(context, url):
     page.wait_for_selector("body[data-ready]")
     settled(page)
     return page
-
-
-def settled(page):
-    page.wait_for_function("() => document.querySelector('#fp-status').dataset.fresh === 'yes'")
 
 
 def fill(page, name, text):

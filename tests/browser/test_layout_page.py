@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 from playwright.sync_api import expect
+from same_page import settled
 
 from backend.config.options import options, shown
 from backend.presets import presets
@@ -45,10 +46,6 @@ COVERING = """() => {
   }
   return [...found];
 }"""
-
-
-def settled(page):
-    page.wait_for_function("() => document.querySelector('#fp-status').dataset.fresh === 'yes'")
 
 
 @pytest.mark.parametrize("width", [1440, 1024, 800, 390])

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from playwright.sync_api import expect
+from same_page import settled
 
 from backend.inspect import inspect_inputs
 from backend.machine import machines
@@ -21,10 +22,6 @@ def page(same_page):
     same_page.show_build("2x8x80gb", "two-nodes")
     expect(current(same_page.page)).to_have_text("FSDP2, replicated (HSDP)")
     return same_page.page
-
-
-def settled(page):
-    page.wait_for_function("() => document.querySelector('#fp-status').dataset.fresh === 'yes'")
 
 
 def line(page, name):

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from playwright.sync_api import expect
+from same_page import settled
 
 from backend.runs.folder import Run
 from backend.train.builtin_models import prepare
@@ -23,10 +24,6 @@ def opened(page, server):
     page.goto(server.url)
     page.wait_for_selector("body[data-ready]")
     settled(page)
-
-
-def settled(page):
-    page.wait_for_function("() => document.querySelector('#fp-status').dataset.fresh === 'yes'")
 
 
 def tab_to(page, selector, backwards=False):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from failed_runs import ended, planted_run
 from small import client
+from waiting import wait_for
 
 from backend.__main__ import main
 from backend.config import RunSpec
@@ -302,10 +303,7 @@ def test_turns_are_sent_after_a_change_only(tmp_path, api, monkeypatch):
 
 
 def wait_for_end(job):
-    deadline = time.monotonic() + 30
-    while job.state in ALIVE:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: job.state not in ALIVE)
 
 
 def test_a_request_starts_the_chat_again_with_its_conversation(tmp_path, api):

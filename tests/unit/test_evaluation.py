@@ -3,17 +3,16 @@
 import errno
 import json
 import os
-import time
 
 import pytest
 from small import client
-from test_chat import LORA, make_run, use_waiter
+from test_chat import LORA, make_run, use_waiter, wait_for_end
 
 from backend.__main__ import main
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, Settings
 from backend.runs import EVALUATED, MODEL, RESULT, jobs
-from backend.runs.folder import ALIVE, RunError
+from backend.runs.folder import RunError
 from backend.runs.listing import row
 
 REWARD = {**LORA, "train.stage": "reward", "data.builtin": "train-pairs"}
@@ -23,13 +22,6 @@ REWARD = {**LORA, "train.stage": "reward", "data.builtin": "train-pairs"}
 def waiter(tmp_path, monkeypatch):
     """Processes of evaluations only wait for the stop."""
     use_waiter(tmp_path, monkeypatch)
-
-
-def wait_for_end(job):
-    deadline = time.monotonic() + 30
-    while job.state in ALIVE:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-import pytest
-
 from backend.rules import FAMILIES, OUTDATED, RULES, Finding, Rule, example_findings
 
 # Private terms for what the libraries have a name for. Only `source` may quote others.
@@ -63,30 +61,29 @@ def test_slugs_and_titles_are_unique() -> None:
         assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
-def test_slugs_are_descriptive(rule: Rule) -> None:
+def test_slugs_are_descriptive() -> None:
     """Two words at least, so that a slug can be understood without its family."""
-    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", rule.slug)
-    assert len(rule.slug) <= 60
+    for rule in RULES:
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", rule.slug), rule.slug
+        assert len(rule.slug) <= 60, rule.slug
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
-def test_parts_have_their_form(rule: Rule) -> None:
-    found = example_findings()[rule.code]
-    assert not rule.title.endswith(".") and rule.title not in found.message
-    assert is_sentence(rule.reason), rule.reason
-    assert is_sentence(found.message), found.message
-    assert not rule.manual_fix or is_sentence(rule.manual_fix)
-    for fix in (*rule.fixes, *found.fixes):
-        assert fix.label and not fix.label.endswith("."), fix
-        assert not fix.cost.endswith("."), fix
+def test_parts_have_their_form() -> None:
+    for rule in RULES:
+        found = example_findings()[rule.code]
+        assert not rule.title.endswith(".") and rule.title not in found.message, rule.code
+        sentences = (rule.reason, found.message, *([rule.manual_fix] if rule.manual_fix else []))
+        assert [text for text in sentences if not is_sentence(text)] == [], rule.code
+        for fix in (*rule.fixes, *found.fixes):
+            assert fix.label and not fix.label.endswith("."), (rule.code, fix)
+            assert not fix.cost.endswith("."), (rule.code, fix)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
-def test_terms_are_those_of_the_libraries(rule: Rule) -> None:
-    rows = rule.code.startswith(MATRIX_FAMILIES)
-    used = {part: banned(text, rows=rows) for part, text in texts(rule, example_findings()[rule.code]).items()}
-    assert not {part: words for part, words in used.items() if words}
+def test_terms_are_those_of_the_libraries() -> None:
+    for rule in RULES:
+        rows = rule.code.startswith(MATRIX_FAMILIES)
+        used = {part: banned(text, rows=rows) for part, text in texts(rule, example_findings()[rule.code]).items()}
+        assert not {part: words for part, words in used.items() if words}, rule.code
 
 
 def test_family_names_and_outdated_advice_use_the_same_terms() -> None:
