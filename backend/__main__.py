@@ -372,11 +372,11 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
     )
     _add_publish(command, run_id)
     model = command(
-        "export-model", run_id, help="write the model of a run as a GGUF file or quantized checkpoint, and check it"
+        "export-model", run_id, help="export the model of a run as GGUF or as a quantized checkpoint, and check it"
     )
     model.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
     formats = (*FORMATS, *quantized.FORMATS)
-    model.add_argument("--format", choices=formats, default=DEFAULT, help="its format (default: %(default)s)")
+    model.add_argument("--format", choices=formats, default=DEFAULT, help="format of the export (default: %(default)s)")
     _add_serve(command, run_id)
     command("metrics", run_id, help="print the logged metrics of a run")
     exported = command("export-metrics", folder, help="write the metrics of runs for TensorBoard or trackio")
@@ -399,10 +399,10 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
 def _add_serve(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     served = command("serve", run_id, help="serve a model of a run with an OpenAI-compatible API: llama.cpp or vLLM")
     add = served.add_argument
-    engine = "default: llama.cpp if the run has a GGUF file or vLLM is not installed, else vllm"
+    engine = "default: llama.cpp if the run has a GGUF file or vLLM is not installed, otherwise vllm"
     add("--engine", choices=(LLAMA_CPP, VLLM), default="", help=engine)
     add("--port", type=int, default=0, metavar="N", help="port of 127.0.0.1 (default: a free one)")
-    context = "most tokens of a prompt and its output (default: llama.cpp 4096 or the model's context, vLLM what fits)"
+    context = "max tokens of a prompt and its output (default: llama.cpp up to 4096, vLLM as many as fit into memory)"
     add("--context", type=int, default=0, metavar="N", help=context)
     parallel = "concurrent requests (default: llama.cpp 1, vLLM its own default)"
     add("--parallel", type=int, default=0, metavar="N", help=parallel)
@@ -413,12 +413,12 @@ def _add_serve(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     add("--format", choices=tuple(FORMATS), default="", help="the newest file of this format (default: any)")
     threads = "CPU threads (default: 1, which leaves the cores to training runs)"
     add("--threads", type=int, default=1, metavar="N", help=threads)
-    add = served.add_argument_group("vLLM, on NVIDIA GPUs", "Not run with vLLM by the developers.").add_argument
+    add = served.add_argument_group("vLLM, on NVIDIA GPUs", "Untested on a GPU.").add_argument
     add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
-    add("--merged", action="store_true", help="the merged model instead of the adapter (footplate merge)")
-    add("--dtype", choices=SERVE_DTYPES, default="auto", help="compute dtype (default: auto, that of training)")
+    add("--merged", action="store_true", help="the merged model (of `footplate merge`) instead of the adapter")
+    add("--dtype", choices=SERVE_DTYPES, default="auto", help="compute dtype (default: auto, as in training)")
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs to split the model over (default: 1)")
-    memory = "fraction of the GPU memory for weights and KV cache (default: %(default)s)"
+    memory = "fraction of each GPU's memory that vLLM may use (default: %(default)s)"
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="F", help=memory)
 
 
@@ -429,7 +429,7 @@ def _add_publish(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     place.add_argument("--to", metavar="REPOSITORY", help="a repository of the Hub: account/name, or name")
     place.add_argument("--folder", metavar="DIR", help="a folder that is empty or does not exist")
     add("--step", type=int, metavar="N", help="the model of this checkpoint (default: the final model)")
-    add("--merged", action="store_true", help="the merged model instead of the adapter (footplate merge)")
+    add("--merged", action="store_true", help="the merged model (of `footplate merge`) instead of the adapter")
     add("--public", action="store_true", help="a public repository (default: private)")
     add("--license", default="", metavar="ID", help="license of the model card, such as apache-2.0 (default: none)")
     add("--base-model", default="", metavar="ID", help="Hub ID of the base model, if the run used a local folder")

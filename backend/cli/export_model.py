@@ -1,4 +1,4 @@
-"""The command export-model: the model of a run as a GGUF file, its adapter as one, or a quantized checkpoint, and
+"""The command export-model: the model of a run as a GGUF file, its adapter as GGUF LoRA, or a quantized checkpoint, and
 whether llama.cpp or transformers runs the same model."""
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Eval(Section):
     generate_during_eval: Annotated[bool, Ui("Generate at each evaluation", when={**EVALUATING, **GENERATING})] = False
     """Also generates outputs for the validation prompts of eval.num_generations at each evaluation, to show how they
     change during training; each time takes as long as the generation before training. Usually off."""
-    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Max new tokens", when=GENERATING, unit="tokens")] = 128
+    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Max new tokens", when=GENERATING)] = 128
     """Length limit of each evaluated generation; 128 to 512 is usual."""
 
 

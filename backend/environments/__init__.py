@@ -86,7 +86,7 @@ class PackageFolder:
             show(f"Installing {', '.join(line.split()[0] for line in self.packages)}.")
             options = ("--no-deps", "--require-hashes", "--only-binary", ":all:", "--target", str(folder / PACKAGES))
             _run(*pip, "install", "--quiet", *options, *_file(work / "packages", self.packages))
-        show("Trying what was installed.")
+        show("Testing the installed packages.")
         path = os.pathsep.join((str(folder / PACKAGES), str(HOME)))
         for arguments in self.probe:
             _run(sys.executable, *arguments, cwd=folder, env={**os.environ, "PYTHONPATH": path})
@@ -164,7 +164,7 @@ class LockedEnvironment:
             show(f"Installing {len(lines)} packages.")
             offline = ("--no-index", "--find-links", str(wheels))
             _run(*pip, "install", *only, *offline, *_file(file, tuple(lines)), env=env)
-        show("Trying what was installed.")
+        show("Testing the installed packages.")
         for arguments in self.probe:
             _run(str(folder / "bin" / "python"), *arguments, cwd=folder)
         shutil.rmtree(wheels)

@@ -72,7 +72,7 @@ class Settings:
 
 
 def lora_rank(rank: int) -> int | None:
-    """The value of --max-lora-rank for an adapter of this rank; None if vLLM has none."""
+    """The value of --max-lora-rank for an adapter of this rank; None if vLLM supports no such rank."""
     return next((allowed for allowed in LORA_RANKS if allowed >= rank), None)
 
 

@@ -32,7 +32,7 @@ def unmet_by_gpus(machine: Machine) -> str:
     """Why vLLM cannot run on the GPUs of this machine: a sentence; '' if it can."""
     if not machine.driver_version:
         return (
-            "vLLM needs an NVIDIA GPU, and this machine has none, or no NVIDIA driver. Use a machine with one, or "
+            "vLLM needs an NVIDIA GPU and its driver, and this machine lacks one of them. Use another machine, or "
             "export the model as GGUF, which llama.cpp serves on the CPU."
         )
     if is_older(machine.driver_version, DRIVER):

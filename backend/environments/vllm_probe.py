@@ -13,7 +13,7 @@ def main() -> str:
     """What is wrong, a sentence; '' for nothing."""
     known = {name for action in make_arg_parser(FlexibleArgumentParser())._actions for name in action.option_strings}
     missing = sorted(set(sys.argv[1:]) - known)
-    return f"vllm serve has no arguments {', '.join(missing)}." if missing else ""
+    return f"vllm serve of this version lacks the arguments {', '.join(missing)}." if missing else ""
 
 
 if __name__ == "__main__":

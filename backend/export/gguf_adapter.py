@@ -1,4 +1,4 @@
-"""Exporting an adapter as a GGUF file of its own, next to one of its base model.
+"""Exporting an adapter as a GGUF LoRA file, along with a GGUF file of its base model.
 
 The file of the base model has the weights that the adapter was trained on, which are rounded ones if the run quantized
 them, and tokenizer, chat template and stop tokens of the trained model. So both files together are the trained model.

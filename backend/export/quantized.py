@@ -168,10 +168,10 @@ def certify(observed: Trained, found: list[torch.Tensor], said: dict[str, Any], 
     difference = compare(observed.expected, found)
     change = compare(observed.expected, observed.base) if observed.base else None
     if [tokenizer(text)["input_ids"] for text in TEXTS] != said["ids"] or tokenizer.chat_template != said["template"]:
-        differences.append("Its tokenizer has other token ids or another chat template. Report this as a bug.")
+        differences.append("Its tokenizer gives other token ids, or has another chat template. Report this as a bug.")
     if said["stops"] != observed.stops:
         lost = tokenizer.convert_ids_to_tokens(sorted({*observed.stops} ^ {*said["stops"]}))
-        differences.append(f"It does not have the same stop tokens: {', '.join(lost)}. Report this as a bug.")
+        differences.append(f"Stop tokens that only one of them has: {', '.join(lost)}. Report this as a bug.")
     remedy = f" Export as {kind.larger}." if kind.larger else ""
     if difference.kl_mean > kind.max_kl:
         differences.append(
@@ -181,8 +181,9 @@ def certify(observed: Trained, found: list[torch.Tensor], said: dict[str, Any], 
     if change and difference.kl_mean * APART > change.kl_mean and not is_nearer(observed, found):
         differences.append(
             "The comparison cannot rule out that the adapter is missing: the mean KL divergence from the trained model "
-            f"is {difference.kl_mean:.2g} nats per token, more than a quarter of what training changed "
-            f"({change.kl_mean:.2g}), and not below that from the base model.{remedy}"
+            f"is {difference.kl_mean:.2g} nats per token, more than a quarter of that between trained model and base "
+            f"model ({change.kl_mean:.2g}), and not clearly below the checkpoint's divergence from the base model."
+            f"{remedy}"
         )
     if difference.same_argmax < MIN_SAME:
         differences.append(
@@ -206,8 +207,8 @@ def describe_size(full: int, folder: Path) -> list[str]:
     if share < LITTLE:
         return []
     return [
-        f"The checkpoint has {share:.0%} of the size of the model in 16 bits: only linear layers are quantized, not "
-        "embeddings, the LM head and stacked experts."
+        f"The checkpoint has {share:.0%} of the size of the model in 16 bits: only linear layers are quantized. "
+        "Embeddings, the LM head and stacked experts are not."
     ]
 
 

@@ -1,5 +1,5 @@
-"""Exporting the model of a run as a GGUF file, or its adapter as one next to that of the base model: the formats, the
-names of files, and the job, whose process is `backend.export`."""
+"""Exporting the model of a run as a GGUF file, or its adapter as GGUF LoRA with a GGUF file of the base model: the
+formats, the names of files, and the job, whose process is `backend.export`."""
 
 from __future__ import annotations
 

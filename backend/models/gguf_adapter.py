@@ -1,4 +1,4 @@
-"""Which adapters llama.cpp can load as a GGUF file next to one of their base model."""
+"""Which adapters llama.cpp can load as GGUF LoRA with a GGUF file of their base model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def problem(model: TrainedModel) -> str:
         return "The model has full weights and no adapter."
     config = json_values.read(model.folder / ADAPTER)
     if (kind := config.get("peft_type")) != "LORA":
-        return f"llama.cpp loads LoRA adapters only; this one is of the kind {kind or 'unknown'}."
+        return f"llama.cpp loads LoRA adapters only; this adapter has the type {kind or 'unknown'}."
     if is_residual(config):
         return (
             "An adapter in a checkpoint of PiSSA or OLoRA belongs to base weights that this initialization changed. "
@@ -40,7 +40,7 @@ def problem(model: TrainedModel) -> str:
         parts.append("biases of the base model's layers")
     names = tensor_shapes(model.folder / WEIGHTS)
     if others := [name for name in names if not LORA.search(name)]:
-        parts = parts or [f"weights that are no LoRA matrices, such as {others[0]}"]
+        parts = parts or [f"weights that are not LoRA matrices, such as {others[0]}"]
     elif embeddings := [name for name in names if EMBEDDINGS.search(name)]:
-        parts = parts or [f"some of embeddings or of the LM head, such as {embeddings[0]}"]
+        parts = parts or [f"LoRA matrices of embeddings or of the LM head, such as {embeddings[0]}"]
     return f"llama.cpp loads LoRA matrices of linear layers only; this adapter has {parts[0]}." if parts else ""

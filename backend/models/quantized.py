@@ -50,8 +50,8 @@ def start(run: Run, step: int | None, format: str) -> Run:
     model = merge.find_model(run, step)
     if registry.STAGES[presets.read(run.path / SPEC).train.stage].is_reward_model:
         raise RunError(
-            "Reward models cannot be exported as quantized checkpoints: their scores would not be compared. Use the "
-            "model itself, or quantize it while loading."
+            "Reward models cannot be exported as quantized checkpoints: Footplate cannot compare their scores. Use the "
+            "model itself, or pass a quantization_config to from_pretrained."
         )
     merged = merge.find_merged(run, step) if model.base else None  # quantization needs full weights
     _require_quantizable(merged.path / MODEL if merged else model.folder, format)
@@ -89,7 +89,7 @@ def _require_quantizable(folder: Path, format: str) -> None:
             "the model itself, or export it as GGUF."
         )
     if config.get("quantization_config"):
-        raise RunError("The weights of this model are quantized already.")
+        raise RunError("The weights of this model are already quantized. Use the model itself.")
 
 
 def find(run: Run, model: trained.TrainedModel, format: str) -> Run | None:

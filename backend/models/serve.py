@@ -94,7 +94,7 @@ def start(run: Run, settings: Settings, token: str = "") -> Run:
     settings = replace(settings, engine=engine)
     settings.check()
     if others := settings.changed(LLAMA_CPP if engine == VLLM else VLLM):
-        raise RunError(f"{engine} has no setting {' or '.join(others)}. Leave it out, or choose another engine.")
+        raise RunError(f"{engine} has no setting {' or '.join(others)}. Remove it, or choose the other engine.")
     own, env, devices = (_with_vllm if engine == VLLM else _with_llama_cpp)(run, settings)
     request = {
         "engine": engine,
@@ -190,7 +190,7 @@ def find_file(run: Run, settings: Settings) -> tuple[Run, Path]:
     command = f"footplate export-model {run.id}" + (f" --format {settings.format}" if settings.format else "")
     raise RunError(
         f"{run.id} has no GGUF file of its model{kind}. Export one first: `{command}`, or Export as GGUF on the run's "
-        "page. On a machine with an NVIDIA GPU, vLLM needs none: `footplate env create vllm`."
+        "page. Or serve the weights with vLLM on an NVIDIA GPU, after `footplate env create vllm`."
     )
 
 

@@ -23,8 +23,8 @@ from backend.runs.folder import Run, RunError
 
 ENVIRONMENT = "vllm"  # `footplate env create vllm`
 NOT_RUN = (
-    "Not run with vLLM by the developers: its arguments and limits follow the source of vLLM 0.33, and requests were "
-    "tested with a stand-in."
+    "Serving with vLLM is untested on a GPU: arguments and limits follow the source code of vLLM 0.33, and requests "
+    "were tested with a program in the place of vLLM."
 )
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of the compute dtype of training
 # Keys of adapter_config.json that change what the adapter computes, and that vLLM refuses or, as
@@ -61,7 +61,7 @@ def why_not(run: Run, model: TrainedModel) -> str:
     RunError."""
     spec = read_spec(run)
     if model.is_reward_model:
-        return "vLLM cannot serve this model: it is a reward model, which scores texts and generates none."
+        return "vLLM cannot serve this model: it is a reward model, which scores texts and generates no text."
     config = _config(model.folder / (ADAPTER if model.base else CONFIG))
     if not model.base:
         return _quantized(config, "the weights are", "Serve a model with weights that are not quantized.")
@@ -82,8 +82,8 @@ def request(run: Run, model: TrainedModel, dtype: str, tensor_parallel_size: int
     dtype = dtype if dtype != "auto" else DTYPES.get(str(run.resolved().get("compute_dtype")), "auto")
     if model.base and dtype == "float32":
         raise RunError(
-            "vLLM computes LoRA adapters in 16 bits only, and this one was trained in fp32. Serve it with --dtype "
-            "bfloat16, or merge it and serve the merged model with --merged."
+            "vLLM computes LoRA adapters in 16 bits only, and the compute dtype is float32 (--dtype, or that of "
+            "training). Set --dtype bfloat16, or merge the adapter and serve the merged model with --merged."
         )
     if folder:
         _check_heads(_config(folder / CONFIG), tensor_parallel_size)
@@ -109,7 +109,7 @@ def place(run: Run, machine: Machine, count: int) -> tuple[dict[str, str], dict[
     gpus = sorted(machine.gpus, key=lambda gpu: gpu.id not in first)[:count]
     if len(gpus) < count:
         raise RunError(
-            f"tensor_parallel_size is {count}, and this machine has {len(gpus)} GPUs. Set it to that or less."
+            f"tensor_parallel_size is {count}, and this machine has {len(gpus)} GPUs. Set it to {len(gpus)} or less."
         )
     env = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu.id) for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return {**read_spec(run).launch.env, **env}, {gpu.uuid or f"cuda-{gpu.id}": f"GPU {gpu.id}" for gpu in gpus}

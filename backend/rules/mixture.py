@@ -59,18 +59,19 @@ def validation_examples_in_another_dataset(case: Case) -> str | None:
 @error(
     "DAT039",
     fields=("data.files", "data.drop_duplicates"),
-    title="No example of a dataset would be left without duplicates",
-    source="the trainer keeps the first of equal examples, and ends if a dataset has none left",
+    title="A dataset has only duplicates of an earlier dataset",
+    source="the trainer keeps the first of equal examples, and fails if a dataset has none left",
     fixes=(Fix("Keep duplicates", {"data.drop_duplicates": False}, False, "examples are trained on several times"),),
     fails_on=Example({**USER_DATA, "data.drop_duplicates": True}, facts=replace(USER_DATA_FACTS, repeats=1)),
     passes_on=Example({**USER_DATA, "data.drop_duplicates": True}, facts=USER_DATA_FACTS),
 )
 def dataset_of_duplicates(case: Case) -> str | None:
     """data.drop_duplicates keeps the first of equal examples in all datasets. A dataset whose files all belong to an
-    earlier one has no other examples."""
+    earlier dataset has no examples left."""
     if not case.spec.data.drop_duplicates or not case.facts.repeats:
         return None
     return (
-        f"Its files are also files of dataset {case.facts.repeats}, and data.drop_duplicates is on. Remove this "
-        "dataset; to use its examples more often, raise the weight of the other one."
+        f"All files of this dataset are also files of dataset {case.facts.repeats}, and data.drop_duplicates removes "
+        "examples that an earlier dataset has. Remove this dataset; to use its examples more often, raise the weight "
+        f"of dataset {case.facts.repeats}."
     )

@@ -328,7 +328,7 @@ def nothing_saved(case: Case) -> str | None:
     fields=("eval.num_generations", "data.format"),
     title="Plain text has no prompts to generate from",
     source="the examples: plain text does not mark any part as a prompt",
-    fixes=(Fix("Generate nothing", {"eval.num_generations": 0}),),
+    fixes=(Fix("Disable generations", {"eval.num_generations": 0}),),
     fails_on=Example({**USER_DATA, "data.format": "text", "eval.num_generations": 4}, facts=PLAIN_TEXT),
     passes_on=Example({**USER_DATA, "data.format": "text", "eval.num_generations": 0}, facts=PLAIN_TEXT),
 )
@@ -340,4 +340,4 @@ def generations_from_plain_text(case: Case) -> str | None:
         return None
     if any(each.format != "text" for each in facts.datasets or (facts,)):
         return None
-    return f"eval.num_generations is {count}, and the data format is plain text. Nothing would be generated."
+    return f"eval.num_generations is {count}, but the data is plain text without prompts: nothing would be generated."

@@ -23,7 +23,7 @@ def what(jobs: Path, request: dict[str, Any]) -> str:
     """What is loaded. Raises ServeError."""
     if not (jobs.parent / request["folder"]).is_dir():
         raise ServeError("The model was deleted. Train or merge it again, then serve it.")
-    return f"{request['name']} with vLLM, which takes minutes"
+    return f"{request['name']} with vLLM, which can take minutes"
 
 
 def start(folder: Path, jobs: Path, request: dict[str, Any], token: str, wanted: Callable[[], bool]) -> ServerProcess:
@@ -49,5 +49,5 @@ def about(server: ServerProcess, request: dict[str, Any], token: str) -> dict[st
     """The context. Raises ServeError if the trained model is not served."""
     models = ask(server, token, "/v1/models")["data"]
     if request["name"] not in (names := [model["id"] for model in models]):
-        raise ServeError(f"vLLM does not serve {request['name']}, but {', '.join(names)}.")
+        raise ServeError(f"vLLM serves {', '.join(names)} instead of {request['name']}. Report this as a bug.")
     return {"context": next(length for model in models if (length := model.get("max_model_len")))}

@@ -28,8 +28,8 @@ COMPLETED = ("evaluating", "generating during", "checkpoint", "saving", "generat
 def reason(hours: float, resumes: bool) -> str:
     """Why the run stopped, and what Resume does if the run can resume, for the list of runs and the page of the run."""
     allowed = duration(3600 * hours)
-    more = f" Resume lets it run for {allowed} more." if resumes else ""
-    return f"It reached its max run time, {allowed} (train.max_hours).{more}"
+    more = f" Resume continues the run for up to {allowed} more." if resumes else ""
+    return f"The run reached its max run time of {allowed} (train.max_hours).{more}"
 
 
 def watch(hours: float, run: ResolvedRun, run_log: RunLog) -> threading.Thread | None:

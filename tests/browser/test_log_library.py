@@ -63,7 +63,7 @@ def make(server, lines=LINES):
 def test_an_ended_run_without_a_log_does_not_promise_one(shared, page):
     run = make(shared, "")
     show_run(page, run)
-    expect(page.locator(".fp-log-empty")).to_have_text("This log has no lines: the run ended before its first one.")
+    expect(page.locator(".fp-log-empty")).to_have_text("This log is empty: the run ended before it wrote a line.")
     expect(page.locator(".fp-details > :visible").first).to_have_css("border-top-width", "0px")
     (run.path / LOG).write_text("a line\n")
     page.reload()

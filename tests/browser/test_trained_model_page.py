@@ -299,7 +299,7 @@ def assert_a_server_has_its_address_and_token(card, run):
 
 def assert_vllm_is_offered(page, card, run):
     """As the API says for a machine on which vLLM is installed: with what to know about it, or why not."""
-    offer = {"reason": "", "note": "Not run with vLLM by the developers."}
+    offer = {"reason": "", "note": "Serving with vLLM is untested on a GPU."}
 
     def add_offer(route):
         answer = route.fetch()
@@ -308,7 +308,7 @@ def assert_vllm_is_offered(page, card, run):
     page.route(f"**/api/runs/{run.id}", add_offer)
     page.route("**/servers", lambda route: route.fulfill(status=409, json={"error": "Port 8080 cannot be used."}))
     show_run(page, run)
-    expect(card).to_contain_text("Not run with vLLM by the developers.", timeout=SLOW_TIMEOUT)
+    expect(card).to_contain_text("Serving with vLLM is untested on a GPU.", timeout=SLOW_TIMEOUT)
     with page.expect_request("**/servers") as request:
         card.get_by_role("button", name="Serve with vLLM").click()
     assert request.value.post_data_json == {"engine": "vllm"}

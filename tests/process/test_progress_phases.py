@@ -127,7 +127,7 @@ def test_a_time_limit_waits_for_an_evaluation_and_counts_earlier_processes(
     run_log.progress("training")
     thread.join(10)
     request = (tmp_path / STOP).read_text()
-    assert request.startswith("save\nIt reached its max run time, 3 h") and "Resume" not in request
+    assert request.startswith("save\nThe run reached its max run time of 3 h") and "Resume" not in request
     assert time_limit.watch(hours, resolved, RunLog(tmp_path, rank=1)) is None
 
 

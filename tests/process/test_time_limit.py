@@ -71,7 +71,7 @@ def test_a_sharded_run_stops_at_its_limit_and_resumes(root: Path, machine: Machi
         return
     run.resume()
     assert stopped_at(run, first) > first
-    assert log_text(run.path).count("Stopping. It reached its max run time") == 2
+    assert log_text(run.path).count("Stopping. The run reached its max run time") == 2
     assert f"Resuming from checkpoint-{first}." in log_text(run.path)
     assert [point["step"] for point in read_metrics(run.path) if point.get("event") == "resumed"] == [first]
 

@@ -198,7 +198,7 @@ def test_a_run_stops_at_its_time_limit(root: Path, fork_server: ForkServer) -> N
     progress = json.loads((folder / "progress.json").read_text())
     assert 0 < progress["step"] < 5000 and 5 <= progress["elapsed"] < 60
     assert (folder / f"checkpoints/checkpoint-{progress['step']}/complete").exists()
-    reason = "It reached its max run time, 5 s (train.max_hours). Resume lets it run for 5 s more."
+    reason = "The run reached its max run time of 5 s (train.max_hours). Resume continues the run for up to 5 s more."
     assert (folder / "stop").read_text() == f"save\n{reason}\n" and f"Stopping. {reason}" in log_text(folder)
     assert not (folder / "result.json").exists()
 

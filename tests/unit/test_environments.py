@@ -177,7 +177,7 @@ def test_the_environment_for_vllm(vllm_commands, cache, capsys):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"driver_version": "", "gpus": ()}, "needs an NVIDIA GPU, and this machine has none, or no NVIDIA driver"),
+        ({"driver_version": "", "gpus": ()}, "needs an NVIDIA GPU and its driver, and this machine lacks one"),
         ({"driver_version": "570.1"}, "needs NVIDIA driver 580 or later; 570.1 is installed"),
         ({"gpus": (Gpu(0, "V100", 1, 1, (7, 0)),)}, "compute capability 7.5 or later; this machine has V100"),
         ({"disk_free_bytes": 9 * 10**9}, "has 9.0 GB of free disk space; creating the environment vllm needs 13.7 GB"),

@@ -85,8 +85,8 @@ ADAPTERS = {  # tensors and keys of adapter_config.json -> what is named
     "tokens": (LORA, {"trainable_token_indices": [7]}, "embeddings of added tokens"),
     "experts": (LORA, {"target_parameters": ["experts.gate_up_proj"]}, "stacked experts"),
     "residual": (LORA, {"init_lora_weights": "pissa_niter_4"}, "The final model of the run is converted"),
-    "another kind": (("x.hada_w1_a",), {"peft_type": "LOHA"}, "this one is of the kind LOHA"),
-    "another weight": ((*LORA, "norm.weight"), {}, "no LoRA matrices, such as base_model.model.norm.weight"),
+    "another kind": (("x.hada_w1_a",), {"peft_type": "LOHA"}, "this adapter has the type LOHA"),
+    "another weight": ((*LORA, "norm.weight"), {}, "not LoRA matrices, such as base_model.model.norm.weight"),
     "head": (("lm_head.lora_A.weight", "lm_head.lora_B.weight"), {}, "embeddings or of the LM head"),
     "embeddings": (("embed_tokens.lora_embedding_A",), {}, "embeddings or of the LM head"),
 }

@@ -43,7 +43,7 @@ def test_what_is_refused(plant, monkeypatch):
     for name, reason in registry.UNQUANTIZABLE.items():
         with pytest.raises(RunError, match=f"The architecture {name} {reason}"):
             quantized.start(plant({"model_type": name}), None, "bnb-nf4")
-    with pytest.raises(RunError, match="quantized already"):
+    with pytest.raises(RunError, match="already quantized"):
         quantized.start(plant({"quantization_config": {"quant_method": "gptq"}}), None, "bnb-nf4")
     with pytest.raises(RunError, match="Reward models cannot be exported"):
         quantized.start(plant({}, **{"train.stage": "reward"}), None, "bnb-nf4")

@@ -122,7 +122,7 @@ def test_an_adapter_on_its_base_model(run, environment, gpus):
         "--max-num-seqs", "4", "--default-chat-template-kwargs", '{"enable_thinking": false}',
         "--lora-modules", json.dumps({"name": "Train info", "path": str(model)}), "--max-lora-rank", "32", "0,1",
     ]  # fmt: skip
-    assert shown["engine"] == "vllm" and shown["context"] == 1000 and "Not run with vLLM" in shown["note"]
+    assert shown["engine"] == "vllm" and shown["context"] == 1000 and "untested on a GPU" in shown["note"]
     assert list(job.plan().devices.values()) == ["GPU 0", "GPU 1"], "it waits for them in the queue"
     root = shown["address"].removesuffix("/v1")
     paths = ("/health", "/metrics", "/invocations", "/tokenize", "/v1/models")
@@ -187,7 +187,7 @@ def test_adapters_that_vllm_cannot_load(run, environment, change, reason):
 
 def test_what_else_is_refused(run, environment, gpus, monkeypatch, tmp_path):
     base = tmp_path / "base"
-    assert refusal(run, threads=2) == "vllm has no setting threads. Leave it out, or choose another engine."
+    assert refusal(run, threads=2) == "vllm has no setting threads. Remove it, or choose the other engine."
     with pytest.raises(RunError, match=r"llama\.cpp has no setting merged"):
         serve.start(run, Settings(engine="llama.cpp", merged=True))
     assert "gpu_memory_utilization must be above 0" in refusal(run, gpu_memory_utilization=1.5)

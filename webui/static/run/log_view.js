@@ -9,7 +9,7 @@ import { LogSearch } from "./log_search.js";
 const MAX_LINES_FOLLOWING = 5000;
 const MAX_LINES_READING = 20000; // while someone reads further up
 const NO_LINES_YET = "The first line appears when the run starts.";
-const NO_LINES = "This log has no lines: the run ended before its first one.";
+const NO_LINES = "This log is empty: the run ended before it wrote a line.";
 
 /** The log without its requests. */
 export class LogView {

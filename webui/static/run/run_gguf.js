@@ -58,7 +58,7 @@ function ggufParts({ step, gguf, isFull, isAdapter }, run, progress) {
   const left = possible.filter((format) => !done.some((job) => job.format === format));
   return [
     el("h4", {}, "GGUF"),
-    el("p.fp-dim", {}, isFull ? WHY : `${WHY} An adapter that is not merged is exported as GGUF LoRA.`),
+    el("p.fp-dim", {}, isFull ? WHY : `${WHY} Without a merge, the adapter is exported as GGUF LoRA.`),
     ...done.map((job) => filePart(job, run)),
     failed && failurePart(`${failed.format}: ${failureText(failed)} ${failed.failure?.help || ""}`.trim()),
     gguf.some(isAlive) ? progress : left.length > 0 && startPart(left, step, run),

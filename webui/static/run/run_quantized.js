@@ -24,7 +24,7 @@ const FORMATS = {
   "torchao-fp8": "torchao fp8: 8 bits, weights only",
 };
 const WHY =
-  "transformers loads a quantized checkpoint with less memory. Footplate compares its outputs with those of the " +
+  "A quantized checkpoint needs less memory in transformers. Footplate compares its outputs with those of the " +
   "trained model.";
 let chosen = "bnb-nf4";
 
@@ -82,7 +82,7 @@ function checkpointPart({ id, label, model, result: { certificate } }, run) {
     ...limitations(certificate.limits),
     actions(
       button("Copy folder", () => copy(model.folder, "Folder"), named("Copy folder", label)),
-      deleteButton("Delete", `Delete the checkpoint in ${label}?`, id, run, named("Delete", label)),
+      deleteButton("Delete", `Delete the ${label} checkpoint?`, id, run, named("Delete", label)),
     ),
   );
 }

@@ -7,8 +7,8 @@ import { actions, ask, button, failurePart, failureText, isAlive } from "./run_j
 import { fold } from "./run_results.js";
 
 const WHY =
-  "Serves the model to programs on this machine with an OpenAI-compatible API on 127.0.0.1: a GGUF file by llama.cpp " +
-  "on the CPU, or the weights by vLLM on a GPU. Requests need the API token.";
+  "Serves the model to programs on this machine with an OpenAI-compatible API on 127.0.0.1: a GGUF file with " +
+  "llama.cpp on the CPU, or the weights with vLLM on an NVIDIA GPU. Requests need the API token.";
 
 /** `server` is the newest server of the run. */
 export const SERVER = {
