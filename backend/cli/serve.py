@@ -62,7 +62,8 @@ def _print_end(job: Run) -> None:
 def _print(shown: dict[str, Any], in_background: bool) -> None:
     is_vllm = shown["engine"] == serve.VLLM
     place = "with vLLM" if is_vllm else "on the CPU"
-    print(f"Serving {Path(shown['file']).name} {place} at {shown['address']}. Model name in requests: {shown['name']}")
+    files = " and ".join(Path(name).name for name in (shown["file"], shown["adapter"]) if name)
+    print(f"Serving {files} {place} at {shown['address']}. Model name in requests: {shown['name']}")
     parallel = f" Concurrent requests: {shown['parallel']}." if shown["parallel"] else ""
     print(f"Context: {shown['context']:,} tokens per request.{parallel}")
     print(f"API token, which requests need: in {shown['token_file']}, a file that only you can read.")

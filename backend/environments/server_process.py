@@ -13,6 +13,14 @@ class ServerError(Exception):
     """The server did not start; the message is what it says."""
 
 
+def describe_end(code: int) -> str:
+    """How a process with this exit code has ended, as a verb and its object."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    memory = ", perhaps because the machine ran out of memory" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{memory}"
+
+
 class ServerProcess:
     """The process of a server, whose messages are in `_log`; `address`: http://127.0.0.1:PORT."""
 
@@ -22,12 +30,7 @@ class ServerProcess:
 
     def ending(self) -> str:
         """How the process has ended, as a verb and its object; '' while it runs."""
-        if (code := self._process.poll()) is None:
-            return ""
-        if code >= 0:
-            return f"ended with exit code {code}"
-        memory = ", perhaps because the machine ran out of memory" if code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{memory}"
+        return "" if (code := self._process.poll()) is None else describe_end(code)
 
     def last_line(self) -> str:
         """The last line of the log."""

@@ -37,6 +37,7 @@ WITHOUT_LORA = (
 BASE_SUFFIX = " (base model)"  # of the name under which clients reach the base model of an adapter
 POLL_SECONDS, ANSWER_SECONDS = 0.1, 5.0
 PR_SET_PDEATHSIG = 1  # see prctl(2)
+LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 # A line of vLLM's log with an exception; the first parts are the process, and level, time and source file.
 ERROR = re.compile(
     r"^(?:\([^)]*\) *)?(?:ERROR \S+ \S+ \[[^]]*\] )?((?:[\w.]*(?:Error|Exception)|vllm serve: error): .+)$",
@@ -103,7 +104,7 @@ def arguments(settings: Settings) -> list[str]:
         "serve",
         settings.model,
         *switches,
-        *(word for name in values if values[name] for word in (name, str(values[name]))),
+        *(f"{name}={value}" for name, value in values.items() if value),  # a name may begin with a dash
     ]
 
 
@@ -112,7 +113,7 @@ def names() -> list[str]:
     every = Settings(
         "m", "", "n", 1, "a", 8, "r", "t", "g", "auto", 1, 1, trust_remote_code=True, template_kwargs={"a": 1}
     )
-    return [word for word in arguments(every) if word.startswith("--")]
+    return [word.partition("=")[0] for word in arguments(every) if word.startswith("--")]
 
 
 class VllmServer(ServerProcess):
@@ -121,7 +122,7 @@ class VllmServer(ServerProcess):
     minutes for large models, or when it is no longer `wanted`. Raises ServerError."""
 
     def __init__(self, environment: Path, settings: Settings, log: Path, wanted: Callable[[], bool]) -> None:
-        self._log, self.address = log, f"http://127.0.0.1:{settings.port}"
+        self._log, self._port, self.address = log, settings.port, f"http://127.0.0.1:{settings.port}"
         own = {"VLLM_API_KEY": settings.key, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONPATH": str(ACCESS)}
         path = f"{environment / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # ninja, for kernels
         with log.open("wb") as output:
@@ -160,6 +161,8 @@ class VllmServer(ServerProcess):
             time.sleep(POLL_SECONDS)
 
     def _answers(self) -> bool:
+        if not listens(self._port):
+            return False
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with contextlib.suppress(OSError), opener.open(f"{self.address}/health", timeout=ANSWER_SECONDS) as response:
             return bool(response.status == 200)
@@ -169,6 +172,19 @@ class VllmServer(ServerProcess):
         """The last exception in the log that does not follow from another one."""
         found = [error for error in ERROR.findall(self._text()) if FOLLOWS not in error]
         return " ".join(found[-1].split()) if found else ""
+
+
+def listens(port: int) -> bool:
+    """Linux: whether programs of this user listen on a port, and none of another user, who can read the port in vLLM's
+    arguments, take it first, and would get the API token."""
+    users = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):  # no IPv6
+            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+                address, _, state, _, _, _, user = line.split()[1:8]
+                if state == LISTEN and int(address.rpartition(":")[2], 16) == port:
+                    users.add(int(user))
+    return users == {os.getuid()}
 
 
 def _end_with_parent() -> None:

@@ -7,7 +7,7 @@ import sys
 
 from packaging.version import InvalidVersion, Version
 
-from backend.machine import Machine
+from backend.machine import Gpu, Machine
 
 GLIBC = "2.31"  # of llguidance's wheels
 DRIVER = "580"  # for CUDA 13, which the wheels of torch 2.14 and vllm 0.33 contain
@@ -37,10 +37,15 @@ def unmet_by_gpus(machine: Machine) -> str:
         )
     if is_older(machine.driver_version, DRIVER):
         return f"vLLM needs NVIDIA driver {DRIVER} or later; {machine.driver_version} is installed. Update the driver."
-    if not any(gpu.capability >= CAPABILITY for gpu in machine.gpus):
+    if not usable_gpus(machine):
         names = ", ".join(gpu.name for gpu in machine.gpus) or "none that CUDA_VISIBLE_DEVICES selects"
         return f"vLLM needs a GPU of compute capability 7.5 or later; this machine has {names}."
     return ""
+
+
+def usable_gpus(machine: Machine) -> list[Gpu]:
+    """The GPUs of a machine that vLLM supports."""
+    return [gpu for gpu in machine.gpus if gpu.capability >= CAPABILITY]
 
 
 def is_older(version: str, least: str) -> bool:

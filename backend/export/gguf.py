@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from backend.environments import ENVIRONMENTS
+from backend.environments.server_process import describe_end
 from backend.export import gguf_certificate, llama_cpp, lm_studio, loading, modelfile, tensor_types
 from backend.export.comparison import write_certificate
 from backend.export.exporter import Export
@@ -23,7 +24,7 @@ from backend.export.gguf_certificate import Trained
 from backend.export.merge import UNCHECKED
 from backend.export.tensor_types import QuantizedWeight
 from backend.models import system_prompt, trained
-from backend.models.gguf import DEFAULT, ENVIRONMENT, FOLDER, FORMATS, MODELFILE, PRESET
+from backend.models.gguf import ADAPTER, DEFAULT, ENVIRONMENT, FOLDER, FORMATS, MODELFILE, PRESET
 from backend.models.spec import read_spec_outside_training
 from backend.runs import CERTIFICATE, RESULT, SPEC, files, jobs
 from backend.train import base_weights, model
@@ -92,7 +93,8 @@ class GgufExport(Export):
         kind = FORMATS[format]
         need = loading.elements(source) * (kind.bytes + 2 * bool(kind.larger)) * 1.05  # and the vocabulary
         needs = "GGUF file and the temporary file with 16 bits per element need" if kind.larger else "GGUF file needs"
-        other = "" if format == DEFAULT else f", or export as {DEFAULT}, which needs less"
+        smaller = f"{ADAPTER}{DEFAULT}" if kind.base else DEFAULT
+        other = "" if format == smaller else f", or export as {smaller}, which needs less"
         self._require_room(needs, need, other)
 
     def _write(self, environment: Path, source: Path, file: Path, format: str) -> list[QuantizedWeight]:
@@ -133,7 +135,7 @@ class GgufExport(Export):
         code, lines = self._run_program(command, report, llama_cpp.variables(environment))
         if code or not file.is_file():
             self.run_log.info("".join(lines[-30:]))
-            raise TrainError(failed + _why(lines))
+            raise TrainError(failed + (f"its process {describe_end(code)}." if code < 0 else _why(lines)))
         return lines
 
     def _linked(self, source: Path) -> Path:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from backend.config import RunSpec
+from backend.environments.server_process import describe_end
 from backend.export import loading
 from backend.export.comparison import TEXTS, compare, log_probabilities, probe_batches, write_certificate
 from backend.export.exporter import Export
@@ -147,6 +148,7 @@ class QuantizedExport(Export):
         if code:
             self.run_log.info("".join(lines[-30:]))
             last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no message")
+            last = f"the new process {describe_end(code)}." if code < 0 else last
             raise TrainError(f"transformers cannot load the quantized checkpoint, so it was deleted: {last}")
         outputs = load_file(self.folder / OUTPUTS)
         said = json.loads((self.folder / TOKENS).read_text(encoding="utf-8"))

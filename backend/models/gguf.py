@@ -133,9 +133,12 @@ def exported(run: Run) -> list[Run]:
 
 
 def file_of(job: Run) -> Path | None:
-    """The GGUF file of a job; None if it has none."""
+    """The GGUF file of a job; None if it has none, or only that of the base model, without its adapter."""
     name = str(job.result().get("model") or "")
-    return job.path / name if name and (job.path / name).is_file() else None
+    if not name or not (job.path / name).is_file():
+        return None
+    is_whole = not _request(job)[1].startswith(ADAPTER) or adapter_of(job.path / name)
+    return job.path / name if is_whole else None
 
 
 def adapter_of(file: Path) -> Path | None:

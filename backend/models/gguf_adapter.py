@@ -5,21 +5,12 @@ from __future__ import annotations
 import re
 
 from backend.inspect.weights import tensor_shapes
-from backend.models.trained import ADAPTER, TrainedModel, is_residual
+from backend.models.trained import ADAPTER, TrainedModel, is_residual, other_parts
 from backend.runs import json_values
 
 WEIGHTS = "adapter_model.safetensors"
 LORA = re.compile(r"\.lora_(?:[AB]\.weight|embedding_[AB])$")
 EMBEDDINGS = re.compile(r"\.lora_embedding_[AB]$|(?:^|\.)(?:lm_head|embed_out)\.lora_[AB]\.weight$")
-# Keys of adapter_config.json -> what the adapter has if they are set.
-OTHER_PARTS = {
-    "use_dora": "DoRA magnitude vectors",
-    "lora_bias": "biases of the LoRA matrices",
-    "modules_to_save": "modules that were trained in full (lora.modules_to_save)",
-    "trainable_token_indices": "embeddings of added tokens",
-    "target_parameters": "LoRA matrices of stacked experts",
-    "layer_replication": "replicated layers",
-}
 
 
 def problem(model: TrainedModel) -> str:
@@ -33,14 +24,13 @@ def problem(model: TrainedModel) -> str:
     if is_residual(config):
         return (
             "An adapter in a checkpoint of PiSSA or OLoRA belongs to base weights that this initialization changed. "
-            "The final model of the run is converted to an adapter of the original base model: export that one."
+            "The final model of the run is converted to an adapter of the original base model, and can be exported."
         )
-    parts = [label for key, label in OTHER_PARTS.items() if config.get(key)]
-    if config.get("bias", "none") != "none":
-        parts.append("biases of the base model's layers")
+    parts = other_parts(config) + (["LoRA matrices of stacked experts"] if config.get("target_parameters") else [])
     names = tensor_shapes(model.folder / WEIGHTS)
     if others := [name for name in names if not LORA.search(name)]:
         parts = parts or [f"weights that are not LoRA matrices, such as {others[0]}"]
     elif embeddings := [name for name in names if EMBEDDINGS.search(name)]:
         parts = parts or [f"LoRA matrices of embeddings or of the LM head, such as {embeddings[0]}"]
-    return f"llama.cpp loads LoRA matrices of linear layers only; this adapter has {parts[0]}." if parts else ""
+    has = " and ".join(parts)
+    return f"llama.cpp loads LoRA matrices of linear layers only; this adapter has {has}." if parts else ""

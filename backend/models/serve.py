@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shlex
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +14,14 @@ from typing import Any
 
 from backend import environments
 from backend.machine import probe
-from backend.models import chat, gguf, system_prompt, trained, vllm
+from backend.models import chat, gguf, merge, system_prompt, trained, vllm
 from backend.models.gguf import FORMATS
 from backend.models.python_text import arguments, literal
 from backend.models.spec import read_spec
 from backend.paths import environment_folder
 from backend.runs import SERVE_TOKEN, SPEC, TOKEN, files, jobs
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
+from backend.serve.client import free_port
 
 MIN_TOKEN, MAX_TOKEN = 16, 512  # characters
 LLAMA_CPP, VLLM = "llama.cpp", "vllm"  # the engines
@@ -159,16 +159,21 @@ def _with_vllm(run: Run, settings: Settings) -> tuple[dict[str, Any], dict[str, 
     return {**request, **memory, "environment": str(environment_folder(vllm.ENVIRONMENT))}, env, devices
 
 
-def vllm_offer(run: Run) -> dict[str, str] | None:
-    """For the page: why vLLM cannot serve the run's model, '' if it can; None if vLLM is not installed, or the run has
-    no model."""
+def vllm_offer(run: Run) -> dict[str, Any] | None:
+    """For the page: the settings with which vLLM serves the run's newest model, merged if it cannot be served as an
+    adapter, or the reason why it cannot; None if vLLM is not installed, or the run has no model."""
     model = trained.find(run) if environments.is_complete(vllm.ENVIRONMENT) else None
     if model is None:
         return None
+    offer = {"reason": "", "note": vllm.NOT_RUN, "step": model.step, "merged": False}
     try:
-        return {"reason": vllm.why_not(run, model), "note": vllm.NOT_RUN}
+        reason = vllm.why_not(run, model)
+        if reason and model.base and (job := merge.find(run, model)) and job.result().get("model"):
+            merged = vllm.find_model(run, model.step, True)
+            return {**offer, "reason": vllm.why_not(run, merged), "merged": True}
     except RunError as error:
-        return {"reason": str(error), "note": vllm.NOT_RUN}
+        reason = str(error)
+    return {**offer, "reason": reason}
 
 
 def current(run: Run) -> Run | None:
@@ -196,14 +201,12 @@ def find_file(run: Run, settings: Settings) -> tuple[Run, Path]:
 
 def _check_port(port: int) -> None:
     """Raise RunError if another program uses the port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that has ended
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise RunError(
-                f"Port {port} of 127.0.0.1 cannot be used: {error.strerror}. Choose another port, or 0 for a free one."
-            ) from error
+    try:
+        free_port(port)
+    except OSError as error:
+        raise RunError(
+            f"Port {port} of 127.0.0.1 cannot be used: {error.strerror}. Choose another port, or 0 for a free one."
+        ) from error
 
 
 def own_token(file: str = "") -> str:
@@ -240,7 +243,7 @@ def as_json(job: Run) -> dict[str, Any]:
     progress = job.progress() if job.state == "running" else {}
     shown = {name: request.get(name) for name in ("engine", "name", "format", "parallel", "threads")}
     served = job.path.parent / str(request.get("file")) if request.get("engine") != VLLM else _folder(job, request)
-    shown |= {"file": str(served), "address": progress.get("address")}
+    shown |= {"file": str(served), "adapter": request.get("adapter", ""), "address": progress.get("address")}
     shown |= {"note": vllm.NOT_RUN if request.get("engine") == VLLM else ""}
     if request.get("engine") == LLAMA_CPP:
         shown["parallel"] = request.get("parallel") or 1

@@ -121,6 +121,28 @@ def _described(folder: Path, step: int | None, changed: int, system: str) -> Tra
 RESIDUAL = ("pissa", "olora", "corda", "loftq")
 
 
+# Keys of adapter_config.json -> what a LoRA adapter has besides its matrices, or computes in another way, if they are
+# set. Neither llama.cpp nor vLLM supports it.
+OTHER_PARTS = {
+    "use_dora": "DoRA magnitude vectors",
+    "lora_bias": "biases of the LoRA matrices (lora_bias)",
+    "modules_to_save": "modules that were trained in full (lora.modules_to_save)",
+    "trainable_token_indices": "trained embeddings of added tokens",
+    "layer_replication": "replicated layers (layer_replication)",
+    "alora_invocation_tokens": "invocation tokens (Activated LoRA)",
+    "use_bdlora": "block-diagonal matrices (BD-LoRA)",
+    "use_qalora": "grouped input features (QALoRA)",
+    "arrow_config": "Arrow routing",
+}
+
+
+def other_parts(adapter: Mapping[str, Any]) -> list[str]:
+    """What a LoRA adapter with this configuration has besides plain LoRA matrices."""
+    parts = [label for key, label in OTHER_PARTS.items() if adapter.get(key)]
+    bias = adapter.get("bias") or "none"
+    return parts + ([f"trained biases (bias={bias})"] if bias != "none" else [])
+
+
 def is_residual(adapter: Mapping[str, Any]) -> bool:
     """Whether an adapter with this configuration was taken out of the base weights. Final models are converted."""
     init = adapter.get("init_lora_weights")

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import RunSpec
+from backend.config.options import edit
 from backend.environments.vllm import LORA_RANKS, WITHOUT_LORA, lora_rank
-from backend.environments.vllm_machine import unmet_by_gpus
+from backend.environments.vllm_machine import unmet_by_gpus, usable_gpus
 from backend.inspect.model_folder import local_folder
 from backend.machine import Machine
 from backend.models import merge, trained
@@ -27,19 +28,6 @@ NOT_RUN = (
     "were tested with a program in the place of vLLM."
 )
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of the compute dtype of training
-# Keys of adapter_config.json that change what the adapter computes, and that vLLM refuses or, as
-# trainable_token_indices and arrow_config, ignores.
-ADAPTER_FEATURES = {
-    "use_dora": "DoRA",
-    "modules_to_save": "modules that were trained as a whole (modules_to_save)",
-    "trainable_token_indices": "trained embeddings of added tokens (trainable_token_indices)",
-    "lora_bias": "biases in its matrices (lora_bias)",
-    "alora_invocation_tokens": "invocation tokens (Activated LoRA)",
-    "layer_replication": "replicated layers (layer_replication)",
-    "use_bdlora": "block-diagonal matrices (BD-LoRA)",
-    "use_qalora": "QALoRA",
-    "arrow_config": "Arrow routing",
-}
 # quantization_config.quant_method of a model's config.json that the environment vllm cannot load: vLLM has no HQQ, and
 # bitsandbytes is not among its packages.
 UNLOADABLE = {"bitsandbytes": "bitsandbytes", "hqq": "HQQ"}
@@ -65,7 +53,7 @@ def why_not(run: Run, model: TrainedModel) -> str:
     config = _config(model.folder / (ADAPTER if model.base else CONFIG))
     if not model.base:
         return _quantized(config, "the weights are", "Serve a model with weights that are not quantized.")
-    if reason := _unsupported(config) or _trained_on(spec):
+    if reason := _unsupported(config) or _trained_on(run, spec):
         step = "" if model.step is None else f" --step {model.step}"
         return (
             f"vLLM cannot serve this adapter: {reason}. Merge it with `footplate merge {run.id}{step}` or Merge into "
@@ -91,7 +79,7 @@ def request(run: Run, model: TrainedModel, dtype: str, tensor_parallel_size: int
         "folder": os.path.relpath(model.folder, run.path),
         "base": str(base) if model.base else "",
         "revision": revision,
-        "rank": int(_config(model.folder / ADAPTER).get("r") or 0) if model.base else 0,
+        "rank": _largest_rank(_config(model.folder / ADAPTER)) if model.base else 0,
         "dtype": dtype,
         "tensor_parallel_size": tensor_parallel_size,
         "trust_remote_code": spec.model.trust_remote_code,
@@ -105,11 +93,12 @@ def place(run: Run, machine: Machine, count: int) -> tuple[dict[str, str], dict[
     RunError."""
     if reason := unmet_by_gpus(machine):
         raise RunError(reason)
-    first = run.resolved().get("device_ids") or ()
-    gpus = sorted(machine.gpus, key=lambda gpu: gpu.id not in first)[:count]
+    first, usable = run.resolved().get("device_ids") or (), usable_gpus(machine)
+    gpus = sorted(usable, key=lambda gpu: gpu.id not in first)[:count]
     if len(gpus) < count:
         raise RunError(
-            f"tensor_parallel_size is {count}, and this machine has {len(gpus)} GPUs. Set it to {len(gpus)} or less."
+            f"tensor_parallel_size is {count}, and this machine has {len(gpus)} GPUs that vLLM supports. Set it to "
+            f"{len(gpus)} or less."
         )
     env = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu.id) for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return {**read_spec(run).launch.env, **env}, {gpu.uuid or f"cuda-{gpu.id}": f"GPU {gpu.id}" for gpu in gpus}
@@ -121,24 +110,26 @@ def _unsupported(adapter: Mapping[str, Any]) -> str:
         return f"its type is {kind}, and vLLM supports LoRA"
     if trained.is_residual(adapter):
         return f"its initialization ({adapter['init_lora_weights']}) has modified the base weights that it belongs to"
-    if named := [label for key, label in ADAPTER_FEATURES.items() if adapter.get(key)]:
-        return f"vLLM does not support {' and '.join(named)}"
-    if (bias := adapter.get("bias") or "none") != "none":
-        return f"vLLM does not support trained biases (bias={bias})"
-    rank = max([int(adapter.get("r") or 0), *map(int, (adapter.get("rank_pattern") or {}).values())])
-    if lora_rank(rank) is None:
+    if parts := trained.other_parts(adapter):
+        return f"vLLM does not support {' and '.join(parts)}"
+    if lora_rank(rank := _largest_rank(adapter)) is None:
         return f"its rank is {rank}, and vLLM supports ranks up to {LORA_RANKS[-1]}"
     return ""
 
 
-def _trained_on(spec: RunSpec) -> str:
+def _largest_rank(adapter: Mapping[str, Any]) -> int:
+    """Of all modules: an adapter on stacked experts has twice the rank for their gate and up projections."""
+    return max([int(adapter.get("r") or 0), *map(int, (adapter.get("rank_pattern") or {}).values())])
+
+
+def _trained_on(run: Run, spec: RunSpec) -> str:
     """What vLLM cannot load of the base model as it was in training; '' for nothing."""
     if spec.method.kind == "lora" and spec.method.quantization != "none":
         return (
             f"it was trained on a base model that bitsandbytes had quantized ({spec.method.quantization}), and the "
             f"environment {ENVIRONMENT} does not have bitsandbytes"
         )
-    folder = local_folder(spec, Path.cwd(), os.environ)
+    folder = _base_folder(spec, _config(run.path / BASE))
     config = _config(folder / CONFIG) if folder else {}
     if architecture := next((each for each in config.get("architectures") or () if each in WITHOUT_LORA), None):
         return f"vLLM does not support LoRA for {architecture}"
@@ -161,7 +152,7 @@ def _base(run: Run, spec: RunSpec, model: TrainedModel) -> tuple[str | Path, str
     name, commit = str(recorded.get("name") or model.base), str(recorded.get("commit") or "")
     if os.path.isabs(name) and not Path(name).is_dir():
         raise RunError(f"The base model of this adapter, {name}, does not exist. Restore it, then try again.")
-    folder = Path(name) if Path(name).is_dir() else local_folder(spec, Path.cwd(), os.environ)
+    folder = _base_folder(spec, recorded)
     then = recorded.get("fingerprint")
     if folder and then and (now := _fingerprint(folder, folder.stat().st_mtime_ns)) and now != then:
         raise RunError(
@@ -169,6 +160,15 @@ def _base(run: Run, spec: RunSpec, model: TrainedModel) -> tuple[str | Path, str
             "training). Restore the base model, then try again."
         )
     return (folder or name), ("" if folder else commit), folder
+
+
+def _base_folder(spec: RunSpec, recorded: Mapping[str, Any]) -> Path | None:
+    """Where the base model is that the run recorded, of the Hub the commit; None if it is not on this machine."""
+    if (name := str(recorded.get("name") or "")) and Path(name).is_dir():
+        return Path(name)
+    if commit := str(recorded.get("commit") or ""):
+        spec = edit(spec, {"model.revision": commit})
+    return local_folder(spec, Path.cwd(), os.environ)
 
 
 def _check_heads(config: Mapping[str, Any], size: int) -> None:

@@ -32,8 +32,9 @@ def port_in_use(port: int) -> ServeError:
     return ServeError(f"Port {port} of 127.0.0.1 is used by another program. Choose another port, or 0 for a free one.")
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that no program uses now."""
+def free_port(wanted: int = 0) -> int:
+    """A port of 127.0.0.1 that no program uses now: `wanted` unless it is 0. Raises OSError if it is used."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that has ended
+        probe.bind(("127.0.0.1", wanted))
         return int(probe.getsockname()[1])

@@ -18,7 +18,7 @@ DEFAULT_CONTEXT = 4096  # tokens of a request: models may have 100 times as many
 def what(jobs: Path, request: dict[str, Any]) -> str:
     """What is loaded. Raises ServeError."""
     file: Path = jobs / request["file"]
-    if not file.is_file():
+    if not file.is_file() or (request["adapter"] and not (jobs / request["adapter"]).is_file()):
         raise ServeError("The GGUF file was deleted. Export it again, then serve it.")
     return file.name
 

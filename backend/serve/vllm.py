@@ -28,7 +28,11 @@ def what(jobs: Path, request: dict[str, Any]) -> str:
 
 def start(folder: Path, jobs: Path, request: dict[str, Any], token: str, wanted: Callable[[], bool]) -> ServerProcess:
     """The server, once it answers or is no longer wanted. Raises ServeError."""
-    own, port = str(jobs.parent / request["folder"]), request["port"] or free_port()
+    own = str(jobs.parent / request["folder"])
+    try:
+        port = free_port(request["port"])  # again: the job may have waited for its GPUs
+    except OSError as error:
+        raise port_in_use(request["port"]) from error
     values = {name: request[name] for name in VALUES}
     if request["base"]:
         values |= {

@@ -299,7 +299,7 @@ def assert_a_server_has_its_address_and_token(card, run):
 
 def assert_vllm_is_offered(page, card, run):
     """As the API says for a machine on which vLLM is installed: with what to know about it, or why not."""
-    offer = {"reason": "", "note": "Serving with vLLM is untested on a GPU."}
+    offer = {"reason": "", "note": "Serving with vLLM is untested on a GPU.", "step": 7, "merged": True}
 
     def add_offer(route):
         answer = route.fetch()
@@ -310,8 +310,9 @@ def assert_vllm_is_offered(page, card, run):
     show_run(page, run)
     expect(card).to_contain_text("Serving with vLLM is untested on a GPU.", timeout=SLOW_TIMEOUT)
     with page.expect_request("**/servers") as request:
-        card.get_by_role("button", name="Serve with vLLM").click()
-    assert request.value.post_data_json == {"engine": "vllm"}
+        card.get_by_role("button", name="Serve merged model with vLLM").click()
+    assert request.value.post_data_json == {"engine": "vllm", "step": 7, "merged": True}
+    offer["merged"] = False
     offer["reason"] = "vLLM cannot serve this adapter: vLLM does not support DoRA."
     show_run(page, run)
     expect(card).to_contain_text("vLLM does not support DoRA", timeout=SLOW_TIMEOUT)

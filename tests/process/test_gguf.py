@@ -549,12 +549,18 @@ def test_what_prevents_an_export(
             export(adapter)
         with pytest.raises(TrainError, match=r"Free some disk space, or export as q8_0, which needs less\.$"):
             export(adapter, format="q4_k_m")
+        with pytest.raises(TrainError, match=r"or export as lora-q8_0, which needs less\.$"):
+            export(adapter, format="lora-f16")
     with monkeypatch.context() as patch:
         (tmp_path / "env" / CONVERTER / "convert_hf_to_gguf.py").write_text(
             "raise SystemExit('Model X is unsupported')"
         )
         with pytest.raises(TrainError, match=r"cannot convert this model: Model X is unsupported"):
             export(adapter)
+    kill = "import os, signal\nprint('Writing: 3%', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    (tmp_path / "env" / CONVERTER / "convert_hf_to_gguf.py").write_text(kill)
+    with pytest.raises(TrainError, match=r"this model: its process was killed by SIGKILL, perhaps because"):
+        export(adapter)
     (tmp_path / "job" / STOP).write_text("discard")
     with pytest.raises(Stopped):
         export(adapter)

@@ -80,7 +80,7 @@ LORA = ("q_proj.lora_A.weight", "q_proj.lora_B.weight")
 ADAPTERS = {  # tensors and keys of adapter_config.json -> what is named
     "plain": (LORA, {"use_rslora": True}, ""),
     "dora": (LORA, {"use_dora": True}, "DoRA magnitude vectors"),
-    "bias": (LORA, {"bias": "lora_only"}, "biases of the base model's layers"),
+    "bias": (LORA, {"bias": "lora_only"}, r"trained biases \(bias=lora_only\)"),
     "modules": (LORA, {"modules_to_save": ["norm"]}, r"trained in full \(lora.modules_to_save\)"),
     "tokens": (LORA, {"trainable_token_indices": [7]}, "embeddings of added tokens"),
     "experts": (LORA, {"target_parameters": ["experts.gate_up_proj"]}, "stacked experts"),
@@ -101,7 +101,7 @@ def test_an_adapter_as_a_file_of_its_own(plant, name):
     write_header(run.path / "model/adapter_model.safetensors", [f"base_model.model.{each}" for each in tensors])
     create_environment()
     if named:
-        with pytest.raises(RunError, match=rf"{named}.*(Merge the adapter, then export|export that one)"):
+        with pytest.raises(RunError, match=rf"{named}.*Merge the adapter, then export"):
             gguf.start(run, None, "lora-q8_0")
         return
     with pytest.raises(RunError, match=r"without llama.cpp's converter of LoRA adapters\. Run `footplate env create"):
@@ -119,6 +119,9 @@ def test_an_adapter_as_a_file_of_its_own(plant, name):
     assert shown["files"] == ["run-base-q8_0.gguf", "run-adapter.gguf"] and shown["adapter"].endswith(
         "run-adapter.gguf"
     )
+    assert [found.id for found in gguf.exported(run)] == [job.id]
+    (job.path / FOLDER / "run-adapter.gguf").unlink()
+    assert gguf.as_json(job)["gguf"] is None and not gguf.exported(run), "the base model alone is not served as the run"
     with pytest.raises(RunError, match="has full weights and no adapter"):
         gguf.start(plant(), None, "lora-f16")
 

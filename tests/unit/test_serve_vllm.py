@@ -8,8 +8,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,10 @@ from backend.environments import vllm as server
 from backend.machine import Gpu, Machine, probe
 from backend.models import merge, serve, vllm
 from backend.models.serve import Settings
-from backend.runs import LOCK, LOG, RESULT, STATE, TOKEN, jobs, processes
+from backend.runs import LOCK, LOG, RESULT, STATE, TOKEN, jobs, notebook, processes
 from backend.runs.folder import ALIVE, RunError
+from backend.serve.client import ServeError
+from backend.serve.vllm import start
 
 CHANGES = {"data.chat_template_kwargs": '{"enable_thinking": false}'}
 ADAPTER = {"peft_type": "LORA", "r": 24, "lora_alpha": 48, "use_rslora": True, "bias": "none"}
@@ -110,17 +114,18 @@ def test_every_argument_is_one_of_vllms():
 
 
 def test_an_adapter_on_its_base_model(run, environment, gpus):
+    notebook.change(run.path, name="-v1.5 info")
     job, shown = started(run, tensor_parallel_size=2, context=1000, parallel=4)
     assert job.state == "running", job.failure()
     model, base = run.path / "model", run.path.parent.parent / "base"
     port = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/v1", shown["address"])[1]
     assert json.loads((job.path / "arguments.json").read_text()) == [
         "serve", str(base), "--disable-uvicorn-access-log", "--disable-fastapi-docs", "--enable-lora",
-        "--host", "127.0.0.1", "--port", port, "--served-model-name", "Train info (base model)", "--dtype", "bfloat16",
-        "--max-model-len", "1000", "--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.9",
-        "--middleware", "footplate_access.RequireToken", "--tokenizer", str(model), "--generation-config", str(model),
-        "--max-num-seqs", "4", "--default-chat-template-kwargs", '{"enable_thinking": false}',
-        "--lora-modules", json.dumps({"name": "Train info", "path": str(model)}), "--max-lora-rank", "32", "0,1",
+        "--host=127.0.0.1", f"--port={port}", "--served-model-name=-v1.5 info (base model)", "--dtype=bfloat16",
+        "--max-model-len=1000", "--tensor-parallel-size=2", "--gpu-memory-utilization=0.9",
+        "--middleware=footplate_access.RequireToken", f"--tokenizer={model}", f"--generation-config={model}",
+        "--max-num-seqs=4", '--default-chat-template-kwargs={"enable_thinking": false}',
+        "--lora-modules=" + json.dumps({"name": "-v1.5 info", "path": str(model)}), "--max-lora-rank=32", "0,1",
     ]  # fmt: skip
     assert shown["engine"] == "vllm" and shown["context"] == 1000 and "untested on a GPU" in shown["note"]
     assert list(job.plan().devices.values()) == ["GPU 0", "GPU 1"], "it waits for them in the queue"
@@ -148,9 +153,8 @@ def test_full_weights_and_the_command(run, environment, gpus, capsys):
     assert main(["serve", "--runs", str(run.path.parent), run.id, "--background"]) == 0, "vLLM: there is no GGUF file"
     output, job = capsys.readouterr().out, serve.current(run)
     words = json.loads((job.path / "arguments.json").read_text())
-    assert words[1] == str(run.path / "model") and words[words.index("--served-model-name") + 1] == "Train info"
-    assert words[words.index("--max-model-len") + 1] == "auto" and words[-1] == "0"
-    assert not {"--enable-lora", "--tokenizer", "--generation-config", "--trust-remote-code"} & set(words)
+    assert words[1] == str(run.path / "model") and {"--served-model-name=Train info", "--max-model-len=auto"} < {*words}
+    assert words[-1] == "0" and not any("lora" in word or "--tokenizer" in word or "--gen" in word for word in words)
     assert f"Serving model with vLLM at {serve.as_json(job)['address']}" in output and vllm.NOT_RUN in output
     assert "Context: 8,192 tokens per request.\n" in output and "Requests with tools are refused" in output
     assert main(["stop", str(job.path)]) == 0 and not processes.run_processes(job.path)
@@ -170,7 +174,7 @@ def refusal(run, **settings):
     [
         ({"peft_type": "OFT"}, "its type is OFT, and vLLM supports LoRA"),
         ({"use_dora": True}, "vLLM does not support DoRA"),
-        ({"modules_to_save": ["lm_head"], "use_dora": True}, "DoRA and modules that were trained as a whole"),
+        ({"modules_to_save": ["lm_head"], "use_dora": True}, "DoRA magnitude vectors and modules that were"),
         ({"trainable_token_indices": {"embed_tokens": [9]}}, "trained embeddings of added tokens"),
         ({"bias": "lora_only"}, "vLLM does not support trained biases (bias=lora_only)"),
         ({"init_lora_weights": "pissa_niter_16"}, "its initialization (pissa_niter_16) has modified the base weights"),
@@ -182,7 +186,74 @@ def test_adapters_that_vllm_cannot_load(run, environment, change, reason):
     text = refusal(run)
     assert "vLLM cannot serve this adapter: " in text and reason in text
     assert text.endswith(f"serve the merged model: `footplate serve {run.id} --engine vllm --merged`.")
-    assert serve.vllm_offer(run) == {"reason": text, "note": vllm.NOT_RUN}
+    assert serve.vllm_offer(run) == {"reason": text, "note": vllm.NOT_RUN, "step": None, "merged": False}
+
+
+def test_the_largest_rank_of_an_adapter_on_stacked_experts(run):
+    changes = {"r": 8, "rank_pattern": {r".*\.gate_up_proj": 16}}
+    plant(run.path / "model", {**ADAPTER, **changes, "base_model_name_or_path": str(run.path.parent.parent / "base")})
+    asked = vllm.request(run, vllm.find_model(run, None, False), "auto", 1)
+    assert asked["rank"] == 16, "vLLM compares the largest of all modules with --max-lora-rank"
+
+
+def test_the_page_offers_a_checkpoint_and_the_merged_model(run, environment):
+    """Of a stopped run, which has no final model."""
+    folder = run.path / "checkpoints/checkpoint-7"
+    folder.parent.mkdir()
+    plant(folder, {**ADAPTER, "use_dora": True, "base_model_name_or_path": "b"})
+    for name in ("complete", "trainer_state.json"):
+        (folder / name).write_text("{}")
+    (run.path / RESULT).unlink()
+    shutil.rmtree(run.path / "model")
+    offer = serve.vllm_offer(run)
+    assert "does not support DoRA" in offer["reason"] and f"serve {run.id} --step 7 --engine" in offer["reason"]
+    merged(run, 7)
+    assert serve.vllm_offer(run) == {"reason": "", "note": vllm.NOT_RUN, "step": 7, "merged": True}
+
+
+def merged(run, step):
+    """The job that has merged the adapter of a step."""
+    job = jobs.create(run, jobs.MERGE, {"step": step}, {}, {})
+    plant(job.path / "model", {"architectures": ["LlamaForCausalLM"]})
+    (job.path / LOCK).touch()
+    (job.path / RESULT).write_text(json.dumps({"model": "model"}))
+    (job.path / STATE).write_text(json.dumps({"end": "done", "exit_code": 0}))
+    return job
+
+
+def test_a_base_model_of_the_hub_is_that_of_training(run, monkeypatch):
+    """And not the newest commit, which may be in the cache too."""
+    commit, asked = "c0ffee", []
+    (run.path / "base.json").write_text(json.dumps({"name": "ada/tiny", "commit": commit, "fingerprint": ""}))
+    spec = edit(RunSpec(), {"model.source": "hub", "model.hub_id": "ada/tiny"})
+    monkeypatch.setattr(vllm, "read_spec", lambda _: spec)
+    monkeypatch.setattr(vllm, "local_folder", lambda spec, *_: asked.append(spec.model.revision))
+    found = vllm.request(run, vllm.find_model(run, None, False), "auto", 1)
+    assert (found["base"], found["revision"], asked) == ("ada/tiny", commit, [commit])
+
+
+def test_a_port_of_another_user(monkeypatch):
+    """Its program would get the API token."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert server.listens(port)
+        monkeypatch.setattr(os, "getuid", lambda: 65534)
+        assert not server.listens(port)
+    monkeypatch.undo()
+    assert not server.listens(port)
+
+
+def test_a_port_that_was_taken_while_the_job_waited(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(ServeError, match="is used by another"):
+        start(tmp_path, tmp_path, {"folder": "model", "port": listener.getsockname()[1]}, OWN, lambda: True)
+
+
+def test_gpus_that_vllm_supports(run):
+    old = Gpu(2, "P100", 16 * GIB, 16 * GIB, (6, 0), uuid="GPU-old")
+    mixed = replace(GPUS, gpus=(old, *GPUS.gpus))
+    assert list(vllm.place(run, mixed, 2)[1].values()) == ["GPU 0", "GPU 1"]
+    with pytest.raises(RunError, match="has 2 GPUs that vLLM supports"):
+        vllm.place(run, mixed, 3)
 
 
 def test_what_else_is_refused(run, environment, gpus, monkeypatch, tmp_path):
@@ -192,8 +263,8 @@ def test_what_else_is_refused(run, environment, gpus, monkeypatch, tmp_path):
         serve.start(run, Settings(engine="llama.cpp", merged=True))
     assert "gpu_memory_utilization must be above 0" in refusal(run, gpu_memory_utilization=1.5)
     assert "The dtype int8 is not supported. Choose one of auto, bfloat16" in refusal(run, dtype="int8")
-    assert "tensor_parallel_size is 3, and this machine has 2 GPUs" in refusal(run, tensor_parallel_size=3)
-    assert "computes LoRA adapters in 16 bits only" in refusal(run, dtype="float32")
+    assert "tensor_parallel_size is 3, and this machine has 2 GPUs that vLLM" in refusal(run, tensor_parallel_size=3)
+    assert "LoRA adapters in 16 bits only" in refusal(run, dtype="float32")
     (base / "config.json").write_text('{"num_attention_heads": 9}')
     assert "9 attention heads cannot be split over 2 GPUs" in refusal(run, tensor_parallel_size=2)
     (base / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
@@ -229,12 +300,8 @@ def test_quantized_training_other_base_weights_and_no_environment(run, environme
 
 
 def test_a_merged_model(run, environment, gpus):
-    job = jobs.create(run, jobs.MERGE, {"step": None}, {}, {})
-    plant(job.path / "model", {"architectures": ["LlamaForCausalLM"]})
+    job = merged(run, None)
     (job.path / "model/broken").touch()
-    (job.path / LOCK).touch()
-    (job.path / RESULT).write_text(json.dumps({"model": "model"}))
-    (job.path / STATE).write_text(json.dumps({"end": "done", "exit_code": 0}))
     assert vllm.find_model(run, None, True).folder == job.path / "model" and merge.find_merged(run, None)
     failed, _ = started(run, merged=True)
     assert failed.state == "failed" and not processes.run_processes(failed.path)

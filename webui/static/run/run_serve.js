@@ -40,10 +40,11 @@ function startPart(formats, run) {
   return actions(format, button("Serve this model", start));
 }
 
-/** `vllm`: why it cannot serve the model, '' if it can, and what to know about it. */
-function vllmPart({ reason, note }, run) {
-  const start = () => ask(post(`${run.base}/servers`, { engine: "vllm" }), run.refresh);
-  return el("div", {}, el("p.fp-dim", {}, reason || note), reason ? null : actions(button("Serve with vLLM", start)));
+/** `vllm`: why it cannot serve the model, '' if it can, what to know about it, and which model it serves. */
+function vllmPart({ reason, note, step, merged }, run) {
+  const start = () => ask(post(`${run.base}/servers`, { engine: "vllm", step, merged }), run.refresh);
+  const label = merged ? "Serve merged model with vLLM" : "Serve with vLLM";
+  return el("div.fp-gguf", {}, el("p.fp-dim", {}, reason || note), reason ? null : actions(button(label, start)));
 }
 
 function addressPart(server, run) {
