@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 
@@ -15,7 +16,7 @@ class Seen:
     """The converted examples so far, as 8-byte hashes: about 100 bytes of memory for each example."""
 
     def __init__(self) -> None:
-        self.examples: set[int] = set()
+        self.examples: dict[int, None] = {}  # in the order in which they were added
         self.answers: dict[int, int] = {}  # of a prompt: its first completion
 
     def is_copy(self, value: Mapping[str, Any], remember: bool = True) -> bool:
@@ -24,8 +25,14 @@ class Seen:
         if found in self.examples:
             return True
         if remember:
-            self.examples.add(found)
+            self.examples[found] = None
         return False
+
+    def forget_unused(self, are_used: Sequence[bool]) -> None:
+        """Forget those of the last examples that are not used, so that a later one is no copy of them."""
+        for found, is_used in zip([*islice(reversed(self.examples), len(are_used))], reversed(are_used), strict=True):
+            if not is_used:
+                del self.examples[found]
 
     def contradicts(self, value: Mapping[str, Any]) -> bool:
         """Whether an example, which is no copy, has another answer than an earlier one: another completion of the same

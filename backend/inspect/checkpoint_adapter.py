@@ -105,9 +105,7 @@ def _unusable_adapter(folder: Path, for_reward: bool, needs_tokens: bool) -> str
             f"which tokens these are: set {' and '.join(ADDED_TOKENS)} to them, in the order of their ids."
         )
     init = config.get("init_lora_weights")
-    if isinstance(init, str) and any(
-        row.changes_base_weights and row.init_lora_weights == init for row in registry.LORA_INITS.values()
-    ):
+    if registry.is_residual(init):
         return (
             f"The adapter in {folder} comes from a checkpoint of a run with {init} initialization, and fits only the "
             "base weights that this run modified. Use the final model of that run: its adapter fits the base model."

@@ -80,7 +80,12 @@ def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:
         split = train & set().union(*others) if source.splits else set()
         earlier = enumerate(zip(spec.data.datasets[:index], files[:index], strict=True), 1)
         repeats = next(
-            (n for n, (other, (its, _)) in earlier if train and train <= its and _reads_as(other, source)), 0
+            (
+                n
+                for n, (other, (its, _)) in earlier
+                if train and train <= its and not other.max_samples and _reads_as(other, source)
+            ),
+            0,
         )
         shares = {"shared_files": tuple(sorted(shared)), "split_files": tuple(sorted(split))}
         found.append({**shares, "repeats": repeats})

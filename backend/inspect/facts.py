@@ -42,7 +42,7 @@ class InputFacts:
     config_problem: str = ""  # a value of config.json that no model can have, a sentence
     architecture_problem: str = ""  # why the model is not a causal language model
     needs_remote_code: bool = False  # transformers has no such architecture, and the model brings its own code
-    has_own_code: bool | None = None  # a config of the model's folder refers to Python code; None if unknown
+    has_own_code: bool | None = None  # the model's folder has Python code that transformers runs; None if unknown
     has_sequence_classification: bool | None = None  # transformers has a reward model class for it; None if unknown
     has_shared_layers: bool = False  # several decoder layers contain the same module
     lora_refused: tuple[str, ...] = ()  # names of linear layers that cannot have a LoRA adapter
@@ -56,7 +56,9 @@ class InputFacts:
     data_issues: tuple[DataIssue, ...] = ()
     shared_files: tuple[str, ...] = ()  # training files that are validation files too
     split_files: tuple[str, ...] = ()  # the validation set is split off them, and another dataset trains on that part
-    repeats: int = 0  # the number of an earlier dataset that has every file of this one, read in the same way; 0: none
+    repeats: int = (
+        0  # the number of an earlier dataset that trains on every file of this one, read in the same way; 0: none
+    )
     format: str = ""  # of the training data: the one that is set, or detected
     columns: tuple[str, ...] = ()
     text_columns: tuple[str, ...] = ()  # those with text in the first example, and no number; single words come last

@@ -21,6 +21,7 @@ from backend.paths import model_folder
 # The names that from_pretrained looks for; transformers 5.23 modeling_utils.py, _get_resolved_checkpoint_files.
 WEIGHT_FILES = {"model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"}
 CONFIGS = ("config.json", "tokenizer_config.json")
+GENERATE = Path("custom_generate", "generate.py")  # transformers 5.23 generation/utils.py, load_custom_generate
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model"}
 
 
@@ -112,10 +113,10 @@ def _folder_facts(folder: Path) -> dict[str, Any]:
     """Facts about a folder that should contain a model."""
     try:
         modified_ns = folder.stat().st_mtime_ns
-        config = (folder / "config.json").stat() if (folder / "config.json").is_file() else None
+        modified = {name: (folder / name).stat().st_mtime_ns for name in CONFIGS if (folder / name).is_file()}
     except OSError:
         return {"shape_unknown_reason": "the folder does not exist", "model_problem": f"{folder} does not exist."}
-    facts = _cached_folder_facts(folder, modified_ns, config.st_mtime_ns if config else 0)
+    facts = _cached_folder_facts(folder, modified_ns, *(modified.get(name, 0) for name in CONFIGS))
     return {**facts, "model_problem": facts["model_problem"] or _unreadable_files(folder)}
 
 
@@ -141,7 +142,9 @@ def _unreadable_files(folder: Path) -> str:
 
 
 @lru_cache(maxsize=64)
-def _cached_folder_facts(folder: Path, modified_ns: int, config_modified_ns: int) -> dict[str, Any]:
+def _cached_folder_facts(
+    folder: Path, modified_ns: int, config_modified_ns: int, tokenizer_modified_ns: int
+) -> dict[str, Any]:
     """Same as `_folder_facts`, but cached; the modification times are part of the cache key."""
     if not folder.is_dir():
         problem = f"{folder} is a file: set the folder that contains it."
@@ -178,8 +181,10 @@ def _missing_files(folder: Path) -> str:
 
 
 def has_own_code(folder: Path) -> bool:
-    """Whether a configuration file of a model folder refers to Python code (auto_map), which transformers runs with
-    trust_remote_code; True if one cannot be read."""
+    """Whether a model folder has Python code that transformers runs with trust_remote_code: a configuration file refers
+    to it (auto_map), or it replaces `generate`. True if a configuration file cannot be read."""
+    if (folder / GENERATE).exists():
+        return True
     paths = (folder / name for name in CONFIGS if (folder / name).is_file())
     try:
         return any("auto_map" in read_json_object(path) for path in paths)

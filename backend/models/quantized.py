@@ -34,11 +34,12 @@ class Format:
     larger: str = ""
 
 
-# The limits of 8 bits are near that of q8_0 (gguf.py); that of 4 bits is above that of q4_k_m, since NF4 has no larger
-# types for sensitive layers. They are preliminary: docs/exports.md says what was measured.
+# The limits of 8 bits are near that of q8_0 (gguf.py), except for LLM.int8, which quantizes the inputs of layers, too;
+# that of 4 bits is above that of q4_k_m, since NF4 has no larger types for sensitive layers. docs/exports.md says what
+# was measured.
 FORMATS: Mapping[str, Format] = {
     "bnb-nf4": Format("bitsandbytes NF4", "bitsandbytes", BNB_MIN_VERSION, 0.6, 0.2, larger="bnb-int8"),
-    "bnb-int8": Format("bitsandbytes LLM.int8", "bitsandbytes", BNB_MIN_VERSION, 1.01, 0.03),
+    "bnb-int8": Format("bitsandbytes LLM.int8", "bitsandbytes", BNB_MIN_VERSION, 1.01, 0.06),
     "torchao-int8": Format("torchao int8, weights only", "torchao", TORCHAO_MIN_VERSION, 1.01, 0.03),
     "torchao-fp8": Format("torchao fp8, weights only", "torchao", TORCHAO_MIN_VERSION, 1.01, 0.05, "torchao-int8"),
 }

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from backend import registry
 from backend.models import system_prompt
 from backend.models.python_text import literal
 from backend.runs import CHECKPOINTS, JOBS, LOCK, MODEL, SPEC, json_values
@@ -118,7 +119,6 @@ def _described(folder: Path, step: int | None, changed: int, system: str) -> Tra
 
 
 # Initializations that subtract the initial adapter from the base weights: disabling the adapter does not restore them.
-RESIDUAL = ("pissa", "olora", "corda", "loftq")
 
 
 # Keys of adapter_config.json -> what a LoRA adapter has besides its matrices, or computes in another way, if they are
@@ -145,8 +145,7 @@ def other_parts(adapter: Mapping[str, Any]) -> list[str]:
 
 def is_residual(adapter: Mapping[str, Any]) -> bool:
     """Whether an adapter with this configuration was taken out of the base weights. Final models are converted."""
-    init = adapter.get("init_lora_weights")
-    return isinstance(init, str) and init.lower().startswith(RESIDUAL)
+    return registry.is_residual(adapter.get("init_lora_weights"))
 
 
 def _further(folder: Path, config: Mapping[str, Any], is_adapter: bool) -> Mapping[str, Any] | None:

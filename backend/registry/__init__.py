@@ -13,6 +13,7 @@ from backend.registry.adapters import (
     LORA_INITS,
     LORA_TARGETS,
     STACKED_EXPERTS,
+    is_residual,
     same_base_weights,
 )
 from backend.registry.architectures import (

@@ -59,8 +59,12 @@ STACKED_EXPERTS: Mapping[str, tuple[str, str, str, str]] = {
 }
 
 
+def is_residual(init: object) -> bool:
+    """Whether peft 0.21 takes an adapter with this init_lora_weights out of the base weights (tuners/lora/layer.py)."""
+    return isinstance(init, str) and init.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
+
+
 def same_base_weights(*inits: object) -> bool:
     """Whether adapters with these values of init_lora_weights belong to the same base weights, as loaded: those of a
     checkpoint replace the initial ones."""
-    changing = [row.init_lora_weights for row in LORA_INITS.values() if row.changes_base_weights]
-    return not any(init in changing for init in inits)
+    return not any(map(is_residual, inits))

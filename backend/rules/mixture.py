@@ -67,7 +67,7 @@ def validation_examples_in_another_dataset(case: Case) -> str | None:
 )
 def dataset_of_duplicates(case: Case) -> str | None:
     """data.drop_duplicates keeps the first of equal examples in all datasets. A dataset whose files all belong to an
-    earlier dataset has no examples left."""
+    earlier dataset without data.max_samples has no examples left."""
     if not case.spec.data.drop_duplicates or not case.facts.repeats:
         return None
     return (

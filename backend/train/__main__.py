@@ -9,12 +9,13 @@ import os
 import sys
 from pathlib import Path
 
-gc.disable()  # imports create no garbage, and a fifth of their time would be spent on looking for it
+if __name__ == "__main__":
+    gc.disable()  # imports create no garbage, and a fifth of their time would be spent on looking for it
 
-from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from backend.runs import SKIP_CHECKS, files  # noqa: E402
-from backend.train import device, exit, stacks, unsloth, unused_packages, verify  # noqa: E402
+from backend.runs import SKIP_CHECKS, files
+from backend.train import device, exit, stacks, unsloth, unused_packages, verify
 
 
 @record  # type: ignore[untyped-decorator]

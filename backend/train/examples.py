@@ -179,32 +179,39 @@ class _Selection:
                 "data.drop_duplicates: every example of this dataset also occurs in an earlier dataset. Remove the "
                 "dataset."
             )
+        self._split_and_sample()
 
-    def parts(self) -> tuple[Part, Part]:
-        """The training and the validation part."""
-        spec, data, seed = self.spec, self.spec.data, self.spec.train.seed
-        rows, train, unpairs = self.rows, self.train, self.unpairs
-        others, validation, others_unpair = rows, array("q"), unpairs
-        if data.source == "builtin" or data.validation == "files":
-            others = _files(spec, file_patterns(data)[1], "data.validation_files")
-            validation, others_unpair = _positions(others, "validation", self.seen, self.info, self.tick)
-        elif data.streaming:
-            validation = self.held_out
-        elif data.validation == "split":
-            if len(train) < 2:
+    def _split_and_sample(self) -> None:
+        """Leave the positions that are trained on in `train`. The others are no reason to drop an example of a later
+        dataset."""
+        data, seed, positions = self.spec.data, self.spec.train.seed, self.train
+        if not data.streaming and data.splits:
+            if len(positions) < 2:
                 raise TrainError(
                     "data.validation: a dataset with one example cannot be split. Set it to none, or use validation "
                     "files."
                 )
-            train, validation = (array("q", part) for part in split(train, data.validation_split, seed))
-        unpairs, others_unpair = (each and spec.train.stage == "kto" for each in (unpairs, others_unpair))
-        train, validation = _unpaired(train, unpairs), _unpaired(validation, others_unpair)
+            self.train, self.held_out = (array("q", part) for part in split(positions, data.validation_split, seed))
         # KTO trains in the order of the dataset, and estimates the KL divergence with completions of the neighbors.
-        shuffles = spec.train.stage == "kto"
-        train = array("q", sample(train, data.max_samples, seed, shuffles=shuffles))
-        validation = array("q", sample(validation, 0, seed, shuffles=shuffles))
+        is_kto = self.spec.train.stage == "kto"
+        unpairs = self.unpairs and is_kto
+        train = _unpaired(self.train, unpairs)
+        self.train = array("q", sample(train, data.max_samples, seed, shuffles=is_kto))
+        if self.seen and len(self.train) < len(train):
+            used = {number // 2 if unpairs else number for number in self.train} | {*self.held_out}
+            self.seen.forget_unused([number in used for number in positions])
+
+    def parts(self) -> tuple[Part, Part]:
+        """The training and the validation part."""
+        spec, data, is_kto = self.spec, self.spec.data, self.spec.train.stage == "kto"
+        others, validation, others_unpair = self.rows, self.held_out, self.unpairs
+        if data.source == "builtin" or data.validation == "files":
+            others = _files(spec, file_patterns(data)[1], "data.validation_files")
+            validation, others_unpair = _positions(others, "validation", self.seen, self.info, self.tick)
+        unpairs, others_unpair = (each and is_kto for each in (self.unpairs, others_unpair))
+        validation = array("q", sample(_unpaired(validation, others_unpair), 0, spec.train.seed, shuffles=is_kto))
         skips = data.on_bad_example == "skip"
-        return Part(rows, train, unpairs, skips), Part(others, validation, others_unpair, skips)
+        return Part(self.rows, self.train, unpairs, skips), Part(others, validation, others_unpair, skips)
 
 
 def _unpaired(positions: array[int], unpairs: bool) -> array[int]:

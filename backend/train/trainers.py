@@ -19,6 +19,7 @@ from backend.train.data import PreparedData
 from backend.train.engines import TrainEngine
 from backend.train.patches import (
     accelerate_absent_layers,
+    torch_inductor_sums,
     trl_adapter_dtype,
     trl_expert_count,
     trl_functional_dropout,
@@ -162,6 +163,7 @@ def build_trainer(
     if streaming.is_streamed(spec) or loss_weights.has_weights(prepared.train, prepared.validation):
         trainer.data_collator = loss_weights.Collator(trainer.data_collator)
     if spec.train.torch_compile:
+        torch_inductor_sums.apply()
         trainer.add_callback(kernels.CompileCheckCallback(trainer))
     trainer.spec = spec
     trainer.loraplus_lr_ratio = spec.lora.loraplus_lr_ratio

@@ -14,6 +14,7 @@ from backend.config import RunSpec
 from backend.config.options import edit, for_dataset
 from backend.data import prepared
 from backend.train import data, model
+from backend.train.examples import select
 from backend.train.run_log import TrainError
 
 HALVES = {"validation": "split", "validation_split": 0.5}
@@ -108,6 +109,18 @@ def test_a_copy_in_another_dataset_is_dropped(folder: Path, tiny: Path) -> None:
     found, lines = prepare(spec_of(folder, "a", "more", **{"data.drop_duplicates": True}), tiny)
     assert len(found.train) == 21
     assert "Dataset 2 (more.jsonl): 39 training examples dropped: equal to an earlier training example." in lines
+
+
+@pytest.mark.parametrize(("name", "halves"), [("a", {}), ("a", HALVES), ("pairs", {})])
+def test_an_example_is_no_copy_of_one_that_is_not_used(folder: Path, name: str, halves: dict[str, Any]) -> None:
+    """The first dataset has most of its examples beyond max_samples: the second one trains on those."""
+    changes = {f"data.sources[0].{key}": value for key, value in {**halves, "max_samples": 4}.items()}
+    kto = {"train.stage": "kto"} if name == "pairs" else {}
+    spec = spec_of(folder, name, name, **changes, **kto, **{"data.drop_duplicates": True})
+    parts = [part for pair in select(spec) for part in pair]
+    found = [number for part in parts for number in ({n // 2 for n in part.positions} if kto else part.positions)]
+    assert len(parts[0]) == 4 and len(found) > 4
+    assert sorted(found) == [*range(len((folder / f"{name}.jsonl").read_text().splitlines()))]
 
 
 @pytest.mark.parametrize(

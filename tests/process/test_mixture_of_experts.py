@@ -93,7 +93,6 @@ def test_validation_loss_of_dpo(root: Path, fork_server: ForkServer, mixtures: M
     assert result(folder)["eval_loss"] == pytest.approx(math.log(2), abs=1e-5) and losses(folder)[1] > 0.694
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in logging_setup.py
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto", "orpo"])
 def test_the_weight_of_the_router_loss_is_read_from_every_trainer(stage: str) -> None:
     """ORPO's trainer adds the loss if config.json has output_router_logits, and has another name for its weight."""
@@ -119,6 +118,7 @@ def test_orpo_uses_the_router_loss_of_models_that_compute_one(kind: str, has_los
     assert model.config.output_router_logits is has_loss
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in logging_setup.py
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_quantized_bytes_match_the_estimate(mixtures: Mapping[str, dict[str, str]], kind: str) -> None:
     changes = {**mixtures["qwen3_moe"], "method.quantization": kind}

@@ -23,6 +23,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from backend.train import patches
 from backend.train.patches import (
     accelerate_fsdp2_adapter_head,
+    torch_inductor_sums,
     torch_state_dtype,
     transformers_padding_index,
     trl_functional_dropout,
@@ -83,6 +84,9 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     ),
     "peft_reference_init": ("trl.trainer.dpo_trainer:DPOTrainer.__init__", 'add_adapter("ref", default_config)'),
     "tensor_parallel_save": ("transformers:PreTrainedModel.save_pretrained", "distributed_config"),
+    "torch_inductor_sums": (
+        "torch._inductor.codegen.cpp:CppVecKernel.store_reduction", 'f"auto {converted_value} = {convert};"',
+    ),
     "torch_state_dtype": (
         "torch.optim:Optimizer._process_value_according_to_param_policy", "value.to(dtype=param.dtype",
     ),
@@ -324,3 +328,27 @@ def test_the_norm_before_the_output_layer(kind: str) -> None:
             copy.deepcopy(whole), LoraConfig(target_modules=["q_proj"], modules_to_save=saved)
         )
         assert find(adapted) is adapted.get_base_model().get_submodule(name)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile itself
+def test_equal_sums_in_bf16_compile_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the two biases."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch_inductor_sums.apply()
+    torch_inductor_sums.apply()
+    layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)]).to(torch.bfloat16)
+    inputs = torch.randn(64, 32, dtype=torch.bfloat16)
+
+    def gradients(loss: Any) -> list[torch.Tensor]:
+        layers.zero_grad()
+        loss(inputs).backward()
+        return [parameter.grad.float() for parameter in layers.parameters() if parameter.grad is not None]
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        return (layers[0](values) + layers[1](values)).float().pow(2).mean()
+
+    found, expected = gradients(torch.compile(loss)), gradients(loss)
+    assert len(found) == 4
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))

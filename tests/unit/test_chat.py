@@ -181,7 +181,7 @@ def test_usual_adapters_are_on_the_base_weights(init):
     assert not trained.is_residual({"init_lora_weights": init})
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "lora_ga"])
 def test_adapters_that_were_taken_out_of_the_base_weights(init):
     assert trained.is_residual({"init_lora_weights": init})
 

@@ -91,6 +91,7 @@ def continued(folder: Path, changes: dict[str, Any], **options: Any) -> Any:
         ({"task_type": "CAUSAL_LM"}, ""),
         ({"task_type": "SEQ_CLS"}, "for a reward model, but this run trains a causal language model"),
         ({"init_lora_weights": "pissa"}, "fits only the base weights that this run modified. Use the final model"),
+        ({"init_lora_weights": "lora_ga"}, "fits only the base weights that this run modified"),
         ({"init_lora_weights": "gaussian"}, ""),
     ],
 )

@@ -309,7 +309,11 @@ def test_a_file_of_two_datasets_without_duplicates(tmp_path):
     }
     (found,) = (finding for finding in checked(tmp_path, **same)[2] if finding.code == "DAT039")
     assert "Dataset 2 (b.jsonl)" in found.message and "files of dataset 1" in found.message
-    for more in ({"data.drop_duplicates": False}, {"data.sources[1].system_prompt": "Be brief."}):
+    for more in (
+        {"data.drop_duplicates": False},
+        {"data.sources[1].system_prompt": "Be brief."},
+        {"data.sources[0].max_samples": 3},
+    ):
         assert "DAT039" not in {finding.code for finding in checked(tmp_path, **{**same, **more})[2]}
 
 

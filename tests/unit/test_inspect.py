@@ -241,11 +241,14 @@ def model(folder: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["", "config.json", "tokenizer_config.json"])
-def test_trust_remote_code_matters_only_where_a_config_refers_to_code(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["", "config.json", "tokenizer_config.json", "custom_generate/generate.py"])
+def test_trust_remote_code_matters_only_where_a_model_has_code(tmp_path: Path, name: str) -> None:
     """Otherwise no code of the model can run, and its examples are checked as those of any model."""
     folder = model(tmp_path / "model")
-    if name:
+    if name.endswith(".py"):  # transformers makes a model's `generate` of it
+        (folder / name).parent.mkdir()
+        (folder / name).touch()
+    elif name:
         config = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
         (folder / name).write_text(json.dumps({**config, "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}))
     (tmp_path / "data.jsonl").write_text('{"text": "one"}\n')
@@ -375,7 +378,13 @@ def test_a_checkpoint_of_another_optimizer(tmp_path: Path, saved: str, now: str,
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "fits"), [("gaussian", "orthogonal", True), (True, "gaussian", True), ("pissa", "default", False)]
+    ("saved", "now", "fits"),
+    [
+        ("gaussian", "orthogonal", True),
+        (True, "gaussian", True),
+        ("pissa", "default", False),
+        ("pissa_niter_4", "default", False),
+    ],
 )
 def test_an_initialization_matters_only_if_it_changes_base_weights(
     tmp_path: Path, saved: object, now: str, fits: bool

@@ -17,9 +17,10 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel
 
+from backend import registry
+
 LIBRARY, SEEN_IN = "peft", "0.21.2"
 REFERENCE = "ref"
-FROM_BASE_WEIGHTS = ("pissa", "olora")
 original = PeftModel.add_adapter
 
 
@@ -28,7 +29,7 @@ def add_adapter(model: Any, adapter_name: str, peft_config: LoraConfig, *args: A
     if adapter_name != REFERENCE:
         original(model, adapter_name, peft_config, *args, **more)
         return
-    if str(peft_config.init_lora_weights).startswith(FROM_BASE_WEIGHTS):
+    if registry.is_residual(peft_config.init_lora_weights):
         peft_config = replace(peft_config, init_lora_weights=True)
     original(model, adapter_name, peft_config, *args, **more)
     for name, parameter in model.named_parameters():
