@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 from fake_hub import GOOD
@@ -228,7 +229,6 @@ def test_a_model_is_exported_as_gguf(shared, page):
     page.unroute_all(behavior="ignoreErrors")
     assert_progress_keeps_the_focus(card, run, formats)
     assert_a_server_has_its_address_and_token(card, run)
-    assert_vllm_is_offered(page, card, run)
     card.locator(".fp-gguf").get_by_role("button", name="Delete").click()
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(card.locator(".fp-gguf")).to_have_count(0, timeout=SLOW_TIMEOUT)
@@ -247,7 +247,7 @@ def test_an_adapter_and_a_quantized_checkpoint_are_exported(shared, page):
     (quantized.path / "state.json").write_text(json.dumps({"end": "done", "exit_code": 0}))
     show_run(page, run)
     card = page.get_by_role("region", name="Your model")
-    expect(card).to_contain_text("lora-q8_0, adapter 4 bytes, base model 4 bytes", timeout=SLOW_TIMEOUT)
+    expect(card).to_contain_text("lora-q8_0, adapter 4 B, base model 4 B", timeout=SLOW_TIMEOUT)
     link = card.get_by_role("link", name="Download GGUF LoRA").get_attribute("href")
     assert page.request.get(link).body() == b"LORA"
     expect(card).to_contain_text("Verified. Loaded in a new process and compared with the trained model: KL divergence")
@@ -297,26 +297,30 @@ def assert_a_server_has_its_address_and_token(card, run):
         expect(card.get_by_role("button", name="Stop serving")).to_be_enabled()
 
 
-def assert_vllm_is_offered(page, card, run):
-    """As the API says for a machine on which vLLM is installed: with what to know about it, or why not."""
-    offer = {"reason": "", "note": "Serving with vLLM is untested on a GPU.", "step": 7, "merged": True}
+def fulfill(answer, route):
+    route.fulfill(json=answer)
 
-    def add_offer(route):
-        answer = route.fetch()
-        route.fulfill(response=answer, json={**answer.json(), "vllm": offer})
 
-    page.route(f"**/api/runs/{run.id}", add_offer)
+def test_vllm_serves_the_merged_model_or_says_why_not(shared, page):
+    """As the API says for a machine on which vLLM is installed."""
+    note = "Serving with vLLM is untested on a GPU."
+    offers = {"offered": {"reason": "", "note": note, "step": 7, "merged": True}}
+    offers["refused"] = {"reason": "vLLM does not support DoRA.", "note": note, "step": None, "merged": False}
     page.route("**/servers", lambda route: route.fulfill(status=409, json={"error": "Port 8080 cannot be used."}))
-    show_run(page, run)
-    expect(card).to_contain_text("Serving with vLLM is untested on a GPU.", timeout=SLOW_TIMEOUT)
-    with page.expect_request("**/servers") as request:
-        card.get_by_role("button", name="Serve merged model with vLLM").click()
-    assert request.value.post_data_json == {"engine": "vllm", "step": 7, "merged": True}
-    offer["merged"] = False
-    offer["reason"] = "vLLM cannot serve this adapter: vLLM does not support DoRA."
-    show_run(page, run)
-    expect(card).to_contain_text("vLLM does not support DoRA", timeout=SLOW_TIMEOUT)
-    expect(card.get_by_role("button", name="Serve with vLLM")).to_have_count(0)
+    for name, offer in offers.items():
+        run = plant(shared, name)
+        answer = page.request.get(f"{shared.url}/footplate/api/runs/{run.id}").json()
+        page.route(f"**/api/runs/{run.id}", partial(fulfill, {**answer, "vllm": offer}))
+        show_run(page, run)
+        card = page.get_by_role("region", name="Your model")
+        expect(card).to_contain_text(offer["reason"] or note, timeout=SLOW_TIMEOUT)
+        button = card.get_by_role("button", name="with vLLM")
+        if offer["reason"]:
+            expect(button).to_have_count(0)
+            continue
+        with page.expect_request("**/servers") as request:
+            button.click()
+        assert request.value.post_data_json == {"engine": "vllm", "step": 7, "merged": True}
     page.unroute_all(behavior="ignoreErrors")
 
 
