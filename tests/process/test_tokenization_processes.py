@@ -37,14 +37,13 @@ class Numbers:
     def __init__(self, kill: int = -1, fail: Sequence[int] = (), seconds: float = 0.0) -> None:
         self.kill, self.fail, self.seconds = kill, {*fail}, seconds
 
-    def __call__(self, examples: Sequence[ConvertedExample]) -> tuple[dict[str, Any], Counter[str]]:
-        numbers = [example.value["number"] for example in examples]
-        if self.kill in numbers:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(self.seconds * (numbers[0] == 0))
-        if failed := self.fail & {*numbers}:
-            raise TrainError(f"a.jsonl:{min(failed)}: no completion.")
-        return {"input_ids": [[number] for number in numbers]}, Counter(examples=len(numbers))
+    def each(self, examples: Sequence[ConvertedExample]) -> Iterator[tuple[dict[str, Any], Counter[str]] | TrainError]:
+        for number in (example.value["number"] for example in examples):
+            if number == self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(self.seconds * (number == 0))
+            failed = TrainError(f"a.jsonl:{number}: no completion.")
+            yield failed if number in self.fail else ({"input_ids": [[number]]}, Counter(examples=1))
 
 
 @pytest.fixture(autouse=True)
