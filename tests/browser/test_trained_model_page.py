@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 import zipfile
-from functools import partial
 from pathlib import Path
 
 from fake_hub import GOOD
@@ -297,8 +296,8 @@ def assert_a_server_has_its_address_and_token(card, run):
         expect(card.get_by_role("button", name="Stop serving")).to_be_enabled()
 
 
-def fulfill(answer, route):
-    route.fulfill(json=answer)
+def answering(answer):
+    return lambda route: route.fulfill(json=answer)
 
 
 def test_vllm_serves_the_merged_model_or_says_why_not(shared, page):
@@ -309,8 +308,8 @@ def test_vllm_serves_the_merged_model_or_says_why_not(shared, page):
     page.route("**/servers", lambda route: route.fulfill(status=409, json={"error": "Port 8080 cannot be used."}))
     for name, offer in offers.items():
         run = plant(shared, name)
-        answer = page.request.get(f"{shared.url}/footplate/api/runs/{run.id}").json()
-        page.route(f"**/api/runs/{run.id}", partial(fulfill, {**answer, "vllm": offer}))
+        answer = page.request.get(f"{shared.url}/api/runs/{run.id}").json()
+        page.route(f"**/api/runs/{run.id}", answering({**answer, "vllm": offer}))
         show_run(page, run)
         card = page.get_by_role("region", name="Your model")
         expect(card).to_contain_text(offer["reason"] or note, timeout=SLOW_TIMEOUT)
