@@ -98,10 +98,15 @@ def compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> 
     if expected[0].shape == (1, 1):  # scores
         gaps = [abs(float(a) - float(b)) / max(1.0, abs(float(a))) for a, b in pairs]
         return Difference(len(gaps), sum(gaps) / len(gaps), max(gaps), 1.0)
-    divergences = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in pairs])
+    kl = divergences(expected, found)
     same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in pairs])
-    mean, most = float(divergences.mean().clamp(min=0)), float(divergences.max().clamp(min=0))
-    return Difference(len(divergences), mean, most, float(same.float().mean()))
+    mean, most = float(kl.mean().clamp(min=0)), float(kl.max().clamp(min=0))
+    return Difference(len(kl), mean, most, float(same.float().mean()))
+
+
+def divergences(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The KL divergence of `found` from `expected` at each position, in nats."""
+    return torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in zip(expected, found, strict=True)])
 
 
 def write_certificate(path: Path, certificate: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -108,15 +107,6 @@ class Export:
                 reader.join()
                 raise
         return process.returncode, lines
-
-    def _require_room(self, what: str, need: float, other: str = "") -> None:
-        """Raise TrainError if there is no room for `need` bytes: `what` needs them, and `other` is further advice."""
-        free = shutil.disk_usage(self.folder).free
-        if free < need:
-            raise TrainError(
-                f"The {what} {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on the disk of "
-                f"{self.folder.resolve()}. Free some disk space{other}."
-            )
 
 
 def _copy_lines(source: Iterable[str], target: SimpleQueue[str]) -> None:

@@ -95,7 +95,7 @@ class GgufExport(Export):
         needs = "GGUF file and the temporary file with 16 bits per element need" if kind.larger else "GGUF file needs"
         smaller = f"{ADAPTER}{DEFAULT}" if kind.base else DEFAULT
         other = "" if format == smaller else f", or export as {smaller}, which needs less"
-        self._require_room(needs, need, other)
+        loading.require_room(self.folder, needs, need, other)
 
     def _write(self, environment: Path, source: Path, file: Path, format: str) -> list[QuantizedWeight]:
         """Convert, and quantize if it is a k-quant, whose weights are returned. Raises TrainError, Stopped."""

@@ -52,7 +52,7 @@ class GgufAdapterExport(GgufExport):
         if not stored and spec.method.quantization == "none" and (folder := base_weights.folder_of(source)):
             return folder  # it was downloaded
         dtype = DTYPES[str(self.run.resolved().get("compute_dtype") or "fp32")]
-        self._require_room("dequantized base model needs", base.num_parameters() * dtype.itemsize * 1.05)
+        loading.require_room(self.folder, "dequantized base model needs", base.num_parameters() * dtype.itemsize * 1.05)
         model.save(base, model.load_saved_tokenizer(spec, found.folder), self.folder / BASE, dtype)
         return self.folder / BASE
 

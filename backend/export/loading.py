@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,17 @@ def elements(folder: Path | None) -> int:
     except (OSError, WeightsError):
         return 0
     return sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def require_room(folder: Path, what: str, need: float, other: str = "") -> None:
+    """Raise TrainError if there is no room for `need` bytes in `folder`: `what` needs them, and `other` is further
+    advice."""
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise TrainError(
+            f"The {what} {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on the disk of "
+            f"{folder.resolve()}. Free some disk space{other}."
+        )
 
 
 def check_memory(folder: Path | None) -> None:

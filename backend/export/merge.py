@@ -101,12 +101,7 @@ class Merge:
         if (adapter / trained.GENERATION).is_file():
             merged.generation_config = GenerationConfig.from_pretrained(adapter)
         size = sum(p.numel() for p in merged.parameters()) * dtype.itemsize
-        free = shutil.disk_usage(self.folder).free
-        if free < size * 1.05:
-            raise TrainError(
-                f"The merged model needs {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on the disk of "
-                f"{self.folder.resolve()}. Free some disk space, then merge again."
-            )
+        loading.require_room(self.folder, "merged model needs", size * 1.05, ", then merge again")
         model.save(merged, tokenizer, self.folder / UNCHECKED, dtype)
         base_weights.copy_tokenizer_files(base_weights.folder_of(source), self.folder / UNCHECKED)
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from backend.config import RunSpec
 from backend.environments.server_process import describe_end
 from backend.export import loading
-from backend.export.comparison import TEXTS, compare, log_probabilities, probe_batches, write_certificate
+from backend.export.comparison import TEXTS, compare, divergences, log_probabilities, probe_batches, write_certificate
 from backend.export.exporter import Export
 from backend.export.gguf_certificate import APART, are_smaller, stop_tokens
 from backend.export.merge import UNCHECKED
@@ -81,7 +81,7 @@ class QuantizedExport(Export):
         if found.base:
             loading.require_repeatable(self.run, found.folder)
         spec, source = read_spec_outside_training(self.run), self._weights(found, str(request["merge"]))
-        self._require_room("quantized checkpoint needs up to", 2 * loading.elements(source))
+        loading.require_room(self.folder, "quantized checkpoint needs up to", 2 * loading.elements(source))
         target = self.folder / UNCHECKED
         target.mkdir(exist_ok=True)
         try:
@@ -134,9 +134,7 @@ class QuantizedExport(Export):
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TrainError(f"{FORMATS[format].package} cannot quantize this model: {reason}") from error
         observed.tokenizer.save_pretrained(self.folder / UNCHECKED)
-        for name in base_weights.FROM_BASE:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, self.folder / UNCHECKED / name)
+        base_weights.copy_tokenizer_files(source, self.folder / UNCHECKED)
 
     def _load_again(self, spec: RunSpec, observed: Trained) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """What a new process computes with the checkpoint, and what it says about tokens. Raises TrainError."""
@@ -217,10 +215,5 @@ def describe_size(full: int, folder: Path) -> list[str]:
 def is_nearer(observed: Trained, found: list[torch.Tensor]) -> bool:
     """Whether the checkpoint is nearer to the trained model than to the base model, beyond chance."""
     assert observed.base
-    ours, theirs = (positions(side, found) for side in (observed.expected, observed.base))
+    ours, theirs = (divergences(side, found).tolist() for side in (observed.expected, observed.base))
     return are_smaller(ours, theirs)
-
-
-def positions(expected: list[torch.Tensor], found: list[torch.Tensor]) -> list[float]:
-    """The KL divergence of `found` from `expected` at each position."""
-    return [float(v) for a, b in zip(expected, found, strict=True) for v in (a.exp() * (a - b)).sum(-1)]

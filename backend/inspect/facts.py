@@ -56,9 +56,7 @@ class InputFacts:
     data_issues: tuple[DataIssue, ...] = ()
     shared_files: tuple[str, ...] = ()  # training files that are validation files too
     split_files: tuple[str, ...] = ()  # the validation set is split off them, and another dataset trains on that part
-    repeats: int = (
-        0  # the number of an earlier dataset that trains on every file of this one, read in the same way; 0: none
-    )
+    repeats: int = 0  # number of an earlier dataset that trains on every file of this one, read alike; 0: none
     format: str = ""  # of the training data: the one that is set, or detected
     columns: tuple[str, ...] = ()
     text_columns: tuple[str, ...] = ()  # those with text in the first example, and no number; single words come last

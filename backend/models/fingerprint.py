@@ -33,6 +33,14 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:32] if parts else ""
 
 
+def describe_change(name: str, now: str, then: str) -> str:
+    """That a base model no longer has the weights of a run's training, with both fingerprints, and how to fix it."""
+    return (
+        f"{name} has other weights than those that this run was trained on (fingerprint {now[:8]}, {then[:8]} in "
+        "training). Restore the base model, then try again."
+    )
+
+
 def _tensors(path: Path) -> Iterator[bytes]:
     """One line for each tensor of a .safetensors file; an index may leave some of them to another file, which then has
     the same values."""

@@ -12,6 +12,7 @@ from backend import environments, presets, registry
 from backend.environments import ADAPTER_SCRIPT, CONVERTER
 from backend.inspect.weights import WeightsError
 from backend.models import gguf_adapter, merge, trained
+from backend.models.exports import Exports
 from backend.paths import environment_folder
 from backend.runs import CERTIFICATE, SPEC, jobs
 from backend.runs.folder import ALIVE, Run, RunError
@@ -70,22 +71,16 @@ def start(run: Run, step: int | None, format: str) -> Run:
         _require_plain_lora(model)
     merged = merge.find_merged(run, step).id if model.base and not FORMATS[format].base else ""
     request = {"step": step, "format": format, "merge": merged, "environment": str(environment_folder(ENVIRONMENT))}
-    with jobs.alone(run):
-        if (job := find(run, model, format)) and (job.state in ALIVE or job.result().get("model")):
-            return job
+
+    def require() -> None:
         require_environment("export again")
         if FORMATS[format].base and not (environment_folder(ENVIRONMENT) / CONVERTER / ADAPTER_SCRIPT).is_file():
             raise RunError(
                 "The environment gguf was created by an earlier version of Footplate, without llama.cpp's converter of "
                 f"LoRA adapters. {environments.how_to_create(ENVIRONMENT)}, then export again."
             )
-        jobs.require_ended(run, jobs.GGUF, "Another GGUF file of this run is being exported")
-        for earlier in jobs.find_all(run, jobs.GGUF):
-            if _request(earlier) == (step, format):  # failed, or of a model that was replaced
-                earlier.delete()
-        job = jobs.create(run, jobs.GGUF, request, merge.ON_CPU, {})
-        job.start()
-        return job
+
+    return EXPORTS.start(run, request, model, "Another GGUF file of this run is being exported", require)
 
 
 def _require_plain_lora(model: trained.TrainedModel) -> None:
@@ -108,26 +103,12 @@ def require_environment(then: str) -> None:
         )
 
 
-def find(run: Run, model: trained.TrainedModel, format: str) -> Run | None:
-    """The newest job for this model and format, unless it exported an earlier model of this step, or its file was
-    deleted."""
-    for job in jobs.find_all(run, jobs.GGUF):
-        if _request(job) == (model.step, format) and (job.state in ALIVE or _is_current(job, model)):
-            return job
-    return None
-
-
-def find_all(run: Run, model: trained.TrainedModel) -> list[Run]:
-    """The newest job of each format, in the order of the formats."""
-    return [job for format in FORMATS if (job := find(run, model, format))]
-
-
 def exported(run: Run) -> list[Run]:
     """The jobs with a GGUF file, the newest first, without those of models that were replaced since."""
     found = []
     for job in jobs.find_all(run, jobs.GGUF):
-        model = trained.at_step(run, _request(job)[0])
-        if job.state not in ALIVE and file_of(job) and (model is None or _is_current(job, model)):
+        model = trained.at_step(run, EXPORTS.request(job)[0])
+        if job.state not in ALIVE and file_of(job) and (model is None or EXPORTS.is_current(job, model)):
             found.append(job)
     return found
 
@@ -137,7 +118,7 @@ def file_of(job: Run) -> Path | None:
     name = str(job.result().get("model") or "")
     if not name or not (job.path / name).is_file():
         return None
-    is_whole = not _request(job)[1].startswith(ADAPTER) or adapter_of(job.path / name)
+    is_whole = not EXPORTS.request(job)[1].startswith(ADAPTER) or adapter_of(job.path / name)
     return job.path / name if is_whole else None
 
 
@@ -153,15 +134,8 @@ def names(file: Path) -> list[str]:
     return [file.name, *([adapter.name] if adapter else []), *others]
 
 
-def _is_current(job: Run, model: trained.TrainedModel) -> bool:
-    is_newer = jobs.is_newer(job, jobs.GGUF, model.folder)
-    return is_newer and (not job.result().get("model") or file_of(job) is not None)
-
-
-def _request(job: Run) -> tuple[Any, Any]:
-    """Step and format."""
-    found = jobs.request(job.path, jobs.GGUF)
-    return found.get("step", -1), found.get("format", "")
+EXPORTS = Exports(jobs.GGUF, file_of, tuple(FORMATS))
+find_all = EXPORTS.find_all
 
 
 def as_json(job: Run) -> dict[str, Any]:
@@ -170,4 +144,4 @@ def as_json(job: Run) -> dict[str, Any]:
     shown = {"file": str(file), "bytes": file.stat().st_size, "files": names(file)} if file else None
     if file and shown and (adapter := adapter_of(file)):
         shown |= {"adapter": str(adapter), "adapter_bytes": adapter.stat().st_size}
-    return {**jobs.as_json(job), "format": _request(job)[1], "gguf": shown}
+    return {**jobs.as_json(job), "format": EXPORTS.request(job)[1], "gguf": shown}

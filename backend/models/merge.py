@@ -5,26 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from backend.models import trained
-from backend.runs import MODEL, jobs
+from backend.models.exports import Exports
+from backend.runs import jobs
 from backend.runs.folder import ALIVE, Run, RunError
-
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # memory decides, and trainings need the GPUs
 
 
 def start(run: Run, step: int | None) -> Run:
     """The job that merges, or has merged, the adapter of a checkpoint or of the final model (None); started if there is
     none. Raises RunError."""
     model = _find_adapter(run, step)
-    with jobs.alone(run):
-        if (job := find(run, model)) and (job.state in ALIVE or job.result()):
-            return job
-        jobs.require_ended(run, jobs.MERGE, "Another adapter of this run is being merged")
-        for earlier in jobs.find_all(run, jobs.MERGE):
-            if _step(earlier) == step:  # failed, or of an adapter that was replaced
-                earlier.delete()
-        job = jobs.create(run, jobs.MERGE, {"step": step}, ON_CPU, {})
-        job.start()
-        return job
+    return MERGES.start(run, {"step": step}, model, "Another adapter of this run is being merged")
 
 
 def find_model(run: Run, step: int | None) -> trained.TrainedModel:
@@ -68,22 +58,8 @@ def name(step: int | None) -> str:
     return f"checkpoint {step}" if step is not None else "the final model"
 
 
-def find(run: Run, model: trained.TrainedModel) -> Run | None:
-    """The newest job for this adapter, unless it merged an earlier adapter of this step, or its model was deleted."""
-    for job in jobs.find_all(run, jobs.MERGE):
-        if _step(job) == model.step and (job.state in ALIVE or _is_current(job, model)):
-            return job
-    return None
-
-
-def _is_current(job: Run, model: trained.TrainedModel) -> bool:
-    is_newer = jobs.is_newer(job, jobs.MERGE, model.folder)
-    return is_newer and (not job.result() or (job.path / MODEL).is_dir())
-
-
-def _step(job: Run) -> Any:
-    """That of the adapter; -1 if it is unknown."""
-    return jobs.request(job.path, jobs.MERGE).get("step", -1)
+MERGES = Exports(jobs.MERGE)
+find = MERGES.find
 
 
 def as_json(job: Run) -> dict[str, Any]:

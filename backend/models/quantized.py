@@ -13,8 +13,9 @@ from packaging.version import Version
 
 from backend import presets, registry
 from backend.models import merge, trained
+from backend.models.exports import Exports
 from backend.runs import MODEL, SPEC, jobs, json_values
-from backend.runs.folder import ALIVE, Run, RunError
+from backend.runs.folder import Run, RunError
 
 BNB_MIN_VERSION = registry.QUANTIZATIONS["nf4"].package_min_version
 TORCHAO_MIN_VERSION = "0.15.0"  # transformers 5.23 utils/import_utils.py
@@ -56,17 +57,8 @@ def start(run: Run, step: int | None, format: str) -> Run:
         )
     merged = merge.find_merged(run, step) if model.base else None  # quantization needs full weights
     _require_quantizable(merged.path / MODEL if merged else model.folder, format)
-    with jobs.alone(run):
-        if (job := find(run, model, format)) and (job.state in ALIVE or job.result().get("model")):
-            return job
-        jobs.require_ended(run, jobs.QUANTIZE, "Another quantized checkpoint of this run is being written")
-        for earlier in jobs.find_all(run, jobs.QUANTIZE):
-            if _request(earlier) == (step, format):  # failed, or of a model that was replaced
-                earlier.delete()
-        request = {"step": step, "format": format, "merge": merged.id if merged else ""}
-        job = jobs.create(run, jobs.QUANTIZE, request, merge.ON_CPU, {})
-        job.start()
-        return job
+    request = {"step": step, "format": format, "merge": merged.id if merged else ""}
+    return CHECKPOINTS.start(run, request, model, "Another quantized checkpoint of this run is being written")
 
 
 def _require_quantizable(folder: Path, format: str) -> None:
@@ -93,34 +85,13 @@ def _require_quantizable(folder: Path, format: str) -> None:
         raise RunError("The weights of this model are already quantized. Use the model itself.")
 
 
-def find(run: Run, model: trained.TrainedModel, format: str) -> Run | None:
-    """The newest job for this model and format, unless it quantized an earlier model of this step, or its checkpoint
-    was deleted."""
-    for job in jobs.find_all(run, jobs.QUANTIZE):
-        if _request(job) == (model.step, format) and (job.state in ALIVE or _is_current(job, model)):
-            return job
-    return None
-
-
-def find_all(run: Run, model: trained.TrainedModel) -> list[Run]:
-    """The newest job of each format, in the order of the formats."""
-    return [job for format in FORMATS if (job := find(run, model, format))]
-
-
-def _is_current(job: Run, model: trained.TrainedModel) -> bool:
-    is_newer = jobs.is_newer(job, jobs.QUANTIZE, model.folder)
-    return is_newer and (not job.result().get("model") or (job.path / MODEL).is_dir())
-
-
-def _request(job: Run) -> tuple[Any, Any]:
-    """Step and format."""
-    found = jobs.request(job.path, jobs.QUANTIZE)
-    return found.get("step", -1), found.get("format", "")
+CHECKPOINTS = Exports(jobs.QUANTIZE, formats=tuple(FORMATS))
+find_all = CHECKPOINTS.find_all
 
 
 def as_json(job: Run) -> dict[str, Any]:
     """For page and command line: the job, its format, and the checkpoint once there is one."""
     model = trained.find(job) if job.result().get("model") else None
-    format = _request(job)[1]
+    format = CHECKPOINTS.request(job)[1]
     label = FORMATS[format].label if format in FORMATS else format
     return {**jobs.as_json(job), "format": format, "label": label, "model": model.as_json() if model else None}

@@ -16,7 +16,7 @@ from backend.environments.vllm_machine import unmet_by_gpus, usable_gpus
 from backend.inspect.model_folder import local_folder
 from backend.machine import Machine
 from backend.models import merge, trained
-from backend.models.fingerprint import fingerprint
+from backend.models.fingerprint import describe_change, fingerprint
 from backend.models.spec import read_spec
 from backend.models.trained import ADAPTER, CONFIG, GENERATION, TrainedModel
 from backend.runs import BASE, json_values
@@ -50,7 +50,7 @@ def why_not(run: Run, model: TrainedModel) -> str:
     spec = read_spec(run)
     if model.is_reward_model:
         return "vLLM cannot serve this model: it is a reward model, which scores texts and generates no text."
-    config = _config(model.folder / (ADAPTER if model.base else CONFIG))
+    config = json_values.read_object(model.folder / (ADAPTER if model.base else CONFIG))
     if not model.base:
         return _quantized(config, "the weights are", "Serve a model with weights that are not quantized.")
     if reason := _unsupported(config) or _trained_on(run, spec):
@@ -74,12 +74,12 @@ def request(run: Run, model: TrainedModel, dtype: str, tensor_parallel_size: int
             "training). Set --dtype bfloat16, or merge the adapter and serve the merged model with --merged."
         )
     if folder:
-        _check_heads(_config(folder / CONFIG), tensor_parallel_size)
+        _check_heads(json_values.read_object(folder / CONFIG), tensor_parallel_size)
     return {
         "folder": os.path.relpath(model.folder, run.path),
         "base": str(base) if model.base else "",
         "revision": revision,
-        "rank": _largest_rank(_config(model.folder / ADAPTER)) if model.base else 0,
+        "rank": _largest_rank(json_values.read_object(model.folder / ADAPTER)) if model.base else 0,
         "dtype": dtype,
         "tensor_parallel_size": tensor_parallel_size,
         "trust_remote_code": spec.model.trust_remote_code,
@@ -129,8 +129,8 @@ def _trained_on(run: Run, spec: RunSpec) -> str:
             f"it was trained on a base model that bitsandbytes had quantized ({spec.method.quantization}), and the "
             f"environment {ENVIRONMENT} does not have bitsandbytes"
         )
-    folder = _base_folder(spec, _config(run.path / BASE))
-    config = _config(folder / CONFIG) if folder else {}
+    folder = _base_folder(spec, json_values.read_object(run.path / BASE))
+    config = json_values.read_object(folder / CONFIG) if folder else {}
     if architecture := next((each for each in config.get("architectures") or () if each in WITHOUT_LORA), None):
         return f"vLLM does not support LoRA for {architecture}"
     return _quantized(config, "the weights of its base model are", "")
@@ -148,17 +148,14 @@ def _quantized(config: Mapping[str, Any], subject: str, fix: str) -> str:
 def _base(run: Run, spec: RunSpec, model: TrainedModel) -> tuple[str | Path, str, Path | None]:
     """The base model of an adapter: a folder, or a name on the Hub with its commit; and its folder, if it is on this
     machine. Raises RunError if its weights are not those of training."""
-    recorded = _config(run.path / BASE)
+    recorded = json_values.read_object(run.path / BASE)
     name, commit = str(recorded.get("name") or model.base), str(recorded.get("commit") or "")
     if os.path.isabs(name) and not Path(name).is_dir():
         raise RunError(f"The base model of this adapter, {name}, does not exist. Restore it, then try again.")
     folder = _base_folder(spec, recorded)
     then = recorded.get("fingerprint")
     if folder and then and (now := _fingerprint(folder, folder.stat().st_mtime_ns)) and now != then:
-        raise RunError(
-            f"{name} has other weights than those that this run was trained on (fingerprint {now[:8]}, {then[:8]} in "
-            "training). Restore the base model, then try again."
-        )
+        raise RunError(describe_change(name, now, then))
     return (folder or name), ("" if folder else commit), folder
 
 
@@ -185,12 +182,3 @@ def _check_heads(config: Mapping[str, Any], size: int) -> None:
 @lru_cache(maxsize=16)
 def _fingerprint(folder: Path, _changed: int) -> str:
     return fingerprint(folder)
-
-
-def _config(path: Path) -> Mapping[str, Any]:
-    """A JSON object; empty if it cannot be read."""
-    try:
-        found = json_values.read(path)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 from backend import registry
@@ -103,7 +103,7 @@ def _use(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject)
             "The training examples have a system prompt, which is not published; without it, outputs can differ from "
             "what the model has learned."
         )
-    commit = _read(run.path / BASE).get("commit")
+    commit = json_values.read_object(run.path / BASE).get("commit")
     if model.base and commit:
         notes.append(f"The base model had the commit `{commit}`.")
     name = subject.destination if not subject.destination.startswith("/") else PurePath(subject.destination).name
@@ -208,9 +208,9 @@ def _merge(spec: RunSpec, model: trained.TrainedModel, certificate: Mapping[str,
 def _environment(run: Run, model: trained.TrainedModel) -> str:
     """Versions that the model's files record, and the devices of the run, without names of hosts."""
     versions = {
-        "peft": _read(model.folder / trained.ADAPTER).get("peft_version"),
-        "transformers": _read(model.folder / trained.CONFIG).get("transformers_version")
-        or _read(model.folder / trained.GENERATION).get("transformers_version"),
+        "peft": json_values.read_object(model.folder / trained.ADAPTER).get("peft_version"),
+        "transformers": json_values.read_object(model.folder / trained.CONFIG).get("transformers_version")
+        or json_values.read_object(model.folder / trained.GENERATION).get("transformers_version"),
     }
     resolved = run.resolved()
     device, count, nodes = (resolved.get(key) for key in ("device", "world_size", "nnodes"))
@@ -262,11 +262,3 @@ def _is_number(value: Any) -> bool:
 
 def _score(value: Any) -> str:
     return f"{value:.3f}" if _is_number(value) else "not run"
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json_values.read(path)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -13,7 +13,6 @@ from backend.registry.adapters import (
     LORA_INITS,
     LORA_TARGETS,
     STACKED_EXPERTS,
-    is_residual,
     same_base_weights,
 )
 from backend.registry.architectures import (
@@ -74,6 +73,7 @@ from backend.registry.types import (
     Quantization,
     Stage,
     Strategy,
+    is_residual,
 )
 
 METHODS: Mapping[str, Choice] = {

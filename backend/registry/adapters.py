@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backend.registry.types import Choice, LoraInit
+from backend.registry.types import Choice, LoraInit, is_residual
 
 LORA_TARGETS: Mapping[str, Choice] = {
     "all-linear": Choice("All linear layers", "Best quality for its size."),
@@ -29,19 +29,16 @@ LORA_INITS: Mapping[str, LoraInit] = {
         "PiSSA",
         "The principal singular components of each weight, which are subtracted from it: converges faster.",
         init_lora_weights="pissa",
-        changes_base_weights=True,
     ),
     "pissa_fast": LoraInit(
         "PiSSA, fast SVD",
         "PiSSA with 16 subspace iterations instead of a full SVD: seconds instead of minutes.",
         init_lora_weights="pissa_niter_16",
-        changes_base_weights=True,
     ),
     "olora": LoraInit(
         "OLoRA",
         "From a QR decomposition of each weight; B times A is subtracted from the weight: converges faster.",
         init_lora_weights="olora",
-        changes_base_weights=True,
     ),
 }
 
@@ -57,11 +54,6 @@ STACKED_EXPERTS: Mapping[str, tuple[str, str, str, str]] = {
     **dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe"), _PROJECTIONS),
     **dict.fromkeys(("exaone_moe", "cohere2_moe"), _PROJECTIONS),
 }
-
-
-def is_residual(init: object) -> bool:
-    """Whether peft 0.21 takes an adapter with this init_lora_weights out of the base weights (tuners/lora/layer.py)."""
-    return isinstance(init, str) and init.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
 
 
 def same_base_weights(*inits: object) -> bool:

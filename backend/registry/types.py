@@ -136,12 +136,21 @@ class Device(Choice):
     fp16: bool = True
 
 
+def is_residual(init: object) -> bool:
+    """Whether peft 0.21 takes an adapter with this init_lora_weights out of the base weights (tuners/lora/layer.py)."""
+    return isinstance(init, str) and init.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
+
+
 @dataclass(frozen=True)
 class LoraInit(Choice):
     """A LoRA initialization: peft's `init_lora_weights`, and whether it subtracts the initial adapter from the base."""
 
     init_lora_weights: str | bool = True
-    changes_base_weights: bool = False
+
+    @property
+    def changes_base_weights(self) -> bool:
+        """Whether it subtracts the initial adapter from the base weights."""
+        return is_residual(self.init_lora_weights)
 
 
 @dataclass(frozen=True)

@@ -81,15 +81,7 @@ class Cluster(ABC):
 
 def read(folder: Path) -> dict[str, Any]:
     """What the follower has written about the run's job; empty for a run without one."""
-    return _read_json(folder / JOB)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json_values.read(path)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return json_values.read_object(folder / JOB)
 
 
 def stop_request(folder: Path) -> str | None:
@@ -170,8 +162,8 @@ class Follower:
         if self.job.waits and is_interruption(stop_request(self.folder), interruption):
             withdraw_interruption(self.folder, interruption)  # left from a failed node: the job has come back
         request = stop_request(self.folder)
-        by_user = request is not None and not is_interruption(request, interruption)
-        if by_user and not self.canceled and (self.job.waits or "forced" in _read_json(self.folder / STATE)):
+        by_user = request is not None and not is_interruption(request, interruption) and not self.canceled
+        if by_user and (self.job.waits or "forced" in json_values.read_object(self.folder / STATE)):
             with contextlib.suppress(ClusterError):  # tried again at the next poll
                 self.cluster.cancel(self.job.id)
                 self.canceled = True

@@ -59,10 +59,7 @@ def request_file(kind: str) -> str:
 
 def request(folder: Path, kind: str) -> dict[str, Any]:
     """What was requested from the job in `folder`; empty if that cannot be read."""
-    try:
-        return dict(json_values.read(folder / request_file(kind)))
-    except (OSError, ValueError, TypeError):
-        return {}
+    return json_values.read_object(folder / request_file(kind))
 
 
 def required_request(folder: Path, kind: str) -> dict[str, Any]:

@@ -22,6 +22,15 @@ def read(path: Path, errors: str = "strict") -> Any:
     return parse(files.read_text(path, errors))
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a regular file; empty if it cannot be read, or is another value."""
+    try:
+        found = read(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def parse(text: str) -> Any:
     """The value of a JSON text. Raises ValueError."""
     return replace_surrogates(json.loads(text), text)

@@ -9,11 +9,10 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from backend.models.fingerprint import fingerprint
+from backend.models.fingerprint import describe_change, fingerprint
 from backend.runs import BASE, json_values
 from backend.runs.files import write_json
 from backend.train.context import TrainContext
@@ -33,7 +32,7 @@ def folder_of(source: ModelSource) -> Path | None:
 
 def recorded_folder(run: Path) -> Path | None:
     """Where the base model of the run in this folder is, as the run recorded it; None if it is not there."""
-    found = _recorded(run)
+    found = json_values.read_object(run / BASE)
     return folder_of(ModelSource(found["name"], {"revision": found.get("commit") or None})) if found else None
 
 
@@ -60,7 +59,7 @@ def record(context: TrainContext, source: ModelSource, start: Path | None) -> No
     a checkpoint `start` of an adapter whose base model had others; other checkpoints have all weights."""
     now = describe(source)
     is_adapter = context.spec.method.kind == "lora"
-    then = _recorded(start.resolve().parent.parent) if start and is_adapter else {}
+    then = json_values.read_object(start.resolve().parent.parent / BASE) if start and is_adapter else {}
     if now["fingerprint"] and then.get("fingerprint") and then["fingerprint"] != now["fingerprint"]:
         raise TrainError(
             f"{source.name} has other weights than those that {start.name if start else ''} was trained with "
@@ -73,7 +72,7 @@ def record(context: TrainContext, source: ModelSource, start: Path | None) -> No
 
 def check_adapter(run: Path, source: ModelSource, adapter: Path) -> None:
     """Raise TrainError if `run` recorded that it has trained the adapter in this folder on other base weights."""
-    now, then = describe(source), _recorded(run)
+    now, then = describe(source), json_values.read_object(run / BASE)
     if now["fingerprint"] and then.get("fingerprint") and then["fingerprint"] != now["fingerprint"]:
         raise TrainError(
             f"lora.adapter_path: the adapter in {adapter} was trained on a base model with other weights than "
@@ -85,20 +84,9 @@ def check_adapter(run: Path, source: ModelSource, adapter: Path) -> None:
 def check(run: Path, source: ModelSource) -> str:
     """How the base model of the run in this folder was identified, for a reader. Raises TrainError if its weights are
     not those of the training: an adapter would generate gibberish with them."""
-    now, then = describe(source), _recorded(run)
+    now, then = describe(source), json_values.read_object(run / BASE)
     if not then.get("fingerprint") or not now["fingerprint"]:
         return "not checked: the run recorded no fingerprint of its base model"
     if now["fingerprint"] != then["fingerprint"]:
-        raise TrainError(
-            f"{source.name} has other weights than those that this run was trained on (fingerprint "
-            f"{now['fingerprint'][:8]}, {then['fingerprint'][:8]} in training). Restore the base model, then try again."
-        )
+        raise TrainError(describe_change(source.name, now["fingerprint"], then["fingerprint"]))
     return "the same weights as in training"
-
-
-def _recorded(run: Path) -> dict[str, Any]:
-    try:
-        found = json_values.read(run / BASE)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ class ExampleTokenizer(BatchTokenizer[Labeled]):
         counts["truncated"] += 1
         return [(ids[: self.max_length], labels[: self.max_length])]
 
-    @property
+    @cached_property
     def encoder(self) -> TextEncoder:
         """Encodes the texts."""
         return self.chat.encoder if self.chat else TextEncoder(self.tokenizer)

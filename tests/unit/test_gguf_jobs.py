@@ -147,7 +147,7 @@ def test_exports_of_a_model(plant):
     finished(job, {"model": f"{FOLDER}/a.gguf", "certificate": {"status": "verified"}})
     (job.path / FOLDER).mkdir()
     (job.path / FOLDER / "a.gguf").write_bytes(bytes(7))
-    assert gguf.start(run, None, "f16").id == job.id and gguf.find(run, model, "q8_0") is None
+    assert gguf.start(run, None, "f16").id == job.id and gguf.EXPORTS.find(run, model, "q8_0") is None
     shown = gguf.as_json(job)
     assert shown["gguf"] == {"file": str(job.path / FOLDER / "a.gguf"), "bytes": 7, "files": ["a.gguf"]}
     other = gguf.start(run, None, "q8_0")
@@ -156,4 +156,4 @@ def test_exports_of_a_model(plant):
     assert gguf.as_json(other)["gguf"] is None
     assert gguf.start(run, None, "q8_0").id != other.id or not (other.path / RESULT).exists()
     (job.path / FOLDER / "a.gguf").unlink()
-    assert gguf.find(run, model, "f16") is None
+    assert gguf.EXPORTS.find(run, model, "f16") is None

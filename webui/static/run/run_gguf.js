@@ -1,17 +1,17 @@
 // @ts-check
 // Part of the card "Your model": exporting full weights or an adapter as a GGUF file, and whether llama.cpp runs the
 // same model.
-import { post } from "../api.js";
 import { copy, el } from "../dom.js";
-import { bytes, num, percent } from "../format.js";
+import { bytes } from "../format.js";
 import {
   actions,
-  ask,
   button,
+  createFormatMenu,
   deleteButton,
   downloadLink,
   failurePart,
   failureText,
+  figures,
   isAlive,
   limitations,
   named,
@@ -39,7 +39,7 @@ const FILES = {
 const WHY =
   "A GGUF file runs in llama.cpp, Ollama and LM Studio. Footplate compares its outputs with the trained model's.";
 const isLora = (format) => format.startsWith("lora-");
-let chosen = "q8_0";
+const startPart = createFormatMenu({ path: "gguf", menu: "GGUF format", text: "Export as GGUF", labels: FORMATS });
 
 /** `gguf` has the newest export of each format. */
 export const GGUF = {
@@ -63,17 +63,6 @@ function ggufParts({ step, gguf, isFull, isAdapter }, run, progress) {
     failed && failurePart(`${failed.format}: ${failureText(failed)} ${failed.failure?.help || ""}`.trim()),
     gguf.some(isAlive) ? progress : left.length > 0 && startPart(left, step, run),
   ];
-}
-
-function startPart(formats, step, run) {
-  if (!formats.includes(chosen)) [chosen] = formats;
-  const option = (format) => el("option", { value: format, selected: format === chosen }, FORMATS[format]);
-  const onchange = (event) => {
-    chosen = event.target.value;
-  };
-  const select = el("select.fp-select", { "aria-label": "GGUF format", onchange }, ...formats.map(option));
-  const start = () => ask(post(`${run.base}/gguf`, { step, format: chosen }), run.refresh);
-  return actions(select, button("Export as GGUF", start));
 }
 
 function filePart(job, run) {
@@ -107,15 +96,9 @@ function filePart(job, run) {
 }
 
 function verdict(certificate) {
-  const { status, trained_to_file: found, max_kl_mean: limit } = certificate;
-  const stops = certificate.stop_tokens.join(", ");
-  const [kl, share, count] = [num(found.kl_mean, 2), percent(found.same_argmax), num(found.positions)];
-  return verdictPart(
-    status,
-    `Compared in llama.cpp with the trained model: KL divergence ${kl} nats per token ` +
-      `(at most ${num(limit, 2)} is accepted), same most likely next token at ${share} of ${count} positions, ` +
-      `llama.cpp stops at ${stops}.`,
-  );
+  const { status, trained_to_file: found, max_kl_mean: limit, stop_tokens: stops } = certificate;
+  const compared = `Compared in llama.cpp with the trained model: ${figures(found, limit)}`;
+  return verdictPart(status, `${compared}, llama.cpp stops at ${stops.join(", ")}.`);
 }
 
 function outputs(certificate) {

@@ -2,7 +2,7 @@
 // What the cards of a run's jobs share: chat, evaluation, merge, export as GGUF and publication.
 import { post, remove, url } from "../api.js";
 import { attempt, confirmDialog, el, isFocusLost, redraw, setText } from "../dom.js";
-import { capitalized, num } from "../format.js";
+import { capitalized, num, percent } from "../format.js";
 import { hasEnded } from "../run_state.js";
 
 const STATES = { queued: "Waiting", starting: "Starting", stopping: "Stopping" };
@@ -60,6 +60,33 @@ export const failurePart = (text) => el("p.fp-job-failure", { hidden: !text, rol
 export const limitations = (limits) => limits.map((limit) => el("p.fp-dim", {}, `Limitation: ${limit}`));
 /** The status of a certificate, and what was compared. */
 export const verdictPart = (status, text) => el("p.fp-job-verdict", {}, el("b", {}, capitalized(status)), `. ${text}`);
+
+/**
+ * What a certificate says of the outputs.
+ * @param {{ kl_mean: number, same_argmax: number, positions: number }} found
+ */
+export const figures = ({ kl_mean: mean, same_argmax: same, positions }, limit) =>
+  `KL divergence ${num(mean, 2)} nats per token (at most ${num(limit, 2)} is accepted), same most likely next token ` +
+  `at ${percent(same)} of ${num(positions)} positions`;
+
+/**
+ * What draws a menu of formats, and a button that starts an export in the selected one.
+ * @param {{ path: string, menu: string, text: string, labels: Record<string, string> }} texts the end of the API's
+ * path, the name of the menu, the button, and each format in the menu
+ */
+export function createFormatMenu({ path, menu, text, labels }) {
+  let [chosen] = Object.keys(labels);
+  return (formats, step, run) => {
+    if (!formats.includes(chosen)) [chosen] = formats;
+    const option = (format) => el("option", { value: format, selected: format === chosen }, labels[format]);
+    const onchange = (event) => {
+      chosen = event.target.value;
+    };
+    const select = el("select.fp-select", { "aria-label": menu, onchange }, ...formats.map(option));
+    const start = () => ask(post(`${run.base}/${path}`, { step, format: chosen }), run.refresh);
+    return actions(select, button(text, start));
+  };
+}
 
 /**
  * What a job does and how far it is, drawn in place, and a button that stops it.

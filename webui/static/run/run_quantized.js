@@ -1,16 +1,16 @@
 // @ts-check
 // Part of the card "Your model": exporting full weights as a quantized checkpoint of transformers, and whether it is
 // still the same model.
-import { post } from "../api.js";
 import { copy, el } from "../dom.js";
-import { bytes, num, percent } from "../format.js";
+import { bytes } from "../format.js";
 import {
   actions,
-  ask,
   button,
+  createFormatMenu,
   deleteButton,
   failurePart,
   failureText,
+  figures,
   isAlive,
   limitations,
   named,
@@ -26,7 +26,12 @@ const FORMATS = {
 const WHY =
   "A quantized checkpoint needs less memory in transformers. Footplate compares its outputs with those of the " +
   "trained model.";
-let chosen = "bnb-nf4";
+const startPart = createFormatMenu({
+  path: "quantized",
+  menu: "Format of the quantized checkpoint",
+  text: "Export quantized checkpoint",
+  labels: FORMATS,
+});
 
 /** `quantized` has the newest checkpoint of each format. */
 export const QUANTIZED = {
@@ -51,24 +56,8 @@ function quantizedParts({ step, quantized }, run, progress) {
   ];
 }
 
-function startPart(formats, step, run) {
-  if (!formats.includes(chosen)) [chosen] = formats;
-  const option = (format) => el("option", { value: format, selected: format === chosen }, FORMATS[format]);
-  const onchange = (event) => {
-    chosen = event.target.value;
-  };
-  const select = el(
-    "select.fp-select",
-    { "aria-label": "Format of the quantized checkpoint", onchange },
-    ...formats.map(option),
-  );
-  const start = () => ask(post(`${run.base}/quantized`, { step, format: chosen }), run.refresh);
-  return actions(select, button("Export quantized checkpoint", start));
-}
-
 function checkpointPart({ id, label, model, result: { certificate } }, run) {
   const { trained_to_checkpoint: found, max_kl_mean: limit } = certificate;
-  const [kl, share, count] = [num(found.kl_mean, 2), percent(found.same_argmax), num(found.positions)];
   return el(
     "div.fp-gguf",
     {},
@@ -76,8 +65,7 @@ function checkpointPart({ id, label, model, result: { certificate } }, run) {
     el("p", {}, el("code.fp-path", {}, model.folder)),
     verdictPart(
       certificate.status,
-      `Loaded in a new process and compared with the trained model: KL divergence ${kl} nats per token (at most ` +
-        `${num(limit, 2)} is accepted), same most likely next token at ${share} of ${count} positions.`,
+      `Loaded in a new process and compared with the trained model: ${figures(found, limit)}.`,
     ),
     ...limitations(certificate.limits),
     actions(

@@ -1,0 +1,79 @@
+"""What merges and exports of a run's model share: a job for each checkpoint and format, which is found again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backend.models.trained import TrainedModel
+from backend.runs import MODEL, jobs
+from backend.runs.folder import ALIVE, Run
+
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # memory decides, and trainings need the GPUs
+
+
+def model_folder(job: Run) -> Path | None:
+    """The folder with the model that a job has written; None if there is none."""
+    return job.path / MODEL if (job.path / MODEL).is_dir() else None
+
+
+@dataclass(frozen=True)
+class Exports:
+    """Jobs of one `kind`. `written`: the file or folder that a job has written, None if there is none; `formats`: in
+    the order in which they are shown, '' for jobs without a format."""
+
+    kind: str
+    written: Callable[[Run], Path | None] = model_folder
+    formats: tuple[str, ...] = ("",)
+
+    def start(
+        self,
+        run: Run,
+        request: Mapping[str, Any],
+        model: TrainedModel,
+        busy: str,
+        require: Callable[[], None] = lambda: None,
+    ) -> Run:
+        """The job that exports, or has exported, this model in the format of the request; started if there is none.
+        `busy` begins the error if another one is alive; `require` raises RunError if a new one cannot run. Raises
+        RunError."""
+        step, format = request["step"], request.get("format", "")
+        with jobs.alone(run):
+            if (job := self.find(run, model, format)) and (job.state in ALIVE or job.result().get("model")):
+                return job
+            require()
+            jobs.require_ended(run, self.kind, busy)
+            for earlier in jobs.find_all(run, self.kind):
+                if self.request(earlier) == (step, format):  # failed, or of a model that was replaced
+                    earlier.delete()
+            job = jobs.create(run, self.kind, request, ON_CPU, {})
+            job.start()
+            return job
+
+    def find(self, run: Run, model: TrainedModel, format: str = "") -> Run | None:
+        """The newest job for this model and format, unless it exported an earlier model of this step, or what it has
+        written was deleted."""
+        return self._newest(jobs.find_all(run, self.kind), model, format)
+
+    def find_all(self, run: Run, model: TrainedModel) -> list[Run]:
+        """The newest job of each format, in the order of the formats."""
+        every = jobs.find_all(run, self.kind)
+        return [job for format in self.formats if (job := self._newest(every, model, format))]
+
+    def is_current(self, job: Run, model: TrainedModel) -> bool:
+        """Whether a job that has ended exported this model, and what it has written is there."""
+        is_newer = jobs.is_newer(job, self.kind, model.folder)
+        return is_newer and (not job.result().get("model") or self.written(job) is not None)
+
+    def request(self, job: Run) -> tuple[Any, str]:
+        """Step and format of a job; -1 for a step that is unknown."""
+        found = jobs.request(job.path, self.kind)
+        return found.get("step", -1), found.get("format", "")
+
+    def _newest(self, every: Iterable[Run], model: TrainedModel, format: str) -> Run | None:
+        for job in every:
+            if self.request(job) == (model.step, format) and (job.state in ALIVE or self.is_current(job, model)):
+                return job
+        return None
