@@ -30,8 +30,6 @@ from backend.inspect.other_trainer import inspect_trainer
 from backend.inspect.ports import inspect_port
 from backend.inspect.worker import Show, no_show
 
-ARCHITECTURE_SECONDS = 30.0  # to wait for the architecture of a model
-
 
 def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
     """`spec` with every relative path resolved against `base`: a run's working directory is its own folder."""
@@ -91,7 +89,7 @@ def wait_for_worker(spec: RunSpec, base: Path, seconds: float, show: Show = no_s
     alone = [for_dataset(spec, index) for index in range(len(spec.data.datasets))]
     for each in alone:
         inspect_examples(each, base, os.environ)  # starts it, next to the architecture
-    wait_for_architecture(spec, base, os.environ, min(seconds, ARCHITECTURE_SECONDS), show)
+    wait_for_architecture(spec, base, os.environ, seconds, show)
     for each in alone:
         wait_for_examples(each, base, os.environ, until - time.monotonic(), show)
 

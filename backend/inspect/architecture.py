@@ -45,7 +45,7 @@ class ModuleTables(WorkerCache):
         """The table, or the reason why there is none, or None while it is being built."""
         return self.find(cache_key(config), {"architecture": config}, start)
 
-    def wait(self, config: Config, timeout: float = 30.0, show: Show = no_show) -> Result | str:
+    def wait(self, config: Config, timeout: float = 60.0, show: Show = no_show) -> Result | str:
         """Same as `get`, but waits for at most `timeout` seconds."""
         request = {"architecture": config}
         return self.wait_for(cache_key(config), request, timeout, lambda _: show("Reading the model's architecture"))

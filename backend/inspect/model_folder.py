@@ -65,7 +65,7 @@ def wait_for_architecture(
     spec: RunSpec,
     base: Path,
     environment: Mapping[str, str] = os.environ,
-    seconds: float = 30.0,
+    seconds: float = 60.0,
     show: Show = no_show,
 ) -> None:
     """Wait until the architecture of the model of `spec` has been read, at most `seconds`, so that `inspect_inputs`
