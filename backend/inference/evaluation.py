@@ -26,7 +26,7 @@ from backend.inference.loading import Loaded, Models
 from backend.models import evaluation, intervals
 from backend.models.chat_files import BASE, SIDES, TUNED, Lines, append
 from backend.models.evaluation import EXAMPLES, OUTPUTS, SCORES_FILE, Settings
-from backend.runs import EVALUATED, FORGETTING, GENERAL_LOSS, LOCK, MODEL, RESULT
+from backend.runs import EVALUATED, FORGETTING, GENERAL_LOSS, LOCK, MODEL, RESULT, throughput
 from backend.runs.files import write_json
 from backend.runs.folder import Run
 from backend.train.device import ProcessGroup
@@ -38,6 +38,7 @@ from backend.wording import counted
 
 NICENESS = 5  # on a CPU, which other programs need meanwhile
 MAX_BATCH_TOKENS = 4096  # of which logits are in memory at a time, unless a single example has more
+LEFT_AFTER, LEFT_PART = 10.0, 0.02  # seconds and part of the work, after which the remaining time is shown
 LOSS_WORK = 8  # the loss of an example is about as much work as this many tokens of an output
 JUDGE_WORK = 256  # the two requests to a judge about a pair of outputs, likewise
 
@@ -61,6 +62,7 @@ class Evaluation:
         self.scores = ExampleScores(self.settings, self.custom)
         self.model_changed = 0  # when the final model was saved
         self.done = self.total = 0  # work, in tokens of outputs
+        self.began: tuple[float, float] | None = None  # when this start began to evaluate, and the part that was done
 
     def run_all(self) -> None:
         """Evaluate, and write the result. Raises TrainError, Stopped."""
@@ -173,7 +175,15 @@ class Evaluation:
     def _tick(self, text: str, more: int) -> None:
         """Report the work that is done, and `more` of what is in progress. Raises Stopped."""
         self._check_stop()
-        self.log.progress("evaluating", f"{text}.", fraction=(self.done + more) / max(1, self.total))
+        part = (self.done + more) / max(1, self.total)
+        self.log.progress("evaluating", f"{text}{self._left(part)}.", fraction=part)
+
+    def _left(self, part: float) -> str:
+        """The remaining time as the end of a sentence, once the first part of the work has shown its speed."""
+        now = time.monotonic()
+        began, before = self.began = self.began or (now, part)
+        known = now - began > LEFT_AFTER and part - before > LEFT_PART
+        return f", {throughput.time_left(now - began, part, before)}" if known else ""
 
     def _write(self, line: dict[str, Any]) -> None:
         append(self.folder / OUTPUTS, line)

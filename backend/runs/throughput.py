@@ -12,8 +12,9 @@ from backend.wording import counted
 
 STALL_SECONDS = 60.0  # without a step: then the status says so, if steps are usually faster
 PREPARING = "preparing data"
-LEFT_AFTER = 3.0  # seconds of preparation, after which its speed is known
-# Phases whose duration is unknown: the status has the elapsed time instead of an estimate of the remaining time.
+EVEN_PHASES = (PREPARING, "evaluating")  # whose parts take about equally long
+LEFT_AFTER = 3.0  # seconds of such a phase, after which its speed is known
+# Phases whose duration may be unknown: the status then has the elapsed time.
 TIMED_PHASES = (
     "generating before", "evaluating", "generating during", "checkpoint", "saving", "generating after",
 )  # fmt: skip
@@ -64,12 +65,18 @@ def _phase_progress(progress: dict[str, Any], now: float) -> str:
         unit, of, whose = progress.get("unit", "").partition(" of ")  # "token of rank 0"
         total = counted(progress["total"], unit) if unit else f"{progress['total']:,}"
         parts.append(f"{progress.get('done', 0):,} of {total}{of}{whose}")
-    elapsed = now - progress.get("since", now)
-    if progress.get("phase") in TIMED_PHASES and elapsed >= 1:
+    elapsed, done, total = now - progress.get("since", now), progress.get("done", 0), progress.get("total", 0)
+    if progress.get("phase") in EVEN_PHASES and 0 < done < total and elapsed >= LEFT_AFTER:
+        parts.append(time_left(elapsed, done / total, 0))
+    elif progress.get("phase") in TIMED_PHASES and elapsed >= 1:
         parts.append(f"{duration(elapsed)} so far")
-    if progress.get("phase") == PREPARING and (done := progress.get("done")) and elapsed >= LEFT_AFTER:
-        parts.append(f"about {duration(elapsed * (progress['total'] - done) / done)} left")
     return f" ({', '.join(parts)})" if parts else ""
+
+
+def time_left(seconds: float, part: float, before: float) -> str:
+    """How long the rest of some work takes, if `part` of it is done, all but the part `before` in the last `seconds`:
+    'about 3 min 5 s left'."""
+    return f"about {duration(seconds * (1 - part) / (part - before))} left"
 
 
 def is_stalled(progress: dict[str, Any], step_seconds: float | None, now: float) -> bool:

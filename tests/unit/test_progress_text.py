@@ -36,7 +36,7 @@ def test_the_estimate_covers_training_steps_only() -> None:
     ("phase", "text", "more", "expected"),
     [
         ("evaluating", "Evaluating after step 20", {"done": 3, "total": 8, "unit": "batch"},
-         "evaluating after step 20 (3 of 8 batches, 3 min 9 s so far)"),
+         "evaluating after step 20 (3 of 8 batches, about 5 min 15 s left)"),
         ("generating after", "Generating outputs after training", {"done": 0, "total": 16, "unit": "token"},
          "generating outputs after training (0 of 16 tokens, 3 min 9 s so far)"),
         ("evaluating", "Evaluating after step 20", {"done": 1, "total": 1, "unit": "batch"},
@@ -45,15 +45,21 @@ def test_the_estimate_covers_training_steps_only() -> None:
          "generating outputs after training (0 of 1 token, 3 min 9 s so far)"),
         ("generating before", "Generating", {"done": 2, "total": 8, "unit": "token of rank 0"},
          "generating (2 of 8 tokens of rank 0, 3 min 9 s so far)"),
-        ("evaluating", "Evaluating", {"done": 900, "total": 1000}, "evaluating (900 of 1,000, 3 min 9 s so far)"),
+        ("evaluating", "Evaluating", {"done": 900, "total": 1000}, "evaluating (900 of 1,000, about 21 s left)"),
+        ("evaluating", "Evaluating", {"done": 0, "total": 8}, "evaluating (0 of 8, 3 min 9 s so far)"),
         ("checkpoint", "Saving checkpoint-20", {}, "saving checkpoint-20 (3 min 9 s so far)"),
         ("saving", "Saving the trained model.", {}, "saving the trained model (3 min 9 s so far)"),
         ("loading model", "Loading gpt2.", {}, "loading gpt2"),
     ],
 )  # fmt: skip
-def test_other_phases_have_no_estimate(phase: str, text: str, more: dict[str, Any], expected: str) -> None:
+def test_other_phases_have_their_own_estimate(phase: str, text: str, more: dict[str, Any], expected: str) -> None:
     assert sentence(1089, phase=phase, text=text, **more) == f"Running: {expected}."
     assert throughput.eta({**STEP, "phase": phase}, 2.0, 1000) is None
+
+
+def test_the_remaining_time_counts_only_the_work_of_this_start() -> None:
+    assert throughput.time_left(60, 0.5, 0) == "about 1 min left"
+    assert throughput.time_left(60, 0.75, 0.5) == "about 1 min left"
 
 
 def test_a_run_that_ends_does_not_say_done() -> None:
