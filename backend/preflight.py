@@ -36,7 +36,7 @@ SHAPE_FIGURES = (
     "model_type", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "max_positions",
     "tied", "gated_mlp", "dtype", "activation", "experts", "experts_per_token", "weight_bits", "sliding_window",
 )  # fmt: skip
-MAX_KEPT_BYTES = 2**26  # of activations, for the measurement of the CPU: more than malloc reuses
+MAX_KEPT_BYTES = 2**26  # activations kept when the CPU is measured: more than malloc reuses
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Report:
 
     @property
     def max_seconds(self) -> float:
-        """The time limit of the run in seconds, which other trainers do not have; 0 is none."""
+        """The time limit of the run in seconds; 0: no limit, as with all other trainers."""
         return 3600 * self.spec.train.max_hours if self.spec.launch.trainer == "footplate" else 0.0
 
     @property
@@ -176,7 +176,8 @@ class Report:
 
     @property
     def compared_time(self) -> tuple[str, ...]:
-        """The same for the time of a step, which also depends on the machine, the dtype and the sizes of a batch."""
+        """Same as `compared`, for the time of a step, which also depends on the machine, the dtype and the batch
+        sizes."""
         spec, train, run = self.spec, self.spec.train, self.run
         kernels = train.use_liger_kernel, train.torch_compile, train.use_unsloth, spec.model.attn_implementation
         sizes = train.per_device_train_batch_size, train.gradient_accumulation_steps, spec.data.max_length
@@ -188,8 +189,8 @@ class Report:
 
     @property
     def compared_start(self) -> tuple[str, ...]:
-        """The same for the time from the start to the first step, without loading the weights. It includes tokenizing
-        and compiling."""
+        """Same as `compared`, for the time from the start to the first step: tokenizing and compiling, without loading
+        the weights."""
         launch, train, run = self.spec.launch, self.spec.train, self.run
         programs = launch.trainer, launch.place, train.use_unsloth, train.torch_compile, self.spec.parallel.strategy
         data = [(each.source, each.name, *each.files, each.max_samples) for each in self.spec.data.datasets]
@@ -252,7 +253,7 @@ def preflight(
     """Inspect, check, estimate and plan. Relative paths in `spec` are relative to `base`. Never raises for the values
     of a spec. Waits up to `wait_seconds` for the worker process, which reads an architecture without a closed formula
     and all examples; `show` gets its progress as a text. Waits up to `cpu_seconds` for a measurement of this CPU, if
-    the run uses it. A caller that waits only for the others does not start one."""
+    the run uses it. A caller that waits only for the worker process does not start this measurement."""
     if wait_seconds:
         wait_for_worker(resolve_paths(effective(spec), base), base, wait_seconds, show)
     report = report_on(_with_cpu(build_case(spec, machine, base), cpu_seconds > 0 or not wait_seconds, cpu_seconds))
@@ -282,7 +283,7 @@ def _with_cpu(case: Case, start: bool, seconds: float) -> Case:
 
 
 def _power_of_two(value: int) -> int:
-    """The nearest one below: sizes that differ little are measured once."""
+    """The nearest power of two that is not larger, so that similar sizes are measured once."""
     return 1 << max(0, value.bit_length() - 1)
 
 

@@ -74,7 +74,7 @@ def presets(folder: Path = PRESETS) -> list[Preset]:
     return sorted(found, key=lambda preset: (order.index(preset.machine_name), preset.name))
 
 
-@lru_cache(maxsize=64)  # presets are read for their headings, and for their options
+@lru_cache(maxsize=64)  # a preset is read for its heading, and again for its options
 def _mapping(text: str) -> Mapping[str, Any]:
     try:
         value = load_yaml(text)

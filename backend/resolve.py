@@ -100,7 +100,7 @@ def resolve(spec: RunSpec, machine: Machine, facts: InputFacts | None = None) ->
     parameter_shards, optimizer_shards = engine.parameter_shards(spec, world), engine.optimizer_shards(spec, world)
     gradient_shards = engine.gradient_shards(spec, world)
     model_parallel = tensor  # devices that share one copy of the model
-    if spec.other_backend == "megatron":  # which divides model and sequences itself
+    if spec.other_backend == "megatron":  # Megatron divides model and sequences itself
         tensor, context = spec.llamafactory.tensor_parallel_size, spec.llamafactory.context_parallel_size
         model_parallel = tensor * spec.llamafactory.pipeline_parallel_size
         parameter_shards = gradient_shards = model_parallel

@@ -50,7 +50,7 @@ def _request(offer: Offer, arguments: argparse.Namespace) -> Request:
     """What all requests of this command have in common. Raises RunError."""
     if arguments.step is not None and arguments.step not in offer.steps:
         known = ", ".join(str(step) for step in offer.steps if step is not None)
-        raise RunError(f"There is no checkpoint of step {arguments.step} that can be loaded. Steps: {known or 'none'}.")
+        raise RunError(f"No checkpoint of step {arguments.step} can be loaded. Loadable steps: {known or 'none'}.")
     step = offer.steps[0] if arguments.step is None else arguments.step
     sides = SIDES if arguments.models == "both" else (arguments.models,)
     if BASE in sides and offer.without_base:
@@ -149,7 +149,7 @@ class _Client:
         more = chat_files.details(self.job.path, id, side) if self.quiet else None
         if not more:
             return output
-        names = ("id", "text", "probability")  # those of the prompt have no probability
+        names = ("id", "text", "probability")  # tokens of the prompt have no probability
         tokens = {
             key: [dict(zip(names, each, strict=False)) for each in more[key]] for key in ("prompt_tokens", "tokens")
         }
@@ -196,7 +196,7 @@ class _Client:
                 )
             )
         else:
-            print(str(line["text"]).removeprefix(self.printed), flush=True)  # what was not printed before its end
+            print(str(line["text"]).removeprefix(self.printed), flush=True)  # the rest of the output
             print(f"({ending(line)})", file=sys.stderr, flush=True)
 
     def close(self, stop: bool) -> None:

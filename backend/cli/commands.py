@@ -211,7 +211,7 @@ def import_file(arguments: argparse.Namespace) -> int:
         raise SpecError([Problem("", f"{path}: {problem}")])
     if not importers.detect_format(text):
         raise SpecError(
-            [Problem("", f"{path} is no configuration of DeepSpeed, accelerate, LLaMA-Factory, axolotl or TRL")]
+            [Problem("", f"{path} is not a configuration file of DeepSpeed, accelerate, LLaMA-Factory, axolotl or TRL")]
         )
     found = importers.import_file(text, RunSpec(), Path.cwd())
     safe = consent.without_consent(found.spec, RunSpec())

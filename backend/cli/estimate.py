@@ -110,7 +110,9 @@ def _described(arguments: argparse.Namespace) -> dict[str, Machine]:
         return machines()
     paths = sorted(Path(arguments.machines).glob("*.yaml"))
     if not paths:
-        raise SpecError([Problem("", f"--machines {arguments.machines}: the folder has no YAML files of machines")])
+        raise SpecError(
+            [Problem("", f"--machines {arguments.machines}: the folder has no YAML files that describe machines")]
+        )
     return {path.stem: read(path) for path in paths}
 
 

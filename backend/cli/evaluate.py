@@ -29,8 +29,8 @@ def start(arguments: argparse.Namespace) -> int:
     runs = [find_run(Path(arguments.runs), name) for name in arguments.run]
     if len(runs) > 1 and arguments.judge:
         raise RunError(
-            "--judge compares the outputs of one run with those of its base model, and the table of several runs does "
-            "not have it. Name one run, or leave out --judge."
+            "--judge compares the outputs of one run with those of its base model; it cannot compare several runs. "
+            "Name one run, or leave out --judge."
         )
     run = runs[0]
     settings = _settings(arguments, offered := evaluation.offer(run))
@@ -52,7 +52,7 @@ def evaluate_each(runs: Sequence[Run], settings: Settings, as_json: bool) -> int
         raise RunError("A run is named twice. Name each run once.")
     if len(runs) > MOST:
         raise RunError(f"{len(runs)} runs are named; at most {MOST} can be compared.")
-    for run in runs:  # before the first one starts
+    for run in runs:  # all are checked before the first one starts
         if why := evaluation.problem(run, settings):
             raise RunError(f"{run.id}: {why}")
     found = []
@@ -106,7 +106,7 @@ def change_text(cell: dict[str, Any], is_share: bool, against: str) -> str:
 
 
 def _settings(arguments: argparse.Namespace, offered: evaluation.Offer) -> Settings:
-    """Raises RunError."""
+    """The settings of the evaluation. Raises RunError."""
     if arguments.max_new_tokens is not None and not arguments.examples:
         raise RunError("--max-new-tokens has no effect without examples. Leave it out, or set --examples.")
     if arguments.max_new_tokens is not None and not offered.generates:

@@ -41,13 +41,13 @@ def _weights(report: Report) -> Iterator[str]:
     if count := report.facts.num_with_weights:
         examples = counted(report.facts.num_checked, "checked example")
         yield (
-            f"data.source: in {count:,} of {examples}, a turn has a weight other than 1. LLaMA-Factory reads no "
+            f"data.source: in {count:,} of {examples}, a turn has a weight other than 1. LLaMA-Factory ignores "
             "weights and trains on all turns alike"
         )
 
 
 def _kubernetes(report: Report, folder: Path) -> Exported:
-    """The run's folder is `folder`, which a volume of the pods must have under the same path."""
+    """The run's folder is `folder`, which must be in a volume of the pods, under the same path."""
     objects = filled(report.plan.files[KUBERNETES_JOB], job_name(report.spec.logging.run_name), str(folder.resolve()))
     text = yaml.safe_dump_all(objects, sort_keys=False, width=120)
     files = {**report.plan.files, KUBERNETES_JOB: text}
@@ -77,7 +77,7 @@ def start(arguments: argparse.Namespace) -> int:
     if arguments.to in ("kubernetes", "skypilot"):
         spec = as_job_spec(spec, machine)
     if arguments.to == "skypilot":
-        machine = replace(machine, name=machine.name or "this machine")  # so that no cluster is asked
+        machine = replace(machine, name=machine.name or "this machine")  # with a name, no cluster is queried
     folder = Path(arguments.out or arguments.to)
     made = TARGETS[arguments.to](wait_for_preflight(spec, machine), folder)
     folder.mkdir(parents=True, exist_ok=True)

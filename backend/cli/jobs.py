@@ -17,7 +17,7 @@ POLL_SECONDS = 0.25
 
 def follow(job: Run, is_enough: Callable[[], object] = lambda: False) -> None:
     """Show on stderr what the job does until it has ended, or until `is_enough`: a terminal gets one line that is
-    rewritten, anything else a line for each thing. Ctrl-C stops the job."""
+    rewritten, anything else gets a new line for each activity. Ctrl-C stops the job."""
     shown = ""
     with StatusLine() as line:
         while True:
@@ -25,7 +25,7 @@ def follow(job: Run, is_enough: Callable[[], object] = lambda: False) -> None:
                 if job.state not in (*ALIVE, "new") or is_enough():
                     return
                 text = job.progress().get("text", "") or job.summary()["sentence"]
-                title = text.partition(":")[0].partition(" (")[0]  # behind it is a number that changes
+                title = text.partition(":")[0].partition(" (")[0]  # a number that changes follows
                 if sys.stderr.isatty():
                     line.show(text.rstrip("."))
                 elif title != shown:
@@ -39,8 +39,8 @@ def follow(job: Run, is_enough: Callable[[], object] = lambda: False) -> None:
 
 
 def report(job: Run, shown: dict[str, Any], as_json: bool, print_result: Callable[[], None]) -> int:
-    """The exit code of a job that has ended, after its result or `shown` (of `jobs.as_json`) was printed; on stderr why
-    it has no result."""
+    """Print the result of a job that has ended, or `shown` (of `jobs.as_json`), and return its exit code. stderr says
+    why a job has no result."""
     if as_json:
         print_json({**shown, "folder": str(job.path)})
     elif shown["state"] == "done":

@@ -1,4 +1,4 @@
-"""The command merge: the adapter of a run in the weights of its base model, and what the comparison says."""
+"""The command merge: merges the adapter of a run into its base model, and prints how the models compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def _print_result(job: Run, result: dict[str, Any]) -> None:
     certificate = result["certificate"]
     saved, change = certificate["adapter_to_saved"], certificate["adapter_to_base"]
     print(f"Merged model: {job.path / result['model']}")
-    print(f"{certificate['status'].capitalize()}: the merged model was loaded from its files and compared.")
+    status = certificate["status"].capitalize()
+    print(f"{status}: the merged model was loaded from its files and compared with base model and adapter.")
     if certificate["is_reward_model"]:
         print(f"The scores of {saved['positions']} texts differ by at most {saved['kl_max']:.2g}.")
     else:

@@ -23,7 +23,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     """Tokenize the data of a spec; exit code 1 if that fails."""
     spec = resolve_paths(effective(read_spec(arguments)), Path.cwd())
     if spec.launch.trainer == "llamafactory":
-        print("LLaMA-Factory tokenizes the data itself when the run starts; footplate prepare cannot.", file=sys.stderr)
+        print("LLaMA-Factory tokenizes the data when the run starts; there is nothing to prepare.", file=sys.stderr)
         return 2
     if spec.data.streaming:
         print(
@@ -32,7 +32,7 @@ def prepare(arguments: argparse.Namespace) -> int:
         )
         return 2
     prepared_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".spec-", dir=prepared_folder()) as folder:  # on the same disk
+    with tempfile.TemporaryDirectory(prefix=".spec-", dir=prepared_folder()) as folder:  # on the disk of the cache
         (Path(folder) / SPEC).write_text(presets.dump(spec), encoding="utf-8")
         out = sys.stderr if arguments.json else None
         code = subprocess.run(

@@ -11,7 +11,7 @@ from backend.cli.runs import find_run
 from backend.runs.folder import RunError
 from backend.tasks import measurement_report
 
-FILE = "measurement.json"  # without the id of the run, in which its name is
+FILE = "measurement.json"  # without the run's ID, which contains its name
 
 
 def start(arguments: argparse.Namespace) -> int:

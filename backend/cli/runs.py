@@ -127,7 +127,7 @@ def follow(followed: Run, offset: int) -> Iterator[str]:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print one run: its state, its options and its results; of a job, which has no options, its state."""
+    """Print one run: its state, its options and its results; for a job, which has no options, only its state."""
     shown = _find_run(arguments)
     if shown.about().get("kind"):
         job = jobs.as_json(shown)
@@ -144,7 +144,7 @@ def show(arguments: argparse.Namespace) -> int:
     for alert in about["alerts"]:
         print(f"Alert at step {alert['step']}: {alert['text']}")
     for gap in about["missing_points"]:
-        print(f"{METRICS} has no points of steps {gap['after'] + 1:g} to {gap['until']:g}.")
+        print(f"{METRICS} has no points for steps {gap['after'] + 1:g} to {gap['until']:g}.")
     _print_result(about)
     if about["failure"]:
         print(f"{about['failure']['sentence']} {about['failure']['help']}")

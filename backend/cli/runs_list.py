@@ -48,7 +48,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
                 print(f"{'':48}  {row['warning']}")
     if not found and not arguments.json:
         none = f"No runs in {arguments.runs}. Start one: footplate run first-run"
-        print("No run matches. Archived runs match archived:yes only." if every else none)
+        print("No run matches. Archived runs match only with archived:yes." if every else none)
     return 0
 
 
@@ -93,7 +93,7 @@ def _list_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _print_table(rows: list[search.Row], columns: list[search.Column], now: float) -> None:
-    """The columns after the id."""
+    """Print a table: the ID of each run, then the columns."""
     head = ["id", *(column.key for column in columns)]
     lines = [[row["id"], *(_text(column, search.value(row, column.key, now)) for column in columns)] for row in rows]
     right = [number for number, column in enumerate(columns, 1) if column.kind == "number"]

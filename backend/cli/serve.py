@@ -1,4 +1,4 @@
-"""The command serve: a model of a run with an OpenAI-compatible API, until it is stopped."""
+"""The command serve: serves a model of a run with an OpenAI-compatible API until it is stopped."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def start(arguments: argparse.Namespace) -> int:
 
 
 def _end_started(run: Run, before: Run | None) -> None:
-    """Stop the server that was started just now; `before` is the one of an earlier command."""
+    """Stop the server that was started just now; `before` is the server of an earlier command."""
     job = serve.current(run)
     if job and (not before or job.id != before.id) and job.state in ALIVE:
         job.stop(save=False)
@@ -66,7 +66,7 @@ def _print(shown: dict[str, Any], in_background: bool) -> None:
     print(f"Serving {files} {place} at {shown['address']}. Model name in requests: {shown['name']}")
     parallel = f" Concurrent requests: {shown['parallel']}." if shown["parallel"] else ""
     print(f"Context: {shown['context']:,} tokens per request.{parallel}")
-    print(f"API token, which requests need: in {shown['token_file']}, a file that only you can read.")
+    print(f"Requests need the API token in {shown['token_file']}, a file that only you can read.")
     if not shown["is_chat"]:
         print("This is not a chat model: use /v1/completions, and not /v1/chat/completions.")
     elif shown["without_tools"]:

@@ -48,7 +48,7 @@ def start(arguments: argparse.Namespace) -> int:
     else:
         status = found.status()
         when = datetime.fromtimestamp(status["created"]).strftime("%Y-%m-%d %H:%M")
-        print(f"Measured on {when} with the same settings. --again measures again.", file=sys.stderr)
+        print(f"Measured on {when} with the same settings. To measure again, add --again.", file=sys.stderr)
     if arguments.json:
         print_json(status)
     else:
@@ -100,7 +100,7 @@ def _lines(status: Mapping[str, Any], spec: RunSpec) -> Iterator[str]:
         yield f"The measurement was {status['state']} after {took}."
     if status["fastest"] is not None:
         best = rows[status["fastest"]]
-        effect = "" if best["safe"] else " They change the training result slightly."
+        effect = "" if best["safe"] else " The fastest settings change the training result slightly."
         yield f"Fastest after {took}: {best['label']}, {best['gain']:.2f}x as fast as the current settings.{effect}"
         yield set_arguments(Fix(best["label"], best["patch"]).for_spec(spec))
     elif not any(row["state"] in ("faster", "same", "slower") for row in rows):

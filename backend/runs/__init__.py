@@ -9,11 +9,11 @@ incrementally, `events.py` what happened meanwhile; `health.py` finds spikes, dr
 is the list of all runs, `search.py` its columns and the search in them, `notebook.py` the tags and notes of a run;
 `oom.py` counts processes that the kernel killed; `resume_point.py` finds the checkpoint that a run resumes from;
 `stacks.py` asks every rank what it is doing; `follower.py` follows a run's job in a cluster, `clusters.py` names the
-kinds of clusters; `rehearsals.py` runs through a spec in a minute. It is one of the detached processes that start runs
-in a scratch folder (`scratch.py`), with `warm_python.py` in place of Python where one process can import the libraries
-for all (`warm_process.py`).
-`jobs.py` has the jobs that use the trained model, `validation.py` decides which validation loss is that of a run;
-`lost_weights.py` finds runs of earlier versions that lost weights, `schedule.py` predicts when waiting runs start.
+kinds of clusters; `rehearsals.py` runs through a spec in a minute. A rehearsal is one of the detached processes that
+start runs in a scratch folder (`scratch.py`); if one process can import the libraries for all runs (`warm_process.py`),
+`warm_python.py` stands in for Python. `jobs.py` has the jobs that use the trained model, `validation.py` decides which
+validation loss is that of a run; `lost_weights.py` finds runs of earlier versions that lost weights, `schedule.py`
+predicts when waiting runs start.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ NODE_JOB = "slurm-node.sh"  # what Slurm starts on each node of the job
 RAY_JOB = "ray.json"  # what the Ray job reserves and starts
 RAY_DRIVER = "ray-driver.py"  # what Ray runs: a copy of ray_driver.py
 KUBERNETES_JOB = "kubernetes.yaml"  # the objects of a Kubernetes job
-LLAMAFACTORY_RUN = "llamafactory-run.py"  # what the launcher starts with LLaMA-Factory, a copy of llamafactory_run.py
-RENDEZVOUS = "rendezvous.py"  # how its ranks meet, a copy of rendezvous.py
+LLAMAFACTORY_RUN = "llamafactory-run.py"  # what the launcher starts with LLaMA-Factory: a copy of llamafactory_run.py
+RENDEZVOUS = "rendezvous.py"  # how LLaMA-Factory's ranks meet: a copy of rendezvous.py
 LLAMAFACTORY = "train.yaml"  # LLaMA-Factory's configuration
 DATASET_INFO = "dataset_info.json"  # LLaMA-Factory's description of the data files
 JOIN = "node"  # node-1.sh, or node.sh if elastic: joins the run from another node
@@ -72,7 +72,7 @@ PROGRESS = "progress.json"  # current phase and step; replaced atomically by ran
 RESULT = "result.json"  # results of the run; replaced atomically by rank 0
 ERROR = "error.json"  # traceback, by torch's elastic error handler; with torchrun, one per rank under ranks/
 REHEARSED = "rehearsed.jsonl"  # of a rehearsal: one completed phase per line, with its time and peak memory, by rank 0
-STACKS = "stacks"  # a file per rank, by that rank: its stack when someone asks what it does
+STACKS = "stacks"  # a file per rank, by that rank: its stack traces, when a user requests them
 STOP = "stop"  # stop request, "save" or "discard", then the reason; by page, command line, supervisor or rank 0
 STOP_SPARE = ".stop-spare"  # by the supervisor at the start: becomes STOP where no file can be created
 DELETING = "deleting"  # exists once someone has begun to delete the run; says what cannot be deleted (deletion.py)
@@ -86,7 +86,7 @@ TOKEN = "token"  # in the job of a server, while it runs: what its clients have 
 EVALUATED = "evaluated.json"  # the loss of the final model on general texts, by the process of its newest evaluation
 BASE = "base.json"  # the base model as it was loaded for training: where, which revision, its fingerprint; by rank 0
 
-# In EVALUATED: that loss, and how much higher it is than the base model's.
+# In EVALUATED: the loss on general texts, and how much higher it is than the base model's.
 GENERAL_LOSS, FORGETTING = "general_loss", "forgetting"
 
 WRITTEN = (PROGRESS, METRICS, MONITOR, RESULT, ERROR)  # by the trainer; a start records which were there before it

@@ -31,7 +31,7 @@ def end(folder: Path) -> None:
     forget = f"If the cluster no longer exists, delete {JOB} in {folder}."
     make = CLUSTERS.get(name := str(read(folder).get("cluster", "")))
     if not make:
-        raise ClusterError(f"{JOB} names no known cluster, but {name!r}. {forget}")
+        raise ClusterError(f"{JOB} names the unknown cluster {name!r}. {forget}")
     cluster = make(folder)
     try:
         cluster.end(job)

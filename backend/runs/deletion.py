@@ -22,7 +22,7 @@ def is_begun(folder: Path) -> bool:
 
 
 def problem(folder: Path) -> str:
-    """What could not be deleted and why; '' if the deletion goes on or was killed."""
+    """What could not be deleted and why; '' if the deletion continues or was killed."""
     try:
         return files.read_text(folder / DELETING, errors="replace").strip()
     except OSError:
@@ -64,7 +64,7 @@ def remove_irregular(path: Path) -> None:
 
 
 def _mark(folder: Path, text: str = "") -> None:
-    """Write why the deletion has not ended. A full disk takes the mark once the log is deleted."""
+    """Write why the deletion has not ended. On a full disk, the log is deleted first to make room."""
     try:
         replace_text(folder / DELETING, text)
     except OSError as error:

@@ -70,7 +70,7 @@ def sentence(found: OutOfMemory) -> str:
     if found.total is not None:
         text += f", of {data_size(found.total)} in total"
     if found.others:
-        text += f". Other processes used {data_size(found.others)} of it"
+        text += f". Other processes used {data_size(found.others)}"
     return f"{text}."
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from backend.wording import figure
 
-# Equal GPUs differ by a few percent, and a GPU that is throttled, shared or in a slower slot by far more.
+# GPUs of one model differ by a few percent; one that is throttled, shared or in a slower slot differs by far more.
 SLOW_DEVICE = 0.85  # of the median
 SLOW_LINK = 0.5  # of the median: links between nodes are compared with each other only
 

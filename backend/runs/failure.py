@@ -155,9 +155,9 @@ KNOWN_FAILURES = (
     KnownFailure(
         r"(?i)GatedRepoError|40[13] Client Error|Client error '40[13] ",
         "The Hugging Face Hub denied access to this model or dataset.",
-        "Accept its terms on the Hub, and store a Hugging Face token of that account: below model.hub_id on the page, "
-        "or with hf auth login. HF_TOKEN in the environment of Footplate takes precedence. Or choose another model or "
-        "dataset.",
+        "Accept its terms on the Hub, and store a Hugging Face token of the same account: below model.hub_id on the "
+        "page, or with hf auth login. HF_TOKEN in the environment of Footplate takes precedence. Or choose another "
+        "model or dataset.",
         ("model.hub_id", "data.hub_id"),
     ),
     KnownFailure(
@@ -175,7 +175,7 @@ KNOWN_FAILURES = (
         ("launch.device", "launch.devices"),
         kind=DEVICE,
     ),
-    KnownFailure(  # not of an optimizer, which looks for its own state
+    KnownFailure(  # but not a KeyError in an optimizer, which looks for its own state
         r"(?ms)\A(?!.*/torch/optim/).*^KeyError: (?P<quote>['\"])(?!attribute )(?P<name>[^\n]+)(?P=quote)$",
         "The key '{name}' was not found. The most frequent cause is a missing column in the data.",
         "Compare the columns of the data files with data.format and the column options.",
@@ -215,8 +215,9 @@ KNOWN_FAILURES = (
 
 
 def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
-    """Why the last start failed. `state`: as of `start_state`; `since_ns`: when it began, if that has no versions."""
-    if "cause" in state and state.get("exit_code") is None:  # of a launcher that ran: why the run stopped itself
+    """Why the last start failed. `state`: what `start_state` returns; `since_ns`: when the start began, for a `state`
+    without file versions."""
+    if "cause" in state and state.get("exit_code") is None:  # with an exit code: why the run stopped itself
         return Failure(
             str(state["cause"]),
             "Install it, or choose another launcher with launch.launcher.",
@@ -234,7 +235,7 @@ def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
         rank = _root(log)
         traceback = _traceback(run_log, rank)
         end = run_log.rstrip().rpartition("\n")[2]
-        if OWN.match(end) and end not in traceback:  # of a job; the traceback is that of a program that it ran
+        if OWN.match(end) and end not in traceback:  # a job's error; the traceback is that of a program it ran
             traceback = end
     if not traceback and code < 0:
         return _ended_by(-code, None, run_log, state)

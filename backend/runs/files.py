@@ -28,8 +28,8 @@ class PrivateFileError(Exception):
 
 
 def held(folder: Path) -> Path:
-    """A path of the run's folder that stays valid when it is renamed or its mount is moved, and under which nothing can
-    be created again once it was deleted: the working directory of this process."""
+    """Make the run's folder the working directory of this process, and return a path to it. The path stays valid when
+    the folder is renamed or its mount is moved; once the folder was deleted, nothing can be created under the path."""
     os.chdir(folder)
     path = Path("/proc/self/cwd")
     return path if path.is_dir() else Path.cwd()  # without /proc, a renamed folder is not found again

@@ -72,7 +72,7 @@ PACKAGES = Path(__file__).resolve().parent.parent.parent  # the supervisor is im
 KILLED = "the run's supervisor process was killed, or the machine shut down."
 # What reading raises for a file that another program has changed, or that has an unexpected type.
 UNREADABLE = (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-JOB_SECONDS = 30.0  # that a deletion waits for a job which uses the model
+JOB_SECONDS = 30.0  # how long a deletion waits for a job that uses the model
 MIN_FREE_BYTES = 2**16  # progress and metrics take a few blocks
 ENDS = ("done", "stopped", "failed")
 # Files that a list reads. One that is a named pipe, for example, is damage and not a missing file.
@@ -248,7 +248,7 @@ class Run:
         """Stop what uses the model of this run, such as a merge or a chat. Raises RunError."""
         alive = [Run(path) for path in (self.path / JOBS).glob("*") if processes.is_locked(path)]
         for job in alive:
-            with contextlib.suppress(RunError):  # it has just ended
+            with contextlib.suppress(RunError):  # the job has just ended
                 job.stop(save=False)
         deadline = time.monotonic() + JOB_SECONDS
         while alive := [job for job in alive if processes.is_locked(job.path)]:
@@ -277,11 +277,12 @@ class Run:
             return "done" if self._fresh(RESULT) else "stopped" if (self.path / STOP).exists() else "failed"
         if not started_by and not self._json(STATE):  # without a lock file, state.json tells whether it was started
             return "new"
-        # The supervisor records the end before it releases the lock: without one it was killed, or just restarted.
+        # The supervisor records the end before it releases the lock. No end means that it was killed, or just
+        # restarted.
         end = self._json(STATE).get("end")
         end = end if isinstance(end, str) and end in ENDS else None  # another program has written the file
         if end or not processes.is_locked(self.path):
-            return str(end or ("done" if self._fresh(RESULT) else "lost"))  # ranks finish without their supervisor
+            return str(end or ("done" if self._fresh(RESULT) else "lost"))  # ranks outlive their supervisor
         return self._alive_state()
 
     def can(self) -> dict[str, bool]:
@@ -334,7 +335,7 @@ class Run:
 
     def stop_reason(self) -> str:
         """Why the run asked itself to stop, or could not start; '' if it did neither."""
-        if self._starter() == SHELL:  # without a supervisor, which would copy it
+        if self._starter() == SHELL:  # a supervisor would copy it to state.json
             return self._text(STOP).partition("\n")[2].strip()
         return str(self._json(STATE).get("cause", ""))
 
@@ -376,7 +377,7 @@ class Run:
 
         The log of the run has all of it in order; `rank` of `metrics.since` selects the lines of one rank.
         """
-        # Of a start, attempts have numbers; of earlier starts, only times tell which one was the last.
+        # The attempts of one start are numbered; which of the earlier starts was the last, only their times tell.
         attempts = [
             (self._fresh(f"{RANK_LOGS}/{path.parent.name}"), path.parent.stat().st_mtime_ns, _attempt(path), path)
             for path in (self.path / RANK_LOGS).glob("*/attempt_*")
@@ -428,7 +429,7 @@ class Run:
         about, shell, earlier = plan.get("about", {}), self._starter() == SHELL, kept.get("earlier_seconds")
         alive = state in ALIVE
         step = progress.get("step") or next((p["step"] for p in reversed(points) if "step" in p), None)
-        if state == "stopped":  # the step that a stop ends is saved, and not always logged
+        if state == "stopped":  # the last step is saved, but not always logged
             step = max((step or 0, *self.checkpoints())) or step
         most = progress.get("max_steps") or (self._json(PROGRESS) or {}).get("max_steps")
         step_seconds = throughput.seconds_per_step(progress, points) if state == "running" else None
@@ -473,8 +474,8 @@ class Run:
         state, step = summary["state"], summary["step"]
         if state in ALIVE and (pid := self._stopped_supervisor()) is not None:
             return (
-                f"The run's supervisor process (PID {pid}) is stopped by a signal, so it neither stops nor ends the "
-                f"run. Stop continues it, and so does kill -CONT {pid}."
+                f"The run's supervisor process (PID {pid}) is stopped by a signal, so it cannot stop the run or "
+                f"record its end. Stop resumes this process, and so does kill -CONT {pid}."
             )
         if state == "new":
             return "Ready to start."
@@ -501,7 +502,7 @@ class Run:
 
     def _sentence_of_deletion(self) -> str:
         if problem := deletion.problem(self.path):
-            return f"The run is only partly deleted: {problem} Remove what prevents it, then delete the run again."
+            return f"The run is only partly deleted: {problem} Fix this problem, then delete the run again."
         if processes.is_locked(self.path):
             return "Being deleted."
         return "Deleting was interrupted. Delete the run again; the page also does so when its server starts."
@@ -511,8 +512,8 @@ class Run:
         job = self.job()
         if job.get("silent_since"):
             since = datetime.fromtimestamp(job["silent_since"]).strftime("%H:%M")
-            text = f"The state of {job['cluster']} job {job['id']} is unknown since {since}; the job is not affected."
-            return f"{text} {job.get('problem', '')}".strip()
+            text = f"The state of {job['cluster']} job {job['id']} has been unknown since {since}"
+            return f"{text}; the job is not affected. {job.get('problem', '')}".strip()
         if state != "queued":
             return ""
         where = f"{job['cluster']}'s queue (job {job['id']})" if job.get("waits") else "the queue"
@@ -522,7 +523,7 @@ class Run:
         """What a stop waits for and until when."""
         if clusters.is_interrupted(self.path):
             cause = self._text(STOP).partition("\n")[2].strip()
-            return f"{cause} It saves a checkpoint if training has begun, and continues when the job starts again."
+            return f"{cause} The run saves a checkpoint if training has begun, and continues when the job restarts."
         deadline = self._json(STATE).get("stop_deadline")
         until = ""
         if deadline:
@@ -556,7 +557,7 @@ class Run:
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
         if job := follower.unended(self.path):
-            return f"Lost{at}: {KILLED} Its job {job} may continue; Resume follows it again, or starts another one."
+            return f"Lost{at}: {KILLED} Its job {job} may continue; Resume follows that job, or starts another one."
         return f"Lost{at}: {KILLED} {resume}".rstrip()
 
     def _disk_problem(self) -> str:

@@ -66,7 +66,7 @@ class Cluster(ABC):
         """Cancel a job; one that has ended is no error."""
 
     def wait_for_processes(self) -> str:
-        """Wait until no process of a job that has ended is left; else a sentence about those that may be."""
+        """Wait until an ended job has no processes left. Returns a sentence about those that may be left, or ''."""
         return ""
 
     def end(self, job: str) -> None:
@@ -109,7 +109,7 @@ def withdraw_interruption(folder: Path, interruption: str) -> None:
     except FileNotFoundError:
         return
     if not is_interruption(_request(aside), interruption):
-        with contextlib.suppress(FileExistsError):  # a newer request
+        with contextlib.suppress(FileExistsError):  # a newer request exists
             (folder / STOP).hardlink_to(aside)
     aside.unlink()
 
@@ -134,7 +134,7 @@ class Follower:
     def follow(self, arguments: Sequence[str]) -> int:
         """Find or submit the job, wait for its end, and return an exit status. Raises ClusterError."""
         with contextlib.suppress(OSError):
-            if SUPERVISOR in files.read_text(self.folder / LOCK):  # without one, SIGTERM ends this process
+            if SUPERVISOR in files.read_text(self.folder / LOCK):  # without a supervisor, SIGTERM ends this process
                 signal.signal(signal.SIGTERM, lambda *_: None)
         if not self._find_earlier_job():
             self.job = Job(self.cluster.submit(arguments), "SUBMITTED", waits=True)
@@ -160,7 +160,7 @@ class Follower:
         self._record()
         interruption = self.cluster.interruption
         if self.job.waits and is_interruption(stop_request(self.folder), interruption):
-            withdraw_interruption(self.folder, interruption)  # left from a failed node: the job has come back
+            withdraw_interruption(self.folder, interruption)  # left behind by a failed node: the job is back
         request = stop_request(self.folder)
         by_user = request is not None and not is_interruption(request, interruption) and not self.canceled
         if by_user and (self.job.waits or "forced" in json_values.read_object(self.folder / STATE)):
@@ -197,7 +197,7 @@ class Follower:
         self._record(ended=True)
         cause = job.cause
         if not job.end:
-            cause = f"{self.cluster.name} no longer knows the job {job.id}, so its end is not known."
+            cause = f"{self.cluster.name} no longer knows the job {job.id}, so how it ended is not known."
         if job.end == STOPPED and (request is None or is_interruption(request, self.cluster.interruption)):
             replace_text(self.folder / STOP, f"save\n{cause}\n")
         for line in filter(None, (left, cause)):

@@ -2,8 +2,8 @@
 
 Each start records which versions of the files are there before it: a supervisor in state.json, run.sh in the lock file.
 Their times would not tell after the clock was set back. A version is size and time, so that it is the same in a copy
-that keeps times (cp -p, rsync -a). Of the folder of a launch below ranks, the name tells: torchrun creates a new one
-for each launch.
+that keeps times (cp -p, rsync -a). The folder of a launch, below `ranks`, is recognized by its name: torchrun creates a
+new one for each launch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def start_state(state: Mapping[str, Any], lock: LockFile) -> dict[str, Any]:
 
 
 def is_fresh(folder: Path, name: str, state: Mapping[str, Any]) -> bool:
-    """Whether the file, or the folder of a launch, is not what was there before the last start. `state`: as of
-    `start_state`; without versions, as of an earlier run.sh, times are compared with that of the lock."""
+    """Whether the file, or the folder of a launch, is not what was there before the last start. `state`: what
+    `start_state` returns. If it has no versions, as with a run.sh of an earlier Footplate, the time of the file is
+    compared with that of the lock."""
     with contextlib.suppress(OSError):
         file = (folder / name).stat()
         if BEFORE not in state:

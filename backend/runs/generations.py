@@ -2,7 +2,8 @@
 
 The first line of generations.jsonl has the `prompts` with their references; each other line has a `step`, the `outputs`
 in the order of the prompts, for each whether it is an exact match (`correct`) and its ROUGE-L (`rouge_l`), and `scores`
-of all of them. Step 0 is before training, and null after it, when the model may be the best one of an earlier step.
+of all of them. Step 0 is before training. The step null is after training, when the model may be the best one, from an
+earlier step.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def read(folder: Path) -> dict[str, Any]:
     for part in text.splitlines():
         try:
             line = json.loads(part)
-        except (ValueError, RecursionError):  # it was cut off when the process was killed
+        except (ValueError, RecursionError):  # the line was cut off when the process was killed
             continue
         if not isinstance(line, dict):
             continue

@@ -18,13 +18,13 @@ from backend.wording import data_size
 KEPT, NEEDED = 50, 20  # earlier figures that a new one is compared with: at most, and at least
 SPREADS = 6.0  # standard deviations, estimated from the median absolute deviation
 DEVIATION = 1.4826  # a normal distribution's standard deviation in median absolute deviations
-ADOPTED = 10  # unusual figures in a row are a new level, which later ones are compared with
+ADOPTED = 10  # this many unusual figures in a row are a new level, which later ones are compared with
 
 FIRST_LOSSES, LAST_LOSSES = 3, 5  # what is compared for a rise over the whole run; a spike needs more points
 FEWEST_LOSSES = 2  # instead of LAST_LOSSES, with an evaluation or at the end
-# (factor, distance) by which the loss is above all of the first losses; above the very first one, which is that of the
-# untrained model; or above the least of them, after which it may have exploded at once. Both must be exceeded, since a
-# loss near 0 easily multiplies.
+# (factor, distance) by which a loss must exceed all of the first losses; the very first one, that of the untrained
+# model; or the lowest of them, after which the loss may have exploded at once. Factor and distance must both be
+# exceeded, since a loss near 0 easily doubles.
 ABOVE_ALL, ABOVE_FIRST, ABOVE_LEAST = (3.0, 3.0), (5.0, 7.0), (10.0, 10.0)
 
 LOSS, GRADIENT, THROUGHPUT, NOT_FINITE = "loss spike", "gradient spike", "throughput drop", "non-finite loss"
@@ -43,7 +43,7 @@ SLOW_FACTOR = 1.5  # times the median of the other ranks
 DATA_SHARE = 0.3  # of the time
 IDLE_PERCENT = 10.0
 CHECKPOINTS_LEFT = 1.5  # free space, in checkpoints, below which the disk is nearly full
-BYTES_LEFT = 1024**3  # the same before the first checkpoint
+BYTES_LEFT = 1024**3  # free bytes below which it is nearly full before the first checkpoint
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Level:
         self._unusual: list[float] = []
 
     def add(self, value: Any) -> float | None:
-        """Take note of a value. Returns the usual one if this value completes a row of unusual ones."""
+        """Take note of a value. Returns the usual value if this one completes a series of unusual values."""
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             return None
         new = math.log(value)
@@ -163,7 +163,7 @@ class Curves:
         return [found] if found else []
 
     def _check_rise(self, needed: int) -> list[Alert]:
-        """While it trains, a rise that was reported as a spike is not reported again: the loss may still recover."""
+        """During training, a rise that was reported as a spike is not reported again: the loss may still recover."""
         found = None if self._spiked else self._rise.check(needed)
         return [found] if found else []
 
@@ -211,7 +211,7 @@ class Ranks:
         self._reported: set[tuple[str, int]] = set()
 
     def add(self, ranks: Sequence[Mapping[str, Any]]) -> list[Alert]:
-        """The alerts of a new measurement. Each rank has one alert of a kind until it is well again."""
+        """The alerts of a new measurement. Each rank has one alert of a kind until the rank has recovered."""
         self._samples.append(ranks)
         if len(self._samples) < SAMPLES:
             return []
@@ -221,7 +221,7 @@ class Ranks:
         return new
 
     def _means(self, key: str) -> dict[int, float]:
-        """The mean of a measurement, of each rank that has it."""
+        """The mean of a measurement for each rank that has it."""
         columns = zip(*self._samples, strict=True)
         return {
             rank: statistics.fmean(sample[key] for sample in column)

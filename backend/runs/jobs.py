@@ -33,7 +33,7 @@ MODULES = {  # kind -> its process
     SERVE: "backend.serve",
     PUBLISH: "backend.publish",
 }
-STOP_SECONDS = 5.0  # there is nothing to save
+STOP_SECONDS = 5.0  # a job has nothing to save
 MUTEX = ".start-lock"  # in the folder of the jobs
 
 
@@ -101,7 +101,7 @@ def delete(run: Run, job: Run) -> None:
 
 @contextlib.contextmanager
 def alone(run: Run) -> Iterator[None]:
-    """One start at a time, for two pages whose users click at once."""
+    """Lets one caller at a time start a job, for two pages whose users click at once."""
     place = run.path / JOBS
     place.mkdir(mode=0o700, exist_ok=True)
     with files.open_to_append(place / MUTEX) as mutex:
@@ -118,7 +118,7 @@ def require_ended(run: Run, kind: str, what: str) -> None:
 
 def place(run: Run, is_light: bool) -> tuple[dict[str, str], dict[str, str]]:
     """The environment and the devices of a job: the first device of the run. On the CPU, a light job has one thread and
-    runs beside trainings; others have the threads of the run and wait for the CPU as it did."""
+    runs next to trainings; other jobs have the threads of the run and wait for the CPU as the run did."""
     plan, resolved = run.plan(), run.resolved()
     env = {name: value for name, value in {**plan.defaults, **plan.env}.items() if name != "PYTHONPATH"}
     devices = dict(list(plan.devices.items())[:1])

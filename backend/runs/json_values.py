@@ -1,7 +1,7 @@
 """JSON in the files of a run, with text that can be shown.
 
-JSON can have half of a UTF-16 pair as an escape ("\\ud800"), which Python accepts, and which no UTF-8 text, no
-terminal, no font and no strict JSON writer does: one in a run's name would hide the whole list of runs.
+JSON can escape half of a UTF-16 pair ("\\ud800"). Python accepts such a lone surrogate, but UTF-8, terminals, fonts and
+strict JSON writers do not: one in a run's name would hide the whole list of runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def parse(text: str) -> Any:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number: JSON written by Python may have NaN and Infinity."""
+    """Whether `value` is a finite number: JSON written by Python may have NaN and Infinity."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -41,7 +41,7 @@ INTERRUPTED = "Kubernetes interrupted the run."  # in the stop file, by a pod th
 INSTALL = "pip install 'footplate[kubernetes]'"
 REQUEST_SECONDS = 20.0
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")  # of the pod in which the page runs
-CANCEL_GRACE_SECONDS = 15  # of the pods of a job that is canceled: it waits, or had its time for a checkpoint
+CANCEL_GRACE_SECONDS = 15  # for pods of a canceled job, which waits or had its time for a checkpoint
 NAME_LENGTH = 30  # of the run: with prefix and suffix 50 of 63, since Kubernetes appends numbers of jobs and pods
 
 Tree = dict[str, Any]
@@ -74,7 +74,7 @@ class Api:
         try:
             if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
                 config.load_incluster_config(client_configuration=configuration)
-                self.namespace = files.read_text(OWN_NAMESPACE.resolve()).strip()  # a link to the current version
+                self.namespace = files.read_text(OWN_NAMESPACE.resolve()).strip()  # the path is a link
             else:
                 config.load_kube_config(kubeconfig(), client_configuration=configuration)
                 current = config.list_kube_config_contexts(kubeconfig())[1]
@@ -100,7 +100,7 @@ class Api:
             if status == 401:
                 text = "your credentials are missing or have expired"
             raise kind(f"Kubernetes at {self.host} refuses the request: {text.rstrip('.')}.") from None
-        except Exception as error:  # urllib3's own, and those of credential plugins
+        except Exception as error:  # errors of urllib3 and of credential plugins
             reason = getattr(error, "reason", error)
             raise ClusterError(f"Kubernetes does not respond at {self.host} ({reason}).") from None
 
@@ -132,7 +132,7 @@ class Api:
             self.call(function, group, version, namespace, plural, name, propagation_policy="Foreground")
 
     def delete_pods(self, job: str, grace_seconds: int) -> None:
-        """Delete the pods of a job that is being deleted, which would otherwise have the time of a stop that saves."""
+        """Delete the pods of a job that is being deleted; otherwise they would get the time of a stop that saves."""
         for pod in self.pods(job):
             with contextlib.suppress(Gone):
                 where, more = pod["metadata"], {"grace_period_seconds": grace_seconds, "_preload_content": False}
@@ -307,7 +307,7 @@ class Kubernetes(Cluster):
                 if ended.get("reason") == "OOMKilled":
                     return (
                         f"The pod {pod['metadata']['name']} was killed because it used more memory than its limit. "
-                        "Increase kubernetes.memory_gib, or reduce what the run keeps in RAM, such as offloading."
+                        "Increase kubernetes.memory_gib, or keep less in RAM, for example by offloading less."
                     )
                 if ended.get("reason") not in ("Error", "Completed"):
                     text = str(ended.get("message") or ended.get("reason") or "it has no reason").rstrip(".")

@@ -61,9 +61,9 @@ class Node:
         """The attempt that this pod takes part in, from 0."""
         ended = [int(file.name.rpartition("-")[2]) for file in self.folder.glob("ended-*")]
         attempt = max([-1, *ended]) + 1
-        if self.marker.exists():  # this node's earlier pod
+        if self.marker.exists():  # written by an earlier pod of this node
             before = int(files.read_text(self.marker))
-            if before >= attempt:  # which was killed before it recorded the end
+            if before >= attempt:  # that pod was killed before it recorded the end
                 self.end_attempt(before, BROKEN)
             attempt = max(attempt, before + 1)
         self.marker.write_text(str(attempt), encoding="utf-8")
@@ -87,7 +87,7 @@ class Node:
             return ""
 
     def failures(self) -> int:
-        """Attempts that have failed."""
+        """How many attempts have failed."""
         return sum(files.read_text(file) == BROKEN for file in self.folder.glob("ended-*"))
 
     # -- processes -----------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Node:
             withdraw_interruption(Path(), INTERRUPTED)
         env = {**os.environ, ERROR_FILE: str(Path(ERROR).resolve()), RUN_MARKER: str(self.marker)}
         env["PET_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"  # not SIGTERM, after which the ranks could not save
-        env["PET_MASTER_PORT"] = str(int(env["PET_MASTER_PORT"]) + attempt % 100)  # no stale store of an earlier one
+        env["PET_MASTER_PORT"] = str(int(env["PET_MASTER_PORT"]) + attempt % 100)  # no stale store of another attempt
         if not _wait_for_name(env["PET_MASTER_ADDR"]):
             _say(f"The host name {env['PET_MASTER_ADDR']} of the first node is not known.")
             return self._exit_status(self.end_attempt(attempt, BROKEN))
@@ -191,7 +191,7 @@ def _say(text: str) -> None:
 
 
 def _wait_for_name(host: str) -> bool:
-    """Whether the host name of the first node is known in time. It is once that pod has a node."""
+    """Whether the host name of the first node becomes known in time: once its pod was scheduled."""
     until = time.monotonic() + NAME_SECONDS
     while time.monotonic() < until:
         try:
@@ -212,8 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not Path(given.folder, SPEC).is_file() or not os.access(given.folder, os.W_OK):
         where = Path(given.folder).resolve()
         _say(
-            f"The pod lacks read or write access to the run's folder {where}. It must be in one of "
-            "kubernetes.volumes, under the same path as where the run was started, and belong to the user of the pod."
+            f"The pod lacks read or write access to the run's folder {where}. This folder must belong to the "
+            "pod's user and be in one of kubernetes.volumes, with the same path as on the machine that started the run."
         )
         return 1
     os.chdir(given.folder)

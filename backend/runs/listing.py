@@ -45,8 +45,8 @@ from backend.runs.search import SCORES
 
 Row = dict[str, Any]
 INDEX = ".index.json"  # in the runs folder: the rows of runs that are not alive
-INDEX_AFTER = 50  # rows that were read since the index was written: fewer are read again faster than it is written
-REST = 10  # a scan that is long is followed by a pause of that many times its CPU time
+INDEX_AFTER = 50  # rows read since the index was written: rereading fewer is faster than writing it
+REST = 10  # a long scan is followed by a pause of this many times its CPU time
 SHORT_SECONDS = 0.02  # of CPU time: a shorter scan needs no pause. On a busy machine, small folders stay up to date
 MAX_REMOVED = 10_000  # deleted runs that are remembered for clients
 SETTLED = ("new", "done", "stopped", "failed", "lost")  # change only with the run's files
@@ -94,12 +94,12 @@ def _details(run: Run, state: str) -> Row:
         "eval_loss": validation.loss(run.path, result),
         "tokens_per_second": throughput.tokens_per_second(result, points),
         "peak_memory": max(filter(None, map(_number, peaks if isinstance(peaks, list) else ())), default=None),
-        "checkpoint": max(run.checkpoints(), default=None) if state in ENDED_EARLY else None,  # that Resume would use
+        "checkpoint": max(run.checkpoints(), default=None) if state in ENDED_EARLY else None,  # for Resume
         "failure": failure["sentence"] if failure else "",
         "mark": found.name,
         "warning": found.sentence,
         "sweep": part.sweep if part else "",
-        # A run that has a name of its own is listed by it.
+        # A run that the user has named is listed by that name.
         "varied": sweeps.label(part.varied) if part and not notebook.read(run.path).name else "",
         **{name: _number(result.get(f"{name}_after")) for name in SCORES},
         **{name: _number(result.get(f"eval_{name}")) for name in REWARDS},
@@ -113,7 +113,7 @@ def _forgotten(run: Run) -> Row:
         found = json_values.read(run.path / EVALUATED)
         is_current = found.get("model") == (run.path / MODEL).stat().st_mtime_ns  # the run may have trained another one
         return {name: _number(found.get(name)) for name in FORGOTTEN} if is_current else {}
-    except (OSError, ValueError, AttributeError):  # it was not evaluated
+    except (OSError, ValueError, AttributeError):  # the run was not evaluated
         return {}
 
 
@@ -275,7 +275,7 @@ def _stamp(path: str) -> int | None:
             found += (status.st_ino, status.st_ctime_ns, status.st_size)
         except OSError:
             found.append(0)
-    return hash(tuple(found))  # of integers: the same in every process
+    return hash(tuple(found))  # a hash of integers is the same in every process
 
 
 # -- the index ---------------------------------------------------------------------------------------------------------

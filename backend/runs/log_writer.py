@@ -30,7 +30,7 @@ class Log:
         self.lock = threading.RLock()
 
     def add(self, data: bytes) -> None:
-        """Append `data`. Of more than KEPT_BYTES that wait, the rest is counted and left out."""
+        """Append `data`. If more than KEPT_BYTES wait, the rest is counted and left out."""
         with self.lock:
             room = KEPT_BYTES - len(self.waiting)
             self.waiting += data[:room]
@@ -38,7 +38,7 @@ class Log:
             self.flush()
 
     def flush(self) -> bool:
-        """Write what waits; whether all of it could be written."""
+        """Write what waits. Returns whether all of it could be written."""
         with self.lock:
             try:
                 self._write()
@@ -46,7 +46,7 @@ class Log:
                     note, self.lost = f"\n{self.lost} bytes of output are missing here: the disk was full.\n", 0
                     self.waiting += note.encode()
                     self._write()
-            except OSError:  # tried again
+            except OSError:  # writing is tried again later
                 return False
         return True
 

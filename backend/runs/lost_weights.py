@@ -67,7 +67,7 @@ def _resumed(run: Run) -> tuple[str, str] | None:
         lost = [0]  # earlier versions did not mark that a new run resumed from a checkpoint of another one
     for point in resumes(run.path / METRICS):
         step = int(point["step"])
-        lost = [earlier for earlier in lost if earlier < step]  # continues from before the loss
+        lost = [earlier for earlier in lost if earlier < step]  # this run continues from before the loss
         if step and not point.get(ALL_WEIGHTS):
             lost.append(step)
     if not lost:

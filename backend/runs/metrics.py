@@ -116,7 +116,7 @@ def _incomplete_character(data: bytes) -> int:
 
 
 def _text(data: bytes, rank: int | None) -> str:
-    """The text as a terminal shows it: of a line that was overwritten (a progress bar), the last state.
+    """The text as a terminal shows it: for a line that was overwritten (a progress bar), the last state.
 
     torchrun's `--tee=3` begins every line of a rank with `[defaultN]:`; with `rank`, only its lines are returned.
     """
@@ -148,7 +148,7 @@ def read_points(path: Path) -> list[Point]:
 
 def stream_points(path: Path) -> Iterator[Point]:
     """The points that `read_points` returns, one at a time: a run may have millions of them."""
-    resumes: list[tuple[int, float]] = []  # where a line ends that removes the points after a step
+    resumes: list[tuple[int, float]] = []  # (end of a line, step after which this line removes points)
     with contextlib.suppress(FileNotFoundError), files.open_to_read(path) as file:
         offset = 0
         for line in file:
@@ -248,8 +248,8 @@ def gaps(path: Path) -> list[tuple[float, float]]:
 
 
 class Gaps:
-    """Finds where points are missing: a run that resumes after step k has logged until there, so that the last point
-    before is at most one logging interval away. `found`: (step of the last point, step of the resume)."""
+    """Finds where points are missing: a run that resumes after step k has logged until there, so the last point before
+    the resume is at most one logging interval away. `found`: (step of the last point, step of the resume)."""
 
     def __init__(self) -> None:
         self.found: list[tuple[float, float]] = []
@@ -301,7 +301,7 @@ def last_value(path: Path, key: str) -> Any:
 
 
 def last_values(path: Path, keys: Sequence[str], first_step: int = 0) -> dict[str, Any]:
-    """As `last_value`, of each key, without points before `first_step`."""
+    """Same as `last_value`, for each key, without points before `first_step`."""
     names = ('"event"', *(f'"{key}"' for key in keys))
     lines = [line for line in tail(path, cap=256 * 1024).text.splitlines() if any(name in line for name in names)]
     points = [p for p in _kept_points(line.encode() for line in lines) if p.get("step", 0) >= first_step]
@@ -330,7 +330,7 @@ def parse(lines: Iterable[bytes]) -> list[Point]:
 
 
 def _point(text: str) -> Any:
-    """The object of one line; of a line that a crash cut off and the next start continued, the second object."""
+    """The object of one line. If a crash cut the line off and the next start continued it: the second object."""
     for part in (text, text[text.rfind("{") :]):
         with contextlib.suppress(ValueError):
             return DECODER.decode(part)

@@ -1,4 +1,4 @@
-"""Processes that the kernel has killed because memory ran out, as far as they can be those of a run.
+"""Processes that the kernel has killed because memory ran out, as far as they can belong to a run.
 
 Imports only the standard library. The kernel counts them for each cgroup, such as that of a container, a Slurm job or a
 service; killed processes of other cgroups do not belong to this run.
@@ -13,8 +13,8 @@ SYSTEM = Path("/")
 
 
 def kills(system: Path = SYSTEM) -> int:
-    """Processes of this process's cgroup that were killed since it was made; since boot, of the whole machine, if the
-    kernel does not count them for each cgroup."""
+    """How many processes of this cgroup were killed since it was created. If the kernel does not count them for each
+    cgroup: how many of the whole machine, since boot."""
     for file in (*_files(system), system / "proc/vmstat"):
         with contextlib.suppress(OSError, ValueError):
             for line in file.read_text(encoding="ascii").splitlines():

@@ -22,7 +22,7 @@ class Output:
         self._log = self._read = self._write = -1
 
     def open(self) -> int:
-        """Start the process; the end of the pipe for the launcher. Raises OSError."""
+        """Start the process, and return the launcher's end of the pipe. Raises OSError."""
         self._log = files.open_regular(self.folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._read, self._write = os.pipe()
         self._start()
@@ -35,7 +35,7 @@ class Output:
         self._write = -1
 
     def keep(self) -> None:
-        """Start the process again if something has killed it. Nothing that it has read is in the pipe any more."""
+        """Start the process again if something has killed it. What it has already read is no longer in the pipe."""
         if processes.started(self.pid) != self._started:
             with contextlib.suppress(OSError):
                 self._start()
@@ -49,7 +49,7 @@ class Output:
             time.sleep(0.01)
 
     def _start(self) -> None:
-        # Without the environment: it has no marker of the run, with whose processes it must not be ended.
+        # No environment, so no run marker: this process must not be ended with those of the run.
         command = [sys.executable, "-I", "-S", log_writer.__file__]
         process = subprocess.Popen(command, stdin=self._read, stdout=self._log, env={}, start_new_session=True)
         self.pid, self._started = process.pid, processes.started(process.pid)

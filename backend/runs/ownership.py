@@ -42,7 +42,7 @@ def problem(folder: Path) -> str:
 
 
 def access_help(folder: Path, error: OSError) -> str:
-    """How to get access to a folder without permissions, as a sentence after a space; '' for other errors."""
+    """How to get access to a folder that denies it, as a sentence after a space; '' for other errors."""
     return f" Run `chmod u+rwx {folder}` to get access." if isinstance(error, PermissionError) else ""
 
 
@@ -72,7 +72,7 @@ def exposure(path: Path, owners: Collection[int], is_above: bool = False) -> str
     status = os.lstat(path)
     if status.st_uid not in owners:
         return f"belongs to {user_name(status.st_uid)}"
-    if stat.S_ISLNK(status.st_mode):  # its mode has no meaning
+    if stat.S_ISLNK(status.st_mode):  # the mode of a link has no meaning
         return ""
     mode = f"(mode {stat.S_IMODE(status.st_mode):04o})"
     if status.st_mode & stat.S_IWOTH and not (is_above and status.st_mode & stat.S_ISVTX):
@@ -83,7 +83,7 @@ def exposure(path: Path, owners: Collection[int], is_above: bool = False) -> str
 
 
 def trusted_owners(folder: Path) -> frozenset[int]:
-    """The users whose files in `folder` are safe: this one, root, and the owner of this program, who decides what it
+    """The users whose files in `folder` are safe: this user, root, and the owner of this program, who decides what it
     does anyway (as in a container that runs as root in a mounted checkout)."""
     return frozenset({0, os.getuid(), own_uid(folder), os.stat(__file__).st_uid})
 

@@ -20,7 +20,7 @@ from backend.runs import LOCK, RUN_MARKER, files, lock_file
 
 PROC = Path("/proc")
 POLL_SECONDS = 0.05
-SIGKILL_SECONDS = 8.0  # that killed processes may take to end
+SIGKILL_SECONDS = 8.0  # how long killed processes may take to end
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def acquire_lock(folder: Path, seconds: float = 1.0) -> int | None:
 
 
 def release(lock: int) -> None:
-    """Let go of a lock. Closing the file alone would keep it while another process has the descriptor too, such as the
-    one that forked this process and has not ended yet."""
+    """Let go of a lock. Closing the file alone would keep the lock while another process has the descriptor too, such
+    as the one that forked this process and has not ended yet."""
     fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
 
@@ -69,7 +69,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def run_processes(folder: Path, tree: int = 0, spare: int = 0) -> set[Process]:
-    """Living processes with the run marker, or below the process `tree`, without the calling process and `spare`."""
+    """Living processes with the run marker, or below the process `tree`, except the calling process and `spare`."""
     places = (str(folder.resolve()), lock_file.read(folder).place)
     marker, earlier = (f"{RUN_MARKER}={place}".encode() for place in places)
     table, found = {}, set()
@@ -78,7 +78,7 @@ def run_processes(folder: Path, tree: int = 0, spare: int = 0) -> set[Process]:
             continue
         pid = int(entry.name)
         table[pid] = status
-        with contextlib.suppress(OSError):  # of another user, or ended
+        with contextlib.suppress(OSError):  # the process belongs to another user, or has ended
             variables = (entry / "environ").read_bytes().split(b"\0")
             if marker in variables or (earlier in variables and works_in(pid, folder)):
                 found.add(pid)

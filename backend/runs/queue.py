@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its supervisor is still waiting."""
+        """Whether the run's supervisor is still waiting."""
         return processes.is_locked(Path(self.run)) or bool(self.pid and processes.started(self.pid) == self.started)
 
 
@@ -74,7 +74,7 @@ class Turn:
     leases: tuple[int, ...] | None = None
     reason: str = ""
     is_final: bool = False
-    in_use: bool = False  # by a program outside of the queue, which takes a while to ask for
+    in_use: bool = False  # by a program outside of the queue; checking this takes a while
 
 
 def folder() -> Path:
@@ -87,7 +87,7 @@ def folder() -> Path:
         message = f"The queue folder belongs to another user; set {FOLDER} to a folder that you own"
         raise PermissionError(1, message, str(found))
     if why := ownership.exposure(found, (os.getuid(), ownership.own_uid(found))):
-        message = f"The queue folder {why}; run chmod go-w on it, or set {FOLDER} to a folder of your own"
+        message = f"The queue folder {why}; run chmod go-w on it, or set {FOLDER} to a folder that you own"
         raise PermissionError(1, message, str(found))
     return found
 
@@ -213,8 +213,8 @@ def _predecessor(entry: Entry) -> Turn | None:
 
 @contextlib.contextmanager
 def _leases() -> Iterator[list[int]]:
-    """The descriptors of the leases that are taken; released after an error such as a full disk. While this process
-    kept them open, it would wait for itself."""
+    """A list for the descriptors of the leases that are taken. After an error, such as a full disk, they are released:
+    if this process kept them open, it would wait for itself."""
     taken: list[int] = []
     try:
         yield taken
@@ -243,7 +243,7 @@ def slots(name: str) -> list[str]:
 
 
 def _lock_one(names: Sequence[str], holder: str, taken: list[int]) -> tuple[bool, str]:
-    """Take the first lease that is free: whether there is one, and who holds the last one."""
+    """Take the first lease that is free. Returns whether there was one, and who holds the last one."""
     found = ""
     for name in names:
         before = len(taken)
@@ -256,7 +256,7 @@ def _lock_one(names: Sequence[str], holder: str, taken: list[int]) -> tuple[bool
 
 
 def _lock(path: Path, holder: str, taken: list[int]) -> str:
-    """Take a lease; who holds it, or '' if it was free."""
+    """Take a lease. Returns who holds it, or '' if it was free."""
     lease, is_ours = _open(path)
     taken.append(lease)
     try:
@@ -285,7 +285,7 @@ def _holder(lease: int, runs: Path) -> str:
     if uid is not None and uid != os.getuid():
         return (
             f"The process {pid} of {ownership.user_name(uid)} (to start without waiting for runs of other users, set "
-            f"{FOLDER} to a folder of your own)"
+            f"{FOLDER} to a folder that you own)"
         )
     text = os.pread(lease, 5000, 0).decode(errors="replace").strip() if status.st_uid == os.getuid() else ""
     run = Path(printable(text))
@@ -358,7 +358,7 @@ def _unusable(devices: Mapping[str, str]) -> str:
 def touch(leases: Sequence[int]) -> None:
     """Mark the lease files as in use."""
     for lease in leases:
-        with contextlib.suppress(OSError):  # of another user
+        with contextlib.suppress(OSError):  # the file of another user
             os.utime(lease)
 
 
@@ -427,7 +427,7 @@ def _holder_sentence(mutex: int) -> str:
 
 
 def _read() -> list[Entry]:
-    """The order as written; empty if there is none or it is damaged. Entries that are no runs are left out."""
+    """The order as written; empty if there is none or it is damaged. Entries that are not runs are left out."""
     try:
         found = json_values.read(folder() / ORDER)
     except (FileNotFoundError, files.IrregularFile, ValueError, RecursionError):

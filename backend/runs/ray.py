@@ -28,7 +28,7 @@ ADDRESS = "RAY_API_SERVER_ADDRESS"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 REQUEST_SECONDS = 20.0
-NODE_SECONDS = 40.0  # for the end of the processes of a node after its job
+NODE_SECONDS = 40.0  # how long the processes of a node may take to end after the job
 # Variables that a job gets from the environment of its submission; the nodes have their own PATH and HOME.
 INHERITED = ("XDG_CACHE_HOME", "FOOTPLATE_CACHE", "HF_HOME", "HF_HUB_CACHE")
 ENDED: Mapping[str, str] = {"SUCCEEDED": DONE, "STOPPED": STOPPED, "FAILED": FAILED}
@@ -139,8 +139,8 @@ class Ray(Cluster):
         request(f"/api/jobs/{job}/stop", method="POST")
 
     def wait_for_processes(self) -> str:
-        """Wait for the end of the processes: each node has a file while some may be running there. Else a sentence
-        about them."""
+        """Wait for the end of the processes: each node has a file while some may be running there. Returns a sentence
+        about those that are left, or ''."""
         until = time.monotonic() + NODE_SECONDS
         while left := sorted(self.folder.joinpath(RAY_NODES).glob("*")):
             if time.monotonic() > until:
@@ -170,7 +170,7 @@ def _message(about: Mapping[str, Any]) -> str:
     """Why a job failed whose driver did not start, from the end of its message."""
     lines = [line.strip() for line in str(about.get("message", "")).splitlines() if line.strip()]
     last = lines[-1][:MESSAGE].rstrip(".") if lines else "it ended without a message"
-    return f"The Ray job could not start: {last}. Does ray.python name the Python of the cluster's Ray?"
+    return f"The Ray job could not start: {last}. Set ray.python to the Python that has the cluster's Ray."
 
 
 if __name__ == "__main__":

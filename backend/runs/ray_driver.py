@@ -25,8 +25,8 @@ LOG, STOP, STATUS, NODES, JOB = "log.txt", "stop", "ray-status.json", "ray-nodes
 SAYS = "backend.runs.follower: "  # Footplate shows the rest of the line as the cause of the failure
 POLL_SECONDS = 0.5
 SHARED_SECONDS = 30  # until a file that the driver has written is visible on the other nodes
-WAIT_SECONDS = 60  # for the other nodes after the first one has ended
-NODE_SECONDS = 40  # for the end of the processes of a node
+WAIT_SECONDS = 60  # how long to wait for the other nodes after the first has ended
+NODE_SECONDS = 40  # how long the processes of a node may take to end
 KEPT_BYTES = 2**26
 UNITS = ("CPU", "GPU")
 LOST = -1  # exit status of a node that does not respond
@@ -53,7 +53,7 @@ class Node:
         while not self._sees(folder, job):
             if time.monotonic() > until:
                 where = f"The Ray node {ray.util.get_node_ip_address()} does not see the run's folder {folder}"
-                return f"{where}. All nodes need it under the same path, as a user who may write to it."
+                return f"{where}. All nodes need this folder under the same path, with write access."
             time.sleep(1)
         if not os.access(python, os.X_OK):
             return f"The Ray node {ray.util.get_node_ip_address()} has no Python at {python}."
@@ -123,7 +123,7 @@ class Driver:
             self.wait_for_nodes()
             if status == 0 or Path(STOP).exists():
                 return max(0, status)
-            self.arguments = []  # from now on from the last complete checkpoint
+            self.arguments = []  # later attempts resume from the last complete checkpoint
         if status == LOST:
             print(f"{SAYS}A node of the Ray cluster failed.", flush=True)
         return 1
@@ -208,7 +208,7 @@ class Driver:
         return failed[0] if failed else 0 if len(statuses) == self.count else 1
 
     def write(self, lines: bytes) -> None:
-        """Append to the log; what a full disk has no room for waits for the next lines."""
+        """Append to the log. What a full disk has no room for is written with the next lines."""
         self.unwritten += lines
         try:
             while self.unwritten:

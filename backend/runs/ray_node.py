@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
     command = [*json.loads(files.read_text(folder / RAY_JOB))["command"], *arguments[1:]]
     launcher = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
     while (status := launcher.poll()) is None:
-        if select.select([sys.stdin], [], [], POLL_SECONDS)[0]:  # closed: nothing is written to it
+        if select.select([sys.stdin], [], [], POLL_SECONDS)[0]:  # readable means closed: nothing is written to stdin
             break
     if status is None:
         launcher.kill()

@@ -1,6 +1,6 @@
 """Rehearsals: runs in a scratch folder, one that trains two steps with a crash between them, and one that loads the
-model that it saved; before them one that measures several GPUs, or, for a run that is planned for another machine, one
-that builds a small model.
+model that the first one saved; before them one that measures several GPUs, or, for a run that is planned for another
+machine, one that builds a small model.
 
 A rehearsal is a folder in `.rehearsals` of the runs folder; its state is computed from the files of its runs. `python
 -m backend.runs.rehearsals FOLDER` is the detached process that starts one run after the other; it holds the lock of the
@@ -252,7 +252,7 @@ class Driver:
                 self.warm_process.start(run)
             if self._stop_requested() and not requested:
                 requested = True
-                with contextlib.suppress(RunError):  # it has just ended
+                with contextlib.suppress(RunError):  # the run has just ended
                     run.stop(save=False)
             time.sleep(POLL_SECONDS)
         return "stopped" if requested else state
@@ -270,7 +270,7 @@ class Driver:
 def _failure(rehearsal: Rehearsal, part: str, run: Run) -> dict[str, Any]:
     """The failure of a run, with the phase in which it ended."""
     found = run.failure() or {"sentence": run.summary()["sentence"], "help": "", "traceback": "", "fields": []}
-    if "killed" in [line["phase"] for line in recorded(run)][-1:]:  # once more, after the resume
+    if "killed" in [line["phase"] for line in recorded(run)][-1:]:  # killed once more, after the resume
         sentence = "The run did not resume from the checkpoint of step 1: it trained that step again."
         return found | {"phase": label("resume"), "sentence": sentence, "help": "See the log."}
     return {"phase": label(rehearsal.current_phase(part)), **found}

@@ -42,10 +42,10 @@ class ResumePoint:
     def sentence(self) -> str:
         """What Resume does, for users."""
         if self.problem:
-            return f"It cannot be resumed: {self.problem}"
+            return f"The run cannot be resumed: {self.problem}"
         if self.checkpoint is None:
             kind = "no checkpoint with optimizer state" if self.weights_only else "no checkpoint"
-            return f"There is {kind}, so it would start again at step 0."
+            return f"There is {kind}, so the run would start again at step 0."
         why = "; ".join(f"{name} {problem}" for name, problem in self.skipped.items())
         return f"Resume continues from checkpoint {step_of(self.checkpoint)}{f': {why}' if why else ''}."
 
@@ -190,7 +190,7 @@ def _size(path: Path) -> int:
 
 
 def fingerprint(path: Path) -> tuple[int, str]:
-    """Size and hash of a file; of a large one, the hash of blocks that are spread evenly over it."""
+    """Size and hash of a file; for a large file, the hash of blocks that are spread evenly over it."""
     with files.open_to_read(path) as file:
         size, digest = file.seek(0, 2), hashlib.sha256()
         if size <= WHOLE_BYTES:

@@ -26,7 +26,7 @@ ROUNDED = ((600, 60), (3600, 300), (6 * 3600, 1800), (48 * 3600, 3600), (float("
 
 @dataclass(frozen=True)
 class Span:
-    """Between `low` and `high` seconds; or why that is not known, the end of a sentence."""
+    """A time between `low` and `high` seconds; or `unknown`: why it is not known, as the end of a sentence."""
 
     low: float = 0.0
     high: float = 0.0
@@ -37,7 +37,7 @@ class Span:
         return Span(self.low + other.low, self.high + other.high, self.unknown or other.unknown)
 
     def within(self, seconds: float) -> Span:
-        """This time, cut at a limit of so many seconds; 0 is no limit."""
+        """This time, limited to that many seconds; 0: no limit."""
         if seconds <= 0:
             return self
         return Span(0.0, seconds) if self.unknown else Span(min(self.low, seconds), min(self.high, seconds))
@@ -62,7 +62,7 @@ def _rounded(seconds: float) -> float:
 
 
 def latest(spans: Iterable[Span]) -> Span:
-    """When the last of them is over."""
+    """When the last of these spans is over."""
     found = list(spans)
     unknown = next((span.unknown for span in found if span.unknown), "")
     return Span(max((s.low for s in found), default=0.0), max((s.high for s in found), default=0.0), unknown)
@@ -77,7 +77,7 @@ class Times:
 
     @property
     def sentence(self) -> str:
-        """When it starts."""
+        """When the run starts, as a sentence."""
         if self.start.unknown:
             return f"When it starts is not known: {self.start.unknown}."
         return f"Starts {self.start.when()}."
@@ -94,7 +94,7 @@ class Devices:
         return latest(slots[_first(slots)] for slots in map(self._slots, names))
 
     def take(self, names: Iterable[str], end: Span) -> None:
-        """They are taken, from when they are free until `end`."""
+        """Mark these devices as taken, from when they are free until `end`."""
         for slots in map(self._slots, names):
             slots[_first(slots)] = end
 
@@ -140,8 +140,8 @@ def _unlimited(run: Run, summary: Mapping[str, Any], passed: float, now: float) 
 
 
 def predicted(run: Run) -> Span | None:
-    """The predicted time of a run: at least what its newest checkpoint leaves, at most the whole run, since it may
-    start from scratch; None without a prediction."""
+    """The predicted time of a run: at least what remains after its newest checkpoint, at most the whole run, since it
+    may start from scratch; None without a prediction."""
     found = _prediction(run)
     if not found.steps:
         return None
@@ -192,7 +192,7 @@ def waiting(now: float | None = None) -> dict[str, Times]:
         start = latest([free, *([before] if before else [])])
         if entry.held:
             start = Span(unknown="it is on hold")
-        elif not start.unknown and start.high <= 0:  # nothing that is known here is in its way
+        elif not start.unknown and start.high <= 0:  # no run in this queue is in its way
             start = Span(unknown="another program is using its devices")
         found[entry.run] = Times(start, start.then(remaining(run, now)))
         is_passed = before and (before.unknown or before.high > free.high)  # the runs behind it start before it
@@ -207,7 +207,7 @@ def _busy(device: str, now: float) -> list[Span]:
 
 
 def _predecessor(entry: queue.Entry, found: Mapping[str, Times], now: float) -> Span | None:
-    """When the run ends that must end first; None without one, or if it has ended."""
+    """When the run that must end first ends; None if there is no such run, or if it has ended."""
     if not entry.after or not processes.is_locked(Path(entry.after)):
         return None
     return found[entry.after].end if entry.after in found else remaining(Run(Path(entry.after)), now)
@@ -233,7 +233,7 @@ def all_runs_text(devices: Sequence[Iterable[str]], spans: Sequence[Span]) -> st
 
 
 def sweep_text(root: Path, sweep: str, now: float | None = None) -> str:
-    """When the runs of a sweep that are alive are done, a sentence; '' if none is."""
+    """When the living runs of a sweep will be done, as a sentence; '' if none is alive."""
     now = time.time() if now is None else now
     alive = [run for run, _ in sweeps.members(root, sweep) if run.state in ALIVE]
     if not alive:

@@ -179,7 +179,7 @@ def sort(rows: Iterable[Row], name: str, now: float, descending: bool = False) -
 
 
 def _sort_key(found: Any) -> Any:
-    """None for a missing value."""
+    """What a value is sorted by; None for a missing value."""
     if isinstance(found, list | tuple):
         found = " ".join(found)
     return found.lower() or None if isinstance(found, str) else found

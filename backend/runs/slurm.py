@@ -21,7 +21,7 @@ from backend.runs import JOB_SCRIPT, files
 from backend.runs.follower import DONE, FAILED, POLL_SECONDS, STOPPED, Cluster, ClusterError, Job, follow
 
 COMMAND_SECONDS = 30  # Slurm's commands retry for 10 to 20 seconds if the controller does not respond
-SUBMIT_SECONDS = 180  # longer: a job whose id did not arrive would go on without its run
+SUBMIT_SECONDS = 180  # longer, since a job whose id did not arrive would continue without its run
 SNAPSHOT = "squeue.json"  # in the cache folder: the last output of squeue
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
 # State of a job that has ended -> how its run ends, and the cause.
@@ -108,7 +108,7 @@ def jobs(max_age: float = POLL_SECONDS) -> dict[str, Job]:
 
 
 def parse(output: str) -> dict[str, Job]:
-    """The jobs in the output of squeue. Of an array, each task is a job."""
+    """The jobs in the output of squeue. Each task of an array is a job."""
     rows = (line.strip().split("|") for line in output.splitlines())
     return {row[0]: _job(row[0], row[1].rstrip("+*"), row[2], row[3]) for row in rows if len(row) == 4}
 

@@ -133,7 +133,7 @@ def _read(rank: int, path: Path, condition: str) -> RankStack:
 
 
 def _collectives(path: Path) -> tuple[float, dict[str, Collective]]:
-    """When the rank wrote them, and process group -> the collective that it entered last."""
+    """When the rank wrote its collectives, and process group -> the collective that the rank entered last."""
     try:
         kept = json_values.parse(_text(path))
         return float(kept["time"]), {group: Collective(*values) for group, values in kept["last"].items()}
@@ -183,7 +183,7 @@ def _doing(stack: RankStack) -> str:
 
 
 def _waits(frames: Sequence[tuple[str, int, str]]) -> str:
-    """For other ranks, or for data; '' if neither."""
+    """What the rank waits for: other ranks or data; '' if neither."""
     for place, (file, _, function) in enumerate(frames[:15]):
         if file.endswith("distributed_c10d.py") and function != "wrapper":
             callers = [f for f in frames[place + 1 :] if "c10d" not in f[0] and f[2] not in ("wrapper", "inner")]

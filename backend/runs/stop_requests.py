@@ -1,7 +1,7 @@
-"""Stop requests: withdrawing the one of an earlier start, and never one that nobody has read.
+"""Stop requests: withdraws the one of an earlier start, but never one that nobody has read.
 
-The request is one file, which page, command line, cluster and trainer replace at any time, so it is looked at after it
-was moved aside.
+The request is one file, which page, command line, cluster and trainer replace at any time, so it is checked only after
+it was moved aside.
 """
 
 from __future__ import annotations

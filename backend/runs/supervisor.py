@@ -7,7 +7,7 @@ writes state.json.
 Stopping escalates: stop file, on which the trainer ends its step on all ranks, saves and exits -> SIGTERM to the
 launcher -> after more than torchrun's own 30 s, SIGKILL. After any end, leftover processes of the run are terminated.
 SIGTERM to the supervisor, as at shutdown, requests a stop, except for a job in a cluster, which does not need this
-machine: it goes on, also with a stop that it has not finished.
+machine: the job continues, even with an unfinished stop.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class Supervisor:
         secret = (webhook.WEBHOOK, SERVE_TOKEN)
         inherited = {name: value for name, value in os.environ.items() if name not in secret}
         inherited = {**inherited, ERROR_FILE: f"./{ERROR}"}
-        self.place = str(folder.resolve())  # now; the files are reached through the working directory
+        self.place = str(folder.resolve())  # at the start; files are reached through the working directory
         self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), RUN_MARKER: self.place}
         self.entry = Entry(self.place, plan.get("devices", {}), after=after, after_ok=after_ok)
         self.turn = Turn(())
         self.state: dict[str, Any] = {"from_scratch": from_scratch}
-        self.state_before: Any = None  # of an earlier start
+        self.state_before: Any = None  # the state of an earlier start
         self.state_unwritten = self.sigterm_received = False
         self.oom_kills = oom.kills()
         self.locks = [lock]
@@ -136,7 +136,7 @@ class Supervisor:
         replace_text(self.folder / STATE, json.dumps(self.state))
 
     def _earlier_seconds(self) -> float:
-        """How long the starts took that this one continues. One that was killed lasted until its last line."""
+        """How long the starts took that this one continues. A killed start lasted until its last log line."""
         before = self.state_before if isinstance(self.state_before, dict) else {}
         if self.state["from_scratch"] or not json_values.is_number(began := before.get("started")):
             return 0.0
@@ -178,7 +178,7 @@ class Supervisor:
         with contextlib.suppress(OSError):
             queue.leave(Path(self.place))
         before = self.state_before if isinstance(self.state_before, dict) else {}
-        if not self.turn.is_final and "end" in before and "started" in before:  # removed: the run is what it was before
+        if not self.turn.is_final and "end" in before and "started" in before:  # removed: the earlier state is restored
             (self.folder / STOP).unlink(missing_ok=True)
             self.state = before
         else:
@@ -188,7 +188,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Run the launcher, and clean up after it. The launcher keeps the leases if this process is killed. A run that
-        was stopped before is not launched; the job of a killed follower is canceled by its next one."""
+        was stopped while it waited is not launched, except to cancel the cluster job of a killed follower."""
         if self._stop_request() and not follower.unended(self.folder):
             self._end_in_queue()
             return
@@ -227,8 +227,8 @@ class Supervisor:
                 os.utime(self.folder / LOCK, (self.state.get("started", time.time()),) * 2)
 
     def _follow_folder(self) -> bool:
-        """Take note of a new name of the run's folder; whether it still exists. Nobody can see or stop a run whose
-        folder was deleted."""
+        """Take note of a new name of the run's folder. Returns whether the folder still exists: nobody can see or stop
+        a run without one."""
         try:
             place = os.getcwd() if self.folder == HERE else self.place
         except OSError:  # also on a file system that was unmounted lazily, where files can still be written
@@ -271,7 +271,8 @@ class Supervisor:
             if self.sigterm_received and "forced" not in self.state and follower.unended(self.folder):
                 self._leave_job(launcher)
             request, now = self._stop_request(), time.monotonic()
-            # A cluster ends a job itself that takes too long, and its request ends when the job is back in the queue.
+            # The cluster itself ends a job that takes too long to stop; once the job is queued again, its request is
+            # withdrawn.
             if not request or clusters.is_interrupted(self.folder):
                 requested = sigterm_sent = 0.0
                 continue
@@ -289,13 +290,13 @@ class Supervisor:
         return code
 
     def _leave_job(self, follower_process: subprocess.Popen[bytes]) -> None:
-        """End this process and the follower: the machine shuts down, and the job in the cluster goes on. The run is
+        """End this process and the follower: the machine shuts down, and the job in the cluster continues. The run is
         lost, and the next start follows the job again."""
         _signal(os.killpg, follower_process.pid, signal.SIGKILL)
         os._exit(0)
 
     def _record_deadline(self, seconds: float) -> None:
-        """When the ranks are ended if they do not end by themselves; written again only if it has moved."""
+        """Record when ranks are ended that do not end by themselves, if this time has changed."""
         deadline = time.time() + seconds
         if abs(deadline - self.state.get("stop_deadline", 0.0)) > 1:
             self.state |= {"stop_deadline": deadline}
@@ -389,7 +390,7 @@ def _phase(folder: Path, state: dict[str, Any]) -> str:
 
 
 def _signal(send: Callable[[int, int], None], target: int, number: signal.Signals) -> None:
-    with contextlib.suppress(OSError):  # it ended meanwhile
+    with contextlib.suppress(OSError):  # the process has ended meanwhile
         send(target, number)
 
 
@@ -430,7 +431,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--after-any", action="store_true")
     given = parser.parse_args(arguments)
     try:
-        os.chdir(given.folder)  # it stays this folder when it is renamed or its mount is moved
+        os.chdir(given.folder)  # stays valid when the folder is renamed or its mount is moved
         earlier = stop_requests.version(HERE)
         lock = processes.acquire_lock(HERE)
         if lock is None:

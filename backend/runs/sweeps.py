@@ -23,7 +23,7 @@ from backend.runs.folder import Run, RunError
 @dataclass(frozen=True)
 class Member:
     """A run's part in a sweep. `varied`: option key -> value. `first_rung`: the step of the first comparison, 0 for
-    none; the next ones are at `factor` times the step before, and one in `factor` runs goes on."""
+    none; the next ones are at `factor` times the step before, and one in `factor` runs continues."""
 
     sweep: str
     varied: dict[str, Any]
@@ -73,7 +73,7 @@ def members(root: Path, sweep: str) -> Iterator[tuple[Run, Member]]:
 
 def stop_if_behind(folder: Path, step: int) -> str:
     """At a rung: ask the run to save a checkpoint and stop unless its validation loss is among the best. Returns the
-    reason, '' if the run goes on."""
+    reason, '' if the run continues."""
     own = member(folder)
     if own is None or not own.is_rung(step):
         return ""
@@ -84,7 +84,7 @@ def stop_if_behind(folder: Path, step: int) -> str:
     if len(losses) < own.factor or loss <= losses[goes_on - 1]:
         return ""
     place = 1 + sum(other < loss for other in losses) if math.isfinite(loss) else len(losses)
-    ranked = f"Its validation loss at step {step} is number {place} of {len(losses)} runs"
+    ranked = f"Its validation loss at step {step} ranks number {place} among {len(losses)} runs"
     reason = f"{ranked}; only the best {goes_on} continue."
     request_stop(folder, f"save\n{reason}\n")
     return reason

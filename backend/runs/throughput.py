@@ -21,8 +21,8 @@ TIMED_PHASES = (
 
 
 def tokens_per_second(result: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of the training steps of the last start, without evaluations and saving, in the result; else of the last logged
-    steps."""
+    """The speed of the training steps of the last start, without evaluations and saving, from the result; else that of
+    the last logged steps."""
     speeds = (result, *reversed(points))
     found = (speed for each in speeds if isinstance(speed := each.get("tokens_per_second"), int | float) and speed)
     return next(found, None)
@@ -74,8 +74,8 @@ def _phase_progress(progress: dict[str, Any], now: float) -> str:
 
 
 def time_left(seconds: float, part: float, before: float) -> str:
-    """How long the rest of some work takes, if `part` of it is done, all but the part `before` in the last `seconds`:
-    'about 3 min 5 s left'."""
+    """How long the rest of some work takes, as in 'about 3 min 5 s left'. In the last `seconds`, the completed part of
+    the work grew from `before` to `part`."""
     return f"about {duration(seconds * (1 - part) / (part - before))} left"
 
 
@@ -104,6 +104,6 @@ def eta(progress: dict[str, Any], step_seconds: float | None, now: float) -> flo
     step, most = progress.get("step"), progress.get("max_steps")
     if step_seconds is None or step is None or not most or progress.get("phase", "training") != "training":
         return None
-    in_step = min(max(0.0, now - progress.get("time", now)), step_seconds)  # of the step that runs now
+    in_step = min(max(0.0, now - progress.get("time", now)), step_seconds)  # seconds of the current step
     evaluations = progress.get("evaluations_left", 0) * progress.get("evaluation_seconds", 0.0)
     return max(0.0, float((most - step) * step_seconds - in_step + evaluations))

@@ -2,7 +2,7 @@
 
 What a run reports is the loss of the model that it saved, which need not be the last one (save.load_best_model_at_end):
 `eval_loss` of result.json belongs to the weights after `model_step`. A run without a result has the loss of its latest
-evaluation. Comparisons of curves show the lowest loss of each, and say so.
+evaluation. Comparisons of curves show the lowest loss of each run, and say so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def model(result: Mapping[str, Any]) -> str:
     if result.get("eval_loss") is None:
         return ""
     step, last = result.get("model_step"), result.get("steps")
-    if step is None:  # of a version that reported the last evaluation, whatever was saved
+    if step is None:  # an earlier version: it reported the last evaluation
         return "of the last evaluation"
     what = "of the saved model" if result.get("model") else "of the model at the end"
     return what if step == last else f"{what}, the best one: step {step:,}"

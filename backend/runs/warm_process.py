@@ -27,8 +27,8 @@ class WarmProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, run: Run) -> None:
-        """Start it with the environment of `run`, unless it was started before. If that fails, the runs import the
-        libraries themselves."""
+        """Start the server with the environment of `run`, unless it was started before. If that fails, the runs import
+        the libraries themselves."""
         if self._process:
             return
         plan = json.loads(files.read_text(run.path / PLAN))
@@ -40,7 +40,7 @@ class WarmProcess:
             )
 
     def end(self) -> None:
-        """End it, and delete its socket and its program."""
+        """End the server, and delete its socket and its program."""
         if not self._process:
             return
         self._process.kill()

@@ -1,9 +1,9 @@
 """`python -I -S warm_python.py -m MODULE ARGUMENTS`: stands in for `python -m MODULE ARGUMENTS`, but a process that has
 imported the libraries already forks itself to do the work (`backend/train/warm_server.py`).
 
-Imports only the standard library, and of that little: it starts in 30 ms. This process waits for the other one, passes
-signals on to it, and ends as it ends. If it is killed, the other one is killed too. Other uses of Python, and all if
-there is no server, are left to Python itself.
+Imports little, and only from the standard library, so that it starts in 30 ms. This process waits for the other one,
+passes signals on to it, and ends in the same way. If it is killed, the other one is killed too. Other uses of Python,
+and all uses if there is no server, are left to Python itself.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def connect(path: str) -> socket.socket | None:
     while path and time.monotonic() < deadline:
         try:
             server.connect(path)
-        except FileNotFoundError:  # not yet
+        except FileNotFoundError:  # the server has no socket yet
             time.sleep(0.05)
-        except OSError:  # it has ended
+        except OSError:  # the server has ended
             break
         else:
             return server

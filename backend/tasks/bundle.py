@@ -65,10 +65,10 @@ State: {state}
 Machine: {machine}
 Packages: {packages}
 
-run.json has the same in machine-readable form. The other files are copied from the run folder; of long files, only the
-last part. Datasets, checkpoints, model files and generated texts are not included. Access tokens, passwords in URLs,
-and environment variables that look like secrets are replaced by {mask}. Log and traceback may quote training examples,
-and all files may contain paths, user names and host names: review them before you share the bundle.
+run.json has the same facts in machine-readable form. The other files are copied from the run folder; only the last part
+of long files is kept. Datasets, checkpoints, model files and generated texts are not included. Access tokens, passwords
+in URLs, and environment variables that look like secrets are replaced by {mask}. Log and traceback may quote training
+examples, and all files may contain paths, user names and host names: review them before you share the bundle.
 """
 
 

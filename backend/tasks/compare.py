@@ -72,7 +72,7 @@ class Variant:
 
     @cached_property
     def tokens_per_second(self) -> float | None:
-        """The predicted speed; None if it cannot run, or if no time is predicted."""
+        """The predicted speed; None if the variant cannot run, or if no time is predicted."""
         return None if self.error or self.case.time.unknown else self.case.time.tokens_per_second
 
     @property
@@ -88,7 +88,7 @@ class Variant:
 
     @property
     def verdict(self) -> str:
-        """Why it cannot run, or whether it fits."""
+        """Why the variant cannot run, or whether it fits."""
         if self.error:
             return f"Cannot run: {self.error}"
         where = " in host RAM" if self.host_fit == self.fit != self.case.estimate.fit else ""
@@ -106,12 +106,12 @@ class Variant:
 
     @property
     def runs(self) -> bool:
-        """Whether it fits and has no error."""
+        """Whether the variant fits and has no error."""
         return bool(self.fits) and not self.error
 
     @cached_property
     def drawbacks(self) -> frozenset[str]:
-        """The titles of the warnings and advice about how it is parallelized."""
+        """The titles of the warnings and advice about the parallelization."""
         return frozenset(rule.title for rule in _strategy_rules() if rule.check(self.case) is not None)
 
     @property
@@ -206,7 +206,7 @@ def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, 
             break
     if not found_so_far:
         return None
-    _, best, reason = min(found_so_far, key=lambda entry: entry[0])  # on a tie, the first
+    _, best, reason = min(found_so_far, key=lambda entry: entry[0])  # on a tie, the first one
     return best, reason
 
 

@@ -23,7 +23,7 @@ LEAST, MOST = 2, 20  # runs
 LOSSES = (evaluation.LOSS, GENERAL_LOSS)
 NONE = "It has no complete evaluation."
 MANY = 20  # intervals, of which one is expected to exclude zero by chance
-SETTINGS = {  # of which evaluations that are compared must have the same; the words for them
+SETTINGS = {  # what compared evaluations must have in common -> its name in messages
     "data": "data file",
     "max_new_tokens": "maximum number of new tokens",
     "samples_per_prompt": "samples per prompt",
@@ -65,7 +65,7 @@ def choose(runs: Sequence[Run], is_final: bool = False) -> tuple[list[Evaluated]
             for each in usable:
                 every[run.id].setdefault(each.key, each)  # the newest is the first
         else:
-            why = "Its model has changed since its evaluation, or the evaluation is of an earlier version of Footplate."
+            why = "Its model has changed since its evaluation, or an earlier version of Footplate made the evaluation."
             problems.append({"id": run.id, "sentence": f"{why} Evaluate it again." if done else NONE})
     keys = [key for of_run in every.values() for key in of_run]
     most = max(keys, key=keys.count, default=())
@@ -81,8 +81,8 @@ def choose(runs: Sequence[Run], is_final: bool = False) -> tuple[list[Evaluated]
 def compare(chosen: Sequence[Evaluated], with_base: bool = False) -> dict[str, Any]:
     """The table of evaluations, the first of which the others are compared with: "runs" (id, job and step of each),
     "rows" (name, label, is_share, count, the base model's value and a cell for each run: value, low, high, verdict),
-    "notes" (sentences) and "problems" of runs that were evaluated on other examples. The first run's own cell compares
-    it with its base model; `with_base`, each cell does, and one evaluation is enough."""
+    "notes" (sentences) and "problems" of runs that were evaluated on other examples. The cell of the first run compares
+    that run with its base model. `with_base`: every cell does so, and one evaluation is enough."""
     key = tuple((each.job.path, (each.job.path / SCORES_FILE).stat().st_mtime_ns) for each in chosen)
     others, rows, notes = _table(key, with_base)
     problems = [{"id": chosen[n].run.id, "sentence": sentence} for n, sentence in others.items()]
@@ -97,12 +97,12 @@ def _examples(numbers: Mapping[str, Any]) -> set[str]:
     return {content for content, found in numbers.items() if GENERAL_LOSS not in found["scores"]}
 
 
-@lru_cache(maxsize=16)  # the page asks again and again, and an interval of 1,000 examples takes a moment
+@lru_cache(maxsize=16)  # the page requests this repeatedly, and an interval of 1,000 examples takes a moment
 def _table(
     evaluations: tuple[tuple[Path, int], ...], with_base: bool
 ) -> tuple[dict[int, str], list[dict[str, Any]], list[str]]:
-    """The positions of evaluations without examples of the first one, with a sentence, and rows and notes of the rest.
-    `evaluations` are folders with the times of their change."""
+    """The positions of evaluations that share no examples with the first one, each with a sentence; and rows and notes
+    of the other evaluations. `evaluations` are folders with the times of their change."""
     jobs = [Run(path) for path, _ in evaluations]
     numbers = [evaluation.numbers(job) for job in jobs]
     own = [_examples(found) for found in numbers]
@@ -161,8 +161,8 @@ def _differences(jobs: Sequence[Run], rows: Sequence[Mapping[str, Any]], shared:
     notes, sizes = [], [job.result()["examples"] for job in jobs]
     if shared < max(sizes):
         notes.append(
-            f"Only the {counted(shared, 'example')} that all of these evaluations have are compared; the largest has "
-            f"{max(sizes):,}."
+            f"Only the {counted(shared, 'example')} that all of these evaluations have are compared; the largest "
+            f"evaluation has {max(sizes):,}."
         )
     many = sum(len(row["cells"]) for row in rows)
     if many >= MANY:

@@ -21,9 +21,9 @@ MORE_PROCESSES_THAN_DEVICES = "LCH002"  # the rule whose fix adapts the number o
 
 def lines(spec: RunSpec, names: Iterable[str], check: Callable[[RunSpec, str], Report]) -> list[dict[str, Any]]:
     """A line for each machine, the shortest time first, then the highest speed; those that cannot run the spec come
-    last. `check` makes the report of a spec on the machine of a name. Numbers are None where nothing is predicted;
-    "texts" has them as shown, "-" for None. "result" is the verdict, "unknown" why no time is predicted, and "change"
-    what is different from the spec, '' for nothing."""
+    last. `check` makes the report of a spec on a machine, which it gets by name. Numbers are None where nothing is
+    predicted; "texts" has them as shown, "-" for None. "result" is the verdict, "unknown" why no time is predicted, and
+    "change" what is different from the spec, '' for nothing."""
     found = [_line(name, *_adapted(spec, name, check)) for name in names]
     return sorted(found, key=lambda x: (not x["can_run"], x["seconds"] or float("inf"), -(x["tokens_per_second"] or 0)))
 

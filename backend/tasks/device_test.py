@@ -21,7 +21,7 @@ from backend.runs.folder import ALIVE, Run, RunError, runs
 
 FOLDER = ".device-tests"  # in the runs folder
 TRAINER, TEST = "backend.train", "backend.train.device_test"
-LEFT_SECONDS = 60.0  # after which a folder is one that a killed test has left behind
+LEFT_SECONDS = 60.0  # a folder older than this was left behind by a killed test
 
 
 def create(root: Path, report: Report) -> Run:

@@ -21,7 +21,7 @@ from backend.runs.folder import Run
 
 M = TypeVar("M")
 MAX_RUNS = 400  # of the folder, the newest first
-MAX_CANDIDATES = 20  # comparable runs whose result is looked for: those that were stopped have none
+MAX_CANDIDATES = 20  # comparable runs that are searched for a result: stopped runs have none
 LISTED_SECONDS = 5.0
 COMPARED = "compared"  # begins the keys of estimate.json that say what a run can be compared by
 
@@ -43,7 +43,7 @@ class EarlierRuns(Generic[M]):
         return next(iter(self.several(compared, 1, without)), None)
 
     def several(self, compared: tuple[str, ...], count: int, without: str = "") -> list[M]:
-        """The same for up to `count` runs, the newest first."""
+        """Same as `newest`, for up to `count` runs, the newest first."""
         with self._lock:
             names = [name for name in self._newest() if name != without]
             comparable = itertools.islice((name for name in names if self._settings(name) == compared), MAX_CANDIDATES)

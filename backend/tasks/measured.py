@@ -1,6 +1,6 @@
 """Measured peaks of earlier runs next to their estimates, which say how far the next estimate may be off.
 
-A run that ended has the peak of each rank in result.json; of one that ran out of memory, torch's error says how much it
+A run that ended has the peak of each rank in result.json; if a run ran out of memory, torch's error says how much it
 needed at least.
 """
 

@@ -16,10 +16,10 @@ from backend.timing.whole_run import START_SECONDS
 from backend.wording import counted, figure
 
 MIN_STEPS = 3  # after the first one, which is slower
-MUCH_CPU = 0.6  # of its threads, which a process on CPUs uses if nothing disturbs it
+MUCH_CPU = 0.6  # share of its threads that a process on CPUs keeps busy if nothing disturbs it
 MUCH_WAITING = 0.2  # share of a step that waits for batches
 MAX_STARTS = 5  # the newest ones
-OTHER_TOKENS = 0.15  # by which the tokens of a step differ from the predicted ones
+OTHER_TOKENS = 0.15  # relative difference from the predicted tokens of a step that is reported
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def measure_time(run: Run) -> TimeMeasurement | None:
 
 
 def _contention(run: Run) -> list[str]:
-    """That processes on CPUs got much less of them than they have threads for, a sentence; [] if they did not."""
+    """A sentence if processes on CPUs got far fewer cores than they have threads; [] if they did not."""
     ranks, threads = run.monitor().get("ranks", ()), int(run.plan().env.get("OMP_NUM_THREADS") or 0)
     cores = [rank["cores"] for rank in ranks if rank.get("device") == "cpu" and isinstance(rank.get("cores"), float)]
     if not cores or min(cores) >= MUCH_CPU * threads:

@@ -99,8 +99,8 @@ def version(value: Any) -> str | None:
 
 
 def device_name(value: Any) -> str | None:
-    """The words and model numbers of products in the name of a GPU or CPU; of A100-SXM4, all parts or none, since a
-    part of ip-10-0-0-12 or of Max's would say something else."""
+    """The words and model numbers of products in the name of a GPU or CPU. A word with parts, such as A100-SXM4, is
+    kept whole or not at all, since a part of ip-10-0-0-12 or of Max's would say something else."""
     kept = []
     for whole in value.split() if isinstance(value, str) else ():
         parts = re.findall(r"[A-Za-z0-9+.]+(?:-Core\b)?", whole)

@@ -77,7 +77,7 @@ def ratios(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _raw(run: Run) -> dict[str, Any]:
-    """The report with texts that are not allowed."""
+    """The report before it is filtered: it may have texts that are not allowed."""
     estimate, resolved, spec = run.estimate(), run.resolved(), load(files.read_text(run.path / SPEC))
     known, result = estimate.get("conditions") or {}, run.result()
     machine, model = known.get("machine") or {}, known.get("model") or {}
@@ -113,7 +113,7 @@ def _software(machine: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
 
 
 def _left_out(spec: RunSpec) -> dict[str, int]:
-    """The number of texts in each option that can have any text, of those that differ from their default."""
+    """The number of texts in each option that accepts any text and differs from its default."""
     texts = {name: value for name, value in changes(spec).items() if name not in OPTIONS and value}
     return {name: 1 if isinstance(value, str) else len(value) for name, value in texts.items()}
 

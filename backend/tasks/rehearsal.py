@@ -89,10 +89,11 @@ def rehearse(root: Path, report: Report, base: Path, here: Machine) -> tuple[Rep
     was checked for another machine, CPU processes rehearse it with a small model. Returns the report of the spec that
     is rehearsed, and None if that has errors. Raises RunError."""
     if earlier := predecessor(report.spec, base, None):
-        raise RunError(f"Not rehearsed: {earlier.id} saves the model and has not ended.")
+        raise RunError(f"Not rehearsed: this spec uses the model of {earlier.id}, a run that has not ended.")
     if report.spec.launch.trainer != "footplate":
         raise RunError(
-            "Only Footplate's own trainer can rehearse a run. Set launch.trainer to footplate to try the rest."
+            "Only Footplate's own trainer can rehearse a run. Set launch.trainer to footplate to rehearse the other "
+            "options."
         )
     folder, planned = new_folder(root), bool(report.machine.name)
     small = on_cpu(report, here, base, folder) if planned else preflight(rehearsal_spec(report.spec), here, base)
@@ -100,7 +101,7 @@ def rehearse(root: Path, report: Report, base: Path, here: Machine) -> tuple[Rep
         return small, None
     plans = run_plans(report, small, folder)
     notes = differences(report.spec) if not planned else [*replacements(report, small), *differences(report.spec)]
-    # CUDA cannot be used in a process that was forked after another one asked it anything, as libraries do on import.
+    # A forked process cannot use CUDA if its parent has already queried CUDA, as libraries do on import.
     warm = small.run.device == "cpu" and hasattr(os, "pidfd_open")
     expected = None if planned else small.expected
     rehearsal = Rehearsal.create(folder, report.title, plans, small.about, expected, notes, warm)
@@ -152,7 +153,7 @@ def on_cpu(report: Report, here: Machine, base: Path, folder: Path) -> Report:
     if fixed.remaining:
         return report_on(case_of(fixed.spec))
     model = {"model.source": "path", "model.path": str(folder / SCRATCH / "model"), "model.trust_remote_code": False}
-    model["lora.adapter_path"] = ""  # it has the sizes of the model that is planned
+    model["lora.adapter_path"] = ""  # an adapter has the sizes of the planned model
     facts = case_of(fixed.spec).facts
     return report_on(Case(effective(edit(fixed.spec, model)), here, facts))
 

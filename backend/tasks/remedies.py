@@ -1,8 +1,7 @@
 """Remedies of a failed run: changes of its options, each a fix that passes the checks, with the peak that it leads to.
-A run whose loss rose until its end, or that stopped after a spike, has those of one that diverged.
-
-Out of memory has the remedies of the memory rules, with peaks that are corrected by what this run needed. For other
-failures, those errors that the checks find now and that are about the same options have fixes.
+A run whose loss rose until its end, or that stopped after a spike, has the remedies of a run that diverged. A run that
+ran out of memory has those of the memory rules, with peaks that are corrected by what this run needed. Other failures
+have the fixes of errors that the checks find now and that are about the same options.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def _fixes_of_errors(failed: Failed) -> tuple[Fix, ...]:
 
 def _is_about(failed: Failed, finding: Finding) -> bool:
     """Whether the run failed with this finding, or with an error about the same options. An error of the checks
-    (backend/train/verify.py) names code and title. The fields of errors about memory are what reduces it."""
+    (backend/train/verify.py) names code and title. The fields of errors about memory are the options that reduce it."""
     why = failed.failure
     sentence = why["sentence"]
     if f"[{finding.code}]" in sentence or finding.title in sentence:
@@ -268,7 +267,7 @@ def _detected_format(failed: Failed) -> Iterator[Fix]:
 
 def _stable_training(failed: Failed) -> Iterator[Fix]:
     train = failed.spec.train
-    is_unusual = retry.lower_rate(failed.spec, 1) < train.learning_rate  # its checkpoints are damaged from the start
+    is_unusual = retry.lower_rate(failed.spec, 1) < train.learning_rate  # then all checkpoints are damaged
     with contextlib.suppress(RunError):  # no checkpoint
         patch = retry.changes(failed.run, failed.spec)
         start, lower = Path(patch["save.resume_path"]).name, patch["train.learning_rate"]

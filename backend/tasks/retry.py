@@ -40,7 +40,7 @@ def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
         raise RunError(f"{run.id} {problem}. {advice}.")
     last = _last_usual_step(run, spec.logging.steps)
     found = [str(run.path / CHECKPOINTS / f"checkpoint-{step}") for step in run.checkpoints()]
-    if spec.save.resume_from == "path":  # as of an earlier retry, which failed before its first checkpoint
+    if spec.save.resume_from == "path":  # set by an earlier retry that failed before its first checkpoint
         found.insert(0, spec.save.resume_path)
     usable = [path for path in found if last is None or step_of(Path(path)) < last]
     if not usable or spec.save.only_model:

@@ -52,7 +52,7 @@ def plan(
 ) -> SweepPlan:  # fmt: skip
     """The runs of a sweep: a grid, or that many random `samples`, times `seeds`. Raises SpecError."""
     if halving and halving < 2:
-        message = "successive halving needs a factor of at least 2: one in that many runs continues"
+        message = "successive halving needs a factor of at least 2: with a factor of 2, every second run continues"
         raise SpecError([Problem("", message)])
     if halving and spec.eval.strategy != "steps":
         message = (

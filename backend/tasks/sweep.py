@@ -90,7 +90,7 @@ def patches(
     different seeds. Raises SpecError for an invalid value, or more than `limit` runs."""
     grids = [] if samples else [values.grid() for values in varied]
     count = (samples or math.prod(map(len, grids))) * max(1, seeds)
-    if count > limit:  # before they are made: a short text can describe very many
+    if count > limit:  # checked before the runs are made: a short text can describe millions
         raise _problem("", f"the sweep has {count:,} runs, more than the limit of {limit}")
     if samples:
         rng = random.Random(SAMPLER_SEED)

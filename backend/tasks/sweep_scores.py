@@ -36,7 +36,7 @@ class Ranking:
     is_share: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        """For the page."""
+        """The ranking as the page gets it."""
         return {"key": self.key, "label": self.label, "is_share": self.is_share}
 
 
@@ -123,7 +123,7 @@ def _sentence(rows: Sequence[Row], by: Ranking, chosen: Sequence[compare_evaluat
 
 
 def _not_clearly_worse(ids: Sequence[str], by: Ranking, chosen: Sequence[compare_evaluations.Evaluated]) -> int:
-    """How many of the runs after the first have an interval of the difference from it that contains zero."""
+    """How many of the other runs differ from the first one by an interval that contains zero."""
     by_id = {each.run.id: each for each in chosen}
     compared = compare_evaluations.compare([by_id[id] for id in ids])
     cells = next((row["cells"] for row in compared["rows"] if f"{EVALUATION}{row['name']}" == by.key), ())

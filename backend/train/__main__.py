@@ -33,7 +33,7 @@ def main() -> None:
     group.sign()
     stacks.Stacks(folder, group.rank).write_on_request()
     spec, run = verify.read_plan(place)
-    if os.environ.get("LOCAL_RANK", "0") == "0" and not os.environ.get(SKIP_CHECKS):  # one process per node
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not os.environ.get(SKIP_CHECKS):  # in one process per node
         importlib.import_module("backend.train.rule_check").check_rules(spec, place)
     unsloth.import_unsloth(spec)
     unused_packages.hide(spec, place)

@@ -1,9 +1,9 @@
 """The names by which an adapter is saved, so that peft loads every tensor of it.
 
 peft 0.21 (utils/transformers_weight_conversion.py) renames the layers of an adapter at load as transformers renames
-those of a published checkpoint, also if the adapter already has the names of the model. Where a pattern matches these
-too, the new name belongs to no layer, and peft ignores the tensor with a warning: the shared experts of laguna, the
-short convolutions of inkling2_text.
+those of a published checkpoint, also if the adapter already has the names of the model. Where a pattern also matches
+the model's names, the new name belongs to no layer, and peft ignores the tensor with a warning: the shared experts of
+laguna, the short convolutions of inkling2_text.
 """
 
 from __future__ import annotations

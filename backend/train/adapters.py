@@ -57,8 +57,8 @@ def _keep_layer_norms(model: Any) -> None:
 
 
 def _is_sharded_by_zero3(model: Any) -> bool:
-    """Whether DeepSpeed sharded the model while it was loaded. All its weights have one dtype, those that an adapter
-    adds too: DeepSpeed does not cast them, and has its own fp32 masters."""
+    """Whether DeepSpeed sharded the model while it was loaded. All its weights have one dtype, including those that an
+    adapter adds: DeepSpeed does not cast them, and keeps fp32 master weights."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
@@ -136,8 +136,8 @@ def _target_modules(spec: RunSpec, model: nn.Module) -> str | list[str]:
 
 
 def _distinct_suffix(name: str, others: Collection[str]) -> str:
-    """The end of a module's name that none of `others` has: at least two parts, because GPT-2, for one, has a c_proj
-    outside of attention too."""
+    """The end of a module's name that none of `others` has: at least two parts, because GPT-2, for example, also has a
+    c_proj outside of attention."""
     parts = name.split(".")
     suffixes = (".".join(parts[start:]) for start in range(max(0, len(parts) - 2), -1, -1))
     return next((suffix for suffix in suffixes if not any(_matches(other, suffix) for other in others)), name)
@@ -172,8 +172,8 @@ def _head(model: Any) -> Any:
 
 
 def _saved_names(suffix: str, modules: Collection[str]) -> list[str]:
-    """Names for peft's modules_to_save, which peft 0.21 takes for the end of a name: norm would select input_layernorm
-    too. Then they are whole names."""
+    """Names for peft's modules_to_save, which peft 0.21 takes for the end of a name: norm would also select
+    input_layernorm. In such cases, whole names are returned."""
     selected = [name for name in modules if _matches(name, suffix)]
     return [suffix] if all(_matches(name, suffix) for name in modules if name.endswith(suffix)) else selected
 

@@ -31,7 +31,7 @@ def add(spec: RunSpec, tokenizer: Any) -> None:
 
 
 def ids(spec: RunSpec, tokenizer: Any) -> list[int]:
-    """The ids of the tokens, ascending; of those that the tokenizer had before, too."""
+    """The ids of the tokens, ascending, including tokens that the tokenizer already had."""
     return sorted(int(tokenizer.convert_tokens_to_ids(token)) for token in spec.data.added_tokens)
 
 
@@ -71,7 +71,7 @@ def _type_with_random_state(device: torch.device) -> str:
 
 def trained_rows(model: Any, numbers: Sequence[int], saved: Sequence[str]) -> Mapping[str, list[int]] | None:
     """peft's trainable_token_indices: the names of the input embedding and, unless it has the same weights, of the
-    output layer, each with the ids `numbers`. Without those in `saved`, modules that are trained whole. None if there
+    output layer, each with the ids `numbers`. Modules in `saved`, which are trained whole, are left out. None if there
     is nothing to train. Raises TrainError."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     layers = [embedding] if head is None or head.weight is embedding.weight else [embedding, head]
@@ -88,7 +88,7 @@ def trained_rows(model: Any, numbers: Sequence[int], saved: Sequence[str]) -> Ma
 
 def check_tied(model: Any) -> None:
     """Raise TrainError if the output layer of an adapted `model` has the same weights as the input embedding, and would
-    not get its trained rows: peft finds that out from the model's configuration."""
+    not get its trained rows: peft only reads from the model's configuration whether they are tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, TrainableTokensWrapper) or head is None or isinstance(head, TrainableTokensWrapper):
         return

@@ -63,7 +63,7 @@ def record(context: TrainContext, source: ModelSource, start: Path | None) -> No
     if now["fingerprint"] and then.get("fingerprint") and then["fingerprint"] != now["fingerprint"]:
         raise TrainError(
             f"{source.name} has other weights than those that {start.name if start else ''} was trained with "
-            f"(fingerprint {now['fingerprint'][:8]}, {then['fingerprint'][:8]} before). Restore the base model, or "
+            f"(fingerprint now {now['fingerprint'][:8]}, then {then['fingerprint'][:8]}). Restore the base model, or "
             "restart the run from scratch."
         )
     with contextlib.suppress(OSError):  # a full disk

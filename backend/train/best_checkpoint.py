@@ -1,4 +1,4 @@
-"""The best checkpoint: which one it is, and that of another run, from which this run resumes.
+"""The best checkpoint: which one it is, and where it is if this run resumes from another run.
 
 trainer_state.json names it relative to the process (/proc/self/cwd), so that a run can be renamed.
 """
@@ -31,7 +31,8 @@ def note_best(state: TrainerState) -> None:
 
 @contextmanager
 def best_checkpoint_in(start: Path | None) -> Iterator[None]:
-    """While the Trainer loads the state of the checkpoint `start`, the best one is that of the run of `start`."""
+    """While the Trainer loads the state of the checkpoint `start`, the best one is in the run that `start` belongs
+    to."""
     run = Path(start).resolve().parent.parent if start else Path.cwd()
     if run == Path.cwd().resolve():
         yield

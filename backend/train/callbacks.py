@@ -69,7 +69,7 @@ class StepTimer:
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """The Trainer's early stopping, with a line in the run log. A resumed run goes on counting."""
+    """The Trainer's early stopping, with a line in the run log. A resumed run continues the count."""
 
     def __init__(self, patience: int, threshold: float, run_log: RunLog) -> None:
         super().__init__(patience, threshold)
@@ -103,7 +103,7 @@ class ProgressCallback(TrainerCallback):
         self.tokens, self._logged_tokens, self._logged_busy = 0, 0, 0.0
         self._start_step, self._first_seconds, self._eval_batches = 0, 0.0, 0
         self._evaluated: Any = None  # the batches that are evaluated
-        self.began, self.earlier_tokens, self.earlier_seconds = time.time(), 0, 0.0  # of earlier starts
+        self.began, self.earlier_tokens, self.earlier_seconds = time.time(), 0, 0.0  # the last two: of earlier starts
         self.router_loss_weight = 0.0  # weight of the auxiliary loss that is added to the loss of a mixture of experts
 
     def on_train_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **_: Any) -> None:
@@ -111,7 +111,7 @@ class ProgressCallback(TrainerCallback):
         self._start_step, self.began = state.global_step, time.time()
         if state.max_steps == 1 and lr_scheduler and not any(lr_scheduler.get_last_lr()):  # packing: known only now
             self.run_log.info(
-                "The learning rate of the only step is 0, because warmup rises from 0, so the model will not change. "
+                "The learning rate of the only step is 0, because warmup starts at 0, so the model will not change. "
                 "Set train.warmup_steps to 0, or train longer."
             )
         self.monitor.begin(args.device)
@@ -160,7 +160,7 @@ class ProgressCallback(TrainerCallback):
             more |= {"step_seconds": round(self._step_seconds(state), 4)}
         show_step(self.run_log, state, evaluations_left=evaluations_left(args, state), **more)
         if state.global_step >= state.max_steps:
-            control.should_log = True  # also where logging.steps does not divide the number of steps
+            control.should_log = True  # also if the number of steps is no multiple of logging.steps
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Write metrics and a log line."""
@@ -186,7 +186,7 @@ class ProgressCallback(TrainerCallback):
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
         """Write progress after each batch of an evaluation."""
         self.clock.pause()
-        if eval_dataloader is not self._evaluated:  # the next of several datasets
+        if eval_dataloader is not self._evaluated:  # an evaluation, or its next dataset, has begun
             self._eval_batches, self._evaluated = 0, eval_dataloader
         self._eval_batches += 1
         total = len(eval_dataloader) if eval_dataloader is not None else 0
@@ -194,7 +194,7 @@ class ProgressCallback(TrainerCallback):
         show_evaluation(self.run_log, state, fraction, done=self._eval_batches, total=total, unit="batch")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Pause the timer: the evaluation is complete. Of several datasets, the last one ends it."""
+        """Pause the timer: the evaluation is complete. With several datasets, the last one ends it."""
         self._eval_batches = 0
         self.clock.pause()
         trained = state.global_step > self._start_step
@@ -245,12 +245,13 @@ class CheckpointCallback(TrainerCallback):
     ) -> None:
         self.keep, self.keep_best = spec.save.total_limit, spec.save.keep_best
         self.run, self.group, self.run_log = run, group, run_log
-        # What retry.py continues from must be left when a spike or a rise is reported, and then a checkpoint is saved.
+        # retry.py continues from a checkpoint before a spike or a rise, which must still exist when this is reported
+        # and the next checkpoint is saved.
         retries = spec.train.half_lr_retries or spec.train.stop_on_spike
         self.unusual_steps = LAST_LOSSES * spec.logging.steps + 1 if retries else 0
         self.monitor = monitor
         self.options = resumed_options.compared(spec, examples)
-        self.stopped = 0  # 1 without, 2 with a checkpoint, as RunLog.stop_requested
+        self.stopped = 0  # 1: without, 2: with a checkpoint, as RunLog.stop_requested
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the timeout of collectives, now that the engine has created its process groups."""
@@ -287,8 +288,8 @@ class CheckpointCallback(TrainerCallback):
 
         disk_space.on_rank_0(self.group, lambda: disk_space.retry(self.run_log, saved.name, complete))
         if self.group.rank == 0:
-            with contextlib.suppress(OSError):  # read-only meanwhile: the next checkpoint tries again
-                best = state.best_model_checkpoint if args.load_best_model_at_end else None  # set with any evaluation
+            with contextlib.suppress(OSError):  # if the disk is read-only now, the next checkpoint tries again
+                best = state.best_model_checkpoint if args.load_best_model_at_end else None  # set by every evaluation
                 before = state.global_step - self.unusual_steps if self.unusual_steps else None
                 checkpoints.rotate(self.run, self.keep, best, self.keep_best, state.log_history, before)
             self.run_log.info(f"Saved {saved.name}.")

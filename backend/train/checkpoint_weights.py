@@ -39,8 +39,8 @@ Read = Callable[[], torch.Tensor]
 
 
 class CheckpointWeightsMixin:
-    """For a Trainer that loads nothing but complete checkpoints. DeepSpeed and FSDP load their own formats, which have
-    the names of the model."""
+    """Mixin for a Trainer that loads nothing but complete checkpoints. DeepSpeed and FSDP load their own formats, which
+    have the names of the model."""
 
     def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
         trainer: Any = self
@@ -144,9 +144,9 @@ def _convert(model: Any, folder: Path, name: str, sources: tuple[str, ...], tran
     """Name -> tensor of the model. Raises TrainError."""
     try:
         values = transform.convert(name, model=model, config=model.config)
-    except Exception as error:  # of many kinds: stacking, chunking, reading
+    except Exception as error:  # errors of many kinds: stacking, chunking, reading
         raise TrainError(
-            f"{folder} does not fit the model: {name} cannot be made of {_listed(sources)} ({error}). {REMEDY}"
+            f"{folder} does not fit the model: {name} cannot be built from {_listed(sources)} ({error}). {REMEDY}"
         ) from error
     return {own: value[0] if isinstance(value, list) else value for own, value in values.items()}
 
@@ -154,9 +154,9 @@ def _convert(model: Any, folder: Path, name: str, sources: tuple[str, ...], tran
 def _set(folder: Path, name: str, tensor: Any, value: torch.Tensor, sources: tuple[str, ...] = ()) -> None:
     """Copy `value`, which is made of the stored tensors `sources`, into `tensor`. Raises TrainError."""
     if tensor.shape != value.shape:
-        made = f", made of {_listed(sources)}," if sources not in ((), (name,)) else ""
+        made = f", built from {_listed(sources)}," if sources not in ((), (name,)) else ""
         raise TrainError(
-            f"{folder} does not fit the model: {name}{made} has the shape {tuple(value.shape)} there, and "
+            f"{folder} does not fit the model: {name}{made} has the shape {tuple(value.shape)} in the file, and "
             f"{tuple(tensor.shape)} in the model. {REMEDY}"
         )
     with torch.no_grad():
@@ -177,7 +177,7 @@ def load_adapter(model: Any, adapter: str, folder: Path) -> None:
     own = get_peft_model_state_dict(model, adapter_name=adapter)
     _require_nothing(folder, sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys()))
     for name, tensor in own.items():
-        _set(folder, name, tensor, saved[name])  # it shares the memory of the model's tensor
+        _set(folder, name, tensor, saved[name])  # `tensor` shares the memory of the model's tensor
     after = get_peft_model_state_dict(model, adapter_name=adapter)
     differing = [name for name, tensor in own.items() if not torch.equal(tensor, after[name])]
     if differing:
@@ -186,7 +186,7 @@ def load_adapter(model: Any, adapter: str, folder: Path) -> None:
 
 def check_engine_names(model: Any, folder: Path) -> None:
     """Raise TrainError unless a checkpoint of DeepSpeed or FSDP has the tensors of `model`, before the engine wraps it:
-    the engines load whatever they find of adapters, universal checkpoints and FSDP's files."""
+    of adapters, universal checkpoints and FSDP's files, the engines load whatever they find."""
     stored, own = _engine_names(folder), {name for name in model.state_dict() if not _is_no_weight(name)}
     needed = own
     if hasattr(model, "peft_config"):  # frozen weights are not saved

@@ -52,9 +52,8 @@ def latest(run: Path, run_log: RunLog, from_scratch: bool = False) -> Path | Non
 
 
 def check_owner(run: Path, folder: Path) -> None:
-    """Raise TrainError if another user can have written the checkpoint in `folder`. The modes of a checkpoint of this
-    run are not checked on a file system that does not keep modes, as the run's folder shows, which is created with
-    0700."""
+    """Raise TrainError if another user could have written the checkpoint in `folder`. The modes of a checkpoint of this
+    run are not checked on a file system that does not keep modes; the run's folder, created with 0700, shows this."""
     is_own = folder.parent == run / CHECKPOINTS
     modes_are_kept = not run.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     if problem := checkpoint_files.problem(folder, check_modes=modes_are_kept or not is_own):
@@ -116,8 +115,8 @@ def at_path(path: str) -> Path:
 
 
 def last_size(run: Path) -> tuple[int, int]:
-    """Bytes and inodes of the latest complete checkpoint; 0 without one. Folders, the marker and files that are written
-    under another name first need a few more than its files."""
+    """Bytes and inodes of the latest complete checkpoint; 0 without one. Folders, the marker and temporary files need a
+    few more inodes than the checkpoint has files."""
     with suppress(OSError, ValueError, TypeError):
         for folder in complete(run)[-1:]:
             sizes = [size for size, _ in resume_point.recorded_files(folder).values()]
@@ -137,15 +136,16 @@ def rotate(
     run: Path, keep: int, best: str | None, keep_best: int = 0, history: Sequence[Mapping[str, Any]] = (),
     before: float | None = None,
 ) -> None:  # fmt: skip
-    """Delete the oldest complete checkpoints beyond `keep` (0: none), but never the best one, nor the `keep_best` ones
-    with the lowest eval loss in `history`, the log_history of the Trainer, which a resumed run reads from its
-    checkpoint, nor the newest one before the step `before` and the one after it, needed once `before` advances."""
+    """Delete the oldest complete checkpoints beyond `keep` (0: none). These are always kept: the best one; the
+    `keep_best` ones with the lowest eval loss in `history` (the Trainer's log_history, which a resumed run reads from
+    its checkpoint); the newest one before the step `before`, and the one after that, which is needed once `before`
+    advances."""
     found = complete(run)
     earlier = [folder for folder in found if before is not None and step_of(folder) < before]
     spare = [] if before is None else [*earlier[-1:], *found[len(earlier) :][:1]]
     losses = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
     ranked = [folder for folder in found if math.isfinite(losses.get(step_of(folder), math.nan))]
-    kept = sorted(ranked, key=lambda folder: losses[step_of(folder)])[:keep_best]  # of equal losses, the earlier
+    kept = sorted(ranked, key=lambda folder: losses[step_of(folder)])[:keep_best]  # the earlier of equal losses
     for folder in found[: max(0, len(found) - keep)] if keep else ():
         if folder not in (*kept, *spare) and (best is None or folder.resolve() != Path(best).resolve()):
             delete(folder)

@@ -44,7 +44,7 @@ def difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> Start | None:
 
 
 def kwargs_without_difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> dict[str, bool] | None:
-    """A variable of the template with which an example has no difference, if there is one."""
+    """A template variable that makes the beginnings of an example equal, with its value, if there is one."""
     for name in SWITCHES:
         for value in (False, True):
             switched = replace(chat, kwargs={**chat.kwargs, name: value})
@@ -55,7 +55,7 @@ def kwargs_without_difference(chat: ChatTokenizer, example: Mapping[str, Any]) -
 
 
 def last_completion(example: Mapping[str, Any]) -> tuple[Messages, Messages]:
-    """The prompt, and the last completion with a loss, of a pair the preferred one. () as prompt if there is none."""
+    """The prompt, and the last completion with a loss (of a pair, the preferred one). Without one, the prompt is ()."""
     if "messages" not in example:
         return example["prompt"], example.get("chosen") or example["completion"]
     turns = example["messages"]

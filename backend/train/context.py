@@ -31,9 +31,9 @@ class TrainContext:
     loaded_bytes: int = 0
     """Bytes of weights that this rank had in memory when the model was loaded."""
     saved_dtype: torch.dtype = torch.float32
-    """Of the trained model; known before training, because the Hub may not respond at its end."""
+    """The dtype of the saved model; found before training, because the Hub may not respond at its end."""
     use_cache: bool | None = None
-    """`use_cache` in the base model's config.json, which the saved ones keep; None: it is not there."""
+    """`use_cache` in the base model's config.json, which saved models keep; None if config.json does not have it."""
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if a stop was requested on one. A collective call."""

@@ -26,7 +26,7 @@ def load(context: TrainContext, source: ModelSource, model: Any) -> None:
         return
     folder = Path(spec.lora.adapter_path).expanduser()
     context.first(lambda: _check(spec, source, model, folder))
-    if not any(parameter.is_meta for parameter in model.parameters()):  # those get the weights of rank 0
+    if not any(parameter.is_meta for parameter in model.parameters()):  # those on meta get the weights of rank 0
         try:
             load_weights(model, folder)
             _copy_to_reference(model)
@@ -42,7 +42,7 @@ def _check(spec: RunSpec, source: ModelSource, model: Any, folder: Path) -> None
             "option empty."
         )
     lora.check_adapter(model, folder, "lora.adapter_path")
-    for run in (folder.parent, folder.parent.parent):  # its model, or a checkpoint of it
+    for run in (folder.parent, folder.parent.parent):  # `folder` is a run's model, or one of its checkpoints
         base_weights.check_adapter(run, source, folder)
 
 

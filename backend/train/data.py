@@ -66,13 +66,13 @@ class PreparedData:
 
     train: Dataset
     validation: Dataset | None
-    validation_sizes: tuple[int, ...] = ()  # of several datasets, which follow each other in `validation`
+    validation_sizes: tuple[int, ...] = ()  # with several datasets, which follow each other in `validation`
     eval_examples: list[ConvertedExample] = field(default_factory=list)  # of the generation evaluation
     end_tokens: tuple[int, ...] = ()  # of the training examples' completions
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest example; of preference data, a prompt with one of its completions."""
+        """The tokens of the longest example; for preference data, those of a prompt with one of its completions."""
         return max((_longest_row(each) for each in (self.train, self.validation) if each), default=0)
 
 
@@ -160,7 +160,7 @@ class ExampleTokenizer(BatchTokenizer[Labeled]):
     def _whole_text(self, tokens: Sequence[list[int]]) -> Labeled:
         (ids,) = tokens
         eos = self.tokenizer.eos_token_id
-        if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:  # the text has one, too
+        if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:  # the text has a BOS token, too
             del ids[0]
         if eos is not None and ids[-1:] != [eos]:
             ids.append(eos)
@@ -278,8 +278,8 @@ def tokenizer_for(spec: RunSpec, tokenizer: Any, first: ConvertedExample) -> Tok
 def tokenize_longest(
     part: Part, to_columns: Tokenizer, workers: int, tick: Tick, path: Path | None, count: int
 ) -> tuple[Dataset, Counter[str]]:
-    """Same as `tokenize`, but of about the `count` longest examples only, the longest first. Their text decides which
-    are tokenized; examples that cannot be used are replaced by the next ones."""
+    """Same as `tokenize`, but of about the `count` longest examples only, the longest first. The lengths of their texts
+    decide which are tokenized; examples that cannot be used are replaced by the next ones."""
     lengths = dict(sorted((number, len(str(example.value))) for number, example in part))
     ordered, taken = sorted(lengths, key=lengths.__getitem__, reverse=True), count
     while True:
@@ -379,7 +379,7 @@ def _one_after_another(found: Sequence[Dataset]) -> Dataset | None:
 
 
 def _mixture(spec: RunSpec, found: Sequence[Dataset], info: Callable[[str], None], longest: int) -> Dataset:
-    """The training set of an epoch: of several datasets, in the proportions of their weights."""
+    """The training set of an epoch; several datasets are mixed in the proportions of their weights."""
     if not spec.data.sources:
         return found[0]
     together = concatenate_datasets(list(found))
@@ -388,8 +388,8 @@ def _mixture(spec: RunSpec, found: Sequence[Dataset], info: Callable[[str], None
     sizes, weights = [*map(len, found)], [source.weight for source in spec.data.datasets]
     if is_absurd(sizes, counts := mixed_counts(sizes, weights, spec.data.mixing)):
         raise TrainError(
-            f"data.weight: an epoch would have {sum(counts):,} examples, repeated from {sum(sizes):,}. Set more "
-            "similar weights."
+            f"data.weight: an epoch would have {sum(counts):,} examples, but the datasets have only "
+            f"{sum(sizes):,}. Set more similar weights."
         )
     chosen = mixed(sizes, weights, spec.data.mixing, spec.train.seed, shuffles=spec.train.stage == "kto")
     what = "sequence" if spec.train.stage == "pretraining" else "example"
@@ -433,7 +433,7 @@ def _notes(number: int, counts: Counter[str], spec: RunSpec) -> str:
     }
     notes = "".join(f"; {counts[key]:,} {text}" for key, text in words.items() if counts[key])
     dropped = sum(counts[key] for key in ("long", "dropped", "identical"))
-    if dropped and spec.train.stage != "pretraining":  # there, parts of examples are dropped
+    if dropped and spec.train.stage != "pretraining":  # in pretraining, parts of examples are dropped
         notes += f"; {number - dropped:,} left"
     return notes + "".join(f"; {what} left out in {count:,}" for what, count in unread_keys(counts).items())
 
@@ -452,7 +452,7 @@ def prepare_once(
     began, lines = time.monotonic(), list[str]()
     key, states = _key(spec, tokenizer)
     if (known := prepared.take(key, folder)) is not None:
-        info("Reusing the cached tokenized dataset, of the same files, tokenizer and options.")
+        info("Reusing the cached tokenized dataset for the same files, tokenizer and options.")
         for line in known:
             info(line)
         return True

@@ -96,7 +96,7 @@ def _config(config: Mapping[str, Any], folder: str) -> Any:
             return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
         if not kind:
             raise Refused("config.json has no model_type")
-        if kind not in CONFIG_MAPPING:  # with auto_map: known to its own code, which is not run
+        if kind not in CONFIG_MAPPING:  # known only to its own code (auto_map), which is not run
             raise Refused(f"transformers {transformers.__version__} has no architecture {kind}; {OWN_CODE}")
         config_class = CONFIG_MAPPING[kind]
         values = {k: v for k, v in config.items() if k not in IGNORED}
@@ -217,7 +217,7 @@ def _unusual_linear(model: Any) -> set[str]:
         if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
             try:
                 output = module(torch.empty(1, 1, module.in_features, dtype=module.weight.dtype, device="meta"))
-            except Exception:  # its input has another shape
+            except Exception:  # the layer expects an input of another shape
                 output = None
             if not isinstance(output, torch.Tensor) or output.shape != (1, 1, module.out_features):
                 found.add(name.rpartition(".")[2])
@@ -263,13 +263,13 @@ def _modules(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether it holds the matrices of several experts in one 3-D parameter."""
+    """Whether the module holds the matrices of several experts in one 3-D parameter."""
     stacked = any(value is not None and value.dim() == 3 for value in module._parameters.values())
     return stacked and "expert" in type(module).__name__.lower()
 
 
 def _stack(model: Any) -> tuple[str, int]:
-    """Path and length of the list of decoder layers, else of the list with most parameters."""
+    """Path and length of the list of decoder layers, else of the list with the most parameters."""
     path, depth = decoder_layers(model)
     if depth:
         return path, depth
@@ -281,7 +281,7 @@ def _stack(model: Any) -> tuple[str, int]:
 def _layers(
     model: Any, stack: str, depth: int, modules: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The decoder layers, identical ones listed once, and the modules non_layer_modules of them."""
+    """The decoder layers, identical ones listed once, and the modules outside of them."""
     each: list[list[dict[str, Any]]] = [[] for _ in range(depth)]
     non_layer_modules = []
     for entry in modules:

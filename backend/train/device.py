@@ -70,7 +70,7 @@ def settle(needs_collectives: bool) -> None:
     """Make a single process look like one to the libraries: no process group, no DDP around the model. DeepSpeed
     needs a group even then, and the python launcher sets up none."""
     if "LOCAL_SIZE" in os.environ:
-        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])  # as DeepSpeed's launcher calls it
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])  # DeepSpeed's launcher sets LOCAL_SIZE
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return
     if not needs_collectives:
@@ -119,7 +119,7 @@ class ProcessGroup:
         return _largest(number, self._group)
 
     def agree_on_step(self, number: int) -> int:
-        """Same as `agree`, right after a training step: a rank that does not come within parallel.ddp_timeout is an
+        """Same as `agree`, right after a training step: a rank that does not join within parallel.ddp_timeout is an
         error."""
         return _largest(number, self._step_group)
 

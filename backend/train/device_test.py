@@ -123,7 +123,7 @@ def _link_bytes(family: str, message: torch.Tensor, group: device.ProcessGroup) 
     mine = 0.0
     for sender in range(group.world):
         receiver = (sender + 1) % group.world
-        group.agree()  # the others wait outside of the measurement
+        group.agree()  # the other ranks wait before the measurement begins
         if group.rank == sender:
             dist.send(message, receiver)  # connects the two
             seconds = _seconds(family, partial(dist.send, message, receiver), MESSAGES)
@@ -139,7 +139,7 @@ def _link_bytes(family: str, message: torch.Tensor, group: device.ProcessGroup) 
 def _all_reduce_bytes(family: str, message: torch.Tensor, group: device.ProcessGroup) -> float:
     """Bus bandwidth in bytes per second: 2 (n - 1) / n times the size over the time, comparable between any number of
     ranks (nccl-tests, PERFORMANCE.md)."""
-    work = partial(dist.all_reduce, message, op=dist.ReduceOp.MAX)  # which keeps the ones
+    work = partial(dist.all_reduce, message, op=dist.ReduceOp.MAX)  # MAX leaves a tensor of ones as it is
     repeats = round(SECONDS / _seconds(family, work, MIN_REPEATS))
     seconds = _seconds(family, work, int(group.share(max(MIN_REPEATS, repeats))))
     return float(2 * (group.world - 1) / group.world * message.nbytes / seconds)

@@ -21,7 +21,7 @@ from backend.train.device import ProcessGroup
 from backend.train.run_log import RunLog, Stopped, TrainError
 
 POLL_SECONDS = 1.0
-RETRY_SECONDS = 300.0  # then writing is tried again, since the free space does not show quotas and compression
+RETRY_SECONDS = 300.0  # writing is retried at least this often: free space does not show quotas and compression
 IO_SECONDS = 300.0  # for an error of a device or of a network file system, which may be gone after a moment
 PROBE_BYTES = 4096
 FEW_INODES, MIN_FREE_BYTES = 64, 2**20  # a disk that takes no file although it has room for data has no inodes
@@ -87,8 +87,8 @@ def on_rank_0(group: ProcessGroup, work: Callable[[], object]) -> None:
 
 
 def retry(run_log: RunLog, what: str, write: Callable[[], object], need: Room = Room()) -> None:
-    """Call `write` until the disk has room for it, first once `need` is free. Raises Stopped if the user stops without
-    saving, and TrainError."""
+    """Call `write` once `need` is free, and again until the disk has room for all of it. Raises Stopped if the user
+    stops without saving, and TrainError."""
     wait = _Wait(run_log, what)
     while True:
         wait.until_writable(need, RETRY_SECONDS)
@@ -99,7 +99,7 @@ def retry(run_log: RunLog, what: str, write: Callable[[], object], need: Room = 
             if not (problem := disk_error(error, run_log.folder)):
                 raise
         wait.pause(problem)
-        if problem.errno in FULL and not _problem(run_log.folder, Room()):  # there is room, but not for all of it
+        if problem.errno in FULL and not _problem(run_log.folder, Room()):  # the disk has room, but too little
             disk = os.statvfs(run_log.folder)
             if problem.strerror == NO_INODES:
                 need = replace(need, files=max(need.files, disk.f_favail + 1))

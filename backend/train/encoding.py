@@ -24,7 +24,7 @@ from backend.train.run_log import TrainError
 # threads in must not fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 AT_ONCE = 32  # examples that are encoded together; more are hardly faster
-MAX_CHARACTERS = 1_000_000  # of them: a token with its characters takes about 100 bytes
+MAX_CHARACTERS = 1_000_000  # of these examples: a token with its characters takes about 100 bytes
 Columns = dict[str, list[Any]]
 Result = TypeVar("Result")
 
@@ -36,7 +36,7 @@ class Rendered(Generic[Result]):
     texts: Sequence[str]
     finish: Callable[[Sequence[Any]], Result]
     offsets: bool = False
-    special_tokens: bool = False  # which the tokenizer adds
+    special_tokens: bool = False  # whether the tokenizer adds them
 
 
 class TextEncoder:

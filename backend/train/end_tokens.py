@@ -25,8 +25,8 @@ def keys(ends: Sequence[int | None], inner: Collection[int]) -> set[str]:
 
 
 def counted(counts: Counter[str]) -> tuple[int, ...]:
-    """The tokens that were counted in enough examples, the most frequent first; without those that text follows in as
-    many, which would be cut off."""
+    """The tokens that were counted in enough examples, the most frequent first; except tokens that are followed by
+    trained text in as many examples: that text would never be generated."""
     found = Counter({int(key.removeprefix(END)): count for key, count in counts.items() if key.startswith(END)})
     enough = [token for token, count in found.most_common() if count >= RARE * max(found.values())]
     return tuple(token for token in enough if counts[f"{INNER}{token}"] < found[token]) or tuple(enough)

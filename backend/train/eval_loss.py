@@ -1,8 +1,8 @@
 """The validation loss, and that of each of several datasets.
 
-That of SFT and pretraining is the mean over the trained tokens of all validation examples, with their weights, so it
-does not depend on the batch size, the number of processes and the strategy. transformers' Trainer computes the mean of
-the means of batches, in which a token of a short example counts more than one of a long example, and accelerate
+In SFT and pretraining, the loss is the mean over the trained tokens of all validation examples, with their weights, so
+it does not depend on the batch size, the number of processes or the strategy. transformers' Trainer computes the mean
+of the means of batches, in which a token of a short example counts more than one of a long example, and accelerate
 completes the last batches of the processes with the first examples, which then count twice. Preference stages keep the
 means of TRL.
 """
@@ -21,12 +21,12 @@ from backend.train.templates import IGNORE_INDEX
 
 
 class EvalPartsMixin:
-    """For all trainers: several datasets are evaluated one after another."""
+    """Mixin for all trainers: several datasets are evaluated one after another."""
 
-    eval_parts: Sequence[Dataset] = ()  # of several datasets, the validation examples of each
+    eval_parts: Sequence[Dataset] = ()  # with several datasets, the validation examples of each
 
     def evaluation_loop(self: Any, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **more: Any) -> Any:
-        """The Trainer's evaluation loop. Of several datasets, the metrics have the mean loss of each, too."""
+        """The Trainer's evaluation loop. With several datasets, the metrics also have the mean loss of each."""
         parts = {n: self.get_eval_dataloader(part) for n, part in enumerate(self.eval_parts, 1) if len(part)}
         more["metric_key_prefix"] = metric_key_prefix
         found = {n: self._evaluated(loader, *args, **more) for n, loader in (parts or {0: dataloader}).items()}
@@ -49,12 +49,12 @@ class EvalPartsMixin:
 
 
 class EvalLossMixin(EvalPartsMixin):
-    """For trainers of next-token stages, whose loss is a mean over the trained tokens of a batch."""
+    """Mixin for trainers of next-token stages, whose loss is a mean over the trained tokens of a batch."""
 
     _sums: list[float]  # of the weighted losses of this process's tokens, and of the weights
 
     def _evaluated(self: Any, loader: Any, *args: Any, **more: Any) -> tuple[Any, float, float]:
-        """Same, but with the mean over all tokens, and the sum of their weights."""
+        """Same, but with the mean over all tokens, and the sum of their weights instead of the number of examples."""
         self._sums = [0.0, 0.0]
         output, _, _ = super()._evaluated(loader, *args, **more)
         loss, count = (sum(values) for values in zip(*gather_object([self._sums]), strict=True))

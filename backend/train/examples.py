@@ -154,7 +154,7 @@ def about(spec: RunSpec, index: int) -> Iterator[None]:
         yield
     except TrainError as error:
         where = f"{spec.data.title_of(index)}: " if spec.data.sources else ""
-        raise TrainError(where + renamed(str(error), index)) from None  # else the cause is reported, without the name
+        raise TrainError(where + renamed(str(error), index)) from None  # else the original error would be reported too
 
 
 def telling(spec: RunSpec, index: int, info: Callable[[str], None]) -> Callable[[str], None]:
@@ -263,7 +263,7 @@ def _first(spec: RunSpec, rows: Rows, info: Callable[[str], None], tick: Tick) -
     tell_skipped(len(rows.skipped), rows.skipped, "training", info)
     if data.splits:
         found = counted(len(validation), "validation example")
-        info(f"The validation set is the {found} in the first {counted(count, 'example')}; others are not used.")
+        info(f"The validation set is the {found} in the first {counted(count, 'example')}; later ones are not used.")
     return train, validation
 
 
@@ -317,13 +317,13 @@ def _hub_table(spec: RunSpec) -> Any:
     data = spec.data
     try:
         return load_dataset(data.hub_id, data.hub_config or None, split=data.hub_split, streaming=data.streaming)
-    except Exception as error:  # of many kinds: network, name, split, configuration
+    except Exception as error:  # errors of many kinds: network, name, split, configuration
         raise TrainError(f"data.hub_id: {data.hub_id} could not be loaded: {_first_line(error)}") from error
 
 
 def _hub(spec: RunSpec) -> Rows:
     data, table = spec.data, _hub_table(spec)
-    names = table.column_names or ()  # of a streamed dataset, they may not be known
+    names = table.column_names or ()  # not always known for a streamed dataset
     if names and data.system_column not in ("", SYSTEM_COLUMN, *names) and data.format not in ("auto", "text"):
         columns = ", ".join(names)
         raise TrainError(f"data.system_column: the dataset has no column {data.system_column}; it has {columns}.")

@@ -42,8 +42,8 @@ def print_error(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def print_error_of_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The same for a job that no launcher starts. Its log is all that is left of it, in which runs/failure.py finds the
-    sentence by the name of its class."""
+    """Same as `print_error`, for a job that no launcher starts. Only its log is left, in which runs/failure.py finds
+    the sentence by the name of the error's class."""
     if issubclass(kind, TrainError):
         print(f"{kind.__module__}.{kind.__name__}: {error}", file=sys.stderr, flush=True)
     else:

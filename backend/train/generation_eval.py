@@ -40,7 +40,7 @@ BEFORE = "before.json"  # in the run's folder: the outputs before training
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """`text` is what the model completes, `prompt` the last message of it for display, `reference` the completion that
+    """`text` is what the model completes, `prompt` its last message for display, `reference` the completion that
     it is trained on, decoded like an output."""
 
     text: str
@@ -91,7 +91,7 @@ class Generator:
     def create(
         cls, spec: RunSpec, tokenizer: Any, group: ProcessGroup, dtype: torch.dtype, tensor_parallel_size: int = 1
     ) -> Generator:
-        """With the options of `spec`."""
+        """A generator with the options of `spec`."""
         batch_size, longest = spec.eval.per_device_eval_batch_size, spec.eval.max_new_tokens
         return cls(tokenizer, group, batch_size, longest, dtype, tensor_parallel_size)
 
@@ -104,7 +104,7 @@ class Generator:
         size, world = self.tensor_parallel_size, self.group.world
         mine = list(range(self.group.rank // size, len(prompts), world // size))
         mine.sort(key=lambda number: len(prompts[number].text))  # similar lengths in a batch: less padding
-        most = -(-len(prompts) * size // world)  # ranks that agree on each batch have as many
+        most = -(-len(prompts) * size // world)  # equal on all ranks, which agree after each batch
         training = model.training
         outputs: dict[int, Generated] = {}
         model.eval()
@@ -216,7 +216,7 @@ class GenerationEvalCallback(TrainerCallback):
         self.context, self.generator, self.prompts = context, generator, prompts
         self.references = [prompt.reference for prompt in prompts]
         self.before: list[str] = []
-        self.is_training, self.last_step = False, 0  # the latter: of outputs whose scores are in the metrics
+        self.is_training, self.last_step = False, 0  # the last step whose scores are in the metrics
 
     @property
     def is_timeline(self) -> bool:
@@ -230,7 +230,7 @@ class GenerationEvalCallback(TrainerCallback):
         context = self.context
         save, own = context.spec.save, load_before(context.folder, self.prompts)
         known = own
-        if own is None and save.resume_from == "path":  # of the run that this one continues
+        if own is None and save.resume_from == "path":  # the outputs of the run that this one continues
             known = load_before(Path(save.resume_path).resolve().parent.parent, self.prompts)
         before: list[str] | None = context.group.share(known)
         self.before = self._generate("before", "before training") if before is None else before
@@ -243,7 +243,7 @@ class GenerationEvalCallback(TrainerCallback):
         self.is_training, self.last_step = True, state.global_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Later evaluations are those of `evaluate_after`."""
+        """End the outputs during training: later evaluations are those of `evaluate_after`."""
         self.is_training = False
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -311,7 +311,7 @@ class GenerationEvalCallback(TrainerCallback):
         self.last_step = step
 
     def _saving(self, write: Callable[[], Any], otherwise: Any) -> Any:
-        """What `write` returns. A full disk ends no training: the outputs are left out, and the log says so."""
+        """What `write` returns. A full disk must not end training: the outputs are left out, and the log says so."""
         try:
             return write()
         except OSError as error:

@@ -51,7 +51,7 @@ class Files:
         return [self._read(key) for key in keys]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all have a value."""
+        """Whether all of these keys have a value."""
         return all(map(self._read, keys))
 
     def _read(self, key: str) -> bytes:
@@ -67,8 +67,8 @@ class Files:
 
 
 def _store(timeout: float) -> Any:
-    """Where the heartbeats are. A connection of its own to torch's store, because a rank that waits for a key blocks
-    the other threads on the connection."""
+    """The store of the heartbeats: a separate connection to torch's store, because a rank that waits for a key blocks
+    the other threads on its connection."""
     store: Any = dist.distributed_c10d._get_default_store()
     inner = store
     while isinstance(inner, dist.PrefixStore):
@@ -145,7 +145,7 @@ class Heartbeat:
             try:
                 self._beat()
                 self._listen()
-            except OSError:  # the disk fails, for the others too: this is not their silence
+            except OSError:  # the disk fails, also for the other ranks: they are not silent
                 self._last = time.monotonic()
                 continue
             except RuntimeError:

@@ -46,9 +46,9 @@ def check_attention(spec: RunSpec, model: Any) -> None:
 
 
 def apply_liger(spec: RunSpec, model: Any) -> None:
-    """Replace layers by Liger's. Raises TrainError if it has none for the model, which Liger itself ignores silently.
+    """Replace layers by Liger's. Raises TrainError if Liger has none for the model; Liger itself silently ignores it.
 
-    Its loss is left out, because TRL computes the loss in chunks itself.
+    Liger's loss is left out, because TRL computes the loss in chunks.
     """
     if not spec.train.use_liger_kernel:
         return

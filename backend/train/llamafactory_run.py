@@ -146,8 +146,9 @@ class Report(TrainerCallback):
 
 
 def note_best(args: Any, state: Any) -> None:
-    """The best checkpoint is the one with the lowest eval loss; of equal losses, the earlier. transformers 5.23 looks
-    for the lowest eval loss of all steps, and keeps the previous best checkpoint if that step has no checkpoint."""
+    """The best checkpoint is the one with the lowest eval loss; if losses are equal, the earlier one. transformers 5.23
+    looks for the lowest eval loss of all steps, and keeps the previous best checkpoint if that step has no
+    checkpoint."""
     losses = {point["step"]: point["eval_loss"] for point in state.log_history if "eval_loss" in point}
     steps = [step for step, loss in losses.items() if math.isfinite(loss)]
     saved = [step for step in steps if Path(args.output_dir, f"checkpoint-{step}").is_dir()]

@@ -59,7 +59,7 @@ def _load(spec: RunSpec, family: str, precision: str, folder: Path) -> Any:
         more["device_map"] = "auto"  # over all devices of the run
     try:
         return kind.from_pretrained(folder, dtype=dtype, trust_remote_code=spec.model.trust_remote_code, **more).eval()
-    except Exception as error:  # of many kinds
+    except Exception as error:  # errors of many kinds
         raise TrainError(f"The saved model could not be loaded: {str(error).strip().splitlines()[0]}") from error
 
 

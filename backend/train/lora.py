@@ -52,11 +52,11 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
         torch.manual_seed(SEED)
         try:
             adapted = get_peft_model(model, config)
-        except RuntimeError as error:  # of linear algebra
+        except RuntimeError as error:  # raised by linear algebra
             raise TrainError(f"lora.init: {str(error).splitlines()[0]}") from error
     check_shared_weights(f"lora.init: {spec.lora.init}", adapted)
     for parameter in adapted.parameters():
-        if parameter.dim() > 1 and parameter.stride(-1) != 1:  # with rank 1; DeepSpeed copies weights as bytes
+        if parameter.dim() > 1 and parameter.stride(-1) != 1:  # so at rank 1; DeepSpeed copies weights as bytes
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     state = {k: v for k, v in get_peft_model_state_dict(adapted).items() if "lora_A" in k or "lora_B" in k}
     _check_rank(spec.lora.r, state)
@@ -65,13 +65,14 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
 
 
 def check_repeatable(adapter: Mapping[str, Any], trained_on: str, device: str) -> None:
-    """Raise TrainError if an adapter with this configuration belongs to base weights that only the device type that it
-    was `trained_on` computes again: those of pissa_fast follow from random numbers, which each type draws itself."""
+    """Raise TrainError if an adapter with this configuration belongs to base weights that can be reproduced only on the
+    device type that it was `trained_on`: those of pissa_fast follow from random numbers, which differ between device
+    types."""
     if str(adapter.get("init_lora_weights")).startswith("pissa_niter") and trained_on != device:
         raise TrainError(
-            "A checkpoint of a run with lora.init pissa_fast needs the base weights as a randomized decomposition "
-            f"changed them, and only {trained_on}, on which it was trained, gives the same result again. Use the final "
-            "model of the run, which works on the original base weights."
+            "With lora.init pissa_fast, a checkpoint needs base weights that a randomized decomposition changed, and "
+            f"only {trained_on}, on which it was trained, gives the same result again. Use the final model of the run, "
+            "which works on the original base weights."
         )
 
 
@@ -98,10 +99,10 @@ def _check_model(spec: RunSpec, model: Any) -> None:
 def check_shared_weights(what: str, adapted: Any) -> None:
     """Raise TrainError if adapters of several layers would change the same weight, each on its own."""
     layers = (module.base_layer for module in adapted.modules() if isinstance(module, LoraLayer))
-    weights = [id(layer.weight) for layer in layers if hasattr(layer, "weight")]  # those of experts have other names
+    weights = [id(layer.weight) for layer in layers if hasattr(layer, "weight")]  # weights of experts have other names
     if len(set(weights)) < len(weights):
         raise TrainError(
-            f"{what} would change the weights that several layers of this model share once for each of them. Use the "
+            f"{what} would change the same weights several times, because layers of this model share them. Use the "
             "default initialization, and do not merge the adapter."
         )
 

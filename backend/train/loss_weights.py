@@ -71,7 +71,7 @@ def sums(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 class LossWeightsMixin:
-    """For trainers of next-token stages."""
+    """Mixin for trainers of next-token stages: it weights the loss."""
 
     _scale: Tensor | float = 1.0  # of the weights in an optimizer step: TRL divides by the number of tokens
 
@@ -105,7 +105,7 @@ class LossWeightsMixin:
 
     def compute_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **named: Any) -> Any:
         """TRL's loss, with the weights if the batch has any: it sums the log-probabilities of the tokens and divides by
-        the number of trained tokens, in evaluation of those of the batch."""
+        the number of trained tokens, which in evaluation are those of the batch."""
         if WEIGHTS in inputs:
             weights = inputs.pop(WEIGHTS)[:, 1:] * (self._scale if self.model.training else 1.0)
             model = partial(_weighted, model, weights)

@@ -1,7 +1,7 @@
 """Points that metrics.jsonl lacks although a checkpoint knows them: its log_history has every logged loss.
 
 They are missing if the run was resumed while its checkpoints were away, or if the file was deleted. A resumed run
-writes them again, so that no point is hidden which no later step replaces.
+writes them again, and repeats the points after them, which would otherwise be hidden.
 """
 
 from __future__ import annotations

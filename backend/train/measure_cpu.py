@@ -47,7 +47,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     rates = None
     if not training and busy <= CALM_CORES:
         rates = _with_threads(time.perf_counter, **request)
-        busy, training = max(busy, busy_cores()), training_run()  # what has started during the measurement
+        busy, training = max(busy, busy_cores()), training_run()  # also what started during the measurement
     found = {"format": FORMAT, "time": time.time(), "busy": busy, "training": training}
     if training:
         return found
@@ -75,7 +75,7 @@ def training_run() -> str:
             place = process.environ().get(RUN_MARKER) if process.pid != os.getpid() else None
             if place and not Run(Path(place)).about().get("kind") and not (Path(place) / JOB).exists():
                 return place
-        except psutil.Error:  # it has ended, or belongs to another user
+        except psutil.Error:  # the process has ended, or belongs to another user
             continue
     return ""
 
@@ -138,7 +138,7 @@ def _activations(clock: Clock, kept_bytes: int) -> float:
 
 
 def _memory(clock: Clock) -> float:
-    """Bytes/s of all threads."""
+    """Bytes/s that all threads read and write together."""
     x, y = torch.zeros(BLOCK), torch.zeros(BLOCK)
     return float(3 * x.nbytes) / fastest(clock, lambda: x.add_(y))
 

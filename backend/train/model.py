@@ -76,7 +76,7 @@ def load_tokenizer(spec: RunSpec, source: ModelSource) -> Any:
     TrainError."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
-    except Exception as error:  # of many kinds: network, name, missing file, broken file
+    except Exception as error:  # errors of many kinds: network, name, missing file, broken file
         raise TrainError(_unloadable("tokenizer", source, error)) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = _padding_token(tokenizer, source)
@@ -265,9 +265,9 @@ def _unloadable(what: str, source: ModelSource, error: Exception) -> str:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, ImportError):
         return f"The {what} of {source.name} needs a package that is not installed: {reason}"
-    if "weights_only" in reason:  # torch's advice there is to run it
+    if "weights_only" in reason:  # torch would advise to load the file anyway
         return (
-            f"The {what} of {source.name} could not be loaded: a file of it is a pickle with more than tensors, which "
-            "could run any code. Use a model with .safetensors files."
+            f"The {what} of {source.name} could not be loaded: one of its files is a pickle that contains more than "
+            "tensors and could run any code. Use a model with .safetensors files."
         )
     return f"The {what} of {source.name} could not be loaded: {reason}"

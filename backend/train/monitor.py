@@ -35,7 +35,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._kept: list[float] = []
         self._count = 0
-        self._random = random.Random(0)  # its own: the training's random numbers must not change
+        self._random = random.Random(0)  # separate: the training's random numbers must not change
 
     def add(self, seconds: float) -> None:
         """Take note of a step."""
@@ -67,7 +67,8 @@ class Monitor:
         self._latest: dict[str, float] = {}
 
     def begin(self, here: torch.device) -> None:
-        """Start to measure `here`, the device of this rank. Ones, because random numbers would change the training."""
+        """Start to measure `here`, the device of this rank. The matmul multiplies ones: random numbers would change the
+        training."""
         size = MATRIX.get(self.family, LARGE_MATRIX)
         self._device, self._matrix = here, torch.ones(size, size, device=here, dtype=self._dtype)
         self._product = torch.empty_like(self._matrix)

@@ -26,7 +26,7 @@ from backend.train.patches import (
 from backend.train.run_log import TrainError
 
 NamedParameters = list[tuple[str, nn.Parameter]]
-NO_DECAY = ("A_log", "D", "sinks")  # of state-space models, whose authors exclude them, and of attention
+NO_DECAY = ("A_log", "D", "sinks")  # names in state-space models, whose authors exclude them, and in attention
 
 
 def arguments(spec: RunSpec) -> dict[str, Any]:
@@ -80,7 +80,8 @@ class OptimizerMixin:
         super().__init__(*arguments, **more)
 
     def get_decay_parameter_names(self: Any, model: Any) -> list[str]:
-        """Without all norms: transformers 5.23 knows those with names such as norm and input_layernorm only."""
+        """The names of parameters with weight decay, without those of norms: transformers 5.23 knows only norms with
+        names such as norm and input_layernorm."""
         spared = {
             f"{path}.{name}"
             for path, module in model.named_modules()
@@ -133,7 +134,7 @@ class OptimizerMixin:
             resumed_options.apply(unwrap(trainer.optimizer), trainer.lr_scheduler, self.configured)
 
     def finalize_weights(self) -> None:
-        """Put the trained weights into the model: a schedule-free optimizer trains on other ones."""
+        """Put the trained weights into the model: a schedule-free optimizer trains on other weights."""
         schedule_free.use_average(self.optimizer)  # type: ignore[attr-defined]
 
     def _save_checkpoint(self, *args: Any) -> None:
@@ -146,7 +147,7 @@ class OptimizerMixin:
 
 
 def recreatable(optimizer: Any) -> None:
-    """Prepare an optimizer for engines that replace the parameters, of which it has state already, or that create it
+    """Prepare an optimizer for engines that replace the parameters for which it already has state, or that create it
     again from its defaults, as DeepSpeed does with Adagrad. The Trainer gives weight decay to the groups only; if there
     are several, a rule refuses the strategy."""
     optimizer.state.clear()  # the first step allocates it again
@@ -304,7 +305,7 @@ def _badam(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
             "layers. Use another optimizer."
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one line with the names of all fp32 parameters
+        warnings.simplefilter("ignore")  # it would name all fp32 parameters in one line
         return badam_checkpoint.block_optimizer(
             partial(_groups, spec, decaying=decaying),
             torch.optim.AdamW(_groups(spec, named, decaying), **_adam_options(spec)),

@@ -107,7 +107,7 @@ def _completion_names(value: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def count_unread(chat: ChatTokenizer | None, value: Mapping[str, Any], counts: Counter[str]) -> None:
-    """Count an example for each part of its turns that is not trained on, for each of its weights without a use, and
+    """Count an example for each part of its turns that is not trained on, for each of its weights that has no use, and
     for each special token in a content."""
     unread = chat.unread(value) if chat else template_input.PLAIN.unread(template_input.turns_of(value), value)
     for what in unread | {f"{COLUMN}{name}" for name in value.get("unused_columns", ())}:
@@ -135,7 +135,7 @@ def add_kl_completions(dataset: Dataset, spec: RunSpec) -> Dataset:
 
 
 def as_conversation(value: dict[str, Any]) -> dict[str, Any] | None:
-    """An example with a prompt as a conversation that ends with the completion, of a pair the preferred one, for the
+    """An example with a prompt as a conversation that ends with the completion (of a pair, the preferred one), for the
     generation evaluation; None if it has an undesirable completion only."""
     preferred = value["chosen"] if "chosen" in value else value["completion"] if value.get("label", True) else None
     if preferred is None:

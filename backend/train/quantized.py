@@ -77,8 +77,8 @@ def _prequantized(spec: RunSpec, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_prequantized(spec: RunSpec, kind: str, row: registry.PrequantizedFormat) -> None:
-    """Raise TrainError for options that do not go with a prequantized model. The rules refuse the same if they can read
-    the model's config; that of a model on the Hub may be downloaded after they have run."""
+    """Raise TrainError for options that a prequantized model does not support. The rules refuse the same if they can
+    read the model's config; that of a model on the Hub may be downloaded after they have run."""
     if spec.method.kind == "lora" and spec.method.quantization != "none":
         raise TrainError(f"method.quantization: the model is already quantized as {row.label}. Set it to none.")
     if row.dequantized_on_load:

@@ -53,14 +53,14 @@ def load(
                 quantized.share_scales(context.group, found)
                 accelerate_fsdp2_quantized.apply()
             return found
-    context.run_log.info("Every rank reads the weights: the weights of this model cannot be broadcast from rank 0.")
+    context.run_log.info("Every rank reads the weights, because those of this model cannot be broadcast from rank 0.")
     load_on_every_rank(config)
     return read() if loaded is None else loaded
 
 
 def _can_broadcast(spec: RunSpec, source: model.ModelSource) -> bool:
     """Whether everything that is done to the model works on the meta device. The tensors of prequantized weights, and
-    what the custom code of a model computes, are not known before the weights were read."""
+    what the custom code of a model computes, are not known before the weights are read."""
     return not (spec.needs_loaded_weights or quantized.stored_config(source.name, source.options))
 
 
@@ -73,7 +73,7 @@ def _load_on_meta(spec: RunSpec, source: model.ModelSource, precision: str, toke
         return None
     parameters, all_names = dict(made.named_parameters()), dict(made.named_parameters(remove_duplicate=False))
     # accelerate broadcasts everything in the state_dict and expects it to be sharded, but buffers are not. Afterwards
-    # it ties weights again, and would tie a trained copy of one of them too.
+    # accelerate ties weights again, and would also tie the trained copy of a tied weight.
     buffers, tied = made.state_dict().keys() - all_names.keys(), len(parameters) < len(all_names)
     return None if buffers or (tied and spec.method.kind == "lora" and spec.lora.modules_to_save) else made
 
@@ -90,7 +90,7 @@ def _build_on_meta(kind: Any, name: str, dtype: torch.dtype, arguments: Mapping[
     made.tie_weights()  # moving parameters to the meta device has untied them
     if made.can_generate():
         options = {key: arguments[key] for key in arguments if key in ("revision", "local_files_only")}
-        with contextlib.suppress(OSError):  # without its own file it follows from the config
+        with contextlib.suppress(OSError):  # without a file, it follows from the model's config
             made.generation_config = GenerationConfig.from_pretrained(name, **options)
     return made.eval()
 

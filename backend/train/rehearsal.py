@@ -46,7 +46,7 @@ def trainer_arguments() -> dict[str, Any]:
 
 
 def callbacks(context: TrainContext) -> list[TrainerCallback]:
-    """The callback that records the phases of a rehearsal. It must be the last callback, after the one that completes
+    """The callback that records the phases of a rehearsal; it must come last, after the one that completes
     checkpoints."""
     return [RehearsalCallback(context)] if is_rehearsal() else []
 

@@ -79,7 +79,7 @@ def name_interface() -> None:
         for each in addresses
         if each.family == socket.AF_INET and not each.address.startswith("127.")
     }
-    towards_master, outwards = _own_address(os.environ["MASTER_ADDR"]), _own_address("192.0.2.1")  # of no machine
+    towards_master, outwards = _own_address(os.environ["MASTER_ADDR"]), _own_address("192.0.2.1")  # a reserved address
     names = [interfaces[address] for address in (towards_master, outwards) if address in interfaces]
     names += interfaces.values() if len(interfaces) == 1 else []
     if names:

@@ -47,7 +47,7 @@ def apply(optimizer: Any, scheduler: Any, configured: Sequence[dict[str, Any]]) 
     peaks = [options.get("initial_lr") for options in configured]
     if isinstance(schedule, LambdaLR) and None not in peaks:
         schedule.base_lrs = peaks
-        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]  # of the run's own schedule
+        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]  # those of the run's own schedule
         schedule._last_lr = [peak * factor for peak, factor in zip(peaks, factors, strict=True)]
         for group, rate in zip(groups, schedule.get_last_lr(), strict=True):
             group["lr"] = rate  # an optimizer without a state does not load its learning rate
@@ -63,7 +63,7 @@ def compared(spec: RunSpec, examples: str) -> dict[str, Any]:
 
 def differences(checkpoint: Path, now: Mapping[str, Any]) -> tuple[str, str]:
     """How the options and the training examples of `now`, which `compared` returned, differ from those that the
-    checkpoint was trained with, each as a sentence; '' if they do not, or if the checkpoint does not say it."""
+    checkpoint was trained with, each as a sentence; '' if they do not, or if the checkpoint does not record them."""
     try:
         before = resume_point.read_mark(checkpoint).get("options")
     except (OSError, ValueError, TypeError):
@@ -72,7 +72,7 @@ def differences(checkpoint: Path, now: Mapping[str, Any]) -> tuple[str, str]:
         return "", ""
     known = {name: _default(name) for name in declared.by_name()}
     names = [name for name in known if before.get(name, known[name]) != now.get(name, known[name])]
-    texts = [f"{name} was {before.get(name, known[name])}, is {now.get(name, known[name])}" for name in names]
+    texts = [f"{name} was {before.get(name, known[name])} and is now {now.get(name, known[name])}" for name in names]
     options = f"The options differ from those that {checkpoint.name} was trained with: {'; '.join(texts)}."
     examples = (
         f"The tokenized training examples are not those that {checkpoint.name} was trained with. Training continues at "

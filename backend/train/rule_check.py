@@ -20,12 +20,12 @@ def check_rules(spec: RunSpec, folder: Path) -> None:
     that planned the run. Rules about the moment before launch are left out."""
     # No worker process to read an unknown architecture: this process is about to load the model itself.
     facts = inspect_inputs(spec, folder, {**os.environ, WORKER_SETTING: "off"})
-    # Nor of lengths estimated from characters: this process is about to count the tokens.
+    # No lengths estimated from characters: this process is about to count the tokens.
     facts = replace(facts, token_lengths=(), min_prompt_tokens=0)
     if facts.adapter_problem and resume_point.find(folder).checkpoint:
         facts = replace(facts, adapter_problem="")  # the adapter is loaded at step 0 only, which checks it again
     found = examine(Case(spec, probe(folder), facts), at_start=False)
-    later = () if spec.data.streaming else ("DAT010",)  # check_positions, with the lengths in tokens
+    later = () if spec.data.streaming else ("DAT010",)  # check_positions checks the real lengths
     errors = [finding for finding in found if finding.level == "error" and finding.code not in later]
     if errors:
         first = errors[0]

@@ -44,7 +44,7 @@ class RunLog:
         self.end_phase: Callable[[str], None] | None = None  # called with the phase that has ended
         self._progress: dict[str, Any] = {}
         self._written, self._day = 0.0, ""
-        self._began, self.earlier_seconds = time.monotonic(), 0.0  # the latter: of earlier processes of this start
+        self._began, self.earlier_seconds = time.monotonic(), 0.0  # the seconds of earlier processes of this start
         self._unwritten: list[Mapping[str, Any]] = []  # metrics for which the disk had no room
 
     @property
@@ -58,8 +58,8 @@ class RunLog:
         return str(self._progress.get("phase", ""))
 
     def info(self, line: str) -> None:
-        """Print a line of the log with the local time, and the date where it changes: the supervisor writes that of the
-        start."""
+        """Print a line of the log with the local time, and with the date if it has changed: the supervisor writes the
+        first date."""
         if self.rank:
             return
         now = time.localtime()
@@ -131,19 +131,20 @@ class RunLog:
             self._unwritten = []
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Append one line to events.jsonl. The log has it too, so that a full disk ends nothing here."""
+        """Append one line to events.jsonl. The log has the event too, so a full disk does not end the run here."""
         if self.rank == 0:
             with contextlib.suppress(OSError):
                 _append(self.folder / EVENTS, {"kind": kind, "step": step, "time": time.time(), "text": text})
 
     def mark_resumed(self, step: int, lost: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Tell readers of the metrics that points after `step` are outdated, and that all weights are loaded; nothing
-        at step 0 if there are none. `lost`: points until `step` that the metrics lack; they are written first."""
+        """Tell readers of the metrics that points after `step` are outdated, and that all weights are loaded; write
+        nothing at step 0 if there are no points. `lost`: points until `step` that the metrics lack; they are written
+        first."""
         if self.rank:
             return
         if lost:
             steps = f"{lost[0]['step']} to {lost[-1]['step']}"
-            self.info(f"{METRICS} has no points of steps {steps}: they are restored from the checkpoint.")
+            self.info(f"{METRICS} has no points for steps {steps}: they are restored from the checkpoint.")
             self._resumed(lost[0]["step"] - 1)
             for point in lost:
                 self.metrics(point)
@@ -172,8 +173,8 @@ class RunLog:
 
 
 def _append(path: Path, *values: Mapping[str, Any]) -> None:
-    """Append lines of JSON: all or, with OSError, none. One that was cut off when the process was killed must not
-    swallow the next one."""
+    """Append all lines of JSON, or raise OSError and append none. A line that was cut off when a process was killed
+    must not swallow the next one."""
     truncated = path.exists() and not _ends_with_newline(path)
     text = "\n" * truncated + "".join(json.dumps(value, allow_nan=False) + "\n" for value in values)
     with files.open_to_append(path, buffering=0) as file:

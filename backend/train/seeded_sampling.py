@@ -15,7 +15,8 @@ from transformers import LogitsProcessor, TemperatureLogitsWarper, TopPLogitsWar
 
 @dataclass(frozen=True)
 class Sampling:
-    """`temperature` is above 0; of each next token, only the most probable ones with `top_p` of the probability."""
+    """`temperature` is above 0; each next token is one of the most probable ones, which together have the probability
+    `top_p`."""
 
     temperature: float
     top_p: float = 1.0

@@ -130,14 +130,14 @@ def _notes(to_columns: Tokenizer, example: ConvertedExample) -> list[str]:
     _, counts = to_columns(example)
     notes = [text for name, text in NOTES.items() if counts[name]]
     notes += [f"Not used: {what}." for what in unread_keys(counts)]
-    notes += [f"A text has {token}, which becomes a special token." for token in unread_keys(counts, SPECIAL)]
+    notes += [f"A text has {token}, which is tokenized as a special token." for token in unread_keys(counts, SPECIAL)]
     if start := _start(to_columns, example):
         notes.append(f"Generation begins with {start[0]!r} here, but the training text is {start[1]!r}.")
     return notes
 
 
 def _start(to_columns: Tokenizer, example: ConvertedExample) -> completion_start.Start | None:
-    """How its completion begins in generation and in training, if that differs and the trained model generates."""
+    """How the completion begins in generation and in training, if that differs and the trained model generates."""
     is_reward = isinstance(to_columns, PreferenceTokenizer) and to_columns.stage == "reward"
     if to_columns.chat is None or is_reward:
         return None
@@ -170,7 +170,7 @@ def _sequence(
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int], weights: Sequence[float]) -> list[Piece]:
-    """The text of the tokens: of one each, or of several which are a character together."""
+    """The text of each token, or of several tokens that together are one character."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # not a fast tokenizer
         words = tokenizer.convert_ids_to_tokens(list(ids))

@@ -1,9 +1,9 @@
 """`python -m backend.train.shrink_model FOLDER`: writes a small model with random weights to FOLDER, with the
 architecture and the tokenizer of the model in spec.yaml of the working directory.
 
-Of the layers, a prefix is kept in which every kind of layer occurs; widths, heads and experts are divided until at most
---parameters are left. Sizes of heads and the vocabulary stay. The small model has modules of the same classes as the
-large one, or there is none.
+Only the first layers are kept, as many as it takes for every kind of layer to occur; widths, heads and experts are
+divided until at most --parameters are left. Head sizes and the vocabulary stay. The small model has modules of the same
+classes as the large one; if that is impossible, none is written.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def shrink(config: Any, parameters: int, multiple: int = 1, layers: int = 2) -> 
             if _works(small):
                 return small
     raise TrainError(
-        f"There is no small model of the architecture {config.model_type} to rehearse with: no version with at most "
-        f"{parameters:,} parameters could be built that has the same modules and computes logits."
+        f"There is no small model of the architecture {config.model_type} to rehearse with: no version with the "
+        f"same modules and at most {parameters:,} parameters computes logits."
     )
 
 
@@ -122,13 +122,13 @@ def _needed_depth(built: Any, least: int) -> int:
 def _candidates(
     config: Any, classes: set[str], layers: int | None, multiple: int, parameters: int
 ) -> Iterator[tuple[int, Any]]:
-    """(parameters, config) of each ever narrower version that can be built, has the same classes and is small
+    """(parameters, config) of narrower and narrower versions that can be built, have the same classes and are small
     enough."""
     text = config.get_text_config(decoder=True).to_dict()
     heads = next((text[name] for name in HEADS if _is_count(text.get(name))), 1)
     multiple = multiple if heads % multiple == 0 else 1
     factors = [f for f in range(1, heads // multiple + 1) if heads // multiple % f == 0]
-    factors += [factors[-1] * 2**n for n in range(1, 7)]  # where the size of a head is a key of its own
+    factors += [factors[-1] * 2**n for n in range(1, 7)]  # for configs with a separate key for the head size
     for factor in factors:
         try:
             small = type(config).from_dict(_smaller(copy.deepcopy(config.to_dict()), factor, layers, multiple))
@@ -222,12 +222,12 @@ def write(spec: RunSpec, folder: Path, parameters: int, multiple: int, layers: i
     try:
         config = AutoConfig.from_pretrained(source.name, **source.options)
         tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
-    except Exception as error:  # of many kinds: network, name, missing file, broken file
+    except Exception as error:  # errors of many kinds: network, name, missing file, broken file
         raise TrainError(f"The config or the tokenizer of {source.name} cannot be loaded: {error}") from error
     small = shrink(config, parameters, multiple, layers)
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(small, dtype=getattr(config, "dtype", None) or torch.float32)
-    with contextlib.suppress(OSError):  # it has none
+    with contextlib.suppress(OSError):  # the model has no generation config
         made.generation_config = GenerationConfig.from_pretrained(source.name, **source.options)
     made.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

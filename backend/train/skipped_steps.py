@@ -1,4 +1,4 @@
-"""Counts the optimizer steps that are skipped because a gradient is NaN or infinite, and ends a run that has no other.
+"""Counts the optimizer steps that are skipped because a gradient is NaN or infinite; ends a run that skips all steps.
 
 torch's GradScaler (fp16) and DeepSpeed (any precision) skip such a step without an error: weights and learning rate
 stay as they are.

@@ -28,8 +28,8 @@ class Stacks:
         self._answered: str | None = None
 
     def write_on_request(self) -> None:
-        """From now on SIGUSR2 writes the stacks of all threads. To be called before the process group exists,
-        which then records collectives."""
+        """From now on SIGUSR2 writes the stacks of all threads. Call this before the process group exists, which then
+        records collectives."""
         os.environ.setdefault(BUFFER_SIZE, "2000")
         with contextlib.suppress(OSError):  # a full disk must not prevent training
             self.path.parent.mkdir(exist_ok=True)
@@ -39,7 +39,7 @@ class Stacks:
             temporary.write_text(header, encoding="utf-8")
             file = os.open(temporary, os.O_WRONLY | os.O_APPEND)  # kept open: faulthandler writes to the descriptor
             faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
-            self.path.with_suffix(".json").unlink(missing_ok=True)  # of a process that torchrun has restarted
+            self.path.with_suffix(".json").unlink(missing_ok=True)  # written before torchrun restarted the process
             temporary.replace(self.path)  # the file tells readers that the signal is safe, so it comes last
 
     def write_collectives(self) -> None:
@@ -53,7 +53,7 @@ class Stacks:
             last: dict[str, tuple[int, str, float]] = {}
             try:
                 last = _last_collectives()
-            except Exception as error:  # torch's private interface must not end the heartbeat, which is what calls this
+            except Exception as error:  # torch's private interface must not end the heartbeat thread, which is here
                 print(f"torch's record of collectives could not be read: {error!r}", file=sys.stderr, flush=True)
             answer = {"request": request, "time": time.time(), "last": last}
             temporary.write_text(json.dumps(answer), encoding="utf-8")

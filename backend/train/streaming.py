@@ -2,7 +2,7 @@
 
 The files are read pass after pass. A pass is cut into blocks of SHARE examples for each data-parallel rank. Each rank
 reads all examples, tokenizes its own ones of a block, packs them, and shuffles the sequences. A sequence says where the
-stream goes on after it. A checkpoint has this place for each rank, so that a resumed run goes on with the next
+stream continues after it. A checkpoint has this place for each rank, so that a resumed run continues with the next
 sequence: it reads the pass up to that block, and tokenizes the block again.
 """
 
@@ -38,7 +38,7 @@ NEXT = "next"  # of a sequence: the place after it, or the error that ends the s
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's stream goes on: with the sequence `row` of the block that begins with the example `start` of a
+    """Where a rank's stream continues: with the sequence `row` of the block that begins with the example `start` of a
     pass. `counts`: what has become of this rank's examples, with those of this block unless `row` is 0."""
 
     number: int = 0  # of the pass
@@ -48,11 +48,11 @@ class Place:
 
 
 class Stream(IterableDataset[dict[str, Any]]):
-    """The sequences of a data-parallel rank, without an end. `place`: where it goes on."""
+    """The sequences of a data-parallel rank, without an end. `place`: where the stream continues."""
 
     def __init__(self, spec: RunSpec, tokenizer: Any, rank: int = 0, ranks: int = 1) -> None:
         self.spec, self.rank, self.ranks, self.place = spec, rank, ranks, Place()
-        self._tokenizer = copy.deepcopy(tokenizer)  # the tokens of the prepared examples, whatever the training sets
+        self._tokenizer = copy.deepcopy(tokenizer)  # as for the prepared examples, whatever training changes
         self._to_columns: Tokenizer | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -77,13 +77,13 @@ class Stream(IterableDataset[dict[str, Any]]):
         examples, size = streamed(self.spec, rows), SHARE * self.ranks
         next(islice(examples, start, start), None)  # reads up to there
         rows.skipped.clear()
-        own = (self.rank - number) % self.ranks  # so that each rank gets some of a few examples
+        own = (self.rank - number) % self.ranks  # so that each rank gets some, even of few examples
         for first in examples:
             block = chain([first], islice(examples, size - 1))
             mine = [example for n, example in enumerate(block) if n % self.ranks == own]
             self._to_columns = self._to_columns or tokenizer_for(self.spec, self._tokenizer, first)
             sequences, counts = self._sequences(mine, self._to_columns)
-            if not self.rank:  # all ranks have read the same
+            if not self.rank:  # all ranks have read the same examples
                 reasons = {f"{SKIPPED} {reason}": 1 for reason in rows.skipped}
                 _add(counts, {SKIPPED: len(rows.skipped), **reasons})
             rows.skipped.clear()
@@ -116,7 +116,7 @@ class Batches:
             collate_fn=partial(_collated, self.collate),
             num_workers=min(1, self.workers),
             prefetch_factor=AHEAD if self.workers else None,
-            generator=torch.Generator(),  # else it draws a number that a resumed run would draw again
+            generator=torch.Generator(),  # else the loader draws a random number, which a resumed run would draw again
         )
         for batch, after in loader:
             if isinstance(after, str):
@@ -131,7 +131,7 @@ def _collated(collate: Callable[[Sequence[Any]], Any], sequences: Sequence[Mappi
 
 
 class StreamMixin:
-    """For trainers of next-token stages: they train on a stream if there is one."""
+    """Mixin for trainers of next-token stages, which train on a stream if there is one."""
 
     stream: Stream | None = None
     context: TrainContext
@@ -143,7 +143,7 @@ class StreamMixin:
         return Batches(self.stream, self._train_batch_size, self.data_collator, self.args.dataloader_num_workers)
 
     def _init_training_state(self: Any, *args: Any, **more: Any) -> Any:
-        """Go on where the checkpoint says."""
+        """Continue where the checkpoint says."""
         trained = super()._init_training_state(*args, **more)  # type: ignore[misc]
         places = [Place(**place) for place in self.state.stateful_callbacks.pop(PLACES, ())]
         if self.stream is not None and places:

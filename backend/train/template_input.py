@@ -16,7 +16,7 @@ from transformers.utils import chat_template_utils
 from backend.data.chat import LOSS_MASK, LOSS_WEIGHT, REASONING, SWITCHES, TEMPLATE_KWARGS, WEIGHTS, parse_json
 
 Messages = Sequence[Mapping[str, Any]]
-ALWAYS = ("role", "content", "name", "tool_call_id")  # without a template that reads them, nothing of meaning is lost
+ALWAYS = ("role", "content", "name", "tool_call_id")  # no meaning is lost if a template does not read these
 PLAIN_KEYS = frozenset(ALWAYS)
 COMPLETIONS = ("completion", "chosen", "rejected")
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)  # a content that begins with reasoning
@@ -98,7 +98,8 @@ class TemplateInput:
         return {**call, "function": function}
 
     def _reads(self, key: str) -> bool:
-        """Whether the template reads a key of a turn. transformers gives reasoning to it under all of its names."""
+        """Whether the template reads a key of a turn. transformers passes reasoning to templates under all of its
+        names."""
         return key in self.keys or (key in REASONING and not self.keys.isdisjoint(REASONING))
 
     def unread(self, turns: Messages, example: Mapping[str, Any]) -> set[str]:
@@ -135,16 +136,17 @@ class _Probe:
     as_parts: bool = False
 
     def expects_parts(self) -> bool:
-        """Whether it renders contents that are lists of parts, but not texts."""
+        """Whether the template renders contents that are lists of parts, but not texts."""
         user = {**USER, "content": PROBE}
         return PROBE not in self._text([user]) and PROBE in self._text([{**USER, "content": _parts(PROBE)}])
 
     def expects_text(self) -> bool:
-        """Whether it renders arguments as JSON text only, or objects as Python writes them."""
+        """Whether the template needs arguments as JSON text: it renders no others, or renders objects as Python writes
+        them."""
         return not self._renders_call(ARGUMENTS) and self._renders_call(json.dumps(ARGUMENTS))
 
     def left_out(self, arguments_as_text: bool) -> Iterator[str]:
-        """Kinds of turns whose content it does not render, without an error."""
+        """Kinds of turns whose content the template silently does not render."""
         arguments = json.dumps(ARGUMENTS) if arguments_as_text else ARGUMENTS
         call = {**ANSWER, "content": "", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": arguments}}]}
         result = {"role": "tool", "content": PROBE, "name": "f", "tool_call_id": CALL["id"]}
@@ -158,7 +160,7 @@ class _Probe:
                 yield from (f"the content of {turn['role']} turns" for turn in conversation if PROBE in turn.values())
 
     def thinks_twice(self) -> bool:
-        """Whether it writes two reasonings for a content that begins with one."""
+        """Whether the template writes two reasonings for a content that begins with one."""
         turn = {**ANSWER, "content": f"<think>\n{PROBE}\n</think>\n\n!"}
         return self._text([self._with_parts(each) for each in (USER, turn)]).count("<think>") > 1
 
@@ -172,7 +174,7 @@ class _Probe:
         return bool(text) and PYTHON_OBJECT not in text
 
     def _text(self, messages: Messages) -> str:
-        """What it makes of them; '' if it fails."""
+        """What the template makes of these messages; '' if it fails."""
         try:
             found = self.tokenizer.apply_chat_template(
                 messages, tools=[TOOL], chat_template=self.template, tokenize=False

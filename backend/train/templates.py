@@ -46,7 +46,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 # A variable of the chat template that has a value unless the caller sets another one.
 DEFAULT = re.compile(r"\{%- if (\w+) is not defined %\}\{% set \1 = .*? %\}\{% endif -%\}\n")
 END_TEXT = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])\s*$")  # as templates write it
-END_TOKENS = 40  # of which it may consist
+END_TOKENS = 40  # that this text may consist of
 SHOWN = 40  # characters of a prompt's end in an error
 IGNORE_INDEX = -100  # the label of tokens without a loss
 Span = tuple[int, int]  # of characters
@@ -81,7 +81,7 @@ class UnmarkedCompletions(UnsupportedConversation):
 
 
 def is_trained(turn: Mapping[str, Any]) -> bool:
-    """Whether it is an assistant turn with a loss."""
+    """Whether the turn is an assistant turn with a loss."""
     return turn["role"] == "assistant" and turn.get("train") is not False
 
 
@@ -112,7 +112,7 @@ def set_chat_template(spec: RunSpec, tokenizer: Any) -> None:
 def set_defaults(spec: RunSpec, tokenizer: Any) -> None:
     """Make data.chat_template_kwargs the defaults of the tokenizer's template, which is saved with the model."""
     lines = [
-        f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif -%}}\n"  # as DEFAULT
+        f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif -%}}\n"  # as DEFAULT expects
         for name, value in spec.data.template_kwargs.items()
     ]
     template, defaults = tokenizer.chat_template, "".join(lines)
@@ -158,7 +158,7 @@ class ChatTokenizer:
     """Turns conversations into token ids and labels; the label is -100 for tokens without a loss."""
 
     tokenizer: Any
-    marked_template: str | None  # one with {% generation %} markers that renders the same text
+    marked_template: str | None  # a template with {% generation %} markers that renders the same text
     all_tokens: bool  # the loss is on all tokens, not on completions only
     kwargs: Mapping[str, Any]  # variables of the template
     input: TemplateInput
@@ -196,7 +196,7 @@ class ChatTokenizer:
         for turns in conversations_of(value):
             if not may_be_lost(turns):
                 continue
-            with suppress(UnsupportedConversation):  # which tokenizing it says
+            with suppress(UnsupportedConversation):  # tokenizing the example reports the error
                 found |= lost(turns, self.render(turns, value, chat_template=template))
         return found
 
@@ -229,8 +229,8 @@ class ChatTokenizer:
         return str(found[1])
 
     def inner(self, labels: Sequence[int]) -> set[int]:
-        """The tokens that the tokenizer was given as a whole, and that text with a loss follows in the same part, such
-        as the <|end|> of gpt-oss between a reasoning and its answer."""
+        """The tokens that the tokenizer was given as a whole and that are followed by text with a loss in the same
+        part, such as the <|end|> of gpt-oss between a reasoning and its answer."""
         known, found = self._whole_tokens, set[int]()
         for position in numpy.flatnonzero(numpy.isin(labels, list(known))).tolist():
             after = (label for label in islice(labels, position + 1, None) if label not in known)
@@ -340,7 +340,7 @@ class ChatTokenizer:
         self, prompt: Messages, completions: Sequence[Messages], example: Mapping[str, Any] = NOTHING
     ) -> tuple[list[int], list[list[int]]]:
         """Ids of a prompt, and of what each completion adds: from the first id that differs from the prompt's, because
-        some templates and tokenizers render its end differently if a completion follows. Raises
+        some templates and tokenizers render the prompt's end differently if a completion follows. Raises
         UnsupportedConversation."""
         return self.encoder.finish(self.completions(prompt, completions, example))
 
@@ -449,9 +449,9 @@ def _split(tokens: Sequence[list[int]]) -> Completions:
 
 
 def _tokens(encoded: Encoding, start: int, end: int) -> slice:
-    """The tokens that have some of the characters from `start` to `end`: a part of a character is a token, too."""
+    """The tokens that have some of the characters from `start` to `end`: a token may be a part of a character."""
     first, last = (encoded.char_to_token(place) if start < end else None for place in (start, end - 1))
-    if first is None or last is None:  # at one end is a character without a token, or there is none at all
+    if first is None or last is None:  # a character at one end has no token, or there is no character
         offsets = numpy.array(encoded.offsets, int).reshape(-1, 2)
         found = numpy.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
         return slice(found[0], found[-1] + 1) if len(found) else slice(0)

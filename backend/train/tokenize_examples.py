@@ -38,7 +38,7 @@ from backend.train.preference_data import SPECIAL, UNREAD, unread_keys
 from backend.train.run_log import TrainError
 from backend.train.templates import ChatTokenizer, UnmarkedCompletions, UnsupportedConversation
 
-MAX_ISSUES = 3  # listed for a data file; also the most examples listed that cannot be rendered
+MAX_ISSUES = 3  # problems listed for a data file; also the most unrenderable examples listed
 MAX_LENGTHS = 2000
 MAX_PLACES = 50  # of each kind of problem
 NOTED = ("truncated", "dropped", "long", "identical", "endless")  # counts of an example that are problems of it
@@ -74,7 +74,7 @@ class ExampleFacts:
     problem: str = ""  # of the tokenizer
     has_chat_template: bool | None = None  # of the tokenizer; None where the run sets another one
     vocabulary: int = 0  # the largest token id + 1
-    known_vocabulary: int = 0  # the same without the tokens that the spec adds
+    known_vocabulary: int = 0  # `vocabulary` without the tokens that the spec adds
     num_train: int = 0  # examples that were read
     num_validation: int = 0
     complete: bool = True  # each file was read to its end
@@ -90,7 +90,7 @@ class ExampleFacts:
     measured: int = 0  # training examples whose length is known
     sequences: int = 0  # of at most max_length tokens, into which these can be split
     longest: int = 0  # of all examples that were tokenized
-    longest_row: int = 0  # where it is
+    longest_row: int = 0  # where the longest example is
     counts: Counter[str] = field(default_factory=Counter)
     start: tuple[str, str] | None = None  # how the first such completion begins in generation and in training
     start_kwargs: dict[str, bool] | None = None  # variables of the chat template with which both begin alike
@@ -156,7 +156,7 @@ class ExampleFacts:
                 self.token_lengths.append(length)
 
     def is_copy(self, is_training: bool, value: dict[str, Any]) -> bool:
-        """Whether an example is equal to a training example before it. Counts it, and contradictions."""
+        """Whether an example is equal to a training example before it. Counts copies and contradictions."""
         if self.seen.is_copy(value, remember=is_training):
             kind = "copies" if is_training else "copies_in_validation"
             self.counts[kind] += 1
@@ -203,7 +203,7 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
             continue
         if to_columns is None:
             if found.has_chat_template is False and spec.train.stage != "pretraining" and "text" not in example.value:
-                tokenizer = None  # the rule about a missing chat template says it
+                tokenizer = None  # the rule about a missing chat template reports it
                 continue
             try:
                 with _memory_errors_named(spec, example):
@@ -225,13 +225,13 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
         )
         found.add_tokenized(is_training, any(len(values) for values in columns.values()))
         found.add_start(spec, to_columns.chat, example.value)
-        if length := counts["longest_sequences"] or counts["tokens"]:  # of a pair, the longer sequence
+        if length := counts["longest_sequences"] or counts["tokens"]:  # for a pair, the longer sequence
             found.add_length(is_training, length, spec.data.max_length)
 
 
 @contextmanager
 def _memory_errors_named(spec: RunSpec, example: ConvertedExample) -> Iterator[None]:
-    """A MemoryError with what takes the memory, as the subject of a sentence."""
+    """Let a MemoryError name what takes the memory, as the subject of a sentence."""
     try:
         yield
     except MemoryError:
@@ -281,7 +281,7 @@ def _converted(
                 if num_issues <= MAX_ISSUES:
                     found.data_issues.append((is_training, place(path, line), str(error), True))
             if is_training and data.streaming and data.splits:
-                held_out = is_held_out(value, data.validation_split, spec.train.seed)  # both parts of a pair
+                held_out = is_held_out(value, data.validation_split, spec.train.seed)  # for both parts of a pair
                 found.held_out = (found.held_out or 0) + held_out * len(values)
             found.add_examples(is_training, len(values) or 1)
             yield from ((is_training, ConvertedExample(place(path, line), each)) for each in values)

@@ -79,9 +79,9 @@ def _training(spec: RunSpec) -> dict[str, Any]:
         "activation_checkpointing": train.activation_checkpointing,
         "gradient_checkpointing": train.activation_checkpointing,  # TRL 1.16 reads the old name
         "torch_compile": train.torch_compile,
-        # New workers for each epoch: those that stay draw no random number at the next one, but do after a resume.
+        # New workers for each epoch: persistent ones draw a random number only in the first epoch and after a resume.
         "dataloader_num_workers": train.dataloader_num_workers,
-        "ignore_data_skip": streaming.is_streamed(spec),  # a stream goes on by itself
+        "ignore_data_skip": streaming.is_streamed(spec),  # a stream itself continues after the last place
         "seed": train.seed,
         "data_seed": train.seed,
     }
@@ -154,7 +154,7 @@ def build_trainer(
             **trl_trainers.constructor_arguments(spec.train.stage, reference, prepared.train, prepared.validation),
         )
     trl_functional_dropout.apply(config, trainer.model, getattr(trainer, "ref_model", None))
-    if prepared.validation is not None:  # of which TRL leaves out examples without labels, and to which it adds columns
+    if prepared.validation is not None:  # TRL has left out examples without labels and added columns
         multiple = config.per_device_eval_batch_size * config.world_size if next_token else 1
         trainer.eval_parts = eval_loss.parts(trainer.eval_dataset, prepared.validation_sizes, multiple)
         trainer.eval_dataset = eval_loss.completed(trainer.eval_dataset, multiple)

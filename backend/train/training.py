@@ -139,7 +139,8 @@ def _source(context: TrainContext) -> model.ModelSource:
 
 
 def _prepared(context: TrainContext, tokens: Any) -> data.PreparedData:
-    """The prepared examples; of a streamed dataset the first ones, and its stream in the context. Raises TrainError."""
+    """The prepared examples. For a streamed dataset, only the first ones; its stream is in the context. Raises
+    TrainError."""
     spec, folder = context.spec, context.folder / PREPARED
     context.run_log.start_phase("preparing data", "Preparing data.")
 
@@ -196,7 +197,7 @@ def _trainer(
     verify.check_positions(spec, whole.config.get_text_config(), prepared.longest)
     context.engine.prepare_config(whole.config)
     end_tokens.apply(whole, tokens, prepared.end_tokens)
-    if not registry.STAGES[spec.train.stage].is_reward_model:  # which finds the end of a text by this token
+    if not registry.STAGES[spec.train.stage].is_reward_model:  # a reward model finds the end of a text by this token
         callbacks = [*callbacks, transformers_padding_index.PaddingIndex(whole.config.get_text_config().pad_token_id)]
     rows = added_tokens.ids(spec, tokens)
     context.use_cache = getattr(whole.config, "use_cache", None)
@@ -236,7 +237,7 @@ def _start(context: TrainContext, options: Mapping[str, Any]) -> Path | None:
         step = checkpoints.step_of(start) if start else 0
         lost = lost_points.find(context.folder, start, own=context.spec.save.resume_from != "path") if start else []
         context.run_log.mark_resumed(step, lost)
-        checkpoints.delete_incomplete(context.folder, context.from_scratch)  # the mark comes first: it explains this
+        checkpoints.delete_incomplete(context.folder, context.from_scratch)  # after the mark, which explains this
         if start:
             context.run_log.info(f"Resuming from {start.name}.")
             edited, other_examples = resumed_options.differences(start, options)

@@ -69,8 +69,9 @@ UNLOGGED = "unlogged"
 
 @dataclass(eq=False)
 class SeededSampler(Sampler[int]):
-    """A sampler whose order depends on the seed and the epoch only. That of transformers' LengthGroupedSampler depends
-    on the global random state, which differs after a resume, and between ranks that have drawn different dropout."""
+    """A sampler whose order depends on the seed and the epoch only. The order of transformers' LengthGroupedSampler
+    depends on the global random state, which differs after a resume, and between ranks that have drawn different
+    dropout."""
 
     sampler: LengthGroupedSampler
     seed: int
@@ -85,8 +86,8 @@ class SeededSampler(Sampler[int]):
 
 
 class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsMixin):
-    """Added to every trainer: LoRA+, fp8, complete checkpoints, own intervals after a resume, no step after the last
-    one, no model cards."""
+    """Mixin for every trainer: LoRA+, fp8, complete checkpoints, the run's own intervals after a resume, no step after
+    the last one, no model cards."""
 
     loraplus_lr_ratio = 1.0
     context: TrainContext
@@ -140,13 +141,14 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
         self.unlogged = self.state.stateful_callbacks.pop(UNLOGGED, None)
         if self.progress is not None:
-            totals = self.unlogged or {}  # of an earlier version, it has only the losses
+            totals = self.unlogged or {}  # in an earlier version, only the losses
             self.progress.resume(self.state, totals.get("tokens", 0), totals.get("seconds", 0.0))
         return trained
 
     def _run_epoch(self: Any, **more: Any) -> None:
-        """transformers 5.23 checks for the last step only after a step, so a run resumed there would train another. And
-        it does not save the losses since the last point, so that the next one would be the mean of fewer steps."""
+        """transformers 5.23 checks for the last step only after a step, so a run resumed there would train another
+        step. And it does not save the losses since the last point, so the next point would be the mean of fewer
+        steps."""
         if self.unlogged:
             self._tr_loss += self.unlogged["loss"]
             self._globalstep_last_logged = self.unlogged["since"]
@@ -182,8 +184,9 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
     def evaluate(self: Any, *args: Any, **more: Any) -> Any:
         """Show the evaluation from its start: ProgressCallback is called after its first batch.
 
-        torch's DataLoader draws a random number for each evaluation. Training goes on as if it had not: at the end of
-        an epoch the Trainer evaluates after it has saved the checkpoint, and a run resumed there would differ.
+        torch's DataLoader draws a random number for each evaluation. Training continues as if no number had been drawn:
+        at the end of an epoch the Trainer evaluates after it has saved the checkpoint, and a run resumed there would
+        differ.
         """
         callbacks.show_evaluation(self.context.run_log, self.state)
         with torch.random.fork_rng(devices=[]):
@@ -207,7 +210,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
 
 
 class PretokenizedMixin(TrainerMixin):
-    """For trainers that would tokenize."""
+    """Mixin for trainers that would tokenize the examples again."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
         return dataset
@@ -219,9 +222,9 @@ class PretokenizedMixin(TrainerMixin):
 
 
 class TokenCountMixin(TrainerMixin):
-    """For ORPO's trainer, which does not log num_tokens."""
+    """Mixin for ORPO's trainer, which does not log num_tokens."""
 
-    _total_train_tokens = 0  # as it is named there
+    _total_train_tokens = 0  # named as in TRL's other trainers
 
     def compute_loss(self: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
         """Count the tokens of training batches."""
@@ -238,7 +241,7 @@ class TokenCountMixin(TrainerMixin):
 
 
 class NextTokenMixin(streaming.StreamMixin, LossWeightsMixin, EvalLossMixin, TrainerMixin):
-    """For SFT and pretraining."""
+    """Mixin for the trainer of SFT and pretraining."""
 
 
 MIXINS: Mapping[str, type] = {"sft": NextTokenMixin, "pretraining": NextTokenMixin, "orpo": TokenCountMixin}

@@ -101,7 +101,7 @@ def _converted(context: TrainContext, checkpoint: Path) -> Path | None:
         _check(context, checkpoint, files)
         try:
             return _convert(context, checkpoint)
-        except _StopRequested:  # which all ranks see
+        except _StopRequested:  # all ranks see the stop request
             return None
 
     converted: Path | None = context.group.share(context.first(convert))

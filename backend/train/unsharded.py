@@ -33,7 +33,7 @@ def unsharded_model(spec: RunSpec, trainer: Any) -> Iterator[Any]:
             yield model
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
-    modules = _fsdp_modules(trainer.model_wrapped)  # the root's, too, of which a merged model is a part
+    modules = _fsdp_modules(trainer.model_wrapped)  # also the root, which a merged model is a part of
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()

@@ -31,7 +31,7 @@ def import_unsloth(spec: RunSpec) -> None:
     """Import Unsloth, if it is on. Raises TrainError if it does not work here."""
     if not spec.train.use_unsloth:
         return
-    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # otherwise it reports every start to the Hub
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # otherwise Unsloth reports every start to the Hub
     try:
         importlib.import_module("unsloth")
     except ModuleNotFoundError as error:
@@ -54,7 +54,7 @@ def load_model(spec: RunSpec, name: str, dtype: torch.dtype, arguments: Mapping[
         full_finetuning=method.kind != "lora",
         use_gradient_checkpointing=_checkpointing(spec),
         random_state=spec.train.seed,
-        use_exact_model_name=True,  # otherwise it downloads its own copy of the model from the Hub
+        use_exact_model_name=True,  # otherwise Unsloth downloads its own copy of the model from the Hub
         **arguments,
     )
     _check_quantization(quantization, model)
@@ -87,7 +87,7 @@ def check_arguments(spec: RunSpec, requested: Mapping[str, Any], config: Any) ->
         return
     for name, option in OPTION_OF.items():
         want, used = requested.get(name), getattr(config, name, None)
-        if _word(want) != _word(used).removesuffix("_fused"):  # the same optimizer, faster
+        if _word(want) != _word(used).removesuffix("_fused"):  # _fused: a faster version of the same optimizer
             raise TrainError(
                 f"{option}: Unsloth uses {_word(used)} instead of {_word(want)}. Set the option to "
                 f"{_word(used)}, or train.use_unsloth to false."

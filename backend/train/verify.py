@@ -50,7 +50,7 @@ def check_positions(spec: RunSpec, config: Any, longest: int) -> None:
 
 
 def check_loss_weights(spec: RunSpec, with_weights: bool) -> None:
-    """Raise TrainError if turns have weights other than 0 and 1 in a run whose loss has none."""
+    """Raise TrainError if turns have weights other than 0 and 1, but the loss of the run has no weights."""
     if not with_weights:
         return
     from backend.rules.loss_weights import conflicts  # noqa: PLC0415 - all rules, which few ranks need

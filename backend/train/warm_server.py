@@ -49,7 +49,7 @@ class Server:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(f".{NAME}")
         self.listener.listen(64)
-        os.rename(f".{NAME}", NAME)  # it appears when it takes connections
+        os.rename(f".{NAME}", NAME)  # the socket appears once it takes connections
         self.poll = select.poll()
         self.poll.register(self.listener, select.POLLIN)
         self.processes: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> the pid, and the connection of who waits
@@ -73,7 +73,7 @@ class Server:
         process = os.pidfd_open(pid)
         self.processes[process] = pid, connection
         self.poll.register(process, select.POLLIN)
-        self.poll.register(connection, 0)  # only its end
+        self.poll.register(connection, 0)  # to see only that it is closed
         with contextlib.suppress(OSError):
             connection.sendall(pid.to_bytes(NUMBER_BYTES, "little"))
 

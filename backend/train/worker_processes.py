@@ -1,4 +1,4 @@
-"""Processes that compute a function of batches. They end with the process that started them; one that is killed is an
+"""Processes that compute a function of batches. They end with the process that started them; a killed process is an
 error, instead of blocking forever."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ AHEAD = 4
 
 
 class _Worker:
-    """A process that computes `function` of batches. It has its own pipe; the end of it tells that it was killed."""
+    """A process that computes `function` of batches. It has its own pipe, whose end tells that the process was
+    killed."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         context = multiprocessing.get_context("fork")
@@ -29,7 +30,7 @@ class _Worker:
 
     def send(self, batch: Any) -> None:
         """Start to compute the batch."""
-        with contextlib.suppress(OSError):  # it was killed, as `receive` will find
+        with contextlib.suppress(OSError):  # the process was killed, as `receive` will find
             self.pipe.send(batch)
 
     def receive(self) -> Any:
@@ -88,7 +89,7 @@ class _Pool:
         self.todo = enumerate(batches)
         self.workers: list[_Worker] = []
         self.idle: list[_Worker] = []
-        self.working: dict[Any, tuple[_Worker, int]] = {}  # by its pipe; the number of the batch
+        self.working: dict[Any, tuple[_Worker, int]] = {}  # a worker's pipe -> the worker, the number of its batch
         self.done: dict[int, Any] = {}  # results that were not taken yet
 
     def results(self) -> Iterator[Any]:

@@ -82,7 +82,7 @@ def test_interleaved_datasets(folder: Path, tiny: Path) -> None:
 
 def test_weights_that_make_an_epoch_endless(folder: Path, tiny: Path) -> None:
     spec = spec_of(folder, "a", "b", **{"data.mixing": "interleave_all_exhausted", "data.weight": 1e-4})
-    with pytest.raises(TrainError, match=r"data.weight: an epoch would have 200,020 examples, repeated from 30"):
+    with pytest.raises(TrainError, match=r"an epoch would have 200,020 examples, but the datasets have only 30"):
         prepare(spec, tiny)
 
 

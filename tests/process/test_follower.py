@@ -159,7 +159,7 @@ def test_a_lost_run_waits_until_its_cluster_responds(cluster: Cluster) -> None:
     cluster.wait_for_state("lost")
     cluster.set("silent")
     cluster.run.resume(timeouts=PATIENT)
-    cluster.wait_for(lambda: " is unknown since " in cluster.run.summary()["sentence"])
+    cluster.wait_for(lambda: " has been unknown since " in cluster.run.summary()["sentence"])
     assert cluster.run.summary()["sentence"].endswith("the job is not affected. squeue: exit status 1.")
     (cluster.folder / "silent").unlink()
     follow_again_and_stop(cluster)

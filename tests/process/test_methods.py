@@ -123,7 +123,7 @@ def test_attention_targets_are_layers_of_the_attention_only(kind: str, expected:
 def test_layers_that_share_weights(changes: dict[str, Any]) -> None:
     """PEFT would subtract, or merge, the adapter of each layer, also where their weights are the same."""
     model = architectures.build("zamba2")
-    with pytest.raises(TrainError, match="the weights that several layers of this model share"):
+    with pytest.raises(TrainError, match="the same weights several times, because layers of this model share them"):
         spec = make_spec(changes)
         lora.add_adapter(spec, model, adapters.lora_config(spec, model))
 

@@ -69,7 +69,7 @@ def test_it_is_used_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     first, lines = prepare(spec, tokenizer, tmp_path / "one")
     monkeypatch.setattr(data, "prepare", None)
     again, more = prepare(spec, tokenizer, tmp_path / "two")
-    assert more == ["Reusing the cached tokenized dataset, of the same files, tokenizer and options.", *lines]
+    assert more == ["Reusing the cached tokenized dataset for the same files, tokenizer and options.", *lines]
     for made in (first, again):
         assert made.train[:] == expected.train[:]
         assert (made.eval_examples, made.end_tokens) == (expected.eval_examples, expected.end_tokens)

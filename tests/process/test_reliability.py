@@ -66,7 +66,7 @@ def test_options_and_data_that_were_edited_before_a_resume_are_named(fork_server
     assert "per_device_train_batch_size: 2" in spec
     (folder / SPEC).write_text(spec.replace("per_device_train_batch_size: 2", "per_device_train_batch_size: 1"))
     fork_server.resume(folder, 2)
-    named = "checkpoint-2 was trained with: train.per_device_train_batch_size was 2, is 1."
+    named = "checkpoint-2 was trained with: train.per_device_train_batch_size was 2 and is now 1."
     assert log_text(folder).count(named) == 1
     other_examples = "The tokenized training examples are not those that checkpoint-4"
     assert "The tokenized training examples" not in log_text(folder)
@@ -176,7 +176,7 @@ def test_points_that_an_earlier_version_has_hidden_are_restored(fork_server: For
     points = metrics.read_text().splitlines()
     metrics.write_text("\n".join([*points[:5], '{"event": "resumed", "step": 0}', *points[:2]]) + "\n")
     assert fork_server.run(folder) == 0, log_text(folder)
-    assert "metrics.jsonl has no points of steps 3 to 5" in log_text(folder)
+    assert "metrics.jsonl has no points for steps 3 to 5" in log_text(folder)
     assert losses(folder) == before
     found = [point for point in read_points(metrics) if "loss" in point]
     assert [point["step"] for point in found] == [1, 2, 3, 4, 5, 6]

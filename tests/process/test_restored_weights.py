@@ -275,11 +275,11 @@ def without(state: dict[str, torch.Tensor], start: str) -> dict[str, torch.Tenso
         (lambda state: without(state, NORM), rf"1 tensor of the model is missing there \({NORM}\)"),
         (
             lambda state: without(state, EXPERT.format(1)),
-            r"layers\.1\.mlp\.experts\.gate_up_proj cannot be made of .*0\.w1",
+            r"layers\.1\.mlp\.experts\.gate_up_proj cannot be built from .*0\.w1",
         ),
         (
             lambda state: without(state, EXPERT.format(2)),
-            r"layers\.1\.mlp\.experts\.down_proj, made of .*0\.w2.* \(3, ",
+            r"layers\.1\.mlp\.experts\.down_proj, built from .*0\.w2.* \(3, ",
         ),
         (lambda state: state | {f"{NORM}s": state[NORM].clone()}, rf"1 tensor there is not part .* \({NORM}s\)"),
         (lambda state: state | {NORM: state[NORM][:3].clone()}, rf"{NORM} has the shape \(3,\)"),

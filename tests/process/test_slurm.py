@@ -226,7 +226,7 @@ def test_a_controller_that_does_not_respond_is_named(start, cluster) -> None:  #
         answers.forget()
         messages = [finding.message for finding in check(LONG).findings if finding.code == "CLU001"]
         assert messages and "sinfo" in messages[0]
-        started.wait_for(lambda: " is unknown since " in started.run.summary()["sentence"])
+        started.wait_for(lambda: " has been unknown since " in started.run.summary()["sentence"])
     started.wait_for(lambda: "Slurm has not" not in started.run.summary()["sentence"])
     assert started.run.state == "running"
     assert (started.run.path / JOB).exists()

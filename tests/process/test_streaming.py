@@ -141,7 +141,7 @@ def test_validation_examples_are_never_trained(folder: Path, tiny: Path) -> None
     whole, _ = prepare(spec_of(folder), tokenizer)
     assert set(trained) | evaluated == set(map(json.dumps, whole.train)) and not set(trained) & evaluated
     assert 5 < len(evaluated) < 25 and sorted(trained) == sorted(map(json.dumps, prepared.train))
-    assert any("in the first 50 examples; others are not used" in line for line in lines)
+    assert any("in the first 50 examples; later ones are not used" in line for line in lines)
     with pytest.raises(TrainError, match="none of the first 50 examples is a validation example"):
         prepare(edit(spec, {"data.validation_split": 1e-9}), tokenizer)
 

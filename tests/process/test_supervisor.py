@@ -228,7 +228,7 @@ def test_a_stop_while_resume_ends_the_old_ranks_is_not_lost(make_run: MakeRun) -
     assert wait_until_ended(run).state == "stopped"
     assert process_ended(old)
     assert "launcher" not in read_state(run), "nothing was launched"
-    assert run.summary()["sentence"].endswith("There is no checkpoint, so it would start again at step 0.")
+    assert run.summary()["sentence"].endswith("There is no checkpoint, so the run would start again at step 0.")
 
 
 def test_a_newer_stop_request_is_not_withdrawn(tmp_path: Path) -> None:

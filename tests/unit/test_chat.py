@@ -330,7 +330,7 @@ def test_a_run_without_a_model_has_no_chat(tmp_path, api):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--step", "7"], "There is no checkpoint of step 7 that can be loaded. Steps: 2."),
+        (["--step", "7"], "No checkpoint of step 7 can be loaded. Loadable steps: 2."),
         (["--completion", "a", "--prompt", "p"], "--completion needs a reward model"),
         (["--json"], "Set --prompt"),
         (["--prompt", "p", "--tools", "/nowhere.json"], "--tools /nowhere.json cannot be read: No such file"),

@@ -96,7 +96,7 @@ def test_what_cannot_be_deleted_is_named_and_tried_again(run: Run, tmp_path: Pat
 @pytest.mark.parametrize("cluster", [{}, {"cluster": "Moon"}])
 def test_the_job_of_an_unknown_cluster_is_not_taken_for_one_of_slurm(run: Run, cluster: dict[str, str]) -> None:
     (run.path / JOB).write_text(json.dumps({"id": "7", **cluster}))
-    with pytest.raises(RunError, match=r"job\.json names no known cluster, but '(Moon)?'\. If the"):
+    with pytest.raises(RunError, match=r"job\.json names the unknown cluster '(Moon)?'\. If the"):
         run.delete()
     assert run.path.is_dir()
 

@@ -45,7 +45,7 @@ def test_the_error_of_torch_is_read():
         "in total."
     )
     shared = device_memory.parse(out_of_memory(2.0, 16.0, 17.5))
-    assert device_memory.sentence(shared).endswith("in total. Other processes used 60.4 GiB of it.")
+    assert device_memory.sentence(shared).endswith("in total. Other processes used 60.4 GiB.")
     npu = (
         "NPU out of memory. Tried to allocate 20.00 MiB (NPU 0; 60.97 GiB total capacity; 59.00 GiB already allocated)"
     )

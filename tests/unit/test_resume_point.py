@@ -94,7 +94,7 @@ def test_a_run_that_has_saved_nothing_starts_at_step_0(run: Run) -> None:
     shutil.rmtree(run.path / CHECKPOINTS)
     (run.path / EVENTS).unlink()
     assert run.resume_point() == resume_point.ResumePoint()
-    assert run.summary()["sentence"].endswith("There is no checkpoint, so it would start again at step 0.")
+    assert run.summary()["sentence"].endswith("There is no checkpoint, so the run would start again at step 0.")
 
 
 def test_what_was_saved_before_a_restart_does_not_count(run: Run) -> None:
@@ -133,7 +133,7 @@ def test_weights_alone_are_not_resumed(run: Run) -> None:
         (folder / "optimizer.pt").rename(folder / "model.safetensors")
         (folder / COMPLETE).write_text("")
     assert run.summary()["sentence"].endswith(
-        "There is no checkpoint with optimizer state, so it would start again at step 0."
+        "There is no checkpoint with optimizer state, so the run would start again at step 0."
     )
 
 
@@ -153,7 +153,7 @@ def test_folders_without_permissions(run: Run, tmp_path: Path, closed: str) -> N
     finally:
         os.seteuid(0)
     if closed == "checkpoints":
-        assert "It cannot be resumed" in sentence
+        assert "The run cannot be resumed" in sentence
         assert "checkpoints cannot be read (Permission denied)" in sentence
     else:
         assert sentence == "Resume continues from checkpoint 55: checkpoint-60 cannot be read (Permission denied)."

@@ -335,7 +335,7 @@ def test_the_command_line_searches_sorts_and_shows_columns(tmp_path, capsys):
     assert [line.split()[0] for line in printed().splitlines()] == [bad.id, good.id]
     assert printed("--search", "tag:paper").split()[0] == good.id
     assert printed("--search", "archived:yes").split()[0] == old.id
-    assert printed("--search", "nothing") == "No run matches. Archived runs match archived:yes only.\n"
+    assert printed("--search", "nothing") == "No run matches. Archived runs match only with archived:yes.\n"
     lines = printed("--columns", "eval_loss,memory,lr,duration,notes", "--sort", "eval_loss").splitlines()
     assert lines[0].split() == ["id", "eval_loss", "peak_memory", "learning_rate", "duration", "notes"]
     assert lines[1].split() == [good.id, "1.5", "3", "GiB", "0.0001", "1", "min", "a", "b"]

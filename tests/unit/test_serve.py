@@ -270,7 +270,7 @@ def test_a_model_for_texts_in_the_background(run, environment, capsys, handlers)
     shown = serve.as_json(job)
     assert status_of(f"{shown['address']}/models", serve.token_of(job)) == 200
     assert f"at {shown['address']}. Model name in requests: Train info" in output and "Context: 4,096 tokens" in output
-    assert f"API token, which requests need: in {job.path / TOKEN}, a file that only you can read." in output
+    assert f"Requests need the API token in {job.path / TOKEN}, a file that only you can read." in output
     assert "This is not a chat model: use /v1/completions" in output
     assert f"{shown['address']}/completions" in output and "client.completions.create(" in output
     assert output.endswith(f"To stop it: footplate stop {job.path}\n")

@@ -95,7 +95,7 @@ def test_a_ranking_by_the_examples_that_all_runs_have_says_so(runs, tmp_path):
         plant_evaluation(run, {"exact_match": (BASE[:count], HIGH[:count])})
     found = rank(tmp_path / "runs", "s", "evaluation.exact_match")
     assert found.sentence.endswith(
-        "Only the 6 examples that all of these evaluations have are compared; the largest has 40."
+        "Only the 6 examples that all of these evaluations have are compared; the largest evaluation has 40."
     )
 
 

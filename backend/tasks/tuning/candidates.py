@@ -29,8 +29,8 @@ FUSED = {"adamw_torch": "adamw_torch_fused", "adamw_torch_fused": "adamw_torch"}
 
 
 def axes(case: Case, changes_result: bool) -> list[Axis]:
-    """The axes of a spec, the most promising first: by the predicted time of their candidates where it is predicted,
-    and those that an advice is against last. With `changes_result`, the axes that change the result follow the others.
+    """The axes of a spec, the most promising first: by the predicted time of their candidates if there is a prediction;
+    axes that advice speaks against come last. With `changes_result`, the axes that change the result follow the others.
     torch.compile comes last, because all later trials would compile too."""
     order = [name for name, axis in AXES.items() if axis.is_safe(case) or changes_result]
     gains = {name: _gain(case, AXES[name].propose(case)) for name in order}
@@ -49,14 +49,14 @@ def propose(axis: Axis, case: Case) -> list[Fix]:
 
 
 def _gain(case: Case, fixes: Iterator[Fix]) -> tuple[bool, float]:
-    """Whether an advice is against all of these candidates, and the largest predicted gain."""
+    """Whether advice speaks against all of these candidates, and the largest predicted gain."""
     ranks = [_rank(case, fix) for fix in fixes if case.takes(fix.patch)]
     is_doubtful, loss = min(ranks, default=(True, 0.0))
     return is_doubtful, -loss
 
 
 def _rank(case: Case, fix: Fix) -> tuple[bool, float]:
-    """Whether there is a new advice or warning against a candidate, and its predicted gain, negative; 0 if no time is
+    """Whether new advice or a new warning speaks against a candidate, and its predicted gain, negated; 0 if no time is
     predicted."""
     changed = Case(effective(case.with_patch(fix.patch)), case.machine, case.facts)
     is_doubtful = bool(_doubts(changed) - _doubts(case))
@@ -85,7 +85,7 @@ def _attention(case: Case) -> Iterator[Fix]:
 
 
 def _checkpointing(case: Case) -> Iterator[Fix]:
-    """Without activation checkpointing, with a smaller batch if the batch may be split."""
+    """Activation checkpointing if it is off; else none, also with smaller batches if a batch may be split."""
     name = "train.activation_checkpointing"
     if not case.spec.train.activation_checkpointing:
         yield Fix("Activation checkpointing", {name: True})

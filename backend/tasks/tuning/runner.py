@@ -46,9 +46,9 @@ from backend.tasks.tuning.tuning import Tuning
 from backend.wording import data_size
 
 INSPECTION_SECONDS, SHOW_SECONDS = 600.0, 1.0
-STOPPING_SECONDS = 3.0  # that the end of a trial takes
+STOPPING_SECONDS = 3.0  # how long the end of a trial takes
 BUILDING = "building kernels"  # the phase of DeepSpeed's compiled operators, which takes minutes once on a machine
-# By which losses may differ if settings change only the order of operations, as in the tests of strategies and
+# How far losses may differ if settings change only the order of operations, as in the tests of strategies and
 # precisions: in fp32, in 16 bits, and with state or weights of fewer bits.
 TOLERANCES = {"fp32": 1e-4, "16 bits": 0.02, "coarse": 0.05}
 
@@ -115,7 +115,7 @@ class Runner:
         self.search.axes = candidates.axes(self.case, self.changes_result)
         fixes = [fix for axis in self.search.axes for fix in self.propose(axis, {})]
         self._show_check("")
-        self.planned = 2 + sum(not self.refusal(fix.patch) for fix in fixes)  # with the settings of the spec, twice
+        self.planned = 2 + sum(not self.refusal(fix.patch) for fix in fixes)  # the settings of the spec run twice
 
     def _show_check(self, _: str) -> None:
         """End the check, which may read all examples, at a stop. Raises _Stopped."""
@@ -140,7 +140,7 @@ class Runner:
         return {name: value for name, value in patch.items() if matters(name)}
 
     def tolerance(self, patch: Mapping[str, Any]) -> float:
-        """By which losses may differ that should be the same, with the precision of the spec with `patch`."""
+        """How far losses that should be equal may differ, with the precision of the spec with `patch`."""
         return tolerance(self._patched(patch))
 
     def refusal(self, patch: Mapping[str, Any]) -> str:
@@ -219,9 +219,9 @@ class Runner:
                 if state == "starting":  # the libraries are imported, which later trials need not wait for
                     begun = self.spent
             if not end and (end := self._reason_to_stop(read(run), other, reserve)):
-                with contextlib.suppress(RunError):  # it has just ended
+                with contextlib.suppress(RunError):  # the run has just ended
                     run.stop(save=False)
-                if end == "stopped":  # a trial whose libraries are still being imported does not wait for that
+                if end == "stopped":  # so that a stop does not wait until the libraries are imported
                     self.warm_process.end()
             self._show_progress(run.summary()["sentence"] if state == "queued" else "")
             time.sleep(POLL_SECONDS)
@@ -279,7 +279,7 @@ class Runner:
 
 
 def tolerance(case: Case) -> float:
-    """By which losses may differ that should be the same."""
+    """How far losses that should be equal may differ."""
     precision = case.spec.precision.compute
     is_coarse = precision in ("fp8", "pure_bf16") or case.spec.method.quantization != "none"
     if is_coarse or case.optimizer.bits in (4, 8):

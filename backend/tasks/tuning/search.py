@@ -19,9 +19,9 @@ Patch = Mapping[str, Any]
 BASE, REPEATED = "Current settings", "Current settings, measured again"
 LATE = "The time limit was reached before enough steps were measured."
 STOPPED = "The measurement was stopped before enough steps were measured."
-RESERVE = 1.5  # times as long as the first trial took: kept free for the repeated one at the end
+RESERVE = 1.5  # durations of the first trial that are reserved for the repeated one at the end
 COMPILE = "torch.compile"  # the axis whose trials have a longer warm-up than the others
-CHANGED = 0.05  # by which the speed of the same settings may differ at the end
+CHANGED = 0.05  # share by which the speed of the same settings may differ at the end
 
 State = Literal["base", "faster", "same", "slower", "refused", "failed", "skipped", "stopped", "repeated"]
 
@@ -65,12 +65,12 @@ class Row:
 
 
 class Workbench(Protocol):
-    """What the search needs from the one who runs the trials."""
+    """What the search needs from the class that runs the trials."""
 
     total_steps: int | None  # of the run
 
     def tolerance(self, patch: Patch) -> float:
-        """By which the losses may differ if they should be the same, with the precision of the spec with this patch."""
+        """How far losses that should be equal may differ, with the precision of the spec with this patch."""
 
     def propose(self, axis: Axis, patch: Patch) -> Sequence[Fix]:
         """The candidates of an axis, as changes of the spec with `patch`, the most promising first."""
@@ -97,7 +97,7 @@ class Workbench(Protocol):
 @dataclass
 class Search:
     """The rows so far, and the best settings: their labels by axis, patch and trial. `reference`: the trial whose
-    losses those of a safe candidate must equal."""
+    losses a safe candidate must reproduce."""
 
     bench: Workbench
     axes: Sequence[Axis]
@@ -120,7 +120,7 @@ class Search:
         self.tried: list[Patch] = [{}]
         self.expected_seconds = self.base.wall_seconds
         for axis in self.axes:
-            start = self.patch  # which the candidates are made for; they replace each other
+            start = self.patch  # the candidates of an axis are alternatives on top of this patch
             for fix in self.bench.propose(axis, start):
                 if self.bench.is_stopped():
                     return
@@ -218,13 +218,13 @@ class Search:
             )
         if difference := loss_difference(again, self.base, self.bench.tolerance({})):
             self.notes.append(
-                f"Two trials with the current settings have different losses ({difference}), so a refused "
-                "setting may not change the result."
+                f"Two trials with the current settings have different losses ({difference}), so settings that "
+                "were refused for a different loss may not change the result either."
             )
 
     def _warm_base(self, trial: Trial) -> None:
-        """Give the first trial the warm-up of a later one that was shorter: only the first one reads the libraries and
-        compiles kernels that are cached then, which the settings do not change."""
+        """Give the first trial the warm-up of a later one if that was shorter: only the first trial reads the libraries
+        and compiles kernels, which are cached from then on, whatever the settings are."""
         base = self.base.with_warm_up_of(trial)
         self.best = base if self.best is self.base else self.best
         self.reference = base if self.reference is self.base else self.reference

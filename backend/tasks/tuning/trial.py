@@ -10,11 +10,11 @@ from typing import Any, Literal
 # torch.compile, DataLoader workers and memory allocators need a few steps.
 WARM_UP, MEASURED = 3, 10
 STEPS = WARM_UP + MEASURED
-LEAST_MEASURED, ENOUGH_SECONDS = 6, 20.0  # of long steps, fewer are measured
+LEAST_MEASURED, ENOUGH_SECONDS = 6, 20.0  # if steps are long, fewer are measured
 NOISE = 3.5  # times the spread of n pairs / sqrt(n): settings without effect seldom look faster than this
 LEAST_GAIN = 0.02  # a smaller difference is not kept, however small the spread is
-CLEARLY_SLOWER, SURE_AFTER = 0.75, 3  # speed of each of this many measured steps, after which a trial is stopped
-COMPARED_STEPS = 3  # of which the losses are compared
+CLEARLY_SLOWER, SURE_AFTER = 0.75, 3  # a trial stops if this many measured steps are all below this speed
+COMPARED_STEPS = 3  # steps whose losses are compared
 SIGMA = 1.4826  # the standard deviation of a normal distribution, as a multiple of the median absolute deviation
 
 End = Literal["measured", "slow", "late", "stopped", "failed"]
@@ -36,10 +36,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial has measured. `end`: why it ended: it was measured; it was clearly slower, or the time limit was
-    reached (late), so that it was stopped; the user stopped the tuning; it failed. `reason`: of a failure, as a
-    sentence. `peak_bytes`: of the rank with the highest peak. `wall_seconds`: all that another trial like this would
-    take."""
+    """What a trial has measured. `end`: why it ended: all steps were measured, the trial was stopped as clearly slower
+    or at the time limit (late), the user stopped the tuning, or the trial failed. `reason`: why it failed, as a
+    sentence. `peak_bytes`: the highest peak of a rank. `wall_seconds`: the whole time that another trial like this
+    would take."""
 
     steps: tuple[Step, ...]
     end: End = "measured"
@@ -65,12 +65,12 @@ class Trial:
     @property
     def spread(self) -> float:
         """How far the speeds of the measured steps are from their median, as a share: the standard deviation without
-        outliers. Where lengths differ, steps differ too."""
+        outliers. Where sequence lengths differ, steps differ too."""
         return deviation([step.rate for step in self.measured]) / statistics.median(s.rate for s in self.measured)
 
     @property
     def warm_up_seconds(self) -> float:
-        """How much longer the warm-up took than as many measured steps: compiling, for example."""
+        """How much longer the warm-up took than as many measured steps, for example for compiling."""
         return max(0.0, sum(step.seconds for step in self.steps[:WARM_UP]) - WARM_UP * self.step_seconds)
 
     def with_warm_up_of(self, other: Trial) -> Trial:
@@ -92,12 +92,12 @@ class Speed:
 
     @property
     def is_faster(self) -> bool:
-        """Whether it is faster by more than the measured spread."""
+        """Whether the trial is faster by more than the measured spread."""
         return self.ratio > 1 + self.margin
 
     @property
     def is_slower(self) -> bool:
-        """Whether it is slower by more than the measured spread."""
+        """Whether the trial is slower by more than the measured spread."""
         return self.ratio * (1 + self.margin) < 1
 
 

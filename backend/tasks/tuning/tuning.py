@@ -26,9 +26,9 @@ FOLDER = ".tunings"  # in the runs folder
 REQUEST = "tuning.json"  # written once: the spec of the trials, and what the user allows
 NO_WAIT_SECONDS = 0.01
 KEPT = 20  # tunings that have ended, with their results
-MINUTES = 10.0  # that are usual
+MINUTES = 10.0  # the default limit
 MOST_MINUTES = 24 * 60.0
-EXAMPLES_PER_SEQUENCE = 16  # that packing may need
+EXAMPLES_PER_SEQUENCE = 16  # examples that packing may need
 
 
 class Tuning:
@@ -74,8 +74,9 @@ class Tuning:
         return found
 
     def settings(self, patches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Each patch with the values of all options that any of them changes, and of those that it makes visible, so
-        that it gives what was measured whatever a form has, also after another one of them was adopted."""
+        """Each patch, completed with the values of all options that any of the patches changes, and of those that it
+        makes visible. So adopting it gives the measured settings whatever a form has, also after another patch was
+        adopted."""
         base = load(self.request().get("spec") or "")
         specs = [effective(edit(base, patch)) for patch in patches]
         changed = {name for patch in patches for name in patch}
@@ -133,7 +134,7 @@ def tune(
             "Not started: the settings of this spec are being measured already. Find fastest settings on the page, or "
             "footplate tune without --again, shows that measurement, and can stop it."
         )
-    # Without time to measure this CPU: a process that does would disturb the first trial.
+    # No time to measure this CPU: the process that measures it would disturb the first trial.
     trial = preflight(trial_spec(report, changes_result), here, base, NO_WAIT_SECONDS)
     if not trial.can_run:
         return trial, None
@@ -161,7 +162,7 @@ def _unsupported(report: Report, base: Path) -> str:
     if report.run.nnodes > 1:
         return "the settings of a run on several nodes cannot be measured. Set launch.rendezvous to standalone."
     if found := predecessor(spec, base, None):
-        return f"{found.id} saves the model and has not ended."
+        return f"this spec uses the model of {found.id}, a run that has not ended."
     return ""
 
 

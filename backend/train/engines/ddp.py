@@ -12,7 +12,7 @@ class TrainDDP(TrainEngine):
     """A full replica on each device."""
 
     def trainer_arguments(self, folder: Path) -> dict[str, Any]:
-        """Process group, buckets, unused parameters."""
+        """The arguments for process group, buckets and unused parameters."""
         found = super().trainer_arguments(folder)
         if self.world_size == 1:
             return found

@@ -34,7 +34,7 @@ class TrainDeepSpeed(TrainEngine):
     preparation: ClassVar[str] = "Preparing DeepSpeed."
 
     def trainer_arguments(self, folder: Path) -> dict[str, Any]:
-        """deepspeed.json; with sequence parallelism the mesh too."""
+        """The arguments for deepspeed.json, and with sequence parallelism for the mesh."""
         found = super().trainer_arguments(folder)
         found |= {"deepspeed": str(folder / DEEPSPEED), "ddp_timeout": self.spec.parallel.ddp_timeout}
         return found | (self._ulysses() if self.run.sequence_parallel_size > 1 else {})
@@ -71,7 +71,7 @@ class TrainDeepSpeed(TrainEngine):
             ulysses_heads.apply(config)
 
     def full_state_dict(self, trainer: Any) -> dict[str, Any] | None:
-        """At stage 3, gathered by DeepSpeed."""
+        """At ZeRO stage 3, DeepSpeed gathers the weights."""
         if self.run.zero_stage != 3 or not dist.is_initialized():
             return None
         return dict(trainer.accelerator.get_state_dict(trainer.model_wrapped) or {})

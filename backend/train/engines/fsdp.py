@@ -26,7 +26,7 @@ class TrainFSDP(TrainEngine):
     """Parameters, gradients and optimizer state are sharded; layers are gathered one by one."""
 
     def trainer_arguments(self, folder: Path) -> dict[str, Any]:
-        """Process group, fsdp.json, and the mesh where there is more than one dimension."""
+        """The arguments for process group and fsdp.json, and for a mesh if there is more than one dimension."""
         found = super().trainer_arguments(folder)
         if self.world_size == 1:
             return found

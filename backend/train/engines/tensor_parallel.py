@@ -19,7 +19,7 @@ class TrainTensorParallel(TrainEngine):
     """Every layer is sharded over a group of devices while it loads; FSDP2 shards over the groups."""
 
     def trainer_arguments(self, folder: Path) -> dict[str, Any]:
-        """Process group."""
+        """The arguments of the process group."""
         found = super().trainer_arguments(folder)
         return found | self._process_group() | SYNC_EACH_BATCH if self.world_size > 1 else found
 

@@ -1,10 +1,10 @@
 """accelerate's FSDP2 leaves the output layer of some models sharded in the forward pass.
 
 accelerate utils/fsdp_utils.py, `_find_final_norm`, looks for the norm before the output layer in the children of the
-base model, and takes peft's model for it. In OPT and Llama 4, the base model has no norm of its own either. The two
-share a unit that is gathered when the norm is called; without the norm, the unit waits for a call of the output layer,
-and TRL's losses read its weights only. Without the patch, a trained output layer (of a full fine-tuning, or in
-lora.modules_to_save) gets on each rank the gradient of this rank's examples alone.
+base model, and takes peft's model for it. In OPT and Llama 4, the base model has no norm of its own either. The norm
+and the output layer share a unit that is gathered when the norm is called; without the norm, the unit waits for a call
+of the output layer, and TRL's losses read its weights only. Without the patch, a trained output layer (of a full
+fine-tuning, or in lora.modules_to_save) gets on each rank the gradient of this rank's examples alone.
 """
 
 from __future__ import annotations

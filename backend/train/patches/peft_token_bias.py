@@ -16,7 +16,7 @@ originals = TrainableTokensWrapper._hasattr_wrapped, TrainableTokensWrapper._get
 
 
 def has_attribute(wrapper: Any, name: str, modules: Any) -> bool:
-    """Whether the wrapped layer has it."""
+    """Whether the wrapped layer has the attribute."""
     return name == BIAS or bool(originals[0](wrapper, name, modules))
 
 

@@ -80,7 +80,7 @@ def _open_elsewhere(path: Path) -> bool:
     for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):
             continue
-        with suppress(OSError):  # of another user, or ended
+        with suppress(OSError):  # the process belongs to another user, or has ended
             for descriptor in os.listdir(process / "fd"):
                 with suppress(OSError):
                     if os.path.samestat((process / "fd" / descriptor).stat(), file):

@@ -32,8 +32,8 @@ def apply(model: Any) -> None:
 
 @contextlib.contextmanager
 def _without_zero3() -> Iterator[None]:
-    """With ZeRO-3, `from_config`, which Gemma 3 calls for its vision tower, shards and initializes the weights, which
-    the meta device cannot do."""
+    """Turn ZeRO-3 off. With it, `from_config`, which Gemma 3 calls for its vision tower, shards and initializes the
+    weights, which the meta device cannot do."""
     from transformers.integrations import deepspeed  # noqa: PLC0415  (takes a second)
 
     active = deepspeed._hf_deepspeed_config_weak_ref

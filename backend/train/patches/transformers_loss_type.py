@@ -1,5 +1,5 @@
-"""Of each sequence, the first token has no loss: nothing predicts it. The Trainer leaves it out of the number of tokens
-that it divides the loss by only if the name of the model's class contains ForCausalLM.
+"""The first token of a sequence has no loss, because nothing predicts it. The Trainer divides the loss by a number of
+tokens that includes these first tokens, unless the name of the model's class contains ForCausalLM.
 
 transformers/trainer.py, `_loss_shifts_labels`. GPT2LMHeadModel and others have the same loss. Without the patch, theirs
 is too small by the share of first tokens.

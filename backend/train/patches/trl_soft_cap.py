@@ -16,7 +16,7 @@ KEY, OTHER = "final_logit_softcapping", "logits_soft_cap"
 
 @contextmanager
 def named(*models: Any) -> Iterator[None]:
-    """Have the cap by TRL's name, too, while a trainer is constructed; it is not saved with the model."""
+    """Give the config the cap by TRL's name, too, while a trainer is constructed; it is not saved with the model."""
     configs = [model.config.get_text_config() for model in models if model is not None]
     found = [config for config in configs if hasattr(config, OTHER) and not hasattr(config, KEY)]
     for config in found:

@@ -14,7 +14,8 @@ LIBRARY, SEEN_IN = "trl", "1.16.0"
 
 
 def apply(trainer: Any) -> None:
-    """Let SFTTrainer divide by the trained tokens of the step. With sequence parallelism transformers computes it."""
+    """Let SFTTrainer divide by the trained tokens of the step. With sequence parallelism, transformers computes the
+    loss."""
     parallel = trainer.accelerator.parallelism_config
     if parallel is None or not parallel.sp_enabled:
         trainer.model_accepts_loss_kwargs = True

@@ -16,7 +16,7 @@ LIBRARY, SEEN_IN = "deepspeed", "0.19.8"
 
 
 def set_epoch(adapter: Any, epoch: int) -> None:
-    """Ends the epoch before, and orders the examples of `epoch`, which a resumed run may begin with."""
+    """Ends the previous epoch, and sets the order of the examples for `epoch`, with which a resumed run may begin."""
     if getattr(adapter, "began", False):
         with suppress(StopIteration):  # refill() begins a new epoch before it raises
             adapter.refill()

@@ -152,5 +152,5 @@ function wholeRange(series, marks) {
 export function gapText(gaps) {
   if (!gaps.length) return "";
   const steps = gaps.map(([after, until]) => `${integer(after + 1)} to ${integer(until)}`).join(", ");
-  return `metrics.jsonl has no points of steps ${steps}.`;
+  return `metrics.jsonl has no points for steps ${steps}.`;
 }
