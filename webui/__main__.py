@@ -1,7 +1,7 @@
 """Serves the page: `python -m webui [--host 127.0.0.1] [--port 7860] [--runs runs]`, or HOST, PORT, RUNS.
 
-Who opens the page has to log in, also on this machine: with the token of the printed URL, or with FOOTPLATE_PASSWORD.
-Exit codes: 0 stopped by the user, 2 not started.
+Everyone who opens the page has to log in, even on this machine: with the token of the printed URL, or with
+FOOTPLATE_PASSWORD. Exit codes: 0 stopped by the user, 2 not started.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None, environment: MutableMapping[str, str] = 
 
 
 def _parse_options(argv: list[str] | None, environment: MutableMapping[str, str]) -> ServerOptions:
-    """From the arguments, then the environment, then defaults. Raises StartupError."""
+    """The options from the arguments, then the environment, then defaults. Raises StartupError."""
     parser = argparse.ArgumentParser(prog="python -m webui", description="Serve Footplate's web page.")
     parser.add_argument("--host", default=environment.get("HOST") or LOOPBACK[1], help="default: 127.0.0.1")
     parser.add_argument("--port", default=environment.get("PORT") or "7860", help="default: 7860; 0 picks a free port")
@@ -105,7 +105,8 @@ def _parse_options(argv: list[str] | None, environment: MutableMapping[str, str]
 
 
 def _password(environment: MutableMapping[str, str]) -> str:
-    """The password, '' without one; removed from the environment, which runs inherit. Raises StartupError."""
+    """The password, '' without one. It is removed from the environment, because runs inherit that. Raises
+    StartupError."""
     name, password = "FOOTPLATE_PASSWORD", environment.pop("FOOTPLATE_PASSWORD", "")
     if file := environment.pop("FOOTPLATE_PASSWORD_FILE", ""):
         if password:
@@ -140,7 +141,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def _remove_gradio_settings(environment: MutableMapping[str, str]) -> None:
-    """Settings meant for other Gradio apps must not open this one to the network. Raises StartupError."""
+    """Refuse settings that are meant for other Gradio apps and would open this one to the network. Raises
+    StartupError."""
     if environment.get("GRADIO_VIBE_MODE"):
         raise StartupError("GRADIO_VIBE_MODE lets every visitor change files and run code on this machine: unset it.")
     for name in [name for name in environment if name.startswith("GRADIO_") and name != "GRADIO_TEMP_DIR"]:
@@ -149,7 +151,7 @@ def _remove_gradio_settings(environment: MutableMapping[str, str]) -> None:
 
 
 def _runs_folder(runs: Path) -> Path:
-    """The runs folder, created and resolved. Raises StartupError, also if other users can change it."""
+    """The runs folder, created and resolved. Raises StartupError, for example if other users can change it."""
     try:
         runs.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -197,7 +199,8 @@ def _url(options: ServerOptions, listener: socket.socket, token: str) -> str:
 
 
 def _import_server() -> Any:
-    """webui.server with Gradio. Garbage collection is off meanwhile: imports create no garbage, and it costs time."""
+    """Import webui.server with Gradio, with garbage collection off: imports create no garbage, and collecting takes
+    time."""
     gc.disable()
     with gradio_internals.without_stub_files():
         importlib.import_module("gradio")

@@ -28,7 +28,7 @@ SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 WILDCARD = ("0.0.0.0", "::")
 MAX_BODY_BYTES = 4 * 1024 * 1024
-MAX_FORM_BYTES = 8 * 1024  # of the login form, which anybody may send
+MAX_FORM_BYTES = 8 * 1024  # the login form is read without a login
 MAX_FORM_FIELDS = 8
 FORM_SECONDS = 10.0
 
@@ -119,8 +119,8 @@ class AccessControl:
         return any(h in self.hosts for h in WILDCARD) and _is_address(name)
 
     def _without_login(self, scope: Scope) -> Response | None:
-        """The response to the page's question whether there is a login to log out of; None for other requests. An error
-        status would show in the browser's console."""
+        """The response when the page asks whether it can log out; None for other requests. An error status would show
+        in the browser's console."""
         asks = scope["type"] == "http" and scope["method"] == "HEAD" and scope["path"] == "/login"
         return Response(status_code=200) if asks and self.login is None else None
 
@@ -150,7 +150,7 @@ class AccessControl:
 
 
 def _nothing() -> None:
-    """Does nothing after a valid login, where no connection waits for it, as in tests."""
+    """Called after a valid login if no connection waits for that, as in tests; does nothing."""
 
 
 def error_response(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -183,7 +183,7 @@ def _is_address(name: str) -> bool:
 
 
 def _reject_framing(scope: Scope, headers: Headers) -> Response | None:
-    """The response to a body whose length is ambiguous (request smuggling) or missing; None to others."""
+    """The response to a body whose length is ambiguous (request smuggling) or missing; None for other bodies."""
     if scope["type"] != "http" or "transfer-encoding" not in headers:
         return None
     if "content-length" in headers:
@@ -203,7 +203,7 @@ def _reject_length(scope: Scope, headers: Headers) -> Response | None:
 
 
 def _counted(receive: Receive, limit: int) -> Receive:
-    """`receive` that refuses more than `limit` bytes, whatever the headers promised."""
+    """`receive` that refuses more than `limit` bytes, whatever length the headers gave."""
     count = 0
 
     async def receiving() -> Message:
@@ -234,7 +234,7 @@ def _is_replaced(name: bytes) -> bool:
 
 
 def _cookies(headers: Headers) -> dict[str, str]:
-    """The cookies, also next to those of other programs on this host that http.cookies does not parse."""
+    """The cookies, even if other programs on this host have set cookies that http.cookies cannot parse."""
     return {name: value for header in headers.getlist("cookie") for name, value in cookie_parser(header).items()}
 
 
@@ -251,7 +251,7 @@ def _back(request: Request) -> str:
 
 
 def _exchange_token(request: Request, login: Login, logged_in: bool) -> Response:
-    """A session for the token of the printed URL, and the same address without it."""
+    """A session for the token of the printed URL, and a redirect to the same address without the token."""
     up, back = _up(request.scope["path"]), _back(request)
     if login.is_token_valid(request.query_params[TOKEN]):
         response = RedirectResponse(up + _quoted(back), 303, headers={"cache-control": "no-store"})
@@ -272,7 +272,8 @@ def _with_session(response: Response, request: Request, login: Login) -> Respons
 
 
 async def _login(request: Request, login: Login, logged_in: bool) -> Response:
-    """The login page (GET), its form (POST), and HEAD, with which it asks whether the cookie arrives after all."""
+    """The login page (GET), its form (POST), and HEAD, with which the page asks whether the browser sends the cookie
+    after all."""
     back = "./" + _quoted(request.query_params.get("next", "").lstrip("/\\"))
     if request.method == "HEAD":
         return Response(status_code=204 if logged_in else 200)  # an error status would show in the console
@@ -296,7 +297,7 @@ async def _login(request: Request, login: Login, logged_in: bool) -> Response:
 
 
 async def _password(request: Request) -> str:
-    """The password in the login form, of which only a few bytes are read. Raises HTTPException, ValueError."""
+    """The password in the login form; only the first bytes of the form are read. Raises HTTPException, ValueError."""
     body, receive = b"", _counted(request.receive, MAX_FORM_BYTES)
     while True:
         message = await receive()

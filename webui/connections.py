@@ -2,9 +2,9 @@
 number of lines that they can cause in the log.
 
 Without the limits, connections that never send a complete request would be kept, and the server would run out of file
-descriptors. When all are taken, a new connection replaces the oldest one without a login, of the address that has most
-of these. So nobody can keep others out by holding connections without a login, even from the same address, which all
-users of this machine share.
+descriptors. When the maximum is reached, a new connection replaces the oldest connection without a login from the
+address that has most of these. So nobody can keep others out by holding connections without a login, even from the same
+address, which all users of this machine share.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from webui.login import network
 
 HEADER_SECONDS = 10.0
-MAX_CONNECTIONS = 400  # at once, or half of the files that this process may open
-ACCEPTED = "footplate.accepted"  # in the state of an ASGI scope: a function to call when its login is valid
+MAX_CONNECTIONS = 400  # at the same time; fewer if this process may open fewer than 800 files
+ACCEPTED = "footplate.accepted"  # in the state of an ASGI scope: a function to call after a valid login
 MAX_MESSAGES, MESSAGE_SECONDS = 20, 60.0
 
 
@@ -45,17 +45,17 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """A listening socket whose `accept` keeps to a maximum of open connections."""
+    """A listening socket whose `accept` limits the number of open connections."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._open: dict[Any, Connection] = {}
-        self._without_login: dict[str, dict[Connection, None]] = {}  # by network, the oldest first
+        self._without_login: dict[str, dict[Connection, None]] = {}  # by network; the oldest connection first
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection. While none may be opened, one is ended and BlockingIOError raised: the event loop asks
-        again after it has closed that one."""
+        """The next connection. If the limit is reached, one connection is ended and BlockingIOError is raised: the
+        event loop accepts again after it has closed that connection."""
         if len(self._open) >= self.limit and self._end_oldest():
             raise BlockingIOError
         try:
@@ -64,7 +64,7 @@ class Listener(socket.socket):
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._end_oldest():
                 raise BlockingIOError from None
             raise
-        if len(self._open) >= self.limit:  # all of them have logged in
+        if len(self._open) >= self.limit:  # all connections have logged in
             accepted.close()
             raise BlockingIOError
         connection = Connection(self, accepted, address)
@@ -73,12 +73,12 @@ class Listener(socket.socket):
         return connection, address
 
     def keep(self, address: Any) -> None:
-        """The connection from `address` has logged in: it is not ended for others."""
+        """Note that the connection from `address` has logged in, so that it is not ended in favor of others."""
         if connection := self._open.get(address):
             self._not_waiting(connection)
 
     def forget(self, connection: Connection) -> None:
-        """The connection is closed."""
+        """Note that the connection is closed."""
         self._not_waiting(connection)
         if self._open.get(connection.address) is connection:
             del self._open[connection.address]
@@ -118,7 +118,7 @@ class TimedProtocol(H11Protocol):
         self._update_deadline()
 
     def data_received(self, data: bytes) -> None:
-        """The first bytes of a further request start its deadline; complete headers end it."""
+        """The first bytes of a further request start its deadline; complete headers cancel it."""
         super().data_received(data)
         self._update_deadline()
 
@@ -145,14 +145,15 @@ class TimedProtocol(H11Protocol):
 
 
 def limit_handshakes(loop: asyncio.AbstractEventLoop) -> None:
-    """Servers of `loop` close TLS connections that have not finished their handshake in time. uvicorn 0.54 passes no
-    time-out on; asyncio's are 60 s, and 30 s for the end."""
+    """Servers of `loop` close TLS connections that have not finished their handshake in time. uvicorn 0.54 sets no
+    timeout; asyncio's defaults are 60 s for the handshake and 30 s for the shutdown."""
     times = {"ssl_handshake_timeout": HEADER_SECONDS, "ssl_shutdown_timeout": HEADER_SECONDS}
     loop.create_server = functools.partial(loop.create_server, **times)  # type: ignore[method-assign]
 
 
 class MessageLimit(logging.Filter):
-    """Lets MAX_MESSAGES pass in MESSAGE_SECONDS, and counts the others: requests without a login cause messages too."""
+    """Lets MAX_MESSAGES pass in MESSAGE_SECONDS and counts the rest, since even requests without a login cause
+    messages."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -23,11 +23,11 @@ import orjson
 from backend.runs import files
 from backend.runs.metrics import ALL_TOKENS, Gaps, Point, complete_length, parse
 
-AXES = ("step", "epoch", "tokens", "seconds")  # what curves can be drawn over
+AXES = ("step", "epoch", "tokens", "seconds")  # the axes over which curves can be drawn
 NOT_METRICS = ("step", "time", "epoch", "tokens")
 MAX_MEANS = 400
 BLOCK = 2**20  # bytes that are read at once
-END_BYTES = 64  # of what was read, kept to notice a replaced file
+END_BYTES = 64  # the last bytes that were read are kept, to notice a replaced file
 MAX = sys.float_info.max
 LIMIT = 1e300  # larger values are replaced by this, so that sums and differences are finite
 NUMBERS = {int, float}
@@ -46,7 +46,7 @@ class Column:
         del self.steps[keep:], self.values[keep:]
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        """Append values of increasing steps; if they begin before the last one, the run has resumed from there."""
+        """Append values of increasing steps. If they begin before the last step, the run has resumed from there."""
         if self.steps and self.steps[-1] > steps[0]:
             self.cut(steps[0])
         self.steps.frombytes(steps.tobytes())
@@ -75,8 +75,8 @@ class Column:
         return [_whole(step) for step in steps], [self.values[k] for k in chosen]
 
     def means(self) -> tuple[list[float], list[float]]:
-        """The means of 2^k values each, MAX_MEANS at most, at the step of their last value: what is smoothed. They are
-        those of the whole column, so that a smoothed curve has the same values in every zoom."""
+        """At most MAX_MEANS means of 2^k values each, at the step of their last value: the input of smoothing. They
+        cover the whole column, so that a smoothed curve has the same values in every zoom."""
         width = 2 ** max(0, math.ceil(math.log2(len(self.steps) / MAX_MEANS)))
         values, begins = np.frombuffer(self.values), np.arange(0, len(self.steps), width)
         counts = np.diff(begins, append=len(values))
@@ -97,16 +97,17 @@ class Axes:
     """Epochs, tokens and seconds of training by step, over all starts of a run.
 
     In earlier versions, each start counted its tokens from 0. Seconds leave out the time between two starts; the first
-    logging interval, which has no point at its begin, is its tokens divided by its throughput.
+    logging interval has no point at its beginning, so its length is its tokens divided by its throughput.
     """
 
     def __init__(self) -> None:
         self.columns = {name: Column(0, 0) for name in AXES[1:]}
         self._earlier_tokens = self._seconds = 0.0
-        self._time: float | None = None  # of the last point, or of the last start
+        self._time: float | None = None  # time of the last point, or of the last start
 
     def resume(self, step: float, time: Any, counts_on: bool) -> None:
-        """Continue after `step`: drop what comes after it. `counts_on`: the tokens are those of all starts."""
+        """Continue after `step`, and drop all later points. `counts_on`: token counts continue those of earlier
+        starts."""
         for column in self.columns.values():
             column.cut(max(0, step))
         self._earlier_tokens, self._seconds = (self.columns[name].values[-1] for name in ("tokens", "seconds"))
@@ -141,7 +142,7 @@ class Axes:
         return name == "step" or self.columns[name].values[-1] > 0
 
     def place(self, name: str, steps: Sequence[float]) -> list[float]:
-        """The positions of `steps` on an axis; between two points it is interpolated."""
+        """The positions of `steps` on an axis, interpolated between two points."""
         column = self.columns[name]
         return np.interp(steps, column.steps, column.values).round(6).tolist()
 
@@ -162,8 +163,8 @@ class Curves:
         self.last: Point = {}
         self.resumed: list[float] = []  # the steps after which the run has continued
         self.gaps = Gaps()
-        self.offset = self.size = 0  # in bytes: what was read, and the complete lines of the file
-        self.start = 0  # how often the file was replaced
+        self.offset = self.size = 0  # bytes that were read, and bytes of the file
+        self.start = 0  # how many times the file was replaced
         self._end = b""  # the last bytes that were read
         self._lock = threading.Lock()
 
@@ -185,11 +186,11 @@ class Curves:
     def series(
         self, count: int = 1000, low: float | None = None, high: float | None = None, axis: str = "step"
     ) -> dict[str, Any]:
-        """series: {key: {x: positions on the axis, y: values}}, {} if the run has not logged this axis; means: what is
-        smoothed, in the same form, for each series that does not have all values of a short column; last: the newest
-        value of each key; min and max of each key, and their steps; resumed: the steps after which the run has
-        continued; gaps: the steps between which points are missing; read: how much of the file was read, from 0 to 1.
-        `low` and `high` are positions on the axis."""
+        """series: {key: {x: positions on the axis, y: values}}, {} if the run has not logged this axis; means: the
+        input of smoothing, in the same form, for each series that is downsampled or long; last: the newest value of
+        each key; min and max of each key, and their steps; resumed: the steps after which the run has continued; gaps:
+        the steps between which points are missing; read: how much of the file was read, from 0 to 1. `low` and `high`
+        are positions on the axis."""
         with self._lock:
             low, high = -math.inf if low is None else low, math.inf if high is None else high
             if axis != "step":

@@ -17,7 +17,7 @@ from backend.config.options import Problem, SpecError
 from backend.machine import Machine, load, machine_from_mapping, normalize, read
 from backend.runs import files, replace_text
 
-MAX_NAME = 60  # a character has up to four bytes, and a file name 255
+MAX_NAME = 60  # characters of up to four bytes; a file name has at most 255 bytes
 
 
 class CustomMachines:
@@ -70,7 +70,7 @@ class CustomMachines:
         return id
 
     def remove(self, id: str) -> None:
-        """Delete a machine. One that does not exist is deleted already."""
+        """Delete a machine. A missing machine counts as deleted."""
         if id in self.ids():
             self._path(id).unlink(missing_ok=True)
 

@@ -39,7 +39,7 @@ class Section:
     """A heading and the text below it, until the next heading."""
 
     document: str
-    title: str  # of the document
+    title: str  # the title of the document
     heading: str
     anchor: str
     text: str
@@ -114,8 +114,8 @@ class Search:
 
 
 def search(query: str) -> Search:
-    """The sections with every word of `query`, or with as many of its words as any section has; those with the words
-    in the heading first."""
+    """The sections with every word of `query`, or, if there are none, with the most of its words; sections with the
+    words in the heading come first."""
     words = patterns(query)
     counts = [(sum(_finds(word, section) for word in words), section) for section in _sections()]
     most = max((count for count, _ in counts), default=0)
@@ -125,8 +125,8 @@ def search(query: str) -> Search:
 
 
 def patterns(query: str) -> list[re.Pattern[str]]:
-    """One for each word of a query: "zero3" finds ZeRO-3, and "lora_alpha" finds lora.lora_alpha. A single letter is in
-    every section, so it counts only without other words."""
+    """A pattern for each word of a query: "zero3" finds ZeRO-3, and "lora_alpha" finds lora.lora_alpha. A single letter
+    occurs in every section, so it counts only if the query has no other words."""
     words = [re.sub(r"[-_./]", "", word) for word in query.split()[:MAX_WORDS]]
     words = [word for word in words if len(word) > 1 or word.isdigit()] or words
     return [re.compile(r"[-_./]?".join(map(re.escape, word)), re.IGNORECASE) for word in words if word]
@@ -218,7 +218,7 @@ def _with_line_breaks(tokens: Sequence[Token]) -> list[Token]:
 
 
 def _with_own_links(tokens: Sequence[Token]) -> list[Token]:
-    """Links lead to the page's routes. Of a link to a file that the page does not serve, the text is left."""
+    """Links lead to the page's routes. A link to a file that the page does not serve becomes plain text."""
     found, dropped = [], False
     for token in tokens:
         if token.type == "image":

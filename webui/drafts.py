@@ -24,7 +24,7 @@ MAX_DRAFTS = 200
 MAX_BYTES = 256 * 1024
 VERSION_SECONDS = 60  # between two versions of a draft
 VERSIONS_FOR_SECONDS = 3600
-MAX_VERSIONS = 30  # that are offered, of all drafts
+MAX_VERSIONS = 30  # offered at most, from all drafts
 
 
 class DraftError(ValueError):
@@ -41,8 +41,8 @@ class Drafts:
         self._last_edits: dict[str, tuple[str, int]] = {}
 
     def save(self, name: str, values: Mapping[str, Any], page: str = "", edit: int = 0) -> None:
-        """Store `values` under `name`. `edit` counts the edits of one load of the page: requests can arrive in another
-        order than they were sent, and what was typed last is kept. Raises DraftError for an invalid name or size,
+        """Store `values` under `name`. `edit` counts the edits of one load of the page: requests can arrive in a
+        different order than they were sent, and the last edit is kept. Raises DraftError for an invalid name or size,
         OSError from the disk."""
         path = self._path(name)
         text = orjson.dumps(values).decode()
@@ -89,7 +89,7 @@ class Drafts:
         newest = int(versions[-1].name.split(".")[1]) if versions else 0
         if time.time_ns() - newest < VERSION_SECONDS * 10**9 or path.read_text(encoding="utf-8") == text:
             return
-        shutil.copy2(path, path.with_suffix(f".{edited}.json"))  # with the time of its last edit
+        shutil.copy2(path, path.with_suffix(f".{edited}.json"))  # keeps the time of the last edit
         oldest = time.time() - VERSIONS_FOR_SECONDS
         kept = sorted(self.folder.glob("*.*.json"), key=lambda version: version.stat().st_mtime_ns)
         for position, version in enumerate(reversed(kept)):

@@ -46,7 +46,7 @@ def create_component(option: Option) -> Any:
         "elem_id": option.element_id,
         "elem_classes": ["fp-field", f"fp-{field_kind(option)}", *(["fp-wide"] if is_wide(option) else [])],
         "min_width": 0,
-        "interactive": True,  # Gradio would disable a component that is only an output of events
+        "interactive": True,  # otherwise Gradio disables a component that is only an output of events
     }
     match field_kind(option):
         case "segments":

@@ -21,13 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 TESTED_VERSION = "6.31"
 IDLE_SECONDS = 0.1
-# What the page loads (6.31), all by GET. It uses no Python event, so it needs no queue, upload, file, proxy or stream.
+# The paths that the page loads (6.31), all by GET. It uses no Python events, so no queue, uploads, files, proxy or
+# streams.
 PAGE_PATHS = ("/", "/config", "/theme.css")
 PAGE_FOLDERS = ("/assets/", "/static/")
 
-# Gradio's loading screen is removed while its timer runs. The timer then asks for an animation frame 60 times a second
-# as long as the page is open (6.31, statustracker), with the function that it finds when it is loaded: here one that
-# waits an hour once the page is ready. Everything else uses the browser's own function.
+# Gradio's loading screen is removed while its timer runs. The timer then requests an animation frame 60 times a second
+# as long as the page is open (6.31, statustracker). It keeps the function that it finds when it is loaded: here, one
+# that waits an hour once the page is ready. All other code uses the browser's own function.
 SLOW_TIMER = b"""<script>
 (() => {
   const native = window.requestAnimationFrame.bind(window);
@@ -63,8 +64,8 @@ def without_stub_files() -> Iterator[None]:
     """Halves the time of `import gradio`, and prevents writes into its package.
 
     On import, each component class parses its own source to write a .pyi file next to it
-    (gradio.component_meta.create_or_modify_pyi in 6.31), and skips that if inspect.getfile raises OSError. In a Gradio
-    that works differently, this changes nothing.
+    (gradio.component_meta.create_or_modify_pyi in 6.31), and skips that if inspect.getfile raises OSError. If a version
+    of Gradio works differently, this changes nothing.
     """
     original = inspect.getfile
 

@@ -24,7 +24,7 @@ from backend.runs import ownership
 
 SESSION_SECONDS = 30 * 24 * 3600  # after the login
 IDLE_SECONDS = 7 * 24 * 3600  # after the last request
-TOUCH_SECONDS = 60  # how exactly the last request is recorded
+TOUCH_SECONDS = 60  # the last request is recorded at most this often
 MAX_SESSIONS = 100
 SESSIONS = ".sessions"  # folder in the runs folder
 SESSION = re.compile(r"[0-9]{1,12}\.[A-Za-z0-9_-]{43}")
@@ -33,7 +33,7 @@ TOKEN = "token"  # query parameter of the printed URL
 FREE_ATTEMPTS = 5
 MAX_WAIT_SECONDS = 300
 MAX_ADDRESSES = 1000
-FAILURES_OF_ALL = 50  # that many wrong passwords within FAILURES_SECONDS slow down every address
+FAILURES_OF_ALL = 50  # this many wrong passwords within FAILURES_SECONDS slow down every address
 FAILURES_SECONDS = 600
 WAIT_OF_ALL_SECONDS = 5
 
@@ -107,12 +107,12 @@ class Sessions:
         return False
 
     def end(self, session: str) -> None:
-        """End the session, also for other holders of its cookie."""
+        """End the session for everyone who has its cookie."""
         if SESSION.fullmatch(session):
             self._path(session).unlink(missing_ok=True)
 
     def _delete_oldest(self, keep: int) -> None:
-        with suppress(FileNotFoundError):  # another server on this folder deletes them too
+        with suppress(FileNotFoundError):  # another server with this folder may delete it too
             found = sorted(self.folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)
             for oldest in found[: max(0, len(found) - keep)]:
                 oldest.unlink()
@@ -122,7 +122,7 @@ class Sessions:
 
 
 class Login:
-    """The password or token, and the sessions of who knows it. `is_token`: it was generated for this start."""
+    """The password or token, and the sessions of those who know it. `is_token`: it was generated for this start."""
 
     def __init__(
         self, password: str, folder: Path, is_token: bool = False, clock: Callable[[], float] = time.time
@@ -148,7 +148,7 @@ class Login:
 
     def is_token_valid(self, token: str) -> bool:
         """Whether this is the token of the printed URL. It is too long to guess, so attempts are not counted, and the
-        URL works whatever others try."""
+        URL always works."""
         return self.is_token and _equal(token, self._password)
 
 
@@ -174,8 +174,8 @@ def new_token() -> str:
 
 
 def load_or_create_key(folder: Path) -> bytes:
-    """The secret key of this runs folder, created on first use and readable only by its owner. Raises OSError, also for
-    a key that another user made or can read, who could make sessions with it."""
+    """The secret key of this runs folder, created on first use and readable only by its owner. Raises OSError, for
+    example if another user made the key or can read it, and so could forge sessions."""
     path = folder / ".key"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -195,5 +195,5 @@ def _read_key(path: Path) -> bytes:
         status = os.fstat(file.fileno())
         private = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077
         if not private or status.st_uid not in ownership.trusted_owners(path.parent):
-            raise OSError(f"Other users can use the key {path}, with which they could log in. Delete it.")
+            raise OSError(f"The key {path} is not protected from other users, who could log in with it. Delete it.")
         return file.read()

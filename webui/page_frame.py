@@ -1,6 +1,6 @@
 """The header that all pages share, and the frame of the pages without Gradio: the rules and the help.
 
-`root` is the way from a page to the folder of the main page, because the page may be served below any path.
+`root` is the relative path from a page to the folder of the main page, which may be served below any path.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 
 MACHINE = """<div class="fp-machine" title="The hardware that the options are checked for. A run can start only on \
-this machine or, with Run on, on a cluster; for other hardware it is planned and exported."><label>Machine
+this machine or, with Run on, on a cluster; for other hardware, export it."><label>Machine
     <select id="fp-machine" aria-label="Target machine"></select></label>
     <button type="button" class="fp-link" id="fp-machine-edit" aria-label="Edit this machine" hidden>Edit</button>
     <button type="button" class="fp-link" id="fp-machine-add" aria-label="Add a machine">Add</button></div>"""

@@ -43,7 +43,7 @@ STYLES = (
     "compare/compare_runs.css",
     "responsive.css",
 )
-# Gradio adds the scripts of the head while it renders the page, in any order and possibly after this runs.
+# Gradio adds the scripts of the head while it renders the page, in any order and possibly after this code runs.
 START = """async () => {
   while (!window.footplate || !window.uPlot) await new Promise((done) => setTimeout(done, 10));
   await window.footplate.start(%s);
@@ -183,7 +183,7 @@ def _static(html: str) -> gr.HTML:
 
 def _add_events(page: gr.Blocks, form: Form) -> None:
     """A JavaScript handler for each menu; static/gradio.js reads the edits of other fields from their own events, which
-    is much faster. And a hidden button through which JavaScript writes values into the form."""
+    is much faster. Also a hidden button through which JavaScript writes values into the form."""
     components = list(form.components.values())
     write = gr.Button("write", elem_id="fp-write", elem_classes=["fp-hidden"])
     options: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}

@@ -1,4 +1,4 @@
-"""The index of the option search: what can be typed to find each option.
+"""The index of the option search: the texts by which each option can be found.
 
 The page matches and ranks on every key stroke (static/build/search.js), so the index is sent once.
 """

@@ -56,7 +56,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         state.machine.refresh()
-        threading.Thread(target=state.runs_list.all, daemon=True).start()  # the first page need not wait for it
+        threading.Thread(target=state.runs_list.all, daemon=True).start()  # the first page does not wait for it
         threading.Thread(target=finish_deletions, args=(runs,), daemon=True).start()
         yield
 
@@ -68,8 +68,8 @@ def create_app(
 
 
 async def _mount(app: FastAPI, page: Callable[[], gr.Blocks]) -> None:
-    """Build and mount the Gradio page inside an event loop: outside of one, each lock that Gradio creates leaves an
-    open loop behind."""
+    """Build and mount the Gradio page inside an event loop: outside of an event loop, each lock that Gradio creates
+    leaves an open loop behind."""
     blocks = page()
     closed: dict[str, Any] = {"ssr_mode": False, "mcp_server": False, "show_error": False, "allowed_paths": []}
     gr.mount_gradio_app(app, blocks, "/", app_kwargs={"openapi_url": None}, **closed, **pages.mount_arguments())

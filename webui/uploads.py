@@ -29,9 +29,9 @@ from backend.runs.json_values import as_unicode
 MAX_BYTES = 20 * 10**9
 RESERVE = 10**9  # bytes of the disk that an upload leaves free
 MAX_NAME = 200  # bytes; a file system allows 255
-KEPT_SECONDS = 7 * 86_400  # parts of an upload that was not continued
+KEPT_SECONDS = 7 * 86_400  # how long the parts of an interrupted upload are kept
 PARTS = ".parts"
-RECORD = ".json"  # behind the id of a complete upload
+RECORD = ".json"  # suffix after the id of a complete upload
 
 
 class UploadError(ValueError):
@@ -40,8 +40,8 @@ class UploadError(ValueError):
 
 @dataclass(frozen=True)
 class Upload:
-    """A file as the browser describes it: its name, its size in bytes, and when it was changed (in ms). The same file
-    is the same upload again."""
+    """A file as the browser describes it: its name, its size in bytes, and when it was changed (in ms). Choosing the
+    same file again continues the same upload."""
 
     name: str
     size: int
@@ -70,8 +70,8 @@ class Uploads:
         return sorted(regular, key=lambda each: (-each[1].st_mtime_ns, each[0].name))
 
     def receive(self, upload: Upload, offset: int, part: bytes) -> tuple[int, Path | None]:
-        """Store the bytes after the first `offset` ones. Returns how many have arrived in all, and the file if it is
-        complete. A part that does not continue what has arrived is ignored: the sender goes on from the returned
+        """Store the bytes after the first `offset` ones. Returns how many bytes have arrived in all, and the file if it
+        is complete. A part that does not continue the stored bytes is ignored: the sender continues from the returned
         number. Raises UploadError."""
         name = file_name(upload.name)
         _check_size(name, upload.size)
@@ -90,14 +90,15 @@ class Uploads:
             return arrived, self._finish(parts, upload, name) if arrived == upload.size else None
 
     def remove(self, name: str) -> None:
-        """Delete a file. One that does not exist is deleted already."""
+        """Delete a file. A missing file counts as deleted."""
         for path, _ in self.files():
             if path.name == name:
                 path.unlink(missing_ok=True)
 
     @contextmanager
     def _lock(self) -> Iterator[Path]:
-        """The folder of the parts; one request at a time, also of several servers with the same folder."""
+        """The folder of the parts, locked for one request at a time, even across several servers with the same
+        folder."""
         parts = self.folder / PARTS
         for folder in (self.folder, parts):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -129,7 +130,7 @@ class Uploads:
         return target
 
     def _finished(self, parts: Path, upload: Upload) -> Path | None:
-        """The file of an upload that is complete already: its last response was lost, or it is sent once more."""
+        """The file of an upload that is complete already: its last response was lost, or the file is sent once more."""
         try:
             name, inode, modified = json.loads((parts / f"{upload.id}{RECORD}").read_text(encoding="utf-8"))
             path = self.folder / name
@@ -141,7 +142,7 @@ class Uploads:
 
 
 def file_name(text: str) -> str:
-    """The name that a file is stored with. Raises UploadError if it is not that of a data file."""
+    """The name under which a file is stored. Raises UploadError if it is not the name of a data file."""
     last = re.split(r"[/\\]", unicodedata.normalize("NFC", as_unicode(text)))[-1]
     name = re.sub(r"[\x00-\x1f\x7f]", "_", last).strip().lstrip(". ")
     if data_suffix(Path(name)) not in SUFFIXES:
@@ -163,7 +164,8 @@ def _check_size(name: str, size: int) -> None:
 
 
 def _append(path: Path, offset: int, part: bytes) -> None:
-    """Write at `offset`, and wait until the disk has it. What an error leaves is the beginning of the part."""
+    """Write at `offset`, and wait until the disk has it. After an error, the file has at most a beginning of the
+    part."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as file:
         file.seek(offset)
         file.write(part)
@@ -178,7 +180,7 @@ def _delete_old(parts: Path) -> None:
 
 
 def _numbered(name: str, number: int) -> str:
-    """train-2.jsonl.gz of train.jsonl.gz."""
+    """train-2.jsonl.gz for train.jsonl.gz."""
     path = Path(name)
     suffix = "".join(path.suffixes[-2:] if is_compressed(path) else path.suffixes[-1:])
     return f"{name.removesuffix(suffix)}-{number}{suffix}"

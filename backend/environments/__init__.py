@@ -34,9 +34,9 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment with a Python of its own: `packages` with their dependencies; then `alone`, without theirs;
-    and `stand_ins`, empty packages for what is imported but not used. `shown`: the packages whose versions matter to
-    users; `cost`: what creating it does, as a verb and its objects."""
+    """A virtual environment with a Python of its own: `packages` with their dependencies; then the packages `alone`,
+    without their dependencies; and `stand_ins`, empty packages for what is imported but not used. `shown`: the packages
+    whose versions matter to users; `cost`: what creating it costs, as a verb and its objects."""
 
     packages: tuple[str, ...]
     cost: str
@@ -62,9 +62,9 @@ class Environment:
 
 @dataclass(frozen=True)
 class PackageFolder:
-    """Packages that a process of Footplate's own Python has on its path, without their dependencies, and the files of a
-    source package, if there is one, which is not built. All are lines of a requirements file with hashes. `helpers` are
-    what pip needs to read the version of the source package. `probe`: programs that have to succeed."""
+    """Packages, without their dependencies, that a process of Footplate's own Python has on its path; and, optionally,
+    the files of a source package, which is not built. Each package is a line of a requirements file with hashes.
+    `helpers` are what pip needs to read the version of the source package. `probe`: programs that have to succeed."""
 
     packages: tuple[str, ...]
     cost: str
@@ -94,7 +94,7 @@ class PackageFolder:
     def _add_source(self, folder: Path, work: Path, pip: tuple[str, ...], show: Show) -> None:
         """Unpack the files of the source package. Raises CreationError."""
         _run(*pip, "install", "--quiet", "--no-deps", "--require-hashes", *_file(work / "helpers", self.helpers))
-        show(f"Downloading the source of {self.source.split()[0]}, which is not built.")
+        show(f"Downloading the source of {self.source.split()[0]}; it is not built.")
         only = ("--no-binary", ":all:", "--no-build-isolation", "--no-deps", "--require-hashes")
         _run(*pip, "download", "--quiet", *only, "--dest", str(work), *_file(work / "source", (self.source,)))
         _unpack(next(work.glob("*.tar.gz")), folder / CONVERTER, self.source_files)
@@ -111,9 +111,9 @@ class PackageFolder:
 @dataclass(frozen=True)
 class LockedEnvironment:
     """A virtual environment with a Python of its own, from a lock file: a requirements file with the hash of each
-    wheel, which begins with the bytes to download and to install. `unmet`: what this machine lacks, a sentence, '' for
-    nothing. `probe`: programs that have to succeed in it. Wheels are kept until the environment is complete, so that an
-    interrupted creation continues with those that it has."""
+    wheel, whose first lines say how many bytes are downloaded and installed. `unmet`: what this machine lacks, as a
+    sentence; '' for nothing. `probe`: programs that have to succeed in the environment. Wheels are kept until the
+    environment is complete, so that an interrupted creation does not download them again."""
 
     lock: Path
     unmet: Callable[[Machine], str]
@@ -122,12 +122,12 @@ class LockedEnvironment:
 
     @property
     def cost(self) -> str:
-        """What creating it does, as a verb and its objects."""
+        """What creating it costs, as a verb and its objects."""
         download, installed = (number / 1e9 for number in self._bytes())
         minutes = round(download * 8e3 / 100 / 60)
         return (
-            f"downloads {download:.1f} GB ({minutes} minutes at 100 Mbit/s), and needs {download + installed:.0f} GB "
-            f"of disk space, {installed:.0f} GB of which it keeps"
+            f"downloads {download:.1f} GB ({minutes} minutes at 100 Mbit/s), needs {download + installed:.0f} GB of "
+            f"disk space during the installation, and {installed:.0f} GB afterwards"
         )
 
     def check(self, folder: Path) -> None:
@@ -153,7 +153,7 @@ class LockedEnvironment:
             _pip(folder),
             ("--quiet", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-cache-dir"),
         )
-        env = {**os.environ, "TMPDIR": str(wheels)}  # gigabytes, for which /tmp may be too small
+        env = {**os.environ, "TMPDIR": str(wheels)}  # /tmp may be too small for gigabytes
         lines = [line for line in self.lock.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
         with tempfile.TemporaryDirectory() as name:
             file = Path(name) / "packages"
@@ -174,7 +174,7 @@ class LockedEnvironment:
         return _versions(folder.glob("lib/python3*/site-packages"), self.shown)
 
     def _bytes(self) -> tuple[int, int]:
-        """To download, and installed: as the lock file says."""
+        """Bytes to download and bytes when installed, as the lock file says."""
         with self.lock.open(encoding="utf-8") as file:
             found = re.findall(r"Bytes [a-z ]+: (\d+)", file.readline() + file.readline())
         return int(found[0]), int(found[1])
@@ -182,7 +182,7 @@ class LockedEnvironment:
 
 ENVIRONMENTS: Mapping[str, Environment | PackageFolder | LockedEnvironment] = {
     # llamafactory 0.9.5 requires packages for images, audio and video, which training on text does not need, and old
-    # versions of others; so it is installed without its dependencies.
+    # versions of others; so llamafactory is installed without its dependencies.
     "llamafactory": Environment(
         packages=(
             "torch==2.13.0", "transformers==5.6.0", "accelerate==1.11.0", "peft==0.18.1", "trl==0.24.0",
@@ -194,8 +194,8 @@ ENVIRONMENTS: Mapping[str, Environment | PackageFolder | LockedEnvironment] = {
         shown=("llamafactory", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed"),
         cost="takes a few minutes and about 2 GiB of disk space, more with a CUDA build of torch",
     ),
-    # The converter is in no wheel. It imports torch and transformers: those of Footplate, so that there is no second
-    # torch. sentencepiece reads tokenizer.model; xllamacpp has llama.cpp's server in it.
+    # No wheel contains the converter. It imports Footplate's torch and transformers, so no second torch is installed.
+    # sentencepiece reads tokenizer.model; xllamacpp has llama.cpp's server in it.
     "gguf": PackageFolder(
         packages=(locked.SENTENCEPIECE, locked.XLLAMACPP),
         source=locked.LLAMA_CPP_PYTHON,
@@ -213,7 +213,7 @@ ENVIRONMENTS: Mapping[str, Environment | PackageFolder | LockedEnvironment] = {
         shown=("xllamacpp", "sentencepiece"),
         cost="downloads 110 MB",
     ),
-    # lm-eval imports torch, transformers and datasets: those of Footplate, so that models are loaded as in training.
+    # lm-eval imports Footplate's torch, transformers and datasets, so that models are loaded as in training.
     "lm-eval": PackageFolder(
         packages=LM_EVAL_PACKAGES,
         probe=(("-m", "backend.inference.benchmark_probe", "."),),
@@ -243,12 +243,12 @@ def created() -> Iterator[str]:
 
 
 def is_complete(name: str) -> bool:
-    """Whether the environment was created to its end."""
+    """Whether the creation of the environment was completed."""
     return (environment_folder(name) / COMPLETE).exists()
 
 
 def create(name: str, show: Show = print) -> Path:
-    """Create an environment, from scratch if it exists; its folder. `show` gets a line per step. Raises
+    """Create an environment, from scratch if it exists, and return its folder. `show` gets a line per step. Raises
     CreationError."""
     folder = environment_folder(name)
     if isinstance(environment := ENVIRONMENTS[name], LockedEnvironment):
@@ -266,14 +266,14 @@ def remove(name: str) -> None:
     folder = environment_folder(name)
     parts = [path for path in (folder, _wheels(folder)) if path.exists()]
     if not parts:
-        raise CreationError(f"The environment {name} does not exist: {folder} is no folder.")
+        raise CreationError(f"The environment {name} does not exist: there is no folder {folder}.")
     (folder / COMPLETE).unlink(missing_ok=True)  # first: a deletion may be interrupted
     for part in parts:
         shutil.rmtree(part)
 
 
 def how_to_create(name: str) -> str:
-    """The command that creates an environment, and what that costs: a sentence without its period."""
+    """The command that creates an environment, and its cost: a sentence without its period."""
     return f"Run `footplate env create {name}`, which {ENVIRONMENTS[name].cost}"
 
 
@@ -293,7 +293,7 @@ def _wheels(folder: Path) -> Path:
 
 
 def _stand_in(sources: Path, package: str, version: str) -> Path:
-    """The source of an empty package."""
+    """The source folder of an empty package."""
     folder = sources / package
     (folder / package).mkdir(parents=True)
     (folder / package / "__init__.py").touch()

@@ -1,5 +1,5 @@
-"""llama.cpp's server, out of the environment gguf, in a process of its own: a GGUF file that it cannot use, or a lack
-of memory, may end that process."""
+"""llama.cpp's server from the environment gguf, in a process of its own, because an unusable GGUF file or a lack of
+memory may crash it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ ERROR = re.compile(r"^[\d.]+ E (.+)$", re.MULTILINE)  # a line of llama.cpp's lo
 class Settings:
     """`file`: the GGUF file; `key`: what every request has to send as its Bearer token; `name`: the model's name for
     clients, '' for that in the file; `context`: tokens of a request with its output; `port`: of 127.0.0.1, 0 for a free
-    one; `parallel`: requests at the same time; `template_kwargs`: of the chat template; `adapter`: a LoRA adapter for
-    the model in `file`."""
+    one; `parallel`: requests at the same time; `template_kwargs`: variables of the chat template; `adapter`: a LoRA
+    adapter for the model in `file`."""
 
     file: Path
     key: str = field(repr=False)
@@ -41,9 +41,9 @@ class Settings:
 
 
 class LlamaCppServer(ServerProcess):
-    """The server from its start to `close`; also ends with the process that has started it. `environment` is the folder
-    of the environment gguf, `log` the file for the server's messages. Returns when it answers requests. Raises
-    ServerError."""
+    """The server from its start to `close`; it also ends when the process that has started it ends. `environment` is
+    the folder of the environment gguf, `log` the file for the server's messages. The constructor returns when the
+    server answers requests. Raises ServerError."""
 
     def __init__(self, environment: Path, settings: Settings, log: Path) -> None:
         self._log = log
@@ -60,13 +60,13 @@ class LlamaCppServer(ServerProcess):
         assert self._process.stdin and self._process.stdout
         adapter = str(settings.adapter) if settings.adapter else ""
         request = {**asdict(settings), "model": settings.file.name, "file": None, "adapter": adapter}
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         self.address = self._process.stdout.readline().strip()  # http://127.0.0.1:PORT
         if not self.address:
             self.close()
-            first = ERROR.search(self._text())  # the others follow from it
+            first = ERROR.search(self._text())  # later errors follow from the first one
             raise ServerError(
                 " ".join(first[1].split()) if first else f"its process {self.ending()}. {self.last_line()}"
             )

@@ -1,9 +1,9 @@
 """The process that writes a GGUF file with k-quants (q6_k, q5_k_m, q4_k_m) from one with 16 bits per element.
 
-The functions that quantize are llama.cpp's, in the library of xllamacpp. This library has no `llama_model_quantize`,
-which chooses the type of each tensor, so that choice is made here, as in llama.cpp's src/llama-quant.cpp. It imports
-nothing from Footplate: its packages are those of the environment gguf, and numpy. stdout gets lines `Writing: N%`, and
-as its last line the quantized weights, JSON of [name, columns, type].
+The functions that quantize are llama.cpp's, in the library of xllamacpp. This library lacks `llama_model_quantize`,
+which chooses the type of each tensor, so this module chooses the types, as llama.cpp's src/llama-quant.cpp does. The
+module imports nothing from Footplate: its packages are those of the environment gguf, and numpy. stdout gets lines
+`Writing: N%`, and as its last line the quantized weights, JSON of [name, columns, type].
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
 BLOCK = 256  # elements of a block of a k-quant; the columns of a weight are split into blocks
-CHUNK = 2**24  # elements that are quantized at once, which bounds memory
+CHUNK = 2**24  # elements that are quantized at once; bounds memory
 FORMATS = {  # the file's type, the type of most tensors, whether some tensors get more bits
     "q6_k": (LlamaFileType.MOSTLY_Q6_K, Type.Q6_K, False),
     "q5_k_m": (LlamaFileType.MOSTLY_Q5_K_M, Type.Q5_K, True),
     "q4_k_m": (LlamaFileType.MOSTLY_Q4_K_M, Type.Q4_K, True),
 }
-FALLBACKS = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}  # of blocks of 32 elements
+FALLBACKS = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}  # types with blocks of 32 elements
 KEPT = re.compile(  # weights that llama.cpp does not quantize: small ones, and those that it computes with as they are
     r"_norm\.weight|ffn_gate_inp\.weight|ffn_gate_tid2eid\.weight|altup|laurel|per_layer_model_proj"
     r"|^position_embd\.weight|^token_types\.weight|ssm_conv1d|shortconv\.conv\.weight|indexer\.[kq]_proj\.weight"
     r"|time_mix_(first|w[0-2]|v[0-2]|a[0-2]|g[12]|decay_w[12]|lerp_fused)\.weight|attn_rel_b\.weight"
 )
 EMBEDDINGS, OUTPUT = ("token_embd.weight", "per_layer_token_embd.weight"), "output.weight"
-VALUES = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")  # errors of these weights matter more than of others
+VALUES = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")  # errors in these weights matter more
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def choose_types(model: Model, format: str) -> dict[str, Type]:
     values = [name for name in weights if any(kind in name for kind in VALUES)]
     down = [name for name in weights if "ffn_down" in name]
     _, default, is_mixed = FORMATS[format]
-    better = {OUTPUT} if OUTPUT in model.tensors else set(EMBEDDINGS)  # tied: they are the output layer, too
+    better = {OUTPUT} if OUTPUT in model.tensors else set(EMBEDDINGS)  # tied: the embeddings are the output layer, too
     if is_mixed:
         better |= {name for index, name in enumerate(values) if _gets_more_bits(index, len(values))}
         layers = {name: _place(name)[0] if model.experts > 1 else index for index, name in enumerate(down)}
@@ -89,7 +89,7 @@ def _gets_more_bits(index: int, count: int) -> bool:
 
 
 def _fitting(type: Type, columns: int) -> Type:
-    """The type itself, or another one with smaller blocks if the columns cannot be split into those of this type."""
+    """The type itself, or one with smaller blocks if the columns cannot be split into blocks of this type."""
     if type in FALLBACKS and columns % BLOCK:
         type = FALLBACKS[type]
     return type if columns % gguf.GGML_QUANT_SIZES[type][0] == 0 else Type.F16
@@ -111,8 +111,7 @@ def describe(reader: Any) -> Model:
 
 
 def quantize(source: Path, target: Path, format: str) -> list[tuple[str, int, str]]:
-    """Write `target`; name, columns and type of each quantized weight. Raises ValueError for weights that are not
-    finite."""
+    """Write `target`; return name, columns and type of each quantized weight. Raises ValueError for NaN or infinity."""
     reader = gguf.GGUFReader(source)
     model = describe(reader)
     types = choose_types(model, format)

@@ -1,4 +1,4 @@
-"""A server that runs in a process of its own, and what it says when it ends."""
+"""A server that runs in a process of its own, and its last message when it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ END_SECONDS = 10.0  # after which a server that does not end is killed
 
 
 class ServerError(Exception):
-    """The server did not start; the message is what it says."""
+    """The server did not start; the message is the server's own."""
 
 
 def describe_end(code: int) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's server, out of the environment vllm: its arguments, and its process.
+"""vLLM's server from the environment vllm: its arguments, and its process.
 
 The names of the arguments are those of vLLM 0.33; tests/data/vllm_arguments.json has all of them. When the environment
 is created, vllm_probe.py compares the names with the installed parser.
@@ -24,8 +24,8 @@ from backend.environments.server_process import END_SECONDS, ServerError, Server
 
 ACCESS = Path(__file__).parent / "vllm_access"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm 0.33 config/lora.py, MaxLoRARanks
-# Architectures of vllm 0.33 model_executor/models/registry.py for text whose class does not support LoRA. Those that it
-# does not have are run by its Transformers backend, which does.
+# Architectures of vllm 0.33 model_executor/models/registry.py for text whose class does not support LoRA. Architectures
+# that are not in this registry run with vLLM's Transformers backend, which supports LoRA.
 WITHOUT_LORA = (
     "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "BloomForCausalLM", "Cohere2MoeForCausalLM",
     "DbrxForCausalLM", "DomynEdgeForCausalLM", "DoryForCausalLM", "FalconForCausalLM", "FalconMambaForCausalLM",
@@ -34,7 +34,7 @@ WITHOUT_LORA = (
     "MiMoV2ForCausalLM", "OrionForCausalLM", "StableLmForCausalLM", "Step1ForCausalLM", "Step3TextForCausalLM",
     "Step3p5ForCausalLM", "Zamba2ForCausalLM",
 )  # fmt: skip
-BASE_SUFFIX = " (base model)"  # of the name under which clients reach the base model of an adapter
+BASE_SUFFIX = " (base model)"  # suffix of the name under which clients reach an adapter's base model
 POLL_SECONDS, ANSWER_SECONDS = 0.1, 5.0
 PR_SET_PDEATHSIG = 1  # see prctl(2)
 LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
@@ -43,13 +43,13 @@ ERROR = re.compile(
     r"^(?:\([^)]*\) *)?(?:ERROR \S+ \S+ \[[^]]*\] )?((?:[\w.]*(?:Error|Exception)|vllm serve: error): .+)$",
     re.MULTILINE,
 )
-FOLLOWS = "Engine core initialization failed"  # from an error of another process, which is in the log before it
+FOLLOWS = "Engine core initialization failed"  # follows an error of another process, which is earlier in the log
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`model`: a folder with full weights, or a model on the Hub, whose `revision` then is a commit; with `adapter`, a
-    folder with a LoRA adapter of this `rank`, the base model. `key`: what every request has to send as its Bearer
+    """`model`: a folder with full weights, or a model on the Hub with a commit as `revision`. With `adapter`, a folder
+    with a LoRA adapter of this `rank`, `model` is the base model. `key`: what every request has to send as its Bearer
     token; `name`: the model's name for clients. `tokenizer` and `generation_config` are folders, '' for those of the
     model. `context`: tokens of a request with its output, 0 for as many as the model and the memory allow; `parallel`:
     requests at the same time, 0 for vLLM's default. `template_kwargs`: of the chat template."""
@@ -78,7 +78,7 @@ def lora_rank(rank: int) -> int | None:
 
 
 def arguments(settings: Settings) -> list[str]:
-    """The arguments of the program vllm. The API token is none of them: other users can read arguments."""
+    """The arguments of the program vllm. The API token is not among them: other users can read arguments."""
     values = {
         "--host": "127.0.0.1",
         "--port": settings.port,
@@ -117,9 +117,9 @@ def names() -> list[str]:
 
 
 class VllmServer(ServerProcess):
-    """The server from its start to `close`; also ends with the process that has started it. `environment` is the folder
-    of the environment vllm, `log` the file for the server's messages. Returns when it answers requests, which takes
-    minutes for large models, or when it is no longer `wanted`. Raises ServerError."""
+    """The server from its start to `close`; it also ends when the process that has started it ends. `environment` is
+    the folder of the environment vllm, `log` the file for the server's messages. The constructor returns when the
+    server answers requests, which takes minutes for large models, or is no longer `wanted`. Raises ServerError."""
 
     def __init__(self, environment: Path, settings: Settings, log: Path, wanted: Callable[[], bool]) -> None:
         self._log, self._port, self.address = log, settings.port, f"http://127.0.0.1:{settings.port}"
@@ -143,7 +143,7 @@ class VllmServer(ServerProcess):
             raise
 
     def close(self) -> None:
-        """End the process and those that it has started."""
+        """End the process and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -169,17 +169,17 @@ class VllmServer(ServerProcess):
         return False
 
     def _error(self) -> str:
-        """The last exception in the log that does not follow from another one."""
+        """The last exception in the log that was not caused by an earlier one."""
         found = [error for error in ERROR.findall(self._text()) if FOLLOWS not in error]
         return " ".join(found[-1].split()) if found else ""
 
 
 def listens(port: int) -> bool:
-    """Linux: whether programs of this user listen on a port, and none of another user, who can read the port in vLLM's
-    arguments, take it first, and would get the API token."""
+    """Linux: whether programs of this user, and no others, listen on a port. Another user could read the port in vLLM's
+    arguments, listen on it first, and receive the API token."""
     users = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):  # no IPv6
+        with contextlib.suppress(OSError):  # a machine without IPv6
             for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
                 address, _, state, _, _, _, user = line.split()[1:8]
                 if state == LISTEN and int(address.rpartition(":")[2], 16) == port:

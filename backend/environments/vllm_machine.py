@@ -9,13 +9,13 @@ from packaging.version import InvalidVersion, Version
 
 from backend.machine import Gpu, Machine
 
-GLIBC = "2.31"  # of llguidance's wheels
+GLIBC = "2.31"  # required by llguidance's wheels
 DRIVER = "580"  # for CUDA 13, which the wheels of torch 2.14 and vllm 0.33 contain
 CAPABILITY = (7, 5)  # vllm 0.33 docs/getting_started/installation/gpu.cuda.inc.md
 
 
 def unmet(machine: Machine) -> str:
-    """What this machine lacks, with the way to fix it: a sentence; '' for nothing."""
+    """What this machine lacks and how to fix it, as a sentence; '' for nothing."""
     system, cpu = platform.system(), platform.machine()
     if (system, cpu) != ("Linux", "x86_64"):
         return f"vLLM's packages are locked for Linux on x86-64; this machine has {system} on {cpu}."
@@ -49,7 +49,7 @@ def usable_gpus(machine: Machine) -> list[Gpu]:
 
 
 def is_older(version: str, least: str) -> bool:
-    """Whether a version is below the least one, or is unknown."""
+    """Whether a version is below the minimum, or is unknown."""
     try:
         return Version(version) < Version(least)
     except InvalidVersion:

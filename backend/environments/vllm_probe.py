@@ -10,7 +10,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def main() -> str:
-    """What is wrong, a sentence; '' for nothing."""
+    """What is wrong, as a sentence; '' for nothing."""
     known = {name for action in make_arg_parser(FlexibleArgumentParser())._actions for name in action.option_strings}
     missing = sorted(set(sys.argv[1:]) - known)
     return f"vllm serve of this version lacks the arguments {', '.join(missing)}." if missing else ""

@@ -1,4 +1,4 @@
-"""Processes that write the trained model in another form: merged into its base model. Started as jobs of a run
-(backend/runs/jobs.py); they import torch, and no other package imports them."""
+"""Processes that write the trained model in another form: merged into its base model, as GGUF, or quantized. Started as
+jobs of a run (backend/runs/jobs.py); they import torch, and no other package imports them."""
 
-import backend.train  # first: it filters messages that libraries log when they are imported
+import backend.train  # imported first: it filters messages that libraries log on import

@@ -18,7 +18,7 @@ from backend.runs.json_values import read
 from backend.train.generation_eval import BEFORE
 from backend.train.run_log import TrainError
 
-MAX_TOKENS, MAX_POSITIONS = 128, 512  # of a text; of all texts, which bounds memory for large vocabularies
+MAX_TOKENS, MAX_POSITIONS = 128, 512  # per text; in total, which bounds memory
 MAX_HELD_OUT = 8
 TEXTS = (
     "What is the capital of France?",
@@ -33,7 +33,7 @@ TEXTS = (
 @dataclass(frozen=True)
 class Difference:
     """How far a model is from another one on `positions` tokens: mean and largest KL, and the share of tokens with the
-    same most likely next token. For a reward model, the differences between scores instead."""
+    same most likely next token. For a reward model, the figures are differences between scores."""
 
     positions: int
     kl_mean: float
@@ -74,7 +74,7 @@ def _render(tokenizer: Any, text: str) -> str:
         return text
     try:
         return str(tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False))
-    except Exception:  # a template that wants other roles or variables
+    except Exception:  # a template that requires other roles or variables
         return text
 
 

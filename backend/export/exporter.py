@@ -1,4 +1,4 @@
-"""What exports in all formats share: which model of the run it is, its full weights, and the trained model itself."""
+"""What exports in all formats share: finding the model of the run, its full weights, and loading the trained model."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Export:
     def _trained_model(
         self, spec: RunSpec, found: trained.TrainedModel, tokenizer: Any, probes: Any
     ) -> tuple[Any, Tensors, Tensors | None, str]:
-        """The trained model in fp32; the token ids that `probes` gives for it; the log-probabilities of the base model
-        for these, None for full weights; and how the base model was identified."""
+        """The trained model in fp32; the token ids that `probes` gives for it; the base model's log-probabilities for
+        these ids, None for full weights; and how the base model was identified."""
         if not found.base:
             whole, of_base, base_check = self._full_weights(spec, found.folder), None, ""
             batches = probes(whole)
@@ -86,8 +86,8 @@ class Export:
     def _run_program(
         self, command: list[str], report: Callable[[str], None], env: Mapping[str, str] | None = None
     ) -> tuple[int, list[str]]:
-        """The exit code of a program and its lines, each of which `report` gets. A stop ends a silent program, too.
-        Raises Stopped."""
+        """The exit code of a program and its lines of output; `report` gets each line. A stop ends a silent program,
+        too. Raises Stopped."""
         lines: list[str] = []
         written: SimpleQueue[str] = SimpleQueue()
         with subprocess.Popen(

@@ -1,8 +1,8 @@
 """Exporting the trained model as a GGUF file, with a certificate that says whether llama.cpp runs the same model.
 
 llama.cpp's converter writes the file; a k-quant is then made from a file with 16 bits per element. The converter reads
-full weights: of a run, of a checkpoint, or of a merge. What is compared is the trained model itself, so for an adapter
-base model and adapter, and not the merged model.
+full weights: of a run, of a checkpoint, or of a merge. The file is compared with the trained model itself: for an
+adapter, with base model and adapter, not with the merged model.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from backend.runs import CERTIFICATE, RESULT, SPEC, files, jobs
 from backend.train import base_weights, model
 from backend.train.run_log import TrainError
 
-PROGRESS = re.compile(r"Writing: +(\d+)%")  # of the converter, by tqdm
+PROGRESS = re.compile(r"Writing: +(\d+)%")  # the converter's progress, printed by tqdm
 KNOWN_ERRORS = {  # pattern -> what follows "cannot convert this model: "
-    r"BPE pre-tokenizer was not recognized": "it has a list of the BPE tokenizers of published models, and the one of "
-    "this model is not in it. Use the model with transformers or vLLM, or train a model with the tokenizer of a "
-    "published one.",
+    r"BPE pre-tokenizer was not recognized": "it knows the BPE tokenizers of published models only, and this model's "
+    "tokenizer is not one of them. Use the model with transformers or vLLM, or train a model that has the tokenizer of "
+    "a published model.",
     r"(File not found:|Missing) .*tokenizer\.model": "this kind of model needs tokenizer.model, the SentencePiece file "
     "of its tokenizer, and neither the model's folder nor that of its base model has one. Copy it from the original "
     "model to the folder of the base model, then export again.",
@@ -46,11 +46,11 @@ OF_WEIGHTS = {
     "architectures",
     "torch_dtype",
     "dtype",
-}  # keys of the base model alone
+}  # keys that only the base model's own file may have
 SOURCE = "source"  # links to the files that are converted
 LOG_FILE = "llama.cpp.txt"
-SIXTEEN_BITS = "auto"  # the converter's: bf16 for weights in bf16, otherwise f16
-CONVERTED, COMPARED = 0.3, 0.6  # completed fractions
+SIXTEEN_BITS = "auto"  # the converter's choice: bf16 for weights in bf16, otherwise f16
+CONVERTED, COMPARED = 0.3, 0.6  # completed fractions of the work
 QUANTIZING = (0.2, CONVERTED)
 
 
@@ -91,14 +91,15 @@ class GgufExport(Export):
     def _check_disk(self, source: Path, format: str) -> None:
         """Raise TrainError if there is no room for the file."""
         kind = FORMATS[format]
-        need = loading.elements(source) * (kind.bytes + 2 * bool(kind.larger)) * 1.05  # and the vocabulary
+        need = loading.elements(source) * (kind.bytes + 2 * bool(kind.larger)) * 1.05  # 5% more for the vocabulary
         needs = "GGUF file and the temporary file with 16 bits per element need" if kind.larger else "GGUF file needs"
         smaller = f"{ADAPTER}{DEFAULT}" if kind.base else DEFAULT
         other = "" if format == smaller else f", or export as {smaller}, which needs less"
         loading.require_room(self.folder, needs, need, other)
 
     def _write(self, environment: Path, source: Path, file: Path, format: str) -> list[QuantizedWeight]:
-        """Convert, and quantize if it is a k-quant, whose weights are returned. Raises TrainError, Stopped."""
+        """Convert the model, and quantize it for a k-quant; the quantized weights are returned. Raises TrainError,
+        Stopped."""
         if not FORMATS[format].larger:
             self._convert(environment, source, file, format)
             return []
@@ -108,7 +109,7 @@ class GgufExport(Export):
         text = f"Quantizing to {format}."
         lines = self._run(command, environment, file, text, QUANTIZING, "The weights cannot be quantized: ")
         whole.unlink()
-        result = next(line for line in reversed(lines) if line.startswith("[["))  # libraries may log at their end
+        result = next(line for line in reversed(lines) if line.startswith("[["))  # libraries may log when they end
         return [QuantizedWeight(*weight) for weight in json.loads(result)]
 
     def _convert(self, environment: Path, source: Path, file: Path, format: str) -> None:
@@ -123,8 +124,8 @@ class GgufExport(Export):
     def _run(
         self, command: list[str], environment: Path, file: Path, text: str, fractions: tuple[float, float], failed: str
     ) -> list[str]:
-        """Run a program that writes `file`; its lines. `text` says what it does, `fractions` are completed before and
-        after it, `failed` precedes the reason of a failure. Raises TrainError, Stopped."""
+        """Run a program that writes `file`, and return its lines. `text` says what the program does, `fractions` are
+        completed before and after it, and `failed` precedes the reason for a failure. Raises TrainError, Stopped."""
         begin, end = fractions
         self._phase("converting", text, begin)
 
@@ -140,7 +141,7 @@ class GgufExport(Export):
 
     def _linked(self, source: Path) -> Path:
         """A folder with links to the files of the model, and to those of the base model that transformers does not save
-        and that the converter needs. It runs code of the model only if training did."""
+        and that the converter needs. The converter can run code of the model only if training did."""
         folder = self.folder / SOURCE
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -156,13 +157,13 @@ class GgufExport(Export):
         return folder
 
     def _link(self, file: Path, folder: Path) -> None:
-        """Link a file of the model in `folder`, without code unless training ran it."""
+        """Link a file of the model in `folder`; Python code only if training ran it."""
         link = Path.symlink_to if read_spec_outside_training(self.run).model.trust_remote_code else _link_without_code
         link(folder / file.name, file.resolve())
 
     def _say_whether_texts_begin_with_bos(self, folder: Path) -> None:
-        """Write into the copy of tokenizer_config.json what the tokenizer does. Where the file says nothing, llama.cpp
-        follows the kind of tokenizer: with Llama 2's, each text would begin with a BOS token."""
+        """Write into the copy of tokenizer_config.json whether the tokenizer adds a BOS token. Where the file does not
+        say so, llama.cpp follows the kind of tokenizer: with Llama 2's, each text would begin with a BOS token."""
         path = folder / TOKENIZER_CONFIG
         values = json.loads(files.read_text(path.resolve())) if path.exists() else {}
         if "add_bos_token" in values:
@@ -202,7 +203,7 @@ class GgufExport(Export):
         return llama_cpp.Server(file, environment, self.folder / LOG_FILE)
 
     def _keep(self, certificate: dict[str, Any], tokenizer: Any, file: Path) -> None:
-        """Give the file its place, unless it differs: then only the certificate is kept. Raises TrainError."""
+        """Move the file to its place, unless it differs: then only the certificate is kept. Raises TrainError."""
         if certificate["differences"]:
             files.write_json(self.folder / RESULT, {"model": "", "certificate": certificate})
             why = certificate["differences"][0]
@@ -221,7 +222,7 @@ class GgufExport(Export):
 
 
 def _why(lines: Sequence[str]) -> str:
-    """Why the program that wrote these lines failed."""
+    """The reason why the program that wrote these lines failed."""
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote no message")
     for pattern, reason in KNOWN_ERRORS.items():
         if re.search(pattern, last):
@@ -230,8 +231,8 @@ def _why(lines: Sequence[str]) -> str:
 
 
 def _add_older_keys(config: Path, base: Path) -> None:
-    """Copy keys of the base model's config.json that the model's own file lacks: transformers 5 does not write all that
-    earlier versions wrote and that the converter reads, such as n_ctx of GPT-2."""
+    """Copy keys of the base model's config.json that the model's own file lacks: transformers 5 no longer writes some
+    keys that the converter reads, such as n_ctx of GPT-2."""
     own, older = (json.loads(files.read_text(path.resolve())) for path in (config, base))
     plain = {name: value for name, value in older.items() if not isinstance(value, dict)}  # no vision part
     if missing := {name: value for name, value in plain.items() if name not in own and name not in OF_WEIGHTS}:
@@ -240,8 +241,8 @@ def _add_older_keys(config: Path, base: Path) -> None:
 
 
 def _link_without_code(link: Path, file: Path) -> None:
-    """Link a file of the model, unless it is Python code, and copy it without `auto_map` if it refers to code, also
-    to that of a repository: llama.cpp's converter loads tokenizers with trust_remote_code=True."""
+    """Link a file of the model, unless it is Python code. A file that refers to code, even in a repository, is copied
+    without `auto_map`: llama.cpp's converter loads tokenizers with trust_remote_code=True."""
     if link.suffix == ".py":
         return
     try:
@@ -250,6 +251,6 @@ def _link_without_code(link: Path, file: Path) -> None:
         values = None
     if isinstance(values, dict) and "auto_map" in values:
         del values["auto_map"]
-        link.write_text(json.dumps(values), encoding="utf-8")  # it may have Infinity
+        link.write_text(json.dumps(values), encoding="utf-8")  # Python's json, since a value may be Infinity
     else:
         link.symlink_to(file)

@@ -1,7 +1,7 @@
 """Exporting an adapter as a GGUF LoRA file, along with a GGUF file of its base model.
 
-The file of the base model has the weights that the adapter was trained on, which are rounded ones if the run quantized
-them, and tokenizer, chat template and stop tokens of the trained model. So both files together are the trained model.
+The file of the base model has the weights that the adapter was trained on (rounded, if the run quantized them), and the
+tokenizer, chat template and stop tokens of the trained model. So both files together are the trained model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GgufAdapterExport(GgufExport):
     temporary = (*GgufExport.temporary, BASE, PLAIN)
 
     def _weights(self, found: trained.TrainedModel, merge: str) -> Path:
-        """The folder of the base model; if it is quantized, of a dequantized copy."""
+        """The folder of the base model; for a quantized base model, the folder of a dequantized copy."""
         spec = read_spec_outside_training(self.run)
         source = loading.locate(spec, self.run_log)
         folder = base_weights.folder_of(source)
@@ -50,7 +50,7 @@ class GgufAdapterExport(GgufExport):
         self._phase("loading", "Loading the base model.", 0.02)
         base = loading.load_base(self.run, spec, source, model.load_saved_tokenizer(spec, found.folder))
         if not stored and spec.method.quantization == "none" and (folder := base_weights.folder_of(source)):
-            return folder  # it was downloaded
+            return folder  # the weights were downloaded
         dtype = DTYPES[str(self.run.resolved().get("compute_dtype") or "fp32")]
         loading.require_room(self.folder, "dequantized base model needs", base.num_parameters() * dtype.itemsize * 1.05)
         model.save(base, model.load_saved_tokenizer(spec, found.folder), self.folder / BASE, dtype)
@@ -110,7 +110,7 @@ def write_plain_adapter(folder: Path, target: Path) -> None:
 
 
 def scale(config: LoraConfig, name: str) -> float:
-    """By which peft multiplies the product of the matrices with this name (tuners/lora/model.py, 0.21)."""
+    """The factor by which peft multiplies the product of the matrices with this name (tuners/lora/model.py, 0.21)."""
     module = name.removeprefix(PREFIX).partition(".lora_")[0]
     rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, module), config.r)
     alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, module), config.lora_alpha)

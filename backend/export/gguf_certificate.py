@@ -1,7 +1,7 @@
 """Whether llama.cpp runs the trained model: tokens, chat template, stop tokens and predictions on the same texts.
 
-The trained model computes in fp32 with transformers. A file that differs is not kept; what is right except for rare
-texts, or needs a setting of the program that uses the file, is a limitation.
+The trained model computes in fp32 with transformers. A file that differs is not kept. A difference that affects only
+rare texts, or that needs a setting in the program that uses the file, is a limitation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from backend.train import end_tokens
 
 NUMERALS = "x ½ ① ٣ Ⅳ y"
 LONG = "\n".join([text.strip() for text in TEXTS] * 6)
-LONG_TOKENS, LAST_TOKENS = 400, 128  # of the longer text; of each text, those whose predictions are compared
+LONG_TOKENS, LAST_TOKENS = 400, 128  # tokens of the longer text; compared tokens per text
 SYSTEM, USER, ASSISTANT = ({"role": role, "content": text} for role, text in (
     ("system", "You are a helpful assistant. Answer briefly."),
     ("user", "What is the capital of France?"),
@@ -32,10 +32,10 @@ SYSTEM, USER, ASSISTANT = ({"role": role, "content": text} for role, text in (
 ))  # fmt: skip
 AGAIN = {"role": "user", "content": "And of Italy? 🙂 "}
 CONVERSATIONS = ([USER], [SYSTEM, USER], [USER, ASSISTANT, AGAIN], [SYSTEM, USER, ASSISTANT, AGAIN])
-MAX_NEW_TOKENS = 64  # of greedy outputs
+MAX_NEW_TOKENS = 64  # length limit of greedy outputs
 STRIDE = 2  # every second position is compared: llama.cpp computes them one by one
 APART = 4.0  # the base model has to be this many times as far from the trained model as the file is, or
-STANDARD_ERRORS = 4.0  # the file has to be nearer to the trained model than to its base model by so many of the mean's
+STANDARD_ERRORS = 4.0  # or the file has to be nearer to the trained than to the base model by this many
 MIN_SAME = 0.75  # positions with the same most likely token: q8_0 of SmolLM2 has 93%
 OTHER_TOKENIZER = (
     "llama.cpp reimplements the tokenizers of published models, and this one is different: run this model with "
@@ -54,14 +54,15 @@ class Trained:
     expected: list[torch.Tensor]  # (tokens, vocabulary) each
     base: list[torch.Tensor] | None
     texts: list[str]
-    odd_texts: list[str]  # whose tokens may differ, as a limitation
+    odd_texts: list[str]  # texts whose tokens may differ; reported as a limitation
     prompts: list[list[int]]
     outputs: list[Generated]
 
 
 @dataclass
 class Findings:
-    """`differences` are reasons not to use the file, the first one in the order of the checks; sentences, both."""
+    """`differences` are reasons not to use the file, in the order of the checks; `limits` are limitations. All are
+    sentences."""
 
     differences: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
@@ -73,8 +74,8 @@ def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def probes(run: Path, model: Any, tokenizer: Any) -> list[torch.Tensor]:
-    """Token ids of the texts whose predictions are compared, of shape (1, tokens). For each prediction one token is
-    generated."""
+    """Token ids of the texts whose predictions are compared, of shape (1, tokens). llama.cpp generates one token for
+    each prediction."""
     long = tokenizer(LONG, add_special_tokens=False)["input_ids"][:LONG_TOKENS]
     return [ids[:, : context_of(model) - 1] for ids in (*probe_batches(run, tokenizer), torch.tensor([long]))]
 
@@ -83,8 +84,8 @@ def observe(
     run: Path, model: Any, tokenizer: Any, stops: list[int], batches: list[torch.Tensor],
     of_base: list[torch.Tensor] | None,
 ) -> Trained:  # fmt: skip
-    """What the trained `model` does with the texts of the comparison, of which some are those of the run. `batches` are
-    those of `probes`, `of_base` the log-probabilities of the base model for them."""
+    """What the trained `model` does with the texts of the comparison, some of which come from the run. `batches` come
+    from `probes`; `of_base` are the log-probabilities of the base model for them."""
     odd = [text for text in TEXTS if text.startswith(" ")]
     texts = [*(text for text in TEXTS if text not in odd), NUMERALS, LONG, *held_out(run)]
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special][:32]
@@ -146,8 +147,9 @@ def certify(
 
 
 def _check_tokens(trained: Trained, runtime: Runtime, findings: Findings) -> None:
-    """Programs send prompts of the chat template and ordinary texts. Leading spaces, and special tokens within a text,
-    have other tokens in many SentencePiece models, and numerals in those of a BPE; both are limitations."""
+    """Compare the tokens of prompts and of ordinary texts, since programs send both. In many SentencePiece models,
+    leading spaces and special tokens within a text have different tokens in llama.cpp; in BPE models, numerals have.
+    Both are limitations."""
     tokenizer, rare = trained.tokenizer, ""
     for text in trained.texts:
         if not (difference := _token_difference(tokenizer, runtime, text)):
@@ -170,12 +172,12 @@ def _check_tokens(trained: Trained, runtime: Runtime, findings: Findings) -> Non
 
 
 def _token_difference(tokenizer: Any, runtime: Runtime, text: str) -> str:
-    """A sentence about the first token that differs, else ''; with and without the tokens that are added to texts."""
+    """A sentence about the first token that differs, with or without the tokens that are added to texts; else ''."""
     for add_special in (False, True):
         there = runtime.tokenize(text, add_special)
         here = tokenizer(text, add_special_tokens=add_special)["input_ids"]
         if add_special and here[-1:] == [tokenizer.eos_token_id] and there[-1:] != here[-1:]:
-            here = here[:-1]  # a tokenizer that ends texts for training; llama.cpp continues them
+            here = here[:-1]  # the tokenizer adds an EOS token for training; llama.cpp continues texts
         if there != here:
             at = _first_difference(here, there)
             return (
@@ -268,7 +270,7 @@ def _template_difference(here: str, there: str) -> str:
     why = " llama.cpp uses ChatML, its template for files without one." if chatml else ""
     return (
         f"The chat template renders a different prompt in llama.cpp. After {here[max(0, at - CONTEXT_SHOWN) : at]!r}, "
-        f"training has {_short(here[at:])!r} and llama.cpp {_short(there[at:])!r}.{why}"
+        f"training has {_short(here[at:])!r} and llama.cpp has {_short(there[at:])!r}.{why}"
     )
 
 
@@ -330,8 +332,8 @@ def _check_predictions(
         other = _export_as("f16", format)
         findings.differences.append(
             "The comparison cannot rule out that the adapter is missing from the file: the mean KL divergence from the "
-            f"trained model is {mean:.2g} nats per token: more than a quarter of the base model's divergence from it "
-            f"({change.kl_mean:.2g}), and not clearly below the file's divergence from the base "
+            f"trained model is {mean:.2g} nats per token, more than a quarter of that between trained model and base "
+            f"model ({change.kl_mean:.2g}), and not clearly below the file's divergence from the base "
             f"model ({_mean(of_base):.2g}). "
             f"Training may also have changed the model less than rounding to {format} does.{other}"
         )
@@ -348,14 +350,15 @@ def _check_predictions(
 
 
 def _export_as(other: str, format: str) -> str:
-    """The advice to export in another format, after a sentence; '' if that is the format."""
+    """The advice to export as `name`, to append to a sentence; '' if the export has that format."""
     name = f"{ADAPTER}{other}" if FORMATS[format].base else other
     return "" if format == name else f" Export as {name}."
 
 
 def are_smaller(values: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether values are smaller than the others at the same positions on average, beyond chance. Rounding makes a file
-    differ from both models by the same amount, so that this also shows a small adapter in a coarse format."""
+    """Whether `values` are on average smaller than the others at the same positions, beyond chance. Rounding makes a
+    file differ from both models by the same amount, so this comparison also detects a small adapter in a coarse
+    format."""
     gaps = [other - value for value, other in zip(values, others, strict=True)]
     return _mean(gaps) > STANDARD_ERRORS * statistics.stdev(gaps) / math.sqrt(len(gaps))
 
@@ -379,7 +382,7 @@ def _compared(tokens: int) -> range:
 
 def divergence(expected: torch.Tensor, found: dict[int, float]) -> float:
     """KL divergence of `found`, log-probabilities of the most likely tokens, from `expected`, log-probabilities of
-    shape (vocabulary,). The other tokens count together, so that it is a lower bound, and a close one."""
+    shape (vocabulary,). All other tokens count as one, so the result is a lower bound, and a close one."""
     ids = torch.tensor([token for token in found if token < len(expected)])
     ours = expected[ids].double()
     theirs = torch.tensor([found[int(token)] for token in ids], dtype=torch.float64)
@@ -408,7 +411,7 @@ def _worst(trained: Trained, kl: float, n: int, at: int, top: int) -> str:
 
 
 def _check_outputs(trained: Trained, runtime: Runtime, findings: Findings) -> list[dict[str, Any]]:
-    """Greedy outputs of both, without a bound: one rounded probability changes all that follows."""
+    """Greedy outputs of both, without a limit on their difference: one rounded probability changes all that follows."""
     found = []
     for ids, here in zip(trained.prompts, trained.outputs, strict=True):
         there = runtime.generate(ids, MAX_NEW_TOKENS)

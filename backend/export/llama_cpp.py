@@ -1,7 +1,7 @@
 """What llama.cpp does with a GGUF file: it tokenizes, renders the chat template, predicts, generates and stops.
 
-llama.cpp's own server is asked, so that the answers are those that its users get. It runs in a process of its own: a
-file that it cannot use may end that process.
+llama.cpp's own server answers, so the results are those that its users get. It runs in a process of its own, because an
+unusable file may crash it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from backend.environments.server_process import ServerError
 from backend.train.run_log import TrainError
 
 CONTEXT = 2048  # tokens of a request, with those that are generated
-TIMEOUT_SECONDS = 600.0  # of a request, of which the longest generates a few dozen tokens on the CPU
+TIMEOUT_SECONDS = 600.0  # per request; the longest generates a few dozen tokens on the CPU
 FORCED = 1000.0  # added to a logit: this token is generated, whatever the model predicts
 MOST_LIKELY = 1000  # tokens whose probabilities are requested: JSON of a whole vocabulary takes half a second
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A greedy output, and whether it ended with a stop token and not because of its limit."""
+    """A greedy output, and whether it ended with a stop token rather than at the limit."""
 
     text: str
     stopped: bool
 
 
 class Runtime(Protocol):
-    """What is asked about a GGUF file."""
+    """The questions that a runtime answers about a GGUF file."""
 
     def tokenize(self, text: str, add_special: bool) -> list[int]:
         """Token ids of a text, in which special tokens are recognized; `add_special`: with a BOS token if the file
@@ -101,8 +101,8 @@ class Server:
         return bool(self._ask("completion", {**GREEDY, **request})["stop_type"] == "eos")
 
     def most_likely(self, ids: Sequence[int]) -> dict[int, float]:
-        """See Runtime. The server sends no probabilities while a generated token is a part of a character, so that an
-        ordinary token is generated; this does not change the probabilities, which are those of the model."""
+        """See Runtime. The server sends no probabilities if the generated token is only a part of a character, so an
+        ordinary token is forced. This does not change the reported probabilities, which are those of the model."""
         request = {"prompt": list(ids), "n_predict": 1, "n_probs": MOST_LIKELY}
         forced = {"logit_bias": [[self._some_prompt()[-1], FORCED]]}
         found = self._ask("completion", {**GREEDY, **request, **forced})["completion_probabilities"][0]
@@ -142,13 +142,14 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def context_of(model: Any) -> int:
-    """The context size of the server with this model, in tokens; llama.cpp does not exceed that of the model."""
+    """The context size of the server with this model, in tokens; llama.cpp does not exceed the context size of the
+    model."""
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return min(CONTEXT, own) if isinstance(own, int) and own > 0 else CONTEXT
 
 
 def variables(environment: Path) -> dict[str, str]:
-    """The variables of the processes of converter and quantizer."""
+    """The environment variables of the processes of converter and quantizer."""
     path = os.pathsep.join((str(environment / PACKAGES), str(environment / CONVERTER / "gguf-py")))
     return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 

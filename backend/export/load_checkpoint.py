@@ -27,7 +27,7 @@ def main() -> None:
     folder, checkpoint = arguments.folder, arguments.folder / UNCHECKED
     options = {"local_files_only": True, "trust_remote_code": arguments.trust_remote_code}
     quantized: Any = AutoModelForCausalLM.from_pretrained(checkpoint, device_map={"": "cpu"}, **options)
-    bitsandbytes_cpu_layout.apply(quantized)  # which fails for rows that are no multiple of 64 elements
+    bitsandbytes_cpu_layout.apply(quantized)  # else rewriting the weights fails if rows are not a multiple of 64
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, **options)
     batches = load_file(folder / BATCHES)
     outputs = log_probabilities(quantized, [batches[str(n)] for n in range(len(batches))], "quantized checkpoint")

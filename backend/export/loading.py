@@ -58,14 +58,15 @@ def load_base(run: Run, spec: RunSpec, source: model.ModelSource, tokenizer: Any
 
 
 def require_repeatable(run: Run, folder: Path) -> None:
-    """Raise TrainError if what the adapter in `folder` took out of the base weights cannot be computed again here."""
+    """Raise TrainError if the part that the adapter in `folder` took out of the base weights cannot be recomputed
+    here."""
     lora.check_repeatable(json_values.read(folder / trained.ADAPTER), str(run.resolved().get("device")), "cpu")
 
 
 def load_adapter(base: Any, folder: Path) -> Any:
     """The base model with the adapter in `folder`. Raises TrainError."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(lora.SEED)  # peft repeats the random search of pissa_fast
+        torch.manual_seed(lora.SEED)  # so that peft repeats the random search of pissa_fast
         adapted: Any = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)
     adapter_names.require_loaded(adapted, folder)
     return adapted
@@ -81,8 +82,8 @@ def elements(folder: Path | None) -> int:
 
 
 def require_room(folder: Path, what: str, need: float, other: str = "") -> None:
-    """Raise TrainError if there is no room for `need` bytes in `folder`: `what` needs them, and `other` is further
-    advice."""
+    """Raise TrainError if there is no room for `need` bytes in `folder`. `what`: the beginning of the error, with the
+    verb; `other`: further advice."""
     free = shutil.disk_usage(folder).free
     if free < need:
         raise TrainError(
@@ -92,7 +93,7 @@ def require_room(folder: Path, what: str, need: float, other: str = "") -> None:
 
 
 def check_memory(folder: Path | None) -> None:
-    """Raise TrainError if the fp32 weights of the model in `folder` cannot be in memory."""
+    """Raise TrainError if the fp32 weights of the model in `folder` do not fit into memory."""
     need, there = 4 * elements(folder), psutil.virtual_memory().total
     if need > there:
         raise TrainError(

@@ -37,8 +37,8 @@ from backend.train.run_log import RunLog, TrainError
 
 UNCHECKED = "unchecked"
 Tensors: TypeAlias = Sequence[torch.Tensor]  # one for each text
-MAX_KL, MAX_KL_16_BIT = 1e-4, 1e-3  # of fp32 weights, and of weights that are rounded to 16 bits; computed in fp32
-MIN_RATIO = 100.0  # what the adapter changes, as a multiple of what merging changes
+MAX_KL, MAX_KL_16_BIT = 1e-4, 1e-3  # for fp32 weights, and for weights rounded to 16 bits; computed in fp32
+MIN_RATIO = 100.0  # minimum change by the adapter, as a multiple of the change by merging
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Merge:
         self, spec: RunSpec, adapter: trained.TrainedModel, base_check: str, dtype: torch.dtype, change: Difference,
         merged: Difference, saved: Difference,
     ) -> dict[str, Any]:  # fmt: skip
-        """What was compared, and how it ended."""
+        """The certificate: what was compared, and the result."""
         limits = []
         if saved.kl_mean * MIN_RATIO > change.kl_mean and not _is_reward(spec):
             limits.append(
@@ -157,8 +157,8 @@ class Merge:
 
 
 def merge(adapted: Any) -> Any:
-    """The base model with the adapter in its weights. Weights that several layers share are untied first where an
-    adapter changes one of them: otherwise its change would reach the others. Raises TrainError."""
+    """The base model with the adapter in its weights. Weights that several layers share are untied first if an adapter
+    changes one of them: otherwise the change would affect the others too. Raises TrainError."""
     lora.check_shared_weights("Merging", adapted)
     _untie(adapted)
     return adapted.merge_and_unload(safe_merge=True)
@@ -182,7 +182,8 @@ def _untie(adapted: Any) -> None:
 
 
 def _require_equal(merged: Difference, change: Difference) -> None:
-    """Raise TrainError unless the merged model is the base model with the adapter, and the adapter does something."""
+    """Raise TrainError unless the merged model equals the base model with the adapter, and the adapter has an
+    effect."""
     if change.kl_mean == 0 or change.kl_mean < merged.kl_mean * MIN_RATIO:
         raise TrainError(
             "The effect of the adapter is too small to verify the merge: it changes the outputs by "

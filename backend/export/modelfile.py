@@ -1,8 +1,8 @@
 """The Modelfile of an exported model for Ollama: the trained chat template in Ollama's language, and the stop tokens.
 
-Ollama does not run the chat template of a GGUF file. It takes the template of the Modelfile, in the language of Go, or
-a similar one of its own. So the parts of the trained template are found by rendering marks, and the Modelfile is
-written only if these parts, put together as Ollama does it, give what the trained template renders.
+Ollama does not run the chat template of a GGUF file. It uses the template of the Modelfile, a Go template, or a similar
+one of its own. So the parts of the trained template are found by rendering marks, and the Modelfile is written only if
+these parts, put together as Ollama does, give what the trained template renders.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Parts:
     default: str
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """As Ollama renders a template without .Messages: turn by turn, and the last one until its response."""
+        """The prompt as Ollama renders a template without .Messages: turn by turn, the last turn up to its response."""
         text, system = "", self.default
         for role, content in messages:
             if role == "system":
@@ -42,7 +42,7 @@ class Parts:
 
 
 def write(file: str, tokenizer: Any, stops: Sequence[str], trained_system: str = "", adapter: str = "") -> str:
-    """The text of the Modelfile; '' without a chat template, or if its prompts cannot be put together in this way.
+    """The text of the Modelfile; '' without a chat template, or if its prompts cannot be built from such parts.
     `trained_system`: the system prompt of the training examples, which conversations without one get; `adapter`: the
     file of a LoRA adapter."""
     parts = _find_parts(tokenizer, stops) if tokenizer.chat_template else None
@@ -59,7 +59,7 @@ def write(file: str, tokenizer: Any, stops: Sequence[str], trained_system: str =
 
 
 def _find_parts(tokenizer: Any, stops: Sequence[str]) -> Parts | None:
-    """The parts of the trained template; None if a conversation has more than these, or the template refuses one."""
+    """The parts of the trained template; None if its prompts have other parts too, or it refuses a conversation."""
     conversations = ([USER], [SYSTEM, USER], [USER, ASSISTANT, AGAIN], [SYSTEM, USER, ASSISTANT, AGAIN])
     try:
         alone, both, long, long_both = (_render(tokenizer, messages) for messages in conversations)

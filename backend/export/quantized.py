@@ -1,8 +1,8 @@
 """Writing the trained model as a quantized checkpoint, with a certificate that says whether it is still the same model.
 
 bitsandbytes or torchao quantizes the full weights of a run, of a checkpoint or of a merge on the CPU, and transformers
-saves them. A new process loads the files as a user would, and what it computes is compared with the trained model in
-fp32: for an adapter with base model and adapter, and not with the merged model.
+saves them. A new process loads the files as a user would, and its predictions are compared with the trained model in
+fp32: for an adapter, with base model and adapter, not with the merged model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from backend.train import base_weights, model
 from backend.train.run_log import TrainError
 
 BATCHES, OUTPUTS = "batches.safetensors", "outputs.safetensors"  # what the new process reads and writes
-TOKENS = "tokens.json"  # what it says about tokenizer and stop tokens
-LITTLE = 0.75  # of the size in 16 bits: worth a sentence
+TOKENS = "tokens.json"  # its answers about tokenizer and stop tokens
+LITTLE = 0.75  # a larger share of the size in 16 bits is reported
 MIN_SAME = 0.75  # positions with the same most likely token
 
 
@@ -51,7 +51,7 @@ def config_of(format: str) -> Any:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    torchao: Any = importlib.import_module("torchao.quantization")  # which takes seconds
+    torchao: Any = importlib.import_module("torchao.quantization")  # the import takes seconds
     return TorchAoConfig(
         torchao.Int8WeightOnlyConfig() if format == "torchao-int8" else torchao.Float8WeightOnlyConfig()
     )
@@ -168,10 +168,13 @@ def certify(observed: Trained, found: list[torch.Tensor], said: dict[str, Any], 
     difference = compare(observed.expected, found)
     change = compare(observed.expected, observed.base) if observed.base else None
     if [tokenizer(text)["input_ids"] for text in TEXTS] != said["ids"] or tokenizer.chat_template != said["template"]:
-        differences.append("Its tokenizer gives other token ids, or has another chat template. Report this as a bug.")
+        differences.append(
+            "The tokenizer of the checkpoint gives different token IDs, or has a different chat template. Report this "
+            "as a bug."
+        )
     if said["stops"] != observed.stops:
         lost = tokenizer.convert_ids_to_tokens(sorted({*observed.stops} ^ {*said["stops"]}))
-        differences.append(f"Stop tokens that only one of them has: {', '.join(lost)}. Report this as a bug.")
+        differences.append(f"Stop tokens that only one of the two has: {', '.join(lost)}. Report this as a bug.")
     remedy = f" Export as {kind.larger}." if kind.larger else ""
     if difference.kl_mean > kind.max_kl:
         differences.append(
@@ -207,7 +210,7 @@ def describe_size(full: int, folder: Path) -> list[str]:
     if share < LITTLE:
         return []
     return [
-        f"The checkpoint has {share:.0%} of the size of the model in 16 bits: only linear layers are quantized. "
+        f"The checkpoint is {share:.0%} as large as the model in 16 bits: only linear layers are quantized. "
         "Embeddings, the LM head and stacked experts are not."
     ]
 

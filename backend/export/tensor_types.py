@@ -1,4 +1,4 @@
-"""Which type each quantized weight of a k-quant has: for the certificate, and in a sentence."""
+"""The type of each quantized weight of a k-quant: for the certificate, and in a sentence."""
 
 from __future__ import annotations
 

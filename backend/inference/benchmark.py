@@ -30,8 +30,8 @@ from backend.train.run_log import RunLog, Stopped, TrainError
 
 
 def harness(environment: Path) -> Any:
-    """The module lm_eval_harness, which imports lm-eval from an environment. Its other packages come last on the path,
-    so that Footplate's own are used where both exist. Raises TrainError."""
+    """The module lm_eval_harness, which imports lm-eval from an environment. The environment's other packages come last
+    on the path, so that Footplate's own are used where both exist. Raises TrainError."""
     if (packages := str(environment / PACKAGES)) not in sys.path:
         sys.path.append(packages)
     _import_from("lm_eval", packages)
@@ -41,7 +41,7 @@ def harness(environment: Path) -> Any:
 
 
 def _import_from(name: str, folder: str) -> None:
-    """Import a package from `folder`, whatever the path has before it. Raises TrainError."""
+    """Import a package from `folder`, even if an earlier folder on the path has it too. Raises TrainError."""
     if name in sys.modules:
         return
     spec = PathFinder.find_spec(name, [folder])
@@ -74,12 +74,12 @@ class Benchmark:
             self._refuse_code()
         lm_eval = harness(self.environment)
         messages = lm_eval.Messages(self.log.info)
-        tasks = lm_eval.load(settings.tasks, settings.shots, settings.allow_code)  # errors before models are loaded
+        tasks = lm_eval.load(settings.tasks, settings.shots, settings.allow_code)  # errors come before models load
         sides = SIDES if settings.base else (TUNED,)
         self.total = len(sides) * lm_eval.count_requests(tasks, settings.limit)
         template, results = self._uses_template(), dict[str, Any]()
         loaded = self.models.load(settings.step, TUNED)
-        ends = sorted(generation.stop_tokens(loaded))  # of both sides, as in evaluations
+        ends = sorted(generation.stop_tokens(loaded))  # for both models, as in evaluations
         for side in sides:
             loaded = self.models.load(settings.step, side)
             results[side] = self._measure(lm_eval, side, loaded, tasks, ends, template)
@@ -101,7 +101,7 @@ class Benchmark:
 
     def _refuse_code(self) -> None:
         try:
-            benchmark.refuse_code(self.settings.tasks)  # again: a file may have changed in the queue
+            benchmark.refuse_code(self.settings.tasks)  # checked again: a file may have changed while the job waited
         except RunError as error:
             raise TrainError(str(error)) from error
 
@@ -115,7 +115,7 @@ class Benchmark:
             raise Stopped
 
     def _uses_template(self) -> bool:
-        """Whether prompts are conversations: as the user says, else as in training."""
+        """Whether prompts are conversations: as the user has set it, else as in training."""
         if self.settings.chat_template is not None:
             return self.settings.chat_template
         return self.models.mode(self.settings.step) == chat.CHAT
@@ -136,7 +136,7 @@ class Benchmark:
                 softmax_dtype=lm_eval.torch.float32,
                 chat_template_args=dict(spec.data.template_kwargs),
             )
-            # All forward passes call this layer, also those of peft, which calls `forward` of the model itself.
+            # Every forward pass calls this layer, also with peft, which calls the model's `forward` directly.
             hook = model.get_input_embeddings().register_forward_pre_hook(self._check_stop)
             try:
                 return lm_eval.evaluate(lm, tasks, self.settings.limit, template, self.settings.allow_code)

@@ -1,6 +1,6 @@
-"""`python -m backend.inference.benchmark_probe ENVIRONMENT`: scores a tiny model on a tiny task with lm-eval, when the
-environment lm-eval is created. Fails if lm-eval does not work with the installed libraries, or gives other values than
-transformers.
+"""`python -m backend.inference.benchmark_probe ENVIRONMENT`: scores a tiny model on a tiny task with lm-eval. It runs
+when the environment lm-eval is created, and fails if lm-eval does not work with the installed libraries, or gives
+different values than transformers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _tokenizer() -> Any:
 
 
 def _log_probabilities(model: Any, text: str) -> list[float]:
-    """Of each next token, in nats."""
+    """The log-probability of each next token, in nats."""
     ids = torch.tensor([[WORDS.index(word) for word in text.split()]])
     return list(model(ids).logits[0, -1].log_softmax(-1).tolist())
 

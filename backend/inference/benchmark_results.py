@@ -14,7 +14,7 @@ from backend.models.chat_files import BASE, TUNED
 from backend.wording import counted
 
 NOT_COMPARED = ""  # the verdict of a metric without an interval
-CLOSE = 1e-6  # difference of a mean from lm-eval's
+CLOSE = 1e-6  # largest difference between a mean and lm-eval's value
 NO_FILTER = "none"
 
 
@@ -72,7 +72,7 @@ def _row(results: Mapping[str, Any], name: str, metric: str, filter: str) -> dic
 
 
 def _number(value: Any) -> float | None:
-    """None for what JSON cannot have, such as the infinite perplexity of a diverged model, and for lm-eval's N/A."""
+    """None for what JSON cannot express, such as the infinite perplexity of a diverged model, and for lm-eval's N/A."""
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 

@@ -1,7 +1,6 @@
-"""The process of a chat: answers the requests in its folder, one after the other, until nobody is there any more.
-
-One thread: `disable_adapter()` of peft is global, so two generations at once would both be those of the base. Requests
-are read after each token, so that a stop is seen at once.
+"""The process of a chat: answers the requests in its folder, one after the other, until no client is left. One thread:
+peft's `disable_adapter()` is global, so two generations at once would both come from the base model. Requests are read
+after each token, so that a stop is noticed at once.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from backend.train.templates import ChatTokenizer, UnsupportedConversation
 from backend.wording import counted
 
 POLL_SECONDS = 0.05
-NICENESS = 5  # on a CPU, which runs may train on meanwhile
+NICENESS = 5  # on a CPU, where runs may be training at the same time
 CHECK_SECONDS = 1.0  # between two checks of clients and queue
 LOADING, READY = "loading model", "chat"  # phases of the job
 SIDE_NAMES = {"trained": "trained model", "base": "base model"}
@@ -53,7 +52,7 @@ class Chat:
         self.stopped: set[str] = set()
         self.checked, self.active = 0.0, time.time()
         self.started, self.count = time.time(), 0
-        self.is_described = False  # in LOADED
+        self.is_described = False  # whether LOADED was written
         self.reason = ""  # why the process ends
 
     def serve(self) -> None:
@@ -86,14 +85,14 @@ class Chat:
         self.log.start_phase(LOADING, text)
 
     def _preload(self) -> None:
-        """Load the newest model before somebody asks. Raises TrainError if that is not possible."""
+        """Load the newest model before the first request. Raises TrainError if that is not possible."""
         found = trained.models(self.models.run)
         if not found:
-            raise TrainError("This run has no model that can be loaded any more.")
+            raise TrainError("This run no longer has a model that can be loaded.")
         self._load(found[0].step, TUNED)
 
     def _load(self, step: int | None, side: str) -> Loaded:
-        """A model that is ready; of the first one, write how long the start took, and what its template reads."""
+        """A model that is ready. For the first one, write how long the start took, and what its template reads."""
         loaded = self.models.load(step, side)
         if not self.is_described:
             self.is_described = True
@@ -111,7 +110,7 @@ class Chat:
     # -- when it ends --------------------------------------------------------------------------------------------------
 
     def _ends(self) -> bool:
-        """Whether the chat ends now, for a reason that is kept. Between two outputs."""
+        """Whether the chat ends now; the reason is kept. Called between two outputs."""
         if self.log.stop_requested():
             self.reason = "The chat was stopped."
         elif time.monotonic() - self.checked >= CHECK_SECONDS:
@@ -126,7 +125,8 @@ class Chat:
         return f"The chat ended because nobody used it for {_duration(self.idle_seconds)}."
 
     def _waiting_run(self) -> str:
-        """A run in the queue goes first. The queue says who holds the device that a run waits for."""
+        """Why the chat ends if a run in the queue waits for its device, since runs come first; '' if none does. The
+        reason of a waiting run says who holds the device."""
         if not self.devices:
             return ""
         own = Run(self.folder)  # it may have been renamed
@@ -135,7 +135,7 @@ class Chat:
                 waits = not entry.held and self.devices & set(entry.devices) and entry.run != str(own.path)
                 if waits and own.id in Run(Path(entry.run)).waiting()["reason"]:
                     device = next(label for name, label in entry.devices.items() if name in self.devices)
-                    return f"The chat ended because {entry.id} waits for {device}."
+                    return f"The chat ended because {entry.id} was waiting for {device}."
         return ""
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Chat:
                 self._fail(
                     request, side, "The device ran out of memory. Shorten the prompt, or clear the conversation."
                 )
-            except Exception as error:  # of the model's code, of many kinds; the next request may succeed
+            except Exception as error:  # any error of the model's code; the next request may succeed
                 self._fail(request, side, f"Generation failed: {(str(error).splitlines() or [repr(error)])[0]}")
         self.log.progress(READY)
 

@@ -27,7 +27,8 @@ def render(
     spec: RunSpec, template: ChatTokenizer, request: Request, side: str, before: Sequence[Turn]
 ) -> dict[str, Any]:
     """The `prompt` that the template makes of a request after the turns `before`, and the `messages`; `is_plain`:
-    transformers makes the same of these without Footplate. Raises TrainError, UnsupportedConversation."""
+    transformers renders the same prompt from the messages without Footplate. Raises TrainError,
+    UnsupportedConversation."""
     reads = template.input.variables
     if "tools" not in reads:
         refuse_tools(request, "The chat template of this model does not read tools")
@@ -52,8 +53,8 @@ def render(
 
 
 def _check_results(template: ChatTokenizer, found: Sequence[Message], variables: Message) -> None:
-    """Raise UnsupportedConversation if the template leaves out the results of tools, as that of Gemma 4 unless the turn
-    before has `tool_calls`. A result may occur elsewhere in the prompt, so others are rendered in their places."""
+    """Raise UnsupportedConversation if the template leaves out the results of tools, as Gemma 4's does unless the turn
+    before has `tool_calls`. The text of a result may occur elsewhere in the prompt, so marks are rendered instead."""
     if not any(turn["role"] == TOOL for turn in found):
         return
     results = {n: RESULT.format(n) for n, turn in enumerate(found) if turn["role"] == TOOL}
@@ -62,7 +63,7 @@ def _check_results(template: ChatTokenizer, found: Sequence[Message], variables:
     if not all(text in prompt for text in results.values()):
         raise UnsupportedConversation(
             "has a tool result that the chat template leaves out, because no tool call is recognized in the previous "
-            "output. Send the result as a prompt of the user"
+            "output. Send the result as a user prompt"
         )
 
 
@@ -74,7 +75,7 @@ def _as_written(output: Message) -> dict[str, Any]:
 
 
 def _with_calls(template: ChatTokenizer, output: Message) -> dict[str, Any]:
-    """With the tool calls that TRL, or the tokenizer's own response template, recognizes in it."""
+    """The output as a turn with the tool calls that TRL, or the tokenizer's own response template, recognizes in it."""
     tokenizer = response_tokenizer(template.tokenizer, str(template.tokenizer.chat_template))
     if tokenizer is None:
         return _as_written(output)
@@ -86,7 +87,7 @@ def _with_calls(template: ChatTokenizer, output: Message) -> dict[str, Any]:
 
 
 def _without_special_tokens(output: Message) -> dict[str, Any]:
-    """gpt-oss's template refuses the special tokens that its model has written."""
+    """The output without special tokens, which gpt-oss's template refuses although its model writes them."""
     return {"content": str(output.get("text") or "")}
 
 
@@ -97,7 +98,7 @@ def messages(
     before: Sequence[Turn],
     answer: Callable[[Message], dict[str, Any]] = _as_written,
 ) -> list[dict[str, Any]]:
-    """The conversation as this side has seen it: the turns to which it has an answer. Raises TrainError."""
+    """The conversation as this model has seen it: the turns that it has answered. Raises TrainError."""
     found: list[dict[str, Any]] = []
     for turn in before:
         output = turn.outputs.get(side, {})
@@ -120,11 +121,12 @@ def _prompt(request: Request, before: Sequence[Message]) -> dict[str, Any]:
 
 
 def refuse_tools(request: Request, reason: str) -> None:
-    """Raise TrainError if the model would not see the request's tools, or that its prompt is the result of one."""
+    """Raise TrainError if the model would not see the request's tools, or would not see that its prompt is a tool
+    result."""
     if request.tools.strip():
         raise TrainError(f"Tools: {reason[0].lower()}{reason[1:]}, so it would ignore them. Clear the field Tools.")
     if request.role == TOOL:
-        raise TrainError(f"{reason}, so a tool result cannot be sent. Send it as a prompt of the user.")
+        raise TrainError(f"{reason}, so a tool result cannot be sent. Send it as a user prompt.")
 
 
 def _is_plain(

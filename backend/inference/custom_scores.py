@@ -21,8 +21,8 @@ KEPT = "The outputs are kept: evaluate again after the fix."
 
 @dataclass
 class CustomScore:
-    """A score whose process is running. `one_sided`: how many examples have no score because it applied to some of
-    their outputs only."""
+    """A score whose process is running. `one_sided`: how many examples have no score because the score applied to only
+    some of their outputs."""
 
     name: str
     label: str
@@ -53,15 +53,16 @@ class CustomScore:
             raise TrainError(f"{self.definition.name} {error} ({where}). {KEPT}") from None
 
     def limits(self, examples: int) -> list[str]:
-        """What a reader must know about this score, of which `examples` have one, as sentences."""
+        """What a reader must know about this score, as sentences; `examples`: how many examples have one."""
         if not examples and not self.one_sided:
-            missing = "has no match with a first group in any reference" if self.name == REGEX else "returned None"
+            missing = "does not match with a first group in any reference" if self.name == REGEX else "returned None"
             always = "" if self.name == REGEX else " for every output"
             return [f"{self.definition.name} {missing}{always}, so there is no score."]
         if self.one_sided:
+            one = self.one_sided == 1
             return [
                 f"{self.definition.name} returned None for only some of the outputs of "
-                f"{counted(self.one_sided, 'example')}, which its score leaves out."
+                f"{counted(self.one_sided, 'example')}, so its score leaves {'it' if one else 'them'} out."
             ]
         return []
 
@@ -71,8 +72,8 @@ Custom = CustomScore | JudgeScore
 
 @contextmanager
 def running(settings: Settings, check: Callable[[], None], folder: Path) -> Iterator[Sequence[Custom]]:
-    """The scores with their processes, which end afterwards. `check` is called while one is waited for, and may raise;
-    `folder` is that of the evaluation. Raises TrainError if a file cannot be loaded, or the judge cannot be used."""
+    """The scores with their processes, which end afterwards. `check` is called while a score is awaited, and may raise;
+    `folder` is the evaluation's. Raises TrainError if a file cannot be loaded, or the judge cannot be used."""
     wanted: list[tuple[str, str, Regex | ScoreFile]] = []
     if rule := settings.regex_rule:
         wanted.append(

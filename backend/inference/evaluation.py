@@ -1,5 +1,5 @@
-"""The process of an evaluation: the loss of both models on each example, their outputs, and what is certain about the
-difference. Each result is written at once, so that a stopped evaluation continues.
+"""The process of an evaluation: the loss of both models on each example, their outputs, and the intervals of the
+difference. Each result is written at once, so that a stopped evaluation can continue.
 
 Outputs are generated as training generates them for validation examples, so both have the same scores.
 """
@@ -36,11 +36,11 @@ from backend.train.seeded_sampling import Sampling
 from backend.train.templates import IGNORE_INDEX
 from backend.wording import counted
 
-NICENESS = 5  # on a CPU, which other programs need meanwhile
-MAX_BATCH_TOKENS = 4096  # of which logits are in memory at a time, unless a single example has more
-LEFT_AFTER, LEFT_PART = 10.0, 0.02  # seconds and part of the work, after which the remaining time is shown
+NICENESS = 5  # on a CPU, which other programs need at the same time
+MAX_BATCH_TOKENS = 4096  # tokens with logits in memory at a time, unless a single example has more
+LEFT_AFTER, LEFT_PART = 10.0, 0.02  # the remaining time is shown after so many seconds and this part of the work
 LOSS_WORK = 8  # the loss of an example is about as much work as this many tokens of an output
-JUDGE_WORK = 256  # the two requests to a judge about a pair of outputs, likewise
+JUDGE_WORK = 256  # likewise for the two requests to a judge about a pair of outputs
 
 
 class Evaluation:
@@ -57,23 +57,23 @@ class Evaluation:
             os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
         self.found: dict[tuple[str, str], dict[str, Any]] = {}  # (side, content) -> loss, tokens
         self.outputs: dict[tuple[str, str], dict[int, Generated]] = {}  # (side, content) -> each sample
-        self.generated, self.generation_seconds = 0, 0.0  # of this start
+        self.generated, self.generation_seconds = 0, 0.0  # outputs and seconds of this start
         self.custom: Sequence[Custom] = ()
         self.scores = ExampleScores(self.settings, self.custom)
         self.model_changed = 0  # when the final model was saved
         self.done = self.total = 0  # work, in tokens of outputs
-        self.began: tuple[float, float] | None = None  # when this start began to evaluate, and the part that was done
+        self.began: tuple[float, float] | None = None  # when this start began to evaluate, and the part done by then
 
     def run_all(self) -> None:
         """Evaluate, and write the result. Raises TrainError, Stopped."""
-        # A wrong file is found at once.
+        # First, so that an error in a score file is reported at once.
         with custom_scores.running(self.settings, self._check_stop, self.folder) as self.custom:
             self.scores = ExampleScores(self.settings, self.custom)
             self._run_all()
 
     def _run_all(self) -> None:
         self._phase("reading data", "Reading the examples.")
-        tokenizer = self.models.tokenizer(self.settings.step)  # wrong data is found before the models are loaded
+        tokenizer = self.models.tokenizer(self.settings.step)  # errors in the data come before the models are loaded
         items = examples.read(self.models.spec, self.settings, tokenizer, self.log.info)
         trained = self.models.load(self.settings.step, TUNED)
         for line in Lines(self.folder / OUTPUTS).read():
@@ -81,7 +81,7 @@ class Evaluation:
         own = sum(not item.is_general for item in items)
         self.total = len(SIDES) * sum(self._work(item) for item in items) + self._judge_work() * own
         self.model_changed = (self.run.path / MODEL).stat().st_mtime_ns if self.settings.step is None else 0
-        ends = frozenset(generation.stop_tokens(trained))  # of both, as when training generates before its first step
+        ends = frozenset(generation.stop_tokens(trained))  # for both models, as in training before its first step
         del trained
         for side in SIDES:
             self._use(side, items, ends)
@@ -97,7 +97,7 @@ class Evaluation:
 
     def _tell_list(self, comparisons: Sequence[dict[str, Any]]) -> None:
         """Write what the list of runs shows of the final model."""
-        job = Run(self.folder)  # its run may have been renamed
+        job = Run(self.folder)  # found again, since its run may have been renamed
         for each in comparisons if self.settings.step is None else ():
             if each["name"] == GENERAL_LOSS:
                 found = {GENERAL_LOSS: each["trained"], FORGETTING: each["trained"] - each["base"]}
@@ -119,7 +119,7 @@ class Evaluation:
         return JUDGE_WORK * self.settings.samples_per_prompt if self.settings.judge else 0
 
     def _use(self, side: str, items: Sequence[Item], ends: frozenset[int]) -> None:
-        """The results of one model, which nothing holds afterwards."""
+        """Compute the results of one model, which can be freed afterwards."""
         loaded = self.models.load(self.settings.step, side)
         self._measure(side, loaded, items)
         self._generate(side, loaded, [item for item in items if item.prompt], ends)
@@ -173,7 +173,7 @@ class Evaluation:
         self.generation_seconds += time.monotonic() - started
 
     def _tick(self, text: str, more: int) -> None:
-        """Report the work that is done, and `more` of what is in progress. Raises Stopped."""
+        """Report the completed work, plus `more` of the work in progress. Raises Stopped."""
         self._check_stop()
         part = (self.done + more) / max(1, self.total)
         self.log.progress("evaluating", f"{text}{self._left(part)}.", fraction=part)
@@ -208,7 +208,7 @@ class Evaluation:
         return rows
 
     def _numbers(self, items: Sequence[Item], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Of each item the scores without its texts, as `evaluation.numbers` describes them."""
+        """The scores of each item without its texts, as `evaluation.numbers` describes them."""
         scores = iter(row["scores"] for row in rows)
         found = {}
         for item in items:
@@ -263,7 +263,7 @@ class Evaluation:
         if cut := sum(not self.found[BASE, item.content]["tokens"] for item in own):
             found.append(
                 f"{counted(cut, 'example')} of {count} {'has' if cut == 1 else 'have'} no completion within the first "
-                f"{self.models.spec.data.max_length} tokens (data.max_length). The loss is that of the others."
+                f"{self.models.spec.data.max_length} tokens (data.max_length). The loss is computed on the others."
             )
         if self.models.spec.method.kind == "lora" and self.models.spec.lora.adapter_path:
             found.append(
@@ -286,7 +286,8 @@ class Evaluation:
 
 
 def _batch(items: Sequence[Item], size: int) -> list[Item]:
-    """The first items, at most `size`, and as many as memory for their logits allows. They are sorted by length."""
+    """The first items: at most `size`, and only as many as the memory for their logits allows. Items are sorted by
+    length."""
     count = 1
     while count < min(size, len(items)) and (count + 1) * len(items[count].ids) <= MAX_BATCH_TOKENS:
         count += 1
@@ -316,7 +317,7 @@ def _losses(model: Any, tokenizer: Any, items: Sequence[Item]) -> list[tuple[flo
 
 
 def _seed(item: Item, sample: int) -> int:
-    """Both models draw with the same random numbers, whichever run they are of, so less of the change is chance."""
+    """The seed of a sample. All models draw with the same random numbers, so less of the change is chance."""
     return int.from_bytes(hashlib.sha256(f"{item.content} {sample}".encode()).digest()[:8]) >> 1
 
 

@@ -1,6 +1,5 @@
-"""The scores of the examples of an evaluation: of each sample, their means, and pass@k of right or wrong outputs.
-
-The values of an example are one value per model, whatever the number of samples: intervals draw examples, not samples.
+"""The scores of the examples of an evaluation: of each sample, their means, and pass@k of binary scores. An example has
+one value per model, whatever the number of samples: intervals draw examples, not samples.
 """
 
 from __future__ import annotations
@@ -56,7 +55,8 @@ class ExampleScores:
         return row
 
     def add_pass_at_k(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Add pass@k to the scores of each row. A score file has it if all of its values are 0 or 1."""
+        """Add pass@k to the scores of each row. The score of a score file has pass@k if all of its values are 0 or
+        1."""
         sampled = [row for row in rows if "samples" in row]
         samples = [one for row in sampled for one in chain.from_iterable(row["samples"].values())]
         self.binary = tuple(
@@ -95,6 +95,6 @@ def _pass(samples: Sequence[Mapping[str, Any]], name: str, k: int) -> float | No
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Of the known ones: a judge may have no verdict on some pairs of samples."""
+    """The mean of the known values: a judge may have no verdict on some pairs of samples."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

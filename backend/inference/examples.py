@@ -1,8 +1,7 @@
 """What an evaluation measures: validation examples of the run or those of a file, and general texts.
 
-They are prepared by the code that training uses, with its labels: with all validation examples, the loss of the trained
-model is the validation loss of its step. The general texts are not among the data of any run; their loss shows what a
-model has forgotten.
+They are prepared by training's code, with its labels: on all validation examples, the loss of the trained model equals
+the validation loss at its step. No run trains on the general texts; their loss shows what a model has forgotten.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from backend.train.run_log import TrainError
 from backend.train.templates import ChatTokenizer
 
 GENERAL_TEXTS = ASSETS / "general" / "texts.jsonl"
-MAX_GENERAL_TOKENS = 64  # of a text
-SEED = 0  # of the drawn examples
+MAX_GENERAL_TOKENS = 64  # tokens of a general text that are used
+SEED = 0  # for drawing examples
 
 
 @dataclass(frozen=True)
 class Item:
     """A sequence with its labels, and its `prompt` if the models generate for it. `content` is the same for the same
-    example in evaluations of other runs. `is_general`: of a general text."""
+    example in evaluations of other runs. `is_general`: the item is a general text."""
 
     content: str
     ids: list[int]
@@ -57,8 +56,8 @@ def read(spec: RunSpec, settings: Settings, tokenizer: Any, info: Callable[[str]
         found = _items(spec, tokenizer, parts, settings.examples)
         if not found:
             raise TrainError(
-                "No example can be evaluated: they have no completion, or no token with a loss. Choose another data "
-                "file, or set the number of examples to 0."
+                "No example can be evaluated: none has a completion or, as a plain text, a token with a loss. "
+                "Choose another data file, or set the number of examples to 0."
             )
     return [*found, *(_general(tokenizer) if settings.general else ())]
 
@@ -73,14 +72,14 @@ def _with_data(spec: RunSpec, settings: Settings) -> RunSpec:
     if Path(settings.data).name == kept_prompts.FILE:
         own |= kept_prompts.OPTIONS
     elif evaluation.generates(spec):
-        # What the model has learned with; for examples without a system prompt of their own.
+        # The system prompt of training, for examples without a system prompt of their own.
         own["data.system_prompt"] = system_prompt.of_training(spec)
     return edit(for_dataset(spec, 0), own)
 
 
 def _chosen(spec: RunSpec, settings: Settings, info: Callable[[str], None]) -> list[Part]:
-    """Random examples of each dataset, the same ones each time, whatever the seed of the run is: runs that differ in
-    their seed are compared on the same examples."""
+    """Random examples of each dataset: the same ones whatever the seed of the run, so that runs with different seeds
+    are compared on the same examples."""
     parts = [train if settings.data else validation for train, validation in select(spec, info)]
     drawn = (sorted(sample(part.positions, settings.examples, SEED)) for part in parts)
     return [replace(part, positions=positions) for part, positions in zip(parts, drawn, strict=True)]
@@ -98,7 +97,7 @@ def _items(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> l
         content = f"{content} {copies[content]}"
         if to_columns.chat is None:
             items += [Item(f"{content} {n}", *each) for n, each in enumerate(found)]
-        else:  # nothing is found of an example without a loss within max_length
+        else:  # `found` is empty for an example without a loss within max_length
             (prompt,) = eval_prompts(to_columns.chat, [example])
             ids, labels = next(found, ([], []))
             items.append(Item(content, ids, labels, prompt))
@@ -106,18 +105,18 @@ def _items(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> l
 
 
 def _content(value: Mapping[str, Any]) -> str:
-    """The hash of an example before it is rendered and tokenized, which models do in different ways."""
+    """The hash of an example before rendering and tokenization, which differ between models."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def _usable(spec: RunSpec, tokenizer: Any, part: Part) -> Iterator[tuple[ConvertedExample, ExampleTokenizer]]:
-    """The examples of a dataset that are plain texts, or conversations whose last completion the models generate, and
-    how they are tokenized."""
+    """The examples of a dataset, and how they are tokenized: plain texts, or conversations whose last completion the
+    models generate."""
     first = next(iter(part), None)
     if first is None:
         return
     as_trained = to_columns = tokenizer_for(spec, tokenizer, first[1])
-    if not isinstance(to_columns, ExampleTokenizer):  # of preferences, the preferred completion counts
+    if not isinstance(to_columns, ExampleTokenizer):  # of a pair, the preferred completion counts
         chat = ChatTokenizer.create(tokenizer, spec.data.loss_on == "all_tokens", spec.data.template_kwargs)
         to_columns = ExampleTokenizer(tokenizer, chat, False, spec.data.max_length)
     is_text = to_columns.chat is None
@@ -132,10 +131,10 @@ def _general(tokenizer: Any) -> Iterator[Item]:
 
 
 def changed_file(spec: RunSpec, run: Run) -> Path | None:
-    """A data file of the user that was changed after the run was created. Footplate's own demo datasets only become
-    newer when it is installed again."""
+    """A data file of the user that was changed after the run was created. Footplate's own demo datasets are left out:
+    their files become newer whenever Footplate is installed again."""
     with suppress(OSError):
-        created = (run.path / SPEC).stat().st_mtime  # it is written once
+        created = (run.path / SPEC).stat().st_mtime  # spec.yaml is written only once
         return next((path for path in evaluation.data_files(spec) if _is_newer(path, created)), None)
     return None
 

@@ -19,15 +19,15 @@ from backend.train.run_log import TrainError
 
 BATCH_SECONDS = 0.1  # between two reports of new text
 WINDOW = 12  # tokens before a token that its text may depend on, such as the rest of a character
-PARTIAL = "\ufffd"  # what an incomplete character is decoded as
+PARTIAL = "\ufffd"  # the result of decoding an incomplete character
 STOP_TOKEN, LIMIT, CONTEXT, STOPPED = "stop token", "limit", "context", "stopped"  # how an output ended
 Report = Callable[[str], None]
 
 
 @dataclass
 class Output:
-    """What was generated so far. `end`: how it ended; `stop`: the text of the stop token; `limit`: how many tokens it
-    could have."""
+    """What was generated so far. `end`: how the output ended; `stop`: the text of the stop token; `limit`: the maximum
+    number of tokens."""
 
     ids: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
@@ -106,7 +106,7 @@ def _config(loaded: Loaded, request: Request, limit: int, stops: set[int]) -> Ge
 
 
 class _Logits(LogitsProcessor):
-    """Keeps what the model predicts for the next token, before temperature and top_p change it."""
+    """Keeps the model's prediction for the next token, before temperature and top_p change it."""
 
     def __init__(self) -> None:
         self.scores: Any = None
@@ -121,7 +121,7 @@ class _Logits(LogitsProcessor):
 
 
 class _EachToken(StoppingCriteria):
-    """Records each token with its probability, and ends the output if it should stop."""
+    """Records each token with its probability, and ends the output if `should_stop` says so."""
 
     def __init__(
         self, tokenizer: Any, output: Output, report: Callable[[], None], should_stop: Callable[[], bool]

@@ -1,7 +1,6 @@
-"""The score of an evaluation by an LLM judge: which output of base model and trained model is better.
-
-Each pair is judged in both orders. Verdicts are lines of a file at once, so that a stopped evaluation asks for none of
-them again.
+"""The score of an evaluation by an LLM judge: whether the output of the base model or of the trained model is better.
+Each pair is judged in both orders. Verdicts are written to a file at once, so that an evaluation that was stopped does
+not request them again.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from backend.train.run_log import TrainError
 from backend.wording import counted
 
 BASE, TRAINED = "base", "trained"
-ORDERS = ((BASE, TRAINED), (TRAINED, BASE))  # of the responses A and B
-POINTS = {BASE: [1.0, 0.0], TIE: [0.5, 0.5], TRAINED: [0.0, 1.0]}  # of base model and trained model
+ORDERS = ((BASE, TRAINED), (TRAINED, BASE))  # which model wrote response A and response B
+POINTS = {BASE: [1.0, 0.0], TIE: [0.5, 0.5], TRAINED: [0.0, 1.0]}  # points of base model and trained model
 KEPT = "Outputs and verdicts are kept: evaluate again to continue."
 MAX_ANSWER = 2_000  # characters that are kept
 NAMED = 5  # examples without a verdict in a sentence
@@ -37,10 +36,10 @@ class JudgeScore:
     def __init__(self, settings: Settings, folder: Path, check: Callable[[], None]) -> None:
         judge = settings.judge
         assert judge
-        if problem := judge.problem():  # the environment of this process may be another one
+        if problem := judge.problem():  # the environment of this process may be different
             raise TrainError(problem)
         self.client, self.path = Client(judge, check), folder / VERDICTS_FILE
-        # Without lines of problems: another start asks again.
+        # Lines without a verdict are left out: they are requested again.
         self.known = {str(line.get("key")): line for line in Lines(self.path).read() if line.get("verdict")}
         self.counts: Counter[str] = Counter()
         self.missing: dict[int, str] = {}  # examples with comparisons without a verdict, and the first reason
@@ -72,8 +71,8 @@ class JudgeScore:
         return list(POINTS[winner])
 
     def _line(self, prompt: EvalPrompt, texts: Mapping[str, str], order: tuple[str, str]) -> dict[str, Any]:
-        """The line of the file for the texts in this order, which it does not name: the same texts may be those of
-        another example with the models exchanged."""
+        """The line of the file for the texts in this order. It names no model: another example may have the same texts
+        with the models exchanged."""
         judge = self.client.judge
         messages = judge.question(prompt.text, prompt.reference, *(texts[side] for side in order))
         key = hashlib.sha256(json.dumps([judge.endpoint, judge.model, messages]).encode()).hexdigest()
@@ -115,7 +114,7 @@ class JudgeScore:
             f"{self.counts[BASE]} of {counted(judged, 'comparison')}; {self._ties()}."
         )
         if share is not None:
-            sentence += f" In {share:.0%} of them its verdict changed with the order of the outputs: these are ties."
+            sentence += f" In {share:.0%} of the comparisons, the verdict depended on the order of the outputs: a tie."
         if same:
             pairs = counted(same, "further pair")
             sentence += f" Identical outputs ({pairs}) are ties, and were not sent to the judge."
@@ -134,6 +133,6 @@ class JudgeScore:
 
 
 def summary(scores: Sequence[Any]) -> dict[str, Any]:
-    """What the result of an evaluation has of the judge, if it has one."""
+    """The part of an evaluation's result about the judge, if it has one."""
     found = next((score for score in scores if isinstance(score, JudgeScore)), None)
     return {JUDGE: found.summary()} if found else {}

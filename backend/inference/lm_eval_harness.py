@@ -1,5 +1,5 @@
-"""What Footplate uses of lm-eval: its tasks, and its evaluator with a model that is loaded already. This module is
-imported once `use` has put the environment lm-eval on the path of the process.
+"""The parts of lm-eval that Footplate uses: its tasks, and its evaluator with a model that is loaded already. This
+module can be imported once `use` has put the environment lm-eval on the path of the process.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from backend.models import benchmark_tasks
 from backend.train.generation_eval import without_router_loss
 from backend.train.run_log import TrainError
 
-RANDOM_SEED, OTHER_SEEDS = 0, 1234  # of lm-eval's command line
-BOOTSTRAP = 1000  # resamples for lm-eval's standard errors of what is no mean; its default of 100,000 takes minutes
-MAX_BATCH_TOKENS = 4096  # of which logits are in memory at a time, unless a single request has more
-PATHS = ("data_files", "data_dir")  # of dataset_kwargs
+RANDOM_SEED, OTHER_SEEDS = 0, 1234  # the defaults of lm-eval's command line
+BOOTSTRAP = 1000  # resamples for metrics that are not means; lm-eval's default of 100,000 takes minutes
+MAX_BATCH_TOKENS = 4096  # tokens with logits in memory at a time, unless a single request has more
+PATHS = ("data_files", "data_dir")  # keys of dataset_kwargs that are paths
 
-# lm-eval renders templates of tasks without a sandbox, so that any YAML file could run code.
+# lm-eval itself renders templates of tasks without a sandbox, so any YAML file could run code.
 _plain = lm_eval.utils.env
 lm_eval.utils.env = ImmutableSandboxedEnvironment(undefined=_plain.undefined, keep_trailing_newline=True)
 lm_eval.utils.env.filters["regex_replace"] = lm_eval.utils.regex_replace
@@ -43,13 +43,13 @@ lm_eval.utils.env.filters["regex_replace"] = lm_eval.utils.regex_replace
 
 def load(tasks: Sequence[str], shots: int | None, allow_code: bool) -> dict[str, Any]:
     """lm-eval's tasks and groups with their data, from their names and files. Raises TrainError."""
-    if not allow_code:  # lm-eval loads a metric that it does not have with this package: from a Python file, or the Hub
+    if not allow_code:  # lm-eval loads unknown metrics with this package, from a Python file or the Hub
         sys.modules["evaluate"] = None  # type: ignore[assignment]
     manager = TaskManager(include_defaults=not all(map(_is_single_task, tasks)))  # reading all takes seconds
     loaded = [each for task in tasks for each in _load(manager, task, allow_code)]
     try:
         found: dict[str, Any] = manager.load(loaded)
-    except ValueError as error:  # a task that belongs to two of the groups
+    except ValueError as error:  # a task belongs to two of the groups
         raise TrainError(f"{error}. Leave out one of them.") from error
     for task in found["tasks"].values():
         _check(task, allow_code)
@@ -70,12 +70,12 @@ def _load(manager: Any, task: str, allow_code: bool) -> list[Any]:
     try:
         found = manager._load_spec(_values(Path(task), allow_code) if benchmark_tasks.is_file(task) else task)
         return found if isinstance(found, list) else [found]
-    except Exception as error:  # of many kinds: the network, a file, a column, code of the task
+    except Exception as error:  # any error: the network, a file, a column, code of the task
         raise TrainError(_why(task, error)) from error
 
 
 def _values(path: Path, allow_code: bool) -> dict[str, Any]:
-    """The values of a file, in which paths of data files belong to its folder. Without consent, no function that it
+    """The values of a file, with paths of data files relative to its folder. Without consent, no function that the file
     names is imported."""
     found: dict[str, Any] = load_yaml(path, resolve_func=allow_code)
     arguments = found.get("dataset_kwargs") or {}
@@ -108,12 +108,15 @@ def _why(task: str, error: BaseException) -> str:
         )
     if isinstance(error, ModuleNotFoundError) and error.name == "evaluate":
         return (
-            f"The task {task} needs the Python package evaluate, whose metrics are code of the Hugging Face Hub. "
+            f"The task {task} needs the Python package evaluate, whose metrics are code from the Hugging Face Hub. "
             "Install the package next to Footplate (pip install evaluate), and allow code: --allow-code, or Allow code "
             "of tasks on the page."
         )
     if isinstance(error, ModuleNotFoundError):
-        return f"The task {task} needs the Python package {error.name}, which the environment lm-eval does not have."
+        return (
+            f"The task {task} needs the Python package {error.name}, which is not in the environment lm-eval. Leave "
+            "out the task."
+        )
     return f"lm-eval cannot load the task {task}: {first} ({type(error).__name__})."
 
 
@@ -132,7 +135,7 @@ def _check(task: Any, allow_code: bool) -> None:
 
 
 def _set_shots(task: Any, shots: int | None) -> None:
-    """As lm-eval's command line does: a task that sets 0 itself keeps it."""
+    """Set the number of few-shot examples as lm-eval's command line does: a task that sets 0 itself keeps it."""
     own = task.get_config("num_fewshot")
     if own is None or (shots is not None and own != 0):
         task.set_config(key="num_fewshot", value=shots or 0)
@@ -173,7 +176,7 @@ class LoadedModel(HFLM):
             if most >= self.max_length:
                 raise TrainError(
                     f"The task {request.task_name} generates up to {most:,} tokens (max_gen_toks), and the model's "
-                    f"context has {self.max_length:,}. Set generation_kwargs.max_gen_toks in a YAML task to less."
+                    f"context has {self.max_length:,}. Use a YAML task with a lower generation_kwargs.max_gen_toks."
                 )
         return super().generate_until(requests, True)
 
@@ -199,7 +202,7 @@ class _EachRequest:
 
 @contextlib.contextmanager
 def _without_tying(model: Any) -> Iterator[None]:
-    """HFLM ties the weights of the output layer again, also of one that was trained on its own."""
+    """Keep HFLM from tying the output layer to the embeddings again, since it may have been trained separately."""
     model.tie_weights = lambda *_, **__: None
     try:
         yield
@@ -245,7 +248,8 @@ def evaluate(lm: LoadedModel, tasks: dict[str, Any], limit: int, chat_template: 
 
 
 def count_requests(tasks: dict[str, Any], limit: int) -> int:
-    """An estimate of the number of requests to a model: of multiple choice, one for each choice of the first sample."""
+    """An estimate of the number of requests to a model; for multiple choice, one for each choice of the first
+    sample."""
     total = 0
     for task in tasks["tasks"].values():
         size = len(task.eval_docs)

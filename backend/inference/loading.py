@@ -27,7 +27,7 @@ from backend.train.continued_adapter import load_weights
 from backend.train.patches import peft_dequantize
 from backend.train.run_log import TrainError
 
-TRAINED_PARTS = ("lora_", "modules_to_save", "trainable_tokens")  # in the names of an adapter's parameters
+TRAINED_PARTS = ("lora_", "modules_to_save", "trainable_tokens")  # parts of the names of an adapter's parameters
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Loaded:
     model: Any
     tokenizer: Any
     generation: Any  # its GenerationConfig, None for a reward model
-    stops_at_eos: bool  # also at the EOS token of the tokenizer, as in training
+    stops_at_eos: bool  # outputs also end at the tokenizer's EOS token, as in training
     dtype: torch.dtype
     use: Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -51,8 +51,9 @@ class Loaded:
 
 
 class Models:
-    """Loads what is requested and keeps it: one trained model. A second copy of the base model is loaded only if
-    `disable_adapter()` does not restore it; with `one_at_a_time`, the trained model is given up for it."""
+    """Loads the requested model and keeps it: one trained model at a time. A second copy of the base model is loaded
+    only if `disable_adapter()` does not restore the base model; with `one_at_a_time`, the trained model is then freed
+    first."""
 
     def __init__(self, run: Run, report: Callable[[str], None], one_at_a_time: bool = False) -> None:
         self.run, self.report, self.one_at_a_time = run, report, one_at_a_time
@@ -126,7 +127,7 @@ class Models:
             self.adapter = adapter
         if adapter:
             self.report(f"Loading the adapter of {_name(found)}.")
-            self.tuned_folder = None  # half of the weights may be loaded when there is an error
+            self.tuned_folder = None  # after an error, only a part of the weights may be loaded
             load_weights(self.tuned, found.folder)
         self.tuned_folder = found.folder
 
@@ -140,11 +141,11 @@ class Models:
         return registry.STAGES[self.spec.train.stage].is_reward_model
 
     def _adapted(self, folder: Path, adapter: dict[str, Any], tokenizer: Any) -> Any:
-        """The base model with an adapter, whose weights are not yet those of `folder`."""
+        """The base model with an adapter that does not yet have the weights in `folder`."""
         base = self._from_source(tokenizer)
         if adapter.get("use_dora"):
             peft_dequantize.apply()
-        if trained.is_residual(adapter):  # the base weights must change as they did in training
+        if trained.is_residual(adapter):  # the initialization must change the base weights as in training
             lora.check_repeatable(adapter, str(self.run.resolved().get("device")), self.device)
             rows = added_tokens.ids(self.spec, tokenizer)
             return adapters.apply_method(self.spec, base, self._precision, self.device, rows).eval()
@@ -156,7 +157,7 @@ class Models:
             raise TrainError(f"The adapter in {folder} could not be loaded: {_first_line(error)}") from error
         for name, parameter in adapted.named_parameters():
             if self.spec.fp32_master_weights and any(part in name for part in TRAINED_PARTS):
-                parameter.data = parameter.data.float()  # as in training; peft takes the dtype of the base
+                parameter.data = parameter.data.float()  # as in training; peft uses the dtype of the base model
         return adapted.eval()
 
     def _from_source(self, tokenizer: Any, frozen: bool = False) -> Any:
@@ -181,7 +182,7 @@ class Models:
             raise TrainError(f"The model in {folder} could not be loaded: {_first_line(error)}") from error
 
     def _placed(self, loaded: Any) -> Any:
-        if not getattr(loaded, "is_quantized", False):  # those are on their device already
+        if not getattr(loaded, "is_quantized", False):  # quantized weights are on their device already
             loaded.to(self.device)
         return loaded.eval()
 

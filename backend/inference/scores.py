@@ -1,7 +1,7 @@
 """Scores of one output against its reference, each from 0 to 1: the rows of SCORES.
 
-A score says None for an example to which it does not apply: what the reference is decides, so a set of examples with
-JSON has the scores of JSON without anybody choosing them.
+A score is None for an example to which it does not apply. The reference decides that, so examples with JSON get the
+scores for JSON without any setting.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 from backend.train import text_metrics
 
-ANSWER = re.compile(r"####|\\boxed\{|\banswer(?: is|:)", re.IGNORECASE)  # before the number that an example asks for
+ANSWER = re.compile(r"####|\\boxed\{|\banswer(?: is|:)", re.IGNORECASE)  # marks before the final number
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)")  # in LaTeX
-# An answer that is no number, though one may come after it; and one that is not just this number: 3/4, 3^2, 3\pi.
+# An answer that begins with a word, even if a number follows; and one that is more than this number: 3/4, 3^2, 3\pi.
 WORD = re.compile(r"\W*[^\W\d]")
 TERM = re.compile(r"\W*\\[dt]?(?:frac|sqrt)|\W*[\d,.]+\s*(?:/\s*\d|\^(?!\{?\\circ)|\\(?:sqrt|[dt]?frac|pi))")
 ARGUMENTS = ("arguments", "parameters")
@@ -40,8 +40,8 @@ class Score:
 
 def pass_at_k(right: Sequence[bool], k: int) -> float:
     """The probability that at least one of `k` samples of a prompt is right, estimated from all of them without bias
-    (Chen et al. 2021, arXiv:2107.03374): one minus the share of the choices of k samples that are all wrong. `k` is at
-    most the number of samples."""
+    (Chen et al. 2021, arXiv:2107.03374): one minus the share of all choices of k samples in which every sample is
+    wrong. `k` is at most the number of samples."""
     return 1 - math.comb(len(right) - sum(right), k) / math.comb(len(right), k)
 
 
@@ -138,7 +138,8 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _final_number(text: str, is_marked: bool) -> float | None:
-    """The number of a text that is a number, or the one after the last mark; with `is_marked`, else the last one."""
+    """The number of a text that is a number, or the one after the last mark; else, with `is_marked`, the last
+    number."""
     text = THOUSANDS.sub("", text)
     if marks := list(ANSWER.finditer(text)):
         end = marks[-1].end()
@@ -165,7 +166,7 @@ def _calls(text: str) -> list[str]:
             call = _call(value)
         except ValueError:
             call = None
-        except RecursionError:  # thousands of brackets, each of which would be tried
+        except RecursionError:  # thousands of nested brackets; trying each start would take long
             break
         if call:
             found.append(call)

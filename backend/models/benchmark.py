@@ -22,7 +22,7 @@ ENVIRONMENT = "lm-eval"  # `footplate env create lm-eval`
 SAMPLES = "samples.jsonl"  # once a benchmark has ended: what each model made of each sample
 LIMIT = 100  # samples of each task, unless the user sets another number
 MAX_LIMIT, MAX_SHOTS, MAX_TASKS = 1_000_000, 64, 50
-TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)  # it ends within a token, and there is nothing to save
+TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)  # a benchmark ends within a token and saves nothing
 REWARD_MODEL = "Reward models cannot be benchmarked: lm-eval needs a language model, which predicts tokens."
 
 
@@ -30,8 +30,8 @@ REWARD_MODEL = "Reward models cannot be benchmarked: lm-eval needs a language mo
 class Settings:
     """`tasks`: names of lm-eval's tasks, or paths of YAML files; `step`: of the checkpoint, None for the final model;
     `limit`: samples of each task, 0 for all; `shots`: examples in the prompt, None for the number that the task sets;
-    `base`: whether the base model is measured too; `chat_template`: whether prompts are conversations, None to do as
-    in training; `allow_code`: whether tasks may run code."""
+    `base`: whether the base model is measured too; `chat_template`: whether prompts are conversations, None for the
+    same as in training; `allow_code`: whether tasks may run code."""
 
     tasks: tuple[str, ...]
     step: int | None = None
@@ -44,9 +44,9 @@ class Settings:
     def problem(self) -> str:
         """Why this cannot be measured, as a sentence; '' if it can."""
         if not self.tasks:
-            return "There is no task. Name tasks of lm-eval, such as arc_easy, or YAML files with tasks."
+            return "No task is set. Enter tasks of lm-eval, such as arc_easy, or YAML files with tasks."
         if len(self.tasks) > MAX_TASKS:
-            return f"A benchmark has at most {MAX_TASKS} tasks; these are {len(self.tasks)}."
+            return f"A benchmark can have at most {MAX_TASKS} tasks, not {len(self.tasks)}."
         if not 0 <= self.limit <= MAX_LIMIT:
             return f"The limit of samples must be from 1 to {MAX_LIMIT:,}, or 0 for all; it is {self.limit:,}."
         if self.shots is not None and not 0 <= self.shots <= MAX_SHOTS:
@@ -56,7 +56,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Offer:
-    """What can be measured: the steps of the models, None is the final one; whether the run was trained on
+    """What can be measured: the steps of the models (None: the final model), and whether the run was trained on
     conversations. `problem`: why nothing can be measured; `missing`: how to create the environment, '' if it exists."""
 
     steps: tuple[int | None, ...]
@@ -81,12 +81,12 @@ def offer(run: Run) -> Offer:
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:
-    """Names and paths that are separated by commas, each once."""
+    """The names and paths in a text, which are separated by commas; each once."""
     return tuple(dict.fromkeys(task for part in text.split(",") if (task := part.strip())))
 
 
 def start(run: Run, settings: Settings) -> Run:
-    """Start to measure; the job that already does it. Raises RunError."""
+    """Start a benchmark, or return the job that already measures the same. Raises RunError."""
     if problem := _problem(run, settings):
         raise RunError(problem)
     with jobs.alone(run):
@@ -102,7 +102,7 @@ def start(run: Run, settings: Settings) -> Run:
         return job
 
 
-QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # the job has a progress of its own
+QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # the job reports its own progress
 
 
 def find_all(run: Run) -> list[Run]:
@@ -111,7 +111,7 @@ def find_all(run: Run) -> list[Run]:
 
 
 def read_settings(folder: Path) -> Settings:
-    """Those of the job in `folder`. Raises RunError."""
+    """The settings of the job in `folder`. Raises RunError."""
     found = jobs.required_request(folder, jobs.BENCHMARK)
     values = {field.name: found[field.name] for field in fields(Settings)}
     return Settings(**{**values, "tasks": tuple(values["tasks"])})

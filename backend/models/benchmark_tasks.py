@@ -1,6 +1,6 @@
-"""Tasks of lm-eval in YAML files of a user: what they are called, and what in them runs code.
+"""Tasks of lm-eval in YAML files of a user: their names, and the parts that run code.
 
-lm-eval itself imports the functions that a file names while it reads the file, so Footplate reads the file before.
+While lm-eval reads a file, it imports the functions that the file names, so Footplate reads the file first.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def name_of(path: Path) -> str:
         merged |= values
     name = merged.get("task") if isinstance(merged.get("task"), str) else merged.get("group")
     if not isinstance(name, str) or not name:
-        raise RunError(f"{path} is no task of lm-eval: it has no key `task` with a name.")
+        raise RunError(f"{path} is not an lm-eval task: it has no key `task` with a name.")
     return name
 
 
 def code_in(path: Path) -> list[str]:
-    """What in a file, and in the files that it includes, runs code: keys with their values. lm-eval imports each
-    function that is named anywhere, even where the value is then replaced. Raises RunError."""
+    """The parts of a file, and of the files that it includes, that run code: keys with their values. lm-eval imports
+    every function that a file names, even if the value is then replaced. Raises RunError."""
     return sorted({found for _, node in _read(path, set()) for found in _code("", node, set())})
 
 
@@ -72,7 +72,8 @@ def _read(path: Path, seen: set[Path]) -> Iterator[tuple[dict[str, Any], Node]]:
 
 
 def _code(key: str, node: Node, seen: set[Node]) -> Iterator[str]:
-    """The parts of a node that run code, each with its key. `seen`: an alias is the same node again."""
+    """The parts of a node that run code, each with its key. `seen`: nodes that were visited already, since an alias is
+    the same node again."""
     if node in seen:
         return
     seen.add(node)

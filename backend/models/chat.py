@@ -1,7 +1,7 @@
 """The chat with the models of a run: what it offers, and the job that holds the models.
 
-A run has at most one such job. It is started again when it has ended, with the same conversation. Its process is
-`backend/inference`; what it exchanges with its clients is in `chat_files.py`.
+A run has at most one such job. After the job has ended, a new one continues the same conversation. The process of the
+job is `backend/inference`; `chat_files.py` has the files that it exchanges with its clients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backend.models.trained import TrainedModel
 from backend.runs import MODEL, jobs
 from backend.runs.folder import ALIVE, Run, RunError, StopTimeouts
 
-IDLE_SECONDS = 300.0  # without a client, after which the process ends
+IDLE_SECONDS = 300.0  # the process ends after this time without a client
 # A generation ends within a token, and there is nothing to save.
 TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)
 CHAT, TEXT, SCORE = "chat", "text", "score"
@@ -26,10 +26,10 @@ CHAT, TEXT, SCORE = "chat", "text", "score"
 
 @dataclass(frozen=True)
 class Offer:
-    """What can be asked of a run's models. `mode`: they continue a conversation or a text, or score two answers;
-    `steps`: the models, None is the final one; `without_base`: why there is no base model to compare with, as a
-    sentence; `system` and `template_kwargs`: those of training, unless a request sets another system prompt;
-    `history`: whether the model has learned from conversations of several turns."""
+    """What a chat can do with a run's models. `mode`: they continue a conversation or a text, or score two completions;
+    `steps`: the models (None: the final model); `without_base`: why there is no base model to compare with, as a
+    sentence; `system` and `template_kwargs`: those of training, unless a request sets another system prompt; `history`:
+    whether the model has learned from conversations of several turns."""
 
     mode: str
     steps: tuple[int | None, ...]
@@ -98,11 +98,11 @@ def start(run: Run, idle_seconds: float = IDLE_SECONDS) -> Run:
 
 
 def _created(run: Run, earlier: Run | None, idle_seconds: float) -> Run:
-    """A new job, with the conversation of the earlier one, which is deleted. A job is not started again: the run may
-    have been moved, or Footplate updated."""
+    """A new job with the conversation of the earlier job, which is deleted. An ended job is not restarted itself,
+    because the run may have been moved, or Footplate updated."""
     kept = chat_files.conversation(earlier.path) if earlier else {}
     env, devices = jobs.place(run, is_light=True)
     job = jobs.create(run, jobs.CHAT, {"idle_seconds": idle_seconds}, env, devices, kept)
-    if earlier and earlier.path != job.path and earlier.path.is_dir():  # one without a result is deleted already
+    if earlier and earlier.path != job.path and earlier.path.is_dir():  # a job without a result is deleted already
         earlier.delete()
     return job

@@ -1,8 +1,8 @@
 """Code that generates an output of a chat again: a Python program with transformers and peft, and requests to the
 server of an exported GGUF file.
 
-At temperature 0 the program generates the same text: it has the rendered conversation, the dtype and the stop tokens of
-the output.
+At temperature 0 the program generates the same text, since it has the rendered conversation, the dtype and the stop
+tokens of the output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backend.models.spec import read_spec
 from backend.models.trained import TO_DEVICE
 from backend.runs.folder import ALIVE, Run, RunError
 
-DTYPES = {"fp32": "torch.float32", "fp16": "torch.float16", "bf16": "torch.bfloat16"}  # of the compute dtype
+DTYPES = {"fp32": "torch.float32", "fp16": "torch.float16", "bf16": "torch.bfloat16"}  # names of the compute dtype
 MODIFIED = (
     "This checkpoint belongs to base weights that PiSSA, OLoRA, CorDA or LoftQ has modified, and transformers and peft "
     "alone cannot load it. Copy the code of an output of the final model."
@@ -97,7 +97,8 @@ def _settings(request: Request, details: Mapping[str, Any], output: Mapping[str,
 
 
 def _prompt_code(request: Request, details: Mapping[str, Any]) -> str:
-    """Tokenizes the messages with the chat template, or the rendered text if transformers alone renders another one."""
+    """Code that tokenizes the messages with the chat template, or the rendered text if transformers alone renders a
+    different one."""
     if not details.get("is_plain"):
         special = ", add_special_tokens=False" if "messages" in details else ""
         text = literal(details["prompt"])
@@ -114,7 +115,7 @@ def _prompt_code(request: Request, details: Mapping[str, Any]) -> str:
 
 
 def _body(request: Request, details: Mapping[str, Any], output: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request to the server has besides the model's name."""
+    """The fields of a request to the server, besides the model's name."""
     body: dict[str, Any] = {"messages": details["messages"]} if "messages" in details else {"prompt": details["prompt"]}
     if tools := conversation.parse_tools(request.tools):
         body["tools"] = tools

@@ -1,8 +1,8 @@
 """What the clients of a chat, which are pages and command lines, and its process exchange: files in the job's folder.
 
-`requests.jsonl` and `outputs.jsonl` only grow, a line of JSON at a time, so that a client that comes later, or again,
-reads the same as one that was there from the start, and so does the process when it is started again. A client shows
-that it is there by touching a file of its own in `clients`; the process ends when nobody has done so for a while.
+`requests.jsonl` and `outputs.jsonl` only grow, a line of JSON at a time. So a client that connects later, or again,
+reads the same as a client that was there from the start, and so does a restarted process. A client shows that it is
+there by touching a file of its own in `clients`; the process ends when no client has done so for a while.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from backend.runs import files, json_values
 from backend.runs.folder import RunError
 
 REQUESTS, OUTPUTS = "requests.jsonl", "outputs.jsonl"
-LOADED = "loaded.json"  # once a model is loaded: how long that took, its memory, and what its template reads
+LOADED = "loaded.json"  # written once a model is loaded: loading time, memory, and what its template reads
 CLIENTS = "clients"  # a folder: clients/NAME is touched by each client while it is there
 TUNED, BASE = "trained", "base"
 SIDES = (TUNED, BASE)
 PAGE = "page"  # the conversation of all pages, and their name as a client
 GENERATE, STOP, CLEAR = "generate", "stop", "clear"
-MAX_BYTES = 64 * 1024  # of the texts of a request
+MAX_BYTES = 64 * 1024  # limit for all texts of a request
 MAX_NEW_TOKENS = 32_768
-DETAILS = '{"details"'  # begins a line of OUTPUTS that most readers do not need: the tokens of an output
+DETAILS = '{"details"'  # begins a line of OUTPUTS with the tokens of an output, which most readers do not need
 CLIENT_SECONDS = 15.0  # after which a client that has not touched its file is gone
 
 
 @dataclass(frozen=True)
 class Request:
     """The model of the checkpoint `step` (None: the final model) generates an output for `prompt`, as the next turn of
-    a `conversation`, or instead of its turn `replaces`. `sides`: the trained model, its base, or both. `answers`: for a
-    reward model, the two texts to score. `system`: None is that of training; `history`: the prompt comes after the
-    earlier turns. `role`: tool, if the prompt is a tool result. `tools`: their
-    definitions as JSON; `template_kwargs`: variables of the chat template, besides those of training. A stop has a
-    `target`, the request to stop."""
+    a `conversation`, or in place of its turn `replaces`. `sides`: the trained model, its base model, or both.
+    `answers`: for a reward model, the two texts to score. `system`: None is that of training; `history`: the prompt
+    comes after the earlier turns. `role`: tool, if the prompt is a tool result. `tools`: their definitions as JSON;
+    `template_kwargs`: variables of the chat template, besides those of training. A stop has a `target`, the request to
+    stop."""
 
     kind: str = GENERATE
     id: str = ""
@@ -71,7 +71,7 @@ class Request:
         if size > MAX_BYTES:
             return (
                 f"The texts of this request have {size / 1024:.0f} KiB; at most "
-                f"{MAX_BYTES // 1024} KiB are possible. Shorten the prompt."
+                f"{MAX_BYTES // 1024} KiB are allowed. Shorten the prompt."
             )
         if self.kind == GENERATE and not self.prompt.strip():
             return "The prompt is empty."
@@ -92,7 +92,7 @@ class Request:
 
     def _setting_problem(self) -> str:
         if not self.sides or not set(self.sides) <= set(SIDES):
-            return f"sides must contain {' and '.join(SIDES)}, or one of both."
+            return f"sides must contain {' and '.join(SIDES)}, or one of the two."
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 10):
             return "The temperature must be from 0 to 10."
         if not (math.isfinite(self.top_p) and 0 < self.top_p <= 1):
@@ -117,7 +117,8 @@ class Turn:
         return all("end" in self.outputs.get(side, ()) for side in self.request.sides)
 
     def as_json(self) -> dict[str, Any]:
-        """For the page; an output with reasoning also has it apart, and the `answer` without markers around it."""
+        """For the page. An output with reasoning also has `reasoning` and `answer` as separate texts, without
+        markers."""
         outputs = {side: {**output, **_parts_of(output)} for side, output in self.outputs.items()}
         return {**asdict(self.request), "outputs": outputs, "done": self.is_done}
 
@@ -178,14 +179,14 @@ def send(folder: Path, request: Request) -> str:
 
 
 def append(path: Path, *values: Mapping[str, Any]) -> None:
-    """Append lines with a single write, so that those of other processes do not come between. Raises OSError."""
+    """Append lines with a single write, so that lines of other processes do not come between them. Raises OSError."""
     text = "".join(f"{json.dumps(json_values.as_unicode(dict(value)), ensure_ascii=False)}\n" for value in values)
     with files.open_to_append(path, buffering=0) as file:
         file.write(text.encode())
 
 
 def parse(value: Mapping[str, Any]) -> Request | None:
-    """The request in a line of REQUESTS; None if it is none."""
+    """The request in a line of REQUESTS; None if the line has none."""
     known = {each.name for each in fields(Request)}
     given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in value.items() if n in known}
     try:
@@ -215,7 +216,7 @@ def turns(requests: Iterable[Request], outputs: Iterable[Mapping[str, Any]], con
 
 
 def add(outputs: dict[str, dict[str, Any]], side: str, output: Mapping[str, Any]) -> None:
-    """Add a line of OUTPUTS to the outputs of a turn: the begin of an output, more of its text, or its end."""
+    """Add a line of OUTPUTS to the outputs of a turn: the beginning of an output, more of its text, or its end."""
     if "end" in output:
         outputs[side] = {name: value for name, value in output.items() if name not in ("id", "side")}
     elif "begin" in output:
@@ -232,8 +233,8 @@ def read_turns(folder: Path, conversation: str) -> list[Turn]:
 
 
 def conversation(folder: Path) -> dict[str, str]:
-    """Name -> text of the files of a chat that its successor gets: the page's conversation, without what was cleared
-    and the prompts of command lines, and what is known about loading."""
+    """Name -> text of the files of a chat that its successor gets: the page's conversation, without cleared turns and
+    without the prompts of command lines, and what is known about loading."""
     ids = {turn.request.id for turn in read_turns(folder, PAGE)}
     found = {}
     for name in (REQUESTS, OUTPUTS):
@@ -243,8 +244,8 @@ def conversation(folder: Path) -> dict[str, str]:
 
 
 def loaded(folder: Path) -> dict[str, Any]:
-    """What is known since a model was loaded: the `seconds` from the start until then, the `bytes` of memory then,
-    whether the chat template reads `tools`, and its variable that switches reasoning, `thinking`; empty before."""
+    """What is known once a model is loaded, empty before: the `seconds` since the start, the `bytes` of memory, whether
+    the chat template reads `tools`, and `thinking`, the name of its variable that switches reasoning."""
     try:
         return dict(json_values.read(folder / LOADED))
     except (OSError, ValueError, TypeError):
@@ -261,7 +262,7 @@ def details(folder: Path, id: str, side: str) -> dict[str, Any] | None:
 
 
 def tag(folder: Path) -> str:
-    """Differs when there is something new."""
+    """A tag that changes when the files have something new."""
     sizes = []
     for name in (REQUESTS, OUTPUTS):
         try:

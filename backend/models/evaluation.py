@@ -26,16 +26,16 @@ from backend.scoring.judge import Judge
 from backend.scoring.scorer import Regex, ScoreError, ScoreFile, sha256_of
 from backend.wording import counted
 
-OUTPUTS = "outputs.jsonl"  # what each model made of each example, in the order of the work
+OUTPUTS = "outputs.jsonl"  # outputs and losses of both models for each example, in the order of the work
 EXAMPLES = "examples.json"  # once the evaluation has ended: a row for each example, see `rows`
 SCORES_FILE = "scores.json"  # the same without texts, see `numbers`
 MAX_EXAMPLES = 10_000
 MAX_SAMPLES = 64  # for a prompt
 MAX_TEMPERATURE = 10
-TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)  # it ends within a token, and all outputs are written
-VERDICTS_FILE = "verdicts.jsonl"  # of a judge: a line for each of its answers
-JUDGE = "judge"  # the name of its score
-LOSS = "loss"  # the score of which less is better
+TIMEOUTS = StopTimeouts(save=30.0, discard=15.0, sigterm=10.0)  # it ends within a token; outputs are already written
+VERDICTS_FILE = "verdicts.jsonl"  # a line for each answer of a judge
+JUDGE = "judge"  # the name of the judge's score
+LOSS = "loss"  # the score for which lower is better
 CHANGES = ("better", "worse", "unchanged")
 WITHOUT_BASE = (
     "Reward models cannot be evaluated here: their base model has no trained score head to compare with. The run's "
@@ -46,13 +46,13 @@ WITHOUT_BASE = (
 @dataclass(frozen=True)
 class Settings:
     """The model of the checkpoint `step` (None: the final model) on `examples` validation examples at most, or on those
-    of the file `data`; `max_new_tokens` of an output; `general`: also on texts that training had nothing to do with.
+    of the file `data`; `max_new_tokens` of an output; `general`: also on texts that are unrelated to training.
     `samples_per_prompt` outputs are drawn with `temperature` (0: greedy) and `top_p`; pass@k of scores that are right
-    or wrong is computed for 1, all of them, and `pass_at_k` (0: no other).
-    `regex`: a custom score, whether an output matches; with `regex_group`, whether its first group is that of the
-    reference. `score_file`: Python code of another custom score, which is run only if it has the `score_file_sha256`
-    that the user has agreed to. `judge_url`: the base URL of an LLM judge, which compares the outputs; the other
-    `judge_` settings are those of `Judge`, and `judge_agreed` is its agreement once the user has agreed."""
+    or wrong is computed for 1, all of them, and `pass_at_k` (0: no other). `regex`: a custom score, whether an output
+    matches; with `regex_group`, whether its first group equals the reference's. `score_file`: Python code of another
+    custom score, which is run only if its SHA-256 is the `score_file_sha256` that the user has agreed to. `judge_url`:
+    the base URL of an LLM judge, which compares the outputs; the other `judge_` settings are those of `Judge`, and
+    `judge_agreed` is its agreement once the user has agreed."""
 
     step: int | None = None
     data: str = ""
@@ -134,14 +134,14 @@ class Settings:
 
     def _score_problem(self) -> str:
         if not self.regex and self.regex_group:
-            return "Comparing the first group has no effect without a regular expression."
+            return "Comparing the first group has no effect without a regular expression: set one."
         if self.regex_rule and (problem := self.regex_rule.problem()):
             return problem
         if (self.regex or self.score_file or self.judge_url) and not self.examples:
             scores = "A regular expression, a score file or a judge"
             return f"{scores} has no effect without examples: set the number of examples."
         if not self.judge_url and (self.judge_model or self.judge_key or self.judge_instruction):
-            return "Model, API key and instruction of a judge have no effect without its base URL."
+            return "Model, API key and instruction of a judge have no effect without its base URL: set it."
         if self.judge and (problem := self.judge.problem()):
             return problem
         if not self.score_file:
@@ -153,7 +153,7 @@ class Settings:
         return "" if found == self.score_file_sha256 else needs_consent(self.score_file, found)
 
 
-SCORE_SETTINGS = (  # they change no output and no loss; fewer or more samples of a prompt have the same seeds
+SCORE_SETTINGS = (  # they change no output and no loss: samples keep their seeds, however many a prompt has
     "samples_per_prompt", "pass_at_k", "regex", "regex_group", "score_file", "score_file_sha256",
     "judge_url", "judge_model", "judge_key", "judge_instruction", "judge_agreed",
 )  # fmt: skip
@@ -179,10 +179,10 @@ def needs_consent(path: str, sha256: str) -> str:
 
 @dataclass(frozen=True)
 class Offer:
-    """What can be evaluated: the steps of the models, None is the final one; whether they generate; whether the run has
-    validation examples; the run's limit of new tokens. `problem`: why nothing can be evaluated. `kept_file` has `kept`
-    prompts of chats. `output_seconds`: the mean time of an output of the newest evaluation that generated any, None
-    without one; `output_limit`: the most new tokens of its outputs."""
+    """What can be evaluated: the steps of the models (None: the final model); whether they generate; whether the run
+    has validation examples; the run's limit of new tokens. `problem`: why nothing can be evaluated. `kept_file` has
+    `kept` prompts of chats. `output_seconds`: the mean time of an output of the newest evaluation that generated any,
+    None without one; `output_limit`: the most new tokens of its outputs."""
 
     steps: tuple[int | None, ...]
     generates: bool
@@ -231,12 +231,12 @@ def data_files(spec: RunSpec) -> list[Path]:
 
 
 def start(run: Run, settings: Settings) -> Run:
-    """Start to evaluate; the job that already does it. Raises RunError."""
+    """Start an evaluation, or return the job that already does it. Raises RunError."""
     if why := problem(run, settings):
         raise RunError(why)
     with jobs.alone(run):
         wanted, stopped = _versions(run, settings), list[Run]()
-        source: Run | None = None  # has outputs and losses for the same prompts, for other scores
+        source: Run | None = None  # an evaluation with the same outputs and losses, but other scores
         for job in find_all(run):
             is_same = _request(job) == wanted
             if job.state in ALIVE:
@@ -251,7 +251,7 @@ def start(run: Run, settings: Settings) -> Run:
         kept = {name: text for name in (OUTPUTS, VERDICTS_FILE) if source and (text := _outputs(source, name))}
         env, devices = jobs.place(run, is_light=False)
         job = jobs.create(run, jobs.EVALUATION, wanted, env, devices, kept)
-        for earlier in stopped:  # only now: their outputs can be hours of work
+        for earlier in stopped:  # only after the outputs were reused: they can be hours of work
             if earlier.path != job.path:
                 earlier.delete()
         job.start(timeouts=TIMEOUTS)
@@ -286,7 +286,7 @@ def find_all(run: Run) -> list[Run]:
 
 
 def read_settings(folder: Path) -> Settings:
-    """Those of the job in `folder`. Raises RunError."""
+    """The settings of the job in `folder`. Raises RunError."""
     found = jobs.required_request(folder, jobs.EVALUATION)
     return Settings(**{field.name: found[field.name] for field in fields(Settings) if field.name in found})
 
@@ -323,8 +323,7 @@ def finished(run: Run, settings: Settings) -> Run | None:
 
 
 def is_comparable(run: Run, job: Run) -> bool:
-    """Whether an evaluation has `numbers`, and its model has not changed since. Of one that was deleted, nothing is
-    known."""
+    """Whether an evaluation has `numbers`, and its model has not changed since. A deleted model counts as unchanged."""
     request = jobs.request(job.path, jobs.EVALUATION)
     if not request or not (job.path / SCORES_FILE).is_file():
         return False
@@ -368,7 +367,7 @@ def _most_examples(run: Run, settings: Settings) -> int:
 
 
 def _versions(run: Run, settings: Settings) -> dict[str, Any]:
-    """The settings, and when model and data were changed: outputs of other weights are not continued."""
+    """The settings, and when model and data were changed: an evaluation of other weights is not continued."""
     model = trained.at_step(run, settings.step)
     own = data_files(read_spec(run)) if settings.examples else []
     data = [Path(settings.data)] if settings.data else own
@@ -384,7 +383,8 @@ def _changed(path: Path) -> int:
 
 
 def _request(job: Run) -> dict[str, Any]:
-    """Its settings, and the versions of model and data; settings that it is too old to know have their defaults."""
+    """The settings of an evaluation, and the versions of model and data; settings that are newer than the evaluation
+    have their defaults."""
     return {**asdict(Settings()), **jobs.request(job.path, jobs.EVALUATION)}
 
 

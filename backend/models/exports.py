@@ -1,4 +1,4 @@
-"""What merges and exports of a run's model share: a job for each checkpoint and format, which is found again."""
+"""What merges and exports of a run's model share: finding or starting the job for a checkpoint and a format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backend.models.trained import TrainedModel
 from backend.runs import MODEL, jobs
 from backend.runs.folder import ALIVE, Run
 
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # memory decides, and trainings need the GPUs
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # trainings need GPUs and cores
 
 
 def model_folder(job: Run) -> Path | None:
@@ -46,15 +46,15 @@ class Exports:
             require()
             jobs.require_ended(run, self.kind, busy)
             for earlier in jobs.find_all(run, self.kind):
-                if self.request(earlier) == (step, format):  # failed, or of a model that was replaced
+                if self.request(earlier) == (step, format):  # it failed, or its model was replaced
                     earlier.delete()
             job = jobs.create(run, self.kind, request, ON_CPU, {})
             job.start()
             return job
 
     def find(self, run: Run, model: TrainedModel, format: str = "") -> Run | None:
-        """The newest job for this model and format, unless it exported an earlier model of this step, or what it has
-        written was deleted."""
+        """The newest job for this model and format, unless the model of this step has been replaced since, or its
+        output was deleted."""
         return self._newest(jobs.find_all(run, self.kind), model, format)
 
     def find_all(self, run: Run, model: TrainedModel) -> list[Run]:
@@ -63,7 +63,7 @@ class Exports:
         return [job for format in self.formats if (job := self._newest(every, model, format))]
 
     def is_current(self, job: Run, model: TrainedModel) -> bool:
-        """Whether a job that has ended exported this model, and what it has written is there."""
+        """Whether a job that has ended exported this model, and its output still exists."""
         is_newer = jobs.is_newer(job, self.kind, model.folder)
         return is_newer and (not job.result().get("model") or self.written(job) is not None)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from backend.inspect.weights import MAX_HEADER_BYTES, WeightsError, weight_files
 
-SAMPLES, SAMPLE_BYTES = 16, 64  # of each tensor, evenly spaced
-FILE_SAMPLES = 4096  # of a file in another format
+SAMPLES, SAMPLE_BYTES = 16, 64  # per tensor, evenly spaced
+FILE_SAMPLES = 4096  # samples of a file in another format
 OTHER_FILES = ("*.bin", "*.gguf", "*.pt")
 
 
@@ -34,15 +34,16 @@ def fingerprint(folder: Path) -> str:
 
 
 def describe_change(name: str, now: str, then: str) -> str:
-    """That a base model no longer has the weights of a run's training, with both fingerprints, and how to fix it."""
+    """The error that a base model no longer has the weights of a run's training: both fingerprints, and how to fix
+    it."""
     return (
-        f"{name} has other weights than those that this run was trained on (fingerprint {now[:8]}, {then[:8]} in "
+        f"The weights of {name} are not those that this run was trained on (fingerprint {now[:8]} now, {then[:8]} in "
         "training). Restore the base model, then try again."
     )
 
 
 def _tensors(path: Path) -> Iterator[bytes]:
-    """One line for each tensor of a .safetensors file; an index may leave some of them to another file, which then has
+    """One line for each tensor of a .safetensors file, even if the index names another file for it: that file then has
     the same values."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -24,9 +24,9 @@ ENVIRONMENT = "gguf"  # `footplate env create gguf`
 
 @dataclass(frozen=True)
 class Format:
-    """`bytes`: of an element, at most; `max_kl`: the largest mean KL divergence from the trained model, in nats per
-    token. `larger`: of a k-quant, which is made from a file with 16 bits, the format to choose if it differs. `base`:
-    of an adapter that is a file of its own, the format of the base model's file."""
+    """`bytes`: the most bytes of an element; `max_kl`: the largest mean KL divergence from the trained model, in nats
+    per token. `larger`: for a k-quant, which is made from a file with 16 bits, the format to choose if the file
+    differs. `base`: for an adapter in a file of its own, the format of the base model's file."""
 
     bytes: float
     max_kl: float
@@ -37,7 +37,7 @@ class Format:
 # Measured with SmolLM2 135M after *First run*, llama.cpp against base model and adapter in fp32: means of 6.8e-3
 # (q8_0), 1.0e-4 (f16), 2.7e-4 (bf16), 1.4e-2 (q6_k) and 8.0e-2 (q4_k_m). q5_k_m has 0.16, since its weights are mostly
 # Q5_1 there. A merged model may be 1e-3 away before it is converted (export/merge.py).
-ADAPTER = "lora-"  # begins the formats of an adapter
+ADAPTER = "lora-"  # prefix of the formats for adapters
 OF_MODEL: Mapping[str, Format] = {
     "q8_0": Format(34 / 32, 0.03),  # 32 elements of 8 bits, and a scale of 16 bits
     "q6_k": Format(34 / 32, 0.03, larger="q8_0"),  # as q8_0 where rows are not multiples of 256 elements

@@ -1,4 +1,4 @@
-"""What is certain about the difference between two models on the same examples: a paired bootstrap interval.
+"""The difference between two models on the same examples, with a paired bootstrap interval.
 
 The examples are drawn again with replacement, RESAMPLES times, and the difference between the means is computed each
 time; the interval has the middle 95% of these differences (Efron and Tibshirani 1993, chapter 13). Both models have
@@ -14,15 +14,16 @@ from typing import Any
 import numpy
 
 RESAMPLES, CONFIDENCE, SEED = 10_000, 0.95, 0
-MIN_EXAMPLES = 8  # with fewer, an interval of losses misses the truth in one of five cases or more
+MIN_EXAMPLES = 8  # with fewer, an interval of losses misses the true value in one of five cases or more
 CHUNK = 2_000_000  # drawn numbers in memory at a time
 BETTER, WORSE, UNCLEAR, FEW = "better", "worse", "unclear", "few"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A score of the base model and of the trained model on `count` examples: means, and the interval of the
-    difference from `low` to `high`. `is_share`: from 0 to 1, shown in percent; else a loss, of which less is better."""
+    """A score of the base model and of the trained model on `count` examples: means, and the interval of the difference
+    from `low` to `high`. `is_share`: the score is from 0 to 1 and shown in percent; else it is a loss, for which lower
+    is better."""
 
     name: str
     label: str
@@ -43,7 +44,7 @@ class Comparison:
         return BETTER if (self.low > 0) == self.is_share else WORSE
 
     def sentence(self) -> str:
-        """What is certain."""
+        """The result in a sentence: both means and, where it is clear, the change."""
         means = f"{self.label}: base model {self._shown(self.base)}, trained model {self._shown(self.trained)}"
         if self.verdict == FEW:
             return f"{means}; too few examples to tell whether that is chance."
@@ -108,6 +109,6 @@ def _intervals(differences: Any, weights: Any, is_share: bool) -> list[tuple[flo
 def _all_equal(difference: float, count: int) -> tuple[float, float]:
     """The interval where all examples have the same difference, for which a bootstrap interval would have zero width.
     At least `share` of all examples have it: with a smaller share, `count` examples in a row would have it in fewer
-    than 2.5% of cases (Clopper and Pearson 1934). The others may have any, from -1 to 1."""
+    than 2.5% of cases (Clopper and Pearson 1934). The others may have any difference from -1 to 1."""
     share = ((1 - CONFIDENCE) / 2) ** (1 / count)
     return share * difference - (1 - share), share * difference + (1 - share)

@@ -15,7 +15,7 @@ from backend.runs import files, json_values
 from backend.runs.folder import Run, RunError
 
 FILE = "evaluation_prompts.jsonl"
-# The options with which a file of this name is read, whatever the data of the run is.
+# A file of this name is read with these options, whatever the data of the run is.
 OPTIONS: dict[str, Any] = {
     "train.stage": "sft", "data.format": "prompt_completion", "data.prompt_column": "", "data.completion_column": "",
     "data.system_prompt": "",
@@ -28,7 +28,7 @@ def path_of(run: Run) -> Path:
 
 
 def count(run: Run) -> int:
-    """How many prompts are kept; 0 if the file cannot be read, which an evaluation says."""
+    """How many prompts are kept; 0 if the file cannot be read, which an evaluation reports."""
     try:
         return len(_lines(files.read_bytes(path_of(run))))
     except OSError:
@@ -60,10 +60,10 @@ def keep(run: Run, turn: str, reference: str) -> dict[str, Any]:
 
 
 def _append(path: Path, line: bytes) -> int:
-    """The number of lines with the new one. Raises RunError if it is there already, OSError."""
+    """The number of lines, including the new one. Raises RunError if the file has that line already, or OSError."""
     opened = files.open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)  # only for this user
     with open(opened, "r+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # for two pages that keep a prompt at once
+        fcntl.flock(file, fcntl.LOCK_EX)  # two pages may keep a prompt at the same time
         before = file.read()
         lines = _lines(before)
         if line in lines:

@@ -23,9 +23,9 @@ TORCHAO_MIN_VERSION = "0.15.0"  # transformers 5.23 utils/import_utils.py
 
 @dataclass(frozen=True)
 class Format:
-    """`label`: for users; `package` quantizes and loads, from `min_version`; `bytes`: of a quantized element, at most;
-    `max_kl`: the largest mean KL divergence from the trained model, in nats per token; `larger`: the format to choose
-    if it differs, '' for none."""
+    """`label`: for users; `package` quantizes and loads, from `min_version`; `bytes`: the most bytes of a quantized
+    element; `max_kl`: the largest mean KL divergence from the trained model, in nats per token; `larger`: the format to
+    choose if the checkpoint differs, '' for none."""
 
     label: str
     package: str
@@ -35,9 +35,9 @@ class Format:
     larger: str = ""
 
 
-# The limits of 8 bits are near that of q8_0 (gguf.py), except for LLM.int8, which quantizes the inputs of layers, too;
-# that of 4 bits is above that of q4_k_m, since NF4 has no larger types for sensitive layers. docs/exports.md says what
-# was measured.
+# The limits for 8 bits are near the limit of q8_0 (gguf.py), except for LLM.int8, which also quantizes the inputs of
+# layers. The limit for 4 bits is above that of q4_k_m, since NF4 has no larger types for sensitive layers.
+# docs/exports.md has the measurements.
 FORMATS: Mapping[str, Format] = {
     "bnb-nf4": Format("bitsandbytes NF4", "bitsandbytes", BNB_MIN_VERSION, 0.6, 0.2, larger="bnb-int8"),
     "bnb-int8": Format("bitsandbytes LLM.int8", "bitsandbytes", BNB_MIN_VERSION, 1.01, 0.06),

@@ -26,7 +26,7 @@ from backend.serve.client import free_port
 MIN_TOKEN, MAX_TOKEN = 16, 512  # characters
 LLAMA_CPP, VLLM = "llama.cpp", "vllm"  # the engines
 MAX_CONTEXT, MAX_PARALLEL = 2**20, {LLAMA_CPP: 64, VLLM: 1024}
-# The settings that only one engine has, with the values that it uses unless others are set.
+# The settings that only one engine has, with their default values.
 OWN: Mapping[str, Mapping[str, Any]] = {
     LLAMA_CPP: {"file": "", "format": "", "threads": 1},
     VLLM: {"step": None, "merged": False, "dtype": "auto", "tensor_parallel_size": 1, "gpu_memory_utilization": 0.9},
@@ -34,18 +34,19 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 CPU = {"CUDA_VISIBLE_DEVICES": ""}  # the packages of the environment compute on the CPU only
 TIMEOUTS = StopTimeouts(save=5.0, discard=5.0, sigterm=5.0)  # there is nothing to save
-VLLM_TIMEOUTS = StopTimeouts(save=20.0, discard=20.0, sigterm=10.0)  # it frees GPUs
+VLLM_TIMEOUTS = StopTimeouts(save=20.0, discard=20.0, sigterm=10.0)  # vLLM frees GPUs when it ends
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`engine`: llama.cpp or vllm, '' for the one that fits; `port`: 0 for a free one; `context`: tokens of a request
-    with its output, 0 for the engine's default; `parallel`: requests at the same time, 0 for the engine's default.
+    """`engine`: llama.cpp or vllm, '' to choose it from the other settings and the run; `port`: 0 for a free one;
+    `context`: tokens of a request with its output, 0 for the engine's default; `parallel`: requests at the same time, 0
+    for the engine's default.
 
-    Of llama.cpp: `file`: the name or path of an exported file, '' for the newest; `format`: only of this format, '' for
-    any. Of vLLM: `step`: of the checkpoint, None for the final model; `merged`: its adapter merged into the base model;
-    `dtype`: auto for the compute dtype of training; `tensor_parallel_size`: GPUs; `gpu_memory_utilization`: the
-    fraction of their memory to use."""
+    Of llama.cpp: `file`: the name or path of an exported file, '' for the newest; `format`: only files of this format,
+    '' for any. Of vLLM: `step`: of the checkpoint, None for the final model; `merged`: serve the merged model; `dtype`:
+    auto for the compute dtype of training; `tensor_parallel_size`: GPUs; `gpu_memory_utilization`: the fraction of
+    their memory to use."""
 
     file: str = ""
     format: str = ""
@@ -89,7 +90,7 @@ class Settings:
 
 def start(run: Run, settings: Settings, token: str = "") -> Run:
     """The job that serves a model of the run; `token`: what clients have to send, '' for a random one. Raises RunError,
-    also if the run has a server already."""
+    for example if the run already has a server."""
     engine = engine_of(run, settings)
     settings = replace(settings, engine=engine)
     settings.check()
@@ -123,8 +124,8 @@ def start(run: Run, settings: Settings, token: str = "") -> Run:
 
 
 def engine_of(run: Run, settings: Settings) -> str:
-    """The requested engine, or the one that fits: vLLM if one of its settings is set, or if the run has no GGUF file
-    and the environment exists."""
+    """The requested engine. By default, vLLM if one of its settings is set, or if the run has no GGUF file and the
+    environment exists."""
     if settings.engine or settings.changed(LLAMA_CPP):
         return settings.engine or LLAMA_CPP
     has_vllm = environments.is_complete(vllm.ENVIRONMENT) and not gguf.exported(run)
@@ -210,7 +211,7 @@ def _check_port(port: int) -> None:
 
 
 def own_token(file: str = "") -> str:
-    """The user's own token: in a file, else in the environment; '' for a random one. Raises RunError."""
+    """The user's own token, from a file or else from the environment; '' for a random one. Raises RunError."""
     token, place = os.environ.get(SERVE_TOKEN, ""), SERVE_TOKEN
     if file:
         try:
@@ -228,7 +229,8 @@ def own_token(file: str = "") -> str:
 
 
 def token_of(job: Run) -> str:
-    """What clients of a running server have to send. A server that was killed could not remove it. Raises RunError."""
+    """The API token of a running server. If the server has ended, the token is removed: a killed server could not do
+    that. Raises RunError."""
     if job.state not in ALIVE:
         (job.path / TOKEN).unlink(missing_ok=True)
     try:
@@ -238,7 +240,7 @@ def token_of(job: Run) -> str:
 
 
 def as_json(job: Run) -> dict[str, Any]:
-    """For page and command line: the job, and, once requests are answered, the address with examples of requests."""
+    """For page and command line: the job, and, once the server answers requests, its address with example requests."""
     request = jobs.request(job.path, jobs.SERVE)
     progress = job.progress() if job.state == "running" else {}
     shown = {name: request.get(name) for name in ("engine", "name", "format", "parallel", "threads")}
@@ -254,15 +256,15 @@ def as_json(job: Run) -> dict[str, Any]:
 
 
 def _without_tools(request: Mapping[str, Any], progress: Mapping[str, Any]) -> str:
-    """What happens to the tools of a request, a sentence; '' if the model gets them."""
+    """What happens to the tools of a request, as a sentence; '' if the model gets them."""
     if request.get("engine") == VLLM:
         return "Requests with tools are refused: vLLM needs a parser for the model's tool calls, and none is set."
-    unsupported = "The chat template does not support tools: llama.cpp ignores those of a request."
+    unsupported = "The chat template does not support tools: llama.cpp ignores the tools of a request."
     return unsupported if progress.get("has_tools") is False else ""
 
 
 def _folder(job: Run, request: Mapping[str, Any]) -> Path:
-    """Of the model that vLLM serves."""
+    """The folder of the model that vLLM serves."""
     return job.path.parent.parent / str(request.get("folder"))
 
 
@@ -272,7 +274,7 @@ def _examples(job: Run) -> dict[str, Any]:
     model = trained.find(run)
     try:
         is_chat = not model or chat.mode_of(read_spec(run), model.folder) == chat.CHAT
-    except RunError:  # its spec cannot be read any more, and the server goes on
+    except RunError:  # the spec can no longer be read, but the server continues
         is_chat = True
     if not is_chat:
         return {**requests(job, {"prompt": "Once upon a time"}), "is_chat": False}
@@ -282,8 +284,8 @@ def _examples(job: Run) -> dict[str, Any]:
 
 
 def requests(job: Run, values: Mapping[str, Any]) -> dict[str, str]:
-    """A request to a running server with these values, with `curl` and in `python` with the openai package. They read
-    the token from its file, so that it is in no command line. Empty until the server answers."""
+    """A request to a running server with these values, with `curl` and in `python` with the openai package. Both read
+    the token from its file, so that no command line contains it. Empty until the server answers."""
     address = job.progress().get("address") if job.state == "running" else None
     if not address:
         return {}
@@ -293,7 +295,7 @@ def requests(job: Run, values: Mapping[str, Any]) -> dict[str, str]:
     body = {"model": jobs.request(job.path, jobs.SERVE).get("name"), **values}
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     known = {name: value for name, value in body.items() if name != "chat_template_kwargs"}
-    if "chat_template_kwargs" in body:  # the openai package does not know it
+    if "chat_template_kwargs" in body:  # not an argument of the openai package
         known["extra_body"] = {"chat_template_kwargs": body["chat_template_kwargs"]}
     token = str(job.path / TOKEN)
     return {
@@ -304,7 +306,7 @@ def requests(job: Run, values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-# The header comes from stdin: arguments of programs can be read by other users.
+# The header comes from stdin, because other users can read the arguments of programs.
 CURL = """\
 sed 's/^/Authorization: Bearer /' {file} | curl -sS -H @- -H 'Content-Type: application/json' {url} -d {data}
 """

@@ -11,7 +11,7 @@ from backend.presets import read
 from backend.runs import SPEC
 from backend.runs.folder import Run, RunError
 
-# How training distributes, replaces and compiles layers has no effect on what one process computes with the model.
+# Options for distributing, replacing and compiling layers in training do not change what one process computes.
 OUTSIDE_TRAINING = {
     "parallel.strategy": "single", "train.use_liger_kernel": False, "train.use_unsloth": False,
     "train.torch_compile": False, "save.merge_adapter": False, "model.attn_implementation": "auto",

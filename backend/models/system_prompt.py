@@ -1,5 +1,5 @@
 """What the first training examples say about conversations with the model: their system prompt, without which outputs
-can differ from what it has learned, and whether they have several turns."""
+can differ from what the model has learned, and whether they have several turns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from backend.presets import read
 from backend.registry import STAGES
 
 MAX_EXAMPLES = 20
-MAX_BYTES = 2**26  # of a file that may have to be read whole for its first examples
+MAX_BYTES = 2**26  # larger files are not read if that means reading them whole
 FOLLOWED = (".jsonl", ".csv", ".tsv")  # files that are read a line at a time
 
 
 def of_run(path: Path) -> str:
-    """Same as `of_training`, of the run whose options are in the file `path`; '' without these."""
+    """Same as `of_training`, for the run whose options are in the file `path`; '' if the file cannot be read."""
     try:
         spec = _spec(path, path.stat().st_mtime_ns)
     except (OSError, SpecError):
@@ -34,8 +34,8 @@ def _spec(path: Path, changed: int) -> RunSpec:
 
 
 def of_training(spec: RunSpec) -> str:
-    """The system prompt of the first examples if it is the same in all; else data.system_prompt. Of several datasets,
-    the first one decides."""
+    """The system prompt of the first examples if all have the same one; else data.system_prompt. The first of several
+    datasets decides."""
     return _first_examples(spec)[0]
 
 
@@ -49,9 +49,9 @@ def _first_examples(spec: RunSpec) -> tuple[str, bool]:
     try:
         paths = expand(file_patterns(own.data)[0])
         changed = paths[0].stat().st_mtime_ns if paths else 0
-    except (OSError, DataFileError):  # the files were moved since
+    except (OSError, DataFileError):  # the files have been moved since
         return spec.data.system_prompt, True
-    if not paths:  # a dataset of the Hub
+    if not paths:  # the data is a dataset on the Hub
         return spec.data.system_prompt, True
     data = Data() if own.data.source == "builtin" else own.data
     return _of_examples(paths[0], changed, data.model_dump_json(), tuple(STAGES[spec.train.stage].formats))

@@ -16,7 +16,7 @@ from backend.runs.folder import Run
 
 ADAPTER, CONFIG, TOKENIZER = "adapter_config.json", "config.json", "tokenizer_config.json"
 GENERATION = "generation_config.json"
-# In a checkpoint, and not part of the model: what resuming needs, and Footplate's marks.
+# Files of a checkpoint that are not part of the model: the state for resuming, and Footplate's own files.
 TRAINING_STATE = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state", "training_args", "complete")
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "adapter_model.bin")
 
@@ -24,9 +24,9 @@ WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.
 @dataclass(frozen=True)
 class TrainedModel:
     """`step`: of the checkpoint, None for the final model; `base`: the model that an adapter belongs to, '' for full
-    weights; `bytes`: of all files; `code`: Python that loads the model and uses it; `further`: the options with which a
-    run trains it further, None for a checkpoint that belongs to modified base weights; `is_reward_model`: it has a
-    scalar head instead of the LM head."""
+    weights; `bytes`: the size of all files; `code`: Python that loads the model and uses it; `further`: the options
+    with which a run trains the model further, None for a checkpoint that belongs to modified base weights;
+    `is_reward_model`: it has a scalar head instead of the LM head."""
 
     folder: Path
     step: int | None
@@ -38,7 +38,8 @@ class TrainedModel:
 
     @property
     def is_residual(self) -> bool:
-        """Whether it is an adapter that was taken out of the base weights, so that these weights belong to it."""
+        """Whether it is an adapter that was taken out of the base weights, so that it fits only the modified base
+        weights."""
         return bool(self.base) and self.further is None
 
     def files(self) -> list[Path]:
@@ -88,7 +89,7 @@ NONE_LOADABLE = "This run has no model that can be loaded on this machine."
 
 
 def not_loadable(step: int | None, steps: Iterable[int | None]) -> str:
-    """That the model of this `step` is none of those that can be loaded, which have `steps`; None is the final one."""
+    """The error that the model of this `step` cannot be loaded, only those of `steps`; None is the final model."""
     known = ", ".join(str(each) for each in steps if each is not None)
     which = "final model" if step is None else f"checkpoint of step {step}"
     return f"The {which} cannot be loaded. Steps of checkpoints: {known or 'none'}."
@@ -97,7 +98,7 @@ def not_loadable(step: int | None, steps: Iterable[int | None]) -> str:
 def _started_after(run: Run, changed: int) -> bool:
     try:
         return (run.path / LOCK).stat().st_mtime_ns > changed
-    except OSError:  # it was not started by Footplate
+    except OSError:  # Footplate did not start the run
         return False
 
 
@@ -121,8 +122,8 @@ def _described(folder: Path, step: int | None, changed: int, system: str) -> Tra
 # Initializations that subtract the initial adapter from the base weights: disabling the adapter does not restore them.
 
 
-# Keys of adapter_config.json -> what a LoRA adapter has besides its matrices, or computes in another way, if they are
-# set. Neither llama.cpp nor vLLM supports it.
+# Keys of adapter_config.json -> what a LoRA adapter has besides its matrices, or computes differently, if the key is
+# set. Neither llama.cpp nor vLLM supports these.
 OTHER_PARTS = {
     "use_dora": "DoRA magnitude vectors",
     "lora_bias": "biases of the LoRA matrices (lora_bias)",
@@ -154,7 +155,7 @@ def _further(folder: Path, config: Mapping[str, Any], is_adapter: bool) -> Mappi
         return {**start, "model.source": "path", "model.path": str(folder), "lora.adapter_path": ""}
     if is_residual(config):
         return None
-    own = {"lora.r": config.get("r"), "lora.alpha": config.get("lora_alpha")}  # that of PiSSA was converted
+    own = {"lora.r": config.get("r"), "lora.alpha": config.get("lora_alpha")}  # PiSSA's r was doubled
     return {**start, "lora.adapter_path": str(folder), **{name: value for name, value in own.items() if value}}
 
 
@@ -164,7 +165,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def _system_prompt(run: Run) -> str:
-    """That of the run's training; a merge is a job of the run."""
+    """The system prompt of training; for a merge, which is a job of a run, the one of that run."""
     return system_prompt.of_run((run.path.parent.parent if run.path.parent.name == JOBS else run.path) / SPEC)
 
 
@@ -175,7 +176,7 @@ def _is_reward_model(config: Mapping[str, Any]) -> bool:
 
 def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool, system: str) -> str:
     scores = _is_reward_model(config)
-    # An adapter is loaded with the base model's generation config, which may not know the token that ends completions.
+    # An adapter is loaded with the base model's generation config, which may lack the token that ends completions.
     own = is_adapter and has_ends and not scores
     # An adapter is loaded with the base model's config, which has no padding token if the model did not need one.
     labels = ", num_labels=1, pad_token_id=tokenizer.pad_token_id" if scores else ""

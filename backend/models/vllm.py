@@ -25,9 +25,9 @@ from backend.runs.folder import Run, RunError
 ENVIRONMENT = "vllm"  # `footplate env create vllm`
 NOT_RUN = (
     "Serving with vLLM is untested on a GPU: arguments and limits follow the source code of vLLM 0.33, and requests "
-    "were tested with a program in the place of vLLM."
+    "were tested with a program that stands in for vLLM."
 )
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of the compute dtype of training
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # names of the compute dtype of training
 # quantization_config.quant_method of a model's config.json that the environment vllm cannot load: vLLM has no HQQ, and
 # bitsandbytes is not among its packages.
 UNLOADABLE = {"bitsandbytes": "bitsandbytes", "hqq": "HQQ"}
@@ -45,7 +45,7 @@ def find_model(run: Run, step: int | None, merged: bool) -> TrainedModel:
 
 
 def why_not(run: Run, model: TrainedModel) -> str:
-    """Why vLLM cannot serve a model of the run, with the way to fix it: a sentence or two; '' if it can. Raises
+    """Why vLLM cannot serve a model of the run, and how to fix it, in a sentence or two; '' if it can. Raises
     RunError."""
     spec = read_spec(run)
     if model.is_reward_model:
@@ -70,7 +70,7 @@ def request(run: Run, model: TrainedModel, dtype: str, tensor_parallel_size: int
     dtype = dtype if dtype != "auto" else DTYPES.get(str(run.resolved().get("compute_dtype")), "auto")
     if model.base and dtype == "float32":
         raise RunError(
-            "vLLM computes LoRA adapters in 16 bits only, and the compute dtype is float32 (--dtype, or that of "
+            "vLLM computes LoRA adapters in 16 bits only, and the compute dtype is float32 (from --dtype, or else from "
             "training). Set --dtype bfloat16, or merge the adapter and serve the merged model with --merged."
         )
     if folder:
@@ -89,8 +89,8 @@ def request(run: Run, model: TrainedModel, dtype: str, tensor_parallel_size: int
 
 
 def place(run: Run, machine: Machine, count: int) -> tuple[dict[str, str], dict[str, str]]:
-    """The environment, and the devices that the server waits for: GPUs of this machine, those of the run first. Raises
-    RunError."""
+    """The environment variables, and the devices that the server waits for: GPUs of this machine, the run's GPUs first.
+    Raises RunError."""
     if reason := unmet_by_gpus(machine):
         raise RunError(reason)
     first, usable = run.resolved().get("device_ids") or (), usable_gpus(machine)
@@ -118,7 +118,7 @@ def _unsupported(adapter: Mapping[str, Any]) -> str:
 
 
 def _largest_rank(adapter: Mapping[str, Any]) -> int:
-    """Of all modules: an adapter on stacked experts has twice the rank for their gate and up projections."""
+    """The largest rank of all modules: an adapter on stacked experts has twice the rank for gate and up projections."""
     return max([int(adapter.get("r") or 0), *map(int, (adapter.get("rank_pattern") or {}).values())])
 
 
@@ -160,7 +160,8 @@ def _base(run: Run, spec: RunSpec, model: TrainedModel) -> tuple[str | Path, str
 
 
 def _base_folder(spec: RunSpec, recorded: Mapping[str, Any]) -> Path | None:
-    """Where the base model is that the run recorded, of the Hub the commit; None if it is not on this machine."""
+    """The folder of the base model that the run recorded, for a Hub model with its commit; None if it is not on this
+    machine."""
     if (name := str(recorded.get("name") or "")) and Path(name).is_dir():
         return Path(name)
     if commit := str(recorded.get("commit") or ""):

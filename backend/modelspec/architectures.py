@@ -12,7 +12,7 @@ from backend.modelspec.modules import ModelShape, ModuleSpec, first_equal
 Config = Mapping[str, Any]
 
 
-# Of the architectures below, those for which transformers 5.23 has no sequence classification model.
+# The architectures below for which transformers 5.23 has no sequence classification model.
 NO_SEQUENCE_CLASSIFICATION = ("granite", "olmoe")
 # What transformers 5.23 lacks for some of the architectures below: fields of ModelShape.
 LACKING: Mapping[str, Mapping[str, Any]] = {
@@ -27,7 +27,7 @@ class UnknownArchitecture(ValueError):
 
 
 class NotCausalLM(UnknownArchitecture):
-    """The config is that of a model that AutoModelForCausalLM does not train as a decoder."""
+    """The config belongs to a model that AutoModelForCausalLM does not train as a decoder."""
 
 
 def from_config(config: Config) -> ModelShape:
@@ -66,7 +66,7 @@ def _linear(path: str, inputs: int, outputs: int, bias: bool = False) -> ModuleS
 
 
 def _common(config: Config, head_dim: int | None = None, inner: str = "intermediate_size") -> dict[str, Any]:
-    """The values that nearly every config.json has, under one of the usual names."""
+    """The values that nearly every config.json has, under one of their common names."""
     hidden = _number(config, "hidden_size", "n_embd")
     heads = _number(config, "num_attention_heads", "n_head")
     architectures = config.get("architectures") or [str(config["model_type"])]

@@ -1,4 +1,4 @@
-"""Limits of the values of a config.json: what is beyond them takes minutes and gigabytes to count, or is no number.
+"""Limits of the values of a config.json: larger values would take minutes and gigabytes to count, or are not numbers.
 
 The limits are far above every known model.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 MAX_DEPTH = 32
 MAX_ENTRIES = 100_000
-MAX_LIST = 20_000  # of numbers, such as one for each layer
+MAX_LIST = 20_000  # length of lists of numbers, such as one for each layer
 LAYERS, EXPERTS, HEADS, WIDTH, VOCABULARY = 4096, 65_536, 65_536, 2**24, 2**28
 MAX_PARAMETERS = 10**15
 LIMITS: Mapping[str, int] = {
@@ -48,12 +48,12 @@ LIMITS: Mapping[str, int] = {
     "type_vocab_size": VOCABULARY,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"), 2**40),
 }  # fmt: skip
-POSITIVE = ("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size")  # of a language model
+POSITIVE = ("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size")  # positive in a language model
 OBJECTS = ("text_config", "quantization_config", "vision_config", "audio_config")
 
 
 def config_problem(config: Mapping[str, Any]) -> str:
-    """What no model can have, as a sentence that names the field; '' if there is nothing."""
+    """A value that no model can have, as a sentence that names the field; '' if there is none."""
     for count, (path, value, depth) in enumerate(_values(config), 1):
         if depth > MAX_DEPTH:
             return f"config.json is nested more than {MAX_DEPTH} levels deep."
@@ -84,7 +84,7 @@ def _problem(path: str, value: Any) -> str:
     if name in ("layer_types", "architectures") and not _is_list_of_texts(value):
         return f"{path} must be a list of at most {MAX_LIST:,} names, but is {_shown(value)}"
     if path == "model_type" and not isinstance(value, str):
-        return f"{path} must be a text, but is {_shown(value)}"
+        return f"{path} must be a string, but is {_shown(value)}"
     if name not in LIMITS or value is None:
         return ""
     lowest = 1 if name in POSITIVE and path.removeprefix("text_config.") == name else 0

@@ -14,10 +14,10 @@ from backend.modelspec.trainable import lora_modules, lora_parameters, trained_m
 class TokenWeights(NamedTuple):
     """Elements of the matrices that one token is multiplied with. Of a mixture of experts, only the active experts and
     the router count; embeddings are looked up. A product takes 2 FLOPs per element in the forward pass, 2 for the
-    gradient of its input, and 2 for that of the matrix if it is trained."""
+    gradient of its input, and, if the matrix is trained, 2 for the gradient of the matrix."""
 
     layers: int  # the decoder layers, without adapters
-    trained: int  # those of `layers` that are trained
+    trained: int  # the trained ones of `layers`
     head: int  # the output layer
     trained_head: int
     adapters: int  # LoRA's matrices
@@ -38,15 +38,15 @@ def token_weights(spec: RunSpec, shape: ModelShape) -> TokenWeights:
 
 
 def stored_weights(shape: ModelShape) -> int:
-    """Elements of all matrices of the decoder layers, those of inactive experts included."""
+    """Elements of all matrices of the decoder layers, including inactive experts."""
     layers = shape.modules()[: -len(shape.non_layer_modules) or None]
     return sum(leaf.in_features * leaf.out_features * max(1, leaf.stacked) * leaf.count for leaf in layers)
 
 
 def flops_per_token(spec: RunSpec, shape: ModelShape) -> int | None:
     """FLOPs of forward and backward pass per token: 2 per weight forward, 2 for the gradient of the input, and 2 for
-    that of a trained weight. The scores of attention and recomputed activations do not count. None for the method
-    freeze, whose backward pass ends somewhere in the model."""
+    the gradient of a trained weight. Attention scores and recomputed activations do not count. None for the method
+    freeze, whose backward pass ends at an unknown layer."""
     weights = _active_weights(shape, shape.modules())
     if spec.method.kind == "full":
         return 6 * weights

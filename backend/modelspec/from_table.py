@@ -32,7 +32,7 @@ ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
 
 SEVERAL_ATTENTIONS = re.compile(
     r"\.\d+\.|cross_att|encoder_att"
-)  # in paths of layers with more than one attention block
+)  # names in paths of layers with more than one attention block
 
 
 def shape_from_table(table: Table, config: Mapping[str, Any]) -> ModelShape:
@@ -159,14 +159,15 @@ class TableReader:
         return ()
 
     def _adaptable(self, path: str) -> bool:
-        """Whether peft adapts a linear layer. In mixtures whose experts it knows by the names of linear layers, those
-        names no longer reach linear layers (peft 0.21 transformers_weight_conversion.py, _convert_peft_config_moe)."""
+        """Whether peft adapts a linear layer. In mixtures of experts for which peft maps names of linear layers to
+        stacked experts, these names no longer select linear layers (peft 0.21 transformers_weight_conversion.py,
+        _convert_peft_config_moe)."""
         end = path.rpartition(".")[2]
         return end not in self.table["expert_targets"] and end not in self.table["lora_refused"]
 
     @cached_property
     def tied(self) -> bool:
-        """Whether the output layer's weight is that of the embeddings."""
+        """Whether the output layer has the same weight as the embeddings."""
         both = {f"{self.table['head']}.weight", f"{self.table['embeddings']}.weight"}
         return any(both <= set(names) for names in self.table["tied"])
 
@@ -247,7 +248,7 @@ class TableReader:
 
     @cached_property
     def experts_inner(self) -> int:
-        """Inner width of one expert: the config's, if two or three matrices of that width have so many elements."""
+        """Inner width of one expert: the config's, if two or three matrices of that width have that many elements."""
         for name in ("moe_intermediate_size", "intermediate_size"):
             inner = self._number(name)
             if self._expert and self._expert in (2 * inner * self.hidden, 3 * inner * self.hidden):
@@ -259,7 +260,7 @@ class TableReader:
 
     @cached_property
     def experts_per_token(self) -> int:
-        """Experts per token; a dense MLP next to them (shared experts) counts as so many more."""
+        """Experts per token; a dense MLP next to them (shared experts) counts as additional experts."""
         routed = self._number(*EXPERTS_PER_TOKEN)
         shared = max((leaf.in_features for leaf in self._mlp if leaf.out_features == self.hidden), default=0)
         return routed + round(shared / self.experts_inner) if self.experts and routed else 0
@@ -311,7 +312,7 @@ ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
 
 
 def _simple(entry: Entry) -> bool:
-    """Whether a module is what the estimate models: a linear layer, experts, a router, or vectors such as norms."""
+    """Whether the estimate models this kind of module: a linear layer, experts, a router, or vectors such as norms."""
     if entry["type"] in ("linear", "conv1d", "experts"):
         return True
     name = entry["class"].lower()

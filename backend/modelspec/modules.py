@@ -17,8 +17,8 @@ class ModuleSpec:
 
     `stacked`: number of matrices in one parameter, for experts of a mixture; 1 for their router, 0 for other modules.
     `target_names`: names in lora.target_modules that select stacked experts, which have no module of that name.
-    `supports_lora`: peft can put an adapter on it.
-    `count`: how many equal modules it stands for, one in each of as many layers; `path` is that of the first.
+    `supports_lora`: peft can put an adapter on it. `count`: how many equal modules it stands for, each in a layer of
+    its own; `path` belongs to the first one.
     """
 
     path: str
@@ -67,10 +67,10 @@ class ModelShape:
     architecture: str
     model_type: str
     activation: str = "silu"
-    weight_bits: int = 0  # of a prequantized checkpoint; 0: not quantized
+    weight_bits: int = 0  # bits per weight of a prequantized checkpoint; 0: not quantized
     group_size: int = 0  # quantized weights that share a scale and a zero point
     unsupported_attentions: tuple[str, ...] = ()  # rows of registry.ATTENTIONS that transformers lacks for the model
-    tensor_parallel_plan: str = "layers"  # what transformers' plan shards: layers, only the head, or nothing ('')
+    tensor_parallel_plan: str = "layers"  # what the plan of transformers shards: layers, only the head, or nothing ('')
     supports_activation_checkpointing: bool = True
     has_sliding_window: bool = False  # some layers have sliding-window or chunked attention
     sliding_window: int = 0  # tokens that such a layer sees; 0: unknown, or there is none
@@ -85,12 +85,12 @@ class ModelShape:
     activations_unknown: str = ""  # why the memory of activations cannot be estimated, as the end of a sentence
 
     def __hash__(self) -> int:
-        """Of few fields: caches hash a shape hundreds of times in one check."""
+        """The hash of only a few fields: caches hash a shape hundreds of times in one check."""
         return hash((self.model_type, self.layers, self.hidden, self.intermediate, self.vocabulary, self.weight_bits))
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Parameters of one layer; of the largest, where layers differ."""
+        """Parameters of one layer; where layers differ, of the largest one."""
         return max(sum(leaf.parameters for leaf in layer) for layer in self.layer_kinds or (self.layer,))
 
     @cached_property
@@ -116,7 +116,7 @@ class ModelShape:
 
     @property
     def module_names(self) -> tuple[str, ...]:
-        """The last name part of every module with parameters, without that of parameters outside of all modules."""
+        """The last name part of every module with parameters, not counting parameters outside of all modules."""
         ends = (_end(leaf.path) for leaf in (*self.layer_modules, *self.non_layer_modules))
         return tuple(dict.fromkeys(filter(None, ends)))
 
@@ -157,8 +157,8 @@ class ModelShape:
         return _modules(self, frozenset(range(self.layers)))
 
     def layer_groups(self, apart: Collection[int]) -> list[tuple[int, int, tuple[ModuleSpec, ...]]]:
-        """(first layer, number of layers, modules of one of them) of equal layers; the layers of these numbers are
-        `apart`."""
+        """(first layer, number of layers, modules of one of them) of equal layers; layers whose numbers are in `apart`
+        stand alone."""
         kinds: Mapping[int, int] | tuple[int, ...] = self.layer_kind_indices or dict.fromkeys(apart, 0)
         found = [(n, 1, self._kind(kinds[n])) for n in apart if n < self.layers]
         if not self.layer_kinds:
@@ -192,8 +192,8 @@ def _modules(shape: ModelShape, apart: frozenset[int]) -> tuple[ModuleSpec, ...]
 
 @lru_cache(maxsize=64)
 def first_equal(shape: ModelShape) -> ModelShape:
-    """The first shape that was equal to this one: it has the list of its modules already, and caches find it without
-    comparing all of them."""
+    """The first shape that was equal to this one: its list of modules is computed already, and caches find it without
+    comparing all modules."""
     return shape
 
 
@@ -208,7 +208,7 @@ def _end(path: str) -> str:
 
 
 def _ends(path: str) -> Iterator[str]:
-    """The path without its first name parts: itself, without one, and so on."""
+    """The path, then the path without its first name part, without its first two, and so on."""
     yield path
     while "." in path:
         path = path.partition(".")[2]
@@ -221,7 +221,7 @@ def matches(path: str, name: str) -> bool:
 
 
 def names_of(path: str) -> Iterator[str]:
-    """Every name that `matches` the path. Thousands of names are looked up in it faster than compared one by one."""
+    """Every name that `matches` the path. Looking up thousands of names in this set is faster than comparing each."""
     for end in _ends(path):
         parts = end.split(".")
         yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))

@@ -14,7 +14,7 @@ from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches, ma
 TOKEN_ROWS = ".token_adapter"  # where peft has the trained rows of an embedding
 
 
-@lru_cache(maxsize=64)  # one check asks for it dozens of times
+@lru_cache(maxsize=64)  # one check calls this dozens of times
 def lora_modules(lora: Lora, shape: ModelShape, each_layer: bool = False) -> list[ModuleSpec]:
     """The modules that get a LoRA adapter; those of equal layers are one entry, unless `each_layer` is set."""
     custom = lora.target_modules if lora.targets == "custom" else ()
@@ -35,13 +35,13 @@ def is_attention(path: str) -> bool:
 
 @lru_cache(maxsize=64)
 def adaptable_names(shape: ModelShape, names: tuple[str, ...]) -> frozenset[str]:
-    """Those of `names` that select a module in lora.target_modules."""
+    """The names among `names` that select a module in lora.target_modules."""
     return frozenset(names).intersection(name for leaf in shape.modules(names) for name in leaf.lora_names())
 
 
 @lru_cache(maxsize=64)
 def existing_names(shape: ModelShape, names: tuple[str, ...]) -> frozenset[str]:
-    """Those of `names` that are the name of a module, or of one that contains others."""
+    """The names among `names` that belong to a module, or to a module that contains others."""
     return frozenset(names).intersection(name for leaf in shape.modules(names) for name in names_of(leaf.path))
 
 
@@ -68,8 +68,9 @@ def trainable_parameters(spec: RunSpec, shape: ModelShape) -> int:
 
 
 def token_rows(spec: RunSpec, shape: ModelShape) -> list[ModuleSpec]:
-    """The rows of the embeddings that an adapter trains for added tokens: of the input embedding, the first module that
-    is no layer, and of the output layer unless it has the same weights. Of neither if it is trained in full."""
+    """The rows of the embeddings that an adapter trains for added tokens: of the input embedding (the first module that
+    is not in a layer) and, unless its weights are tied, of the output layer. A module that is trained in full has no
+    such rows."""
     count = len(spec.data.added_tokens) if spec.method.kind == "lora" else 0
     others = [] if shape.tied or shape.head == SCORE else [shape.head]
     paths = [path for path in (shape.embedding, *others) if not matches_any(path, frozenset(spec.lora.modules_to_save))]
@@ -123,7 +124,7 @@ def saved_copy_parameters(shape: ModelShape, name: str) -> int:
 def trainable_tensors(
     method: Method, lora: Lora, shape: ModelShape, each_layer: bool = False
 ) -> tuple[ModuleSpec, ...]:
-    """The trainable tensors: `out_features` rows and `in_features` columns, or 0 and 0 for a vector. Those of equal
+    """The trainable tensors: `out_features` rows and `in_features` columns, or 0 and 0 for a vector. Tensors of equal
     layers are one entry with their `count`, unless `each_layer` is set."""
     found = tuple(_listed(method, lora, shape, each_layer))
     rest = _trainable(method, lora, shape) - sum(leaf.parameters * leaf.count for leaf in found)

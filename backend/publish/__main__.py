@@ -23,8 +23,8 @@ def main() -> int:
     """Publish, and write the result; or print the state of a repository."""
     parser = argparse.ArgumentParser(prog="python -m backend.publish", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, help="the job's folder")
-    parser.add_argument("--state", metavar="REPOSITORY", help="print what is there")
-    parser.add_argument("--public", action="store_true", help="with --state: the visibility of the publication")
+    parser.add_argument("--state", metavar="REPOSITORY", help="print the state of this repository")
+    parser.add_argument("--public", action="store_true", help="with --state: publish it as public")
     arguments = parser.parse_args()
     try:
         if arguments.state:

@@ -21,7 +21,7 @@ from backend.runs.search import SCORES
 from backend.wording import counted
 
 HUB = "https://huggingface.co"
-# Of the options, what a reader of the card needs to judge or repeat the training; none of them can have a path.
+# The options that a reader of the card needs to assess or repeat the training; none of them can contain a path.
 OPTIONS = (
     "method.quantization", "lora.r", "lora.alpha", "lora.dropout", "lora.targets", "lora.use_dora", "lora.use_rslora",
     "lora.init", "train.learning_rate", "train.lr_scheduler_type", "train.warmup_steps", "train.optim",
@@ -31,8 +31,8 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What the card adds to the run: the repository or the folder, the Hub ID of the base model and the license, each
-    or '', and the certificate of a merged model, empty for others."""
+    """What the card has in addition to the run: the repository or the folder, the Hub ID of the base model and the
+    license (each may be ''), and the certificate of a merged model, empty for other models."""
 
     destination: str
     base_model: str
@@ -57,7 +57,7 @@ def write(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject
 
 
 def _metadata(spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> str:
-    # Takes a tenth of a second, which only publishing needs.
+    # The import takes a tenth of a second, and only publishing needs it.
     from huggingface_hub import ModelCardData  # noqa: PLC0415
 
     is_adapter = bool(model.base)
@@ -152,12 +152,12 @@ def _training(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Sub
 
 def _value(value: Any) -> str:
     if isinstance(value, bool):
-        return "true" if value else ""  # most are off
+        return "true" if value else ""  # most switches are off
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _results(run: Run, model: trained.TrainedModel, subject: Subject) -> str:
-    """Losses of the published step, and generation scores, which belong to the model that the run saved at its end."""
+    """Losses of the published step, and generation scores, which belong to the final model of the run."""
     step, result = _step(run, model, subject), run.result()
     points = _points(run, step)
     losses = {

@@ -22,7 +22,7 @@ from backend.runs import BASE, jobs, json_values
 from backend.runs.folder import Run, RunError
 
 README = "README.md"
-# What transformers and peft load. Anything else in the folder stays here: checkpoints have optimizer states.
+# The files that transformers and peft load. All other files stay on this machine: checkpoints have optimizer states.
 FILES = re.compile(
     r"(?!zero_to_fp32)[^/]+\.(safetensors|json|jinja|model|txt|py)|(adapter_model|pytorch_model)[^/]*\.bin"
 )
@@ -111,7 +111,7 @@ class Contents:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(file.bytes for file in self.files)
 
     def versions(self) -> dict[str, str]:
@@ -188,7 +188,7 @@ def _local_bases(run: Run, spec: RunSpec, model: trained.TrainedModel) -> set[st
     names = {model.base, spec.model.path}
     if spec.model.source == "builtin":
         names.add(str(model_folder(spec.model.builtin)))
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a run of an earlier version has no record
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # runs of earlier versions have no record
         names.add(str(json_values.read(run.path / BASE)["name"]))
     return {name for name in names if Path(name).is_absolute()}
 
@@ -248,5 +248,5 @@ def _patterns(paths: Collection[str]) -> Iterator[re.Pattern[str]]:
     for path in sorted(paths):
         yield re.compile(re.escape(json.dumps(path, ensure_ascii=False)[1:-1]))
     home = str(Path.home())
-    if home != "/":  # the vocabulary of a tokenizer may have the folder's name alone, such as /root
+    if home != "/":  # a path below it only: a vocabulary may contain the folder's name alone, such as /root
         yield re.compile(re.escape(home) + r"/[\w.]")

@@ -25,7 +25,7 @@ def publish(contents: Contents, folder: Path, report: Callable[[str, float], Non
     """Copy the files; `folder` appears when it is complete. Raises RunError, OSError."""
     check(folder)
     temporary = folder.with_name(f".{folder.name}.footplate-tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a copy that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a copy that was killed
     try:
         done = 0
         for number, file in enumerate(contents.files, 1):

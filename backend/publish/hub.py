@@ -1,7 +1,7 @@
 """Publishing to the Hugging Face Hub with huggingface_hub, in a process of its own: the library has no time limit for a
 whole upload, and reads its settings when it is imported.
 
-The token is the one of `hf auth login` or of the environment, which the library finds itself: no message has it.
+The library itself finds the token, in the environment or where `hf auth login` has stored it; no message contains it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _visibility_problem(repository: str, public: bool) -> str:
 
 def publish(contents: Contents, repository: str, public: bool, report: Report) -> dict[str, Any]:
     """Create the repository if there is none, and upload the files in one commit. Returns the addresses of repository
-    and commit, and whether anything had changed. Files whose hash the Hub knows are not sent. Raises PublishError."""
+    and commit, and whether anything had changed. Files whose hash the Hub knows already are not sent. Raises
+    PublishError."""
     report(f"Looking up {repository} on the Hub.", 0.0)
     found = state(repository, public)
     api, token, name = HfApi(), _token(), str(found["repository"])
@@ -84,7 +85,7 @@ def publish(contents: Contents, repository: str, public: bool, report: Report) -
         report(f"Computing the hashes of {counted(len(contents.files), 'file')}.", 0.0)
         operations = {file.name: _operation(file) for file in contents.files}
         done = 0
-        for file in contents.files:  # large ones one after the other, to show where it is; the commit sends the others
+        for file in contents.files:  # large ones first, one by one, to show the progress; the commit sends the others
             if file.bytes >= LARGE:
                 report(f"Uploading {file.name}.", done / contents.bytes)
                 api.preupload_lfs_files(name, [operations[file.name]], token=token, free_memory=False)
@@ -151,7 +152,7 @@ def _refusal(error: HfHubHTTPError, repository: str) -> str:
     answer = f"{status}: {_line(said)}" if said else str(status)
     if status == 402 or "storage" in said.lower() or "quota" in said.lower():
         return (
-            f"The account has no storage left for {repository} ({answer}). Free some, or change the plan, on the Hub."
+            f"The account has no storage left for {repository} ({answer}). On the Hub, free some, or change the plan."
         )
     if status == 401:
         return (

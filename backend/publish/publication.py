@@ -45,14 +45,14 @@ class Summary:
 
 
 def summary(run: Run, request: Request) -> Summary:
-    """What a request publishes, and what is at its destination, for which the Hub is asked; nothing is sent. Raises
-    RunError if it cannot be published."""
-    found = contents(run, request)  # its errors come before a request to the Hub
+    """What a request publishes, and what its destination has already, for which the Hub is queried. No files are sent.
+    Raises RunError if it cannot be published."""
+    found = contents(run, request)  # first, so that its errors come before a request to the Hub
     if request.folder:
         folder.check(Path(request.folder))
         return Summary(request, found, f"Copies the files to the folder {request.folder}.")
     state = _state(request)
-    if request.repository != state["repository"]:  # the name alone, which the model card has too
+    if request.repository != state["repository"]:  # the request named no account, and neither did the model card
         request = replace(request, repository=state["repository"])
         found = contents(run, request)
     visibility = "public" if request.public else "private"
@@ -76,7 +76,7 @@ def _state(request: Request) -> dict[str, Any]:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise RunError(f"The Hub did not answer within {STATE_SECONDS} seconds. Try again later.") from None
-    if done.returncode:  # the last line names the exception; its text could quote a header with the token
+    if done.returncode:  # only the exception's name is shown: its text could quote a header with the token
         name = (done.stderr.strip().splitlines() or ["no message"])[-1].partition(":")[0]
         raise RunError(f"huggingface_hub failed with {name}. Try again, or report this as a bug.")
     answer: dict[str, Any] = json.loads(done.stdout)

@@ -22,17 +22,17 @@ from typing import Any
 FIRST, SECOND, TIE = "first", "second", "tie"
 VERDICTS = {"A": FIRST, "B": SECOND, "C": TIE}
 VERDICT = re.compile(r"\[\[([ABC])\]\]")
-REQUEST_SECONDS = 120.0  # for one answer: a judge that reasons needs long
+REQUEST_SECONDS = 120.0  # for one answer: a judge that reasons takes long
 TRIES = 6
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a request is repeated; they double
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a request is repeated; the pause doubles each time
 POLL_SECONDS = 0.05
 MAX_RESPONSE_BYTES = 2**20
 MAX_URL, MAX_NAME, MAX_INSTRUCTION = 500, 200, 4_000  # characters
 KEY_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*_API_KEY")
 KEY = re.compile(r"[!-~]+")
-TEMPORARY = (408, 429)  # and all from 500 on
-OF_ONE_REQUEST = (400, 413, 422)  # such as a prompt that is too long for the judge
-REFUSED_FIRST = 6  # so many before any answer: not the texts of an example, in both orders, but all are refused
+TEMPORARY = (408, 429)  # and all status codes from 500 on
+OF_ONE_REQUEST = (400, 413, 422)  # problems of one request, such as a prompt that is too long for the judge
+REFUSED_FIRST = 6  # after so many refusals without an answer, the judge refuses all requests, not only one example's
 
 INSTRUCTION = (
     "You compare two responses to the same prompt. Judge how well each follows the prompt, and how correct, complete "
@@ -81,7 +81,7 @@ class Judge:
 
     @property
     def agreement(self) -> str:
-        """What the user has to agree to: where texts are sent, and which key."""
+        """What the user has to agree to: the address that gets the texts, and the variable with the key."""
         return f"{self.endpoint} {self.key}".strip()
 
     def needs_consent(self, examples: int) -> str:
@@ -100,7 +100,7 @@ class Judge:
         if not self.model or len(self.model) > MAX_NAME:
             return f"The name of the judge's model must have 1 to {MAX_NAME} characters, such as gpt-4.1."
         if len(self.instruction) > MAX_INSTRUCTION:
-            length = f"{len(self.instruction):,} characters; at most {MAX_INSTRUCTION:,} are possible"
+            length = f"{len(self.instruction):,} characters; at most {MAX_INSTRUCTION:,} are allowed"
             return f"The instruction of the judge has {length}."
         return self._key_problem() if self.key else ""
 
@@ -112,13 +112,13 @@ class Judge:
             )
         if not os.environ.get(self.key):
             return (
-                f"The environment variable {self.key} of the judge's API key is not set. Set it where Footplate is "
-                "started: for the page, before its server starts."
+                f"The environment variable {self.key}, which should have the judge's API key, is not set. Set it "
+                "before you start Footplate; to use the page, restart its server."
             )
         if not KEY.fullmatch(os.environ[self.key]):  # http.client would refuse the header, with the key in its error
             return (
                 f"The value of the environment variable {self.key} has spaces, line breaks or non-ASCII characters, "
-                "which no API key has. Set it to the API key alone: a file with Windows line ends adds a line break."
+                "which no API key has. Set it to the API key alone: a file with Windows line endings adds one."
             )
         if not (self.url.startswith("https://") or _is_here(self.url)):
             return f"{self.key} would be sent without encryption. Use a base URL that begins with https://."
@@ -169,7 +169,7 @@ class Client:
     def __init__(self, judge: Judge, check: Callable[[], None]) -> None:
         self.judge, self._check = judge, check
         self._key = os.environ.get(judge.key, "") if judge.key else ""
-        # A proxy of the environment would get texts and key that are only for this machine.
+        # A proxy that is set in the environment would get texts and key that are meant for this machine only.
         no_proxy = [urllib.request.ProxyHandler({})] if _is_here(judge.url) else []
         self._opener = urllib.request.build_opener(*no_proxy, _NoRedirect)
         self._options: dict[str, Any] = {"temperature": 0}
@@ -193,7 +193,8 @@ class Client:
         raise JudgeError(f"did not answer in {TRIES} tries: {self._shown(status, text)}")
 
     def _request(self, messages: list[dict[str, str]]) -> tuple[int, str, float]:
-        """As `_wait_for`; without a temperature for models that accept only their own, as those that reason."""
+        """Same as `_wait_for`, but without a temperature for models that accept only their own, such as reasoning
+        models."""
         found = self._wait_for(messages)
         if found[0] in OF_ONE_REQUEST and "temperature" in found[1] and self._options:
             self._options = {}
@@ -224,7 +225,7 @@ class Client:
         """HTTP status (0: none), text, and seconds to wait as the server asks for (0: it does not say)."""
         found: list[tuple[int, str, float]] = []
         body = json.dumps({"model": self.judge.model, "messages": messages, **self._options}).encode()
-        # A daemon: the process must be able to end before a slow answer.
+        # A daemon thread, so that the process can end before a slow answer arrives.
         thread = threading.Thread(target=lambda: found.append(self._send(body)), daemon=True)
         thread.start()
         until = time.monotonic() + REQUEST_SECONDS

@@ -1,4 +1,5 @@
-"""Computes a custom score in a process of its own (worker.py), so that a call may take too long, print, or crash."""
+"""Computes a custom score in a process of its own (worker.py), so that a call that hangs, prints or crashes does no
+harm."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from typing import Any
 from backend.scoring import worker
 
 LOAD_SECONDS = 120.0  # a file may import large libraries
-SCORE_SECONDS = 10.0  # of one output
+SCORE_SECONDS = 10.0  # for one output
 POLL_SECONDS = 0.1
 MAX_PATTERN, MAX_FILE_BYTES = 1_000, 2**20
 
@@ -45,7 +46,7 @@ class Regex:
     def problem(self) -> str:
         """Why it cannot be used, as a sentence; '' if it can."""
         if len(self.pattern) > MAX_PATTERN:
-            return f"The regular expression has {len(self.pattern):,} characters; at most {MAX_PATTERN:,} are possible."
+            return f"The regular expression has {len(self.pattern):,} characters; at most {MAX_PATTERN:,} are allowed."
         try:
             compiled = re.compile(self.pattern)
         except (re.error, OverflowError, RecursionError) as error:
@@ -98,8 +99,8 @@ class Scorer:
             raise
 
     def score(self, prompt: str, reference: str, output: str) -> float | None:
-        """The score of an output; None if it does not apply. Raises ScoreError, after which the process has ended if it
-        took too long, and what `check` raises."""
+        """The score of an output; None if the score does not apply. Raises ScoreError, and what `check` raises. After a
+        call that took too long, the process has ended."""
         value = self._ask([prompt, reference, output], self._seconds)["value"]
         return None if value is None else float(value)
 
@@ -120,7 +121,7 @@ class Scorer:
 
     def _ask(self, value: Any, seconds: float) -> dict[str, Any]:
         assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # it has ended: reading its answer reports how
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: reading its answer reports how
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
         found: dict[str, Any] = json.loads(self._line(seconds))
         if found["problem"]:

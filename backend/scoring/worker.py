@@ -30,7 +30,7 @@ ARGUMENTS = f"must define a function {FUNCTION}({', '.join(NAMES)}), with its ar
 
 
 class Refused(Exception):
-    """What is wrong with a score file; follows its name."""
+    """What is wrong with a score file, as a phrase that follows its name."""
 
 
 def regex_score(pattern: str, compares_group: bool) -> Callable[[str, str, str], bool | None]:
@@ -75,7 +75,7 @@ def file_score(path: str, sha256: str) -> Any:
 
 def as_number(value: Any) -> float | None:
     """The returned `value` as a number; None stays. Raises Refused."""
-    found = value.item() if hasattr(value, "item") else value  # of numpy or torch
+    found = value.item() if hasattr(value, "item") else value  # a scalar of numpy or torch
     if found is None:
         return None
     if isinstance(found, bool | int | float) and math.isfinite(found):
@@ -84,7 +84,7 @@ def as_number(value: Any) -> float | None:
 
 
 def attempt(path: str, work: Callable[..., Any], *given: Any) -> tuple[Any, str]:
-    """What `work` returns, and what went wrong with the file, which follows its name; '' if nothing did."""
+    """What `work` returns, and what went wrong with the file, as a phrase that follows its name; '' if nothing did."""
     try:
         return work(*given), ""
     except Refused as error:

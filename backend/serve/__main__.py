@@ -27,11 +27,11 @@ def main() -> int:
     """Serve, and print why that failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a stop: the token is removed
     folder, parent = files.held(Path(sys.argv[1])), os.getppid()
-    with contextlib.suppress(OSError):  # if memory is short, the kernel ends the server, and not a training
+    with contextlib.suppress(OSError):  # if memory is short, the kernel kills the server rather than a training
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
     def wanted() -> bool:
-        """Whether nobody has stopped the server, and its supervisor is alive."""
+        """Whether the server should keep running: no stop was requested, and its supervisor is alive."""
         return not (folder / STOP).exists() and os.getppid() == parent
 
     try:
@@ -60,7 +60,7 @@ def _token(folder: Path) -> str:
 
 def _start(folder: Path, request: dict[str, Any], token: str, wanted: Callable[[], bool]) -> ServerProcess:
     """The server, once it answers. Raises ServeError."""
-    engine, jobs = ENGINES[request["engine"]], Run(folder).path.parent  # it may have been renamed since the start
+    engine, jobs = ENGINES[request["engine"]], Run(folder).path.parent  # the run may have been renamed since the start
     _report(folder, LOADING, f"Loading {engine.what(jobs, request)}.")
     server: ServerProcess = engine.start(folder, jobs, request, token, wanted)
     if not wanted():

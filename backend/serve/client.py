@@ -28,13 +28,13 @@ def ask(server: ServerProcess, token: str, path: str) -> Any:
 
 
 def port_in_use(port: int) -> ServeError:
-    """That another program has taken the port."""
+    """The error that another program has taken the port."""
     return ServeError(f"Port {port} of 127.0.0.1 is used by another program. Choose another port, or 0 for a free one.")
 
 
 def free_port(wanted: int = 0) -> int:
-    """A port of 127.0.0.1 that no program uses now: `wanted` unless it is 0. Raises OSError if it is used."""
+    """A port of 127.0.0.1 that no program uses now: `wanted` unless it is 0. Raises OSError if `wanted` is in use."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that has ended
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore old connections of an ended server
         probe.bind(("127.0.0.1", wanted))
         return int(probe.getsockname()[1])

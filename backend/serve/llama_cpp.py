@@ -12,7 +12,7 @@ from backend.serve.client import ServeError, ask, port_in_use
 
 NAME = "llama.cpp"
 LOG_FILE = "llama.cpp.txt"
-DEFAULT_CONTEXT = 4096  # tokens of a request: models may have 100 times as many, whose cache takes gigabytes
+DEFAULT_CONTEXT = 4096  # tokens of a request; the KV cache of a model's whole context can take gigabytes
 
 
 def what(jobs: Path, request: dict[str, Any]) -> str:

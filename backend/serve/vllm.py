@@ -12,7 +12,7 @@ from backend.serve.client import ServeError, ask, free_port, port_in_use
 
 NAME = "vLLM"
 LOG_FILE = "vllm.txt"
-# Of the request, as the settings have them; the folders in it are relative to that of the run.
+# Values of the request that become settings as they are; folders in the request are relative to the run's folder.
 VALUES = (
     "name", "rank", "revision", "dtype", "context", "parallel", "tensor_parallel_size", "gpu_memory_utilization",
     "trust_remote_code", "template_kwargs",
@@ -30,7 +30,7 @@ def start(folder: Path, jobs: Path, request: dict[str, Any], token: str, wanted:
     """The server, once it answers or is no longer wanted. Raises ServeError."""
     own = str(jobs.parent / request["folder"])
     try:
-        port = free_port(request["port"])  # again: the job may have waited for its GPUs
+        port = free_port(request["port"])  # checked again: the job may have waited for its GPUs
     except OSError as error:
         raise port_in_use(request["port"]) from error
     values = {name: request[name] for name in VALUES}

@@ -272,7 +272,7 @@ def test_values_of_a_demo_preset_are_offered_to_be_replaced(page, tmp_path):
     expect(offer).to_be_hidden()
     page.locator("#data-source").get_by_text("Local files", exact=True).click()
     fill(page, "data.files", data)
-    expect(offer).to_contain_text("values are still those of the preset First run")
+    expect(offer).to_contain_text("values are still from the preset First run")
     expect(offer).to_contain_text("Learning rate: 3e-3 \u2192 2e-4")
     page.reload()
     page.wait_for_selector("body[data-ready]")

@@ -95,7 +95,7 @@ def test_files_that_are_no_tasks(task, text, words):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"tasks": ()}, "There is no task"),
+        ({"tasks": ()}, "No task is set"),
         ({"limit": -1}, "The limit of samples must be from 1 to 1,000,000, or 0 for all; it is -1"),
         ({"shots": 65}, "The number of few-shot examples must be from 0 to 64; it is 65"),
         ({"step": 7}, r"The checkpoint of step 7 cannot be loaded\. Steps of checkpoints: 2\."),

@@ -79,7 +79,7 @@ def test_every_size_has_limits(name):
         ({"layer_types": "full_attention"}, "layer_types must be a list"),
         ({"layer_types": ["full_attention"] * 10**5}, "layer_types must be a list"),
         ({"architectures": {"a": 1}}, "architectures must be a list"),
-        ({"model_type": ["llama"]}, "model_type must be a text"),
+        ({"model_type": ["llama"]}, "model_type must be a string"),
         ({"intermediate_size": [1] * 10**5}, "intermediate_size has 100,000 values"),
         ({"other": [[1] * 1000] * 200}, "more than 100,000 values"),
         ({"hidden_size": 2**24, "intermediate_size": 2**24, "num_hidden_layers": 4096}, "parameters; at most"),

@@ -137,7 +137,7 @@ def test_errors_name_the_example_and_the_model(tmp_path):
             score.of(4, PROMPT, {"base model": ["x"], "trained model": ["R"]})
         assert score.limits(1) == []
         assert score.of(5, PROMPT, {"base model": ["R", "none"], "trained model": ["R"]}) == [[None, None], [None]]
-        assert "None for only some of the outputs of 1 example, which its score leaves out" in score.limits(1)[0]
+        assert "None for only some of the outputs of 1 example, so its score leaves it out" in score.limits(1)[0]
 
 
 def test_a_score_without_examples_is_told(tmp_path):
@@ -146,7 +146,7 @@ def test_a_score_without_examples_is_told(tmp_path):
         (limit,) = score.limits(0)
         assert (
             limit
-            == "The regular expression (x) has no match with a first group in any reference, so there is no score."
+            == "The regular expression (x) does not match with a first group in any reference, so there is no score."
         )
 
 

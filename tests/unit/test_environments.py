@@ -156,7 +156,10 @@ def test_the_environment_for_vllm(vllm_commands, cache, capsys):
     folder, wheels = cache / "environments/vllm", cache / "environments/vllm.wheels"
     assert main(["env", "create", "vllm"]) == 1
     shown = capsys.readouterr().err
-    cost = "This downloads 4.3 GB (6 minutes at 100 Mbit/s), and needs 14 GB of disk space, 9 GB of which it keeps"
+    cost = (
+        "This downloads 4.3 GB (6 minutes at 100 Mbit/s), needs 14 GB of disk space during the installation, and 9 GB "
+        "afterwards"
+    )
     assert cost in shown.splitlines()[0] and "the connection was lost" in shown
     assert len(list(wheels.iterdir())) == 2 and not environments.is_complete("vllm"), "what was downloaded is kept"
     vllm_commands.clear()

@@ -47,7 +47,7 @@ def test_a_folder_that_another_user_prepared_does_not_bypass_the_login(runs: Pat
     assert "can be changed by all users (mode 0777)" in refusal(runs)
     runs.chmod(0o755)  # as the message says; what was prepared is still there
     assert "nobody (UID 65534)" in refusal(runs)
-    with pytest.raises(OSError, match="with which they could log in"):
+    with pytest.raises(OSError, match="who could log in with it"):
         Login("a-token", runs, is_token=True)
     (runs / ".key").unlink()
     assert ".sessions" in refusal(runs)

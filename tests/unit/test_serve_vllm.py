@@ -289,7 +289,7 @@ def test_what_else_is_refused(run, environment, gpus, monkeypatch, tmp_path):
 def test_quantized_training_other_base_weights_and_no_environment(run, environment, gpus, monkeypatch, tmp_path):
     monkeypatch.setattr(vllm, "_fingerprint", lambda *_: "a" * 32)
     (run.path / "base.json").write_text(json.dumps({"name": str(tmp_path / "base"), "fingerprint": "b" * 32}))
-    assert "has other weights than those that this run was trained on (fingerprint aaaaaaaa, bbbbbbbb" in refusal(run)
+    assert "are not those that this run was trained on (fingerprint aaaaaaaa now, bbbbbbbb" in refusal(run)
     spec = edit(RunSpec(), {"method.quantization": "nf4"})
     monkeypatch.setattr(vllm, "read_spec", lambda _: spec)
     assert "a base model that bitsandbytes had quantized (nf4)" in refusal(run)

@@ -29,9 +29,9 @@ from webui.drafts import Drafts
 from webui.uploads import Uploads
 
 MACHINE_SECONDS = 5.0
-CHECKS_AT_ONCE = 4  # of the 40 threads of the server's endpoints
+CHECKS_AT_ONCE = 4  # checks use at most so many of the 40 threads of the server's endpoints
 MAX_KEYS = 500
-MAX_CURVES_READERS = 24  # more than the 20 runs of a comparison
+MAX_CURVES_READERS = 24  # enough for a comparison of 20 runs
 
 
 class CachedMachine:
@@ -122,8 +122,8 @@ class AppState:
         self._lock = threading.Lock()
 
     def curves(self, path: Path, seconds: float = math.inf) -> Curves:
-        """The current curves of a metrics file; of a file that is read for the first time, what can be read in about
-        `seconds`. Cached readers of the last few runs read only what was appended."""
+        """The current curves of a metrics file. On the first read of a file, only what can be read in about `seconds`.
+        Cached readers of the last few runs read only what was appended."""
         with self._lock:
             reader = self._readers.pop(path, None) or Curves(path)
             self._readers[path] = reader

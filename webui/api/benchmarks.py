@@ -1,4 +1,4 @@
-"""Endpoints of benchmarks of a run's models: what there is, start, and the samples of a benchmark."""
+"""Endpoints of benchmarks of a run's models: list, start, and the samples of a benchmark."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def show(run: PathRun, state: State, have: str = "") -> Any:
 
 
 def start(run: PathRun, body: BenchmarkRequest) -> Response:
-    """Start to measure, or return the job that does it already. A relative path belongs to no folder of the page."""
+    """Start a benchmark, or return the job that measures the same. Relative paths are refused: the page has no
+    folder."""
     tasks = [os.path.expanduser(task) for task in benchmark.parse_tasks(body.tasks)]
     for task in filter(benchmark_tasks.is_file, tasks):
         if not os.path.isabs(task):

@@ -1,7 +1,8 @@
 """Endpoints of the chat with a run's models: what it shows, start, requests, the tokens of an output, the code that
 generates it again, prompts that are kept for evaluations, and the end.
 
-The conversation is in the files of the chat's job, so that a reload, another tab and a restarted server show the same.
+The conversation is in the files of the chat's job, so it is the same after a reload, in another tab and after a restart
+of the server.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class KeptPrompt(RequestBody):
 
 def show(state: State, run: PathRun, have: str = "") -> Any:
     """The chat of a run: what it offers, its job, what loading takes, and the turns of the conversation without their
-    tokens, unless `have`, a tag, is of the same turns; 204 if it is the current tag. Raises RunError if no model of the
-    run can be loaded."""
+    tokens. `have` is a tag: the turns are left out if they have not changed since, and the response is 204 if nothing
+    has. Raises RunError if no model of the run can be loaded."""
     job = chat.current(run)
     if job and job.state in ALIVE:
         chat_files.touch_client(job.path, PAGE)
@@ -66,7 +67,7 @@ def show(state: State, run: PathRun, have: str = "") -> Any:
     tag = f"{of_turns}.{tag_of([*found.values()])}"
     if have == tag:
         return no_content()
-    if not have.startswith(f"{of_turns}."):  # the free memory changes more often
+    if not have.startswith(f"{of_turns}."):  # the free memory changes more often than the turns
         found["turns"] = [turn.as_json() for turn in chat_files.read_turns(job.path, PAGE)] if job else []
     return {**found, "alive": is_alive, "tag": tag}
 
@@ -89,7 +90,7 @@ def send(run: PathRun, body: ChatRequest) -> dict[str, Any]:
         raise ApiError(422, "This model was deleted. Choose another one.")
     job = _job(run) if body.kind != GENERATE else chat.start(run)
     id = chat_files.send(job.path, request)
-    if body.kind == GENERATE and job.state not in ALIVE:  # it ended at this moment
+    if body.kind == GENERATE and job.state not in ALIVE:  # the chat has just ended
         chat.start(run)
     return {"id": id}
 

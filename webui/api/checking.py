@@ -34,8 +34,8 @@ from webui.api.strategies import devices_json, strategies_json
 
 
 class CheckRequest(FormRequest):
-    """`draft` is the id that the values are saved under, after the edit number `edit` of `page`; `seq` a number that
-    the response repeats, `preset` the name of the preset that the form was filled from."""
+    """The values are saved under the id `draft`, as edit number `edit` of `page`. `seq` is a number that the response
+    repeats; `preset` is the name of the preset that the form was filled from."""
 
     draft: str = ""
     page: str = ""
@@ -65,7 +65,7 @@ class ModelRequest(RequestBody):
 
 
 def compare_machines(state: State, body: FormRequest) -> list[dict[str, Any]]:
-    """How long the form's run takes on this machine, the custom ones and those of presets, and what it costs."""
+    """The time and price of the form's run on this machine, on custom machines and on the presets' machines."""
     spec, _ = parse_form(body.values)
     names = ["", *state.custom_machines.ids(), *state.machines]
     return machine_lines(spec, names, lambda variant, name: run_preflight(state, variant, name))
@@ -148,16 +148,17 @@ def load_preset(state: State, name: str) -> dict[str, Any]:
 
 def import_yaml(body: ImportRequest) -> dict[str, Any]:
     """The values of a YAML file. A DeepSpeed or accelerate config is merged into the form's values; `kept` names the
-    keys that went into the extra config, `different` and `missing` those of another tool that mean something else or
-    nothing here, `runs_code` what can run code or decides where data is sent. That is not in the values, but in
-    `consent`, the values to set once the user agrees. SpecError names the line, or each field, that is wrong."""
+    keys that went into the extra config, `different` and `missing` the keys of another tool that mean something else or
+    nothing here, `runs_code` the settings that can run code or decide where data is sent. These settings are not in the
+    values, but in `consent`, the values to set once the user agrees. SpecError names the line, or each field, that is
+    wrong."""
     kind, now = importers.detect_format(body.yaml), RunSpec()
     if kind:
         now = parse_valid_form(body.values) if body.values is not None else now
         found = importers.import_file(body.yaml, now, Path.cwd())
     else:
         found = Imported(presets.load(body.yaml))
-    is_merged = kind in ("deepspeed", "accelerate")  # into a form whose values the user knows
+    is_merged = kind in ("deepspeed", "accelerate")  # merged into a form whose values the user knows
     safe = consent.without_consent(found.spec, now if is_merged else RunSpec())
     known = by_name()
     return {
@@ -204,8 +205,8 @@ def parse_form(values: Mapping[str, Any]) -> tuple[RunSpec, list[Problem]]:
 
 
 def is_shown(spec: RunSpec, name: str) -> bool:
-    """Whether an option is visible; an option of one of several datasets, in the dataset's card. True for any other
-    name."""
+    """Whether an option is visible; for an option of one of several datasets, in that dataset's card. True for any
+    other name."""
     if (match := KEY.fullmatch(name)) and match[2] != "weight" and int(match[1]) < len(spec.data.datasets):
         spec, name = for_dataset(spec, int(match[1])), f"data.{match[2]}"
     option = by_name().get(name)
@@ -239,7 +240,7 @@ def not_started(findings: list[dict[str, Any]]) -> ApiError:
 
 
 def report_of_form(state: AppState, body: FormRequest, wait_seconds: float) -> Report:
-    """The preflight report of a form whose values are to be used at once. Raises ApiError for an invalid value."""
+    """The preflight report of a form whose values are used right away. Raises ApiError for an invalid value."""
     spec, problems = parse_form(body.values)
     if problems:
         named = "; ".join(f"{p.field} {p.message}" for p in problems)
@@ -261,7 +262,7 @@ def findings_json(report: Report, spec: RunSpec) -> list[dict[str, Any]]:
 
 
 def _place(report: Report) -> str:
-    """The described machine, or several machines like it for a run of more nodes; '' for this machine."""
+    """A description of the machine, or of several such machines for a run with more nodes; '' for this machine."""
     name, nodes = report.machine.name, report.run.nnodes
     return f"{nodes} nodes like {name}" if name and nodes > report.machine.nodes else name
 
@@ -288,7 +289,7 @@ def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
 
 
 def _recommended(state: AppState, report: Report, spec: RunSpec, name: str) -> dict[str, Any] | None:
-    """The usual values for what the form still has from a demo preset, as a fix."""
+    """A fix that replaces the values that a demo preset chose for its own model and data with the usual ones."""
     preset = next((preset for preset in state.presets() if preset.name == name), None)
     count = report.run.num_eval_examples if report.facts.counts_are_exact else None
 
@@ -339,6 +340,6 @@ def _device_label(report: Report) -> str:
 
 
 def _is_sufficient(here: Machine, needed: Machine) -> bool:
-    """Whether `here` has as many devices, each with about the memory: the driver reserves some of it."""
+    """Whether `here` has as many devices with about as much memory each: the driver reserves some memory."""
     device_bytes = max((gpu.total_bytes for gpu in needed.gpus), default=0) * 0.9
     return sum(gpu.total_bytes >= device_bytes for gpu in here.gpus) >= len(needed.gpus) * needed.nodes

@@ -27,9 +27,9 @@ from webui.api.requests import ApiError, State
 from webui.curves import AXES, Curves
 
 LEAST, MOST = 2, 20
-IGNORED = ("logging.run_name",)  # it differs on purpose, and is in every heading
-# Options that decide which tokens a validation loss is the mean of, or which loss it is. data.sources also has options
-# of the training examples. A model may have another tokenizer.
+IGNORED = ("logging.run_name",)  # run names differ on purpose, and every heading has them
+# Options that decide over which tokens a validation loss is averaged, or which loss it is. data.sources also has
+# options of the training examples. Another model may have a different tokenizer.
 DECIDE_EVAL_LOSS = {
     *(f"data.{name}" for name in (
         "source", "builtin", "files", "hub_id", "hub_config", "hub_split", "format", "messages_column", "prompt_column",
@@ -44,11 +44,11 @@ DECIDE_EVAL_LOSS = {
     )),
     "train.stage",
 }  # fmt: skip
-# They decide which examples a validation split takes: with data.streaming a hash, else a random order.
+# Options that decide which examples are in a validation split: with data.streaming a hash, else a random order.
 DECIDE_SPLIT = {"train.seed", "data.streaming"}
 IMAGE_POINTS = 1000
 FILE_NAME = "comparison"
-RESOLVED_LABELS = {  # of resolved.json: what follows from the options, the machine and the data
+RESOLVED_LABELS = {  # values in resolved.json that follow from the options, the machine and the data
     "device": "Device type",
     "compute_dtype": "Compute dtype",
     "world_size": "World size",
@@ -158,7 +158,8 @@ def _problem(id: str, sentence: str) -> Problem:
 
 
 def _row(run: Run) -> dict[str, Any]:
-    """One run's line of the summary, without reading all of its metrics, which takes half a second for 100,000."""
+    """One run's line of the summary. It does not read all metrics, which would take half a second for 100,000
+    points."""
     summary, result, estimate = run.summary(), run.result(), run.estimate()
     best = validation.lowest(run.path)
     seconds = result.get("seconds")
@@ -179,9 +180,9 @@ def _row(run: Run) -> dict[str, Any]:
 
 
 def option_differences(specs: Mapping[str, RunSpec]) -> list[dict[str, Any]]:
-    """The options whose effective values differ: key, label, section, and the value of each run; None where the option
-    has no effect; and whether the validation losses cannot be compared because of it. An option that is only hidden in
-    one run, and at its default in the others, does not differ."""
+    """The options whose effective values differ: key, label, section, the value of each run (None where the option has
+    no effect), and whether the difference prevents a comparison of the validation losses. An option that is hidden in
+    one run and has its default in the others does not differ."""
     values = {id: flat(effective(spec)) for id, spec in specs.items()}
     splits = any(source.splits for spec in specs.values() for source in spec.data.datasets)
     decisive = DECIDE_EVAL_LOSS | (DECIDE_SPLIT if splits else set())
@@ -201,7 +202,7 @@ def option_differences(specs: Mapping[str, RunSpec]) -> list[dict[str, Any]]:
 
 
 def resolved_differences(resolved: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What follows from the options, as far as it differs between the runs that have recorded it."""
+    """The values that follow from the options and differ between the runs that have recorded them."""
     found = []
     for key, label in RESOLVED_LABELS.items():
         values = {id: known.get(key) for id, known in resolved.items()}
@@ -215,7 +216,7 @@ def _differs(values: Sequence[Any]) -> bool:
 
 
 def _shown_value(option: Option, value: Any) -> Any:
-    """A value without secrets; choices by their label."""
+    """A value without secrets; a choice by its label."""
     value = masked_value(value)
     return dict(option.choices).get(value, value) if option.kind == "choice" else value
 

@@ -23,7 +23,7 @@ class DraftRequest(RequestBody):
 
 
 def save_draft(state: State, id: str, body: DraftRequest) -> None:
-    """Save a draft without a check: what was typed right before the page was left."""
+    """Save a draft without a check: the edits that were made right before the page was left."""
     state.drafts.save(id, without_secrets(body.values), body.page, body.edit)
 
 
@@ -41,8 +41,8 @@ def list_versions(state: State) -> list[dict[str, Any]]:
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The form's values without secrets, which are neither stored nor exported: without those lines of launch.env, and
-    masked in other texts."""
+    """The form's values without secrets, which are neither stored nor exported: lines of launch.env with secrets are
+    left out, and secrets in other texts are masked."""
     lines = values.get(ENV)
     values = {name: variables.hide_values(v) if isinstance(v, str) else v for name, v in values.items()}
     if not isinstance(lines, str):

@@ -1,4 +1,4 @@
-"""Endpoints of evaluating a run's models: what there is, start, stop, delete, and the examples of an evaluation."""
+"""Endpoints of evaluating a run's models: list, start, stop, delete, and the examples of an evaluation."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def show(run: PathRun, state: State, have: str = "") -> Any:
 
 
 def start(run: PathRun, body: EvaluationRequest) -> Response:
-    """Start to evaluate, or return the job that does it already. The error for a score file or a judge without consent
-    has as `consent` what the page asks about, and the values that it sends if the user agrees."""
+    """Start an evaluation, or return the job that already does it. If a score file or a judge needs consent, the error
+    has `consent`: what the page asks about, and the values that it sends if the user agrees."""
     paths = {"data": _absolute(body.data, "data file"), "score_file": _absolute(body.score_file, "score file")}
     settings = Settings(**{**body.model_dump(), **paths})
     if not (problem := evaluation.problem(run, settings)):
@@ -61,8 +61,8 @@ def start(run: PathRun, body: EvaluationRequest) -> Response:
 
 
 def _absolute(path: str, what: str) -> str:
-    """A relative path belongs to no folder of the page. Raises ApiError."""
-    found = os.path.expanduser(path)  # it leaves an unknown user as it is
+    """Expand a path. Raises ApiError for a relative path: the page has no folder that it could be relative to."""
+    found = os.path.expanduser(path)  # `~name` of an unknown user stays as it is
     if found and not os.path.isabs(found):
         raise ApiError(422, f"The path {path} of the {what} is relative. Enter an absolute path.")
     return found
@@ -71,7 +71,7 @@ def _absolute(path: str, what: str) -> str:
 def examples(
     run: PathRun, job: str, score: str, change: Literal["", "better", "worse", "unchanged"] = "", first: int = 0
 ) -> dict[str, Any]:
-    """ROWS examples from the position `first` of those whose `score` changed so, and the number of each change."""
+    """ROWS examples whose `score` changed in this way, from the position `first` on, and the number of each change."""
     rows = [(evaluation.change_of(row, score), row) for row in evaluation.rows(find_job(run, job, jobs.EVALUATION))]
     chosen = [row for found, row in rows if change in ("", found)]
     counts = {each: sum(found == each for found, _ in rows) for each in evaluation.CHANGES}

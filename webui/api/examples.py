@@ -18,13 +18,13 @@ from webui.api.requests import DatasetRequest
 
 BARS = 40
 WORTH_SAYING = 0.05  # share of padding
-KINDS = {  # of problems, the most important first
+KINDS = {  # kinds of problems, the most important first
     "unusable": "unusable",
     "dropped": "without a token to train on",
     "long": "longer than max_length",
     "identical": "with equal completions",
-    "endless": "without a trained end",
-    "different_starts": "with a different start in generation",
+    "endless": "without a loss on an end token",
+    "different_starts": "starting differently in generation",
     "truncated": "cut by max_length",
     "unread ": "with unused parts",
     "special ": "with special tokens in a text",

@@ -30,7 +30,7 @@ def fix_json(fix: Fix, spec: RunSpec) -> dict[str, Any]:
 
 
 def _option(name: str) -> Option:
-    """The option with this key, which may be that of a dataset."""
+    """The option with this key, which may be an option of a dataset."""
     option = find(name)
     assert option is not None
     return option

@@ -27,7 +27,7 @@ def state() -> dict[str, str]:
 
 
 def test(body: TokenRequest) -> dict[str, Any]:
-    """Ask the Hub about a token. Every answer is a result, also that the token is not accepted."""
+    """Ask the Hub about a token. Every answer is a result, even that the token is not accepted."""
     return asdict(check_token(body.token, body.model.strip()))
 
 

@@ -1,4 +1,4 @@
-"""The jobs of a run in requests and responses: what all kinds have in common."""
+"""Requests and responses about the jobs of a run that all kinds of jobs have in common."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stop(run: PathRun, job: str) -> dict[str, Any]:
 
 
 def remove(run: PathRun, job: str) -> dict[str, Any]:
-    """Delete a job with all that it has made. What was published stays."""
+    """Delete a job with all its files. What was published stays."""
     jobs.delete(run, find_job(run, job))
     return {"id": job}
 
@@ -48,7 +48,7 @@ def results(state: AppState, offer: dict[str, Any], found: Iterable[dict[str, An
 
 
 def tag_of(shown: Any) -> str:
-    """Identifies what a page has, so that it is sent only after a change."""
+    """Identifies the content that a page has, so that new content is sent only after a change."""
     return hashlib.sha256(orjson.dumps(shown)).hexdigest()[:16]
 
 

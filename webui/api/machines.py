@@ -76,7 +76,8 @@ def find_machine(state: AppState, name: str) -> Machine:
 
 
 def _custom(state: AppState, id: str) -> dict[str, Any]:
-    """A custom machine; of a damaged file, the form is empty, so that it can be filled in again or removed."""
+    """A custom machine. If its file is damaged, the form is empty, so that the user can fill it in again or remove the
+    machine."""
     try:
         machine, values = state.custom_machines.described(id)
     except (SpecError, OSError):

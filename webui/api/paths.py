@@ -1,4 +1,4 @@
-"""The endpoint that completes paths: what is in the folder that was typed so far."""
+"""The endpoint that completes paths with the entries of the folder that was typed so far."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Literal
 from backend.data.compression import data_suffix
 from backend.data.reading import SUFFIXES
 
-MAX_ENTRIES = 200_000  # of a folder that are read, which takes a second
+MAX_ENTRIES = 200_000  # entries of a folder that are read; takes a second
 MAX_SHOWN = 100
-# A file system that does not respond keeps a thread each; the others must stay for other requests.
+# If a file system does not respond, each request for it blocks a thread; the others must stay free.
 LOOKING = threading.BoundedSemaphore(4)
 
-# Which files a field is completed with, besides folders.
+# The files that are suggested for a field, besides folders.
 FILES: Mapping[str, Callable[[str], bool]] = {
     "folder": lambda name: False,
     "data": lambda name: data_suffix(Path(name)) in SUFFIXES,
@@ -27,10 +27,10 @@ FILES: Mapping[str, Callable[[str], bool]] = {
 
 def complete(text: str, kind: Literal["folder", "data", "file"]) -> dict[str, Any]:
     """The entries of a folder whose names begin with what follows the last slash of `text`: folders first, which end
-    with a slash. `more`: how many are not shown. A folder that does not exist or cannot be read has no entries.
+    with a slash. `more`: how many entries are not shown. A folder that does not exist or cannot be read has no entries.
 
-    Relative paths are those of the server's working directory, as everywhere. Whoever is logged in may start programs
-    as the user of the server, so nothing that this user can read is secret here.
+    Paths are relative to the server's working directory, as everywhere. Anyone who is logged in may start programs as
+    the user of the server, so nothing that this user can read is secret here.
     """
     typed, _, beginning = text.rpartition("/")
     folder = os.path.expanduser(f"{typed}/" if "/" in text else "./")
@@ -49,7 +49,7 @@ def complete(text: str, kind: Literal["folder", "data", "file"]) -> dict[str, An
 
 
 def _name(entry: os.DirEntry[str], beginning: str, kind: str) -> str:
-    """The name of an entry that is suggested, '' of another one. Hidden ones are suggested after a dot."""
+    """The suggestion for an entry, '' for none. Hidden entries are suggested only after a dot."""
     name = entry.name
     if not name.casefold().startswith(beginning.casefold()) or (name[0] == "." and not beginning):
         return ""

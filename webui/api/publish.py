@@ -26,14 +26,14 @@ class PublishRequest(RequestBody):
     shown: dict[str, str] = Field(default_factory=dict)
 
     def request(self) -> Request:
-        """The request, without the spaces that were pasted."""
+        """The request, without pasted spaces."""
         values: dict[str, Any] = self.model_dump(exclude={"shown"})
         values |= {name: value.strip() for name, value in values.items() if isinstance(value, str)}
         return Request(**values)
 
 
 def summarize(run: PathRun, body: PublishRequest) -> dict[str, Any]:
-    """What would be published, and what the destination has. Asks the Hub, which takes a second."""
+    """What would be published, and what the destination has. Queries the Hub, which takes a second."""
     return publication.summary(run, body.request()).as_json()
 
 

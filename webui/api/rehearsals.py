@@ -21,7 +21,7 @@ from webui.api.runs_list import with_names
 
 
 def start(state: State, body: FormRequest) -> Response:
-    """Start a rehearsal of the form's values on this machine; with a small model if they are for another one."""
+    """Start a rehearsal of the form's values on this machine; with a small model if they are for another machine."""
     report, rehearsal = report_of_form(state, body, INSPECTION_SECONDS), None
     if report.can_run:
         report, rehearsal = rehearse(state.runs, report, Path.cwd(), state.machine.get())

@@ -58,7 +58,7 @@ class FormRequest(RequestBody):
 
 
 class DatasetRequest(FormRequest):
-    """`dataset`: of several, the number of one, from 0."""
+    """`dataset`: the number of a dataset, from 0."""
 
     dataset: Annotated[int, Field(ge=0, le=MAX_SOURCES)] = 0
 
@@ -140,7 +140,7 @@ class ApiRoute(APIRoute):
 
 @asynccontextmanager
 async def _turn(request: Request) -> AsyncIterator[None]:
-    """A request that checks a spec waits until few others do: many slow checks must leave threads for all other
+    """A request that checks a spec waits until few others are being checked: slow checks must leave threads for other
     requests. Raises ApiError after BUSY_SECONDS."""
     state: AppState = request.app.state.footplate
     try:
@@ -154,7 +154,7 @@ async def _turn(request: Request) -> AsyncIterator[None]:
 
 
 def _require_json(request: Request) -> None:
-    """A browser sends other content types across origins without a preflight request. Raises ApiError."""
+    """Require JSON: browsers send other content types across origins without a preflight request. Raises ApiError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "The request body must be JSON, with the header content-type: application/json.")

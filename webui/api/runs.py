@@ -64,7 +64,7 @@ MIN_POINTS, MAX_POINTS = 10, 5000
 MAX_SMOOTHING = 0.99
 IMAGES = {"png": "image/png", "svg": "image/svg+xml"}
 FIRST_SECONDS, MORE_SECONDS = 0.05, 0.5  # for reading metrics: the first curves appear at once, the others soon
-FLOOD_BYTES = 16 * 1024  # of a log that grows faster than it can be read, in each response
+FLOOD_BYTES = 16 * 1024  # per response, if a log grows faster than it can be read
 MAX_EVENTS = 200  # alerts of a run, and other events, on its page
 INSPECTION_SECONDS = 45  # for examples that no check has read yet; proxies end a request after 60 seconds
 
@@ -82,7 +82,7 @@ class StartRequest(RequestBody):
     values: dict[str, Any]
     key: Annotated[str, AfterValidator(valid_key)] = ""
     after: str = ""  # the id of a run that must end first
-    after_ok: bool = True  # and succeed
+    after_ok: bool = True  # whether that run must succeed
 
 
 class StopRequest(RequestBody):
@@ -231,7 +231,7 @@ def generations(run: PathRun, step: int | None = None) -> dict[str, Any]:
 
 
 def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
-    """The changes after which a failed run can be started again, and what their peaks refer to."""
+    """The changes with which a failed run can be started again, and what their peaks refer to."""
     found = remedies.find(run, state.machine.get(), Path.cwd())
     spec = presets.load(_spec_text(run)) if found.fixes else RunSpec()
     return {
@@ -254,15 +254,15 @@ def _place_in_queue(run: Run) -> dict[str, Any] | None:
 
 def values(run: PathRun) -> dict[str, Any]:
     """The run's options as the form shows them, to start another run with them, and the folder of the checkpoint that
-    the other run could resume from; "" for none."""
+    the new run could resume from; "" for none."""
     checkpoint = run.resume_point().checkpoint if run.can()["resume"] else None
     values = without_secrets(form_values(presets.load(_spec_text(run))))
     return {"values": values, "checkpoint": str(checkpoint.resolve()) if checkpoint else ""}
 
 
 def log(run: PathRun, off: int = -1, before: int | None = None, rank: int = -1, latest: bool = False) -> Any:
-    """Complete lines of the log: after byte `off`, before byte `before`, or the last ones. `s` is their first byte.
-    `latest`: if one response cannot hold all lines after `off`, it has the last ones."""
+    """Complete lines of the log: after byte `off`, before byte `before`, or the last ones. `s` is the byte where they
+    begin. `latest`: if one response cannot hold all lines after `off`, it has only the last ones."""
     path, ended = run.path / LOG, run.state not in ALIVE
     only = rank if rank >= 0 else None
     if before is not None:
@@ -294,7 +294,8 @@ def series(
     x: str = "step",
 ) -> Any:  # fmt: skip
     """The curves over the axis `x`, downsampled to about `n` points, from `x0` to `x1`; 204 if `have` is their current
-    tag. Of a long run, the first response has what can be read at once; `read` tells how much that is."""
+    tag. For a long run, the first response has only the part of the metrics that can be read quickly; `read` is that
+    part."""
     if x not in AXES:
         raise ApiError(422, f"The x axis must be one of {', '.join(AXES)}.")
     curves = state.curves(run.path / METRICS, MORE_SECONDS if have else FIRST_SECONDS)
@@ -335,7 +336,8 @@ def bundle_zip(state: State, run: PathRun) -> Response:
 
 
 def measurement_json(run: PathRun) -> Response:
-    """The measurement report, whose name does not have that of the run. Raises RunError without a measurement."""
+    """The measurement report, whose file name does not contain the name of the run. Raises RunError without a
+    measurement."""
     text = measurement_report.as_text(measurement_report.build(run))
     return _download(text, "measurement.json", "application/json")
 
@@ -345,7 +347,7 @@ def report_image(run: PathRun, kind: str) -> Response:
     kind = _image_kind(kind)
     run_image = importlib.import_module(
         "webui.images.run_image"
-    )  # matplotlib: half a second and 50 MB that most never need
+    )  # matplotlib takes half a second and 50 MB, which most servers never need
     image = run_image.draw(run.summary(), read_points(run.path / METRICS), run.result(), kind, run.estimate())
     return _image(image, run.id, kind)
 

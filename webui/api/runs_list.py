@@ -30,7 +30,7 @@ RUN_ID = re.compile(r"\d{4}-\d\d-\d\d_\d{6}_[\w.-]*[\w-]")
 IN_TUNING = re.compile(rf"[\w-]+ in the runs folder /.*/{re.escape(tuning.FOLDER)}/\d+")
 OF_A_RUN = re.compile(rf"[\w-]+_([a-z]+) in the runs folder /.*/([\w-]+)/{JOBS}(?= )")  # a job, and its run
 IN_REHEARSAL = re.compile(rf"[\w-]+ in the runs folder /.*/{re.escape(rehearsals.FOLDER)}/\d+")
-NAMED_PROBLEMS = 3  # in an error about several runs
+NAMED_PROBLEMS = 3  # problems that an error about several runs names
 
 
 class AnnotateRequest(RequestBody):
@@ -42,7 +42,7 @@ class AnnotateRequest(RequestBody):
     notes: str | None = None
     starred: bool | None = None
     archived: bool | None = None
-    name: str | None = None  # '' is the name that the run was started with
+    name: str | None = None  # '' restores the name that the run was started with
 
 
 class DeleteRequest(RequestBody):
@@ -101,7 +101,7 @@ def waiting_runs(state: AppState) -> list[dict[str, Any]]:
 
 
 def _elsewhere(state: AppState, run: Run) -> str:
-    """What a waiting run is that is not in the list of runs: '' for one that is."""
+    """What a waiting run is if it is not in the list of runs; '' if it is in the list."""
     parents, root = run.path.parents, state.runs.resolve()
     if parents[0] == root:
         return ""
@@ -131,7 +131,7 @@ def delete_runs(state: State, body: DeleteRequest) -> dict[str, Any]:
     """Delete the folders of runs."""
 
     def delete(run: Run) -> None:
-        if run.state in ALIVE:  # quicker than to wait for the lock
+        if run.state in ALIVE:  # quicker than waiting for the lock
             raise RunError("It is still running or waiting. Stop it before you delete it.")
         run.delete()
         state.forget_curves(run.path / METRICS)

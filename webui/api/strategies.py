@@ -24,8 +24,8 @@ BATCH = ("train.gradient_accumulation_steps", "train.per_device_train_batch_size
 
 def strategies_json(report: Report, spec: RunSpec) -> dict[str, Any] | None:
     """Every parallel strategy for the options of `report`, with the patch that selects it, and the recommended one;
-    None if the strategy has no effect. `others` are those that another strategy replaces. `spec` is that of the form,
-    with the options that the current strategy hides."""
+    None if the strategy has no effect. `others` are the strategies that another one replaces. `spec` is the form's
+    spec, with the options that the current strategy hides."""
     if not shown(report.spec, by_name()["parallel.strategy"]):
         return None
     case = Case(resolve_paths(spec, Path.cwd()), report.machine, report.facts)
@@ -39,7 +39,7 @@ def strategies_json(report: Report, spec: RunSpec) -> dict[str, Any] | None:
 
 
 def _line(variant: Variant, spec: RunSpec, best: Variant | None) -> dict[str, Any]:
-    # The whole patch, not only what it changes in `spec`: another line may have been chosen meanwhile.
+    # The whole patch, not only its changes to `spec`: another line may have been chosen in the meantime.
     kept = {name: get(spec, name) for name in BATCH}
     patch = {name: text(by_name()[name], value) for name, value in {**kept, **variant.patch}.items()}
     diff = fix_json(Fix(variant.name, variant.patch), spec)["diff"]

@@ -50,7 +50,7 @@ def check(state: State, body: SweepRequest) -> dict[str, Any]:
 
 def start(state: State, body: SweepRequest) -> Response:
     """Queue all runs, if all of them can run. The same key, sent again, returns the same sweep."""
-    _check(state, body, INSPECTION_SECONDS)  # before the lock, so that other starts do not wait for it
+    _check(state, body, INSPECTION_SECONDS)  # before the lock, so that other starts do not wait for the checks
     with state.keys.lock():
         if found := run_of_key(state, body.key):
             part = sweeps.member(found.path)
@@ -67,8 +67,8 @@ def start(state: State, body: SweepRequest) -> Response:
 
 
 def show(state: State, id: str, by: str = sweep_scores.LOSS) -> dict[str, Any]:
-    """The runs of a sweep, the best first by a value that they have, what else they can be ranked by, the labels of the
-    options that the sweep varies, and when the last run ends."""
+    """The runs of a sweep, the best one first by the chosen value; the other values that they can be ranked by; the
+    labels of the options that the sweep varies; and when the last run ends."""
     found = sweep_scores.rank(state.runs, id, by)
     labels = {name: _label(name) for row in found.rows for name in row["varied"]}
     ranking = {"by": found.by.key, "best": found.sentence, "rankings": [each.as_json() for each in found.rankings]}

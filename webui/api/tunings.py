@@ -22,7 +22,8 @@ from webui.api.runs_list import with_names
 
 
 class TuningRequest(FormRequest):
-    """`minutes`: at most, without waiting; `changes_result`: also settings that change the result slightly."""
+    """`minutes`: the longest time, without waiting; `changes_result`: also try settings that change the result
+    slightly."""
 
     minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] = MINUTES
     changes_result: bool = False

@@ -1,4 +1,5 @@
 """Downloadable images of runs.
 
-The modules import matplotlib, half a second and 50 MB that few requests need, so each is imported with its first one.
+The modules import matplotlib, which takes half a second and 50 MB and is rarely needed, so each module is imported at
+its first request.
 """

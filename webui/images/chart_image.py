@@ -31,8 +31,8 @@ class Chart:
     second_name: str = ""
     smooth: bool = False
     log: bool = False
-    best: str = ""  # min or max: which evaluation is marked
-    numbered: bool = False  # the key ends with 1, and there may be series with other numbers
+    best: str = ""  # min or max: the evaluation to mark
+    numbered: bool = False  # the key ends with 1; there may be series with other numbers
 
 
 def _train_and_eval(key: str, title: str, log: bool = False, best: str = "") -> Chart:
@@ -60,7 +60,7 @@ CHARTS: Mapping[str, Chart] = {
 class View:
     """How the page shows its charts."""
 
-    weight: float = 0.0  # of the smoothing, 0 to 0.99
+    weight: float = 0.0  # the weight of the smoothing, 0 to 0.99
     log: bool = False
     low: float | None = None  # the first and the last step of a zoom
     high: float | None = None
@@ -99,8 +99,8 @@ def _drawable(lines: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_range(found: Mapping[str, Any], events: Sequence[Mapping[str, Any]], view: View) -> tuple[float, float]:
-    """The first and the last step of the x axis, as `wholeRange` in run_charts.js and `stepRange` in run_chart.js:
-    those of the zoom, or those of all series, with a restart before them and a checkpoint after them."""
+    """The first and the last step of the x axis, like `wholeRange` in run_charts.js and `stepRange` in run_chart.js:
+    the zoom, or else the range of all series, extended to an earlier resume and a later checkpoint."""
     if view.low is not None and view.high is not None:
         return view.low, view.high
     lines = [line["x"] for line in found["series"].values() if line["x"]]
@@ -112,7 +112,8 @@ def step_range(found: Mapping[str, Any], events: Sequence[Mapping[str, Any]], vi
 
 
 def best_of(chart: Chart, found: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Step and value of the best evaluation, as `bestOf` in chart_marks.js: None if all are equal, or there is one."""
+    """Step and value of the best evaluation, like `bestOf` in chart_marks.js; None if all are equal, or there is only
+    one."""
     key = chart.second
     if not chart.best or key not in found["series"] or found["min"][key] == found["max"][key]:
         return None
@@ -122,7 +123,7 @@ def best_of(chart: Chart, found: Mapping[str, Any]) -> tuple[float, float] | Non
 def all_events(
     events: Sequence[Mapping[str, Any]], checkpoints: Sequence[int], found: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Kind and step of what the page marks: the events, the checkpoints and resumes that have none, and evaluations."""
+    """Kind and step of the page's marks: events, checkpoints and resumes without an event, and evaluations."""
     marks = [(event["kind"], event["step"]) for event in events]
     marks += [(SAVED, step) for step in checkpoints]
     marks += [(RESUMED, step) for step in found["resumed"]]
@@ -169,7 +170,7 @@ def _curves(axes: Axes, key: str, found: Mapping[str, Any], weight: float) -> No
             axes.plot(*with_gaps(x, y, gaps), color=PALE, linewidth=0.8, label=chart.name)
             means = found["means"].get(key, series[key])
             steps, values = smoothed(means["x"], means["y"], weight)
-            first, last = bisect_left(steps, x[0]), bisect_right(steps, x[-1])  # what the zoom shows
+            first, last = bisect_left(steps, x[0]), bisect_right(steps, x[-1])  # the points in the zoom
             smooth, name = with_gaps(steps[first:last], values[first:last], gaps), f"{chart.name}, smoothed"
             axes.plot(*smooth, color=TRAIN, linewidth=1.8, label=name)
         else:
@@ -181,8 +182,8 @@ def _curves(axes: Axes, key: str, found: Mapping[str, Any], weight: float) -> No
 
 
 def _scale(axes: Axes, first: float, last: float) -> None:
-    """Set the steps of the x axis, and scale the y axis to the points in them: in a zoom, each curve has a neighbor on
-    both sides."""
+    """Set the steps of the x axis, and scale the y axis to the points within them: in a zoom, each curve also has a
+    point on either side."""
     axes.set_xlim(first, last)
     points = np.concatenate([np.asarray(line.get_xydata(), float) for line in axes.lines])
     inside = points[(points[:, 0] >= first) & (points[:, 0] <= last)]
@@ -193,7 +194,8 @@ def _scale(axes: Axes, first: float, last: float) -> None:
 
 
 def _marks(axes: Axes, events: Sequence[Mapping[str, Any]]) -> None:
-    """Checkpoints and evaluations in two rows at the x axis, as both often have the same step; lines for the others."""
+    """Checkpoints and evaluations in two rows at the x axis, as both often have the same step; lines for all other
+    events."""
 
     def steps(kind: str) -> list[float]:
         return [event["step"] for event in events if event["kind"] == kind]

@@ -35,7 +35,7 @@ def draw_placement(axes: Axes, estimate: Mapping[str, Any], result: Mapping[str,
         top += size
     _draw_capacity(axes, ranks, top, estimate["capacity_bytes"] / GIB, dim)
     _draw_nodes(axes, placement["nodes"], placement["per_node"], len(ranks), dim)
-    unseen = estimate["device_bytes"] - estimate["measured_bytes"]  # what torch's allocator does not see
+    unseen = estimate["device_bytes"] - estimate["measured_bytes"]  # memory outside of torch's allocator
     peaks = [(rank, (peak + unseen) / GIB) for rank, peak in enumerate(result.get("peak_bytes") or ()) if peak]
     shown = [(rank, peak) for rank, peak in peaks if rank in ranks]
     if shown:
@@ -50,7 +50,7 @@ def draw_placement(axes: Axes, estimate: Mapping[str, Any], result: Mapping[str,
 
 
 def _draw_capacity(axes: Axes, ranks: range, top: float, capacity: float, dim: str) -> None:
-    """What is free above the bars, in GiB; a line at the capacity if they exceed it."""
+    """The free memory above the bars, in GiB; a line at the capacity if a bar exceeds it."""
     if capacity > top:
         free = [capacity - top] * len(ranks)
         axes.bar(ranks, free, bottom=top, width=0.7, facecolor="none", edgecolor=dim, linewidth=0.6, label="Free")

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from webui.images.placement_image import draw_placement
 
-matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, which is smaller and can be edited
+matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: the file is smaller and can be edited
 matplotlib.rcParams["svg.hashsalt"] = "footplate"  # the same ids for the same image; the default is a random salt
 
 INCHES, DPI = (9.0, 5.6), 150
@@ -34,7 +34,7 @@ MANY_COLORS = (
     "#6b9bff", "#f79a5b", "#5cc184", "#db8be8", "#45b8cf", "#f08080", "#a98bf0", "#d3ac3a", "#94a3b8", "#f07fb4",
 )  # fmt: skip
 MIN_POINTS_TO_SMOOTH = 20
-LIMIT = 1e300  # larger values are drawn here, so that sums and the width of an axis are finite too
+LIMIT = 1e300  # larger values are drawn at this one, so that sums and the width of an axis stay finite
 
 
 def draw(

@@ -2,7 +2,7 @@
 // Requests to the server: JSON in, JSON out. Errors carry the server's sentence.
 import { rootPath } from "./gradio.js";
 
-const GET_TIMEOUT = 30000; // ms; a lost request must not stop a poller forever
+const GET_TIMEOUT = 30000; // ms; without a timeout, a lost request would stop a poller forever
 const PUT_TIMEOUT = 120000; // ms for a part of a file, also over a slow line
 
 /** The URL of a path below the page's root, which a proxy may have moved. @param {string} path */
@@ -50,8 +50,8 @@ export const randomId = () =>
   Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
 /**
- * The keys of requests that start something. A request that is sent again has the same key, so that a double click, or
- * a retry after a lost response, starts once. After an edit, or after `forget()`, the key is another one.
+ * The keys of requests that start something. A repeated request has the same key, so a double click, or a retry after a
+ * lost response, starts only once. After an edit, or after `forget()`, there is a new key.
  */
 export function createKeys() {
   let [sent, key] = ["", ""];

@@ -2,9 +2,8 @@
 // The charts that runs have, and the values of their curves.
 
 /**
- * A chart: the series `key`, and a second one over it, of which the best point is marked if `marksBest`; or, if it is
- * `numbered`, the series with other numbers at the end. The titles and names are also those of the images:
- * images/chart_image.py.
+ * A chart: the series `key`, and a second series over it, whose best point is marked if `marksBest`. A `numbered` chart
+ * also has the series whose keys end with other numbers. images/chart_image.py has the same titles and names.
  * @typedef {{ key: string, title: string, name: string, second?: string, secondName?: string, numbered?: boolean,
  *   smooth?: boolean, log?: boolean, best: "lowest" | "highest", marksBest?: boolean }} Chart
  */

@@ -40,7 +40,7 @@ export function table(tag, headings, rows, cell = "th") {
 export const $ = (selector, parent = /** @type {ParentNode} */ (document)) => parent.querySelector(selector);
 
 /**
- * Replace a node's children. The focus moves to the focusable child with the same index. What was unfolded stays
+ * Replace a node's children. The focus moves to the focusable child with the same index. Unfolded details stay
  * unfolded.
  */
 export function redraw(node, ...children) {
@@ -107,11 +107,11 @@ export const address = {
 };
 
 const NOTE_SECONDS = 8;
-const LONG_NOTE_SECONDS = 15; // with an error or an action
+const LONG_NOTE_SECONDS = 15; // for notifications with an error or an action
 
 /**
- * Show a notification. With `details` that are not folded it stays until it is dismissed; else its time begins when
- * neither the pointer nor the focus is on it.
+ * Show a notification. With `details` that are not folded, the notification stays until it is dismissed; otherwise its
+ * time begins when neither the pointer nor the focus is on it.
  * @param {string} text
  * @param {{ level?: string, action?: { label: string, run: () => void } | null, details?: Element | null }} options
  */
@@ -121,7 +121,7 @@ export function notify(text, { level = "info", action = null, details = null } =
     area = el("div", { id: "fp-toasts", role: "status", "aria-live": "polite" });
     document.body.append(area);
   }
-  let before = null; // what had the focus before the notification
+  let before = null; // the element that had the focus before the notification
   let timer = 0;
   const close = () => {
     clearTimeout(timer);
@@ -222,11 +222,11 @@ const enteredValues = (form) =>
   [...form.querySelectorAll("input, textarea, select")].map(({ value, checked }) => [value, checked]).join("\n");
 
 /**
- * A dialog with fields. `save` runs when it is confirmed; if it fails, the dialog stays open and shows the error.
- * Escape closes it if nothing was entered; else it says that what was entered would be lost, and the next Escape closes
- * it.
- * `save` gets `isOpen`, which says whether the dialog has been closed meanwhile. `actions` are further buttons, `label`
- * is that of the button that confirms. Returns what closes the dialog.
+ * A dialog with fields. `save` runs when the dialog is confirmed; if it fails, the dialog stays open and shows the
+ * error. Escape closes the dialog if nothing was entered; otherwise, a text warns that the entries would be lost, and
+ * the next Escape closes the dialog. `save` gets `isOpen`, which says whether the dialog has been closed meanwhile.
+ * `actions` are further buttons, `label` is the text of the button that confirms. Returns a function that closes the
+ * dialog.
  * @param {string} title @param {any[]} fields @param {(isOpen: () => boolean) => Promise<void>} save
  * @param {{ actions?: any[], wide?: boolean, label?: string }} options
  */
@@ -236,7 +236,7 @@ export function formDialog(title, fields, save, { actions = [], wide = false, la
     dialog.close();
     dialog.remove();
   };
-  let unsaved = ""; // the values that Escape was pressed with
+  let unsaved = ""; // the entered values when Escape was pressed
   const escape = (event) => {
     const values = enteredValues(form);
     if (!event.cancelable || [initial, unsaved].includes(values)) return close();
@@ -274,7 +274,7 @@ export function formDialog(title, fields, save, { actions = [], wide = false, la
   );
   const dialog = el(
     `dialog.fp-dialog.fp-dialog-form${wide ? ".fp-dialog-wide" : ""}`,
-    // The browser closes the dialog without asking if Escape is pressed twice and nothing else happens in between.
+    // The browser closes the dialog without asking if Escape is pressed twice in a row.
     { oncancel: escape, onclose: () => dialog.remove(), "aria-label": title },
     el("p", {}, title),
     form,

@@ -22,8 +22,8 @@ export function writeFormValues() {
 }
 
 /**
- * The field and value of an input event, or null if it is in a menu, which Gradio's own event reports (pages.py).
- * Gradio's events of other fields come later, and not for what is pasted, dropped, undone or completed by the browser.
+ * The field and value of an input event, or null if it is in a menu, which Gradio's own event reports (pages.py). For
+ * other fields, Gradio's events come later, and not at all for text that is pasted, dropped, undone or autocompleted.
  * @param {Event} event
  */
 export function editedField(event) {
@@ -91,7 +91,7 @@ export function selectMenuText(event) {
   if (!isMenu(input) || input.readOnly || !input.select) return;
   setTimeout(() => {
     if (document.activeElement !== input) return;
-    input.select(); // a click places the caret after this event
+    input.select(); // after this event, since a click first places the caret
     for (const list of input.closest(".fp-field")?.querySelectorAll("ul") ?? []) list.tabIndex = -1;
   });
 }
@@ -102,12 +102,12 @@ export function reopenMenu(event) {
   const input = /** @type {HTMLElement} */ (event.target);
   if (!isMenu(input) || input !== document.activeElement || input.getAttribute("aria-expanded") !== "false") return;
   input.blur();
-  setTimeout(() => input.focus()); // in the same event, Gradio would close it again
+  setTimeout(() => input.focus()); // within this event, Gradio would close the list again
 }
 
 /**
- * Chromium leaves out a comma in a number field, so 0,001 would become 0001. After a 0 in a field of decimal numbers it
- * is a decimal point; elsewhere it may separate thousands.
+ * Chromium drops a comma in a number field, so 0,001 would become 0001. After a 0 in a field for decimal numbers, the
+ * comma becomes a decimal point; elsewhere it may separate thousands.
  * @param {InputEvent} event @param {(id: string) => boolean} isDecimal whether a field has such numbers
  */
 export function typeDecimalPoint(event, isDecimal) {

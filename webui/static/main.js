@@ -44,11 +44,11 @@ const VIEWS = { build: "Build a run", run: "Run", runs: "Runs", compare: "Compar
  * @param {string} tab @param {string} [run]
  */
 function showView(tab, run, compared = {}) {
-  if (tab !== document.body.dataset.tab) dismissNotifications(); // their Undo belongs to the other view
+  if (tab !== document.body.dataset.tab) dismissNotifications(); // their Undo buttons belong to the other view
   address.set({ tab, ...(run ? { run } : {}), runs: null, x: null, ...compared });
   drawView();
-  if (isFocusLost()) focusView(); // what had the focus belongs to the other view
-  window.scrollTo(0, 0); // a view that was not open before begins at its top; going back keeps the browser's place
+  if (isFocusLost()) focusView(); // the element with the focus belongs to the other view
+  window.scrollTo(0, 0); // a new view begins at its top; going back restores the browser's position
 }
 
 /** Show the view in the address. */
@@ -56,7 +56,7 @@ function drawView() {
   const run = address.get("run");
   const tab = address.get("tab") || (run ? "run" : "build");
   const view = tab in VIEWS ? tab : "build";
-  closeDialogs(); // a question about what was shown before
+  closeDialogs(); // an open question is about the earlier view
   document.body.dataset.tab = view;
   setText($("#fp-title"), VIEWS[view]);
   $("#fp-skip").setAttribute("href", `#fp-${view}`);
@@ -127,7 +127,7 @@ async function start(description) {
   await loadMachines().catch(() => {});
   const failed = await loadInitialValues().catch((error) => error);
   stopLoadingTimer();
-  // Without the values of the draft the form stays hidden: an edit of the default values would begin another draft.
+  // Without the draft's values, the form stays hidden: an edit of the default values would begin a new draft.
   if (failed) drawCheckFailed("Loading failed", `${failed.message} Reload the page to try again.`);
   else document.body.dataset.ready = "yes";
 }

@@ -1,17 +1,17 @@
 // @ts-check
-// The placement picture: a column for each device of each node, filled with what it holds; pointing at one shows what
-// it shares, and with which others.
+// The placement picture: a column for each device of each node, filled with what the device holds; pointing at a column
+// shows what the device shares, and with which others.
 import { el, setText, svg } from "./dom.js";
 import { bytes, capitalized, countedMore } from "./format.js";
 
 const WIDTH = 440;
 const NODE_WIDTH = 52; // the label before the columns
 const GAP = 6;
-const CHARACTER = 7; // the width of one, with room between two names
+const CHARACTER = 7; // width of a character, with room between two names
 const MAX_COLUMN = 64;
 const MAX_NODES = 4;
-const MAX_DEVICES = 16; // of a node
-const HEIGHTS = [104, 72, 52, 44]; // of the columns, with one to four nodes
+const MAX_DEVICES = 16; // devices of a node that are drawn
+const HEIGHTS = [104, 72, 52, 44]; // px: height of the columns with one to four nodes
 
 /**
  * @param {any} memory the estimate, with its placement

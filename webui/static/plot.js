@@ -6,7 +6,7 @@ import { num, valueText } from "./format.js";
 const AXIS_HEIGHT = 26; // px: of the numbers of the x axis
 const GAP = 6; // px: between an axis and its numbers
 const LEAST_ZOOM = 6; // px
-const FEW_POINTS = 40; // of a curve: they are drawn as dots
+const FEW_POINTS = 40; // a curve with fewer points has dots
 /** 1, 2, 5, 10, 20, 50 and so on: the distances between numbers of an axis */
 export const DISTANCES = [1, 2, 5]
   .flatMap((m) => Array.from({ length: 11 }, (_, e) => m * 10 ** e))
@@ -27,8 +27,8 @@ export const color = (name) => getComputedStyle(document.body).getPropertyValue(
 export const curveColor = (number) => color(`--fp-run-${1 + (number % 20)}`);
 
 /**
- * `redraw` is called when the figure has got a size, `optionsOf` gets the curves of a new plot, `onBuild` is called
- * after it was built.
+ * `redraw` is called when the figure gets a size, `optionsOf` with the curves of a new plot, and `onBuild` after the
+ * plot was built.
  * @param {Chart} chart @param {View} view
  * @param {{ legend: Node, caption?: Node, redraw: () => void, optionsOf: (curves: any[]) => any,
  *   onBuild: () => void }} parts
@@ -45,7 +45,7 @@ export function createPlot(chart, view, { legend, caption, redraw, optionsOf, on
   }).observe(place);
 
   /**
-   * Draw curves; while the view is hidden, nothing: the observer draws them later.
+   * Draw curves, unless the view is hidden: then the observer draws them later.
    * @param {any[]} curves @param {[number, number][]} gaps in which points are missing
    */
   function draw(curves, gaps = []) {
@@ -93,7 +93,7 @@ const layoutOf = (curves) => JSON.stringify(curves.map(({ name, stroke, width })
 
 /**
  * uPlot's options. `x` has the range and the axis: the distances between its numbers, their texts, and the height of
- * what is above them. `cursor` and `hooks` are those of this chart.
+ * the marks above them. `cursor` and `hooks` are those of this chart.
  * @param {Chart} chart @param {View} view @param {Curve[]} curves @param {{ x: any, cursor: any, hooks: any }} own
  */
 export function plotOptions(chart, view, curves, { x, cursor, hooks }) {

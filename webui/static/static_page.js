@@ -2,7 +2,7 @@
 // The pages without Gradio: the button of the header that logs out, and the list of documents of the help.
 import { showLogout } from "./logout.js";
 
-// In a narrow window the list would push the document out of sight.
+// In a narrow window, an open list would push the document out of sight.
 if (matchMedia("(max-width: 900px)").matches) document.querySelector("aside details")?.removeAttribute("open");
 void showLogout();
 
@@ -20,7 +20,7 @@ async function showFound(/** @type {HTMLInputElement} */ input, /** @type {Eleme
     return;
   }
   const answer = await fetch(`search?q=${encodeURIComponent(input.value)}`).catch(() => null);
-  if (mine !== latest || !answer?.ok) return; // Enter still loads the page of results, or says why it cannot
+  if (mine !== latest || !answer?.ok) return; // Enter still loads the page of results, or an error
   const found = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
   if (mine === latest && found) place.replaceChildren(...found.childNodes);
 }
@@ -35,6 +35,6 @@ if (search && main) {
   document.querySelector("aside nav")?.addEventListener("click", (event) => {
     if (!(/** @type {Element} */ (event.target).closest("a[href^='#']"))) return;
     latest++;
-    main.replaceChildren(...documentShown); // it has the heading
+    main.replaceChildren(...documentShown); // this node has the heading
   });
 }

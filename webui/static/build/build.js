@@ -16,13 +16,13 @@ import { compareTuning, prepareTuning, resumeTuning } from "./tuning.js";
 import { drawUndo, startHistory } from "./versions.js";
 
 const RETRY = 2000; // ms to the next check while the server does not respond or examples are being checked
-const SLOW = 1000; // ms after an edit; then the report on the page says that it is about earlier values
+const SLOW = 1000; // ms after an edit until the report on the page says that it is about earlier values
 const START_RETRY = 400; // ms, while Start waits for the examples
 const DEFAULTS = " "; // the value of the menu's entry for the defaults; no preset has this name
 
-let seq = 0; // of the newest check
+let seq = 0; // number of the newest check
 let drawnSeq = 0;
-let isAsked = false; // a check follows as soon as the running script is done
+let isAsked = false; // a check is sent as soon as the running script is done
 let timer = 0;
 let slow = 0;
 const startKeys = createKeys();
@@ -77,7 +77,7 @@ async function check(keeps = true) {
     const kept = keeps ? keepEdit(values) : null;
     const report = await post("api/check", { values, ...kept, machine: machine(), preset: preset(), seq: mine });
     if (kept) editSaved(kept.edit);
-    if (mine < drawnSeq) return; // a later one is drawn already
+    if (mine < drawnSeq) return; // a later response is drawn already
     drawnSeq = mine;
     lastReport = report;
     const focused = document.activeElement;
@@ -133,7 +133,7 @@ async function loadDraftOrPreset() {
   const named = asked || presets[0];
   if (saved) {
     const from = address.get("draft") ? preset() : (own ? sessionStorage : localStorage).getItem("fp-preset") || "";
-    await useDraft(own || randomId()); // a new tab continues with the values of another one
+    await useDraft(own || randomId()); // a new tab starts with the values of another tab
     selectPreset(from);
     form.setValues(saved);
   } else if (named) {
@@ -225,8 +225,8 @@ function drawOffer(offer) {
   box.dataset.patch = JSON.stringify(offer.patch);
   const use = () => form.setValues(offer.patch, { undo: "Recommended values are set." });
   const count = offer.diff.length;
-  const values = count === 1 ? "One value is still that" : `${count} values are still those`;
-  const text = `${values} of the preset ${offer.label}, chosen for its own model and data.`;
+  const [values, were] = count === 1 ? ["One value is still", "was"] : [`${count} values are still`, "were"];
+  const text = `${values} from the preset ${offer.label} and ${were} chosen for its model and data.`;
   box.replaceChildren(
     el("p", {}, text),
     diffList(offer.diff),
@@ -293,8 +293,8 @@ async function start(showView) {
   drawStart(lastReport, true);
   try {
     await chosen;
-    const drawn = check(); // repeated while examples are being checked
-    if ($("#fp-status").dataset.fresh === "no") await drawn; // what starts is what the report shows
+    const drawn = check(); // the check repeats while examples are being checked
+    if ($("#fp-status").dataset.fresh === "no") await drawn; // the run must start with what the report shows
     const after = { after: address.get("after") || "", after_ok: address.get("after_any") !== "1" };
     const body = { values: form.currentValues(), ...after };
     const { id } = await post("api/runs", { ...body, key: startKeys.keyOf(body) });
@@ -398,7 +398,9 @@ async function importFile(event) {
     });
     selectPreset("");
     const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
-    const code = runs_code.length ? " What can run code was left out: apply it only if you trust the file." : "";
+    const code = runs_code.length
+      ? " Settings that can run code were left out: apply them only if you trust the file."
+      : "";
     const details = [
       ...listed("Can run code, or decides where data is sent", runs_code.map(withLabel)),
       ...(Object.keys(consent).length ? [consentButton(file.name, consent)] : []),
@@ -442,7 +444,7 @@ async function exportFile() {
   const place = machine() ? "on the target machine" : "in a shell";
   const hasFiles = values["data.source"] === "files" || values["model.source"] === "path";
   const copy = machine() && hasFiles ? " Copy its data and model files there first, and correct their paths." : "";
-  notify(`${name} is downloaded. To start the run, use footplate run ${name} ${place}, or Import on a page.${copy}`);
+  notify(`${name} was downloaded. To start the run, use footplate run ${name} ${place}, or Import on a page.${copy}`);
 }
 
 /** @param {(tab: string, run?: string) => void} showView */

@@ -1,5 +1,5 @@
 // @ts-check
-// The columns of the data files, each with its first values and a menu of what it is used for.
+// The columns of the data files, each with its first values and a menu for its use.
 import { post } from "../api.js";
 import { $, el, emit, notifyError, redraw } from "../dom.js";
 import { applyFix } from "../fixes.js";
@@ -7,10 +7,10 @@ import { applyFix } from "../fixes.js";
 const decides = (name) => /^data\.(sources?|files|format|\w+_column)$|^train\.stage$/.test(name);
 
 /** @type {Record<string, any>} */
-let values = {}; // of the form
-let dataset = 0; // of several
+let values = {}; // the form's values
+let dataset = 0; // number of the shown dataset
 let drawn = ""; // the values that determine what is shown or requested
-let wanted = false; // a finding leads here, and there is nothing to see yet
+let wanted = false; // a finding's link leads here, but nothing is drawn yet
 
 const box = () => $("#fp-columns");
 
@@ -68,7 +68,7 @@ async function change(column, use) {
   try {
     applyFix(await post("api/columns/use", { values, dataset, column, use }));
   } catch (error) {
-    drawn = ""; // the menus show what is used
+    drawn = ""; // draw the menus again, with the actual uses
     loadColumns(values);
     notifyError(error);
   }
@@ -76,7 +76,7 @@ async function change(column, use) {
 
 /** A button that leads to the menus, for findings about columns; null for other findings. */
 export function columnsLink({ code, fields }) {
-  const isUnknown = code === "DAT002" && fields.some((name) => /^data\.(.+\.)?format$/.test(name)); // of no format
+  const isUnknown = code === "DAT002" && fields.some((name) => /^data\.(.+\.)?format$/.test(name)); // unknown format
   if (!isUnknown && !fields.some((name) => name.endsWith("_column"))) return null;
   const [, number = "0"] = fields.join(" ").match(/data\.sources\[(\d+)\]/) || [];
   const open = () => {

@@ -1,5 +1,5 @@
 // @ts-check
-// The datasets after the first one: a card for each, in place of the field data.sources, whose value is their JSON.
+// The datasets after the first one: a card for each. They replace the field data.sources, whose value is their JSON.
 import { $, chip, el, emit } from "../dom.js";
 import { currentValues, edited, option, optionNames, setValues } from "./form.js";
 
@@ -119,7 +119,7 @@ function change(index, name, input) {
   else if (kind === "int" || kind === "float") value = value === "" ? "" : Number(value);
   if (String(value) === String(usual) && name !== "source") delete all[index][name];
   else all[index][name] = value;
-  drawn = textOf(all); // the card shows it already
+  drawn = textOf(all); // the card shows this value already
   edited(SOURCES, drawn);
 }
 

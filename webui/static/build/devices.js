@@ -4,7 +4,7 @@ import { $, el } from "../dom.js";
 import { bytes, capitalized, countedMore } from "../format.js";
 import { currentValues, setValues } from "./form.js";
 
-const MAX_NODES = 4; // rows; the field for the number of nodes selects more
+const MAX_NODES = 4; // rows; the field for the number of nodes allows more
 
 /** A click changes the selection at once, since the next click may come before the next report.
  * @param {any} devices of the check report */

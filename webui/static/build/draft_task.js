@@ -1,13 +1,13 @@
 // @ts-check
-// What the server does for a draft and a card of the draft shows, such as a rehearsal: which one it is, how far it is,
-// and whether the form has changed since.
+// A task of the server for a draft that a card shows, such as a rehearsal: its id, its progress, and whether the form
+// has changed since its start.
 import { get, post } from "../api.js";
 import { createPoller } from "../poll.js";
 import { draftId } from "./drafts.js";
 
 /**
- * FNV-1a: whether the form has changed, without a copy of its values, which may contain secrets. A name changes
- * nothing.
+ * FNV-1a: detects whether the form has changed without storing its values, which may contain secrets. The run's name
+ * does not count.
  */
 function checksumOf({ "logging.run_name": _, ...values }, machine) {
   let sum = 0x811c9dc5;
@@ -19,7 +19,7 @@ function checksumOf({ "logging.run_name": _, ...values }, machine) {
 
 /**
  * The last task `name` of each draft, so that two tabs do not show each other's. `api` has the addresses of these
- * tasks; `draw` shows a status, and `dismiss` is called if a later task has replaced this one.
+ * tasks; `draw` shows a status; `dismiss` is called if a later task has replaced this one.
  * @param {string} name
  * @param {{ api: string, draw: (status: any) => void, dismiss: () => void }} options
  */
@@ -29,7 +29,7 @@ export function createDraftTask(name, { api, draw, dismiss }) {
   const id = () => stored()[0];
   const path = () => `${api}/${encodeURIComponent(id())}`;
   const poller = createPoller(poll, { isVisible: () => document.body.dataset.tab === "build", interval: 1000 });
-  let checksum = ""; // of the form's values now
+  let checksum = ""; // checksum of the form's current values
 
   /** @param {() => boolean} isCurrent */
   async function poll(isCurrent) {

@@ -1,14 +1,14 @@
 // @ts-check
-// Where the form's values are kept: each edit at once in this browser, and with the next check on the server.
+// Stores the form's values: each edit at once in this browser, and with the next check on the server.
 import { get, randomId, url } from "../api.js";
 import { address } from "../dom.js";
 
 const LAST = "fp-draft";
 const LOCK_TRIES = 3;
 const LOCK_PAUSE = 100; // ms
-const MAY_HAVE_SECRETS = "launch.env"; // the server does not store them, and neither does this browser
+const MAY_HAVE_SECRETS = "launch.env"; // neither the server nor this browser stores these
 
-const page = randomId(); // of this load of the page: requests may arrive in another order than they were sent
+const page = randomId(); // id of this load of the page: requests may arrive in a different order than they were sent
 let draft = "";
 let edits = 0;
 /** @type {Record<string, any> | null} what the server may not have yet */
@@ -38,7 +38,7 @@ export async function useDraft(id) {
 async function isFree(id) {
   if (!navigator.locks) return true;
   for (let tries = 0; tries < LOCK_TRIES; tries++) {
-    if (tries) await new Promise((done) => setTimeout(done, LOCK_PAUSE)); // the tab's own lock, before a reload
+    if (tries) await new Promise((done) => setTimeout(done, LOCK_PAUSE)); // this tab's lock from before a reload
     const mine = await new Promise((resolve) => {
       const hold = (lock) => {
         resolve(Boolean(lock));
@@ -64,7 +64,7 @@ export function keepEdit(values) {
     try {
       localStorage.setItem(keyOf(draft), JSON.stringify(kept));
     } catch {
-      // No room or no permission: the server saves them with the next check.
+      // No room or no permission: the server saves the values with the next check.
     }
   }
   return { draft, page, edit: edits };
@@ -87,7 +87,7 @@ function sendUnsaved() {
 
 export function saveWhenLeaving() {
   window.addEventListener("pagehide", sendUnsaved);
-  document.addEventListener("visibilitychange", () => document.hidden && sendUnsaved()); // a phone sends nothing later
+  document.addEventListener("visibilitychange", () => document.hidden && sendUnsaved()); // phones may not send later
 }
 
 /** A draft's values: the server's, with what only this browser has; null without either. @param {string} id */

@@ -4,19 +4,19 @@ import { post } from "../api.js";
 import { $, chip, el, on, redraw } from "../dom.js";
 import { loadColumns } from "./columns.js";
 
-const MOST = 50; // positions that the server knows of each kind of problem
-const AGAIN = 400; // ms, while the worker renders the example
+const MOST = 50; // positions that the server reports for each kind of problem
+const AGAIN = 400; // ms between requests while the worker renders the example
 const TRAIN = ["stage", "per_device_train_batch_size", "train_sampling_strategy"].map((name) => `train.${name}`);
 const decides = (name) => /^(model|data)\./.test(name) || name === "launch.trainer" || TRAIN.includes(name);
 
 /** @type {Record<string, any>} */
-let values = {}; // of the form
+let values = {}; // the form's values
 let drawn = ""; // the values and the position that determine what is shown or requested
-let shown = ""; // the example
+let shown = ""; // the example that is shown
 let timer = 0;
 /** @type {[string, string][]} */
-let datasets = []; // of several: the title of each, and what it contributes to an epoch
-let dataset = 0; // the one that is shown
+let datasets = []; // if there are several: the title of each, and its share of an epoch
+let dataset = 0; // number of the dataset that is shown
 
 const card = () => $("#fp-examples");
 const field = () => $("#fp-example-number");
@@ -160,7 +160,7 @@ function sequenceParts({ name, tokens, kept, trained, use, end, pieces }, differ
   const nodes = [];
   let shown = 0;
   let isCut = false;
-  let last = 1; // the weight of the piece before
+  let last = 1; // the weight of the previous piece
   for (const [n, [text, ids, weight]] of pieces.entries()) {
     if (n === differs) nodes.push(el("span.fp-difference", {}, "differs from here"));
     if (!isCut && shown >= kept) nodes.push(cutMark(kept));

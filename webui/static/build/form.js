@@ -18,8 +18,8 @@ import { remember } from "./history.js";
 
 const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
 const MAX_SUMMARY_PARTS = 4;
-const SHOWN_LABELS = 2; // of the options that are set behind "More options"
-const MAX_VALUES_IN_TEXT = 4; // of a condition
+const SHOWN_LABELS = 2; // names of options that are set behind "More options"
+const MAX_VALUES_IN_TEXT = 4; // values of a condition that are listed
 
 /** @type {{ names: string[], options: Record<string, any> }} */
 let description = { names: [], options: {} };
@@ -28,7 +28,7 @@ let namesById = new Map();
 let values = {};
 let toWrite = null; // values on their way into the components
 
-// What shows and changes an option in place of its own field, which form.css hides.
+// Elements that show and change an option in place of its own field, which form.css hides.
 const REPLACED = {
   "launch.devices": "fp-devices",
   "parallel.strategy": "fp-strategies",
@@ -205,7 +205,7 @@ function gathered(changes) {
 export const differing = (changes) => Object.keys(changes).filter((name) => !equal(values[name], changes[name]));
 
 /**
- * Set some values. With `undo`, its text is shown with an Undo button. `remembered` is false for an undo or a redo.
+ * Set some values. With `undo`, this text is shown with an Undo button. `remembered` is false for an undo or a redo.
  * @param {Record<string, any>} wanted
  * @param {{ undo?: string, details?: Element | null, remembered?: boolean }} options
  */

@@ -1,7 +1,7 @@
 // @ts-check
 // Undo and redo for the whole form: what each change replaced. Typing into one field is one change.
 
-const PAUSE = 1000; // ms; after that, typing into the same field is another change
+const PAUSE = 1000; // ms; after such a pause, typing into the same field is a new change
 const MAX_CHANGES = 200;
 
 /** @typedef {{ before: Record<string, any>, after: Record<string, any>, at: number, typed: boolean }} Change */

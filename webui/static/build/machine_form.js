@@ -1,5 +1,5 @@
 // @ts-check
-// The form for a custom machine. The server says which fields it has, and checks their values.
+// The form for a custom machine. The server defines its fields and checks their values.
 import { get, post, remove } from "../api.js";
 import { confirmDialog, el, formDialog, notifyError, setText } from "../dom.js";
 
@@ -73,7 +73,7 @@ function pasteBox(command, fill) {
   const label = el(
     "label",
     {},
-    el("span", {}, "Paste the output of ", el("code", {}, command), ", run on it, or fill in the fields"),
+    el("span", {}, "Paste the output of ", el("code", {}, command), ", run on that machine, or fill in the fields"),
     input,
   );
   const requireValid = async () => {

@@ -6,7 +6,7 @@ import { applyFix, fixNote } from "../fixes.js";
 import { bytes } from "../format.js";
 import { phases, placementPicture, used } from "../placement.js";
 
-// What the numbers of a GPU mean.
+// What the figures for a GPU mean.
 const ALLOCATED =
   "This is what PyTorch's allocator allocates plus the device context; nvidia-smi also shows memory that the " +
   "allocator reserves, and typically reports more.";

@@ -1,10 +1,10 @@
 // @ts-check
-// The names of the model's modules below the fields that take some.
+// The names of the model's modules, shown below the fields that take module names.
 import { $, el, on, setAttribute } from "../dom.js";
 import { currentValues, fieldOf, setValues } from "./form.js";
 
 /** @type {string[]} */
-let offered = []; // the options that take names
+let offered = []; // the options that take module names
 on("edited", () => offered.forEach((name) => markChosenNames(fieldOf(name), name)));
 
 const chosenNames = (name) =>
@@ -32,7 +32,7 @@ export function offerModuleNames(modules) {
 }
 
 function toggleName(name, one) {
-  const chosen = chosenNames(name); // read now: two quick clicks add two names
+  const chosen = chosenNames(name); // read at each click, so that two quick clicks add two names
   const changed = chosen.includes(one) ? chosen.filter((n) => n !== one) : [...chosen, one];
   setValues({ [name]: changed.join(", ") });
 }

@@ -1,10 +1,10 @@
 // @ts-check
-// Completion of paths: below a field, what is in the folder that was typed so far.
+// Completion of paths: below a field, the entries of the folder that was typed so far.
 import { get } from "../api.js";
 import { el } from "../dom.js";
 import { option, optionAt } from "./form.js";
 
-const DELAY = 80; // ms after a key
+const DELAY = 80; // ms after a key press
 
 /** @typedef {HTMLInputElement | HTMLTextAreaElement} Input */
 /** @type {{ input: Input, entries: string[], items: HTMLElement[], node: HTMLElement } | null} */
@@ -70,7 +70,7 @@ function draw(input, entries, more) {
   const rest = more
     ? el("li.fp-dim", { role: "presentation" }, `${more.toLocaleString("en")} more; keep typing to narrow the list`)
     : null;
-  const keepFocus = (event) => event.preventDefault(); // in the field, even while the list is scrolled
+  const keepFocus = (event) => event.preventDefault(); // the focus stays in the field, even while the list is scrolled
   const node = el(
     "ul",
     { id: "fp-paths", role: "listbox", "aria-label": "Paths", onmousedown: keepFocus },
@@ -89,7 +89,7 @@ function draw(input, entries, more) {
 }
 
 function close() {
-  asked++; // discards a response on its way
+  asked++; // discards a response that is on its way
   if (!list) return;
   list.node.remove();
   for (const name of ["aria-autocomplete", "aria-controls", "aria-activedescendant"]) list.input.removeAttribute(name);

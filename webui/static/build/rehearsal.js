@@ -53,7 +53,7 @@ function draw(status) {
   if (!running) $("#fp-try").disabled = $("#fp-start").disabled;
   else $("#fp-try").disabled = true;
   const text = JSON.stringify({ ...status, seconds: 0 });
-  if (text === drawn) return; // a traceback stays open
+  if (text === drawn) return; // an open traceback stays open
   drawn = text;
   const action = running
     ? el("button.fp-link", { type: "button", onclick: () => task.stop().catch(notifyError) }, "Stop")

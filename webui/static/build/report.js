@@ -20,7 +20,7 @@ const LEVELS = { error: "Error", warning: "Warning", advice: "Advice" };
 
 let scriptText = "";
 let previewTab = "command";
-let drawn = ""; // the report without its progress
+let drawn = ""; // the report without the progress of the examples
 
 export const script = () => scriptText;
 const preventsStart = (status) => ["error", "invalid"].includes(status.level);
@@ -32,7 +32,7 @@ export function drawReport(report, { starting, edited }) {
   $("#fp-status .fp-status-examples").textContent = capitalized(report.examples.text);
   const { seq: _seq, examples: _examples, ...rest } = report;
   const text = JSON.stringify(rest);
-  if (!edited && text === drawn) return; // details stay open while examples are counted
+  if (!edited && text === drawn) return; // so that open details stay open while examples are counted
   drawn = text;
   drawContent(report);
 }
@@ -52,7 +52,7 @@ function drawContent(report) {
   $(".fp-status-text", box).textContent = status.text;
   const more = [report.place && `On ${report.place}`, report.summary].filter(Boolean).join(": ");
   $(".fp-status-more", box).textContent = more;
-  $("#fp-try").hidden = $("#fp-tune").hidden = preventsStart(status); // Apply fixes is in its place
+  $("#fp-try").hidden = $("#fp-tune").hidden = preventsStart(status); // Apply fixes takes its place
   drawFixAll(findings.filter((f) => f.level === "error"));
   offerModuleNames(report.modules || {});
   $("#fp-findings").replaceChildren(...invalid.map(invalidCard), ...findings.map(findingCard));
@@ -65,13 +65,13 @@ function drawContent(report) {
   drawDevices(report.devices);
   drawShares(report.datasets);
   drawStrategies(report.strategies, report.memory.placement.noun);
-  outlineFields(findings, invalid); // now it is known which fields are shown
+  outlineFields(findings, invalid); // after drawing, when it is known which fields are shown
   drawPreview(report.preview);
 }
 
 /**
- * After a fix, its button is gone, hidden or disabled: the focus moves to the next fix, else to Start or Export, else
- * to the first error; after the offer of recommended values, to the field below it.
+ * After a fix, its button is gone, hidden or disabled, so the focus moves: to the next fix, else to Start or Export,
+ * else to the first error; after the offer of recommended values, to the field below the offer.
  * @param {any} focused what had the focus before the report was drawn
  */
 export function keepFocus(focused) {

@@ -25,7 +25,7 @@ const normalize = (text) =>
     .trim();
 const input = () => $("#fp-search");
 const list = () => $("#fp-search-results");
-const grid = () => $("#fp-search-rows"); // not a listbox, whose options cannot have buttons
+const grid = () => $("#fp-search-rows"); // not a listbox: its options cannot contain buttons
 
 export function startSearch(described) {
   index = described.map(({ name, help, aliases }) => {
@@ -84,7 +84,7 @@ function score(entry, query) {
   entry.labels.forEach((label, i) => offer(100 * matchLevel(query, normalize(label)), i < 3 ? "" : label));
   const label = normalize(entry.labels[0]);
   for (const choice of entry.choices) {
-    // "strategy zero 3" and "zero 3" both find the choice; "strategy" finds the option only.
+    // "strategy zero 3" and "zero 3" both find the choice; "strategy" finds only the option.
     const withLabel = matchLevel(query, label) ? 0 : matchLevel(query, `${label} ${choice.text}`);
     const level = matchLevel(query, choice.text) || withLabel;
     if (level) result.choices.push(choice.value);
@@ -213,7 +213,7 @@ function keyPressed(event) {
   if (event.key === "Escape") {
     if (list().hidden) input().blur();
     else close();
-    event.preventDefault(); // the browser would clear the text
+    event.preventDefault(); // otherwise the browser clears the text
   } else if (event.key === "Enter") {
     event.preventDefault();
     if (list().hidden) show(input().value);

@@ -9,7 +9,7 @@ import { setValues } from "./form.js";
 /** @type {Map<string, any>} lines by name; they stay in the page, so that the focus stays too */
 const lines = new Map();
 const HELP = {
-  host: "Estimated peak in the RAM of a node, of all its processes together",
+  host: "Estimated peak RAM of a node, for all its processes together",
   sent: "Data that each device sends to other devices and exchanges with host RAM in an optimizer step",
   speed:
     "Predicted training speed of all devices together; unknown where none is predicted, for example with offloading",
@@ -27,7 +27,7 @@ export function drawStrategies(strategies, device) {
   if (!strategies) return;
   latest = { strategies, device };
   const shown = [...strategies.lines, ...(showsOthers ? strategies.others : [])];
-  const hasSpeed = shown.some((line) => line.tokens_per_second); // else what is sent tells which is faster
+  const hasSpeed = shown.some((line) => line.tokens_per_second); // without speeds, the sent bytes tell which is faster
   const nodes = shown.map((line) => drawLine(line, device, hasSpeed));
   const list = $(".fp-strategy-list", box) || firstDraw(box);
   const capacities = shown.map((line) => line.capacity_bytes);
@@ -115,7 +115,7 @@ function drawLine(line, device, hasSpeed) {
   const parts = lines.get(name);
   parts.line = line;
   const { verdict: text, fit } = line;
-  const known = line.device_bytes !== null && !line.error; // what cannot run needs no figures
+  const known = line.device_bytes !== null && !line.error; // a strategy that cannot run needs no figures
   parts.node.dataset.state = line.error ? "error" : fit;
   parts.input.checked = line.is_current;
   parts.badge.hidden = !line.is_best;

@@ -6,7 +6,7 @@ import * as form from "./form.js";
 
 const DEBOUNCE = 250; // ms after the last key
 const RETRY = 1000; // ms, while the server does not respond
-const STORED = "fp-sweep"; // in this browser: what was entered last
+const STORED = "fp-sweep"; // key in this browser's storage for the last entries
 const MAX_LABELS = 6;
 const [MAX_OPTIONS, MAX_COUNT] = [8, 50]; // as in webui/api/sweeps.py and backend/tasks/start_sweep.py
 const FIRST = "train.learning_rate";
@@ -140,7 +140,7 @@ function count(field, label, least) {
     entered[field] = Math.min(MAX_COUNT, Math.max(least, Math.round(Number(input.value)) || least));
     changed();
   });
-  input.addEventListener("change", () => (input.value = entered[field])); // the value that is used
+  input.addEventListener("change", () => (input.value = entered[field])); // show the value that is used
   return el("label", {}, label, input);
 }
 
@@ -169,7 +169,7 @@ function changed() {
 export function checkSweep() {
   if (box().hidden) return;
   ready(0);
-  seq++; // the response to an earlier request is about other runs
+  seq++; // responses to earlier requests are about other runs
   clearTimeout(timer);
   timer = setTimeout(check, DEBOUNCE);
 }
@@ -180,7 +180,7 @@ async function check() {
   const mine = ++seq;
   const empty = entered.vary.find(({ values }) => !values.trim());
   if (empty) {
-    say(`Enter the values of ${form.label(empty.name)}.`, "missing"); // not an error: nothing was entered yet
+    say(`Enter the values of ${form.label(empty.name)}.`, "missing"); // not an error: the field is still empty
     return;
   }
   try {

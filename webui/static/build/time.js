@@ -5,12 +5,12 @@ import { $, el, notifyError, redraw, table, tableRow } from "../dom.js";
 import { capitalized } from "../format.js";
 import { currentValues } from "./form.js";
 
-const SHOWN = 5; // parts of a step in the picture; the rest is one part
-const LEAST = 0.02; // share of the smallest of them
+const SHOWN = 5; // parts of a step in the picture; the others are combined into one
+const LEAST = 0.02; // smallest share of a step that is a part of its own
 const SHADES = [100, 76, 58, 43, 31, 18]; // percent of the accent color, the largest part first
 
 const machines = el("details.fp-time-machines", { ontoggle: compare }, el("summary", {}, "Other machines"));
-let compared = ""; // the values and the selected machine that the table of machines is about
+let compared = ""; // the values and the selected machine of the table of machines
 
 /** @param {any} time the estimate @param {boolean} isPredicted whether a time can be expected for such a device */
 export function drawTime(time, isPredicted) {
@@ -75,11 +75,11 @@ function comparison(lines) {
     { head: "Time", text: ({ texts }) => texts.time.replace(/ \(.*/, "") },
     { head: "Price", text: ({ texts }) => texts.price },
   ].filter(({ text }) => lines.some((line) => text(line) !== "-"));
-  const same = lines.every(({ result }) => result === lines[0].result); // said once, above the table
+  const same = lines.every(({ result }) => result === lines[0].result); // shown once, above the table
   const rows = (line) => {
     const about = [same ? "" : line.result, line.can_run ? line.change : ""].filter(Boolean).map(sentence).join(" ");
     const figures = columns.map(({ text }) => (line.can_run ? text(line) : ""));
-    const isPlain = line.can_run && about === "Can run."; // the figures say so
+    const isPlain = line.can_run && about === "Can run."; // the figures show that it can run
     return [
       tableRow([machineLink(line), ...figures], "td.fp-n"),
       about && !isPlain ? el("tr", {}, el("td.fp-dim", { colspan: 1 + columns.length }, about)) : null,
@@ -125,7 +125,7 @@ function picture(items) {
   };
   const piece = ({ share }, n) => {
     const node = color(n);
-    node.style.flexGrow = String(100 * share); // below 1 in sum, they would not fill the bar
+    node.style.flexGrow = String(100 * share); // flex-grow values with a sum below 1 would not fill the bar
     return node;
   };
   const entry = ({ label, share }, n) => el("li", {}, color(n), el("span", {}, label), el("b", {}, percent(share)));

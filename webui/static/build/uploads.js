@@ -15,7 +15,7 @@ const MAX_RUNS = 3; // named in the list
 /** @type {{ stop: AbortController, name: string, size: number, arrived: number, began: number, from: number,
  *   offline: boolean } | null} */
 let sending = null;
-let queue = Promise.resolve(); // files that were chosen while others are sent
+let queue = Promise.resolve(); // files that are chosen while others are being sent
 
 const box = () => $("#fp-uploads");
 
@@ -105,7 +105,7 @@ async function send(file, stop) {
   });
   const now = { stop, name: file.name, size: file.size, arrived: 0, began: 0, from: 0, offline: false };
   sending = now;
-  let part = new ArrayBuffer(0); // an empty part asks how much has arrived
+  let part = new ArrayBuffer(0); // an empty part asks how many bytes have arrived
   for (;;) {
     draw();
     const answer = await sendPart(`api/uploads?${about}&offset=${now.arrived}`, part, now);

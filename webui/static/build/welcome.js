@@ -1,5 +1,5 @@
 // @ts-check
-// One sentence that says what Footplate is, on the first visit of this browser; reloads of that tab keep it.
+// A sentence about what Footplate is, on the first visit of this browser; it stays after reloads of that tab.
 import { $ } from "../dom.js";
 
 const KEY = "fp-welcome";

@@ -22,7 +22,7 @@ export const compareLink = (ids) => `?tab=compare&runs=${ids.slice(0, MOST).map(
 
 const page = /** @type {Record<string, any>} */ ({});
 let response = null;
-let drawn = ""; // what the tables show
+let drawn = ""; // the content of the tables, as JSON
 let pinned = -1; // the number of the run that a click highlighted
 let allPrompts = false;
 
@@ -110,7 +110,7 @@ async function pullEvaluations(asked, runs) {
     if (asked === address.get("runs")) page.evaluations.draw(runs, found);
   } catch (error) {
     if (!error.status) throw error;
-    page.evaluations.hide(); // evaluations that cannot be read do not stop the other sections
+    page.evaluations.hide(); // the other sections are shown even if evaluations cannot be read
   }
 }
 
@@ -150,7 +150,7 @@ function draw() {
   drawn = state;
   const shown = runs.map((run) => run.id).join();
   if (shown !== page.node.dataset.runs) {
-    pinned = -1; // it was the number of another run
+    pinned = -1; // the number now belongs to another run
     page.evaluations.hide();
   }
   page.node.dataset.runs = shown;

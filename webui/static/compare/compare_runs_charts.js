@@ -8,7 +8,7 @@ import { integer, num, valueText } from "../format.js";
 import { onThemeChange } from "../gradio.js";
 import { DISTANCES, createPlot, curveColor, plotOptions, tickText } from "../plot.js";
 
-const MOST_POINTS = 12000; // of all runs together, per curve
+const MOST_POINTS = 12000; // per metric, for all runs together
 const FADED = 0.15; // opacity
 const HIGHLIGHTED = 2.6; // px: the width of a curve
 const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];

@@ -15,7 +15,7 @@ export function settingsText({ step, tasks, limit, shots }) {
 /** @param {() => void} start */
 export function createFields(start) {
   const parts = createParts();
-  let isChat = /** @type {boolean | null} */ (null); // what the data of the run decides; null before the first response
+  let isChat = /** @type {boolean | null} */ (null); // follows from the run's data; null before the first response
   let last = /** @type {any} */ (null); // the newest benchmark, whose settings the fields have at first
   parts.node.addEventListener("submit", (event) => {
     event.preventDefault();
@@ -38,7 +38,7 @@ export function createFields(start) {
     parts.limit.input.value = "100";
     parts.base.checked = true;
     parts.code.checked = false;
-    parts.model.draw([]); // a step of this run may be one of the next run, too
+    parts.model.draw([]); // the next run may have a checkpoint of the same step
   }
   return { node: parts.node, values: () => valuesOf(parts, isChat), draw, reset, remove: parts.remove };
 }
@@ -89,7 +89,7 @@ function createParts() {
   const start = button("Start benchmark", null, { type: "submit" });
   const remove = button("Delete this benchmark", null, { hidden: true });
   const field = labeled("Tasks: names of lm-eval, or YAML files on the server, separated by commas", tasks);
-  // Without the browser's own checks, which cannot show what is wrong in closed settings; the server says it.
+  // Without the browser's own validation, which cannot show errors in closed settings; the server reports them.
   const node = el("form.fp-job-form", { novalidate: true }, field, settings, actions(start, remove));
   return { node, tasks, model, limit, shots, base, template, code, button: start, remove };
 }

@@ -11,8 +11,8 @@ const KEYS = { saved: "Checkpoint", evaluation: "Evaluation", resumed: "Resumed 
 /** @typedef {import("./live.js").RunEvent} RunEvent */
 
 /**
- * What the charts mark, by step: the events, the checkpoints and resumes that have none (LLaMA-Factory writes no
- * events), and the evaluations.
+ * The marks of the charts by step: the events, checkpoints and resumes without an event (LLaMA-Factory writes none),
+ * and evaluations.
  * @param {{ events: RunEvent[], checkpoints: number[] }} happened @param {any} response the series
  * @returns {RunEvent[]}
  */
@@ -44,7 +44,8 @@ export function markKey(marks) {
 
 /**
  * Alerts and resumes are lines over the chart's height; below the axis are triangles for checkpoints and dots for
- * evaluations, in two rows, since both often have the same step. Of marks in one place, the first is drawn.
+ * evaluations, in two rows, since both often have the same step. If several marks are in the same place, only the first
+ * one is drawn.
  * @param {any} u @param {RunEvent[]} marks @param {(name: string) => string} color
  */
 export function drawMarks(u, marks, color) {

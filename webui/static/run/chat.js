@@ -66,7 +66,7 @@ export class Chat {
       return "end";
     }
     if (!isCurrent()) return "end";
-    if (found) this.#draw({ ...this.shown, ...found }); // without turns, they are the same
+    if (found) this.#draw({ ...this.shown, ...found }); // a response without turns means that they have not changed
     if (!this.shown.alive) return "rest"; // another tab may start it
     return this.#running() || this.shown.job.state !== "running" ? undefined : "rest";
   }

@@ -45,10 +45,10 @@ export function createFields(send) {
     parts.role.value = "user";
   };
   let samples = [];
-  let next = 0; // the position of the one that the button fills in
+  let next = 0; // position of the example that the button fills in next
   parts.example.addEventListener("click", () => {
     prompt.value = samples[next].prompt;
-    parts.history.checked = false; // the model was trained on examples alone
+    parts.history.checked = false; // the example was trained on without earlier turns
     next = (next + 1) % samples.length;
     prompt.focus();
   });
@@ -57,10 +57,10 @@ export function createFields(send) {
     samples = given;
     parts.example.hidden = !given.length;
   }
-  /** As for a run that was not shown before. */
+  /** Reset the fields, for a run that was not shown before. */
   function reset() {
     [next, drawn] = [0, ""];
-    parts.model.draw([]); // a step of this run may be one of the next run, too
+    parts.model.draw([]); // the next run may have a checkpoint of the same step
     sent();
     for (const field of [parts.tools, ...parts.answers]) field.value = "";
     parts.thinking.name = "";

@@ -108,7 +108,8 @@ export function ending({ end, tokens, seconds, stop, limit }) {
 }
 
 /**
- * Draws the reasoning of an output before its `text`, if it has one. It is open at first if the answer has not begun.
+ * Draws the reasoning of an output before its `text`, if it has one. The reasoning is open at first if the answer has
+ * not begun.
  * @param {HTMLElement} text
  */
 function createReasoning(text) {
@@ -172,7 +173,7 @@ function codeParts(found) {
 
 const KEEP =
   "Evaluations generate outputs for the prompt of this conversation and compare them with the reference, the output " +
-  "that you want. It starts as the model's output; edit it if it is wrong.";
+  "that you want. The model's output is filled in as the reference; edit it if it is wrong.";
 
 /** A button that keeps the conversation for evaluations. @param {() => any} output the output as it is now */
 function keepLink(path, turn, output) {

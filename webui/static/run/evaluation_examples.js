@@ -63,7 +63,7 @@ export function createExamples(path, comparisons) {
   return node;
 }
 
-const SHOWN_SAMPLES = 2; // of an example, unless the user wants to see all of them
+const SHOWN_SAMPLES = 2; // samples per example, until the user shows all
 const PASS = /_pass_at_\d+$/; // pass@k belongs to all samples of a prompt; each sample is right or wrong
 
 /** The samples of a prompt, each with its score; those after the first ones are folded. */

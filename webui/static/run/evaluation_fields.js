@@ -11,8 +11,8 @@ const ABOUT_SCORES =
   "Its code runs on the server with the permissions of its user, after you have agreed.";
 const ABOUT_SAMPLES =
   "With several samples per prompt, a score is the mean over them. Binary scores, such as exact match, also have " +
-  "pass@k, the probability that at least one of k samples is right. Samples need a temperature above 0; 0.8 is " +
-  "usual. The same settings draw the same samples.";
+  "pass@k, the probability that at least one of k samples is right. Samples need a temperature above 0, such " +
+  "as 0.8. The same settings draw the same samples.";
 const STOPPED = "This evaluation was stopped; with the same settings, Continue computes what is missing:";
 
 const SHOWN_HASH = 12; // characters
@@ -72,7 +72,7 @@ export function createFields(start) {
     last = null;
     parts.group.checked = false;
     parts.judge.fill(null);
-    parts.model.draw([]); // a step of this run may be one of the next run, too
+    parts.model.draw([]); // the next run may have a checkpoint of the same step
     parts.general.checked = true;
     fillSampling(parts, GREEDY);
   };
@@ -194,7 +194,7 @@ function createParts() {
   const prediction = el("p.fp-dim.fp-figures");
   const start = button("Evaluate", null, { type: "submit" });
   const remove = button("Delete this evaluation", null, { hidden: true });
-  // Without the browser's own checks, which cannot show what is wrong in closed settings; the server says it.
+  // Without the browser's own validation, which cannot show errors in closed settings; the server reports them.
   const node = el("form.fp-job-form", { novalidate: true }, settings, stopped, prediction, actions(start, remove));
   const fields = { model, examples, tokens, data, kept, general, ...drawn, ...custom };
   return { node, ...fields, button: start, stopped, prediction, remove };

@@ -67,7 +67,7 @@ export function changeText({ low, high, is_share: isShare }) {
 
 /** The interval on an axis whose middle is no change. */
 function picture(row, scale) {
-  const sign = row.is_share ? 1 : -1; // of a loss, less is better
+  const sign = row.is_share ? 1 : -1; // for a loss, lower is better
   const place = (value) => WIDTH / 2 + ((sign * value) / scale) * (WIDTH / 2 - 6);
   const [one, other] = [place(row.low), place(row.high)].sort((a, b) => a - b);
   const middle = HEIGHT / 2;

@@ -58,7 +58,7 @@ export class Generations {
   reset() {
     this.state = {
       size: 0,
-      samples: /** @type {any[] | null} */ (null), // of a run that has ended
+      samples: /** @type {any[] | null} */ (null), // samples of a run that has ended
       timeline: /** @type {any} */ (null),
       loading: new Set(), // requests that are under way
       hasFailed: false, // the latest one
@@ -92,7 +92,7 @@ export class Generations {
     state.loading.add(request);
     try {
       const found = await get(`${this.base()}/generations${query}`);
-      if (state !== this.state || size !== state.size) return; // another run is open, or it has gone on
+      if (state !== this.state || size !== state.size) return; // another run is open, or this one has new generations
       state.hasFailed = false;
       state.timeline = found;
       if (found.outputs) state.outputs.set(found.step, found.outputs);
@@ -122,7 +122,7 @@ export class Generations {
     });
     const isAfter = known.length > 0 && known[known.length - 1].step === null;
     const moments = isAfter ? known.slice(0, -1) : known;
-    if (!samples) return moments; // those after training come with the result
+    if (!samples) return moments; // the outputs after training come with the result
     const of = (label, step, side) => {
       const correct = samples.map((sample) => isSame(sample[side], sample.reference));
       return { label, step, correct, scores: {}, rougeL: [] };
@@ -150,7 +150,7 @@ export class Generations {
     if (key === state.drawn) return;
     const [before, now] = [moments[0], moments[at]];
     const [first, shown] = [this.#outputs(before), this.#outputs(now)];
-    if (!first || !shown) return; // they are loaded
+    if (!first || !shown) return; // these outputs are still being loaded
     state.drawn = key;
     const hasSteps = moments.length > 2 || (moments.length === 2 && !state.samples);
     drawSlider(parts, moments, at, hasSteps);

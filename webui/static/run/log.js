@@ -38,7 +38,7 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
     const start = startOf(response, requested < 0 ? response.o : requested);
     if (start < requested) {
       reset();
-      return "more"; // the file was replaced
+      return "more"; // the log file was replaced
     }
     if (start > requested) view.skipTo(start);
     offset = response.o;

@@ -1,5 +1,5 @@
 // @ts-check
-// Whether a log stays at its end while lines are added: until the user leaves the end, and again when they return.
+// Keeps a log at its end while lines are added, until the user leaves the end, and again when the user returns to it.
 import { chip, setPressed } from "../dom.js";
 
 const END_DISTANCE = 40; // px from the end that still count as the end

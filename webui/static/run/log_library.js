@@ -15,21 +15,21 @@ const MESSAGES = [
   /^Disabling parallelism to avoid deadlocks|^To disable this warning, you can either:/, // tokenizers
   /^[^\s:][^:]*(site|dist)-packages\/[^:]+\.py:\d+: (Future|Deprecation|PendingDeprecation)Warning: /, // for developers
 ];
-const MAX_CHARACTERS = 1000; // of a line; some patterns take quadratic time in its length
+const MAX_CHARACTERS = 1000; // tested per line; some patterns take quadratic time
 const CONTINUES = /^\s+\S/; // a line of source code under a warning
 const TRACEBACK = /Traceback \(most recent call last\):/;
-// torchrun 2.13, when it is stopped: a traceback of its own process follows, which ends with this exception.
+// When torchrun 2.13 is stopped, it logs a traceback of its own process, which ends with this exception.
 const STOPPED = /^W\d{4} .*torch\/distributed\/elastic\/.*\] (Received \d+ death signal|Sending process \d+ closing)/;
 const STOPPED_BY_SIGNAL = /^torch\.distributed\.elastic\.\S*SignalException: /;
-const PREFIX = /^\[rank(\d+)\]: ?/; // torch's, of warnings and of each line of a traceback
+const PREFIX = /^\[rank(\d+)\]: ?/; // torch's prefix of warnings and of each line of a traceback
 
 const isOfStop = (/** @type {string} */ text) =>
   TRACEBACK.test(text) || CONTINUES.test(text) || STOPPED_BY_SIGNAL.test(text);
 
 /**
  * A function that tells of each line of a text, in order, whether it is a library's message ("message"), continues one
- * ("more"), or neither (""). A traceback lasts until its first line that is not indented. It is never folded, except
- * torchrun's own after it has received a signal: it only says that the run was stopped.
+ * ("more"), or neither (""). A traceback lasts until its first line that is not indented. Tracebacks are never folded,
+ * except torchrun's own after a signal, which only says that the run was stopped.
  */
 export function createLibraryFilter() {
   const last = /** @type {Record<string, "" | "folded" | "traceback" | "stopped">} */ ({}); // by rank: its last line

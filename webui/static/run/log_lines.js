@@ -9,7 +9,7 @@ const ERROR = /\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent call last\)|\b
 const WARNING = /\bWARN(ING)?\b|\b[A-Z]\w*Warning\b/;
 const ANSI_CODES = /\u001b\[[0-9;?]*[A-Za-z]/g;
 const RANK_PREFIX = /^\[default(\d+)\]:/; // torchrun's
-// Of a progress bar that overwrote itself. Only the first of them begins a match, so the time is linear.
+// Left over from a progress bar that overwrote itself. Only the first prefix begins a match, so the time is linear.
 const LEFTOVER_PREFIXES = /(?<!\[default\d{1,9}\]:)(\[default\d+\]:)+$/;
 
 /** `start` is the byte of the first line, `messages` the number of messages of libraries.

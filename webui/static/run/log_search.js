@@ -1,6 +1,6 @@
 // @ts-check
-// The search in the loaded lines of a log. Matching lines get a class, the words a CSS highlight: the user's selection
-// is kept.
+// The search in the loaded lines of a log. Matching lines get a class, and the words a CSS highlight, which keeps the
+// user's selection.
 import { chip, el, setText, toggleChip } from "../dom.js";
 import { num } from "../format.js";
 

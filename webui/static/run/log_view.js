@@ -7,7 +7,7 @@ import { LogLines } from "./log_lines.js";
 import { LogSearch } from "./log_search.js";
 
 const MAX_LINES_FOLLOWING = 5000;
-const MAX_LINES_READING = 20000; // while someone reads further up
+const MAX_LINES_READING = 20000; // while the user reads earlier lines
 const NO_LINES_YET = "The first line appears when the run starts.";
 const NO_LINES = "This log is empty: the run ended before it wrote a line.";
 

@@ -1,6 +1,6 @@
 // @ts-check
 // What the cards "Evaluation" and "Benchmarks" share: jobs that measure the model of a run, and the results that they
-// keep. A job goes on without the page.
+// keep. A job continues if the page is closed.
 import { get } from "../api.js";
 import { el, redraw, setText } from "../dom.js";
 import { dateTime } from "../format.js";
@@ -18,8 +18,8 @@ import {
 } from "./run_jobs.js";
 
 /**
- * One kind of these cards. `name`: of the card in style sheets; `jobs`: in addresses; `progress`: the texts of
- * createProgress; `settings`: what a finished job was measured with, as text; `start`: requests a job.
+ * One kind of these cards. `name`: the card's name in style sheets; `jobs`: the jobs' name in addresses; `progress`:
+ * the texts of createProgress; `settings`: the settings of a finished job, as text; `start`: requests a job.
  * @typedef {{ name: string, jobs: string, title: string, about: string, choice: string,
  *   progress: { work: string, stop: string, stopping?: string }, createFields: (start: () => void) => any,
  *   settings: (job: any) => string, start: (path: string, values: any) => Promise<any> }} Kind
@@ -146,7 +146,7 @@ function createWhich(label, settings) {
   const select = el("select.fp-select", { "aria-label": label });
   const text = el("span.fp-dim.fp-figures");
   const node = el("div.fp-results-which", {}, select, text);
-  let drawn = ""; // an open menu stays as it is
+  let drawn = ""; // so that an open menu stays as it is
   function draw(done, shown) {
     node.hidden = !shown;
     select.hidden = done.length < 2;

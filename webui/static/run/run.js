@@ -183,7 +183,7 @@ function emptyPart() {
 
 function titlePart() {
   page.name = el("h2", { tabindex: -1 });
-  page.badge = el("span.fp-badge", { role: "status" }); // the sentence changes with each step, too often to be read out
+  page.badge = el("span.fp-badge", { role: "status" }); // only the badge: the sentence changes too often to be read out
   page.sentence = el("span.fp-run-sentence");
   page.away = el("span.fp-away", { hidden: true }, "Reconnecting");
   const annotate = () => editNotes({ ...run.summary, ...run.annotations }, () => page.poller.start());
@@ -535,7 +535,7 @@ const cleanUp = () =>
 async function remove() {
   const deleted = id;
   if (!(await confirmDelete(page.name.textContent))) return;
-  page.poller.stop(); // it would find no run; act() starts it again after a failure
+  page.poller.stop(); // the poller would find no run; act() restarts it after a failure
   await act(async () => {
     await deleteRun(deleted);
     id = "";

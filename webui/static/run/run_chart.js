@@ -10,7 +10,7 @@ import { bestOf, createBestMark, createTooltip, drawMarks, marksAt, textsOf } fr
 
 /** @typedef {import("../charts.js").Chart} Chart */
 
-const MARKS_HEIGHT = 14; // px: of the marks between a chart and the numbers of its x axis
+const MARKS_HEIGHT = 14; // px: height of the marks between a chart and the numbers of its x axis
 
 /** @param {Chart} chart @param {any} state of createCharts */
 export function createRunChart(chart, state) {

@@ -22,7 +22,7 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, happened, o
     ...loadSettings(),
     base,
     marks: /** @type {import("./live.js").RunEvent[]} */ ([]),
-    range: /** @type {[number, number] | null} */ (null), // of steps, for all charts
+    range: /** @type {[number, number] | null} */ (null), // steps that all charts show
     response: null,
     newest: {}, // key -> { step, value }
     setZoom,
@@ -123,7 +123,7 @@ function createPanel(state, happened) {
 
 /** The newest step and value of each series; while a part is shown, only the values change. */
 function newestOf({ series, last }, { zoom, newest }) {
-  const found = zoom ? { ...newest } : {}; // a run that was restarted has not evaluated yet
+  const found = zoom ? { ...newest } : {}; // a restarted run may not have evaluated yet
   for (const [key, { x, y }] of Object.entries(series)) {
     const value = last[key];
     if (!zoom) found[key] = { step: x[x.length - 1], value: y[y.length - 1] };
@@ -135,8 +135,8 @@ function newestOf({ series, last }, { zoom, newest }) {
 }
 
 /**
- * From the first to the last step of all series, so that the charts are in line; with a restart before that, and with a
- * checkpoint after that.
+ * From the first to the last step of all series, so that the charts are aligned; extended to an earlier resume and to a
+ * later checkpoint.
  * @returns {[number, number] | null}
  */
 function wholeRange(series, marks) {

@@ -62,7 +62,7 @@ export const limitations = (limits) => limits.map((limit) => el("p.fp-dim", {}, 
 export const verdictPart = (status, text) => el("p.fp-job-verdict", {}, el("b", {}, capitalized(status)), `. ${text}`);
 
 /**
- * What a certificate says of the outputs.
+ * What a certificate says about the outputs.
  * @param {{ kl_mean: number, same_argmax: number, positions: number }} found
  */
 export const figures = ({ kl_mean: mean, same_argmax: same, positions }, limit) =>
@@ -70,7 +70,7 @@ export const figures = ({ kl_mean: mean, same_argmax: same, positions }, limit) 
   `at ${percent(same)} of ${num(positions)} positions`;
 
 /**
- * What draws a menu of formats, and a button that starts an export in the selected one.
+ * Returns a function that draws a menu of formats and a button that exports in the selected format.
  * @param {{ path: string, menu: string, text: string, labels: Record<string, string> }} texts the end of the API's
  * path, the name of the menu, the button, and each format in the menu
  */
@@ -89,7 +89,7 @@ export function createFormatMenu({ path, menu, text, labels }) {
 }
 
 /**
- * What a job does and how far it is, drawn in place, and a button that stops it.
+ * The work and progress of a job, drawn in place, and a button that stops it.
  * @param {{ work: string, stop: string, stopping?: string }} texts the work, such as Merging; the button; what a stop
  * means
  */
@@ -124,8 +124,8 @@ const withoutProgress = (shown) =>
   );
 
 /**
- * A part of a card that is drawn again when something has changed. The progress of its job is drawn in place, so that
- * an open menu stays open.
+ * A part of a card that is redrawn after a change. The progress of its job is drawn in place, so that an open menu
+ * stays open.
  * @param {{ shown: (model: any) => any, parts: (shown: any, run: any, progress: Node) => any[], jobs?: (shown: any) =>
  * any[], work?: string, stop?: string }} section what it shows of a model, null for nothing; its jobs
  */

@@ -60,8 +60,8 @@ export function resultCards({ summary, result: found, validation, estimate, moni
   ];
 }
 
-const SMALL = 0.05; // change of a score: with a hundred generations, less may be chance
-const FEW = 20; // generations: with fewer, a difference of one or two is chance
+const SMALL = 0.05; // change of a score: with a hundred generations, a smaller one may be chance
+const FEW = 20; // generations: with fewer, a difference of one or two can be chance
 
 /** Whether the scores are of so few generations that their change says little. */
 const isFew = ({ samples }) => Boolean(samples) && samples.length > 0 && samples.length < FEW;
@@ -127,7 +127,7 @@ function generationCards(result) {
         ]
       : [];
     const isGain = !known || (after > before && !isFew(result));
-    const value = [...was, el(isGain ? "strong" : "b", {}, text(after))]; // green is for a gain
+    const value = [...was, el(isGain ? "strong" : "b", {}, text(after))]; // `strong` is green, for a gain
     return { title, value, note: known ? "before and after training" : "after training", large: key === "exact_match" };
   });
 }
@@ -164,7 +164,7 @@ function speedCards(
     const note = flops && peak ? `${percent((speed * flops) / peak)} model FLOPs utilization` : "";
     cards.push({ title: "Tokens per second", value: integer(speed), note });
   }
-  const elapsed = (end) => duration(end - toSeconds(started) + (earlier || 0)); // of all starts
+  const elapsed = (end) => duration(end - toSeconds(started) + (earlier || 0)); // total time of all starts
   if (Number.isFinite(seconds)) cards.push({ title: "Training time", value: duration(seconds) });
   else if (started && !hasEnded(state)) cards.push({ title: "Elapsed", value: elapsed(Date.now() / 1000), time: true });
   else if (started && ended) cards.push({ title: "Duration", value: elapsed(toSeconds(ended)), time: true });
@@ -205,7 +205,7 @@ const ROUND = 2 ** 24; // bytes: smaller changes do not draw the picture again
 export function placementOf({ estimate, result, monitor }) {
   if (!estimate?.placement) return null;
   const peaks = (result && result.peak_bytes) || ((monitor && monitor.ranks) || []).map((rank) => rank.peak);
-  const unseen = estimate.device_bytes - estimate.measured_bytes; // what torch's allocator does not see
+  const unseen = estimate.device_bytes - estimate.measured_bytes; // memory outside of torch's allocator
   const measured = peaks.map((peak) => (Number.isFinite(peak) ? ROUND * Math.round((peak + unseen) / ROUND) : null));
   return { estimate, measured };
 }

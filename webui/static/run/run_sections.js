@@ -2,7 +2,7 @@
 // Links to the sections of a run's page, which is several screens long.
 import { el } from "../dom.js";
 
-const UNLISTED = ["Error", "Alerts", "No progress"]; // they are at the top
+const UNLISTED = ["Error", "Alerts", "No progress"]; // these sections are at the top
 
 /**
  * A row of links to the sections of `node`, its children with a label, that are shown.
@@ -36,7 +36,7 @@ export function createSectionLinks(node) {
 function link(section, label) {
   const onclick = () => {
     section.tabIndex = -1;
-    section.focus({ preventScroll: true }); // Tab goes on from there
+    section.focus({ preventScroll: true }); // Tab continues from there
     section.scrollIntoView({ block: "start" });
   };
   return el("button.fp-link", { type: "button", onclick }, label);

@@ -9,8 +9,8 @@ import { drawBadge, hasEnded } from "../run_state.js";
 import { changeText, scoreText, VERDICTS } from "./evaluation_scores.js";
 
 /**
- * A run of the sweep. It has a value for the key of each ranking, null if it has none, and with an evaluation the
- * interval of the change.
+ * A run of the sweep. For the key of each ranking, it has a value or null; with an evaluation, also the interval of the
+ * change.
  * @typedef {{ id: string, state: string, step: number | null, loss: number | null, eval_loss: number | null,
  *   sentence: string, varied: Record<string, any>, interval: any, [key: string]: any }} Member
  * @typedef {{ key: string, label: string, is_share: boolean }} Ranking
@@ -189,7 +189,7 @@ export function createSweep(isVisible) {
    *   best: string }} found `ends`: when the last run ends
    */
   function draw({ runs, labels, ends, rankings, by: key, best: sentence }) {
-    compare.href = compareLink(runs.map((run) => run.id)); // of many, the best
+    compare.href = compareLink(runs.map((run) => run.id)); // the best ones, if there are too many
     ranking.draw(rankings, key);
     const state = JSON.stringify([runs, current, ends, rankings, key, sentence]);
     if (state === drawn) return;

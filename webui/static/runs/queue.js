@@ -36,7 +36,7 @@ export function createQueue(changed) {
     const focused = /** @type {HTMLElement | null} */ (document.activeElement);
     const row = focused?.closest("li[data-run]")?.getAttribute("data-run");
     const action = focused?.dataset.action;
-    node.style.minHeight = `${node.offsetHeight}px`; // the list below does not move when a run leaves the queue
+    node.style.minHeight = `${node.offsetHeight}px`; // so that the list below does not move when a run leaves the queue
     node.hidden &&= !queue.length;
     none.hidden = queue.length > 0;
     list.replaceChildren(...queue.map((run, index) => lineOf(run, queue, index, act)));

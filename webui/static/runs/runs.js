@@ -33,10 +33,10 @@ const EXAMPLES = [
   ['notes:"with warmup"', "text with spaces"],
 ];
 
-let tag = ""; // of the newest list
+let tag = ""; // tag of the newest list
 const byId = /** @type {Map<string, Run>} */ (new Map());
 let runs = /** @type {Run[] | null} */ (null); // newest first
-let found = /** @type {Run[]} */ ([]); // those that match, in the order of the table
+let found = /** @type {Run[]} */ ([]); // the matching runs, in the order of the table
 let columns = /** @type {Column[]} */ ([]);
 let matches = (/** @type {Run} */ run) => !run.archived;
 let view = loadView();
@@ -123,7 +123,7 @@ async function pull(isCurrent) {
   const response = await get(`api/runs?have=${encodeURIComponent(tag)}`);
   if (!isCurrent()) return;
   if (response) merge(response);
-  else page.table.drawSoon(); // the durations of running runs
+  else page.table.drawSoon(); // updates the durations of running runs
 }
 
 /** Take over what has changed since the last list. */

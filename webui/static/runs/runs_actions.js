@@ -39,7 +39,7 @@ export const tagList = (tags) =>
   el("span.fp-runs-tags", {}, tags.flatMap((tag) => [" ", el("span", {}, tag)]).slice(1));
 
 /**
- * Edit the name, tags and notes of a run. An empty name is that of its start.
+ * Edit the name, tags and notes of a run. An empty name restores the original one.
  * @param {Run} run @param {() => void} changed
  */
 export function editNotes(run, changed) {

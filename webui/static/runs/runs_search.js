@@ -1,6 +1,6 @@
 // @ts-check
 // The search in the list of runs. backend/runs/search.py describes it and does the same for the command line;
-// tests/unit/search_cases.json has the cases of both.
+// tests/unit/search_cases.json has test cases for both.
 
 /**
  * @typedef {{ key: string, label: string, kind: "text" | "number" | "time" | "tags" | "yes_no", names: string[],
@@ -21,7 +21,7 @@ export function valueOf(run, key) {
   if (key === "duration") {
     const isRunning = ["starting", "running", "stopping"].includes(run.state);
     const end = run.ended || (isRunning ? Date.now() / 1000 : undefined);
-    // Of all starts, without the time between them.
+    // The sum over all starts, without the time between them.
     return end && run.started ? Math.max(0, end - run.started) + (run.earlier_seconds || 0) : undefined;
   }
   return run[key];
@@ -99,7 +99,7 @@ function compare({ key, scale }, sign, limit) {
 
 /** The runs by a column; those without a value come last. @param {Run[]} runs @param {string} key */
 export function sortRuns(runs, key, descending) {
-  // A run that waits begins after the others.
+  // A waiting run starts after the others.
   const own = (run) => valueOf(run, key) ?? (key === "started" ? run.created : undefined);
   const keyed = runs.map((run) => ({ run, value: sortKey(own(run)) }));
   const sign = descending ? -1 : 1;

@@ -13,8 +13,8 @@ export const baseName = ({ name = "", varied }) =>
   name.endsWith(` ${varied}`) ? name.slice(0, -varied.length - 1) : name;
 
 /**
- * The rows of the table: the runs, those of a sweep together under a heading, at the place of the first one. A run that
- * is the only one of its sweep here has none.
+ * The rows of the table: the runs; those of a sweep are together under a heading, in the place of the first one. A run
+ * that is the only one of its sweep in the list has no heading.
  * @param {Run[]} found @param {Set<string>} folded ids of sweeps @returns {(Run | Heading)[]}
  */
 export function rowsOf(found, folded) {

@@ -14,8 +14,9 @@ import { createHeading, isHeading } from "./runs_sweeps.js";
 const NAME = /** @type {Column} */ ({ key: "name", label: "Name", kind: "text" });
 
 /**
- * `selected` has the ids of the selected runs. The handlers get a run: `star`, `menu` (and the button), `select`
- * (and whether); `selectAll` gets whether, `sort` the key of a column, `fold` the id of a sweep.
+ * `selected` has the ids of the selected runs. The handlers `star`, `menu` and `select` get a run; `menu` also gets the
+ * button, `select` whether it is selected. `selectAll` gets whether all are selected, `sort` the key of a column, and
+ * `fold` the id of a sweep.
  * @param {Set<string>} selected
  * @param {Record<string, (...values: any[]) => void>} handlers
  */
@@ -27,7 +28,7 @@ export function createTable(selected, handlers) {
       : createRow(item.id, columns, selected, handlers),
   );
   const node = el("table.fp-runs-table", {}, head.widths, el("thead", {}, head.node), rows.node);
-  let runs = /** @type {Run[]} */ ([]); // that can be selected; those of a folded sweep have no row
+  let runs = /** @type {Run[]} */ ([]); // all runs that can be selected, also in folded sweeps
   let columns = /** @type {Column[]} */ ([]);
   let drawnHead = "";
 
