@@ -49,18 +49,18 @@ class RunSpec(Section):
     @property
     def needs_loaded_weights(self) -> bool:
         """Whether preparing the model needs the loaded weights: they are converted to 8 bits or FP8, the adapter or new
-        rows of the embeddings are initialized from them, or remote code may do anything. 4-bit weights need no more
-        than their scales."""
+        rows of the embeddings are initialized from them, or remote code may do anything. For 4-bit weights, the scales
+        are enough."""
         subtracts_adapter = registry.LORA_INITS[self.lora.init].changes_base_weights
         bits = registry.QUANTIZATIONS[self.method.quantization].bits
-        dequantizes = bits == 4 and self.lora.use_dora  # for the norms of the weights
+        dequantizes = bits == 4 and self.lora.use_dora  # DoRA needs the norms of the weights
         lora_changes = self.method.kind == "lora" and (subtracts_adapter or bits == 8 or dequantizes)
         new_rows = bool(self.data.added_tokens)
         return self.precision.compute == "fp8" or lora_changes or new_rows or self.model.trust_remote_code
 
     @property
     def other_backend(self) -> str:
-        """What trains instead of transformers: megatron or ktransformers, which LLaMA-Factory has, or ''."""
+        """The backend of LLaMA-Factory that trains instead of transformers: megatron or ktransformers; '' for none."""
         backend = self.llamafactory.backend
         return backend if self.launch.trainer == "llamafactory" and backend != "transformers" else ""
 
@@ -72,8 +72,8 @@ class RunSpec(Section):
     @property
     def needs_reference_model(self) -> bool:
         """Whether a preference stage loads a reference model. With LoRA, the reference is the model without its
-        adapter. Precomputed log-probs come from the model before training; but FSDP shards it only when training
-        starts, so there they come from a second model, which is freed before training."""
+        adapter. Precomputed log-probs come from the model before training; but FSDP shards that model only when
+        training starts, so with FSDP they come from a second model, which is freed before training."""
         if self.preference.precompute_ref_log_probs:
             loads_second_model = self.parallel.strategy in registry.FSDP
         else:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from backend.registry.llamafactory_names import OPTION_NAMES
 
-# Option -> its names in other libraries, in addition to those of the options of LLaMA-Factory with the same meaning.
+# Option -> its names in other libraries, in addition to the names of LLaMA-Factory's options with the same meaning.
 NAMES: Mapping[str, str] = {
     "model.hub_id": "model_name_or_path model_name model.name model_id pretrained_model_name_or_path",
     "model.attn_implementation": "flash_attn shift_attn use_flash_attention_2 attention",

@@ -1,8 +1,8 @@
-"""What in a spec from somebody else needs consent: options and environment variables that can run code, or decide where
-data is sent.
+"""What needs consent in a spec from another person: options and environment variables that can run code, or decide
+where data is sent.
 
 An import lists these with their values and leaves them out until the user agrees. Everything in launch.env needs
-consent, except HARMLESS_VARIABLES: no list of the others would be complete.
+consent, except HARMLESS_VARIABLES: no list of dangerous variables would be complete.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ HARMLESS_WORDS = re.compile(
 
 @dataclass(frozen=True)
 class Imported:
-    """`spec` without what needs consent; `patch` sets it: option -> value. `listed` has a line for each: "launch.env:
-    LD_PRELOAD=/tmp/a.so"."""
+    """`spec` without the values that need consent, and `patch`, which sets these values: option -> value. `listed` has
+    a line for each: "launch.env: LD_PRELOAD=/tmp/a.so"."""
 
     spec: RunSpec
     patch: Mapping[str, Any]
@@ -105,7 +105,7 @@ def without_consent(spec: RunSpec, base: RunSpec) -> Imported:
 
 def _options(spec: RunSpec, base: RunSpec) -> Iterator[str]:
     """The options that need consent and that `spec` sets differently, also those that are hidden: a later change of
-    another option makes them effective."""
+    another option can make them effective."""
     for name in OPTIONS:
         if get(spec, name) != get(base, name):
             yield name
@@ -115,7 +115,7 @@ def _options(spec: RunSpec, base: RunSpec) -> Iterator[str]:
 
 
 def _parts(text: str) -> tuple[str, str] | None:
-    """A JSON text in two parts: (top-level keys with nothing but settings, the other keys). None if it is no JSON
+    """A JSON text in two parts: (top-level keys with nothing but settings, the other keys). None if it is not a JSON
     object."""
     with suppress(ValueError, RecursionError):
         table = json.loads(text)

@@ -25,7 +25,7 @@ from backend.config.fields import (
 )
 from backend.config.sources import read_sources
 
-# Parameters of transformers' apply_chat_template and render_jinja_template, so no variables of a template.
+# Parameters of transformers' apply_chat_template and render_jinja_template, so they cannot be variables of a template.
 RESERVED_KWARGS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "documents",
     "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
@@ -39,7 +39,7 @@ WITH_PROMPT = ("prompt_completion", "alpaca", "pairs", "labels")
 def _template_variables(text: str) -> str:
     names = merge.parse(text)
     if wrong := [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
-        raise ValueError(f"has {wrong[0]!r}, which is not the name of a variable")
+        raise ValueError(f"has {wrong[0]!r}, which is not a valid variable name")
     if reserved := RESERVED_KWARGS & names.keys():
         raise ValueError(f"has {', '.join(sorted(reserved))}, which transformers sets itself")
     return text
@@ -65,8 +65,8 @@ class Source(Section):
     hub_split: Annotated[str, Ui("Dataset split", when={"data.source": ("hub",)})] = "train"
     """Split of the Hub dataset to train on; slices such as train[:10%] work."""
     format: Annotated[str, *one_of(registry.FORMATS), Ui("Data format", when=USER_DATA)] = "auto"
-    """Layout of an example; Automatic detects it from the columns of the first example. Set it if the detection is
-    wrong."""
+    """Layout of an example; Automatic detects it from the columns of the first example. Choose a format if the
+    detection is wrong."""
     messages_column: Annotated[
         str, Ui("Messages column", when={**USER_DATA, "data.format": ("messages", "sharegpt")})
     ] = ""
@@ -90,13 +90,13 @@ class Source(Section):
     system_column: Annotated[
         str, Ui("System prompt column", when={**USER_DATA, "data.format": (*WITH_PROMPT, "messages", "sharegpt")})
     ] = SYSTEM_COLUMN
-    """Column with the system prompt; examples without it use data.system_prompt. Usually system; empty ignores the
-    column."""
+    """Column with the system prompt, usually system; examples without one use data.system_prompt. Leave this empty to
+    ignore the column."""
     system_prompt: Annotated[str, Ui("System prompt", when=CHAT, widget="text")] = ""
-    """Added to conversations of this dataset that have none; usually empty."""
+    """System prompt for conversations of this dataset that have none; usually empty."""
     max_samples: Annotated[int, Field(ge=0), Ui("Max training examples")] = 0
     """Uses this many training examples of the dataset, drawn at random with train.seed, for example for a quick test; 0
-    uses all. data.streaming uses the first ones."""
+    uses all. With data.streaming, the first ones are used."""
     validation: Annotated[Literal["none", "split", "files"], Ui("Validation set", when=USER_DATA)] = "split"
     """Examples for the eval loss and generation evaluation, never trained on: none, a split of the data, or files."""
     validation_split: Annotated[
@@ -111,8 +111,8 @@ class Source(Section):
     ] = ()
     """One path per line, in the same format as the data files."""
     weight: Annotated[float, Field(gt=0, le=1000), Ui("Dataset weight", when=SEVERAL)] = 1.0
-    """With Concatenate: repeats of the dataset per epoch; 2 uses each example twice, 0.5 the same half of them in every
-    epoch. With Interleave: sampling weight relative to the other datasets. 1 is usual."""
+    """With Concatenate: how often the dataset is used per epoch; 2 uses each example twice, 0.5 uses the same half of
+    the examples in every epoch. With Interleave: sampling weight relative to the other datasets. 1 is usual."""
 
     @property
     def name(self) -> str:
@@ -156,27 +156,27 @@ class Data(Source):
     """Ordinary tokens that the tokenizer gets if it lacks them, such as tags that programs read in outputs (<tool>);
     LoRA also trains their embeddings. They stay in decoded text."""
     loss_on: Annotated[Literal["completions", "all_tokens"], Ui("Loss on", when=SFT)] = "completions"
-    """Tokens that contribute to the SFT loss: those of every assistant turn or completion (usual), or all of the
+    """Tokens that contribute to the SFT loss: those of every assistant turn or completion (usual), or all tokens of the
     example."""
     max_length: Annotated[int, Field(ge=8, le=4_194_304), Ui("Max length", unit="tokens")] = 512
-    """Longer examples are truncated, split (pretraining) or dropped (reward model); longer needs more memory. 1024 to
-    8192 is usual."""
+    """Longer examples are truncated, split (pretraining) or dropped (reward model); a higher maximum needs more memory.
+    1024 to 8192 is usual."""
     packing: Annotated[bool, Ui("Packing", when=NEXT_TOKEN)] = False
     """Packs several examples into one sequence, without attention between them: less padding, so faster if examples are
     short."""
     streaming: Annotated[bool, Ui("Streaming", when=NEXT_TOKEN)] = False
-    """Reads and tokenizes the examples while the model trains, not before: for data larger than the disk, or only
-    partly used. Set train.dataloader_num_workers to 1 to use another process for this."""
+    """Reads and tokenizes the examples while the model trains, not before: for data that is larger than the disk or
+    only partly used. Set train.dataloader_num_workers to 1 to do this in another process."""
     drop_duplicates: Annotated[bool, Ui("Drop duplicates", when=SOME_USER_DATA)] = False
     """Keeps one copy of each training example, and drops validation examples that are also training examples."""
     on_bad_example: Annotated[Literal["stop", "skip"], Ui("Bad examples", when=SOME_USER_DATA)] = "stop"
-    """What to do with an example that cannot be read, does not match the format, or that the chat template cannot
-    render: it stops the run, or is skipped and counted in the log."""
+    """What happens if an example cannot be read, does not match the format, or cannot be rendered by the chat template:
+    the run stops, or the example is skipped and counted in the log."""
     sources: Annotated[
         tuple[Source, ...], Field(max_length=MAX_SOURCES), BeforeValidator(_sources), Ui("Datasets", widget="sources")
     ] = ()
-    """List of datasets, each with its own source, format, columns, weight and validation set. data.files and the like
-    set those of the first one: data.sources[0].files."""
+    """List of datasets, each with its own source, format, columns, weight and validation set. Options such as
+    data.files are those of the first dataset: data.files is data.sources[0].files."""
     mixing: Annotated[
         Literal["concatenate", "interleave_first_exhausted", "interleave_all_exhausted"],
         Ui(
@@ -190,7 +190,7 @@ class Data(Source):
         ),
     ] = "concatenate"
     """How datasets are combined. Concatenate uses all examples, times the weight. Interleave samples in proportion to
-    the weights until any dataset is exhausted, or until all are; the others are then repeated."""
+    the weights until the first dataset is exhausted, or until all are, repeating those that are exhausted earlier."""
     dataset_num_proc: Annotated[int, Field(ge=1, le=256), Ui("Tokenization processes")] = 1
     """Processes that tokenize the dataset; more than 1 pays off from about 10,000 examples."""
 

@@ -18,8 +18,9 @@ When = Condition | tuple[Condition, ...]
 
 @dataclass(frozen=True)
 class Ui:
-    """The label, visibility and widget of an option. `when`: option -> allowed values, which must all hold; of several
-    conditions, one is enough. `path`: what it names if it is a path: a folder, a data file or another file."""
+    """The label, visibility and widget of an option. `when`: option -> allowed values, which must all hold; if there
+    are several conditions, one is enough. `path`: what the value names if it is a path: a folder, a data file or
+    another file."""
 
     label: str
     when: When = field(default_factory=dict)
@@ -88,7 +89,7 @@ def word_like(or_empty: bool = False) -> tuple[AfterValidator]:
 
 
 def matches(pattern: str, what: str) -> AfterValidator:
-    """Annotation for a text that is empty or matches the pattern; else the error says `what`."""
+    """Annotation for a text that is empty or matches the pattern; otherwise, `what` is the error message."""
 
     def check(value: str) -> str:
         if value and not re.fullmatch(pattern, value):
@@ -99,7 +100,7 @@ def matches(pattern: str, what: str) -> AfterValidator:
 
 
 def each_matches(pattern: str, what: str) -> AfterValidator:
-    """Annotation for lines that each match the pattern; else the error says `what`, and names the line."""
+    """Annotation for lines that each match the pattern; otherwise, the error message is `what` with the line."""
 
     def check(lines: tuple[str, ...]) -> tuple[str, ...]:
         for line in lines:
@@ -116,13 +117,13 @@ def _json(text: str) -> str:
 
 
 JsonText = Annotated[str, AfterValidator(_json)]
-# A check takes time for each of them; longer lists come from a mistake, such as a pasted file.
+# Checking each entry takes time; a longer list is a mistake, such as a pasted file.
 MAX_TEXT, MAX_LINES, MAX_NAMES, MAX_NAME, MAX_IDS, MAX_PAIRS = 100_000, 10_000, 1000, 300, 1024, 1000
 Lines = Annotated[tuple[str, ...], Field(max_length=MAX_LINES), _split_by(r"[\n]")]
 Names = Annotated[
     tuple[Annotated[str, Field(max_length=MAX_NAME)], ...], Field(max_length=MAX_NAMES), _split_by(r"[\s,]+")
 ]
-Tokens = Annotated[Names, each_matches(r"(?s).*\S.*", "must be tokens that are not only spaces")]
+Tokens = Annotated[Names, each_matches(r"(?s).*\S.*", "must be tokens that do not consist of spaces only")]
 Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_IDS), _split_by(r"[\s,]+")]
 Pairs = Annotated[dict[str, str], Field(max_length=MAX_PAIRS), BeforeValidator(_pairs), AfterValidator(_variable_names)]
 

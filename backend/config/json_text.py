@@ -14,7 +14,8 @@ PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 @dataclass
 class JsonError(ValueError):
-    """What is wrong with a JSON text, and where: `line` and `column` begin with 1; 0 if it is not about the syntax."""
+    """What is wrong with a JSON text, and where: `line` and `column` begin with 1; 0 if the mistake is not in the
+    syntax."""
 
     reason: str
     line: int = 0
@@ -78,7 +79,11 @@ def _explain(text: str, error: json.JSONDecodeError) -> JsonError:
     elif reason == "Expecting ':' delimiter":
         at, reason = len(before), "a colon is missing"
     elif reason == "Invalid control character at":
-        reason = "text must end on its line" if rest[0] in "\r\n" else "a tab or control character within text"
+        reason = (
+            "text must end on the line where it begins"
+            if rest[0] in "\r\n"
+            else "a tab or control character within text"
+        )
     else:
         reason = reason[0].lower() + reason[1:]
     line_start = text.rfind("\n", 0, at) + 1

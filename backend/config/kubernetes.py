@@ -13,10 +13,12 @@ NAME = matches(LABEL, "must be a name in Kubernetes: lowercase letters, digits, 
 
 
 VOLUMES = each_matches(
-    rf"({LABEL}|/[^=]*)=/[^=]+", "must have one NAME=/path of a volume claim, or /path on the node=/path per line"
+    rf"({LABEL}|/[^=]*)=/[^=]+",
+    "must have one volume per line: NAME=/path for a volume claim, or /node/path=/path for a folder of the node",
 )
 AMOUNTS = each_matches(
-    r"(?!(cpu|memory)=)[\w.:/-]+=\d+[A-Za-z]*", "must have one NAME=amount other than cpu and memory per line"
+    r"(?!(cpu|memory)=)[\w.:/-]+=\d+[A-Za-z]*",
+    "must have one NAME=amount per line, for resources other than cpu and memory",
 )
 LABELS = each_matches(r"[\w./-]+=[\w.-]*", "must have one LABEL=value of a node per line")
 TOLERATIONS = each_matches(
@@ -44,8 +46,8 @@ class Kubernetes(Section):
     """Labels that the nodes must have, one LABEL=value per line, such as
     nvidia.com/gpu.product=NVIDIA-H100-80GB-HBM3."""
     cpus: Annotated[int, Field(ge=0, le=4096), Ui("CPUs per node", when=KUBERNETES)] = 0
-    """CPUs to request on each node; 0 requests nine tenths of the CPUs in proportion to the GPUs used, or of all
-    CPUs without GPUs, since each node also runs pods of the cluster."""
+    """CPUs to request on each node; 0 requests 90% of the CPUs in proportion to the GPUs used, or 90% of all CPUs
+    without GPUs, since each node also runs pods of the cluster."""
     memory_gib: Annotated[int, Field(ge=0, le=2**16), Ui("Memory per node", when=KUBERNETES, unit="GiB")] = 0
     """RAM of each pod, which is killed if it uses more; 0 sets no limit."""
     gpu_resource: Annotated[
@@ -70,5 +72,5 @@ class Kubernetes(Section):
     """Training runtime of Kubeflow Trainer, such as torch-distributed: the run becomes a TrainJob. Empty makes a Job,
     which needs no Kubeflow."""
     extra_pod_spec: Annotated[JsonText, Ui("Extra pod settings (JSON)", when=KUBERNETES, widget="text")] = ""
-    """Keys merged into the pod's spec, which they override, for settings without an option, such as
+    """Keys that are merged into the pod's spec and override it, for settings without an option, such as
     {"hostNetwork": true}; usually empty."""

@@ -39,16 +39,17 @@ class Launch(Section):
 
     place: Annotated[Literal["local", "slurm", "ray", "kubernetes"], Ui("Run on", choices=PLACES)] = "local"
     """Where the processes run: on this machine (with several nodes, you run the command on each), or as a job of a
-    Slurm, Ray or Kubernetes cluster. Machine, in the header of the page, is the hardware that the options are checked
-    for."""
+    Slurm, Ray or Kubernetes cluster. The options are checked for the hardware that is selected under Machine, in the
+    header of the page."""
     trainer: Annotated[Literal["footplate", "llamafactory"], Ui("Trainer", choices=TRAINERS)] = "footplate"
-    """Program that trains: Footplate's own, on transformers and TRL, or LLaMA-Factory in an environment of yours."""
+    """Program that trains: Footplate's own, on transformers and TRL, or LLaMA-Factory in a separate Python
+    environment."""
     launcher: Annotated[Literal["torchrun", "accelerate", "deepspeed", "python"], Ui("Launcher", when=LOCAL)] = (
         "torchrun"
     )
     """Program that starts the processes; torchrun is usual. python starts a single process without a launcher."""
     device: Annotated[Literal["auto", "cuda", "npu", "xpu", "mps", "cpu"], Ui("Device type")] = "auto"
-    """Type of device to train on; Automatic uses the accelerator that is found, else the CPU."""
+    """Type of device to train on; Automatic uses an accelerator if there is one, else the CPU."""
     devices: Annotated[
         Ids, Ui("Device IDs", when={**LOCAL, "launch.device": ("auto", "cuda", "npu", "xpu")}, widget="list")
     ] = ()
@@ -93,7 +94,7 @@ class Launch(Section):
         JsonText,
         Ui("Extra accelerate config (JSON)", when={**LOCAL, "launch.launcher": ("accelerate",)}, widget="text"),
     ] = ""
-    """Keys merged into the generated accelerate.yaml, which they override, for settings without an option; usually
+    """Keys that are merged into the generated accelerate.yaml and override it, for settings without an option; usually
     empty."""
     env: Annotated[Pairs, Ui("Environment variables", widget="lines")] = Field(default_factory=dict)
     """Variables added to the environment of the run, one NAME=value per line."""

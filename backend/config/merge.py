@@ -26,7 +26,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects are nested in more than so many levels."""
+    """Whether lists and objects are nested in more levels than this."""
     if not isinstance(value, dict | list):
         return False
     parts = value.values() if isinstance(value, dict) else value
@@ -44,7 +44,8 @@ def override(base: Table, extra: Table) -> dict[str, Any]:
 
 
 def additions(theirs: Table, ours: Table) -> dict[str, Any]:
-    """The values of `theirs` that are missing or different in `ours`. Where ours is "auto", any value is the same."""
+    """The values of `theirs` that are missing or different in `ours`. Where `ours` has "auto", any value counts as the
+    same."""
     found: dict[str, Any] = {}
     for key, value in theirs.items():
         if isinstance(value, Mapping) and isinstance(ours.get(key), Mapping):
@@ -56,7 +57,7 @@ def additions(theirs: Table, ours: Table) -> dict[str, Any]:
 
 
 def conflicts(theirs: Table, ours: Table) -> dict[str, Any]:
-    """The values of `theirs` that are different in `ours`; "auto" in ours is not a value."""
+    """The values of `theirs` that are different in `ours`; "auto" in `ours` is not a value."""
     found: dict[str, Any] = {}
     for key, value in theirs.items():
         mine = ours.get(key, value)

@@ -22,7 +22,8 @@ class Method(Section):
     """Which parameters are trained, and how the frozen ones are stored."""
 
     kind: Annotated[str, *one_of(registry.METHODS), Ui("Fine-tuning method")] = "lora"
-    """Which parameters are trained: LoRA adapters, some of the layers, or all. This determines most of the memory."""
+    """Which parameters are trained: LoRA adapters, some of the layers, or all. Most of the memory that training needs
+    depends on this."""
     quantization: Annotated[str, *one_of(registry.QUANTIZATIONS), Ui("Quantization", when=LORA)] = "none"
     """Loads the frozen base weights in 4 or 8 bits (QLoRA): much less memory, somewhat slower. Adapters are not
     quantized."""
@@ -33,7 +34,7 @@ class Method(Section):
     freeze_trainable_layers: Annotated[int, Field(ge=-1024, le=1024), Ui("Trainable layers", when=FREEZE)] = 2
     """Trains the last N transformer layers, or the first N if negative; 2 to 8 is usual."""
     freeze_extra_modules: Annotated[Names, Ui("Extra trainable modules", when=FREEZE, widget="list")] = ()
-    """Names of modules to train in addition, such as embed_tokens, norm, lm_head."""
+    """Names of modules to train in addition to the layers, such as embed_tokens, norm, lm_head."""
 
 
 class Lora(Section):
@@ -42,7 +43,7 @@ class Lora(Section):
     r: Annotated[int, Field(ge=1, le=4096), Ui("LoRA rank (r)", when=LORA)] = 16
     """Rank of the adapter matrices; a higher rank learns more but needs more memory. 8 to 64 is usual."""
     alpha: Annotated[float, Field(gt=0, le=65536), Ui("LoRA alpha", when=LORA)] = 32.0
-    """Adapter outputs are scaled by alpha / r, or alpha / sqrt(r) with rsLoRA; twice the rank is usual."""
+    """Adapter outputs are scaled by alpha / r, or alpha / sqrt(r) with rsLoRA; an alpha of twice the rank is usual."""
     dropout: Annotated[float, Field(ge=0, lt=1), Ui("LoRA dropout", when={**LORA, **NEXT_TOKEN})] = 0.0
     """Dropout on the adapter inputs; 0 is usual and faster, 0.05 to 0.1 reduces overfitting on small datasets."""
     targets: Annotated[str, *one_of(registry.LORA_TARGETS), Ui("Target modules", when=LORA)] = "all-linear"
@@ -52,7 +53,7 @@ class Lora(Section):
     ] = ()
     """Modules that get adapters, by name or name suffix, such as q_proj, v_proj."""
     modules_to_save: Annotated[Names, Ui("Modules to save", when=LORA, widget="list")] = ()
-    """Modules trained in full and saved with the adapter, such as embed_tokens, lm_head for new tokens; usually
+    """Modules trained in full and saved with the adapter, such as embed_tokens and lm_head for new tokens; usually
     empty."""
     use_dora: Annotated[bool, Ui("DoRA", when=LORA)] = False
     """Also trains a magnitude per output feature (weight-decomposed LoRA): slightly better at low ranks, but slower."""

@@ -40,8 +40,8 @@ class Model(Section):
 
     @property
     def name(self) -> str:
-        """A short name: the built-in model, or the last part of the path or Hub ID; for the model of a run, what the
-        run is named after its date."""
+        """A short name: the built-in model, or the last part of the path or Hub ID; for the model of a run, the part of
+        the run's name after the date."""
         parts = (self.path if self.source == "path" else self.hub_id).rstrip("/").split("/")
         of_run = RUN_ID.fullmatch(parts[-2]) if len(parts) > 1 and parts[-1] == "model" else None
         last = of_run[1] if of_run else parts[-1]

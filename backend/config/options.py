@@ -162,7 +162,7 @@ def by_name() -> Mapping[str, Option]:
 
 
 def get(spec: RunSpec, name: str) -> Any:
-    """The value of an option, which may be that of a dataset: data.sources[1].weight."""
+    """The value of an option, which may belong to a single dataset, such as data.sources[1].weight."""
     if match := KEY.fullmatch(name):
         return getattr(spec.data.datasets[int(match[1])], match[2])
     return _getter(name)(spec)
@@ -203,7 +203,7 @@ def parse(values: Mapping[str, Any]) -> RunSpec:
 
 
 def find(name: str) -> Option | None:
-    """The option with this key, which may be that of a dataset: data.sources[1].weight."""
+    """The option with this key, which may belong to a single dataset, such as data.sources[1].weight."""
     match = KEY.fullmatch(name)
     return by_name().get(f"data.{match[2]}" if match and match[2] in Source.model_fields else name)
 
@@ -239,7 +239,7 @@ def _unknown(name: str) -> Problem:
 
 
 def _unknown_of_dataset(index: int, key: str) -> Problem:
-    """The problem of a key that no single dataset has."""
+    """The problem of a key that is not an option of a single dataset."""
     name = key_of(index, key) if index else f"{SOURCES}[0].{key}"
     if f"data.{key}" in by_name():
         return Problem(name, f"is the same for all datasets; set data.{key}")
@@ -376,13 +376,13 @@ def _hidden(spec: RunSpec) -> Mapping[str, Any]:
 
 
 def _values(spec: RunSpec, names: Iterable[str]) -> tuple[Any, ...]:
-    """The values of two or more options, in one call: a check asks for thousands."""
+    """The values of two or more options, in one call, because a check reads thousands of values."""
     found: tuple[Any, ...] = _getter(*names)(spec)
     return found
 
 
 def word(value: Any) -> str:
-    """A value as `when` writes it; of a list, only whether it has several entries."""
+    """A value as `when` writes it; for a list, only whether it has several entries."""
     if isinstance(value, tuple):
         return "several" if value else ""
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -399,8 +399,8 @@ def effective(spec: RunSpec) -> RunSpec:
 
 
 def with_defaults(spec: RunSpec, patch: Mapping[str, Any]) -> dict[str, Any]:
-    """`patch` and the defaults of the options that it makes visible. They may have values from an earlier choice, such
-    as a parallel size of another strategy, which were hidden when the patch was checked."""
+    """`patch` and the defaults of the options that it makes visible. These options may still have values from an
+    earlier choice, such as a parallel size of another strategy, which were hidden when the patch was checked."""
     checked, result = effective(edit(effective(spec), patch)), effective(edit(spec, patch))
     if checked == result:
         return dict(patch)
@@ -416,7 +416,7 @@ def visible(spec: RunSpec) -> Values:
 
 
 def changes(spec: RunSpec) -> Values:
-    """Same as `visible`, of the options that differ from their default."""
+    """Same as `visible`, for the options that differ from their defaults."""
     known = by_name()
     return {name: value for name, value in visible(spec).items() if value != known[name].default}
 
@@ -456,7 +456,7 @@ def text(option: Option, value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value as lists and tables, as a file has it. Of a dataset, the options that differ from their defaults."""
+    """A value as lists and tables, as a file has it. A dataset has only the options that differ from their defaults."""
     if isinstance(value, Source):
         known = type(value).model_fields
         return {name: plain(own) for name, own in value if own != known[name].default}
@@ -466,6 +466,6 @@ def plain(value: Any) -> Any:
 
 
 def sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys -> sections as a file has them: of lists and tables, and with all datasets in one list."""
+    """Dotted keys -> sections as a file has them: made of lists and tables, with all datasets in one list."""
     found = nest({name: plain(value) for name, value in values.items()})
     return {**found, "data": with_first(found["data"], Source.model_fields)} if "data" in found else found

@@ -24,23 +24,23 @@ class LlamaFactory(Section):
     """What LLaMA-Factory trains with: transformers; Megatron-Core (mcore_adapter), which splits layers and sequences
     over GPUs; or KTransformers, which keeps the experts of a large mixture-of-experts model in RAM."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Tensor parallel size", when=MEGATRON)] = 1
-    """GPUs that share each weight matrix; usually at most those of a node."""
+    """GPUs that share each weight matrix; usually at most the number of GPUs of a node."""
     pipeline_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Pipeline parallel size", when=MEGATRON)] = 1
-    """Stages into which the layers are divided, one after the other on different GPUs."""
+    """Pipeline stages into which the layers are divided, each on its own GPUs."""
     virtual_pipeline_size: Annotated[int, Field(ge=1, le=1024), Ui("Virtual pipeline size", when=MEGATRON)] = 1
-    """Parts of each pipeline stage that take turns, so that GPUs wait less; 1 turns it off."""
+    """Parts into which each pipeline stage is divided, which take turns so that GPUs wait less; 1 turns this off."""
     context_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Context parallel size", when=MEGATRON)] = 1
     """GPUs that share the tokens of each sequence."""
     expert_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Expert parallel size", when=MEGATRON)] = 1
     """GPUs that share the experts of a mixture-of-experts model."""
     sequence_parallel: Annotated[bool, Ui("Sequence parallelism", when=MEGATRON)] = False
-    """Also shares the activations between the layers among the tensor parallel GPUs."""
+    """Also divides the activations between the layers among the tensor parallel GPUs."""
     kt_backend: Annotated[
         Literal["AMXBF16", "AMXINT8", "AMXINT4"], Ui("Expert weights", when=KTRANSFORMERS, choices=EXPERTS)
     ] = "AMXBF16"
-    """Format in which the CPU multiplies the weights of the experts."""
+    """Number format of the expert weights when the CPU computes with them."""
     kt_weight_path: Annotated[str, Ui("Converted expert weights", when=KTRANSFORMERS, path="folder")] = ""
-    """Folder with expert weights that kt-kernel has converted to the format; empty uses those of the model."""
+    """Folder with expert weights that kt-kernel has converted to this format; empty uses the model's own weights."""
     kt_num_threads: Annotated[int, Field(ge=1, le=4096), Ui("CPU threads for experts", when=KTRANSFORMERS)] = 32
     """Threads that compute the experts; usually the physical CPU cores."""
     template: Annotated[
@@ -49,4 +49,4 @@ class LlamaFactory(Section):
     """LLaMA-Factory's template for the model, such as qwen3 or llama3; empty derives one from the tokenizer's chat
     template."""
     extra_args: Annotated[JsonText, Ui("Extra arguments (JSON)", when=LLAMAFACTORY, widget="text")] = ""
-    """Keys merged into train.yaml, which they override, for settings without an option; usually empty."""
+    """Keys that are merged into train.yaml and override it, for settings without an option; usually empty."""

@@ -29,8 +29,8 @@ class Eval(Section):
         int, Field(ge=1, le=65536), Ui("Eval batch size per device", when=(EVALUATING, GENERATING))
     ] = 8
     """Examples per forward pass, and prompts per generated batch, on each device; lower it if evaluation or generation
-    runs out of memory. 8 is usual. The validation loss of SFT and pretraining does not depend on it: it is the mean
-    over all tokens with a loss. That of preference stages may: TRL computes a mean over batches."""
+    runs out of memory. 8 is usual. It does not change the validation loss of SFT and pretraining, which is the mean
+    over all tokens with a loss. It may change that of preference stages, for which TRL computes a mean over batches."""
     early_stopping_patience: Annotated[
         int, Field(ge=0, le=10_000), Ui("Early stopping patience", when=EVALUATING, unit="evaluations")
     ] = 0
@@ -61,8 +61,8 @@ class Save(Section):
     """Number of checkpoints to keep; 0 keeps all. One takes 12 to 16 bytes per parameter in full fine-tuning with
     AdamW, and about half of that with pure bf16."""
     keep_best: Annotated[int, Field(ge=0, le=1000), Ui("Best checkpoints to keep", when={**SAVING, **EVALUATING})] = 0
-    """Checkpoints with the lowest eval loss to keep in addition to the newest ones of the checkpoint limit; 0 turns it
-    off. A checkpoint counts only if its step has an evaluation."""
+    """Number of checkpoints with the lowest eval loss to keep, in addition to the newest ones that save.total_limit
+    keeps; 0 turns this off. Checkpoints at steps without an evaluation do not count."""
     only_model: Annotated[bool, Ui("Save only the model", when=SAVING)] = False
     """Saves checkpoints without optimizer state: smaller, but a run cannot resume from them. Usually off."""
     load_best_model_at_end: Annotated[bool, Ui("Load best model at end", when={**SAVING, **EVALUATING})] = False

@@ -69,7 +69,7 @@ class Parallel(Section):
     sharding_strategy: Annotated[str, *one_of(registry.SHARDINGS), Ui("Sharding strategy", when=FSDP1)] = "full_shard"
     """What FSDP1 shards over the devices; FULL_SHARD is usual and needs the least memory."""
     reshard_after_forward: Annotated[bool, Ui("Reshard after forward", when=FSDP2)] = True
-    """Frees the gathered weights of a layer until its backward pass; usually on. Off needs more memory, less
+    """Frees the gathered weights of a layer until its backward pass; usually on. Off needs more memory but less
     communication."""
     cpu_offload: Annotated[bool, Ui("CPU offload", when=FSDP)] = False
     """Keeps weights, gradients and optimizer state in CPU memory and steps on the CPU: least GPU memory, much
@@ -77,8 +77,8 @@ class Parallel(Section):
     transformer_layer_cls_to_wrap: Annotated[
         Names, Ui("Transformer layer classes to wrap", when=FSDP, widget="list")
     ] = ()
-    """Class names of the layers that FSDP shards as units, such as LlamaDecoderLayer; leave it empty for the model's
-    own."""
+    """Class names of the layers that FSDP shards as units, such as LlamaDecoderLayer; leave it empty to use the classes
+    that the model names."""
     reduce_dtype: Annotated[
         Literal["fp32", "compute"],
         Ui("Gradient reduction dtype", when=FSDP, choices={"fp32": "fp32", "compute": "Compute dtype"}),
@@ -91,12 +91,12 @@ class Parallel(Section):
     replicate_size: Annotated[int, Field(ge=1, le=65536), Ui("Replicate size (HSDP)", when=FSDP2)] = 1
     """Number of replicas of the sharded model, usually the number of nodes; 1 shards over all devices."""
     tensor_parallel_size: Annotated[int, Field(ge=2, le=1024), Ui("Tensor parallel size", when=TENSOR)] = 2
-    """Devices that split each layer and get the same examples; FSDP2 shards over these groups. 2 to 8 is usual, within
-    a node."""
+    """Devices that split each layer and get the same examples; FSDP2 shards over these groups. 2 to 8 devices of one
+    node are usual."""
     context_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Context parallel size", when=FSDP2)] = 1
     """Devices that share the tokens of one sequence, for long sequences; 1 is usual. Not verified on GPUs."""
     sequence_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Sequence parallel size", when=ZERO)] = 1
     """Devices that share the tokens of one sequence (DeepSpeed Ulysses), for long sequences; 1 is usual."""
     extra_config: Annotated[JsonText, Ui("Extra config (JSON)", when=WITH_ENGINE_CONFIG, widget="text")] = ""
-    """Keys merged into the generated DeepSpeed or FSDP config, which they override, for settings without an option;
+    """Keys that are merged into the generated DeepSpeed or FSDP config and override it, for settings without an option;
     usually empty."""

@@ -9,7 +9,7 @@ from pydantic import Field
 from backend.config.fields import RAY, Lines, Section, Ui, each_matches
 
 AMOUNTS = each_matches(
-    r"(?!(CPU|GPU)=)[\w.:/-]+=\d+(\.\d+)?", "must have one NAME=amount per line other than CPU and GPU"
+    r"(?!(CPU|GPU)=)[\w.:/-]+=\d+(\.\d+)?", "must have one NAME=amount per line, for resources other than CPU and GPU"
 )
 
 

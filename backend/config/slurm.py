@@ -22,7 +22,7 @@ class Slurm(Section):
     time_limit: Annotated[
         str, matches(TIME, "must be a time such as 30 (minutes), 12:00:00 or 2-00:00:00"), Ui("Time limit", when=SLURM)
     ] = ""
-    """Longest duration of the job, such as 30 (minutes), 12:00:00 or 2-00:00:00; empty uses the partition's."""
+    """Maximum duration of the job, such as 30 (minutes), 12:00:00 or 2-00:00:00; empty uses the partition's limit."""
     requeue: Annotated[bool, Ui("Continue automatically", when=SLURM)] = True
     """When the time limit is near or the job is preempted, the run saves a checkpoint, goes back to the queue and
     continues from there."""
@@ -41,8 +41,8 @@ class Slurm(Section):
     container: Annotated[
         str, matches(r"[\w./:@#+-]+", "must be a file or the name of an image"), Ui("Container", when=SLURM)
     ] = ""
-    """Container image with Footplate: a file .sif is started with Apptainer, all else with enroot and pyxis, such as
-    registry#footplate:1 or a file .sqsh; empty uses no container."""
+    """Container image with Footplate: a .sif file is started with Apptainer; anything else, such as
+    registry#footplate:1 or a .sqsh file, with enroot and pyxis. Empty uses no container."""
     container_mounts: Annotated[
         Lines,
         each_matches(r"/[\w./@+-]*(:/[\w./@+-]*)?", "must have one path per line"),
@@ -57,6 +57,6 @@ class Slurm(Section):
         each_matches(r"-[^\r\n]+", "must have one sbatch option per line"),
         Ui("Extra sbatch options", when=SLURM, widget="lines"),
     ] = ()
-    """Further options of sbatch, one per line, such as --reservation=team; they override the others."""
+    """Further options of sbatch, one per line, such as --reservation=team; they override those that Footplate sets."""
     setup: Annotated[Lines, Ui("Shell commands before training", when=SLURM, widget="lines")] = ()
     """Commands that the job runs first on each node, such as module load cuda; one per line."""

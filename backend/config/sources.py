@@ -43,7 +43,8 @@ def read_sources(text: str) -> Any:
 
 
 def without_option(value: Any, field: str) -> Any:
-    """The list without an option of one dataset; without a dataset that has none, if that is what is invalid."""
+    """The list without the option `field` of one dataset; an empty list if `field` is not an option of a dataset in
+    it."""
     entries, match = _entries(value), KEY.fullmatch(field)
     index = int(match[1]) if match else len(entries)
     if index >= len(entries) or not isinstance(entries[index], dict) or match is None:
@@ -54,7 +55,7 @@ def without_option(value: Any, field: str) -> Any:
 
 def collected(values: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str, Any]:
     """Dotted keys in which those of single datasets, such as data.sources[1].weight, are part of data.sources. `known`:
-    the list before. Raises SourceError."""
+    the list before the change. Raises SourceError."""
     found = {name: value for name, value in values.items() if not KEY.fullmatch(name)}
     parts = [(int(match[1]), match[2], values[name]) for name in values if (match := KEY.fullmatch(name))]
     if not parts:
@@ -81,7 +82,7 @@ def _are(count: int) -> str:
 
 
 def without_first(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the section data, in which those of the first entry of the list are outside of it. Raises
+    """The options of the section data, with those of the first dataset moved out of the list `sources`. Raises
     SourceError."""
     entries = _entries(data.get("sources"))
     if not entries or not isinstance(entries[0], Mapping):

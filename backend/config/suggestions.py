@@ -75,7 +75,7 @@ def _by_key(options: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _closest_section(section: str, options: Sequence[str]) -> str:
-    """Of options with the same second half, the one whose section is most like `section`."""
+    """The one of several options with the same second half whose section is most like `section`."""
     return max(options, key=lambda option: difflib.SequenceMatcher(None, section, option.partition(".")[0]).ratio())
 
 

@@ -36,7 +36,7 @@ class Train(Section):
     test."""
     max_hours: Annotated[float, Field(ge=0, le=10_000), Ui("Max run time", unit="hours")] = 0.0
     """Saves a checkpoint and stops the run after this many hours, including loading and evaluations but not queue time;
-    Resume allows as many again. 0, which is usual, sets no limit."""
+    Resume allows the same number of hours again. 0, which is usual, sets no limit."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=65536), Ui("Batch size per device")] = 4
     """Examples per forward pass on each device; activation memory grows with it. Use the largest that fits."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=65536), Ui("Gradient accumulation steps")] = 1
@@ -71,10 +71,10 @@ class Train(Section):
     """Saves a checkpoint and stops when the loss or the gradient norm jumps far above its usual values and stays there;
     usually off, because many runs recover from a spike."""
     half_lr_retries: Annotated[int, Field(ge=0, le=10), Ui("Retries with half the learning rate")] = 0
-    """How often a run that diverged or stopped on a spike is retried automatically: a new run continues from the last
-    checkpoint before the problem with half the learning rate, or the method's usual one if half is still far too high.
-    Without such a checkpoint there is no retry. Up to two more checkpoints are kept for this. 0 turns it off; 1 or 2 is
-    usual."""
+    """How often a run that diverged or stopped on a spike is retried automatically. Each retry is a new run that
+    continues from the last checkpoint before the problem with half the learning rate, or the method's usual one if half
+    is still far too high. Without such a checkpoint there is no retry. Up to two more checkpoints are kept for this. 0
+    turns it off; 1 or 2 is usual."""
     max_nonfinite_steps: Annotated[int, Field(ge=1, le=100_000), Ui("Max non-finite steps", unit="steps")] = 3
     """Ends the run as diverged after this many steps in a row with a loss that is NaN or infinite; 1 to 10 is usual."""
     momentum: Annotated[float, Field(ge=0, lt=1), Ui("Momentum", when=read_by("momentum"))] = 0.95
@@ -110,15 +110,16 @@ class Train(Section):
             choices={"std": "Shorter side", "reverse_std": "Longer side", "full": "Both sides"},
         ),
     ] = "std"
-    """Side of each gradient matrix that is projected; the shorter side is usual, the longer or both need less optimizer
-    state."""
+    """Side of each gradient matrix that is projected. The shorter side is usual; the longer side or both sides need
+    less optimizer state."""
     apollo_scale: Annotated[float, Field(gt=0, le=1000), Ui("APOLLO scale", when=read_by("apollo_scale"))] = 1.0
     """Updates of projected matrices are multiplied by the square root of this value; 1 is usual, 128 for APOLLO-Mini
     (rank 1)."""
     apollo_proj: Annotated[
         Literal["random", "svd"], Ui("APOLLO projection", when=read_by("apollo_proj"), choices={"svd": "SVD"})
     ] = "random"
-    """How the projection of the gradients is chosen: at random (usual, works as well and needs no SVD) or by SVD."""
+    """How the projection of the gradients is chosen: at random or by SVD. Random is usual: it works as well and needs
+    no SVD."""
     apollo_scale_type: Annotated[
         Literal["channel", "tensor"], Ui("APOLLO scaling", when=read_by("apollo_scale_type"))
     ] = "channel"
@@ -149,7 +150,7 @@ class Train(Section):
     torch_compile: Annotated[bool, Ui("torch.compile", when={"parallel.strategy": ("single", "ddp")})] = False
     """Compiles the model: faster steps on GPUs after a first step that takes minutes."""
     dataloader_num_workers: Annotated[int, Field(ge=0, le=256), Ui("DataLoader workers")] = 0
-    """Worker processes per device that collate batches; 0 collates in the training process, and 2 to 8 helps on fast
+    """Worker processes per device that collate batches. 0 collates in the training process; 2 to 8 workers help on fast
     GPUs."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1), Ui("Seed")] = 42
     """Random seed of data order, validation split, adapter initialization and dropout."""

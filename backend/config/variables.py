@@ -17,8 +17,8 @@ SECRET_WORDS = {
     "TOKEN", "TOKENS", "KEY", "KEYS", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "PASS", "PWD", "PAT",
     "CREDENTIAL", "CREDENTIALS", "AUTH", "BEARER", "COOKIE", "WEBHOOK", "WEBHOOKS", "DSN", "JWT",
 }  # fmt: skip
-SECRET_ENDS = ("TOKEN", "SECRET", "PASSWORD", "APIKEY", "ACCESSKEY", "PRIVATEKEY")  # of words such as HFTOKEN
-# The variable names a file or a setting about secrets, such as HF_TOKEN_PATH or SSH_KEY_FILE.
+SECRET_ENDS = ("TOKEN", "SECRET", "PASSWORD", "APIKEY", "ACCESSKEY", "PRIVATEKEY")  # ends of words such as HFTOKEN
+# Such a variable has the path of a file, or a setting about secrets, such as HF_TOKEN_PATH or SSH_KEY_FILE.
 HARMLESS_ENDS = ("PATH", "FILE", "DIR", "HOME", "ID", "TYPE", "NAME", "SIZE", "LENGTH")
 # Tokens of Hugging Face, GitHub, GitLab, OpenAI and others with the same prefix, AWS, Slack, Google, NVIDIA, Groq,
 # Replicate, PyPI and npm; JSON web tokens; HTTP headers; private keys.
@@ -38,9 +38,9 @@ CREDENTIALS = re.compile(
     r"|hooks\.zapier\.com/hooks|[\w-]{1,63}\.webhook\.office\.com|chat\.googleapis\.com/v1/spaces"
     r"|api\.telegram\.org|open\.(?:feishu\.cn|larksuite\.com)/open-apis/bot|oapi\.dingtalk\.com/robot"
     r"|qyapi\.weixin\.qq\.com/cgi-bin/webhook|maker\.ifttt\.com/trigger)/)[^\s\"']+"
-    r"|(?P<tracker>(?i:wandb)[^\n]{0,40}?)\b[0-9a-f]{40}\b"  # W&B's keys have no prefix of their own
+    r"|(?P<tracker>(?i:wandb)[^\n]{0,40}?)\b[0-9a-f]{40}\b"  # W&B's keys have no special prefix
 )
-REFERENCE = re.compile(r"\$(\{\w+\}|\(.*|[A-Za-z_]\w*)")  # of a shell, to what is read elsewhere
+REFERENCE = re.compile(r"\$(\{\w+\}|\(.*|[A-Za-z_]\w*)")  # a reference of a shell to a value from elsewhere
 ASSIGNMENTS = re.compile(
     r"(?P<before>(?P<name>\b[A-Z][A-Z0-9_]*|\b(?i:api_?key|password|passwd|secret|(?:access|auth|hf|hub|api)_token)|(?<=[?&])token)"
     r"[\"']?\s?[=:]\s?[\"']?)(?P<value>[^\s\"',;&]+)"
@@ -85,7 +85,8 @@ def hide_secrets(text: str, env: Mapping[str, str]) -> str:
 
 
 def hide_named(text: str, env: Mapping[str, str]) -> str:
-    """`text` with MASK in place of all values of `env`, which are secrets, also as they appear in shell and JSON."""
+    """`text` with MASK in place of all values of `env`, all of which are secrets, also as they appear in shell and
+    JSON."""
     for value in env.values():
         for form in (shlex.quote(value), json.dumps(value)[1:-1], value):
             text = text.replace(form, MASK)

@@ -1,7 +1,8 @@
 """YAML and JSON text with bounds, so that a small file cannot keep the server busy for minutes.
 
-Aliases can multiply a few hundred bytes to gigabytes, and nested lists end the recursion of every reader. Text that
-looks like JSON is read as YAML only if it is not valid JSON, because YAML allows no tabs as indentation.
+Aliases can multiply a few hundred bytes to gigabytes, and deeply nested lists exceed the recursion limit of every
+reader. Text that looks like JSON is read as YAML only if it is not valid JSON, because YAML allows no tabs as
+indentation.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _load_yaml(text: str) -> Any:
 
 
 class _LoaderOfDistinctKeys(yaml.SafeLoader):
-    """Same as SafeLoader, but refuses a mapping with the same key twice, of which YAML would use the last one."""
+    """Same as SafeLoader, but refuses a mapping with the same key twice, where YAML would use the last value."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()

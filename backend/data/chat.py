@@ -34,32 +34,32 @@ ROLES = {
         "tool": "tool",
     },
 }
-CALL_ROLES = ("function_call", "tool_call")  # whose content is a call, or a list of calls, as JSON
+CALL_ROLES = ("function_call", "tool_call")  # roles of turns whose content is a call, or a list of calls, as JSON
 KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 # Whether the loss includes a turn: OpenAI's and axolotl's weight, axolotl's train, and other tools' names for the same.
 WEIGHTS, SWITCHES = ("weight", "loss_weight"), ("train", "training", "trainable", "loss")
 LOSS_MASK = "loss_mask"  # a column with the weights of all turns
-LOSS_WEIGHT = "loss_weight"  # of a converted assistant turn, unless it is 0 (then train is False) or 1
+LOSS_WEIGHT = "loss_weight"  # key for the weight of a converted assistant turn; not for 0 (train is False) and 1
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0  # fp32 has 7 digits: with other weights, a part of the loss would be rounded off
 VALID_WEIGHT = f"0 for no loss, or a weight from {MIN_WEIGHT:g} to {MAX_WEIGHT:,.0f}"
-# What a turn may say about itself that no model is trained on.
+# Keys with facts about a turn that no model is trained on.
 WITHOUT_MEANING = {
     "id", "_id", "uid", "uuid", "idx", "index", "turn", "turn_id", "turn_idx", "message_id", "parent_id", "hash",
     "source", "origin", "url", "score", "rating", "rank", "timestamp", "time", "created_at", "date", "lang", "language",
     "model", "num_tokens", "token_count", "metadata", "meta", "finish_reason", "refusal", "annotations", "synthetic",
 }  # fmt: skip
 READ = {key for keys in KEYS.values() for key in keys} | {"tool_calls", "function_call", "name", "tool_call_id"}
-# Columns with weights of a whole example, or masks in a form that no loss here knows.
+# Columns with weights of a whole example, or masks in a form that no loss in Footplate supports.
 EXAMPLE_WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "mask", "masks", "train_on_turn")
-COLUMN = "the weights in column "  # before the name of such a column, in what is counted as not used
+COLUMN = "the weights in column "  # prefix of such a column's name in the counts of unused parts
 TEMPLATE_KWARGS = "chat_template_kwargs"  # TRL's column with variables of the chat template
-VARIABLES = ("tools", "documents", TEMPLATE_KWARGS)  # of a converted example, for the chat template
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what a model thinks before it answers
+VARIABLES = ("tools", "documents", TEMPLATE_KWARGS)  # keys of a converted example that the chat template reads
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys for what a model thinks before it answers
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 MEDIA_FILE = re.compile(r".+\.(jpe?g|png|webp|gif|bmp|tiff?|mp4|mkv|webm|avi|mov|wav|mp3|flac|ogg|m4a)", re.IGNORECASE)
 PLACEHOLDER = re.compile(r"<(image|video|audio)>|<\|?(image|video|audio|vision)_?(pad|start)?\|?>")
 MAX_COLUMNS, MAX_SHOWN = 10, 60  # columns, and characters of a value, that a message shows
-MAX_LEVELS = 100  # of tools and tool calls; transformers' renderer is recursive
+MAX_LEVELS = 100  # nesting of tools and tool calls; transformers' renderer is recursive
 
 
 class InvalidExample(ValueError):
@@ -125,14 +125,14 @@ def _turn(value: Any, number: int, turn_format: str) -> dict[str, Any]:
 
 def _more(value: Mapping[str, Any], role: str, number: int) -> dict[str, Any]:
     """What else a turn says, for a chat template that reads it, such as reasoning; and the weight of an assistant turn:
-    train is False for 0, and LOSS_WEIGHT has others than 1. Raises InvalidExample."""
+    train is False for a weight of 0, and LOSS_WEIGHT has any other weight than 1. Raises InvalidExample."""
     if value.keys() <= READ:
         return {}
     said = {key: part for key, part in value.items() if isinstance(key, str) and part not in (None, "", [], {})}
     found = {key: part for key, part in said.items() if key not in READ and key.lower() not in WITHOUT_MEANING}
     given = {key: _weight(key, found[key], number) for key in (*WEIGHTS, *SWITCHES) if key in found}
     weights = {key: weight for key, weight in given.items() if weight is not None}
-    if role != "assistant":  # it has no loss, and a weight other than 0 is named
+    if role != "assistant":  # it has no loss; a weight other than 0 is reported
         return {key: part for key, part in found.items() if weights.get(key) != 0}
     numbers = {weights[key] for key in WEIGHTS if key in weights}
     if len(numbers) > 1 or len({weight > 0 for weight in weights.values()}) > 1:
@@ -206,8 +206,8 @@ def with_loss_mask(turns: Turns, example: Example) -> Turns:
 
 
 def _masked(turn: dict[str, Any], weight: float, number: int) -> dict[str, Any]:
-    """A turn with its weight in the column loss_mask, which may leave out turns that have a weight of their own."""
-    if turn["role"] != "assistant":  # it has no loss, and a weight other than 0 is named
+    """A turn with its weight in the column loss_mask, which may leave out turns that have a weight already."""
+    if turn["role"] != "assistant":  # it has no loss; a weight other than 0 is reported
         return {**turn, LOSS_MASK: weight} if weight else turn
     if weight == 1:
         return turn
@@ -220,13 +220,13 @@ def _masked(turn: dict[str, Any], weight: float, number: int) -> dict[str, Any]:
 
 
 def refuse_media(example: Example) -> None:
-    """Raise InvalidExample for images, audio or video in a column of their own: the model would not see them."""
+    """Raise InvalidExample for images, audio or video in separate columns: the model would not see them."""
     for name in sorted(MEDIA & example.keys()):
         value = example[name]
         if isinstance(value, str) and not MEDIA_FILE.fullmatch(value.strip()):
-            continue  # a text about it
+            continue  # a text about an image, not the path of one
         if isinstance(value, str) and not PLACEHOLDER.search(str(example)):
-            continue  # such as a cover picture
+            continue  # a file that the text does not use, such as a cover picture
         if value not in (None, "", [], {}) and not isinstance(value, int | float):
             raise InvalidExample(
                 f"column {name} is not empty, and only text is supported; remove the column if the text is complete "
@@ -250,7 +250,7 @@ def _with_arguments(function: Mapping[str, Any], number: int) -> dict[str, Any]:
         return {**function, "arguments": {}} if "parameters" not in function else dict(function)
     if not isinstance(parse_json(arguments), Mapping):
         shown = shorten(arguments)
-        raise InvalidExample(f"the arguments of a tool call of turn {number} are no JSON object: {shown!r}")
+        raise InvalidExample(f"the arguments of a tool call of turn {number} are not a JSON object: {shown!r}")
     return dict(function)
 
 
@@ -323,7 +323,9 @@ def variables(example: Example) -> dict[str, Any]:
         if not isinstance(kwargs, Mapping):
             raise InvalidExample(f"column {TEMPLATE_KWARGS} contains {type_name(kwargs)}; expected an object")
         if reserved := RESERVED_KWARGS & kwargs.keys():
-            raise InvalidExample(f"column {TEMPLATE_KWARGS} has {', '.join(sorted(reserved))}, which is no variable")
+            raise InvalidExample(
+                f"column {TEMPLATE_KWARGS} has {', '.join(sorted(reserved))}, which transformers sets itself"
+            )
         found[TEMPLATE_KWARGS] = kwargs
     return found
 
@@ -333,7 +335,7 @@ def _tools(example: Example) -> dict[str, Any]:
     if not found and isinstance(functions := parse_json(example.get("functions")), list):  # OpenAI's earlier form
         found = [{"type": "function", "function": each} for each in functions if isinstance(each, Mapping)]
     if not found or (isinstance(found, str) and found.lstrip()[:1] not in ("[", "{")):
-        return {}  # text is a column of another purpose that happens to have this name
+        return {}  # the text of a column that has this name but another purpose
     if isinstance(found, str):
         raise InvalidExample("column tools is not valid JSON; expected a list of tools")
     if not isinstance(found, list):
@@ -345,7 +347,7 @@ def _tools(example: Example) -> dict[str, Any]:
 
 
 def as_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool as chat templates expect it. In LLaMA-Factory's datasets it is the function alone, and in OpenAI's
+    """A tool as chat templates expect it. In LLaMA-Factory's datasets, a tool is only the function, and in OpenAI's
     Responses API the type is next to the name."""
     if tool.get("function") or not isinstance(tool.get("name"), str) or tool.get("type", "function") != "function":
         return tool

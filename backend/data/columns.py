@@ -1,6 +1,6 @@
 """What the columns of data files are used for, and the options that change it.
 
-A use is what an option such as data.prompt_column is for: prompt.
+A use, such as prompt, is what an option such as data.prompt_column sets the column of.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_by_name(example: Example, data: Data, formats: Iterable[str]) -> tuple[
 
 def patch(example: Example, data: Data, formats: Iterable[str], column: str, use: str) -> dict[str, Any]:
     """The options with which `column` is used for `use`, '' for nothing: option -> value. A column that had this use
-    gets the one that `column` had; the others keep theirs if a format has all of them."""
+    gets the former use of `column`; the other columns keep their uses if a format has all of them."""
     formats = tuple(formats)
     before = _format(example, data, formats)
     columns = {name: each for name, each in _columns(example, data, before).items() if each in example}
@@ -79,9 +79,10 @@ def _format(example: Example, data: Data, formats: Iterable[str]) -> str:
 
 
 def _format_with(columns: Mapping[str, str], use: str, before: str, formats: tuple[str, ...]) -> str:
-    """The format that has `use` and most of the uses in `columns`: the one before, if several have as many."""
+    """The format that has `use` and most of the uses in `columns`; if several have as many, the format that is set
+    now."""
     preferred = [before] if before in formats else []
-    # An Alpaca prompt has more parts, which are read by name: it is not a guess for a prompt and a completion.
+    # An Alpaca prompt has more parts, which are read by name, so it is the last guess for a prompt and a completion.
     candidates = dict.fromkeys([*preferred, *sorted(formats, key=lambda name: name == "alpaca")])
     known = {name: {_use(option) for option in column_options(name)} for name in candidates}
     able = [name for name in candidates if not use or use in known[name]]

@@ -17,10 +17,10 @@ class Seen:
 
     def __init__(self) -> None:
         self.examples: dict[int, None] = {}  # in the order in which they were added
-        self.answers: dict[int, int] = {}  # of a prompt: its first completion
+        self.answers: dict[int, int] = {}  # prompt -> its first completion
 
     def is_copy(self, value: Mapping[str, Any], remember: bool = True) -> bool:
-        """Whether an equal example was here before; `remember`: a later one is a copy of this one."""
+        """Whether an equal example came before; `remember`: a later equal example is a copy of this one."""
         found = digest(value)
         if found in self.examples:
             return True
@@ -29,14 +29,14 @@ class Seen:
         return False
 
     def forget_unused(self, are_used: Sequence[bool]) -> None:
-        """Forget those of the last examples that are not used, so that a later one is no copy of them."""
+        """Forget those of the last examples that are not used, so that a later example is not a copy of them."""
         for found, is_used in zip([*islice(reversed(self.examples), len(are_used))], reversed(are_used), strict=True):
             if not is_used:
                 del self.examples[found]
 
     def contradicts(self, value: Mapping[str, Any]) -> bool:
-        """Whether an example, which is no copy, has another answer than an earlier one: another completion of the same
-        prompt, the other completion preferred, or the other label."""
+        """Whether an example, which is not a copy, has another answer than an earlier one: another completion of the
+        same prompt, the other completion preferred, or the other label."""
         if "label" in value:
             return digest({**value, "label": not value["label"]}) in self.examples
         if "chosen" in value:

@@ -22,7 +22,7 @@ DEFAULTS = {
     "text": {"text_column": "text"},
 }
 
-UNKNOWN_COLUMNS = "matches no data format by its columns"
+UNKNOWN_COLUMNS = "has columns that match no data format"
 
 
 def detect_format(example: Example, preferred: Iterable[str] = ()) -> str | None:

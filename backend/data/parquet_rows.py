@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, BinaryIO
 
 MIB, GIB = 2**20, 2**30
-MAX_BYTES = GIB  # of this process; a batch of ordinary rows takes some 100 MB
+MAX_BYTES = GIB  # of this process; a batch of ordinary rows takes about 100 MB
 MAX_CPU_SECONDS = 20
 MAX_ROW_BYTES = 32 * MIB  # pickled
 BATCH_ROWS = 32
@@ -30,7 +30,7 @@ def main() -> None:
     try:
         for message in messages(sys.argv[1]):
             send(output, message)
-    except BrokenPipeError:  # nobody wants more rows
+    except BrokenPipeError:  # the reader wants no more rows
         sys.stderr.close()
     except MemoryError:
         send(output, TOO_LARGE)
@@ -76,7 +76,7 @@ def invalid(path: str, error: Exception) -> str:
 
 def messages(path: str) -> Iterator[Any]:
     """The names of the columns, the rows, and the reason for the end: '' at the end of the file."""
-    pyarrow = import_module("pyarrow")  # after the limits are set
+    pyarrow = import_module("pyarrow")  # imported after the limits are set
     try:
         names, batches = open_batches(path, BATCH_ROWS)
         yield names

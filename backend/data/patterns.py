@@ -1,6 +1,6 @@
 """What a glob pattern matches, by reading a bounded number of folder entries.
 
-Python's glob reads for minutes where a pattern such as /usr/** is typed into a field.
+Python's glob reads for minutes if a pattern such as /usr/** is typed into a field.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Search:
                 self._count += 1
                 if self._count > MAX_ENTRIES:
                     raise TooManyEntries(
-                        f"matches among more than {MAX_ENTRIES:,} files; name a folder closer to the data"
+                        f"would search more than {MAX_ENTRIES:,} files; name a folder closer to the data"
                     )
                 if hidden or not entry.name.startswith("."):
                     yield entry

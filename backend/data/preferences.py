@@ -113,7 +113,7 @@ def prompt_and_completion(example: Example, prompt_column: str, column: str, dat
 
 
 def unpair(converted: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A converted example as labeled completions: of a pair, the chosen one is desirable, the rejected one not."""
+    """A converted example as labeled completions: the chosen one of a pair is desirable, the rejected one is not."""
     if "chosen" not in converted:
         return [dict(converted)]
     names = ("prompt", *chat.VARIABLES, "unused_columns")

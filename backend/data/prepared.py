@@ -39,7 +39,7 @@ MODULES = (
     "train/loss_weights.py", "train/preference_data.py", "train/template_input.py", "train/templates.py",
 )  # fmt: skip
 PACKAGES = ("datasets", "jinja2", "numpy", "tokenizers", "transformers", "trl")
-# Options of data that are in the key as content, or decide no token.
+# Options of data that are in the key as content, or do not affect the tokens.
 ELSEWHERE = {"dataset_num_proc", "files", "validation_files", "chat_template_file"}
 
 
@@ -135,8 +135,8 @@ def take(key: str, folder: Path) -> list[str] | None:
 
 
 def keep(key: str, folder: Path, name: str, lines: Sequence[str]) -> bool:
-    """Make an entry of the files in `folder`, with the name of the data and the log lines of its preparation. Whether
-    there is one now: if the disk is full, no entry is made."""
+    """Make an entry of the files in `folder`, with the name of the data and the log lines of its preparation. Returns
+    whether there is one now: if the disk is full, no entry is made."""
     place = prepared_folder()
     new = place / f"{NEW}{uuid.uuid4().hex}"
     try:

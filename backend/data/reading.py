@@ -39,16 +39,16 @@ CONTENTS: tuple[tuple[tuple[bytes, ...], str], ...] = (
     ((b"\xff\xfe", b"\xfe\xff"), f"is UTF-16 text; {ICONV.format('utf-16')}"),
 )
 MIB = 2**20
-MAX_LINE = 64 * MIB  # characters of one example; the longest sequences have some MB
-MAX_BLANK_LINES = 1_000_000  # in a row; a compressed file of some MB could have billions
+MAX_LINE = 64 * MIB  # characters of one example; the longest sequences have a few MB
+MAX_BLANK_LINES = 1_000_000  # consecutive ones; a compressed file of a few MB could have billions
 MAX_JSON = 2 * 1024 * MIB  # characters: a .json file is parsed as a whole
 PARQUET_SECONDS = 60.0  # starting Python and reading what a check needs takes 0.5 s
 LENGTH_BYTES = 8
-MAX_FILES = 10_000  # of a folder
+MAX_FILES = 10_000  # in a folder
 ABOUT_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")  # in a folder that `datasets` has saved
 SUPPORTED = f"{', '.join(TEXT)} (also compressed, such as .jsonl.gz), .parquet and .arrow"
 HTML = (b"<!doctype html", b"<html")
-SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}  # of columns
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}  # separator of columns -> its name
 
 
 ROW, LINE = ", row ", ", line "  # between a file and the number of an example
@@ -88,7 +88,7 @@ def file_patterns(data: Source) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
     """The files that paths, folders and glob patterns match, without duplicates; relative ones are resolved against
-    `base`. Of a folder, those whose name says that they are data files, in the order of their names."""
+    `base`. A folder stands for the data files in it, recognized by their names, in the order of these names."""
     found: dict[str, Path] = {}  # by its path without symbolic links
     for name in files:
         pattern = str((base or Path()) / os.path.expanduser(name))  # Path.expanduser raises for unknown users
@@ -130,11 +130,11 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 
 
 def _no_file_problem(name: str) -> str:
-    """Why a path or pattern matches nothing. A name that looks like several paths or a quoted one says how to write
-    it."""
+    """Why a path or pattern matches nothing. For a name that looks like several paths or is quoted, it says how to
+    write the path."""
     problem = "matches no file" if glob.has_magic(name) else "does not exist"
     is_list = "," in name or ";" in name or name.endswith(('"', "'"))
-    return f"{problem}; write each path on a line of its own, without quotes or commas" if is_list else problem
+    return f"{problem}; write each path on a separate line, without quotes or commas" if is_list else problem
 
 
 def read_examples(
@@ -142,9 +142,9 @@ def read_examples(
 ) -> Iterator[tuple[int, Example]]:
     """(line number, example) of each example, `limit` of them at most (0: all). Raises DataFileError.
 
-    The line is the one that an example begins in; of a Parquet file, the number of the row. `in_server`: a Parquet file
-    is read by a process with limits, since its reader cannot be interrupted. `skip` gets the error of an example,
-    instead of raising it, where the next one can be read.
+    The line is the one that an example begins in; in a Parquet file, it is the number of the row. `in_server`: a
+    Parquet file is read by a process with limits, since its reader cannot be interrupted. `skip` gets the error of an
+    example instead of an exception, if the next example can be read.
     """
     parquet = read_parquet_in_process if in_server else _read_parquet
     readers: Mapping[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
@@ -253,7 +253,9 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     at = _list_start(text)
     if not at:
         raise DataFileError(
-            path, 0, 'must contain a list of examples, or {"data": [...]}; one object per line is a .jsonl file'
+            path,
+            0,
+            'must contain a list of examples, or {"data": [...]}; a file with one object per line must be named .jsonl',
         )
     line, counted, more = 1, 0, False
     while text[at : at + 1] != "]" or more:
@@ -328,7 +330,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _separator(path: Path) -> str:
-    """What separates the columns: of a .tsv file tabs, of a .csv file commas, or what its header has instead. Excel
+    """The separator of the columns: tabs in a .tsv file, commas in a .csv file, or what its header has instead. Excel
     writes semicolons where numbers have a decimal comma."""
     if data_suffix(path) == ".tsv":
         return "\t"
@@ -339,7 +341,7 @@ def _separator(path: Path) -> str:
 
 
 def _row_problem(fields: int, columns: int, separator: str) -> str:
-    """Why a row with so many fields does not fit the header; '' if it does."""
+    """Why a row with this many fields does not fit the header; '' if it does."""
     if fields == columns:
         return ""
     wrong, cause = ("more", SEPARATORS[separator]) if fields > columns else ("fewer", "line breaks")
@@ -425,12 +427,12 @@ def _unpadded(value: Any) -> Any:
 
 
 def _message(path: Path, stream: IO[bytes]) -> Any:
-    """The next message of parquet_rows.py. Raises DataFileError if the process has ended before."""
+    """The next message of parquet_rows.py. Raises DataFileError if the process ends first."""
     length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
     data = stream.read(length) if length <= MAX_LINE else b""
     if not data or len(data) < length:
         raise DataFileError(path, 0, "takes too much memory or time to read; write it again, with smaller row groups")
-    return pickle.loads(data)  # written by our own process
+    return pickle.loads(data)  # written by Footplate's own process
 
 
 def _json_problem(error: Exception, text: str) -> str:
@@ -450,7 +452,7 @@ def _json_problem(error: Exception, text: str) -> str:
 
 
 def _json_place(error: json.JSONDecodeError, text: str) -> tuple[int, int]:
-    """Line and column of an error, from 1. Where the text ends too early, they are behind its last character: the json
-    module names the line after it."""
+    """Line and column of an error, from 1. If the text ends too early, they are those after its last character; the
+    json module names the next line."""
     at = min(error.pos, len(text.rstrip()))
     return text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from backend.data.copies import digest
 
 T = TypeVar("T")
-FIRST_VALIDATION = 1000  # of the examples that are held out of a streamed dataset, how many are evaluated
+FIRST_VALIDATION = 1000  # how many of the examples held out of a streamed dataset are evaluated
 
 
 def validation_size(count: int, share: float) -> int:
@@ -47,7 +47,7 @@ def sample(examples: Sequence[T], max_samples: int, seed: int, shuffles: bool = 
     return drawn[: max_samples or None]
 
 
-MOST_TIMES = 100  # as many examples as all datasets have
+MOST_TIMES = 100  # the most examples of an epoch, as a multiple of those of all datasets
 
 
 def is_absurd(sizes: Sequence[int], counts: Sequence[int]) -> bool:

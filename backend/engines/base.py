@@ -1,6 +1,6 @@
 """Engine: what a strategy's implementation shards, offloads, loads, saves and supports.
 
-No torch, no machine: `backend/train/engines` has the part that runs. Rules, launch plan and memory estimate ask these
+No torch, no machine: `backend/train/engines` has the part that runs. Rules, launch plan and memory estimate use these
 facts instead of comparing names, so that a new engine needs no change there.
 """
 
@@ -57,7 +57,7 @@ class Engine:
 
     @property
     def max_live_parameters(self) -> int:
-        """Parameters that stay gathered between their uses, at most."""
+        """The largest number of parameters that stay gathered between their uses."""
         return 0
 
     @property
@@ -243,16 +243,16 @@ class TensorParallel(Engine):
 
     @property
     def shards_optimizer(self) -> bool:
-        """Along with the parameters."""
+        """The optimizer state is sharded along with the parameters."""
         return True
 
     def reduces_each_batch(self, spec: RunSpec) -> bool:
-        """Always, over the groups that FSDP2 shards over: train/engines/tensor_parallel.py sets sync_each_batch."""
+        """Always true, for the groups that FSDP2 shards over: train/engines/tensor_parallel.py sets sync_each_batch."""
         return True
 
     @property
     def step_slowdown(self) -> int:
-        """All-reduces of activations in both passes of each layer."""
+        """Both passes of each layer wait for all-reduces of activations."""
         return 40
 
     def divisions(self, spec: RunSpec, per_node: int, nodes: int) -> list[tuple[str, dict[str, int]]]:
@@ -264,11 +264,11 @@ class TensorParallel(Engine):
         return [(suffix, {"parallel.tensor_parallel_size": count}) for suffix, count in sizes]
 
     def mesh_divisor(self, spec: RunSpec) -> int:
-        """Groups of tensor_parallel_size."""
+        """The processes are divided into groups of tensor_parallel_size."""
         return spec.parallel.tensor_parallel_size
 
     def parameter_shards(self, spec: RunSpec, world_size: int) -> int:
-        """All processes."""
+        """Parameters are sharded over all processes."""
         return max(1, world_size)
 
     def tensor_parallel_size(self, spec: RunSpec) -> int:
@@ -276,5 +276,5 @@ class TensorParallel(Engine):
         return spec.parallel.tensor_parallel_size
 
     def checkpoint_format(self, spec: RunSpec) -> str:
-        """Its own: no strategy can resume it."""
+        """A format that no strategy can resume."""
         return "tensor"

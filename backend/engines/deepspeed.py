@@ -34,7 +34,7 @@ class DeepSpeed(Engine):
 
     @property
     def flattens_parameters(self) -> bool:
-        """At every ZeRO stage: deepspeed 0.19 runtime/zero and bf16_optimizer.py."""
+        """True at every ZeRO stage: deepspeed 0.19 runtime/zero and bf16_optimizer.py."""
         return True
 
     @property
@@ -51,25 +51,25 @@ class DeepSpeed(Engine):
 
     @property
     def offloads_gradients(self) -> bool:
-        """From stage 2 on."""
+        """True from stage 2 on."""
         return self.zero_stage >= 2
 
     def reduces_each_batch(self, spec: RunSpec) -> bool:
-        """From stage 2 on: deepspeed 0.19 runtime/engine.py, allreduce_gradients."""
+        """True from stage 2 on: deepspeed 0.19 runtime/engine.py, allreduce_gradients."""
         return self.zero_stage >= 2
 
     def reduces_in_compute_dtype(self, spec: RunSpec) -> bool:
-        """Unless with sequence parallelism: deepspeed 0.19 seq_parallel_communication_data_type is fp32."""
+        """False with sequence parallelism only: deepspeed 0.19 seq_parallel_communication_data_type is fp32."""
         return spec.parallel.sequence_parallel_size == 1
 
     @property
     def is_recommended(self) -> bool:
-        """Stage 0 does what DDP does."""
+        """False for stage 0, which does what DDP does."""
         return self.zero_stage > 0
 
     @property
     def shards_optimizer(self) -> bool:
-        """From stage 1 on."""
+        """True from stage 1 on."""
         return self.zero_stage > 0
 
     @property
@@ -122,12 +122,12 @@ class DeepSpeed(Engine):
         return {"DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
 
     def compiles_kernels(self, spec: RunSpec, device: str) -> bool:
-        """Shared-memory collectives on a CPU, and the CPU Adam of an offloaded optimizer; source: deepspeed 0.19
-        comm/torch.py, build_shm_op, and ops/op_builder/cpu/cpu_adam.py."""
+        """True for shared-memory collectives on a CPU, and for the CPU Adam of an offloaded optimizer; source:
+        deepspeed 0.19 comm/torch.py, build_shm_op, and ops/op_builder/cpu/cpu_adam.py."""
         return device == "cpu" or self.optimizer_offload(spec) != NONE
 
     def divisions(self, spec: RunSpec, per_node: int, nodes: int) -> list[tuple[str, dict[str, int]]]:
-        """Data parallel only; at stage 3, where long sequences are trained, sequence parallel groups too."""
+        """Data parallelism; at stage 3, which trains long sequences, also with sequence parallel groups."""
         option = "parallel.sequence_parallel_size"
         several = {option: max(2, spec.parallel.sequence_parallel_size)}
         groups = [(" with sequence parallelism", several)] if self.zero_stage == 3 and per_node * nodes > 1 else []
@@ -173,15 +173,16 @@ class DeepSpeed(Engine):
         return not self.resize_obstacle(spec)
 
     def loads_on_rank0(self, spec: RunSpec) -> bool:
-        """At stage 3, unless the model is quantized (transformers 5.23 modeling_utils.py, _load_pretrained_model)."""
+        """True at stage 3, unless the model is quantized (transformers 5.23 modeling_utils.py,
+        _load_pretrained_model)."""
         return self.zero_stage == 3 and spec.method.quantization == "none"
 
     def saves_weights_twice(self, spec: RunSpec) -> bool:
-        """Below stage 3, whose fp32 master weights are all that DeepSpeed saves of the weights."""
+        """True below stage 3; at stage 3, DeepSpeed saves only the fp32 master weights."""
         return self.zero_stage < 3
 
     def checkpoint_format(self, spec: RunSpec) -> str:
-        """DeepSpeed's: a shard per rank."""
+        """DeepSpeed's own format, with a shard per rank."""
         return "deepspeed"
 
 

@@ -58,7 +58,8 @@ def normalize(config: Table) -> dict[str, Any]:
 
 
 def _without_auto(table: Table, prefix: str = "") -> dict[str, Any]:
-    """`table` without "auto" where nobody fills it in: DeepSpeed drops it, and it must not replace a value of ours."""
+    """`table` without each "auto" that nobody fills in: DeepSpeed drops it, and it must not replace a value of
+    Footplate."""
     found = {}
     for key, value in table.items():
         path, is_checked = f"{prefix}{key}", prefix[:-1] in STRICT
@@ -110,7 +111,7 @@ def is_known(key: str, block: str = "") -> bool:
 
 def problems(config: Table) -> tuple[dict[str, str], dict[str, str]]:
     """(what DeepSpeed refuses, what it ignores) of a normalized configuration: dotted keys, and what is wrong. Blocks
-    at the top that are no objects are left out."""
+    at the top that are not objects are left out."""
     refused: dict[str, str] = {}
     ignored: dict[str, str] = {}
     for path, value in _entries(config):

@@ -43,41 +43,41 @@ class FSDP(Engine):
 
     @property
     def offloads_gradients(self) -> bool:
-        """Along with parameters and optimizer state."""
+        """Gradients are offloaded along with parameters and optimizer state."""
         return True
 
     def keeps_parameters_gathered(self, spec: RunSpec) -> bool:
-        """With SHARD_GRAD_OP, or without reshard_after_forward."""
+        """True with SHARD_GRAD_OP, or without reshard_after_forward."""
         if self.fsdp_version == 1:
             return spec.parallel.sharding_strategy == "shard_grad_op"
         return not spec.parallel.reshard_after_forward
 
     def reduces_each_batch(self, spec: RunSpec) -> bool:
-        """Always, over shards and replicas: train/engines/fsdp.py sets sync_each_batch of accelerate."""
+        """Always true, over shards and replicas: train/engines/fsdp.py sets sync_each_batch of accelerate."""
         return True
 
     def reduces_in_compute_dtype(self, spec: RunSpec) -> bool:
-        """According to parallel.reduce_dtype."""
+        """Whether parallel.reduce_dtype is the compute dtype."""
         return spec.parallel.reduce_dtype == "compute"
 
     @property
     def is_recommended(self) -> bool:
-        """FSDP1 is deprecated in favor of FSDP2."""
+        """False for FSDP1, which is deprecated in favor of FSDP2."""
         return self.fsdp_version == 2
 
     @property
     def shards_optimizer(self) -> bool:
-        """Along with the parameters."""
+        """The optimizer state is sharded along with the parameters."""
         return True
 
     @property
     def can_generate(self) -> bool:
-        """Gathering all parameters for generation is verified with FSDP2 only."""
+        """True for FSDP2 only: gathering all parameters for generation is not verified with FSDP1."""
         return self.fsdp_version == 2
 
     @property
     def merges_adapters(self) -> bool:
-        """To FSDP2's DTensors peft adds the product of the sharded adapters. FSDP1 is not verified."""
+        """True for FSDP2, to whose DTensors peft adds the product of the sharded adapters. FSDP1 is not verified."""
         return self.fsdp_version == 2
 
     @property
@@ -92,7 +92,7 @@ class FSDP(Engine):
 
     @property
     def offload_patch(self) -> Mapping[str, Any]:
-        """Parameters, gradients and optimizer state."""
+        """parallel.cpu_offload offloads parameters, gradients and optimizer state."""
         return {"parallel.cpu_offload": True}
 
     def configuration(self, spec: RunSpec) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class FSDP(Engine):
         return found
 
     def mesh_divisor(self, spec: RunSpec) -> int:
-        """With FSDP2, replicas and context parallel groups."""
+        """With FSDP2, the product of replicas and context parallel size."""
         return spec.parallel.replicate_size * self.context_parallel_size(spec) if self.fsdp_version == 2 else 1
 
     def parameter_shards(self, spec: RunSpec, world_size: int) -> int:
@@ -171,23 +171,23 @@ class FSDP(Engine):
         return spec.parallel.context_parallel_size if self.fsdp_version == 2 else 1
 
     def loads_on_rank0(self, spec: RunSpec) -> bool:
-        """With FSDP2, unless the other ranks need the weights (fp8, 8-bit, adapters initialized from them)."""
+        """True with FSDP2, unless the other ranks need the weights (fp8, 8-bit, adapters initialized from them)."""
         return self.fsdp_version == 2 and not spec.needs_loaded_weights
 
     def can_resize_to(self, spec: RunSpec, nproc_per_node: int, nnodes: int) -> bool:
-        """From two shards on; replicas and context parallel groups must not span nodes unevenly."""
+        """True from two shards on, unless replicas or context parallel groups would span nodes unevenly."""
         divisor = self.mesh_divisor(spec)
         return nproc_per_node % divisor == 0 and nproc_per_node * nnodes // divisor > 1
 
     def checkpoint_share(self, spec: RunSpec, nproc_per_node: int, world_size: int) -> float:
-        """All of it on rank 0 with a full state dict, else the shard of each rank, which an offloaded one does not copy
-        (accelerate 1.15 utils/fsdp_utils.py, save_fsdp_optimizer)."""
+        """With a full state dict, all of the state is copied on rank 0; else each rank copies its shard, unless it is
+        offloaded (accelerate 1.15 utils/fsdp_utils.py, save_fsdp_optimizer)."""
         if spec.parallel.state_dict_type == "full":
             return 1
         return 0 if spec.parallel.cpu_offload else nproc_per_node / self.optimizer_shards(spec, world_size)
 
     def saves_weights_twice(self, spec: RunSpec) -> bool:
-        """With a full state dict (transformers 5.23 trainer.py, save_model and _save_optimizer_and_scheduler)."""
+        """True with a full state dict (transformers 5.23 trainer.py, save_model and _save_optimizer_and_scheduler)."""
         return spec.parallel.state_dict_type == "full"
 
     def checkpoint_format(self, spec: RunSpec) -> str:

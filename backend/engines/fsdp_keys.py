@@ -86,7 +86,8 @@ def _choice(path: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def options_of(config: Table, default_version: int = 1) -> tuple[Patch, list[str]]:
-    """(the options that normalized settings set, those that mean something different here). Raises SpecError."""
+    """(the options that normalized settings set, those that mean something different in Footplate). Raises
+    SpecError."""
     version = 2 if str(config.get("version", default_version)) == "2" else 1
     patch: Patch = {"parallel.strategy": f"fsdp{version}"}
     found, different = (_fsdp2 if version == 2 else _fsdp1)(config)

@@ -29,7 +29,7 @@ OPTIONS = {
     *(f"deepspeed_config.{key}" for key in (
         "zero_stage", "gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file",
         "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device", "offload_param_nvme_path",
-        "zero3_init_flag", "zero3_save_16bit_model",  # always on in our deepspeed.json
+        "zero3_init_flag", "zero3_save_16bit_model",  # always on in Footplate's deepspeed.json
     )),
 }  # fmt: skip
 DISTRIBUTED_TYPES = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "MULTI_XPU": "ddp", "MULTI_NPU": "ddp"}
@@ -166,7 +166,7 @@ def _launch(imported: Table, reading: _Reading, has_own_keys: bool) -> None:
         table = table_at(imported, "deepspeed_config")
         reading.patch |= {} if has_own_keys else _deepspeed(table)
         if table.get("zero_stage") == 3 and as_boolean(table.get("zero3_save_16bit_model")) is False:
-            reading.different.append("zero3_save_16bit_model: false: the weights are gathered here to save the model")
+            reading.different.append("zero3_save_16bit_model: false: Footplate gathers the weights to save the model")
     elif kind == "FSDP":
         _fsdp(table_at(imported, "fsdp_config"), reading)
     elif kind in DISTRIBUTED_TYPES:
@@ -189,7 +189,7 @@ def _launch(imported: Table, reading: _Reading, has_own_keys: bool) -> None:
 
 
 def _sizes(imported: Table, reading: _Reading) -> None:
-    """The sizes of the device mesh; the size that shards follows from the number of processes."""
+    """The sizes of the device mesh; the size of its sharding dimension follows from the number of processes."""
     prefix = "parallelism_config_"
     table = {key.removeprefix(prefix): value for key, value in table_at(imported, "parallelism_config").items()}
     for key, value in table.items():
@@ -235,7 +235,7 @@ def _deepspeed(table: Table) -> Patch:
 
 
 def _deepspeed_file(table: Table) -> dict[str, Any]:
-    """DeepSpeed's configuration that accelerate makes of its own keys."""
+    """The DeepSpeed configuration that accelerate creates from its own keys."""
     zero: dict[str, Any] = {"stage": table.get("zero_stage", 2)}
     for key in ("optimizer", "param"):
         path = table.get(f"offload_{key}_nvme_path", "")
@@ -251,4 +251,5 @@ def _fsdp(table: Table, reading: _Reading) -> None:
     reading.patch |= {"train.activation_checkpointing": False, **patch}
     reading.different += different
     if patch["parallel.strategy"] == "fsdp2" and config.get("cpu_ram_efficient_loading") is False:
-        reading.patch["parallel.extra_config"] = as_json({"cpu_ram_efficient_loading": False})  # fsdp.json agrees
+        # So that fsdp.json agrees.
+        reading.patch["parallel.extra_config"] = as_json({"cpu_ram_efficient_loading": False})

@@ -1,6 +1,6 @@
 """axolotl's YAML as a spec (axolotl 0.19: utils/schemas/*.py, utils/config, core/builders/base.py).
 
-What a file leaves out has axolotl's default, not ours, so that the same training starts.
+What a file leaves out has axolotl's default, not Footplate's, so that the same training starts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAME: Mapping[str, str] = {
     "save_only_model": "save.only_model", "load_best_model_at_end": "save.load_best_model_at_end",
     "logging_steps": "logging.steps", "wandb_name": "logging.run_name",
 }  # fmt: skip
-# axolotl's and the Trainer's defaults that differ from ours, or may.
+# Defaults of axolotl and the Trainer that differ, or may differ, from Footplate's.
 DEFAULTS: Table = {
     "sequence_len": 512, "num_epochs": 1.0, "micro_batch_size": 1, "gradient_accumulation_steps": 1,
     "optimizer": "adamw_torch_fused", "lr_scheduler": "cosine", "weight_decay": 0.0, "max_grad_norm": 1.0, "seed": 42,
@@ -60,7 +60,7 @@ IGNORED = {
     "use_tensorboard", "eval_strategy", "eval_steps", "evals_per_epoch", "warmup_ratio", "merge_lora",
     "include_tokens_per_second", "include_tkps",
 }  # fmt: skip
-# Of earlier versions; transformers before 4.46 has the first name too.
+# Keys of earlier versions; transformers before 4.46 has the first one, too.
 FORMER = {"evaluation_strategy": "eval_strategy"}
 STAGES = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo"}
 ATTENTION_FLAGS = {
@@ -76,7 +76,7 @@ TEXT_COLUMNS = {"field": "text_column", "text_column": "text_column"}
 PAIR_COLUMNS = {
     "field_messages": "prompt_column", "field_chosen": "chosen_column", "field_rejected": "rejected_column",
 }  # fmt: skip
-# Of a type with a format of its own: UserDefinedPrompterType, UserDefinedDPOType and UserDefinedKTOType.
+# Keys of a type with a custom format: UserDefinedPrompterType, UserDefinedDPOType and UserDefinedKTOType.
 TYPE_COLUMNS = {
     "field_prompt": "prompt_column", "field_instruction": "prompt_column", "field_completion": "completion_column",
     "field_output": "completion_column", "field_chosen": "chosen_column", "field_rejected": "rejected_column",
@@ -143,13 +143,15 @@ def _special_tokens(found: Import) -> None:
         if role == "additional_special_tokens":
             found.set("special_tokens", "data.add_special_tokens", words(token))
         elif token:
-            found.missing.append(f"special_tokens.{role}: {token} (the tokenizer's own; set it in its files)")
+            found.missing.append(
+                f"special_tokens.{role}: {token} (the tokenizer's own is used; set this token in the tokenizer's files)"
+            )
 
 
 def _method(found: Import) -> None:
     adapter = found.get("adapter")
     if adapter not in (None, "lora", "qlora"):
-        raise found.fail("adapter", adapter, "known are lora and qlora")
+        raise found.fail("adapter", adapter, "supported values are lora and qlora")
     found.patch["method.kind"] = "lora" if adapter else "full"
     if found.get("unfrozen_parameters"):
         found.missing.append("unfrozen_parameters (all parameters are trained; method.kind freeze trains some layers)")
@@ -178,9 +180,9 @@ def _targets(found: Import) -> None:
 def _stage(found: Import) -> None:
     kind = found.get("rl")
     if kind and kind not in STAGES:
-        raise found.fail("rl", kind, f"known are {', '.join(STAGES)}")
+        raise found.fail("rl", kind, f"supported values are {', '.join(STAGES)}")
     if found.get("process_reward_model"):
-        raise found.fail("process_reward_model", True, "reward models of whole completions are known")
+        raise found.fail("process_reward_model", True, "reward models of whole completions are supported")
     found.patch["train.stage"] = STAGES[kind] if kind else "reward" if found.get("reward_model") else "sft"
     losses = words(found.get("dpo_loss_type", [])) or ["ipo" if kind == "ipo" else "sigmoid"]
     if kind in ("dpo", "ipo"):
@@ -211,7 +213,7 @@ def _data(found: Import) -> None:
     if found.get("group_by_length"):
         found.set("group_by_length", "train.train_sampling_strategy", "group_by_length")
     if found.get("excess_length_strategy", "drop") == "drop":
-        found.different.append("excess_length_strategy: longer examples are dropped there, cut off here")
+        found.different.append("excess_length_strategy: axolotl drops longer examples, Footplate truncates them")
     _validation(found, given)
     datasets.put(found, given)
 
@@ -302,7 +304,7 @@ def _turn_format(found: Import, dataset: Dataset) -> str:
 
 
 def _take_type(found: Import, dataset: Dataset, kind: Table) -> None:
-    """The columns that a type of the file's own names; its texts around them have no counterpart."""
+    """The columns that a custom type names; the texts that it puts around them have no counterpart."""
     stage = found.patch["train.stage"]
     columns = {option: str(kind[key]) for key, option in TYPE_COLUMNS.items() if kind.get(key)}
     columns |= {"text_column": str(kind["field"])} if kind.get("field") and not columns else {}
@@ -314,7 +316,7 @@ def _take_type(found: Import, dataset: Dataset, kind: Table) -> None:
 
 
 def _name_turns(found: Import, dataset: Dataset) -> None:
-    """Note other names of roles, and other turns with a loss, than axolotl and Footplate have as defaults."""
+    """Note names of roles and turns with a loss that differ from the defaults of axolotl and Footplate."""
     table, known = dataset.table, {**ROLES["messages"], **ROLES["sharegpt"]}
     roles = table.get("roles")
     for target, names in roles.items() if isinstance(roles, Mapping) else ():
@@ -365,7 +367,9 @@ def _schedule(found: Import) -> None:
     if share and str(found.get("lr_scheduler")) == "cosine":  # else axolotl ignores it
         found.patch["train.lr_scheduler_type"] = "cosine_with_min_lr"
         if share != 0.1:
-            found.different.append(f"cosine_min_lr_ratio: the minimum is 0.1 of the peak here, {share} there")
+            found.different.append(
+                f"cosine_min_lr_ratio: the minimum is 0.1 of the peak in Footplate, {share} in axolotl"
+            )
     steps = found.table.get("warmup_steps")
     share = found.number("warmup_ratio", 0.03)
     found.patch["train.warmup_steps"] = share if steps is None else found.number("warmup_steps")
@@ -405,7 +409,9 @@ def _saving(found: Import) -> None:
         found.patch[f"{option}.strategy"] = strategy if strategy in ("no", "epoch") else "epoch"
         if steps or (times or 1) != 1 or strategy not in ("no", "epoch", "steps"):
             given = f"{what}_steps: {steps}" if steps else f"{what}s_per_epoch: {times}" if times else strategy
-            found.different.append(f"{given}: once per epoch here; set {option}.steps for another interval")
+            found.different.append(
+                f"{given}: Footplate does this once per epoch; set {option}.steps for another interval"
+            )
     if not datasets.has_validation(found):
         found.patch["eval.strategy"] = "no"
     found.patch["eval.per_device_eval_batch_size"] = found.get("eval_batch_size", found.get("micro_batch_size"))
@@ -427,7 +433,7 @@ def _devices(found: Import) -> None:
     found.deepspeed("deepspeed")
     found.fsdp(default_version=1, ignored=FSDP_DEFAULTS)
     if (size := found.number("dp_shard_size", 1)) > 1:
-        found.different.append(f"dp_shard_size: {size}: follows from the number of processes here")
+        found.different.append(f"dp_shard_size: {size}: in Footplate, it follows from the number of processes")
     if (size := found.number("tensor_parallel_size", 1)) > 1:
         found.different += [TENSOR_WITH_FSDP] if found.table.get("fsdp_config") else []
         found.patch |= {"parallel.strategy": "tensor", "parallel.tensor_parallel_size": size}

@@ -13,7 +13,8 @@ from backend.config.sources import key_of
 from backend.importers.foreign import NO_EFFECT, Import, Table, words
 
 FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".arrow")
-BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of the datasets library, named in place of a dataset
+# Of the datasets library: a file can name one of them in place of a dataset.
+BUILDERS = ("json", "parquet", "csv", "text", "arrow")
 
 _VALIDATION = re.compile(r"data\.(sources\[\d+\]\.)?validation")
 
@@ -41,7 +42,7 @@ class Dataset:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """What decides how examples are read."""
+        """The options that decide how examples are read."""
         return {name: value for name, value in self.options.items() if name == "format" or name.endswith("_column")}
 
     @property
@@ -76,7 +77,9 @@ def locate(found: Import, dataset: Dataset) -> None:
     if files := local_files(found.base, table):
         dataset.options |= {"source": "files", "files": files}
         left = {"name": name, "split": split if split != "train" else None}
-        found.missing += [f"{dataset.place}.{key}: {value} (local files)" for key, value in left.items() if value]
+        found.missing += [
+            f"{dataset.place}.{key}: {value} (no effect on local files)" for key, value in left.items() if value
+        ]
         return
     dataset.options |= {"source": "hub", "hub_id": str(table["path"]), "hub_split": split}
     dataset.options["hub_config"] = str(name or "")

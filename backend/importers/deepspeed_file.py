@@ -54,7 +54,9 @@ def _with_stage(given: Table, spec: RunSpec) -> tuple[Table, list[str]]:
         return given, []
     is_set = strategy.startswith("zero")
     stage = int(strategy.removeprefix("zero")) if is_set else 2
-    reason = "the strategy of this spec stays" if is_set else "accelerate fills in 2 unless its own file has zero_stage"
+    reason = (
+        "the strategy of this spec is kept" if is_set else "accelerate fills in 2 unless its own file has zero_stage"
+    )
     text = f"zero_optimization.stage: auto: ZeRO-{stage} is imported; {reason}"
     return {**given, "zero_optimization": {**zero, "stage": stage}}, [text]
 
@@ -156,7 +158,7 @@ def _batch_size(imported: Mapping[str, Any], spec: RunSpec) -> Patch:
     return {}
 
 
-# DeepSpeed's optimizers and schedulers -> our options; source: transformers 5.23 docs/main_classes/deepspeed.
+# DeepSpeed's optimizers and schedulers -> Footplate's options; source: transformers 5.23 docs/main_classes/deepspeed.
 OPTIMIZERS = {"adam": "adamw_torch", "adamw": "adamw_torch"}  # DeepSpeed's Adam is AdamW unless adam_w_mode is false
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 # Parameters without an option, with the values that change nothing.

@@ -23,7 +23,7 @@ OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_3
 ON_BY_DEFAULT = {"average_tokens_across_devices", "shuffle_merged_datasets"}
 
 TENSOR_WITH_FSDP = (
-    "fsdp_config: with tensor parallelism, FSDP2 shards over the groups with its usual settings here "
+    "fsdp_config: with tensor parallelism, Footplate uses FSDP2's usual settings to shard over the groups "
     "(parallel.strategy: tensor)"
 )
 
@@ -31,7 +31,7 @@ TENSOR_WITH_FSDP = (
 @dataclass(frozen=True)
 class Imported:
     """A spec from another tool's file: dotted keys that were `kept` in the extra config, keys that have a `different`
-    meaning here, and those that are `missing`, as sentences."""
+    meaning in Footplate, and those that are `missing`, as sentences."""
 
     spec: RunSpec
     kept: Sequence[str] = ()
@@ -41,12 +41,12 @@ class Imported:
 
 @dataclass
 class Import:
-    """What became of a file: a patch of options, `different` meanings and keys `missing` here, as sentences."""
+    """What became of a file: a patch of options, `different` meanings and keys `missing` in Footplate, as sentences."""
 
     table: Table
     base: Path  # what relative paths in the file are relative to
     tool: str
-    defaults: Table  # the tool's, for what a file leaves out, so that the same training starts
+    defaults: Table  # the tool's defaults for keys that a file leaves out, so that the same training starts
     patch: dict[str, Any] = field(default_factory=dict)
     different: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -119,12 +119,13 @@ class Import:
         elif modules:
             self.patch |= {"lora.targets": "custom", "lora.target_modules": modules}
         else:
-            self.different.append(f"{key}: PEFT's default for the model there, all linear layers here")
+            self.different.append(f"{key}: PEFT's default for the model in {self.tool}, all linear layers in Footplate")
 
     def choose(
         self, key: str, option: str, known: Collection[str], names: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """A value of `key` that the option knows too, under its name here; otherwise the option keeps its default."""
+        """A value of `key` that the option has too, under Footplate's name for it; otherwise the option keeps its
+        default."""
         name = str(self.get(key))
         if (name := names.get(name, name)) in known:
             self.set(key, option, name)
@@ -139,7 +140,7 @@ class Import:
         )
 
     def reporter(self, key: str) -> None:
-        """The first experiment tracker that is known here."""
+        """The first experiment tracker that Footplate supports."""
         names = [name for name in words(self.get(key)) if name not in ("none", "all")]
         known = [name for name in names if name in registry.REPORTERS]
         self.patch["logging.report_to"] = known[0] if known else "none"
@@ -150,7 +151,9 @@ class Import:
         config = self.get(key)
         if not isinstance(config, str) or not config:
             if config:
-                self.missing.append(f"{key}: a configuration in the file (import it as a file of its own)")
+                self.missing.append(
+                    f"{key}: a configuration in the file (save it as a separate file, and import that file)"
+                )
             return
         stage = re.search(r"z(?:ero)?_?([0-3])", Path(config).name)
         if not stage:
@@ -159,7 +162,9 @@ class Import:
         offload = "cpu" if re.search("offload|cpu", config) else "none"
         self.patch |= {"parallel.strategy": f"zero{stage[1]}", "parallel.offload_optimizer": offload}
         self.patch |= {"parallel.offload_param": offload} if stage[1] == "3" else {}
-        self.different.append(f"{key}: {config}: only the stage and offloading of its name; import that file too")
+        self.different.append(
+            f"{key}: {config}: only the stage and offloading in its name are imported; import that file too"
+        )
 
     def fsdp(self, default_version: int, ignored: Collection[str] = ()) -> None:
         """The keys fsdp, a list such as full_shard, auto_wrap, offload, and fsdp_config, a table with or without the
@@ -168,7 +173,7 @@ class Import:
         parts = given if isinstance(given, list) else [] if given in NO_EFFECT else str(given).replace(",", " ").split()
         chosen = [word for part in parts if (word := str(part).strip().lower()) not in ("", "true", "auto_wrap")]
         if isinstance(config, str) and config:
-            self.missing.append(f"fsdp_config: {config} (its keys can be written in place of the name of the file)")
+            self.missing.append(f"fsdp_config: {config} (write its keys here in place of the file's name)")
         if not parts and not (isinstance(config, Mapping) and config):
             return
         if self.get("deepspeed"):

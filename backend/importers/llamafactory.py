@@ -1,6 +1,6 @@
 """LLaMA-Factory's training YAML as a spec (llamafactory 0.9: hparams/*.py).
 
-What a file leaves out has LLaMA-Factory's default, not ours, so that the same training starts.
+What a file leaves out has LLaMA-Factory's default, not Footplate's, so that the same training starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from backend.importers.foreign import OPTIMIZER_NAMES, Import, Table, with_curre
 from backend.importers.llamafactory_data import take_datasets
 from backend.registry.llamafactory_names import ATTENTIONS, MEGATRON, OPTION_NAMES, STAGES
 
-# LLaMA-Factory's and the Trainer's defaults that differ from ours, or may.
+# Defaults of LLaMA-Factory and the Trainer that differ, or may differ, from Footplate's.
 DEFAULTS: Table = {
     "cutoff_len": 2048, "lora_rank": 8, "num_train_epochs": 3.0, "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1, "learning_rate": 5e-5, "lr_scheduler_type": "linear", "warmup_steps": 0,
@@ -36,7 +36,7 @@ IGNORED = {
     "gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "pissa_iter", "quantization_method",
     "quantization_type", "eval_strategy",
 }  # fmt: skip
-# Of earlier versions: transformers before 4.46, LLaMA-Factory before 0.8.
+# Keys of earlier versions: transformers before 4.46, LLaMA-Factory before 0.8.
 FORMER = {
     "evaluation_strategy": "eval_strategy",
     "dpo_beta": "pref_beta",
@@ -57,7 +57,7 @@ def read(table: Table, base: Path) -> Import:
     found.take_over(OPTION_NAMES)
     for work in PARTS:
         work(found)
-    if left := found.name_missing(IGNORED):  # for LLaMA-Factory as trainer
+    if left := found.name_missing(IGNORED):  # used if LLaMA-Factory is the trainer
         found.patch["llamafactory.extra_args"] = json.dumps(left, default=str)
     return found
 
@@ -89,7 +89,7 @@ def _added_tokens(found: Import) -> None:
 def _method(found: Import) -> None:
     kind = str(found.get("finetuning_type"))
     if kind not in registry.METHODS:
-        raise found.fail("finetuning_type", kind, f"known are {', '.join(registry.METHODS)}")
+        raise found.fail("finetuning_type", kind, f"supported values are {', '.join(registry.METHODS)}")
     found.patch["method.kind"] = kind
     found.patch.setdefault("lora.alpha", 2 * found.number("lora_rank"))
     targets = words(found.get("lora_target"))
@@ -99,7 +99,9 @@ def _method(found: Import) -> None:
     found.patch["lora.modules_to_save"] = words(found.get("additional_target"))
     found.patch["method.freeze_extra_modules"] = words(found.get("freeze_extra_modules"))
     if kind == "freeze" and words(found.get("freeze_trainable_modules", "all")) != ["all"]:
-        found.missing.append(f"freeze_trainable_modules: {found.table['freeze_trainable_modules']} (all are trained)")
+        found.missing.append(
+            f"freeze_trainable_modules: {found.table['freeze_trainable_modules']} (all modules of a layer are trained)"
+        )
     _adapter(found)
     if found.get("pissa_init"):
         found.patch["lora.init"] = "pissa" if found.get("pissa_iter", 16) == -1 else "pissa_fast"
@@ -122,7 +124,7 @@ def _quantization(found: Import) -> None:
         return
     names = {8: "int8", 4: str(found.get("quantization_type", "nf4"))}
     if library not in ("bnb", "bitsandbytes") or names.get(bits) not in registry.QUANTIZATIONS:
-        raise found.fail("quantization_bit", f"{bits} with {library}", "bitsandbytes with 4 or 8 bits is")
+        raise found.fail("quantization_bit", f"{bits} with {library}", "use bitsandbytes with 4 or 8 bits")
     found.patch["method.quantization"] = names[bits]
 
 
@@ -132,20 +134,22 @@ def _quantization(found: Import) -> None:
 def _stage(found: Import) -> None:
     stage, loss = str(found.get("stage")), str(found.get("pref_loss", "sigmoid"))
     if stage not in STAGES:
-        raise found.fail("stage", stage, f"known are {', '.join(STAGES)}")
+        raise found.fail("stage", stage, f"supported values are {', '.join(STAGES)}")
     found.patch["train.stage"] = STAGES[stage]
     if stage == "dpo" and loss == "orpo":
         found.patch["train.stage"] = "orpo"
     elif stage == "dpo":
         if loss not in ("sigmoid", "hinge", "ipo"):
-            raise found.fail("pref_loss", loss, "known are sigmoid, hinge, ipo and orpo")
+            raise found.fail("pref_loss", loss, "supported values are sigmoid, hinge, ipo and orpo")
         found.patch["preference.dpo_loss_type"] = loss
     if found.get("train_on_prompt"):
         found.patch["data.loss_on"] = "all_tokens"
     packing = found.get("packing")
     found.patch["data.packing"] = bool(found.get("neat_packing") or (stage == "pt" if packing is None else packing))
     if packing and stage == "sft" and not found.get("neat_packing"):
-        found.different.append("packing: packed examples do not attend to each other here, as with neat_packing")
+        found.different.append(
+            "packing: packed examples do not attend to each other in Footplate, as with neat_packing"
+        )
 
 
 def _data(found: Import) -> None:
@@ -230,7 +234,7 @@ def _devices(found: Import) -> None:
     if timeout <= MAX_TIMEOUT:
         found.patch["parallel.ddp_timeout"] = timeout
     else:
-        found.different.append(f"ddp_timeout: {timeout}: a rank that hangs ends the run after 30 minutes here")
+        found.different.append(f"ddp_timeout: {timeout}: in Footplate, a rank that hangs ends the run after 30 minutes")
 
 
 def _backend(found: Import) -> None:
@@ -241,7 +245,7 @@ def _backend(found: Import) -> None:
         found.patch |= {"llamafactory.backend": "megatron", "parallel.strategy": "ddp", **chosen}
         found.patch["train.activation_checkpointing"] = found.get("recompute_granularity") == "full"
         for key in ("use_distributed_optimizer", "moe_token_dispatcher_type"):
-            found.get(key)  # written again
+            found.get(key)  # marks it as read: Footplate writes it, too
     elif found.get("use_kt"):
         launch = {"parallel.strategy": "fsdp2", "launch.launcher": "accelerate"}
         found.patch |= {"llamafactory.backend": "ktransformers", **launch}
@@ -250,7 +254,8 @@ def _backend(found: Import) -> None:
     else:
         return
     found.patch["launch.trainer"] = "llamafactory"
-    found.different[:] = [line for line in found.different if not line.startswith("template:")]  # it uses its own
+    # LLaMA-Factory uses its own template.
+    found.different[:] = [line for line in found.different if not line.startswith("template:")]
 
 
 MAX_TIMEOUT = 86_400

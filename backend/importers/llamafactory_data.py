@@ -27,7 +27,7 @@ MIXING = {
 }
 INFO = "dataset_info.json"
 ONLINE = "ONLINE"  # a dataset_dir: names are IDs on the Hub
-BY_NAME = {"query": "input", "history": "history", "tools": "tools"}  # read by these names here
+BY_NAME = {"query": "input", "history": "history", "tools": "tools"}  # Footplate reads them by these names
 PLACE = {
     "file_name", "hf_hub_url", "subset", "split", "formatting", "columns", "tags", "ranking", "ms_hub_url",
     "om_hub_url", "folder", "num_samples", "script_url", "cloud_file_name",
@@ -57,7 +57,7 @@ def _mix(found: Import, given: Sequence[Dataset]) -> None:
     """How the datasets are put together, and their weights."""
     name, shares = str(found.get("mix_strategy", "concat")), words(found.get("interleave_probs"))
     if name not in MIXING:
-        raise found.fail("mix_strategy", name, f"known are {', '.join(MIXING)}")
+        raise found.fail("mix_strategy", name, f"supported values are {', '.join(MIXING)}")
     if len(given) == 1:
         return
     found.patch["data.mixing"] = MIXING[name]
@@ -114,7 +114,7 @@ def _described(found: Import, key: str, name: str, index: int, entry: Any, folde
 
 
 def _name_left(found: Import, dataset: Dataset, *keys: str) -> None:
-    """Note the keys that say which part of a dataset is used, where there is no counterpart."""
+    """Note the keys without a counterpart that say which part of a dataset is used."""
     found.missing += [f"{dataset.place}: {key}: {dataset.table[key]}" for key in keys if dataset.table.get(key)]
 
 

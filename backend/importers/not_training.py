@@ -8,7 +8,7 @@ from typing import Any
 from backend.config.options import Problem, SpecError
 
 Table = Mapping[str, Any]
-# Of LLaMA-Factory's arguments: one of these belongs to every training.
+# Arguments of LLaMA-Factory; every training has at least one of these.
 LLAMA_FACTORY_TRAINING = {
     "stage", "do_train", "dataset", "tokenized_path", "learning_rate", "num_train_epochs", "max_steps", "cutoff_len",
     "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "lora_rank", "lora_target",

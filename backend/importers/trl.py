@@ -1,7 +1,7 @@
 """The YAML of TRL's command line as a spec (`trl sft --config FILE`; TRL 1.x: trl/scripts, the Config classes).
 
-What a file leaves out has TRL's default, not ours, so that the same training starts. A file does not say which command
-reads it; some keys belong to one command only.
+What a file leaves out has TRL's default, not Footplate's, so that the same training starts. A file does not say which
+command reads it; some keys belong to one command only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAME: Mapping[str, str] = {
     "load_best_model_at_end": "save.load_best_model_at_end",
     "run_name": "logging.run_name", "logging_steps": "logging.steps",
 }  # fmt: skip
-# TRL's and the Trainer's defaults that differ from ours, or may; learning rates are in LEARNING_RATES.
+# Defaults of TRL and the Trainer that differ, or may differ, from Footplate's; learning rates are in LEARNING_RATES.
 DEFAULTS: Table = {
     "max_length": 1024, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "use_bnb_nested_quant": False,
     "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8,
@@ -97,7 +97,7 @@ def read(table: Table, base: Path) -> Import:
 def _stage(found: Import) -> None:
     keys, losses = found.table.keys(), words(found.get("loss_type"))
     if {"reward_funcs", "num_generations", "vllm_mode"} & keys:
-        raise found.fail("command", "grpo or rloo", "known are sft, dpo, kto, orpo and reward")
+        raise found.fail("command", "grpo or rloo", "supported commands are sft, dpo, kto, orpo and reward")
     if {"desirable_weight", "undesirable_weight"} & keys:
         stage = "kto"
     elif {"center_rewards_coefficient"} & keys:
@@ -109,12 +109,12 @@ def _stage(found: Import) -> None:
     found.patch |= {"train.stage": stage}
     found.patch.setdefault("train.learning_rate", LEARNING_RATES[stage])
     found.different.append(
-        f"The file does not name its command: trl {stage} is assumed. Change train.stage for another one, and then the "
-        "learning rate if the file has none"
+        f"The file does not name its command: trl {stage} is assumed. For another command, change train.stage, and "
+        "also the learning rate if the file has none"
     )
     if stage == "dpo" and losses:
         if losses[0] not in registry.DPO_LOSSES:
-            raise found.fail("loss_type", losses[0], f"known are {', '.join(registry.DPO_LOSSES)}")
+            raise found.fail("loss_type", losses[0], f"supported values are {', '.join(registry.DPO_LOSSES)}")
         found.patch["preference.dpo_loss_type"] = losses[0]
         found.missing += [f"loss_type: {name} (one loss at a time)" for name in losses[1:]]
     elif losses and losses != ["nll" if stage == "sft" else "kto"]:
@@ -172,8 +172,8 @@ def _data(found: Import) -> None:
             found.patch["data.loss_on"] = "all_tokens"
         else:
             found.different.append(
-                "assistant_only_loss: without it, TRL trains on all tokens of a conversation; here the loss is on the "
-                "assistant's messages. data.loss_on all_tokens is the same as there"
+                "assistant_only_loss: without it, TRL trains on all tokens of a conversation; Footplate trains on the "
+                "assistant's messages only. data.loss_on all_tokens does the same as TRL"
             )
 
 
@@ -229,7 +229,7 @@ def _training(found: Import) -> None:
     if isinstance(env, Mapping):
         found.patch["launch.env"] = {str(name): str(value) for name, value in env.items()}
     elif env:
-        found.missing.append(f"env: {env} (names and values are known)")
+        found.missing.append(f"env: {env} (must be a mapping of names to values)")
 
 
 def _generations(found: Import) -> None:

@@ -72,7 +72,7 @@ def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = o
 
 def _added_rows(spec: RunSpec, found: Mapping[str, Any]) -> dict[str, Any]:
     """The shape of the model with the rows that its embeddings get for added tokens, and how many; empty without any,
-    and for a tokenizer that has too many tokens of its own."""
+    and if the tokenizer has too many tokens even without them."""
     shape, size = found.get("shape"), found.get("tokenizer_size", 0)
     if shape is None or not spec.data.added_tokens or not found.get("known_size", 0) <= shape.vocabulary < size:
         return {}
@@ -88,7 +88,7 @@ def wait_for_worker(spec: RunSpec, base: Path, seconds: float, show: Show = no_s
     spec = awaited.spec if awaited else spec
     alone = [for_dataset(spec, index) for index in range(len(spec.data.datasets))]
     for each in alone:
-        inspect_examples(each, base, os.environ)  # starts it, next to the architecture
+        inspect_examples(each, base, os.environ)  # starts reading them, along with the architecture
     wait_for_architecture(spec, base, os.environ, seconds, show)
     for each in alone:
         wait_for_examples(each, base, os.environ, until - time.monotonic(), show)

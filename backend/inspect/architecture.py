@@ -1,6 +1,6 @@
 """The architecture that a config.json describes: closed formulas where Footplate has them, else a module table.
 
-The closed formulas answer at once. The module table of any other architecture is built by a worker process with
+The closed formulas take no time. The module table of any other architecture is built by a worker process with
 transformers; it is started here and not waited for, so that a check stays fast.
 """
 
@@ -59,8 +59,8 @@ def cache_key(config: Config) -> str:
 
 
 def read_architecture(config: Config, environment: Mapping[str, str], trusted: bool = False) -> dict[str, Any]:
-    """The InputFacts that follow from a config.json. Returns at once. `trusted`: trust_remote_code is set, so a model
-    with custom code is built by that code and not by transformers."""
+    """The InputFacts that follow from a config.json. Returns immediately. `trusted`: trust_remote_code is set, so a
+    model with custom code is built by that code and not by transformers."""
     model_type = str(config.get("model_type"))
     stacked = registry.STACKED_EXPERTS.get(model_type, ())
     has_custom_code = "auto_map" in config
@@ -79,7 +79,7 @@ def read_architecture(config: Config, environment: Mapping[str, str], trusted: b
     if isinstance(table, Mapping) and _composite(config):
         try:
             shape = _shape(table, config)
-        except NotCausalLM as error:  # also of a model that the worker has not built: image-text models of llama
+        except NotCausalLM as error:  # also for a model that the worker has not built: image-text models of llama
             if not (has_custom_code and trusted):
                 return {**facts, "shape_unknown_reason": str(error), "architecture_problem": _not_supported(error)}
         except UnknownArchitecture:

@@ -61,8 +61,8 @@ def awaited_model(spec: RunSpec, base: Path) -> Awaited | None:
 
 
 def predecessor(spec: RunSpec, base: Path, after: Run | None, after_ok: bool = True) -> Run | None:
-    """The run that a run of `spec` starts after: `after`, or the one that saves its model. Raises RunError if both
-    cannot be."""
+    """The run that a run of `spec` starts after: `after`, or the one that saves its model. Raises RunError if the run
+    cannot start after both."""
     awaited = awaited_model(spec, base)
     if awaited is None:
         return after

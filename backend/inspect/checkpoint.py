@@ -34,7 +34,7 @@ NVME_FILES = "global_step*/offloaded_tensors"  # state that was offloaded to NVM
 
 def inspect_checkpoint(spec: RunSpec, base: Path, shape: ModelShape | None) -> dict[str, Any]:
     """The InputFacts about save.resume_path: why the run, with a model of this shape, cannot resume from it, and the
-    options of its adapter if they are why. Empty if nothing is wrong, or the run does not resume from a path."""
+    options of its adapter if they are the reason. Empty if nothing is wrong, or the run does not resume from a path."""
     if problem := checkpoint_problem(spec, base):
         return {"checkpoint_problem": problem}
     if spec.save.resume_from != "path":
@@ -42,7 +42,7 @@ def inspect_checkpoint(spec: RunSpec, base: Path, shape: ModelShape | None) -> d
     folder = base / Path(spec.save.resume_path).expanduser()
     if spec.method.kind == "lora":
         return adapter_facts(spec, saved_spec(folder), folder, shape)
-    with suppress(WeightsError, OSError):  # the trainer reads them again, and says it
+    with suppress(WeightsError, OSError):  # the trainer reads them again, and reports the error
         if shape and (problem := weights_mismatch(folder, shape)):
             return {"checkpoint_problem": f"{folder} does not fit the model of this run. {problem}"}
     return {}
@@ -60,7 +60,9 @@ def checkpoint_problem(spec: RunSpec, base: Path) -> str:
         path = f"the path of its last checkpoint, {inside[-1]}" if inside else "the path of a checkpoint-N folder"
         return f"{folder} is not a checkpoint (it has no trainer_state.json): set {path}."
     if folder.parent.name == CHECKPOINTS and not (folder / COMPLETE).is_file():
-        return f"{folder} is incomplete, because its run ended while it was saved: use an earlier checkpoint."
+        return (
+            f"{folder} is incomplete, because its run ended before it was saved completely: use an earlier checkpoint."
+        )
     if problem := checkpoint_files.problem(folder) or _optimizer_problem(spec, folder):
         return problem
     sharded = (folder / OPTIMIZER_FILES["sharded"][0]).exists()  # whose file names do not tell adapters apart
@@ -86,8 +88,8 @@ def _optimizer_problem(spec: RunSpec, folder: Path) -> str:
 
 
 def _other_optimizer(spec: RunSpec, folder: Path) -> str:
-    """Whether the checkpoint has the state of another optimizer, which fails in the first step, a sentence; '' if the
-    run that saved it is not known."""
+    """That the checkpoint has the state of another optimizer, with which the first step would fail, a sentence; '' if
+    not, or if the run that saved it is not known."""
     saved = saved_spec(folder)
     if saved is None:
         return ""
@@ -96,20 +98,21 @@ def _other_optimizer(spec: RunSpec, folder: Path) -> str:
     if not same_kind:
         return (
             f"{folder} has the optimizer state of {theirs.label} ({saved.train.optim}), and train.optim is "
-            f"{spec.train.optim}, which cannot continue with it."
+            f"{spec.train.optim}, which cannot continue with this state."
         )
     ratios = saved.lora.loraplus_lr_ratio, spec.lora.loraplus_lr_ratio
     if spec.method.kind == saved.method.kind == "lora" and (ratios[0] == 1) != (ratios[1] == 1):
         return (
-            f"{folder} was saved with lora.loraplus_lr_ratio {ratios[0]:g}, and this run sets {ratios[1]:g}: with "
-            "LoRA+ the optimizer has other parameter groups than without."
+            f"{folder} was saved with lora.loraplus_lr_ratio {ratios[0]:g}, and this run sets {ratios[1]:g}: the "
+            "optimizer has different parameter groups with and without LoRA+."
         )
     return ""
 
 
 def _deepspeed_problem(spec: RunSpec, folder: Path) -> str:
     """What is wrong with a DeepSpeed checkpoint: its files depend on the ZeRO stage, and on the number of processes
-    unless the trainer can convert them (AdamW's state, not on NVMe), or each has all of them (ZeRO-0)."""
+    unless the trainer can convert them (AdamW's state, not on NVMe), or each process has the complete state
+    (ZeRO-0)."""
     strategy = registry.STRATEGIES[spec.parallel.strategy]
     saved_processes, processes = len(list(folder.glob(SHARDS))), world_size(spec)
     stage = 3 if any(folder.glob(ZERO3_FILES)) else 2 if saved_processes else 0

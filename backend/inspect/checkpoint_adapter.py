@@ -1,5 +1,5 @@
-"""Whether the adapter of a run fits that of the checkpoint it resumes from, or of the adapter that it continues, by
-its adapter_config.json."""
+"""Whether the adapter of a run fits the checkpoint that the run resumes from, or the adapter that it continues, by the
+adapter_config.json there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_IN_LORA = (
 FUSED_EXPERTS = r".*\.gate_up_proj"
 ADDED_TOKENS = ("data.add_special_tokens", "data.add_tokens")
 TARGETS, NAMES = "lora.targets", "lora.target_modules"
-HEADS = {SCORE, "classifier"}  # of reward models, which peft adds to modules_to_save
+HEADS = {SCORE, "classifier"}  # names of reward models' heads, which peft adds to modules_to_save
 
 
 def adapter_facts(spec: RunSpec, saved: RunSpec | None, folder: Path, shape: ModelShape | None) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def adapter_facts(spec: RunSpec, saved: RunSpec | None, folder: Path, shape: Mod
 
 
 def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None) -> dict[str, Any]:
-    """The InputFacts about lora.adapter_path: why the run cannot continue this adapter, and its options if they are
-    why. Empty if nothing is wrong, or the run trains a new adapter."""
+    """The InputFacts about lora.adapter_path: why the run cannot continue this adapter, and its options if they are the
+    reason. Empty if nothing is wrong, or the run trains a new adapter."""
     if spec.method.kind != "lora" or not spec.lora.adapter_path:
         return {}
     folder = base / Path(spec.lora.adapter_path).expanduser()
@@ -59,7 +59,7 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
     needs_tokens = saved is None and not spec.data.added_tokens
     if problem := _unusable_adapter(folder, registry.STAGES[spec.train.stage].is_reward_model, needs_tokens):
         return {"adapter_problem": problem}
-    # Of a folder, the trainer decides by the fingerprint of its weights: it may have been moved or renamed.
+    # For a folder, the trainer decides by the fingerprint of its weights: the folder may have been moved or renamed.
     is_named = spec.model.source in ("hub", "builtin") and saved and saved.model.source == spec.model.source
     if saved and is_named and saved.model.name != spec.model.name:
         problem = f"The adapter in {folder} was trained on {saved.model.name}, and this run uses {spec.model.name}."
@@ -101,8 +101,8 @@ def _unusable_adapter(folder: Path, for_reward: bool, needs_tokens: bool) -> str
         )
     if needs_tokens and config.get("trainable_token_indices"):
         return (
-            f"The adapter in {folder} has embeddings of added tokens. The folder does not belong to a run that says "
-            f"which tokens these are: set {' and '.join(ADDED_TOKENS)} to them, in the order of their ids."
+            f"The adapter in {folder} has embeddings of added tokens. The folder does not belong to a run whose "
+            f"options name these tokens: set {' and '.join(ADDED_TOKENS)} to the tokens, in the order of their ids."
         )
     init = config.get("init_lora_weights")
     if registry.is_residual(init):
@@ -155,9 +155,7 @@ def _targets(lora: Lora, saved: RunSpec | None, config: Mapping[str, Any], shape
     names = config.get("target_modules")
     if saved and saved.method.kind == "lora":
         before = {TARGETS: saved.lora.targets, NAMES: saved.lora.target_modules}
-    elif (
-        names and _is_names(names) and not config.get("target_parameters")
-    ):  # stacked experts have names of their own there
+    elif names and _is_names(names) and not config.get("target_parameters"):  # stacked experts have other names there
         before = {TARGETS: "custom", NAMES: tuple(sorted(names))}
     else:
         return {}
@@ -188,6 +186,6 @@ def _copied(names: Collection[str], shape: ModelShape) -> set[str]:
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    """'lora.r 8, lora.targets all-linear'; an empty list is left out, unless nothing else is there."""
+    """'lora.r 8, lora.targets all-linear'; an empty list is left out, unless there is nothing else."""
     words = [f"{name} {text(by_name()[name], value)}" for name, value in values.items() if value != ()]
     return ", ".join(words) or f"no {next(iter(values))}"

@@ -1,4 +1,5 @@
-"""The columns of the data files, with what they are used for and the first values, and how to use them otherwise."""
+"""The columns of the data files, with what they are used for and the first values, and the options that change their
+uses."""
 
 from __future__ import annotations
 

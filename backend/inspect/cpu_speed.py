@@ -21,12 +21,14 @@ from backend.paths import cache_folder
 
 FORMAT = 2  # raise it when the result of backend.train.measure_cpu changes: it is part of the cache key
 FRESH_SECONDS = 300
-CALM_CORES = 0.3  # what other programs may use
-LOADED_CORES = 1.0  # of the load average, from which other programs use the CPU
-SECONDS = 40.0  # that a measurement takes at most
-ASK_AGAIN_SECONDS = 5  # after a run was training
-PENDING = "the speed of this CPU is being measured for models of this size; the time appears afterwards"
-UNMEASURED = "the speed of this CPU has not been measured for models of this size yet, and cannot be while {} trains"
+CALM_CORES = 0.3  # cores that other programs may use during a measurement
+LOADED_CORES = 1.0  # load average from which other programs count as using the CPU
+SECONDS = 40.0  # the most that a measurement takes
+ASK_AGAIN_SECONDS = 5  # after a request at which a run was training
+PENDING = "the speed of this CPU is being measured for models of this size; the predicted time appears afterward"
+UNMEASURED = (
+    "the speed of this CPU has not been measured for models of this size yet, and cannot be measured while {} trains"
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class CpuSpeeds(WorkerCache):
     _trained: str = ""  # the run that trained at the last request, until another one is answered
 
     def get(self, request: Mapping[str, Any], start: bool, wait_seconds: float = 0) -> dict[str, Any]:
-        """The InputFacts `cpu`, `cpu_unknown` and `cpu_pending`. Returns at once, or after at most `wait_seconds`."""
+        """The InputFacts `cpu`, `cpu_unknown` and `cpu_pending`. Returns immediately, or after at most
+        `wait_seconds`."""
         key = _key(request)
         kept = self.kept(key)
         if kept and time.time() - kept["time"] < FRESH_SECONDS:
@@ -98,7 +101,7 @@ class CpuSpeeds(WorkerCache):
         return found if isinstance(found, dict) and found.get("format") == self.format else None
 
     def _look_up(self, key: str) -> Result | str | None:
-        """A run that trained at an earlier request may have ended: then it is asked again."""
+        """A run that trained at an earlier request may have ended: then the worker is asked again."""
         found = super()._look_up(key)
         if isinstance(found, dict) and found.get("training") and time.time() - found["time"] > ASK_AGAIN_SECONDS:
             with self._changed:
@@ -129,19 +132,19 @@ def _speed(measured: Result, now: Result, request: Mapping[str, Any]) -> CpuSpee
     if measured is not now:
         why = f"{_run(now['training'])} trains" if now["training"] else "other programs use the CPU"
         minutes = max(1, round((now["time"] - measured["time"]) / 60))
-        note = f"The CPU speed is from {minutes:,} min ago: it cannot be measured while {why}."
+        note = f"The CPU speed was measured {minutes:,} min ago; it cannot be measured again while {why}."
     return CpuSpeed(**measured["rates"], processes=request["processes"], busy=now["busy"], cores=_cores(), note=note)
 
 
 def _old_speed(kept: Result, request: Mapping[str, Any]) -> CpuSpeed:
     """The rates of an old measurement, with what uses the CPU now: the load of the last minute, in which the short work
-    of the page itself does not count. The load is that of all cores of the host, so it says nothing about some of
-    them."""
+    of the page itself does not count. The load is that of all cores of the host, so it says nothing if this process may
+    use only some of them."""
     minutes = max(1, round((time.time() - kept["time"]) / 60))
     has_all = hasattr(os, "getloadavg") and _cores() == os.cpu_count()
     load = min(os.getloadavg()[0], _cores()) if has_all else 0.0
     busy = load if load >= LOADED_CORES else 0.0
-    return replace(_speed(kept, kept, request), busy=busy, note=f"The CPU speed is from {minutes:,} min ago.")
+    return replace(_speed(kept, kept, request), busy=busy, note=f"The CPU speed was measured {minutes:,} min ago.")
 
 
 def _run(path: str) -> str:

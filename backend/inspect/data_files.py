@@ -54,7 +54,7 @@ class _ReadAs:
     format: str
     columns: tuple[str, ...]
     system_prompt: str
-    skips: bool  # examples that cannot be used
+    skips: bool  # whether examples that cannot be used are skipped
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class _Inspection:
     token_lengths: list[int] = field(default_factory=list)
     min_prompt_tokens: int = 0
     issues: list[tuple[str, str, bool]] = field(default_factory=list)
-    invalid: int = 0  # of the examples that were counted
+    invalid: int = 0  # how many of the counted examples are invalid
     skipped: list[str] = field(default_factory=list)
     with_weights: int = 0
     weighted: int = 0

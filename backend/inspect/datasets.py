@@ -1,4 +1,4 @@
-"""The facts about the data of a run: of one dataset, or of several, each alone and all together."""
+"""The facts about the data of a run, which has one dataset or several: about each alone, and about all together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from backend.inspect.facts import DataIssue, InputFacts
 from backend.wording import counted, ratio
 
 Facts = dict[str, Any]
-# How the facts about each dataset are combined: added up, joined or counted; of any other fact, the first that is set.
+# How the facts about each dataset are combined: added up, joined or counted; any other fact has the first value that is
+# set.
 SUMS = (
     "num_examples", "num_validation_examples", "num_checked", "num_usable",
     "num_usable_validation", "num_identical_pairs", "num_unmarked", "num_endless", "num_starts",
@@ -26,13 +27,14 @@ SUMS = (
     "num_contradictions", "num_with_weights", "num_weighted",
 )  # fmt: skip
 TUPLES = ("data_issues", "unrenderable_examples", "skipped", "shared_files")
-SELECTING = {"files", "max_samples", "validation", "validation_split", "validation_files", "weight"}  # of a Source
+# Fields of a Source.
+SELECTING = {"files", "max_samples", "validation", "validation_split", "validation_files", "weight"}
 COUNTED = ("unread_keys", "special_tokens", "unknown_ends")
 
 
 def inspect_datasets(spec: RunSpec, loaded: RunSpec, base: Path, environment: Mapping[str, str], model: Facts) -> Facts:
     """The InputFacts about the model, `model`, and about the data. `loaded`: the spec with the model that is loaded,
-    which may be that of an earlier run. Of several datasets, "datasets" has what is known about each."""
+    which may be that of an earlier run. With several datasets, "datasets" has what is known about each."""
     found = []
     for index in range(len(spec.data.datasets)):
         files = inspect_data_files(for_dataset(spec, index), base)
@@ -60,8 +62,8 @@ def _label_counts(spec: RunSpec, facts: InputFacts) -> tuple[int, int] | None:
 
 
 def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:
-    """For each dataset, the validation files that any dataset trains on, the files of which it splits off its
-    validation set, but another dataset does not split off the same part, and which earlier dataset it repeats."""
+    """For each dataset: its validation files that any dataset trains on; the files from which it splits off a
+    validation set, but another dataset does not split off the same part; and the earlier dataset that it repeats."""
     files = []
     for source in spec.data.datasets:
         try:
@@ -93,7 +95,7 @@ def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:
 
 
 def _reads_as(one: Source, other: Source) -> bool:
-    """Whether two datasets make the same examples of the same file."""
+    """Whether two datasets make the same examples from the same file."""
     reading = Source.model_fields.keys() - SELECTING
     return one.model_dump(include=reading) == other.model_dump(include=reading)
 
@@ -149,8 +151,8 @@ def _renamed(facts: InputFacts, index: int) -> InputFacts:
 
 
 def shares(spec: RunSpec, facts: InputFacts) -> list[str]:
-    """What each of several datasets contributes to an epoch, a sentence each, '' where that is not known; none of one
-    dataset."""
+    """What each of several datasets contributes to an epoch, a sentence each, '' where that is not known; none for a
+    single dataset."""
     if not facts.datasets:
         return []
     sizes = facts.sizes(spec)

@@ -25,7 +25,7 @@ from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
 FORMAT = 20
-# Options that decide nothing about a single example.
+# Options that have no effect on a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
 
@@ -56,7 +56,7 @@ def _shown(folder: Path) -> ShownExamples:
 
 
 def inspect_examples(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The InputFacts that the worker has found so far; {} if nothing can be found. Returns at once."""
+    """The InputFacts that the worker has found so far; {} if nothing can be found. Returns immediately."""
     request = _request(spec, base, environment)
     if request is None:
         return {}
@@ -130,7 +130,7 @@ def summarize_examples(spec: RunSpec, base: Path, environment: Mapping[str, str]
     """What is known about all examples, for a picture: "complete", "tokenized" (examples); "lengths" in tokens, of the
     first 2,000 examples, ascending, and "longest" of all; "rows" (how many positions there are, as `show_examples`
     counts them), "longest_row" (a position), and "places": kind of problem -> positions of examples that have it, the
-    first 50. Only "complete" if nothing is known. Returns at once."""
+    first 50. Only "complete" if nothing is known. Returns immediately."""
     request = _request(spec, base, environment)
     if request is None:
         return {"complete": True}
@@ -160,7 +160,7 @@ def _no_tokenizer(spec: RunSpec, folder: Path | None) -> str:
 
 
 def _request(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Same as `_inputs`, but None for data on the Hub, and if `inspect_data_files` finds as much."""
+    """Same as `_inputs`, but None for data on the Hub, and if `inspect_data_files` finds the same."""
     if spec.data.source == "hub":
         return None
     try:

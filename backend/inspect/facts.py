@@ -56,7 +56,7 @@ class InputFacts:
     data_issues: tuple[DataIssue, ...] = ()
     shared_files: tuple[str, ...] = ()  # training files that are validation files too
     split_files: tuple[str, ...] = ()  # the validation set is split off them, and another dataset trains on that part
-    repeats: int = 0  # number of an earlier dataset that trains on every file of this one, read alike; 0: none
+    repeats: int = 0  # an earlier dataset that trains on all files of this one, read the same way; 0: none
     format: str = ""  # of the training data: the one that is set, or detected
     columns: tuple[str, ...] = ()
     text_columns: tuple[str, ...] = ()  # those with text in the first example, and no number; single words come last
@@ -68,22 +68,22 @@ class InputFacts:
     label_counts: tuple[int, int] | None = None  # desirable and undesirable completions that were read
     token_lengths: tuple[int, ...] = ()  # of training examples that were read, and the longest of all, ascending
     sequences_per_example: float = 0.0  # into which training examples are split in pretraining; 0: not known
-    labeled_share: float = 1.0  # of their tokens: those that have a loss
+    labeled_share: float = 1.0  # share of their tokens that have a loss
     cpu: CpuSpeed | None = None  # of this machine, if the run uses it
-    cpu_unknown: str = ""  # why it was not measured, the end of a sentence
+    cpu_unknown: str = ""  # why the CPU was not measured, the end of a sentence
     cpu_pending: bool = False  # a worker process is measuring it: `cpu` will be known soon
     min_prompt_tokens: int = 0  # tokens before the first completion, of the example that has the fewest
     examples_pending: bool = False  # a worker process is reading and tokenizing the examples
     tokenizer_problem: str = ""  # why the tokenizer cannot be loaded
     tokenizer_size: int = 0  # the tokenizer's largest token id + 1; 0 if unknown
     known_size: int = 0  # the same without data.add_tokens and data.add_special_tokens
-    added_rows: int = 0  # that the embeddings get for data.add_tokens and data.add_special_tokens, if that is known
+    added_rows: int = 0  # rows that the embeddings get for data.add_tokens and data.add_special_tokens, if known
     unrenderable_examples: tuple[DataIssue, ...] = ()  # the chat template raises an error for them
     num_checked: int = 0  # examples that were read, and tokenized where the tokenizer is on this machine
     all_checked: bool = False  # each data file was read to its end
     examples_problem: str = ""  # why the worker process could not check the examples, the end of a sentence
-    num_usable: int | None = None  # examples of which a token is trained within max_length; None unless all_checked
-    unusable_positions: tuple[int, ...] | None = None  # of the other training examples, if they are known
+    num_usable: int | None = None  # examples with a trained token within max_length; None unless all_checked
+    unusable_positions: tuple[int, ...] | None = None  # positions of the unusable training examples, if known
     num_usable_validation: int = 0  # same as num_usable, for the examples in the validation files
     num_held_out: int | None = None  # of a streamed dataset: training examples that its validation split takes
     num_identical_pairs: int = 0  # pairs that are dropped because both completions are the same
@@ -91,20 +91,20 @@ class InputFacts:
     num_endless: int = 0  # examples in which no token that ends the completion is trained
     unread_keys: tuple[tuple[str, int], ...] = ()  # parts of turns that the template leaves out: (words, examples)
     special_tokens: tuple[tuple[str, int], ...] = ()  # in the contents of turns: (token, examples)
-    unknown_ends: tuple[tuple[str, int], ...] = ()  # texts that end completions, and are no tokens: (text, examples)
+    unknown_ends: tuple[tuple[str, int], ...] = ()  # texts that end completions but are not tokens: (text, examples)
     num_starts: int = 0  # completions whose beginning was compared in generation and training
     num_different_starts: int = 0  # of these, how many begin differently
     start_difference: tuple[str, ...] = ()  # how the first of them begins in generation, and in training
-    start_kwargs: str = ""  # JSON of data.chat_template_kwargs with which both begin alike
+    start_kwargs: str = ""  # JSON of data.chat_template_kwargs with which both begin the same way
     num_skipped: int = 0  # examples that cannot be used, with data.on_bad_example skip
-    num_skipped_texts: int = 0  # of these, those of which the chat template or tokenizer makes no text
+    num_skipped_texts: int = 0  # those of them that the chat template or tokenizer fails on
     skipped: tuple[str, ...] = ()  # places and reasons of the first of them
     num_with_weights: int = 0  # examples with an assistant turn whose weight in the loss is not 1
     num_weighted: int = 0  # of these, those with a weight other than 0
     num_copies: int = 0  # training examples that are equal to an earlier one, unless they are dropped
     num_copies_in_validation: int = 0  # validation examples that are equal to a training example
     num_contradictions: int = 0  # training examples with another answer than an earlier one
-    datasets: tuple[InputFacts, ...] = ()  # of several: what is known about each alone; elsewhere, about all together
+    datasets: tuple[InputFacts, ...] = ()  # if there are several, the facts about each; other fields are about all
     template_problem: str = ""  # of the chat template file
     checkpoint_problem: str = ""  # of save.resume_path
     checkpoint_options: tuple[tuple[str, Any], ...] = ()  # those of its adapter, where they differ and are the problem
@@ -131,7 +131,7 @@ class InputFacts:
         return self.token_lengths[-1] if self.token_lengths else 0
 
     def num_in_epoch(self, spec: RunSpec) -> int | None:
-        """Sequences of an epoch, without examples that are dropped; of several datasets, in their mixture."""
+        """Sequences of an epoch, without examples that are dropped; with several datasets, those of their mixture."""
         if not self.datasets:
             return self._sequences(spec, spec.data)
         sizes = [size for size in self.sizes(spec) if size is not None]
@@ -183,7 +183,7 @@ class InputFacts:
         return completions * validation_size(count // completions, data.validation_split)
 
     def usable_examples(self, data: Source, seed: int) -> tuple[int, int] | None:
-        """Examples of the training set and of the validation set of which a token is trained; None if unknown."""
+        """Examples of the training set and of the validation set that have a trained token; None if unknown."""
         if self.datasets and isinstance(data, Data):
             found = [each.usable_examples(own, seed) for each, own in zip(self.datasets, data.datasets, strict=True)]
             known = [counts for counts in found if counts is not None]

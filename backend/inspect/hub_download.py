@@ -15,7 +15,7 @@ import sys
 from huggingface_hub import hf_hub_download
 hf_hub_download(sys.argv[1], "config.json", revision=sys.argv[2])
 """
-# Exceptions and messages of huggingface_hub.errors -> reason. The first one that the traceback names counts.
+# Exceptions and messages of huggingface_hub.errors -> reason. The first one that the traceback names is used.
 REASONS = {
     "GatedRepoError": "the model is gated: request access on its page, then set a Hugging Face token of that account",
     "RepositoryNotFoundError": "the Hub has no model with this ID, or it is private: set a Hugging Face token of an "

@@ -19,7 +19,7 @@ MESSAGES: Mapping[str, str] = {
     "ok": "{subject} is valid: it belongs to the account {account}.",
     "ok_model": "{subject} is valid: it belongs to the account {account}, which has access to {model}.",
     "bad_token": "{subject} is not accepted by the Hub: it is mistyped, has expired or was revoked. Create a token "
-    "that can read at {endpoint}/settings/tokens.",
+    "with read access at {endpoint}/settings/tokens.",
     "no_access": "{subject} is valid, but its account {account} has no access to {model}. Request access on the "
     "model's page, {endpoint}/{model}. A fine-grained token must also be allowed to read public gated repositories.",
     "not_found": "{subject} is valid, but the Hub has no model {model}, or it is private and the account {account} "
@@ -33,8 +33,8 @@ MESSAGES: Mapping[str, str] = {
     "proxy.",
     "invalid_id": "{subject} is valid: it belongs to the account {account}. The model ID {model} is not valid: it must "
     "be organization/name or name.",
-    "organization": "This is the token of an organization. Create a token of a user at {endpoint}/settings/tokens.",
-    "no_token": "There is no token. Create one that can read at {endpoint}/settings/tokens, and enter it.",
+    "organization": "This is an organization token. Create a user token at {endpoint}/settings/tokens.",
+    "no_token": "There is no token. Create one with read access at {endpoint}/settings/tokens, and enter it.",
     "not_written": "The token cannot be written: {reason}.",
     "malformed": "A token consists of letters, digits and symbols, without spaces. Check what you pasted.",
     "failed": "huggingface_hub failed with {reason}. Run hf auth login in a terminal instead.",
@@ -61,8 +61,8 @@ def token_state() -> dict[str, str]:
 
 
 def check_token(token: str, model: str) -> TokenAnswer:
-    """Ask the Hub whether it accepts `token`, or the one that runs use if that is '', and whether the account has
-    access to `model`, if that is not ''. Takes up to a minute."""
+    """Ask the Hub whether it accepts `token` ('': the one that runs use), and whether its account has access to
+    `model`, unless that is ''. Takes up to a minute."""
     return _answer("test", token, model)
 
 

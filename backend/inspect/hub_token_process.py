@@ -58,7 +58,7 @@ def _outcome(action: str, given: str, model: str) -> dict[str, str]:
 
 
 def _ask(action: str, token: str, model: str, found: dict[str, str]) -> None:
-    """Store the token if that is the action; then ask for its account, and whether that may read the model."""
+    """Store the token if that is the action; then ask for its account, and whether that account may read the model."""
     if action == "store":
         login(token, add_to_git_credential=False)  # asks the Hub first, and stores only what it accepts
         found["stored"] = "yes"
@@ -69,7 +69,7 @@ def _ask(action: str, token: str, model: str, found: dict[str, str]) -> None:
 
 
 def _refusal(error: HfHubHTTPError, is_known: bool) -> dict[str, str]:
-    """The outcome of an error response; `is_known` after the Hub named the account of the token."""
+    """The outcome of an error response; `is_known`: the Hub has already named the account of the token."""
     status = error.response.status_code
     if not is_known and status == 401:
         return {"outcome": "bad_token"}

@@ -8,7 +8,7 @@ from typing import Any
 
 MIB = 2**20
 MAX_CONFIG_BYTES = 16 * MIB  # config.json with label names has 100 KB, tokenizer_config.json up to a few MB
-MAX_INDEX_BYTES = 64 * MIB  # of the names of all tensors
+MAX_INDEX_BYTES = 64 * MIB  # an index names all tensors
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def _weights_problem(folder: Path, facts: Mapping[str, Any]) -> str:
 
 
 def _unreadable_files(folder: Path) -> str:
-    """What is wrong with the weight files or the tokenizer's, a sentence; '' for nothing."""
+    """What is wrong with the files of the weights or of the tokenizer, a sentence; '' for nothing."""
     try:
         weight_shapes(folder)
         tokenizer = (folder / name for name in sorted(TOKENIZER_FILES) if (folder / name).is_file())

@@ -33,10 +33,13 @@ def _problem(spec: RunSpec, base: Path) -> str:
     if spec.launch.trainer != "llamafactory":
         return ""
     if not spec.llamafactory.environment:
-        return "No environment is set: llamafactory.environment names the Python environment that has llamafactory."
+        return (
+            "No environment is set: set llamafactory.environment to the folder of a Python environment that has "
+            "llamafactory."
+        )
     folder = base / Path(spec.llamafactory.environment).expanduser()
     if not (folder / "bin" / "python").exists():
-        return f"The folder {folder} is no Python environment: it has no bin/python."
+        return f"The folder {folder} is not a Python environment: it has no bin/python."
     found = [path.name for path in folder.glob("lib/python3*/site-packages/llamafactory-*.dist-info")]
     version = re.match(r"llamafactory-(.+)\.dist-info", found[0]) if found else None
     if not version:
@@ -47,14 +50,14 @@ def _problem(spec: RunSpec, base: Path) -> str:
         return problem
     if spec.model.source == "builtin" and not model_folder(spec.model.builtin).is_dir():
         return (
-            f"The built-in model {spec.model.builtin} does not exist yet: only Footplate's own trainer makes it. Train "
-            "a few steps with that first, or choose another model."
+            f"The built-in model {spec.model.builtin} does not exist yet: only Footplate's own trainer makes it. "
+            "Train a few steps with that trainer first, or choose another model."
         )
     return ""
 
 
 def _backend_problem(spec: RunSpec, folder: Path) -> str:
-    """Why Megatron-Core or KTransformers cannot be used, a sentence; '' if it can, or is not used."""
+    """Why Megatron-Core or KTransformers cannot be used, a sentence; '' if they can, or are not used."""
     backend, packages = spec.llamafactory.backend, list(folder.glob("lib/python3*/site-packages"))
     if backend == "megatron" and not any((place / MCORE_ADAPTER).exists() for place in packages):
         return f"The environment {folder} has no mcore_adapter. Install it there with: {MCORE_INSTALL}."
@@ -65,7 +68,7 @@ def _backend_problem(spec: RunSpec, folder: Path) -> str:
         names = ", ".join(name.replace("_", "-") for name in missing)
         return f"The environment {folder} lacks {names}. Install them there with: pip install 'ktransformers[sft]'."
     if spec.launch.place == "local" and not _cpu_flags().intersection(CPU_FLAGS):
-        return "KTransformers requires a CPU with AMX or AVX-512, and this one has neither."
+        return "KTransformers requires a CPU with AMX or AVX-512, and this CPU has neither."
     return ""
 
 

@@ -126,7 +126,7 @@ def _check_other_files(folder: Path) -> None:
 
 
 def pointer_problem(path: Path) -> str:
-    """The sentence about a file that is a Git LFS pointer; '' if it is none. Raises OSError."""
+    """The sentence about a file that is a Git LFS pointer; '' if it is not one. Raises OSError."""
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
     sentence = f"{path} is a Git LFS pointer, not the file itself. Run git lfs pull in its folder."
@@ -162,15 +162,15 @@ def _mismatch(found: Shapes, shape: ModelShape) -> str:
 
 
 def _missing_head(found: Shapes, shape: ModelShape) -> str:
-    """That there is no output layer, under its name or another: a second tensor as large as the embeddings."""
+    """That there is no output layer, neither under its name nor as another tensor as large as the embeddings."""
     size, head = shape.vocabulary * shape.hidden, shape.head.rpartition(".")[2]
     if shape.tied or head == SCORE or any(f".{name}".endswith(f".{head}.weight") for name in found):
         return ""
     if [math.prod(dimensions) for dimensions in found.values()].count(size) != 1:
         return ""
     return (
-        f"The weight files have no {shape.head}.weight: they are those of a model without an output layer, or with one "
-        "tied to its embeddings."
+        f"The weight files have no {shape.head}.weight: they belong to a model without an output layer, or with an "
+        "output layer that is tied to its embeddings."
     )
 
 

@@ -29,13 +29,13 @@ from typing import IO, Any, ClassVar
 Result = Mapping[str, Any]
 Show = Callable[[str], None]  # gets the progress as a text, while a caller waits
 
-ARGUMENTS = ("-m", "backend.train.worker")  # of Python
+ARGUMENTS = ("-m", "backend.train.worker")  # arguments of Python
 HOME = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SETTING = "FOOTPLATE_INSPECTION_WORKER"
 MAX_IN_MEMORY = 128  # results and error messages
 SHOW_SECONDS = 0.25  # between two calls of `show` while a caller waits
-ABANDONED_SECONDS = 5.0  # without anybody asking for a request; the page asks every 2 seconds
+ABANDONED_SECONDS = 5.0  # after which a request that nobody asks for is dropped; the page asks every 2 seconds
 TOO_LARGE = 3  # exit status of a worker that took too much memory
 MAX_BYTES = 4 * 2**30  # of a worker: a template, an example or a config.json must not exhaust the host's memory
 
@@ -153,7 +153,7 @@ class Worker:
         return found if isinstance(found, dict) else {}
 
     def _ending(self) -> str:
-        """Why the process has ended by itself."""
+        """Why the process ended, although nobody ended it."""
         assert self.process
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
@@ -184,8 +184,9 @@ class Worker:
 
 
 def _limit_memory(pid: int) -> None:
-    """Let the kernel refuse more than MAX_BYTES to the process: the thread in it that watches its memory does not run
-    during a long call of C code. RLIMIT_AS would count the libraries and address space that is only reserved."""
+    """Let the kernel refuse more than MAX_BYTES to the process: the thread of the process that watches its memory does
+    not run during a long call of C code. RLIMIT_AS would count the libraries and address space that is only
+    reserved."""
     try:
         import resource  # noqa: PLC0415 - not on Windows
     except ImportError:
@@ -215,7 +216,7 @@ class WorkerCache:
 
     A subclass says what is requested (`request`), what the result depends on (`key`) and names the `task` in messages.
     `seconds`: time limit until the response or the next progress report; `start_seconds`: for importing the libraries;
-    `idle_seconds`: the worker ends after so long without a request. A request that nobody asks for any more, because
+    `idle_seconds`: the worker ends after this time without a request. A request that nobody asks for any more, because
     the spec has changed, is dropped when there is another one.
     """
 
@@ -231,7 +232,7 @@ class WorkerCache:
     _worker: Worker = field(init=False)
     _closed: bool = False
 
-    name: ClassVar[str]  # of the folder below cache_folder
+    name: ClassVar[str]  # name of the folder below cache_folder
     task: ClassVar[str]  # as the subject of "... takes longer than 30 seconds"
     format: ClassVar[int]  # of the results; the worker writes it into each of them
 
@@ -247,7 +248,7 @@ class WorkerCache:
         return self.cache_folder / self.name
 
     def find(self, key: str, request: Result, start: bool = True) -> Result | str | None:
-        """The result, or the reason why there is none, or None while the worker is busy with it. Returns at once;
+        """The result, or the reason why there is none, or None while the worker is busy with it. Returns immediately;
         without `start` nothing is requested from the worker."""
         if (found := self._look_up(key)) is not None:
             return found

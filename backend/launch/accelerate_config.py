@@ -35,7 +35,7 @@ def configuration(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
         "distributed_type": "NO",
         "downcast_bf16": "no",
         "enable_cpu_affinity": False,
-        "gpu_ids": "all",  # that CUDA_VISIBLE_DEVICES leaves visible
+        "gpu_ids": "all",  # all that CUDA_VISIBLE_DEVICES leaves visible
         "machine_rank": spec.launch.node_rank,
         "main_training_function": "main",
         "num_machines": run.nnodes,

@@ -14,7 +14,7 @@ from backend.wording import counted
 Slots = Mapping[str, tuple[int, ...]]
 
 
-MAX_SLOTS = 1024  # of a host, as launch.nproc_per_node
+MAX_SLOTS = 1024  # of one host, the limit of launch.nproc_per_node
 
 
 class HostfileError(ValueError):

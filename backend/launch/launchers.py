@@ -18,7 +18,7 @@ from backend.runs import ACCELERATE, HOSTFILE, JOIN, LLAMAFACTORY_RUN, RANK_LOGS
 TRAINER = ("backend.train", ".")
 # On one node, torchrun's rendezvous is a file in the run's folder: as a TCPStore it would be open to everyone, and
 # torch 2.13 unpickles what is in it (elastic/rendezvous/dynamic_rendezvous.py, sync). An empty run ID makes torchrun
-# generate one for each start. The node is alone: nobody waits for a sign of life of it, and each would enlarge the
+# generate one for each start. The node is alone: no other node waits for its heartbeats, and each would enlarge the
 # file.
 RENDEZVOUS_FILE = f"{RANK_LOGS}/rendezvous"
 RENDEZVOUS_CONF = "store_type=file,keep_alive_interval=86400"
@@ -76,7 +76,7 @@ def _rendezvous(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, .
         restarts = (f"--max-restarts={launch.max_restarts}",) if launch.rendezvous == "elastic" else ()
         return (*restarts, *FILE_RENDEZVOUS)
     if launch.place != "local":
-        return ()  # from the environment, which the job sets
+        return ()  # torchrun reads them from the environment, which the job sets
     if launch.rendezvous == "static":
         nodes = (f"--nnodes={launch.nnodes}", f"--node-rank={node_rank}")
         return (*nodes, f"--master-addr={launch.master_addr}", f"--master-port={port}")

@@ -43,7 +43,7 @@ OUTPUT = "output"
 MODULE = "llamafactory.launcher"  # what llamafactory-cli starts in each process
 TRAINER = Path(__file__).parent.parent / "train" / "llamafactory_run.py"
 KEYS = {option: key for key, option in OPTION_NAMES.items()}
-# What LLaMA-Factory takes from elsewhere, and what does not change the training.
+# Options that LLaMA-Factory takes from elsewhere, and those that do not change the training.
 ELSEWHERE = {
     "model.source", "model.builtin", "model.path", "model.hub_id", "data.source", "data.builtin", "data.files",
     "data.hub_id", "data.hub_config", "data.hub_split", "data.format", "data.messages_column", "data.prompt_column",
@@ -143,8 +143,8 @@ OPTIONS = {option.name: option for option in options()}
 
 
 def export(spec: RunSpec, run: ResolvedRun, format: str, converts: bool = True) -> Export:
-    """The files of a spec, in which paths are absolute; `format`: of the training data. Without `converts`, no data
-    file is read, and one that LLaMA-Factory cannot read is in the list of what is missing. Raises SpecError."""
+    """The files of a spec, in which paths are absolute; `format`: that of the training data. Without `converts`, no
+    data file is read, and one that LLaMA-Factory cannot read is in the list of what is missing. Raises SpecError."""
     made = Export(spec, run, format, converts)
     for part in PARTS:
         part(made)
@@ -190,7 +190,7 @@ def _model(made: Export) -> None:
     where = {"path": model.path, "hub": model.hub_id, "builtin": str(model_folder(model.builtin))}
     made.table["model_name_or_path"] = where[model.source]
     if model.source == "builtin" and not model_folder(model.builtin).is_dir():
-        made.different.append("model.builtin: the folder of the model is made when a run of Footplate starts with it")
+        made.different.append("model.builtin: the folder of the model is made when a run of Footplate first uses it")
     if model.source == "hub" and model.revision != "main":
         made.table["model_revision"] = model.revision
     made.written |= {"model.revision", "model.attn_implementation"}
@@ -290,11 +290,13 @@ def _template(made: Export) -> None:
     if template == "chatml":
         made.table["template"] = "chatml"
     elif template == "file":
-        made.lacks("data.chat_template_file", "LLaMA-Factory has named templates only; that of the tokenizer is used")
+        made.lacks(
+            "data.chat_template_file", "LLaMA-Factory has named templates only; the tokenizer's template is used"
+        )
     if template != "chatml":
         made.different.append(
-            "data.chat_template: LLaMA-Factory derives a template from the tokenizer's; compare the first example that "
-            "it prints, and set template if it has one for the model"
+            "data.chat_template: LLaMA-Factory derives a template from the tokenizer's; check the first example that "
+            "it prints, and set template if LLaMA-Factory has one for the model"
         )
     kwargs = made.spec.data.template_kwargs
     if kwargs.keys() <= {"enable_thinking"}:
@@ -311,7 +313,7 @@ def _data(made: Export) -> None:
     made.written |= {"data.validation_split", SOURCES, "data.mixing", "data.weight"}
     train: list[str] = []
     validation: list[str] = []
-    is_one_file = []  # of each dataset
+    is_one_file = []  # one value for each dataset
     for index in range(len(data.datasets)):
         dataset, before = for_dataset(made.spec, index).data, len(train)
         format = made.format if index == 0 else _format_of(dataset)
@@ -331,7 +333,7 @@ def _data(made: Export) -> None:
         _mixture(made, all(is_one_file))
     if data.max_samples:
         made.different.append("data.max_samples: LLaMA-Factory takes the first examples of each file, not random ones")
-    made.different.append("train.seed: LLaMA-Factory draws another order of the examples from the same seed")
+    made.different.append("train.seed: LLaMA-Factory shuffles the examples differently with the same seed")
 
 
 def _mixture(made: Export, are_single_files: bool) -> None:
@@ -369,7 +371,7 @@ def _format_of(data: Data) -> str:
 
 
 def _paths(patterns: Iterable[str]) -> list[str]:
-    """The files that patterns match. A pattern without a file is kept: the checks have named it."""
+    """The files that patterns match. A pattern without a file is kept: the checks report it."""
     try:
         return [str(path) for path in expand(patterns)]
     except DataFileError:
@@ -380,14 +382,14 @@ def _paths(patterns: Iterable[str]) -> list[str]:
 class _Described:
     """What the entries of a dataset have in common."""
 
-    data: Data  # of the dataset alone
+    data: Data  # the options of this dataset
     format: str
-    option: str  # that sets the format
+    option: str  # the option that sets the format
     is_file: bool
 
 
 def _add(made: Export, name: str, path: str, described: _Described) -> str:
-    """Describe a file in dataset_info.json; the name of its entry."""
+    """Describe a file in dataset_info.json; returns the name of its entry."""
     data, format, is_file = described.data, described.format, described.is_file
     place = {"file_name": str(Path(path).absolute())} if is_file else {"hf_hub_url": path, "split": data.hub_split}
     if not is_file and data.hub_config:
@@ -414,7 +416,7 @@ def _add(made: Export, name: str, path: str, described: _Described) -> str:
 
 def _convert(made: Export, name: str, path: Path, described: _Described) -> str:
     """Write a data file as conversations with one chosen and one rejected turn, or with a label, which is all that
-    LLaMA-Factory reads; the name of the new file. Raises SpecError."""
+    LLaMA-Factory reads. Returns the name of the new file. Raises SpecError."""
     lines, left_out = [], 0
     try:
         for _, example in read_examples(path):
@@ -425,7 +427,9 @@ def _convert(made: Export, name: str, path: Path, described: _Described) -> str:
     except DataFileError as error:
         raise SpecError([Problem("data.files", str(error))]) from error
     if left_out:
-        made.lacks("data.files", f"{counted(left_out, 'example')} of {path}: invalid, or a completion of several turns")
+        made.lacks(
+            "data.files", f"{counted(left_out, 'example')} of {path}: invalid, or with a completion of several turns"
+        )
     made.converted[f"{name}.jsonl"] = "\n".join(lines) + "\n"
     return f"{name}.jsonl"
 
@@ -445,8 +449,8 @@ def _conversation(example: Mapping[str, Any], format: str, data: Data) -> dict[s
 
 
 def _columns(data: Data, format: str, first: Mapping[str, Any]) -> dict[str, str]:
-    """LLaMA-Factory's names of the columns, for formats that it reads as they are; {} for others. It stops if a column
-    is not in the data, of which `first` is an example, {} if it is not known."""
+    """LLaMA-Factory's names of the columns, for formats that it reads as they are; {} for others. LLaMA-Factory stops
+    if a column is not in the data. `first` is an example of the data, {} if it is not known."""
     if format not in DEFAULTS:
         return {}
     columns = {COLUMN_NAMES[option]: column for option, column in required_columns(data, format).items()}
@@ -573,7 +577,7 @@ def _devices(made: Export) -> None:
     made.table |= {"use_cpu": True} if run.device == "cpu" else {}
     made.table["ddp_timeout"] = spec.parallel.ddp_timeout
     made.table |= {"deepspeed": DEEPSPEED} if made.deepspeed else {}
-    if made.deepspeed or made.is_accelerated:  # a file of its own has them
+    if made.deepspeed or made.is_accelerated:  # they are in a separate file
         made.written |= {name for name in OPTIONS if name.startswith("parallel.")}
     elif run.world_size > 1 and spec.parallel.strategy != "ddp":
         label = registry.STRATEGIES[spec.parallel.strategy].label
@@ -581,7 +585,7 @@ def _devices(made: Export) -> None:
 
 
 def _backend(made: Export) -> None:
-    """The keys of another backend than transformers. Source: mcore_adapter 0.10 training_args.py; llamafactory 0.9.5
+    """The keys of a backend other than transformers. Source: mcore_adapter 0.10 training_args.py; llamafactory 0.9.5
     hparams/model_args.py, KTransformersArguments."""
     chosen = made.spec.llamafactory
     if chosen.backend == "megatron":

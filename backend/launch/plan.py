@@ -129,17 +129,17 @@ def _files(spec: RunSpec, run: ResolvedRun, facts: InputFacts | None) -> dict[st
 
 
 def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
-    """Environment variables to set. Those of launch.env override ours."""
+    """Environment variables to set. The variables of launch.env override the others."""
     device, launcher = registry.DEVICES[run.device], spec.launch.launcher
     cluster = clusters.job_of(spec)
     cores = cluster.cpus(spec, run, machine) if cluster else machine.cores
     env = {"OMP_NUM_THREADS": str(threads_per_process(spec, run.nproc_per_node, cores))}
-    env["PYTHONUNBUFFERED"] = "1"  # so that log lines appear at once
+    env["PYTHONUNBUFFERED"] = "1"  # so that log lines appear immediately
     env["TOKENIZERS_PARALLELISM"] = "false"  # dataloader workers fork after the tokenizer was used
     env |= run.engine.environment(run.device) | llamafactory.environment(spec)
     if run.device == "cpu" and launcher == "deepspeed":
         env["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher uses an accelerator otherwise, with any engine
-    if device.visible_devices_env and launcher != "deepspeed" and not cluster:  # these set it themselves
+    if device.visible_devices_env and launcher != "deepspeed" and not cluster:  # the last two set it themselves
         env[device.visible_devices_env] = ",".join(map(str, run.device_ids))
     if run.device == "cuda" and len({gpu.name for gpu in machine.gpus}) > 1:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # device ids as in nvidia-smi; by default the fastest GPU is 0

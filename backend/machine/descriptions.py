@@ -44,7 +44,7 @@ GPUS: Mapping[str, tuple[int, tuple[int, int]]] = {
 
 def known_gpu(name: str) -> tuple[str, int, tuple[int, int]] | None:
     """(product name, GiB, compute capability) of a name such as a100, nvidia_h100_80gb_hbm3 or "A100 40GB"; None if it
-    is unknown and has no size, as "MI300X 192GB" has. A size in the name comes before the usual one."""
+    is unknown and has no size, as "MI300X 192GB" has. A size in the name takes precedence over the usual one."""
     words = re.sub(r"[_-]", " ", name.upper())
     matches = [key for key in GPUS if re.search(rf"(?<![A-Z0-9]){key.replace(' ', ' ?')}(?![A-Z0-9])", words)]
     size = re.search(r"(\d+) ?GI?B\b", words)
@@ -174,7 +174,9 @@ def _gpus(entries: Any) -> tuple[tuple[Gpu, ...], list[Problem]]:
         if gpu:
             found += [replace(gpu, id=len(found) + i) for i in range(count)]
     if len(found) > MAX_GPUS or len(entries) > MAX_GPUS:
-        problems.append(Problem("gpus", f"a node can have at most {MAX_GPUS} GPUs; more belong to further nodes"))
+        problems.append(
+            Problem("gpus", f"a node can have at most {MAX_GPUS} GPUs; for more, raise the number of nodes")
+        )
     return tuple(found), problems
 
 
@@ -199,7 +201,7 @@ def _gpu(entry: Any, place: str) -> tuple[Gpu | None, int, list[Problem]]:
 
 
 def _with_nvlink(gpus: tuple[Gpu, ...], nvlink: bool | None) -> tuple[Gpu, ...]:
-    """With NVLink to all other GPUs, or to none; unknown if it is not set."""
+    """The GPUs with NVLink between all of them, or none of them; unknown if it is not set."""
     if nvlink is None:
         return gpus
     return tuple(replace(g, nvlink_peers=tuple(o.id for o in gpus if o.id != g.id) if nvlink else ()) for g in gpus)

@@ -247,7 +247,7 @@ def _cores(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 @cache
 def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
-    """What the CPU of this machine calls itself; '' if it does not say."""
+    """The name that the CPU of this machine reports; '' if it reports none."""
     with suppress(OSError):
         found = re.search(r"(?m)^model name\s*:\s*(.*)$", info.read_text(encoding="utf-8", errors="replace"))
         return found[1].strip() if found else ""

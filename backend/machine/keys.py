@@ -62,7 +62,7 @@ GPU_KEYS = (
     Key("free_gib", "gib", "Free memory per GPU", "All of it", "free_bytes", maximum=MAX_GPU_GIB,
         help="Less than the memory if the driver or other programs use some."),
     Key("capability", "capability", "CUDA compute capability", "From the GPU model", "capability",
-        help="NVIDIA only: 8.0 for A100, 9.0 for H100. It decides about bf16, fp8 and kernels."),
+        help="NVIDIA only: 8.0 for A100, 9.0 for H100. It determines whether bf16, fp8 and some kernels work."),
 )  # fmt: skip
 KEYS = (
     Key("name", "text", "Name", "Shown in the list of machines", "name", "described machine"),
@@ -81,7 +81,8 @@ KEYS = (
     Key("cpu_bf16", "bool", "CPU multiplies bf16 in hardware", "Default: no", "cpu_bf16", False, "AMX or AVX512-BF16.",
         choices=YES_OR_NO),
     Key("gpu_link_gb_per_s", "rate", "Bandwidth between GPUs of a node", "From the GPU model", "gpu_link_rate",
-        help="Measured bandwidth from one GPU to the others of its node: busbw of all_gather_perf of nccl-tests."),
+        help="Measured bandwidth from one GPU to the others of its node: the busbw that all_gather_perf of "
+             "nccl-tests reports."),
     Key("network_gb_per_s", "rate", "Network bandwidth per node", "From the GPU model", "network_rate",
         help="Measured bandwidth from one node to another, all network adapters together: usually about 60% of their "
              "nominal bandwidth. In gigabytes: 400 Gbit/s are 50 GB/s."),
@@ -90,7 +91,7 @@ KEYS = (
     Key("price_per_gpu_hour", "price", "Price per GPU hour", "Unknown: no price is predicted", "price_per_gpu_hour",
         help="In any currency; prices of runs are in the same one."),
     Key("python", "text", "Python interpreter", "Default: python", "python", "python", hardware=False,
-        help="The path that commands and scripts start."),
+        help="The path of the interpreter in commands and scripts."),
     Key("driver_version", "version", "NVIDIA driver version", "Unknown", "driver_version", "", hardware=False),
     Key("has_cpp_compiler", "bool", "C++ compiler is installed", "Default: yes", "has_cpp_compiler", True,
         "With Python's headers, for extensions that are compiled on first use.", choices=YES_OR_NO, hardware=False),
@@ -256,7 +257,7 @@ READERS = {
 
 
 def to_field(key: Key, value: Any) -> Any:
-    """The value of a key as its field in Machine or Gpu has it."""
+    """The value of a key in the form that its field in Machine or Gpu has."""
     if value is None:
         return None
     if key.kind == "gib":

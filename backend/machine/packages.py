@@ -21,7 +21,7 @@ PACKAGES = dict.fromkeys((
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of the installed ones."""
+    """Package -> version, for the installed packages."""
     found = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -74,8 +74,8 @@ def layer_shards(ctx: MemoryContext) -> int:
 
 @once
 def layers_with_gradients(ctx: MemoryContext) -> int:
-    """Layers that the backward pass reaches: with checkpointing all, because transformers 5.23 requires gradients of
-    the embeddings' output, whatever is trainable (modeling_utils.py, enable_input_require_grads)."""
+    """Layers that the backward pass reaches: with checkpointing, all of them, because transformers 5.23 requires
+    gradients of the embeddings' output, whatever is trainable (modeling_utils.py, enable_input_require_grads)."""
     method = ctx.spec.method
     embeddings_are_trained = "embed" in " ".join(method.freeze_extra_modules)
     if ctx.spec.train.activation_checkpointing or method.kind != "freeze" or embeddings_are_trained:
@@ -98,7 +98,7 @@ def merged_expert_rows(ctx: MemoryContext, layer: LayerActivations, layers: int)
 # -- saved for the backward pass -------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)  # one check asks for it dozens of times
+@lru_cache(maxsize=64)  # one check needs it dozens of times
 def _target_names(lora: Lora, shape: ModelShape) -> frozenset[str]:
     """The names of the modules that get an adapter, without the path to their layer."""
     return frozenset(_name(leaf) for leaf in lora_modules(lora, shape))
@@ -185,7 +185,7 @@ def _adapted_expert_count(ctx: MemoryContext) -> int:
 def evaluation_attention_bytes(ctx: MemoryContext, sequences: int) -> int:
     """Bytes for pairs of tokens in one layer of an evaluation batch, which is not packed: the boolean mask and its copy
     in the compute dtype, and without a fused kernel the scores twice, of which softmax makes an fp32 copy."""
-    has_mask = sequences > 1 and _may_have_mask(ctx) and ctx.run.token_shards == 1  # else none of all pairs
+    has_mask = sequences > 1 and _may_have_mask(ctx) and ctx.run.token_shards == 1  # otherwise, no mask of all pairs
     scores = 8 if _is_eager(ctx) else 9 if _writes_scores(ctx, has_mask) else 0
     scores *= ctx.shape.heads // layer_shards(ctx)
     return sequences * ctx.sequence_length**2 * (has_mask * (1 + ctx.compute_bytes) + scores)
@@ -223,7 +223,7 @@ def _attention_matrix_bytes(ctx: MemoryContext, writes_scores: bool) -> int:
     shape, mask = ctx.shape, ctx.compute_bytes if _has_mask(ctx) else 0
     scores = 12 if ctx.on_cpu and shape.model_type == "gpt2" else 0
     if _is_eager(ctx):
-        capped = shape.model_type == "gemma2"  # soft capping saves the scores once more
+        capped = shape.model_type == "gemma2"  # soft capping saves another copy of the scores
         scores, mask = 4 + (ctx.compute_bytes if ctx.compute_bytes == 2 else 0) + capped * ctx.compute_bytes, 0
     if writes_scores:
         scores = 4
@@ -241,8 +241,8 @@ def _token_pairs(ctx: MemoryContext) -> int:
 
 
 def _backward_row(ctx: MemoryContext, adapted_experts: int, writes_scores: bool) -> Row:
-    """Temporary tensors of a layer's backward pass: in its MLP, or in attention without a fused kernel the gradients of
-    the scores, twice, when the MLP's activations are freed already."""
+    """Temporary tensors of a layer's backward pass: those of its MLP or, in attention without a fused kernel, twice the
+    gradients of the scores, when the MLP's activations are already freed."""
     shape = ctx.shape
     row = _expert_backward_row(ctx, adapted_experts) if shape.experts else _mlp_backward_row(ctx)
     if not (writes_scores or _is_eager(ctx)):
@@ -258,7 +258,7 @@ def _mlp_backward_row(ctx: MemoryContext) -> Row:
     """Gradients of two intermediate tensors, of the hidden states and of one weight matrix."""
     shape, each, inner = ctx.shape, ctx.compute_bytes, ctx.shape.intermediate // layer_shards(ctx)
     weight = 0 if ctx.is_lora else inner * shape.hidden * each
-    # LoRA in fp32 under autocast: the input is cast to fp32 once more.
+    # LoRA in fp32 under autocast: there is another cast of the input to fp32.
     count, hidden = (3, 4) if ctx.is_lora and ctx.uses_autocast else (2, ctx.hidden_state_bytes)
     size = ctx.tokens * (count * inner * each + shape.hidden * hidden) + weight
     formula = f"{ctx.tokens:,} tokens x ({count} x {inner:,} x {each} + {shape.hidden:,} x {hidden}) bytes"
@@ -267,7 +267,8 @@ def _mlp_backward_row(ctx: MemoryContext) -> Row:
 
 
 def _expert_backward_row(ctx: MemoryContext, adapted_experts: int) -> Row:
-    """Gradients of intermediate tensors of the active experts; with adapters on the experts, of a merged weight."""
+    """Gradients of intermediate tensors of the active experts; with adapters on the experts, those of a merged
+    weight."""
     shape, each = ctx.shape, _expert_element_bytes(ctx)
     inside = max(2 * shape.intermediate, shape.intermediate + 2 * shape.hidden) * shape.experts_per_token * each
     weight = shape.experts * shape.intermediate * shape.hidden * ctx.compute_bytes * (adapted_experts > 0)

@@ -45,8 +45,8 @@ def _tensor_bytes(ctx: MemoryContext) -> int:
 
 
 def _context_bytes(ctx: MemoryContext) -> int:
-    """Keys and values, which every device sends to all others for attention; again for its backward pass and with
-    activation checkpointing, and their gradients (torch 2.13 distributed/tensor/experimental/_context_parallel)."""
+    """Keys and values, which every device sends to all others for attention, for its backward pass and for its
+    recomputation, and their gradients (torch 2.13 distributed/tensor/experimental/_context_parallel)."""
     size = ctx.run.context_parallel_size
     each = ctx.shape.layers * ctx.tokens * _key_value_elements(ctx) * ctx.compute_bytes
     return (3 + ctx.spec.train.activation_checkpointing) * each * (size - 1)

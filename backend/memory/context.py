@@ -168,7 +168,8 @@ class MemoryContext:
     @cached_property
     def batch_size(self) -> int:
         """Examples in a per-device batch. One process takes all examples there are if they are fewer; accelerate gives
-        several processes full batches, with examples twice. Pretraining makes several sequences of a long text."""
+        several processes full batches, in which some examples occur twice. Pretraining splits a long text into several
+        sequences."""
         size, examples = self.spec.train.per_device_train_batch_size, self.run.num_train_examples
         is_smaller = self.run.world_size == 1 and examples and self.spec.train.stage != "pretraining"
         return min(size, examples) if is_smaller and examples else size

@@ -61,14 +61,14 @@ def checkpoint_bytes(ctx: MemoryContext) -> tuple[int, int]:
 
 
 def _checkpoint_count(ctx: MemoryContext) -> int:
-    """Checkpoints on disk at once: those that are kept, and the one that is being written."""
+    """Checkpoints that are on disk at the same time: those that are kept, and the one that is being written."""
     save, train, written = ctx.spec.save, ctx.spec.train, None
     if save.strategy == "steps" and ctx.run.total_steps is not None:
         written = math.ceil(ctx.run.total_steps / save.steps)
     elif save.strategy == "epoch" and train.duration == "epochs":
         written = math.ceil(train.num_train_epochs)
     if save.total_limit:
-        retries = 2 * bool(train.half_lr_retries or train.stop_on_spike)  # which start from an earlier checkpoint
+        retries = 2 * bool(train.half_lr_retries or train.stop_on_spike)  # retries start from an earlier checkpoint
         kept = save.total_limit + save.keep_best + save.load_best_model_at_end + retries + 1
         return min(kept, written or kept)
     return written or 1

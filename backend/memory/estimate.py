@@ -137,7 +137,8 @@ def estimate(spec: RunSpec, run: ResolvedRun, machine: Machine, facts: InputFact
 
 
 def free_bytes(run: ResolvedRun, machine: Machine) -> int:
-    """Free memory of the fullest GPU that the run uses; of a CPU run, RAM for each process; 0 without such a device."""
+    """Free memory of the fullest GPU that the run uses; for a CPU run, the RAM for each process; 0 without such a
+    device."""
     if run.device == "cpu":
         return machine.ram_free_bytes // run.nproc_per_node
     if run.device != machine.device:
@@ -209,5 +210,5 @@ def quantized_loading(ctx: MemoryContext, persistent: list[Row]) -> list[Row]:
     scales = quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_matrices)
     whole = ctx.quantized_bytes + scales + ctx.unquantized_count * ctx.compute_bytes
     more = whole - sum(row.bytes for row in persistent[:-1])  # without the overhead, which is allocated before
-    formula = f"{whole:,} bytes of the whole base model, less what the rows above count"
+    formula = f"{whole:,} bytes of the whole base model, minus the bytes in the rows above"
     return [Row("Loading the quantized base model", max(0, more), formula)]

@@ -14,7 +14,7 @@ class Fit(StrEnum):
     YES = "yes"
     UNKNOWN = "unknown"
     UNCERTAIN = "uncertain"  # the estimate fits, the upper end of its range does not
-    UNLIKELY = "unlikely"  # the estimate does not fit, by less than it may be wrong
+    UNLIKELY = "unlikely"  # the estimate exceeds the memory, by less than its uncertainty
     NO = "no"
 
     @property

@@ -17,7 +17,8 @@ def gradient_size(ctx: MemoryContext, count: int) -> tuple[int, str]:
 
 @once
 def all_gradients(ctx: MemoryContext) -> Row:
-    """Gradients at the end of the backward pass; if the optimizer updates during that pass, the most at once."""
+    """Gradients at the end of the backward pass; if the optimizer updates during that pass, the most that exist at the
+    same time."""
     optimizer = ctx.optimizer
     if optimizer.row.steps_in_backward:
         size, formula = gradient_size(ctx, optimizer.largest_tensor)
@@ -71,7 +72,7 @@ def merged_embedding_count(ctx: MemoryContext) -> int:
 
 @once
 def merged_head_count(ctx: MemoryContext) -> int:
-    """Same as `merged_embedding_count`, of the output layer."""
+    """Same as `merged_embedding_count`, for the output layer."""
     paths = {rows.path.removesuffix(TOKEN_ROWS) for rows in token_rows(ctx.spec, ctx.shape)}
     has_rows = not ctx.stage.is_reward_model and (ctx.shape.head in paths or (ctx.shape.tied and bool(paths)))
     return merged_embedding_count(ctx) if has_rows else 0

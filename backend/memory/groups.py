@@ -30,7 +30,7 @@ class Group:
 
 def groups(spec: RunSpec, run: ResolvedRun) -> list[Group]:
     """The process groups of a run, the innermost first; [] with a single process, and with sizes that do not divide the
-    world size, which is an error of its own."""
+    world size, which another error reports."""
     tensor, sequence = run.tensor_parallel_size, run.sequence_parallel_size
     sharded = max(run.parameter_shards, run.gradient_shards, run.optimizer_shards)
     if run.world_size % (run.engine.mesh_divisor(spec) * sequence):

@@ -82,7 +82,7 @@ def _checkpoint_row(ctx: MemoryContext) -> Row:
 def _offloaded_rows(ctx: MemoryContext) -> list[Row]:
     """What all processes of a node keep in RAM instead of on their devices."""
     rows, trainable, nproc = [], ctx.trainable_count, ctx.run.nproc_per_node
-    shards = nproc / ctx.run.optimizer_shards  # of the whole state, on one node
+    shards = nproc / ctx.run.optimizer_shards  # share of the state that is on one node
     part = f" x {nproc} / {ctx.run.optimizer_shards} processes" if nproc != ctx.run.optimizer_shards else ""
     if ctx.optimizer_is_on_host:
         formula = f"{nproc} x {ctx.optimizer.formula()}"

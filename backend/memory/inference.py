@@ -30,7 +30,7 @@ from backend.wording import data_size
 CPU = "the CPU"
 ON_GPU = Row("the GPU's context and kernels", CONTEXT_BYTES, "approximate")
 NO_COPY = Row("the base model", 0, "no copy is needed")
-SHOWN_TOKENS = 1000  # of a conversation, whose KV cache is named
+SHOWN_TOKENS = 1000  # length of the conversation whose KV cache is shown
 STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of an element in files that are not safetensors
 
 
@@ -38,7 +38,8 @@ STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of an element in f
 class ChatMemory:
     """`rows`: what a chat loads; `missing`: what it loads whose size is not known; `compared`: the copy of the base
     model that it also loads to compare with, 0 bytes if it needs none; `token_bytes`: KV cache of a token, 0 if it is
-    unknown; `free_bytes`: of the `device`, 'GPU 0' or 'the CPU', with `waits` once other programs on it have ended."""
+    unknown; `free_bytes`: free memory of the `device`, 'GPU 0' or 'the CPU', with `waits` once other programs on it
+    have ended."""
 
     rows: tuple[Row, ...]
     missing: str
@@ -71,7 +72,7 @@ class ChatMemory:
 
     @property
     def warning(self) -> str:
-        """That it does not fit, as sentences; '' if it does."""
+        """That the chat does not fit, as sentences; '' if it does."""
         whole = self.bytes + self.compared.bytes
         if whole <= self.free_bytes:
             return ""
@@ -85,7 +86,7 @@ class ChatMemory:
 
     @property
     def _free(self) -> str:
-        once = " once the other programs on it have ended, which the chat waits for" if self.waits else ""
+        once = " once the other programs on the device have ended (the chat waits for them)" if self.waits else ""
         return f"{data_size(self.free_bytes)} is free{once}"
 
     @property
@@ -169,7 +170,7 @@ def _weights_row(name: str, folder: Path | None, dtype: str) -> Row | None:
 
 
 def _file_bytes(folder: Path) -> int:
-    """Of the weight files: safetensors if there are any."""
+    """The bytes of the weight files: safetensors if there are any."""
     for pattern in ("*.safetensors", "pytorch_model*.bin"):
         if size := sum(path.stat().st_size for path in folder.glob(pattern)):
             return size

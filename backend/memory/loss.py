@@ -81,7 +81,7 @@ def evaluation_bytes(ctx: MemoryContext, tokens: int) -> int:
 
 def upcasts_all_logits(ctx: MemoryContext) -> bool:
     """Whether the loss has all logits in fp32. Liger and Unsloth compute the loss of next tokens in chunks; for other
-    losses LLaMA-Factory leaves that out (llamafactory 0.9 model/model_utils/liger_kernel.py, require_logits)."""
+    losses, LLaMA-Factory turns this off (llamafactory 0.9 model/model_utils/liger_kernel.py, require_logits)."""
     train = ctx.spec.train
     in_chunks = (train.use_liger_kernel or train.use_unsloth) and train.stage in registry.NEXT_TOKEN_STAGES
     return ctx.spec.launch.trainer == "llamafactory" and not in_chunks

@@ -133,8 +133,8 @@ class OptimizerState:
         return states * count * self._element_bytes(count, embedding)
 
     def updates_as_matrix(self, leaf: ModuleSpec) -> bool:
-        """Whether the optimizer updates it as one matrix: projected gradients, and Muon, which uses AdamW for vectors,
-        single rows, stacked experts, embeddings and the output layer."""
+        """Whether the optimizer updates a tensor as one matrix: with projected gradients, and with Muon, which uses
+        AdamW for vectors, single rows, stacked experts, embeddings and the output layer."""
         if self.row.state_layout == "low_rank":
             return self.is_projected(leaf)
         inside = not leaf.path.endswith(EMBEDDINGS) and leaf.path != self.shape.head
@@ -146,7 +146,7 @@ class OptimizerState:
         )
 
     def is_projected(self, leaf: ModuleSpec) -> bool:
-        """Whether its gradients are projected: those of linear layers, the output layer included."""
+        """Whether the gradients of a tensor are projected, as in linear layers, the output layer included."""
         train = self.spec.train
         if not leaf.is_linear or leaf.path.endswith(EMBEDDINGS):
             return False

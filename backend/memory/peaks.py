@@ -253,7 +253,7 @@ def generation(ctx: MemoryContext) -> list[Row]:
     if ctx.run.parameter_shards > shards:
         whole = ((ctx.unquantized_count + ctx.trainable_count) * each + ctx.quantized_bytes) // shards
         more = max(0, whole - sum(row.bytes for row in persistent_gathered_rows(ctx)))
-        formula = f"{whole:,} bytes of all parameters, less those that are gathered already"
+        formula = f"{whole:,} bytes of all parameters, minus those that are already gathered"
         rows.append(Row("Parameters gathered for generation", more, formula))
     return rows
 

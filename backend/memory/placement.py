@@ -1,4 +1,5 @@
-"""What each device of a run holds, and what it does with which others: the data of the placement picture."""
+"""What each device of a run holds, and what it shares or exchanges with which other devices: the data of the placement
+picture."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SECOND_CODEBOOK_BYTES = 256 * 4 + 4  # of double quantization: 256 levels and an
 
 
 def bits(spec: RunSpec, shape: ModelShape) -> int:
-    """Bits of a quantized weight: of a prequantized checkpoint, or of the quantization at load time; 0 without any."""
+    """Bits of a quantized weight, in a prequantized checkpoint or by quantization at load time; 0 without either."""
     requested = registry.QUANTIZATIONS[spec.method.quantization].bits if spec.method.kind == "lora" else 0
     return shape.weight_bits or requested
 
@@ -38,7 +38,7 @@ def _linear_modules(shape: ModelShape, names: Sequence[str] = ()) -> Iterator[Mo
     return (leaf for leaf in shape.modules(names) if leaf.is_linear and leaf.path != shape.head)
 
 
-@lru_cache(maxsize=64)  # one check asks for it dozens of times
+@lru_cache(maxsize=64)  # one check needs it dozens of times
 def _linear_matrices(shape: ModelShape) -> Mapping[tuple[int, int], int]:
     found: Counter[tuple[int, int]] = Counter()
     for leaf in _linear_modules(shape):

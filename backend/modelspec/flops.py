@@ -12,7 +12,7 @@ from backend.modelspec.trainable import lora_modules, lora_parameters, trained_m
 
 
 class TokenWeights(NamedTuple):
-    """Elements of the matrices that one token is multiplied with. Of a mixture of experts, only the active experts and
+    """Elements of the matrices that one token is multiplied with. In a mixture of experts, only the active experts and
     the router count; embeddings are looked up. A product takes 2 FLOPs per element in the forward pass, 2 for the
     gradient of its input, and, if the matrix is trained, 2 for the gradient of the matrix."""
 

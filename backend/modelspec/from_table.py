@@ -267,7 +267,7 @@ class TableReader:
 
     @cached_property
     def gated_mlp(self) -> bool:
-        """Whether the MLP multiplies two projections of its input (SwiGLU and the like)."""
+        """Whether the MLP multiplies two projections of its input (as in SwiGLU)."""
         if self.experts:
             return self._expert >= 3 * self.experts_inner * self.hidden
         sizes = [(leaf.in_features, leaf.out_features) for leaf in self._mlp]

@@ -100,7 +100,8 @@ class ModelShape:
 
     @property
     def supports_sdpa(self) -> bool:
-        """Otherwise transformers uses eager attention unless another implementation is requested."""
+        """Whether the model has SDPA; otherwise, transformers uses eager attention unless another implementation is
+        requested."""
         return "sdpa" not in self.unsupported_attentions
 
     @property
@@ -147,8 +148,8 @@ class ModelShape:
 
     def modules(self, names: Iterable[str] = ()) -> tuple[ModuleSpec, ...]:
         """The modules of the model with their full names. Those of equal layers are one entry with their `count`. A
-        layer whose number is a part of one of `names`, such as 3 in "layers.3.mlp", has entries of its own, so that
-        such a name selects all modules of an entry or none."""
+        layer whose number is a part of one of `names`, such as 3 in "layers.3.mlp", has separate entries, so that such
+        a name selects all modules of an entry or none."""
         parts = {part for name in names for part in name.split(".")}
         return _modules(self, frozenset(int(part) for part in parts if LAYER_NUMBER.fullmatch(part)))
 

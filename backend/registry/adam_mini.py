@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-# Divided into attention heads, whose size must divide the weight.
+# Weights that are divided into attention heads, whose size must divide that of the weight.
 HEADS = re.compile(r"k_proj|q_proj|wq|wk|query|key", re.IGNORECASE)
-# Divided into rows: these must be matrices.
+# Weights that are divided into rows, so they must be matrices.
 ROWS = re.compile(
     r"embed|embd|wte|lm_head|output|final_layer|v_proj|wv|value|feed_forward|linear|mlp|o_proj|wo|attn\.proj",
     re.IGNORECASE,
@@ -16,12 +16,14 @@ BIAS = re.compile("bias", re.IGNORECASE)
 
 def problem(name: str, dimensions: int, elements: int, head_elements: int) -> str:
     """Why Adam-mini's first step fails on a weight with these dimensions, as the end of a sentence; '' if it does not.
-    Vectors are no problem: the trainer gives them names of norms."""
+    Vectors do not fail: the trainer gives them names of norms."""
     if BIAS.search(name) or dimensions < 2:
         return ""
     if HEADS.search(name):
         if elements % head_elements:
-            return f"has {elements:,} elements, which attention heads of {head_elements:,} elements do not divide"
+            return (
+                f"has {elements:,} elements, which cannot be divided into attention heads of {head_elements:,} elements"
+            )
     elif ROWS.search(name) and dimensions > 2:
         return f"has {dimensions} dimensions, and Adam-mini divides matrices only"
     return ""

@@ -27,7 +27,7 @@ LORA_INITS: Mapping[str, LoraInit] = {
     ),
     "pissa": LoraInit(
         "PiSSA",
-        "The principal singular components of each weight, which are subtracted from it: converges faster.",
+        "The principal singular components of each weight, which are subtracted from the weight: converges faster.",
         init_lora_weights="pissa",
     ),
     "pissa_fast": LoraInit(
@@ -57,6 +57,6 @@ STACKED_EXPERTS: Mapping[str, tuple[str, str, str, str]] = {
 
 
 def same_base_weights(*inits: object) -> bool:
-    """Whether adapters with these values of init_lora_weights belong to the same base weights, as loaded: those of a
-    checkpoint replace the initial ones."""
+    """Whether adapters with these values of init_lora_weights belong to the same base weights as loaded: the adapters
+    of a checkpoint replace the initial ones."""
     return not any(map(is_residual, inits))

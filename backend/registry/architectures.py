@@ -21,12 +21,12 @@ UNTRAINABLE: Mapping[str, str] = {  # the end of a sentence
 }
 NO_LAYER_LIST = frozenset({"blt", "hrm_text"})  # none of their lists has num_hidden_layers layers
 _IN_PLACE = "it changes the output of its shared expert in place, which torch refuses for a layer that is divided"
-NO_TENSOR_PARALLELISM: Mapping[str, str] = {  # with the plan that transformers has for them
+NO_TENSOR_PARALLELISM: Mapping[str, str] = {  # although transformers has a plan for them
     "doge": "its attention adds a mask for all heads to the scores of the heads on one device",
     "llama4": _IN_PLACE,
     "llama4_text": _IN_PLACE,
 }
-NO_ZERO3 = frozenset({"blt", "rwkv", "youtu"})  # their weights are initialized by shape, and ZeRO-3 has sharded them
+NO_ZERO3 = frozenset({"blt", "rwkv", "youtu"})  # they initialize weights by shape, after ZeRO-3 has sharded them
 _CONVERTS = "converts hidden states to the dtype of a linear layer's weights"
 _LIMITS = "limits the weights of linear layers in place"
 UNQUANTIZABLE: Mapping[str, str] = {  # quantized weights are packed integers, and the outputs of their layers are views
@@ -59,7 +59,7 @@ _CONVERTED = """
     nemotron_h olmo_hybrid olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text solar_open
 """
 CONVERTED_WEIGHTS = frozenset(_CONVERTED.split())
-"""Types whose weights transformers holds by other names, or in another layout, than save_pretrained writes them."""
+"""Types whose weights have other names or another layout in transformers than in the files of save_pretrained."""
 
-# Models whose positions are rows of a table, of MPT's distances too; those of others are computed.
+# Models with a table of position embeddings (MPT: of distances); others compute their position embeddings.
 POSITION_TABLES = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "gptj", "codegen", "biogpt", "openai-gpt", "ctrl", "mpt")

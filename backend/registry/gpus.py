@@ -41,7 +41,7 @@ _A100 = GpuModel(312, 312, 2039, 400, 40, 300, 200, "A100")
 _A100_PCIE = replace(_A100, memory=1935, watts=300, nvlink=0, network=0)
 _A100_PCIE_40 = replace(_A100_PCIE, memory=1555, watts=250)
 _H100 = GpuModel(989, 989, 3350, 700, 50, 450, 400, "Hopper")
-# Part of the device's name -> data sheet. The first part that fits counts.
+# Part of the device's name -> data sheet. The first part that matches is used.
 GPU_MODELS: Mapping[str, GpuModel] = {
     "B200": GpuModel(2250, 2250, 8000, 1000, 126, 900, 400),
     "H100 PCIe": replace(_H100, bf16=756, fp16=756, memory=2000, watts=350, nvlink=0, network=0),
@@ -73,7 +73,7 @@ GPU_MODELS: Mapping[str, GpuModel] = {
     "T4": GpuModel(0, 65, 320, 70, 4),
     "MI300X": GpuModel(1307, 1307, 5300, 750, 256, 448),
 }
-SLOWER_VARIANTS = {"Laptop", "D"}  # words in the names of slower GPUs that are otherwise called alike
+SLOWER_VARIANTS = {"Laptop", "D"}  # words in the names of slower GPUs whose names are otherwise the same
 
 
 def gpu_model(name: str) -> GpuModel | None:

@@ -148,8 +148,8 @@ def has_chat_template(name: str) -> bool | None:
 
 
 def siblings(name: str) -> list[str]:
-    """Smaller models of the same organization, model type and suffix (such as -Instruct), largest first; of several
-    models of a size, the last one in the table."""
+    """Smaller models of the same organization, model type and suffix (such as -Instruct), largest first; if several
+    models have the same size, the last one in the table."""
     this = HUB_CONFIGS.get(name.lower())
     if this is None:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Option of LLaMA-Factory -> our option with the same meaning.
+# Option of LLaMA-Factory -> Footplate's option with the same meaning.
 OPTION_NAMES: Mapping[str, str] = {
     "model_revision": "model.revision", "trust_remote_code": "model.trust_remote_code",
     "cutoff_len": "data.max_length", "max_samples": "data.max_samples", "default_system": "data.system_prompt",

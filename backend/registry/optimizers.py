@@ -36,7 +36,7 @@ def _paged(label: str, **row: Any) -> Optimizer:
 
 
 def _and_layerwise(name: str, help: str, row: Optimizer) -> dict[str, Optimizer]:
-    """An optimizer, and its variant that steps in the backward pass; `help` is of the variant."""
+    """An optimizer, and its variant that steps in the backward pass; `help` describes the variant."""
     row = replace(row, trainer_optim=name)
     label, reads = f"{row.label}, layer-wise", row.reads - CLIP
     variant = replace(row, label=label, help=help, reads=reads, steps_in_backward=True)
@@ -90,20 +90,22 @@ ROWS: Mapping[str, Optimizer] = {
         "one tensor; AdamW's learning rates work.",
         states=2, state_layout="matrix_momentum", reads=ADAM | {"momentum"}),
     **_and_layerwise("galore_adamw",
-        "GaLore that steps in the backward pass and frees each gradient at once; no gradient clipping.",
+        "GaLore that steps in the backward pass and frees each gradient immediately; no gradient clipping.",
         Optimizer("GaLore", "AdamW on gradients projected to a low rank: full fine-tuning with little optimizer state.",
                   package="galore-torch", states=2, state_layout="low_rank", reads=ADAM | GALORE)),
     **_and_layerwise("galore_adamw_8bit", "Layer-wise GaLore with 8-bit optimizer state; no gradient clipping.",
         Optimizer("GaLore, 8-bit", "GaLore with 8-bit optimizer state.", package="galore-torch", states=2, bits=8,
                   state_layout="low_rank", reads=ADAM | GALORE, devices=("cuda",))),
     **_and_layerwise("galore_adafactor",
-        "GaLore with Adafactor that steps in the backward pass and frees each gradient at once; no gradient clipping.",
+        "GaLore with Adafactor that steps in the backward pass and frees each gradient immediately; no gradient "
+        "clipping.",
         Optimizer("GaLore, Adafactor", "Adafactor on projected gradients: less state than GaLore with AdamW.",
                   package="galore-torch", states=1, state_layout="low_rank", factored=True, reads=COMMON | GALORE)),
     **_and_layerwise("apollo_adamw",
-        "APOLLO that steps in the backward pass and frees each gradient at once; no gradient clipping.",
+        "APOLLO that steps in the backward pass and frees each gradient immediately; no gradient clipping.",
         Optimizer("APOLLO",
-                  "Scales gradients as AdamW would, estimated in a random low-rank space: full fine-tuning with "
+                  "Scales gradients as AdamW would, by factors estimated in a random low-rank space: full fine-tuning "
+                  "with "
                   "SGD-like memory.",
                   package="apollo-torch", states=2, state_layout="low_rank", reads=ADAM | APOLLO)),
     "badam": Optimizer("BAdam",
@@ -111,7 +113,7 @@ ROWS: Mapping[str, Optimizer] = {
         package="badam", states=2, bits=32, state_layout="one_block",
         reads=ADAM | {"badam_switch_mode", "badam_switch_block_every"}, rounding="fp32 copies of the trained layer"),
     "lomo": Optimizer("LOMO",
-        "SGD that steps in the backward pass and frees each gradient at once: no state, no gradient clipping.",
+        "SGD that steps in the backward pass and frees each gradient immediately: no state, no gradient clipping.",
         package="lomo-optim", reads=COMMON - CLIP - {"weight_decay"}, steps_in_backward=True),
     "adalomo": Optimizer("AdaLOMO", "LOMO with Adafactor's adaptive scaling.", package="lomo-optim", states=1, bits=32,
         factored=True, reads=COMMON - CLIP - {"weight_decay"}, steps_in_backward=True, devices=("cuda",),

@@ -2,8 +2,8 @@
 
 Measured with transformers 5.23 on a small model of each causal type (tests/process/test_architectures.py): two
 sequences in one packed batch, as TRL's SFT trainer makes it. PACKING_ISOLATED: other tokens in the first sequence do
-not change a logit of the second one. PACKING_PACKAGES: transformers refuses packed sequences without these packages. Of
-all other types the sequences influence each other, or the forward pass fails.
+not change a logit of the second one. PACKING_PACKAGES: transformers refuses packed sequences without these packages.
+With all other types, the sequences influence each other, or the forward pass fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Model types that DeepSpeed-Ulysses trains as one process does.
 
 Measured with transformers 5.23 on a small model of each causal type (tests/process/test_sequence_parallel.py): for the
-second half of a sequence, transformers' attention function is given what it is given for the whole sequence, with the
+second half of a sequence, transformers' attention function gets the same inputs as for the whole sequence, with the
 positions that Ulysses gathers and no mask but the causal or a sliding one, and nothing else mixes tokens. In all other
 types a state-space layer, a convolution, a position embedding or an attention mask would see only a rank's own tokens,
 or the run fails.

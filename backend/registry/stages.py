@@ -56,7 +56,7 @@ DPO_LOSSES: Mapping[str, Choice] = {
     ),
     "hinge": Choice("Hinge (SLiC)", "Hinge loss: pairs beyond the margin give no gradient."),
     "robust": Choice("Robust", "For noisy labels: label_smoothing is the assumed fraction of swapped pairs."),
-    "exo_pair": Choice("EXO", "Reverse KL divergence; needs label_smoothing > 0, 0.001 is usual."),
+    "exo_pair": Choice("EXO", "Reverse KL divergence; needs label_smoothing > 0, usually 0.001."),
     "nca_pair": Choice(
         "NCA", "Noise contrastive alignment: raises the absolute likelihood of chosen completions, not only the margin."
     ),

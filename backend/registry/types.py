@@ -14,7 +14,7 @@ class Choice:
     label: str
     help: str = ""
     package: str = ""
-    package_min_version: str = field(default="", kw_only=True)  # older ones are refused by the library that imports it
+    package_min_version: str = field(default="", kw_only=True)  # the library that imports it refuses older ones
     devices: tuple[str, ...] = field(default=(), kw_only=True)  # the only device types it runs on; () for all
     min_capability: tuple[int, int] = field(default=(0, 0), kw_only=True)  # CUDA compute capability; (0, 0): any
     max_capability: tuple[int, int] = field(default=(0, 0), kw_only=True)
@@ -63,10 +63,10 @@ class Optimizer(Choice):
     builds itself.
 
     The state of each trained parameter is `states` elements of `bits` bits each (0: the parameter's own dtype).
-    `state_layout` says where there is less: `low_rank`: of projected gradients; `matrix_momentum`: one element instead
-    of two for matrices (Muon); `per_head`: one second moment per attention head or output row (Adam-mini); `one_block`:
-    of one transformer layer at a time (BAdam). `factored`: row and column sums instead of a full second moment.
-    `reads` are the options of section `train` that it uses.
+    `state_layout` says which part of this state is kept: `low_rank`: that of projected gradients; `matrix_momentum`:
+    one element instead of two for matrices (Muon); `per_head`: one second moment per attention head or output row
+    (Adam-mini); `one_block`: that of one transformer layer at a time (BAdam). `factored`: row and column sums instead
+    of a full second moment. `reads` are the options of section `train` that it uses.
     """
 
     trainer_optim: str = ""
@@ -76,12 +76,12 @@ class Optimizer(Choice):
     factored: bool = False
     reads: frozenset[str] = frozenset()
     arguments: Mapping[str, str] = field(default_factory=dict)  # the Trainer's optim_args
-    steps_in_backward: bool = False  # updates each parameter in the backward pass and frees its gradient at once
+    steps_in_backward: bool = False  # updates each parameter in the backward pass and frees its gradient immediately
     paged: bool = False  # state is in CUDA unified memory, which the driver evicts to CPU memory
     state_on_cpu: bool = False  # state is kept in CPU memory and copied at every step
     loses_state_on_save: bool = False  # its state is not in its checkpoints
     temporaries: int = 0  # elements per parameter that its step allocates on GPUs (foreach updates all at once)
-    copies_decayed: bool = False  # one more with weight decay, which it adds to a copy of the gradients
+    copies_decayed: bool = False  # one more temporary with weight decay, which is added to a copy of the gradients
     rounding: str = ""  # how it keeps small updates of bf16 parameters
     compiled: bool = False  # torch.compile compiles its kernels at the first step
     allocates_state_at_init: bool = False  # in its constructor, before an engine replaces the parameters
@@ -101,8 +101,8 @@ class Optimizer(Choice):
 
     @property
     def needs_sharded_state(self) -> bool:
-        """Whether FSDP2 restores its state from sharded checkpoints only. In a gathered one Adam-mini's second moments
-        are no longer divided among the ranks, and torch refuses to read the tensors of torchao."""
+        """Whether FSDP2 restores its state from sharded checkpoints only. In a gathered checkpoint, Adam-mini's second
+        moments are no longer divided among the ranks, and torch refuses to read the tensors of torchao."""
         return self.package in ("adam-mini", "torchao")
 
     @property
@@ -137,7 +137,8 @@ class Device(Choice):
 
 
 def is_residual(init: object) -> bool:
-    """Whether peft 0.21 takes an adapter with this init_lora_weights out of the base weights (tuners/lora/layer.py)."""
+    """Whether peft 0.21 subtracts an adapter with this init_lora_weights from the base weights
+    (tuners/lora/layer.py)."""
     return isinstance(init, str) and init.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
 
 

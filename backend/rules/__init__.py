@@ -66,8 +66,8 @@ def examine(case: Case, at_start: bool = True) -> tuple[Finding, ...]:
 
 @cache
 def example_findings() -> Mapping[str, Finding]:
-    """Code -> the finding of each rule in its failing example. Documents list its fixes: many are computed per case,
-    so a rule alone does not have them."""
+    """Code -> the finding of each rule in its failing example. The documentation lists the fixes of these findings,
+    because a rule alone does not have those that are computed per case."""
     found = {}
     for rule in RULES:
         spec = effective(edit(RunSpec(), rule.fails_on.patch))

@@ -60,7 +60,7 @@ def _section(config: Mapping[str, Any], name: str, prefix: str = "") -> dict[str
 
 
 def _is_single_process(case: Case) -> bool:
-    """Whether the launcher starts one plain process; only then it passes a device choice on."""
+    """Whether the launcher starts one plain process; only then does it pass on the choice of a device."""
     return bool(accelerate_config.configuration(case.spec, case.run)["distributed_type"] == "NO")
 
 
@@ -96,7 +96,9 @@ def _conflicting_engine_keys(case: Case, extra: Mapping[str, Any]) -> dict[str, 
     if case.strategy.engine == "deepspeed":
         section = _section(extra, "deepspeed_config")
         refused = [name for name in section if name in DEEPSPEED_FILE_KEYS]
-        found |= {f"deepspeed_config.{name}": "accelerate requires it in deepspeed.json instead" for name in refused}
+        found |= {
+            f"deepspeed_config.{name}": "accelerate requires this key in deepspeed.json instead" for name in refused
+        }
         if case.run.nnodes > 1 and section.get("deepspeed_multinode_launcher", "standard") != "standard":
             found["deepspeed_config.deepspeed_multinode_launcher"] = "each node starts its own processes"
     if case.strategy.engine == "fsdp":
@@ -149,7 +151,7 @@ def extra_accelerate_config_conflicts(case: Case) -> Violation | None:
     fields=(EXTRA_ACCELERATE_CONFIG,),
     title="Keys of the extra accelerate config have no effect",
     source="transformers 5.23 training_args.py _process_fsdp_args: fsdp.json is read, not the launcher's variables; "
-    "accelerate 1.15 utils/launch.py passes the section of another engine on only to runs of that engine",
+    "accelerate 1.15 utils/launch.py passes the section of an engine on only to runs of that engine",
     fails_on=_example({"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_PRE"}}, **FSDP2_SPEC),
     passes_on=_example({"fsdp_config": {"fsdp_ignored_modules": "lm_head"}}, **FSDP2_SPEC),
 )

@@ -116,8 +116,8 @@ def loraplus_rate_too_high(case: Case) -> Violation | None:
     else:
         fix = Fix(f"Set the learning rate to {wording.learning_rate(lower)}", {"train.learning_rate": lower}, False)
     message = (
-        f"A learning rate of {rate:g} times a loraplus_lr_ratio of {ratio:g} gives {rate * ratio:.2g} for the B "
-        f"matrices; values above {MAX_LORA_B_RATE:g} usually diverge."
+        f"A learning rate of {rate:g} and a loraplus_lr_ratio of {ratio:g} give the B matrices a learning rate of "
+        f"{rate * ratio:.2g}; values above {MAX_LORA_B_RATE:g} usually diverge."
     )
     return Violation(message, (fix,))
 
@@ -369,7 +369,7 @@ ONE_RATE = ("lomo", "adalomo", "badam")  # optimizers that step with one learnin
     fields=("lora.loraplus_lr_ratio", "train.optim"),
     title="LoRA+ has no effect with this optimizer",
     source="lomo_optim 0.1 lomo.py: fused_backward takes one learning rate; badam 1.4 block_optim.py: _update_lr uses "
-    "that of the first group",
+    "the rate of the first group",
     fixes=(
         Fix("Turn off LoRA+", {"lora.loraplus_lr_ratio": 1.0}, False),
         Fix("Use AdamW", {"train.optim": "adamw_torch"}, False, "more memory for the optimizer state"),
@@ -389,7 +389,7 @@ def loraplus_without_groups(case: Case) -> str | None:
 @error(
     "ADP014",
     fields=("lora.init", "save.merge_adapter"),
-    title="Adapters of layers that share weights would change them twice",
+    title="Several adapters would change the same shared weights",
     source="peft 0.21 tuners/lora: each adapted layer subtracts its initial adapter from the shared weight, and "
     "merging adds each adapter to it; verified with Zamba2",
     fails_on=Example({"save.merge_adapter": True}, facts=replace(DEMO, has_shared_layers=True, model_type="zamba2")),
@@ -397,7 +397,7 @@ def loraplus_without_groups(case: Case) -> str | None:
 )
 def adapters_of_shared_layers(case: Case) -> Violation | None:
     """In this architecture several decoder layers contain the same weights, and PEFT gives each layer an adapter of its
-    own. PiSSA and OLoRA subtract every one of them from the shared weight, and merging adds all of them to it, but each
+    own. PiSSA and OLoRA subtract every adapter from the shared weight, and merging adds every adapter to it, but each
     layer is trained with its own adapter only."""
     if not _uses_lora(case) or not case.facts.has_shared_layers:
         return None

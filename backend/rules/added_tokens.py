@@ -55,8 +55,8 @@ def token_in_both_lists(case: Case) -> Violation | None:
     fields=(SPECIAL, PLAIN, "parallel.strategy"),
     title="The strategy cannot train the embeddings of added tokens",
     source="peft 0.21 tuners/trainable_tokens/layer.py: the layer reads the weights of the embedding outside of its "
-    "forward pass, where ZeRO-3 and tensor parallelism have no complete ones; accelerate 1.15 utils/fsdp_utils.py: "
-    "FSDP2 would shard tied ones twice; verified by running",
+    "forward pass, where ZeRO-3 and tensor parallelism have no complete weights; accelerate 1.15 utils/fsdp_utils.py: "
+    "FSDP2 would shard tied weights twice; verified by running",
     fixes=(ZERO2, DDP),
     fails_on=Example({**WITH_END, "parallel.strategy": "fsdp2"}, TWO_H100),
     passes_on=Example({**WITH_END, "parallel.strategy": "fsdp2"}, TWO_H100, UNTIED),
@@ -108,7 +108,7 @@ def token_rows_with_sharded_weights(case: Case) -> Violation | None:
 )
 def token_rows_in_output_layer(case: Case) -> Violation | None:
     """LoRA trains only the weights of the added tokens in the output layer. peft then leaves out the layer's bias,
-    which changes every prediction. It cannot do so in a layer that is tied to the input embedding and also trained in
+    which changes every prediction. PEFT refuses a layer that is tied to the input embedding and also trained in
     full."""
     shape, saved = case.shape, case.spec.lora.modules_to_save
     if shape is None or case.spec.method.kind != "lora" or not case.spec.data.added_tokens or shape.head == SCORE:
@@ -206,7 +206,7 @@ def added_tokens_with_other_backend(case: Case) -> str | None:
     fields=("train.use_unsloth", SPECIAL, PLAIN),
     title="Added tokens are not verified with Unsloth",
     source="Unsloth 2026.10.9 models/llama.py: get_peft_model names no trainable_token_indices; "
-    "models/rl_replacements.py: they are a problem for its losses",
+    "models/rl_replacements.py: trainable token embeddings are a problem for its losses",
     fixes=(WITHOUT_UNSLOTH,),
     fails_on=Example({**UNSLOTH, **WITH_END}, WITH_UNSLOTH),
     passes_on=Example(UNSLOTH, WITH_UNSLOTH),

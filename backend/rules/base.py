@@ -25,15 +25,15 @@ from backend.timing import TimeEstimate, time_of
 from backend.wording import counted, names
 
 Level = Literal["error", "warning", "advice"]
-CHANGES_BATCH = ("launch.", "parallel.", "train.")  # options of which some change the number of data-parallel ranks
-SHORT_COST = 40  # characters, after which there is room for another cost
+CHANGES_BATCH = ("launch.", "parallel.", "train.")  # their options may change the number of data-parallel ranks
+SHORT_COST = 40  # characters; another cost fits only after a shorter text
 Patch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Fix:
     """A patch of the spec that the user applies with one click. `safe`: it does not change the training result; `cost`:
-    what it costs, in a few words; `peak`: the estimated bytes on each device afterwards, of a fix that saves memory."""
+    what it costs, in a few words; `peak`: for a fix that saves memory, the estimated bytes on each device after it."""
 
     label: str
     patch: Patch
@@ -43,7 +43,7 @@ class Fix:
 
     @property
     def effect(self) -> str:
-        """What it changes besides the options, unless it is safe."""
+        """What the fix changes in addition to the options, unless it is safe."""
         if self.safe:
             return ""
         only_saved = all(name.startswith("save.") and not name.startswith("save.resume") for name in self.patch)
@@ -156,7 +156,8 @@ class Case:
         return edit(self.spec, patch)
 
     def working_first(self, fixes: Sequence[Fix]) -> tuple[Fix, ...]:
-        """These fixes; those that lead to another error or to a run that does not fit come last, with that as cost."""
+        """These fixes; those that lead to another error or to a run that does not fit come last, with this as their
+        cost."""
         before, decides_fit = {rule.code for rule in self.other_errors}, len(fixes) > 1 and self.estimate.fits
         working, others = [], []
         for fix in fixes:

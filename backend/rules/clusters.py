@@ -59,7 +59,7 @@ def cluster_gpus_unknown(case: Case) -> str | None:
     memory and bf16 units of the GPUs decide whether a run fits and works."""
     if case.spec.launch.place == "local" or not any(gpu.name == UNKNOWN_GPU for gpu in case.gpus):
         return None
-    return f"{case.machine.name} has GPUs whose type the cluster does not report, or that is not known here."
+    return f"{case.machine.name} has GPUs of a type that the cluster does not report or Footplate does not know."
 
 
 @warning(
@@ -72,14 +72,14 @@ def cluster_gpus_unknown(case: Case) -> str | None:
     at_start=True,
 )
 def too_few_nodes(case: Case) -> Violation | None:
-    """A job of Ray or Kubernetes waits until the cluster has as many nodes as it needs. Only an autoscaler adds them by
-    itself."""
+    """A job of Ray or Kubernetes waits until the cluster has as many nodes as it needs. Only an autoscaler adds nodes
+    automatically."""
     waits = case.spec.launch.place in ("ray", "kubernetes") and not case.facts.place_problem
     if not waits or case.run.nnodes <= (count := case.machine.nodes):
         return None
     message = (
         f"This run needs {case.run.nnodes} nodes, and the {case.machine.name} has {count} that it can use. The run "
-        "waits until an autoscaler or a person adds nodes."
+        "waits until nodes are added, by an autoscaler or by hand."
     )
     return Violation(message, (Fix(f"Use {counted(count, 'node')}", {"launch.nnodes": count}, safe=False),))
 
@@ -110,7 +110,8 @@ def incomplete_pod(case: Case) -> str | None:
     title="A TrainJob has no secret and no priority class",
     source="Kubeflow Trainer 2.3: PodSpecPatch and ContainerPatch of trainer.kubeflow.org/v1alpha1",
     fixes=(Fix("Use a Job", {"kubernetes.kubeflow_runtime": ""}, safe=False, cost="Kubeflow does not manage it"),),
-    manual_fix="Set them in the training runtime, and leave kubernetes.secret and kubernetes.priority_class empty.",
+    manual_fix="Set the secret and the priority class in the training runtime, and leave kubernetes.secret and "
+    "kubernetes.priority_class empty.",
     fails_on=Example({**IN_POD, "kubernetes.kubeflow_runtime": "torch-distributed", "kubernetes.secret": "tokens"}),
     passes_on=Example({**IN_POD, "kubernetes.secret": "tokens"}),
 )
@@ -152,14 +153,14 @@ def job_shorter_than_run(case: Case) -> Violation | None:
 @advice(
     "CLU009",
     fields=("slurm.time_limit",),
-    title="The Slurm job has no time limit of its own",
+    title="No time limit is set for the Slurm job",
     source="sbatch(1): --time; slurm.conf(5): SchedulerType, sched/backfill; the time estimate",
     fails_on=Example({**LONG_JOB, "slurm.time_limit": ""}, TWO_H100, DEMO),
     passes_on=Example(LONG_JOB, TWO_H100, DEMO),
 )
 def job_without_time_limit(case: Case) -> Violation | None:
-    """Without a time limit, a job has that of its partition. Slurm starts a job earlier if its limit shows that it ends
-    before the devices are needed for another one (backfill)."""
+    """Without a time limit, a job has the limit of its partition. Slurm starts a job earlier if its limit shows that it
+    ends before the devices are needed for another one (backfill)."""
     if case.spec.launch.place != "slurm" or case.spec.slurm.time_limit or not _sufficient_limit(case):
         return None
     _, predicted, most = case.time.run_seconds or (0.0, 0.0, 0.0)

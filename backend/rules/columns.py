@@ -16,8 +16,8 @@ IDS = ("id", "idx", "index", "uuid", "key", "number")
 
 def guessed_columns(case: Case) -> list[Fix]:
     """Formats for columns that no format of the stage has: a prompt with a completion or with a pair of completions,
-    and one column as text. Columns with unknown names are taken in their order, those of text before those of numbers.
-    A column that is set already is kept. [] if the columns are unknown or too few."""
+    and one column as text. Columns with unknown names are taken in their order, text columns before number columns. A
+    column that is set already is kept. [] if the columns are unknown or too few."""
     formats, found = registry.STAGES[case.spec.train.stage].formats, case.facts.text_columns
     if not case.facts.columns:
         return []
@@ -60,6 +60,6 @@ def _named(found: Sequence[str], *wanted: Sequence[str]) -> list[str]:
 
 
 def _filled(named: Sequence[str], found: Sequence[str]) -> list[str]:
-    """`named` with the other columns, in their order, where it has ''; '' where there are no more."""
+    """`named` with each '' replaced by the next of the other columns, as long as there are any."""
     others = iter([name for name in found if name not in named and name.lower() not in IDS])
     return [name or next(others, "") for name in named]

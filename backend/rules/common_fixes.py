@@ -38,7 +38,7 @@ def hub_id_violation(option: str, hub_id: str) -> Violation | None:
         return Violation(f"{option} is empty.")
     found = registry.hub_id_in(hub_id) or hub_id.strip().strip("/")
     fixes = (Fix(f"Use {found}", {option: found}),) if registry.is_hub_id(found) else ()
-    return Violation(f"{option} is {hub_id!r}, which is not the id of a repository on the Hub.", fixes)
+    return Violation(f"{option} is {hub_id!r}, which is not a valid repository id of the Hub.", fixes)
 
 
 def unusual_rate(rate: float, rates: registry.Rates, what: str) -> Violation:

@@ -1,4 +1,4 @@
-"""Rules about conversations: what of them is trained on, and whether their completions have an end."""
+"""Rules about conversations: which parts of them are trained on, and whether their completions have an end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def turns_without_some_parts(case: Case) -> str | None:
     columns = [part for part, _ in found if part.startswith(COLUMN)]
     left_out = f"{by} leaves out {names(parts)}, {where}." if parts else ""
     also = "" if parts else f", {where}"
-    unused = f"The loss does not use {names(columns)}{also}; set the weight of assistant turns." if columns else ""
+    unused = (
+        f"The loss does not use {names(columns)}{also}: set weights in the assistant turns instead." if columns else ""
+    )
     return f"{left_out} {unused}".strip()
 
 
@@ -48,7 +50,7 @@ def turns_without_some_parts(case: Case) -> str | None:
     fields=("data.chat_template",),
     title="No token that ends a completion has a loss",
     source="the rendered examples: their last trained token is not a special token",
-    manual_fix="End the assistant turns of the chat template with a special token, such as {{ eos_token }}, inside of "
+    manual_fix="End the assistant turns of the chat template with a special token, such as {{ eos_token }}, inside "
     "its {% generation %} block if it has one.",
     fails_on=Example(
         OWN_TEMPLATE,
@@ -60,7 +62,7 @@ def completions_without_an_end(case: Case) -> Violation | None:
     """Generation ends when the model outputs a special token such as <|im_end|> or </s>. If the loss covers no such
     token, the model is not trained to output it, and each generation continues until the token limit."""
     endless = case.facts.num_endless
-    if not endless or case.spec.data.chat_template == "chatml":  # which ends completions
+    if not endless or case.spec.data.chat_template == "chatml":  # ChatML ends completions
         return None
     where = f"{endless:,} of {counted(case.facts.num_checked, 'checked example')}"
     message = f"In {where}, the last token with a loss is not special, so the model is not trained to end completions."
@@ -71,7 +73,7 @@ def completions_without_an_end(case: Case) -> Violation | None:
         return None
     known = case.spec.data.add_special_tokens
     add = Fix(f"Add {ends[0]} to the vocabulary", {"data.add_special_tokens": (*known, *ends)}, False, NEW_TOKEN)
-    message += f" They end with {ends[0]}, which the tokenizer splits into several tokens."
+    message += f" These examples end with {ends[0]}, which the tokenizer splits into several tokens."
     return Violation(message, (add, OTHER_TEMPLATE))
 
 
@@ -100,8 +102,8 @@ WITHOUT_THINKING = '{"enable_thinking": false}'
 )
 def completions_with_another_start(case: Case) -> Violation | None:
     """The trained model continues the generation prompt of the chat template. If assistant turns start differently in
-    training, such as without the <think> that ends the generation prompts of many reasoning models, it generates from a
-    prefix that training never had. Many templates have a variable for this."""
+    training, such as without the <think> that ends the generation prompts of many reasoning models, the model generates
+    from a prefix that it never saw in training. Many templates have a variable for this."""
     facts = case.facts
     switch, kwargs = json.loads(facts.start_kwargs or "{}"), case.spec.data.template_kwargs
     if not facts.num_different_starts or (switch and switch.items() <= kwargs.items()):
@@ -122,7 +124,7 @@ def completions_with_another_start(case: Case) -> Violation | None:
     fields=("data.files", "data.hub_id"),
     title="Special tokens in message contents",
     source="the contents of the turns, and the special tokens of the tokenizer",
-    manual_fix="Remove or rewrite these tokens in the data; the chat template adds its own.",
+    manual_fix="Remove or rewrite these tokens in the data; the chat template adds its own special tokens.",
     fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20, special_tokens=(("<|im_end|>", 2),))),
     passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_checked=20)),
 )
@@ -137,7 +139,7 @@ def special_tokens_in_contents(case: Case) -> str | None:
     return f"In {where}, the content of a turn has {tokens}, which the tokenizer encodes as special tokens."
 
 
-# Columns of published datasets that say something about an example, and are no part of it.
+# Columns of published datasets that say something about an example, but are not part of it.
 ABOUT = {
     *chat.WITHOUT_MEANING, "category", "categories", "class", "conversation_id", "difficulty", "domain", "file",
     "filename", "keywords", "label", "license", "prompt_id", "question_id", "row_id", "split", "subject", "tag", "tags",
@@ -164,7 +166,7 @@ WITH_CONTEXT = replace(USER_DATA_FACTS, format="prompt_completion", text_columns
 )
 def text_in_other_columns(case: Case) -> str | None:
     """Only the columns of the data format reach the model. Datasets often have the context of a prompt, or the
-    reasoning before a completion, in a column of its own."""
+    reasoning before a completion, in a separate column."""
     data, facts = case.spec.data, case.facts
     if data.source != "files" or facts.format not in FLAT:
         return None

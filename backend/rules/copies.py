@@ -39,7 +39,8 @@ def copies_of_examples(case: Case) -> Violation | None:
     fields=("data.files", "data.hub_id"),
     title="Examples may contradict each other",
     source="the examples: after conversion, some have the same prompt but another completion, preference or label",
-    manual_fix="Remove the completions, preferences or labels that are wrong. Several right completions may stay.",
+    manual_fix="Remove the completions, preferences or labels that are wrong. Several correct completions of a prompt "
+    "may stay.",
     fails_on=Example(USER_DATA, facts=replace(CHECKED, num_contradictions=3)),
     passes_on=Example(USER_DATA, facts=CHECKED),
 )

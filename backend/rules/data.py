@@ -77,8 +77,8 @@ def _issues(case: Case, option: str) -> list[DataIssue]:
 
 
 def summary(issues: list[DataIssue]) -> str:
-    """The first three issues, and how many more there are. The same error of other examples of a file is counted; of a
-    file with many, the inspection keeps the first, so the count is a lower bound."""
+    """The first three issues, and how many more there are. Other examples of a file with the same error are only
+    counted. If a file has many errors, the inspection keeps the first ones, so the count is a lower bound."""
     groups: dict[tuple[str, str], list[DataIssue]] = {}
     for issue in issues:
         groups.setdefault((_file_of(issue), issue.message), []).append(issue)
@@ -132,8 +132,8 @@ def malformed_examples(case: Case) -> Violation | None:
 
 
 def _lacks_columns(case: Case, problems: Iterable[str]) -> bool:
-    """Whether the first example lacks a column of the format: all examples with its columns do. `problems` are those
-    of examples."""
+    """Whether the first example lacks a column of the format, as then do all examples with the same columns. `problems`
+    are those of examples."""
     columns = f"; its columns are: {column_names(dict.fromkeys(case.facts.columns))}"
     return any(": has no column " in problem and problem.endswith(columns) for problem in problems)
 
@@ -171,8 +171,8 @@ def missing_system_column(case: Case) -> str | None:
     passes_on=Example({**USER_DATA, "data.on_bad_example": "skip"}, facts=USER_DATA_FACTS),
 )
 def skipped_examples(case: Case) -> str | None:
-    """Examples that cannot be read, do not match the data format, or that the chat template cannot render are left out
-    of the training and of the evaluation."""
+    """Examples that cannot be read, do not match the data format, or cannot be rendered by the chat template are left
+    out of the training and of the evaluation."""
     facts = case.facts
     if not facts.num_skipped:
         return None
@@ -296,7 +296,7 @@ def evaluation_without_validation_set(case: Case) -> Violation | None:
     if strategy == "no":
         return None
     if all(each.source != "builtin" and each.validation == "none" for each in data.datasets):
-        message = f"eval.strategy is {strategy} and data.validation is none. No evaluation would run."
+        message = f"eval.strategy is {strategy} but data.validation is none, so no evaluation would run."
         return Violation(message, (NO_EVAL_LOSS, VALIDATION_SPLIT))
     usable, count = case.facts.usable_examples(data, case.spec.train.seed), case.run.num_eval_examples
     if not count or usable is None or not usable[0] or usable[1] or case.facts.unrenderable_examples:
@@ -304,8 +304,8 @@ def evaluation_without_validation_set(case: Case) -> Violation | None:
     identical = _mostly_identical(case)
     what = "has two different completions" if identical else "has a trained token"
     message = (
-        f"The validation set has {counted(count, 'example')}, of which none {what} within data.max_length "
-        f"({data.max_length:,} tokens). eval.strategy is {strategy}, and no evaluation would run."
+        f"The validation set has {counted(count, 'example')}, none of which {what} within data.max_length "
+        f"({data.max_length:,} tokens). eval.strategy is {strategy}, but no evaluation would run."
     )
     fixes = (NO_EVAL_LOSS, *(() if identical else _longer(case)))
     return Violation(message, fixes, ("eval.strategy", "data.validation", "data.max_length"))
@@ -326,7 +326,7 @@ def more_generations_than_examples(case: Case) -> Violation | None:
     if not registry.STAGES[case.spec.train.stage].generates or available is None or not case.facts.counts_are_exact:
         return None
     if count <= available or any(not issue.is_example for issue in case.facts.data_issues):
-        return None  # a file without examples is an error of its own
+        return None  # another rule reports a file without examples
     label = f"Evaluate {counted(available, 'generation')}" if available else "Generate nothing"
     message = (
         f"eval.num_generations is {count}, and the validation set has {counted(available, 'example')}; only "
@@ -355,7 +355,9 @@ def no_prompts_for_generation(case: Case) -> str | None:
         return None
     if not registry.STAGES[case.spec.train.stage].generates:
         return None
-    return "eval.generate_during_eval is on, and eval.num_generations is 0. Nothing would be generated at evaluations."
+    return (
+        "eval.generate_during_eval is on but eval.num_generations is 0, so nothing would be generated at evaluations."
+    )
 
 
 MAX_TRUNCATED_SHARE = 0.1
@@ -367,7 +369,8 @@ PAIRS = replace(USER_DATA_FACTS, format="pairs", num_examples=20, num_checked=20
     "DAT009",
     fields=("data.max_length",),
     title="Many examples exceed max_length",
-    source="the examples: tokens are counted with the model's tokenizer, or without it estimated from characters",
+    source="the examples: tokens are counted with the model's tokenizer, or estimated from characters if it is not "
+    "available",
     fails_on=Example({"data.max_length": 64}),
     passes_on=Example({"data.max_length": 512}),
 )
@@ -479,7 +482,7 @@ def _only_elsewhere(case: Case, what: str) -> Violation:
         settings |= {"data.validation_split": data.validation_split}
     message = (
         f"The training set has {counted(count, 'example')} "
-        f"({', '.join(f'{name} {value}' for name, value in settings.items())}), of which none {what} within "
+        f"({', '.join(f'{name} {value}' for name, value in settings.items())}), none of which {what} within "
         f"data.max_length ({data.max_length:,} tokens). Of all {facts.num_examples:,} examples, {usable:,} "
         f"{'does' if usable == 1 else 'do'}."
     )
@@ -526,7 +529,7 @@ def unrenderable_examples(case: Case) -> Violation | None:
     """The chat template turns each conversation into text. Many templates raise an error for roles or orders of turns
     that their model was not trained on, such as a system turn, or two consecutive user turns."""
     issues = list(case.facts.unrenderable_examples)
-    if not issues or case.spec.train.stage == "pretraining":  # weights_in_pretraining
+    if not issues or case.spec.train.stage == "pretraining":  # see weights_in_pretraining
         return None
     fixes = _without_system_prompt(case, [issue.message for issue in issues])
     if case.facts.num_unmarked:

@@ -33,7 +33,7 @@ def findings(rule: Rule, case: Case, alone: Sequence[Case]) -> Iterator[Finding]
 
 
 def each_alone(case: Case) -> list[Case]:
-    """A case for each of several datasets alone; none of one."""
+    """A case for each dataset alone if there are several; none for a single dataset."""
     if not case.facts.datasets:
         return []
     return [
@@ -53,7 +53,8 @@ def _named(finding: Finding, case: Case, index: int) -> Finding:
 
 
 def _placed(fix: Fix, case: Case, index: int) -> Fix:
-    """A fix of a dataset's own options is named after it. It does not turn off the evaluation of other datasets."""
+    """A fix of a dataset's own options has the dataset in its label, and does not turn off the evaluation of other
+    datasets."""
     if not OWN & fix.patch.keys():
         return fix
     others = (each for number, each in enumerate(case.spec.data.datasets) if number != index)

@@ -94,7 +94,7 @@ LOCAL_MODEL = {"model.source": "path", "model.path": "model"}
 
 
 def with_data_issue(field: str, sentence: str, line: int = 0) -> InputFacts:
-    """USER_DATA_FACTS with an issue in a file; of one example, where `line` is given."""
+    """USER_DATA_FACTS with an issue in a file, or in one example if `line` is given."""
     issue = DataIssue(field, place("data.jsonl", line), sentence, bool(line))
     return replace(USER_DATA_FACTS, data_issues=(issue,))
 

@@ -207,10 +207,10 @@ def repeated_device_id(case: Case) -> Violation | None:
     passes_on=Example({**DDP_SPEC, "launch.devices": (0, 1), "launch.nproc_per_node": 2}, TWO_H100),
 )
 def fewer_device_ids_than_processes(case: Case) -> Violation | None:
-    """The run sees only the listed devices, and each process needs one of its own."""
+    """The run sees only the listed devices, and each process needs a separate device."""
     listed, processes = case.spec.launch.devices, case.run.nproc_per_node
     ids = tuple(dict.fromkeys(listed))
-    if not case.run.on_gpu or not ids or len(ids) >= processes or len(ids) < len(listed):  # repeated: LCH004
+    if not case.run.on_gpu or not ids or len(ids) >= processes or len(ids) < len(listed):  # repeated ids: LCH004
         return None
     fixes = [_fewer_processes(case, len(ids)) if len(ids) > 1 else _single_process(case)]
     if len(case.machine.gpus) >= processes:
@@ -285,7 +285,7 @@ def without_variables(case: Case, drop: list[str]) -> Fix:
 def environment_overrides_option(case: Case) -> Violation | None:
     """The run uses the variable, but the preflight check and the memory estimate use the option."""
     options = {"OMP_NUM_THREADS": "launch.omp_num_threads"}
-    if case.spec.launch.launcher != "deepspeed":  # which sets them itself: ignored_visible_devices
+    if case.spec.launch.launcher != "deepspeed":  # see ignored_visible_devices
         options |= dict.fromkeys(VISIBLE_DEVICES_VARIABLES, "launch.devices")
     found = [name for name in case.spec.launch.env if name in options]
     if not found:
@@ -299,13 +299,13 @@ def environment_overrides_option(case: Case) -> Violation | None:
     "LCH012",
     fields=("launch.env",),
     title="launch.env configures the training engine",
-    source="accelerate 1.15 accelerator.py, state.py and torch 2.13 distributed/argparse_util.py read them",
+    source="accelerate 1.15 accelerator.py, state.py and torch 2.13 distributed/argparse_util.py read these variables",
     fails_on=Example({"launch.env": {"ACCELERATE_USE_FSDP": "true"}}),
     passes_on=Example({"launch.env": {"ACCELERATE_LOG_LEVEL": "info"}}),
 )
 def engine_environment_variables(case: Case) -> Violation | None:
-    """Both accelerate and torchrun also read settings from the environment. These variables would silently change
-    strategy, precision, device or process count without changing the options that the preflight check reads."""
+    """accelerate and torchrun also read settings from the environment. These variables would silently change strategy,
+    precision, device or process count without changing the options that the preflight check reads."""
     found = [
         name
         for name in case.spec.launch.env
@@ -354,8 +354,8 @@ def secret_in_options(case: Case) -> Violation | None:
 )
 def code_in_environment(case: Case) -> Violation | None:
     """Variables can decide which libraries, Python modules or programs the run executes with your permissions, and to
-    which hosts it sends data. All are listed except those that are known to do neither, such as NCCL_DEBUG. Keep a
-    variable only if you trust its source, especially after you imported a file."""
+    which hosts it sends data. All variables are listed except those that are known to do neither, such as NCCL_DEBUG.
+    Keep a variable only if you trust its source, especially after you imported a file."""
     found = consent.unlisted_variables(case.spec.launch.env)
     if not found:
         return None

@@ -127,7 +127,7 @@ def llamafactory_data(case: Case) -> str | None:
 
 
 def _is_format(option: str) -> bool:
-    """Whether this is the option of the format of a dataset."""
+    """Whether this option is the format of a dataset."""
     return option.startswith("data.") and option.endswith(".format")
 
 
@@ -149,7 +149,7 @@ def llamafactory_ignores(case: Case) -> str | None:
 
 
 def _degrees(case: Case) -> dict[str, int]:
-    """Option -> how many GPUs it needs side by side."""
+    """Parallel option -> the number of GPUs that it divides a replica over."""
     chosen = case.spec.llamafactory
     names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     return {f"llamafactory.{name}": getattr(chosen, name) for name in names}
@@ -159,7 +159,7 @@ MEGATRON_SPEC = {
     **WITH, "llamafactory.backend": "megatron", "method.kind": "full", "parallel.strategy": "ddp",
     "model.source": "hub", "model.hub_id": "Qwen/Qwen3-8B",
 }  # fmt: skip
-# llamafactory 0.9.5 extras/constants.py, MCA_SUPPORTED_MODELS, of those the text models.
+# llamafactory 0.9.5 extras/constants.py, MCA_SUPPORTED_MODELS, only the text models.
 MEGATRON_MODELS = {
     "deepseek_v3", "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5",
     "qwen3_5_moe",
@@ -178,7 +178,7 @@ TRANSFORMERS = Fix(
     title="Megatron-Core cannot train this",
     source="llamafactory 0.9.5: train/mca/workflow.py and train/tuner.py; examples/megatron: only full is supported",
     fixes=(TRANSFORMERS,),
-    manual_fix="Use full fine-tuning with DDP on GPUs, for pre-training, SFT or DPO.",
+    manual_fix="Use full fine-tuning with DDP on GPUs, for pretraining, SFT or DPO.",
     fails_on=Example({**MEGATRON_SPEC, "method.kind": "lora"}, TWO_H100, READABLE),
     passes_on=Example(MEGATRON_SPEC, TWO_H100, READABLE),
 )
@@ -210,7 +210,8 @@ def megatron_unsupported(case: Case) -> str | None:
     title="The parallel sizes of Megatron-Core do not divide the GPUs or the model",
     source="megatron-core 0.15: parallel_state.py, initialize_model_parallel; transformer/transformer_config.py",
     fixes=(TRANSFORMERS,),
-    manual_fix="Choose sizes whose product divides the number of GPUs, and that divide the model's sizes.",
+    manual_fix="Choose parallel sizes whose product divides the number of GPUs, and that divide the model's layers, "
+    "attention heads and experts.",
     fails_on=Example({**MEGATRON_SPEC, "llamafactory.tensor_parallel_size": 3}, TWO_H100, WITHOUT_SHAPE),
     passes_on=Example({**MEGATRON_SPEC, "llamafactory.tensor_parallel_size": 2}, TWO_H100, WITHOUT_SHAPE),
 )  # fmt: skip
@@ -290,7 +291,8 @@ TWO_DATASETS: tuple[dict[str, Any], ...] = (
     title="LLaMA-Factory cannot mix these datasets",
     source="llamafactory 0.9.5: data/data_utils.py, merge_dataset and split_dataset; hparams/data_args.py",
     fixes=(OURS,),
-    manual_fix="Concatenate with weight 1 and the same system_prompt, max_samples and validation_split for all.",
+    manual_fix="Concatenate the datasets with weight 1, and with the same system_prompt, max_samples and "
+    "validation_split for all of them.",
     fails_on=Example({**WITH, "data.sources": TWO_DATASETS, "data.weight": 2}, TWO_H100, READABLE),
     passes_on=Example({**WITH, "data.sources": TWO_DATASETS}, TWO_H100, READABLE),
 )

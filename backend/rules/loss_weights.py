@@ -39,7 +39,7 @@ WEIGHTED = replace(LLAMA_8B_FACTS, num_checked=20, num_with_weights=9, num_weigh
 def loss_without_weights(case: Case) -> Violation | None:
     """Footplate's own trainer weights the loss of each token with the weight of its turn. With sequence parallelism,
     context parallelism, Unsloth and LLaMA-Factory, a library computes the loss, and counts every trained token alike.
-    Turns with a weight of 0 have no loss with any of them but LLaMA-Factory."""
+    Only LLaMA-Factory also trains on turns with a weight of 0."""
     facts, reads_none = case.facts, case.spec.launch.trainer != "footplate"
     count, weights = (facts.num_with_weights, "1") if reads_none else (facts.num_weighted, "0 and 1")
     found = [each for each in conflicts(case.spec) if facts.num_weighted or each[0] == "launch.trainer"]

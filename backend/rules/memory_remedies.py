@@ -28,7 +28,7 @@ from backend.rules.common_fixes import ATTENTION_ONLY
 from backend.wording import counted, data_size
 
 MAX_REMEDIES = 6
-ENOUGH = 3  # remedies; below it, those with a larger effect on training, such as a smaller max_length, are tried too
+ENOUGH = 3  # remedies; with fewer, larger effects on training, such as a smaller max_length, are tried too
 MAX_TRIES = 12  # combinations of one size that are estimated, the best ranked first
 # (least effect, largest effect, wanted): combinations are tried until this many of the band are found.
 EFFECT_BANDS = ((0, 0, 1), (1, 39, ENOUGH), (40, 1000, 1))
@@ -40,8 +40,8 @@ LARGE_RANK = 64  # a larger LoRA rank is reduced to 16
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a spec; of each kind, a combination has at most one. `effect` ranks the effect on the training
-    result (0: none), `slowdown` the effect on the time of a step in percent."""
+    """One change of a spec; a combination has at most one change of each kind. `effect` ranks the effect on the
+    training result (0: none), `slowdown` the effect on the time of a step in percent."""
 
     kind: str
     fix: Fix
@@ -51,7 +51,7 @@ class Change:
 
 def find_remedies(case: Case, limit: float) -> list[Fix]:
     """The best changes after which the upper bound of the estimate is at most `limit` x the free memory, without a new
-    error. Where that takes offloading or is not possible, changes after which only the estimate itself fits are offered
+    error. If that requires offloading or is not possible, changes after which only the estimate itself fits are offered
     too. A smaller model is offered only if nothing else fits."""
     if not case.estimate.moments:
         return []
@@ -88,14 +88,14 @@ def patched_case(case: Case, patch: Mapping[str, Any]) -> Case:
 
 
 class _Applied:
-    """A case after changes, with what a fix of them says."""
+    """A case after changes, with the texts of a fix that makes them."""
 
     def __init__(self, case: Case, fixes: Sequence[Fix] = ()) -> None:
         self.case, self.fixes = case, tuple(fixes)
         self._changes: dict[str, list[Change]] = {}
 
     def changes(self, kind: str) -> list[Change]:
-        """All single changes of a kind that this case takes, computed once."""
+        """All single changes of a kind that are possible in this case, computed once."""
         if kind not in self._changes:
             self._changes[kind] = _changes(self.case, kind)
         return self._changes[kind]
@@ -135,8 +135,9 @@ class _Search:
         return applied.as_fix()
 
     def is_promising(self, changes: Sequence[Change], limit: float) -> bool:
-        """Whether these changes may fit with some batch size and length. What does not fit without activations, has an
-        error, or does not fit with the smallest batch and length, is not tried with each of them."""
+        """Whether these changes may fit with some batch size and length. Changes that do not fit even without
+        activations, have an error, or do not fit with the smallest batch and length are not tried with all batch sizes
+        and lengths."""
         others = self._after([change for change in changes if change.kind not in ACTIVATION_KINDS])
         if others is None or not may_fit(others.case, limit):
             return False
@@ -182,8 +183,8 @@ def _apply(before: _Applied, change: Change) -> _Applied | None:
 
 def _with_likely(search: _Search, found: list[Fix]) -> list[Fix]:
     """`found` and remedies that likely fit. If `found` is empty, these are all combinations. If no remedy in `found`
-    keeps the training result, or all that keep it offload to the CPU, it is one strategy that keeps it and, in the
-    second case, does not offload."""
+    keeps the training result, or every remedy that keeps it offloads to the CPU, one strategy is added that keeps it
+    and, in the second case, does not offload."""
     if not found:
         return list(islice(_combinations(search, POSSIBLE_EXCESS), MAX_REMEDIES))
     safe = [fix for fix in found if fix.safe]
@@ -212,7 +213,8 @@ def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
     too_much = {at: size - allowed for at, size in _sizes(estimate).items() if size > allowed}
     savings = [(change, [saved[at] for at in too_much]) for change, saved in search.savings]
     single = [[change] for change, _ in savings if search.is_enough(change, limit)]
-    # A change that saves enough but is refused, such as FSDP2 with an 8-bit base model, may do with another one.
+    # A change that saves enough but is refused, such as FSDP2 with an 8-bit base model, may work together with another
+    # change.
     refused = [changes for changes in single if changes[0].kind == "strategy" and not search.as_fix(changes, limit)]
     rest = [(change, saved) for change, saved in savings if [change] not in single or [change] in refused]
     several = [
@@ -229,9 +231,9 @@ def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
 
 
 def _may_add_up(changes: Sequence[tuple[Change, list[int]]], needed: Iterable[float]) -> bool:
-    """Whether changes with these savings may together save the bytes that are needed at each moment. Of each kind there
-    is at most one. A smaller optimizer adds nothing to LoRA, because the optimizer state of adapters is small, and
-    nothing to offloading, because the state is not on the device."""
+    """Whether changes with these savings may together save the bytes that are needed at each moment. There is at most
+    one of each kind. A smaller optimizer saves nothing more with LoRA, because the optimizer state of adapters is
+    small, or with offloading, because the state is not on the device."""
     kinds = {change.kind for change, _ in changes}
     if len(kinds) < len(changes) or {"method", "optimizer"} <= kinds:
         return False
@@ -244,8 +246,8 @@ def _may_add_up(changes: Sequence[tuple[Change, list[int]]], needed: Iterable[fl
 def _smallest_that_fit(
     search: _Search, candidates: list[list[Change]], wanted: int, accepted: list[list[Change]], limit: float
 ) -> Iterator[Fix]:
-    """The smallest combinations that fit, the best ranked first: few of the same kinds, and none that does more than
-    an accepted one. Larger ones are tried until `wanted` of them do not offload."""
+    """The smallest combinations that fit, the best ranked first: few of the same kinds, and none that includes an
+    accepted one. Larger ones are tried until `wanted` of them do not offload."""
     before = len(accepted)
 
     def is_worth_trying(changes: list[Change]) -> bool:
@@ -457,7 +459,7 @@ KINDS = {
 }
 # Kinds of changes that reduce the memory of activations only.
 ACTIVATION_KINDS = ("eval batch", "checkpointing", "batch", "length")
-# Kinds with several sizes. Only the smallest sufficient one is offered; of each other kind, up to two changes.
+# Kinds with several sizes. Only the smallest sufficient one is offered; other kinds have up to two changes each.
 GRADUAL_KINDS = ("eval batch", "batch", "length")
 
 
@@ -512,7 +514,7 @@ def processes_patch(case: Case, strategy: str) -> dict[str, Any]:
 
 def strategy_patch(case: Case, strategy: str, settings: Mapping[str, Any] = NO_OFFLOAD) -> dict[str, Any]:
     """The patch that selects a strategy with these settings on all devices, with the same global batch size: by another
-    number of gradient accumulation steps, else by smaller per-device batches, where that is divisible."""
+    number of gradient accumulation steps, else by smaller per-device batches, where the numbers are divisible."""
     spec = case.spec
     patch = {**settings, "parallel.strategy": strategy, **processes_patch(case, strategy)}
     replicas, size = case.resolved(case.with_patch(patch)).data_parallel_size, spec.train.per_device_train_batch_size

@@ -24,7 +24,7 @@ ALL_LINEAR = Fix(
     "Adapt all linear layers", {"lora.targets": "all-linear"}, safe=False, cost="more trainable parameters"
 )
 CUSTOM_TARGETS = {"lora.targets": "custom"}
-EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "embeddings")  # of input tokens, by architecture
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "embeddings")  # names of the input embeddings
 FREEZE = {"method.kind": "freeze"}
 
 
@@ -112,7 +112,7 @@ def _remove_fix(removed: Iterable[str], option: str, kept: Iterable[str]) -> Fix
 
 
 def _without_adapter(case: Case, targets: list[str]) -> list[str]:
-    """The names that match no module that LoRA can adapt; without a shape, as far as the model's code shows it."""
+    """The names that match no module that LoRA can adapt; without a shape, as far as the model's code shows this."""
     if case.shape:
         known = adaptable_names(case.shape, tuple(targets))
         return [name for name in targets if name not in known]
@@ -180,7 +180,7 @@ def _missing(case: Case, listed: Sequence[str]) -> list[str]:
 
 def _missing_modules(case: Case, option: str, unknown: list[str]) -> str:
     if case.shape is None:
-        return f"{option} has {names(unknown)}, which is no attribute name in the code of this model."
+        return f"{option} has {names(unknown)}, which is not an attribute name in the code of this model."
     return (
         f"{option} has {names(unknown)}, which matches no module of this model ({case.shape.model_type}); its modules "
         f"are {names(case.shape.module_names)}."
@@ -242,7 +242,7 @@ def tied_module_copy_with_fsdp2(case: Case) -> Violation | None:
         f"lora.modules_to_save has {names(tied)}, the model has tie_word_embeddings set, and the strategy is "
         f"{case.strategy.label}."
     )
-    return Violation(message, (ZERO3, replace(_without_tied(case, tied), cost="they are not trained")))
+    return Violation(message, (ZERO3, replace(_without_tied(case, tied), cost="the tied embeddings are not trained")))
 
 
 @error(

@@ -16,7 +16,7 @@ TWO_FACTS = replace(DEMO, datasets=(DEMO, DEMO))
     "DAT032",
     fields=("data.mixing", "data.sources"),
     title="The weights make an epoch far longer than the datasets",
-    source="arithmetic: an epoch of more than 100 times as many examples as there are",
+    source="arithmetic: an epoch has more than 100 times the examples of all datasets",
     fails_on=Example({**TWO, "data.mixing": "interleave_all_exhausted", "data.weight": 0.001}, facts=TWO_FACTS),
     passes_on=Example({**TWO, "data.mixing": "interleave_all_exhausted", "data.weight": 0.1}, facts=TWO_FACTS),
 )
@@ -31,7 +31,10 @@ def far_too_long_epoch(case: Case) -> Violation | None:
     counts = case.facts.mixture(case.spec.data, sizes)
     if not is_absurd(sizes, counts):
         return None
-    message = f"An epoch would have {sum(counts):,} examples, repeated from {sum(sizes):,}. Set more similar weights."
+    message = (
+        f"An epoch would have {sum(counts):,} examples, but the datasets have only {sum(sizes):,}. Set more similar "
+        "weights."
+    )
     until_first = Fix(
         "Stop at the first exhausted", {"data.mixing": "interleave_first_exhausted"}, False, "a shorter epoch"
     )
@@ -44,7 +47,14 @@ def far_too_long_epoch(case: Case) -> Violation | None:
     fields=("data.validation", "data.files"),
     title="Validation examples are in another training set",
     source="arithmetic: the validation split is taken from each dataset alone",
-    fixes=(Fix("Set no validation set for this dataset", {"data.validation": "none"}, False, "no eval loss of it"),),
+    fixes=(
+        Fix(
+            "Set no validation set for this dataset",
+            {"data.validation": "none"},
+            False,
+            "no eval loss for this dataset",
+        ),
+    ),
     fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, split_files=("a.jsonl",))),
     passes_on=Example(USER_DATA, facts=USER_DATA_FACTS),
 )
@@ -66,8 +76,8 @@ def validation_examples_in_another_dataset(case: Case) -> str | None:
     passes_on=Example({**USER_DATA, "data.drop_duplicates": True}, facts=USER_DATA_FACTS),
 )
 def dataset_of_duplicates(case: Case) -> str | None:
-    """data.drop_duplicates keeps the first of equal examples in all datasets. A dataset whose files all belong to an
-    earlier dataset without data.max_samples has no examples left."""
+    """data.drop_duplicates keeps the first of equal examples in all datasets. No examples are left of a dataset if all
+    of its files belong to an earlier dataset without data.max_samples."""
     if not case.spec.data.drop_duplicates or not case.facts.repeats:
         return None
     return (

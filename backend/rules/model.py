@@ -82,7 +82,7 @@ def missing_chat_template(case: Case) -> Violation | None:
     title="The tokenizer cannot be loaded",
     source="transformers 5.23: AutoTokenizer.from_pretrained",
     fixes=(BUILTIN_MODEL,),
-    manual_fix="Replace the tokenizer files of the model by those of the original model.",
+    manual_fix="Replace the tokenizer files of the model with those of the original model.",
     fails_on=Example(
         LOCAL_MODEL,
         facts=replace(DEMO, tokenizer_problem="The tokenizer of model cannot be loaded: tokenizer.json is not JSON."),
@@ -92,7 +92,7 @@ def missing_chat_template(case: Case) -> Violation | None:
 def unloadable_tokenizer(case: Case) -> str | None:
     """The model's tokenizer turns every example into token ids. The run loads it first and ends if it cannot."""
     problem = case.facts.tokenizer_problem
-    if case.spec.model.source == "builtin" or case.facts.model_problem:  # incomplete_model_folder says more
+    if case.spec.model.source == "builtin" or case.facts.model_problem:  # see incomplete_model_folder
         return None
     return problem or None
 
@@ -113,7 +113,9 @@ def tokenizer_larger_than_embedding(case: Case) -> str | None:
     size, shape = case.facts.known_size, case.shape  # added tokens get rows
     if case.spec.model.source == "builtin" or shape is None or size <= shape.vocabulary:
         return None
-    return f"The tokenizer has {size:,} tokens, and the model's embedding is for {shape.vocabulary:,} tokens."
+    return (
+        f"The tokenizer has {size:,} tokens, but the model's embedding has room for only {shape.vocabulary:,} tokens."
+    )
 
 
 @error(
@@ -123,7 +125,7 @@ def tokenizer_larger_than_embedding(case: Case) -> str | None:
     source="transformers 5.23 modeling_utils.py: from_pretrained initializes missing weights at random, and refuses "
     "weights of another size",
     fixes=(BUILTIN_MODEL,),
-    manual_fix="Copy config.json and the weight files of one model into the folder.",
+    manual_fix="Copy config.json and the weight files of the same model into the folder.",
     fails_on=Example(
         LOCAL_MODEL,
         facts=replace(
@@ -208,7 +210,7 @@ def config_out_of_range(case: Case) -> str | None:
     proof="launch",
 )
 def unusable_chat_template_file(case: Case) -> str | None:
-    """The file must be a readable Jinja template that renders the conversation from its variable messages."""
+    """The file must be a readable Jinja template that renders the conversation in the variable messages."""
     return (
         case.facts.template_problem if case.spec.data.chat_template == "file" and case.facts.template_problem else None
     )

@@ -37,8 +37,8 @@ STATIC = Fix("Use the static rendezvous", {"launch.rendezvous": "static"}, cost=
     "NOD001",
     fields=("launch.node_rank", "launch.nnodes"),
     title="The node rank is too high",
-    source="torch 2.13 distributed/run.py and elastic/rendezvous/static_tcp_rendezvous.py: not checked, and ranks wait "
-    "forever",
+    source="torch 2.13 distributed/run.py and elastic/rendezvous/static_tcp_rendezvous.py: the node rank is not "
+    "checked, and ranks wait forever",
     fails_on=Example({**STATIC_SPEC, "launch.node_rank": 2}),
     passes_on=Example({**STATIC_SPEC, "launch.node_rank": 1}),
 )
@@ -50,7 +50,7 @@ def node_rank_out_of_range(case: Case) -> Violation | None:
         return None
     fix = Fix(f"Set the node rank to {last}", {"launch.node_rank": last})
     nodes = counted(case.run.nnodes, "node")
-    return Violation(f"The node rank is {launch.node_rank}; with {nodes} the highest is {last}.", (fix,))
+    return Violation(f"The node rank is {launch.node_rank}; with {nodes}, the highest rank is {last}.", (fix,))
 
 
 @error(
@@ -75,7 +75,7 @@ def master_addr_invalid(case: Case) -> str | None:
 
 
 def _has_address(case: Case) -> bool:
-    """Whether nodes find node 0 by launch.master_addr; a cluster tells them itself."""
+    """Whether nodes find node 0 by launch.master_addr; a cluster tells them the address itself."""
     return case.run.nnodes > 1 and case.spec.launch.place == "local"
 
 
@@ -168,7 +168,7 @@ def store_open(case: Case) -> str | None:
     if case.run.nnodes == 1 or case.spec.launch.rendezvous == "elastic":
         return None
     return (
-        f"The run has {case.run.nnodes} nodes, and torch's store on node 0 has no authentication. Another host or "
+        f"The run has {case.run.nnodes} nodes, and torch's TCPStore on node 0 has no authentication. Another host or "
         "another user of a node that reaches its port can disturb the run or falsify what it trains."
     )
 
@@ -217,8 +217,9 @@ def elastic_needs_torchrun(case: Case) -> str | None:
     fields=("launch.min_nnodes", "parallel.strategy", "train.optim"),
     title="The checkpoint cannot be resumed on fewer nodes",
     source="deepspeed 0.19 checkpoint/ds_to_universal.py: converts only exp_avg and exp_avg_sq; runtime/engine.py, "
-    "load_checkpoint: none from NVMe; runtime/sequence_parallel/parallel_state_sp.py: has no tensor-parallel world "
-    "size, which loading needs; verified with FSDP2: any number from 2 on",
+    "load_checkpoint: loads no universal checkpoint with NVMe offload; "
+    "runtime/sequence_parallel/parallel_state_sp.py: has no tensor-parallel world "
+    "size, which loading needs; verified with FSDP2: any number of ranks from 2 on",
     fails_on=Example({**ELASTIC_SPEC, "parallel.strategy": "zero2", "method.kind": "full", "train.optim": "sgd"}),
     passes_on=Example({**ELASTIC_SPEC, "parallel.strategy": "zero2", "method.kind": "full"}),
 )
@@ -368,7 +369,7 @@ def hostfile_size_mismatch(case: Case) -> Violation | None:
     each = "1 slot" if set(slots) == {1} else f"{names(slots)} slots"
     selected = f"The hostfile selects {counted(len(slots), 'host')} with {each}"
     nodes, each = counted(case.run.nnodes, "node"), counted(case.run.nproc_per_node, "process")
-    message = f"{selected}; the options say {nodes} with {each} per node."
+    message = f"{selected}; the options set {nodes} with {each} per node."
     if len(set(slots)) > 1 or len(slots) < 2 or not slots[0]:
         return Violation(message)
     patch = {"launch.nnodes": len(slots), "launch.nproc_per_node": slots[0]}
@@ -380,7 +381,7 @@ def hostfile_size_mismatch(case: Case) -> Violation | None:
     "NOD012",
     fields=("launch.devices", "launch.include"),
     title="Both launch.include and launch.devices select devices",
-    source="deepspeed 0.19 launcher/runner.py: an include names hosts and their devices",
+    source="deepspeed 0.19 launcher/runner.py: --include names hosts and their devices",
     fixes=(
         Fix("Keep the included hosts", {"launch.devices": ()}, cost="clears the list of device ids"),
         Fix("Keep the selected devices", {"launch.include": ""}, cost="the same device ids on every host"),

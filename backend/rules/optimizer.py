@@ -1,6 +1,5 @@
-"""Rules about optimizers: which strategies, methods and precisions they support, and settings that defeat them.
-
-The rules read what the registry row of the optimizer says, and compare no names.
+"""Rules about optimizers: which strategies, methods and precisions they support, and settings that defeat their
+purpose. The rules read the registry row of the optimizer, and do not compare names.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FSDP2_OVER_4 = {
 }  # fmt: skip
 FULL_TRAINING = Fix("Use full fine-tuning", {"method.kind": "full"}, safe=False, cost="much more memory")
 ALL_LINEAR = Fix("Project all linear layers", {"train.optim_targets": "all-linear"}, safe=False)
-LION_MAX_RATES = {"lora": 1e-4, "freeze": 1e-5, "full": 1e-5}  # of each method
+LION_MAX_RATES = {"lora": 1e-4, "freeze": 1e-5, "full": 1e-5}  # the highest usual rate for each method
 # Paged optimizers that run on other devices than CUDA, and the same without paging.
 UNPAGED = {
     "paged_adamw_32bit": "adamw_torch",
@@ -32,8 +31,8 @@ UNPAGED = {
     "paged_lion_8bit": "lion_8bit",
 }
 SGD_MIN_RATE, SGD_RATE = 1e-3, 0.05
-MAX_REPEATS = 3  # of a regular expression: each multiplies the time by the length of a module name
-MAX_COMPARISONS = 300_000  # of targets with module names
+MAX_REPEATS = 3  # repetitions in a regular expression: each multiplies the time by the length of a module name
+MAX_COMPARISONS = 300_000  # comparisons of targets with module names
 
 
 # --- Strategies and processes ---
@@ -149,8 +148,8 @@ def adam_mini_heads_not_divisible(case: Case) -> str | None:
     proof="launch",
 )
 def optimizer_without_dtensor_support(case: Case) -> str | None:
-    """FSDP2 turns every parameter into a DTensor, and tensor parallelism those of the sharded layers. Some optimizers
-    combine DTensors with plain tensors in their step, which torch refuses."""
+    """FSDP2 turns every parameter into a DTensor, and tensor parallelism does so in the layers that it shards. Some
+    optimizers combine DTensors with plain tensors in their step, which torch refuses."""
     row = case.optimizer
     if not case.run.engine.uses_dtensor or not row.needs_plain_tensors(case.run.fp32_master_weights):
         return None
@@ -228,7 +227,7 @@ def adafactor_unfactored_on_deepspeed(case: Case) -> str | None:
     passes_on=Example(full_spec("galore_adamw_layerwise", train__per_device_train_batch_size=16), EQUIPPED),
 )
 def gradient_accumulation_with_step_in_backward(case: Case) -> Violation | None:
-    """The optimizer updates the weights during every backward pass and frees the gradients at once. Several
+    """The optimizer updates the weights during every backward pass and frees the gradients immediately. Several
     micro-batches would become several small optimizer steps instead of one."""
     train, row = case.spec.train, case.optimizer
     if not row.steps_in_backward or train.gradient_accumulation_steps == 1:
@@ -276,7 +275,7 @@ def fp16_with_step_in_backward(case: Case) -> str | None:
     "OPT011",
     fields=("train.optim", "launch.device"),
     title="Paged optimizers need an NVIDIA GPU",
-    source="bitsandbytes 0.50 optim/optimizer.py: without a GPU its state is ordinary memory",
+    source="bitsandbytes 0.50 optim/optimizer.py: without a GPU, its state is in ordinary memory",
     fails_on=Example({"train.optim": "paged_adamw_32bit"}, EQUIPPED),
     passes_on=Example({"train.optim": "paged_adamw_32bit"}, EQUIPPED_H100),
 )
@@ -297,7 +296,7 @@ def paged_optimizer_without_cuda(case: Case) -> Violation | None:
     "OPT017",
     fields=("train.optim", "precision.compute"),
     title="BAdam does not need fp32 master weights",
-    source="badam 1.4 block_optim.py: the active block is copied to fp32; it warns of weights in fp32",
+    source="badam 1.4 block_optim.py: the active block is copied to fp32, and fp32 weights cause a warning",
     fixes=(Fix("Use pure bf16", {"precision.compute": "pure_bf16"}, safe=False, cost="weights are rounded to bf16"),),
     fails_on=Example(full_spec("badam"), EQUIPPED_H100),
     passes_on=Example(full_spec("badam", precision__compute="pure_bf16"), EQUIPPED_H100),
@@ -315,7 +314,7 @@ def badam_with_fp32_master_weights(case: Case) -> str | None:
     "OPT019",
     fields=("train.optim",),
     title="The optimizer needs a C++ compiler",
-    source="torchao 0.18 optim/adam.py: torch.compile at the first step; on a CPU that is C++",
+    source="torchao 0.18 optim/adam.py: torch.compile at the first step, which generates C++ on a CPU",
     manual_fix="On Debian or Ubuntu: apt-get install g++ python3-dev.",
     fixes=(ADAMW,),
     fails_on=Example({"train.optim": "adamw_torch_8bit"}, replace(EQUIPPED, has_cpp_compiler=False)),
@@ -412,7 +411,7 @@ def projection_targets_not_found(case: Case) -> Violation | None:
     """GaLore and APOLLO project nn.Linear layers whose names contain a target or match it as a regular expression.
     The blocks of OpenAI GPT and GPT-2 have no nn.Linear layers: they use Conv1D."""
     train, shape, row = case.spec.train, case.shape, case.optimizer
-    unlisted = train.optim_targets == "custom" and not train.optim_target_modules  # projection_targets_missing
+    unlisted = train.optim_targets == "custom" and not train.optim_target_modules  # see projection_targets_missing
     if row.state_layout != "low_rank" or shape is None or unlisted:
         return None
     if _projected_layers(case):
@@ -439,12 +438,12 @@ def _projected_layers(case: Case) -> list[str]:
         return linear
     targets = ("attn", "attention") if train.optim_targets == "attention" else train.optim_target_modules
     if len(targets) * len(linear) > MAX_COMPARISONS:
-        return linear  # too many to compare while a form waits: nothing is said about them
+        return linear  # too many to compare while a form waits: all count as matches
     return [path for path in linear if any(target in path or _matches_regex(target, path) for target in targets)]
 
 
 def _matches_regex(pattern: str, path: str) -> bool:
-    """Whether the pattern matches. One that can take exponential time counts as a match: nothing is said about it."""
+    """Whether the pattern matches. One that can take exponential time counts as a match, so it is not reported."""
     try:
         return _can_take_long(pattern) or re.fullmatch(pattern, path) is not None
     except (re.error, RecursionError, OverflowError):
@@ -453,7 +452,7 @@ def _matches_regex(pattern: str, path: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _can_take_long(pattern: str) -> bool:
-    """Whether it repeats a group, has more than a few repetitions, or refers to a group. Raises re.error."""
+    """Whether a pattern repeats a group, has more than a few repetitions, or refers to a group. Raises re.error."""
     re.compile(pattern)
     plain = re.sub(r"\\\D|\[(?:\\.|[^\]\\])+\]", "x", pattern)  # without escaped characters and character classes
     repeats = len(re.findall(r"[*+{]", plain))
@@ -558,7 +557,7 @@ def adafactor_with_gradient_clipping(case: Case) -> str | None:
     "OPT018",
     fields=("train.badam_switch_block_every",),
     title="The run ends before BAdam has trained every layer",
-    source="arithmetic: layers x steps per layer against the steps of the run",
+    source="arithmetic: layers x steps per layer, compared with the steps of the run",
     fails_on=Example(full_spec("badam", train__duration="steps", train__max_steps=100), EQUIPPED),
     passes_on=Example(full_spec("badam", train__duration="steps", train__max_steps=3000), EQUIPPED),
 )

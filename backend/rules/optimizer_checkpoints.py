@@ -44,7 +44,7 @@ def optimizer_state_not_saved_by_fsdp2(case: Case) -> str | None:
     fields=("train.optim", "parallel.state_dict_type", "save.strategy", "save.only_model"),
     title="FSDP2 cannot resume this optimizer from full checkpoints",
     source="verified with torch 2.13 distributed/checkpoint: torch.load refuses the gathered state of torchao 0.18, "
-    "and Adam-mini fails in the first step after it has loaded its own",
+    "and Adam-mini fails in the first step after loading its own state",
     fixes=(
         Fix("Save sharded checkpoints", {"parallel.state_dict_type": "sharded"}),
         Fix("Save weights only", {"save.only_model": True}, cost="no resume"),

@@ -38,13 +38,14 @@ OUTDATED = (
     Outdated(
         "predict_with_generate with ZeRO-3 or FSDP",
         "Ranks whose generations have different lengths wait for each other forever.",
-        "Weights are gathered for generation and sharded again afterward; generations and losses match one process.",
+        "Weights are gathered for generation and sharded again afterward; generations and losses match those of one "
+        "process.",
         "deepspeed 0.19, torch 2.13",
         "test_strategies.py::test_generations_match_one_process",
     ),
     Outdated(
         "4-bit bitsandbytes with ZeRO-3 or FSDP2",
-        "QLoRA works only with DDP and FSDP1, or is replicated on each device.",
+        "QLoRA works only with DDP and FSDP1; other strategies keep all quantized weights on each device.",
         "With a floating-point bnb_4bit_quant_storage the quantized weights are sharded over the devices.",
         "bitsandbytes 0.50, transformers 5.23",
         "test_quantized.py::test_strategies_match_one_process",
@@ -52,7 +53,7 @@ OUTDATED = (
     Outdated(
         "bitsandbytes without CUDA",
         "4-bit and 8-bit quantization need an NVIDIA GPU.",
-        "bitsandbytes quantizes and trains on a CPU too, slowly.",
+        "bitsandbytes also quantizes and trains on a CPU, but slowly.",
         "bitsandbytes 0.50",
         "test_quantized.py::test_losses_are_close_to_unquantized_training",
     ),
@@ -80,7 +81,7 @@ OUTDATED = (
     Outdated(
         "FSDP without a GPU",
         "FSDP needs an accelerator.",
-        "FSDP2 runs on CPUs with the losses of one process. FSDP1 does not, and a rule rejects it.",
+        "FSDP2 runs on CPUs and gives the same losses as one process. FSDP1 does not run there, and a rule rejects it.",
         "torch 2.13, accelerate 1.15",
         "test_strategies.py::test_losses_match_one_process",
     ),

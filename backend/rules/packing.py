@@ -24,8 +24,8 @@ PACKED = {**LOCAL_MODEL, "data.packing": True}
 )
 def packing_without_isolation(case: Case) -> str | None:
     """Packing concatenates several examples. The position ids tell attention where each example starts, and some
-    architectures ignore them: state-space and convolution layers, ALiBi, or attention with a mask of its own. Each
-    example would then be trained with the examples before it as its context."""
+    architectures ignore them: state-space and convolution layers, ALiBi, or attention with a custom mask. Each example
+    would then be trained with the examples before it as its context."""
     types = case.model_types
     if not case.spec.data.packing or not types or types & (registry.PACKING_ISOLATED | registry.PACKING_NEEDS_CONV1D):
         return None

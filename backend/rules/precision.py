@@ -12,7 +12,10 @@ from backend.rules.examples import DEMO, EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, 
 from backend.rules.requirements import fp8_backend, missing_package, unsupported_capability
 
 AUTO_PRECISION = Fix(
-    "Set precision to auto", {"precision.compute": "auto"}, safe=False, cost="uses bf16 or fp32, as the device supports"
+    "Set precision to auto",
+    {"precision.compute": "auto"},
+    safe=False,
+    cost="uses bf16 if the device supports it, else fp32",
 )
 FP16 = Fix("Use fp16", {"precision.compute": "fp16"}, safe=False, cost="narrow value range, needs loss scaling")
 FP32 = Fix("Use fp32", {"precision.compute": "fp32"}, safe=False, cost="twice the activation memory")
@@ -43,7 +46,8 @@ def fp16_on_cpu(case: Case) -> str | None:
     "PRC002",
     fields=("precision.compute",),
     title="bf16 is emulated on GPUs before Ampere",
-    source="torch 2.13 cuda/__init__.py: is_bf16_supported counts emulation; bf16 tensor cores came with compute "
+    source="torch 2.13 cuda/__init__.py: is_bf16_supported is true with emulation, too; bf16 tensor cores came with "
+    "compute "
     "capability 8.0",
     fixes=(FP16, FP32),
     fails_on=Example({"precision.compute": "bf16"}, T4),
@@ -72,7 +76,7 @@ def bf16_before_ampere(case: Case) -> str | None:
 def bf16_emulated_on_cpu(case: Case) -> str | None:
     """Without AMX, AVX512-BF16 or Arm's BF16 extension, a CPU converts each bf16 operand to fp32 and back. bf16 then
     saves memory, but is slower than fp32."""
-    on_cpu = case.run.device == "cpu" and case.machine.device == "cpu"  # of a GPU machine, the CPU is not known
+    on_cpu = case.run.device == "cpu" and case.machine.device == "cpu"  # the CPU of a GPU machine is not known
     if not on_cpu or case.run.compute_dtype != "bf16" or case.machine.cpu_bf16:
         return None
     return "This CPU has no bf16 instructions (AMX, AVX512-BF16 or Arm BF16), so bf16 steps are slower than fp32 steps."
@@ -103,7 +107,7 @@ def fp32_on_bf16_gpu(case: Case) -> str | None:
     fields=("precision.compute", "parallel.strategy"),
     title="DeepSpeed supports neither pure bf16 nor fp8",
     source="deepspeed 0.19 runtime/base_optimizer.py: ZeRO keeps fp32 master weights; accelerate 1.15 accelerator.py "
-    "passes it only Transformer Engine's deprecated recipe",
+    "passes DeepSpeed only Transformer Engine's deprecated recipe",
     fixes=(BF16,),
     fails_on=Example({**PURE_BF16_SPEC, "parallel.strategy": "zero2", "launch.nproc_per_node": 1}, EQUIPPED_TWO),
     passes_on=Example({"precision.compute": "bf16", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
@@ -151,7 +155,8 @@ def pure_bf16_loses_updates(case: Case) -> str | None:
 )
 def fp8_on_cpu(case: Case) -> str | None:
     """Hardly any CPU has fp8 instructions (AMX-FP8). Without them, PyTorch converts fp8 operands to fp32 before each
-    matrix product, which is slower than training in fp32. It is useful for trying out a configuration for an H100."""
+    matrix product, which is slower than training in fp32. fp8 on a CPU is useful for trying out a configuration for an
+    H100."""
     if case.spec.precision.compute != "fp8" or case.run.device != "cpu":
         return None
     return "precision.compute is fp8, and this run would use the CPU, where fp8 is usually slower than fp32."
@@ -275,5 +280,5 @@ def fp8_needs_ada_or_hopper(case: Case) -> str | None:
     passes_on=Example(FP8_SPEC, EQUIPPED_H100),
 )
 def fp8_library_missing(case: Case) -> str | None:
-    """PyTorch alone does not train in fp8: accelerate replaces the linear layers by those of a library."""
+    """PyTorch alone does not train in fp8: accelerate replaces the linear layers with those of a library."""
     return missing_package(case, fp8_backend(case))

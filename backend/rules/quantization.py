@@ -289,8 +289,8 @@ def awq_in_bf16(case: Case) -> str | None:
     "QNT018",
     fields=("method.quantization",),
     title="Quantization skips the experts of an MoE model",
-    source="transformers 5.23 integrations/bitsandbytes.py replace_with_bnb_linear: nn.Linear alone, and the experts "
-    "of a layer are one stacked parameter",
+    source="transformers 5.23 integrations/bitsandbytes.py replace_with_bnb_linear: only nn.Linear is replaced, and "
+    "the experts of a layer are one stacked parameter",
     fails_on=Example(NF4_SPEC, H100, replace(DEMO, shape=MOE)),
     passes_on=Example({}, H100, replace(DEMO, shape=MOE)),
 )
@@ -396,7 +396,7 @@ def int8_needs_turing(case: Case) -> str | None:
     passes_on=Example(LOCAL_MODEL, GPTQ_H100, GPTQ_MODEL),
 )
 def prequantized_model_package_missing(case: Case) -> str | None:
-    """Each quantization format is loaded by a package of its own."""
+    """Each quantization format needs a different package to load it."""
     return missing_package(case, prequantized(case))
 
 

@@ -82,7 +82,7 @@ def missing_package(case: Case, row: registry.Choice | None) -> str | None:
 
 
 def missing_packages(case: Case, label: str, needed: Collection[str]) -> str | None:
-    """Packages that `label` needs are not installed. A machine without versions is not known."""
+    """Packages that `label` needs are not installed. None if the machine lists no versions."""
     missing = [name for name in needed if name not in case.machine.versions]
     if not missing or not case.machine.versions:
         return None

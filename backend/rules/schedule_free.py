@@ -56,7 +56,7 @@ def schedule_free_radam_without_update(case: Case) -> str | None:
 
 def _rectified_length(step: int, beta2: float) -> float:
     """The length of the moving average after `step` steps, which grows with each step."""
-    if beta2 in (0, 1):  # of the last gradient alone; or of no gradient: schedulefree divides by 0
+    if beta2 in (0, 1):  # 0: the last gradient alone; 1: no gradient, and a division by 0
         return 1.0
     decayed = beta2**step
     return 2 / (1 - beta2) - 1 - 2 * step * decayed / (1 - decayed)

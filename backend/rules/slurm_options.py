@@ -120,7 +120,7 @@ def _breaking(case: Case) -> list[tuple[SbatchOption, str]]:
 
 
 def _winning(case: Case) -> list[SbatchOption]:
-    """The extra options; of several with the same name only the last, which sbatch uses."""
+    """The extra options; if several have the same name, only the last one, which sbatch uses."""
     return list({option.name: option for option in parse(case.spec.slurm.extra)}.values())
 
 
@@ -135,7 +135,7 @@ def _removed(case: Case, options: list[SbatchOption]) -> dict[str, object]:
 
 
 def _option_patch(option: SbatchOption) -> dict[str, object]:
-    """The option of Footplate with the value of sbatch's; empty if it cannot express it."""
+    """The option of Footplate with the value of this sbatch option; empty if no option can express the value."""
     key, value = OPTIONS.get(option.name, ""), option.value
     if option.name in ("requeue", "no-requeue"):
         return {key: option.name == "requeue"}

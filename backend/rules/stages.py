@@ -279,9 +279,9 @@ SMALL_FACTOR = 10  # times the highest usual rate of others
 )
 def unusual_preference_learning_rate(case: Case) -> Violation | None:
     """Preference losses need much lower learning rates than supervised fine-tuning. At the learning rates of supervised
-    fine-tuning, the probabilities of the chosen and the rejected completion both collapse, and the model
-    degenerates. Models below 500M parameters need higher rates than larger models: for them, the warning begins at
-    10 times the rate."""
+    fine-tuning, the probabilities of the chosen and the rejected completion both collapse, and the model degenerates.
+    Models below 500M parameters need higher rates than larger models: for them, the warning begins at 10 times the rate
+    of larger models."""
     train, shape = case.spec.train, case.shape
     rates = registry.PREFERENCE_RATES[case.spec.method.kind]
     highest = rates.highest * (SMALL_FACTOR if shape is not None and shape.parameters < SMALL_MODEL else 1)

@@ -37,7 +37,7 @@ def streaming_conflict(case: Case) -> Violation | None:
 
 
 def _conflicts(case: Case) -> Iterator[tuple[str, str, Patch]]:
-    """(option, why streaming does not support its value, what to change), without a change if there is none."""
+    """(option, why streaming does not support its value, what to change); the last is empty if no change helps."""
     spec, run = case.spec, case.run
     data, train = spec.data, spec.train
     steps = {"train.duration": "steps", "train.max_steps": run.total_steps or train.max_steps}

@@ -14,7 +14,7 @@ from backend.runs.throughput import duration
 from backend.wording import counted, data_size
 
 STEPS = {"train.duration": "steps"}
-MOST_HOURS = 10_000  # that train.max_hours can have
+MOST_HOURS = 10_000  # the largest value of train.max_hours
 BEST_BY_STEPS = {"eval.strategy": "steps", "save.strategy": "steps", "save.load_best_model_at_end": True}
 DEFAULT_WARMUP = 0.03  # the default of train.warmup_steps
 
@@ -35,7 +35,7 @@ def global_batch_exceeds_dataset(case: Case) -> Violation | None:
     examples, batch, train = case.run.num_train_examples, case.run.global_batch_size, case.spec.train
     if examples is None or examples < 1 or batch <= examples or case.spec.data.packing:
         return None
-    if not case.facts.counts_are_exact or case.spec.data.streaming:  # a stream goes on with the next pass
+    if not case.facts.counts_are_exact or case.spec.data.streaming:  # a stream continues with the next pass
         return None
     ranks = case.run.data_parallel_size
     message = (
@@ -149,7 +149,8 @@ def save_interval_exceeds_run(case: Case) -> Violation | None:
     "TRN006",
     fields=("save.load_best_model_at_end", "eval.strategy", "eval.steps", "save.strategy", "save.steps"),
     title="load_best_model_at_end needs an evaluation at every checkpoint",
-    source="transformers 5.23 training_args.py: load_best_model_at_end needs both at the same steps",
+    source="transformers 5.23 training_args.py: load_best_model_at_end needs evaluations and checkpoints at the same "
+    "steps",
     fails_on=Example({**BEST_BY_STEPS, "eval.steps": 40, "save.steps": 100}),
     passes_on=Example({**BEST_BY_STEPS, "eval.steps": 50, "save.steps": 100}),
     proof="launch",
@@ -207,7 +208,7 @@ def unusable_checkpoint(case: Case) -> str | Violation | None:
     if case.spec.save.resume_from != "path":
         return None
     path, last, train = Path(case.spec.save.resume_path), case.run.total_steps, case.spec.train
-    # Pretraining splits long texts: how many sequences there are is known once all are tokenized.
+    # Pretraining splits long texts: the number of sequences is known only once all texts are tokenized.
     is_exact = train.duration == "steps" or (case.facts.counts_are_exact and train.stage != "pretraining")
     if case.facts.checkpoint_problem or last is None or not is_exact or step_of(path) < last:
         options, problem = dict(case.facts.checkpoint_options), case.facts.checkpoint_problem
@@ -267,7 +268,7 @@ def max_hours_shorter_than_run(case: Case) -> Violation | None:
     )
     enough = limit / 3600
     set_enough = Fix(f"Set max run time to {enough:g} hours", {"train.max_hours": enough})
-    unlimited = Fix("Set no max run time", {"train.max_hours": 0.0}, False)
+    unlimited = Fix("Remove the max run time", {"train.max_hours": 0.0}, False)
     return Violation(message, (set_enough if enough <= MOST_HOURS else unlimited,))
 
 
@@ -275,7 +276,7 @@ def max_hours_shorter_than_run(case: Case) -> Violation | None:
     "OUT001",
     fields=("save.total_limit", "save.strategy", "save.final_model"),
     title="Not enough free disk space for the checkpoints",
-    source="arithmetic: the disk part of the estimate against the free space",
+    source="arithmetic: the disk part of the estimate, compared with the free space",
     fails_on=Example({"method.kind": "full", "train.learning_rate": 2e-5}, FULL_DISK),
     passes_on=Example(machine=FULL_DISK),
     at_start=True,

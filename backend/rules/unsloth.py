@@ -1,4 +1,4 @@
-"""Rules about Unsloth: what it supports of strategies, devices, quantization and kernels."""
+"""Rules about Unsloth: which strategies, devices, quantizations and kernels it supports."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def unsloth_with_other_quantization(case: Case) -> str | None:
     "UNS006",
     fields=("train.use_unsloth", "data.packing", "train.optim", "precision.compute"),
     title="Unsloth changes these settings on a CPU",
-    source="unsloth_zoo 2026.10.9 cpu/trainer.py: it turns them off or replaces them; verified by running",
+    source="unsloth_zoo 2026.10.9 cpu/trainer.py: it turns these settings off or replaces them; verified by running",
     fixes=(WITHOUT_UNSLOTH,),
     fails_on=Example({**UNSLOTH, "data.packing": True}, replace(WITH_UNSLOTH, device="cpu", gpus=())),
     passes_on=Example({**UNSLOTH, "data.packing": True}, WITH_UNSLOTH),

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from backend import registry
 from backend.memory import MemoryContext
 
-MAX_LENGTHS = 2000  # that are looked at; more change the averages by less than 1%
+MAX_LENGTHS = 2000  # lengths that are used; more would change the averages by less than 1%
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of one device, on average. `length`: tokens of each sequence, padding included; `trained`: without it;
-    `attended`: tokens of the sequence that attention is computed over, less than `length` if packed sequences are kept
-    apart; `imbalance`: how much longer than the average the longest batch of all ranks is."""
+    """A batch of one device, on average. `length`: tokens of each sequence, padding included; `trained`: those without
+    padding; `attended`: tokens of the sequence that attention is computed over, less than `length` if packed sequences
+    are kept apart; `imbalance`: how much longer than the average the longest batch of all ranks is."""
 
     sequences: int
     length: float

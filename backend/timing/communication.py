@@ -18,7 +18,7 @@ BLOCKING = ("tensor", "context", "sequence")  # groups whose collectives the nex
 @dataclass(frozen=True)
 class Communication:
     """Seconds of one optimizer step: `blocking` ones, and others that computing can hide. `rounds`: in how many batches
-    of a step the others happen; `between_nodes`: whether some of it crosses nodes."""
+    of a step the other communication happens; `between_nodes`: whether some of it crosses nodes."""
 
     blocking: float
     hidden: float
@@ -51,7 +51,7 @@ def _seconds(ctx: TimeContext, group: Group, size: int) -> float:
     inside = size / links.inside if per_node > 1 else 0.0
     if nodes == 1:
         return inside
-    # All groups of a node share its network; of a ring through several nodes, one link in `per_node` crosses.
+    # All groups of a node share its network; one in `per_node` links of a ring through several nodes crosses it.
     whole = size * group.size / (group.size - 1)
     crossing = whole * (nodes - 1) / nodes * ctx.memory.run.nproc_per_node / per_node
     return max(inside, crossing / links.between)

@@ -13,9 +13,9 @@ from backend.registry.gpus import TERA
 from backend.timing.context import COMPILED, FUSED, STOCK, UNSLOTH, TimeContext
 
 OPTIMIZER_LATENCY = 0.010  # seconds on GPUs: thousands of small kernels, learning rate, log line
-STEP_OPERATIONS, TENSOR_OPERATIONS = 1500, 12  # the same on CPUs: of a step, and for each trained tensor
+STEP_OPERATIONS, TENSOR_OPERATIONS = 1500, 12  # operations on CPUs: of a step, and for each trained tensor
 CHUNKED = 2  # times the work of a cross entropy: TRL computes entropy and accuracy too
-UNFUSED = 2.2  # an optimizer that is a list of operations moves so many times the bytes of a fused kernel
+UNFUSED = 2.2  # an optimizer that is a list of operations moves this many times the bytes of a fused kernel
 SMALL_HEAD, SMALL_HEAD_RATE = 64, 0.8  # head dimensions up to this one leave a part of the tensor cores unused
 # Bytes for each token and layer: per hidden feature, per feature of the MLP, of the projections of q, k and v, of the
 # attention output.
@@ -105,8 +105,8 @@ def _elementwise(ctx: TimeContext) -> Part:
 
 
 def _passes_seconds(ctx: TimeContext, moved: float) -> float:
-    """Seconds of all passes over activations of which one moves `moved` bytes: the forward pass writes new memory, the
-    others reuse it."""
+    """Seconds of all passes over activations, each of which moves `moved` bytes: the forward pass writes new memory,
+    the others reuse it."""
     return moved / ctx.rates.activations + moved * (ctx.passes - 1) / ctx.rates.memory
 
 
@@ -135,7 +135,10 @@ def _adapters(ctx: TimeContext) -> Part:
     if memory.spec.lora.use_dora:
         seconds += DORA_BYTES * ctx.element_scale * widths[2] * (1 + ctx.recomputed) / ctx.rates.memory
     seconds += flops / ctx.rates.small
-    formula = f"2 FLOPs x {ctx.tokens:,.0f} tokens x {ctx.weights.adapters:,} weights x {passes:.3g}, in small products"
+    formula = (
+        f"2 FLOPs x {ctx.tokens:,.0f} tokens x {ctx.weights.adapters:,} weights x {passes:.3g}, in small matrix "
+        "products"
+    )
     return Part("LoRA adapters", seconds / ctx.model_shards, formula)
 
 

@@ -19,8 +19,8 @@ STOCK, FUSED, UNSLOTH, COMPILED = "transformers", "liger", "unsloth", "compile" 
 
 @dataclass(frozen=True)
 class TimeContext:
-    """The run of a memory estimate, its average batch, and what its GPUs can do, or its CPU. `labeled_share`: of the
-    tokens that are not padding, those that have a loss."""
+    """The run of a memory estimate, its average batch, and what its GPUs can do, or its CPU. `labeled_share`: share of
+    the tokens without padding that have a loss."""
 
     memory: MemoryContext
     batch: Batch
@@ -120,7 +120,7 @@ class TimeContext:
 
     @cached_property
     def attention_pairs(self) -> float:
-        """Share of the pairs of tokens that attention computes: kernels without a mask skip the future."""
+        """Share of the pairs of tokens that attention computes: kernels without a mask skip future tokens."""
         name = self.memory.spec.model.attn_implementation
         takes_no_mask = name in (*registry.FLASH_ATTENTIONS, "flex_attention")
         is_padded = self.batch.sequences > 1 and self.batch.trained < self.batch.length

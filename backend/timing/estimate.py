@@ -24,10 +24,10 @@ CPU, OPERATIONS, NETWORK, GPUS, PROCESSES, RANKS = (
     "Waiting for the CPU", "Operator overhead", "Waiting for the network", "Waiting for transfers between GPUs",
     "Transfers between processes", "Waiting for the rank with the longest batch",
 )  # fmt: skip
-MEASURED_START = 1.5  # the same of a start that earlier runs have measured
+MEASURED_START = 1.5  # uncertainty factor of a start that was measured in earlier runs
 NEGLIGIBLE = 0.0005  # of a step: such items are left out
-HEADROOM, SAVING_SECONDS = 1.1, 600  # of a time limit: a factor of the predicted range, and for a checkpoint
-LIMITS = ((6 * 3600, 900), (48 * 3600, 3600), (math.inf, 6 * 3600))  # up to each, what a limit is a multiple of
+HEADROOM, SAVING_SECONDS = 1.1, 600  # of a time limit: factor on the predicted range, time for a checkpoint
+LIMITS = ((6 * 3600, 900), (48 * 3600, 3600), (math.inf, 6 * 3600))  # (time, unit of the limits up to it)
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class TimeEstimate:
     """Seconds of one optimizer step by item, and of the whole run.
 
     `unknown` is why no time is predicted, the end of a sentence; then all else is empty. `factor`: the real time of a
-    step is between the prediction divided by it and multiplied with it, for the reason `factor_reason`. `tokens` are
-    those of one step on all devices that are trained on, without padding; `padded` is the share of computed tokens that
-    are padding. `run` is None if the number of steps is not known. `cpu` is this machine's CPU, if the run uses it.
-    `assumed_length`: the tokens of each example, if they are not known; else 0.
+    step is between the prediction divided by `factor` and multiplied by it, for the reason `factor_reason`. `tokens`
+    are those of one step on all devices that are trained on, without padding; `padded` is the share of computed tokens
+    that are padding. `run` is None if the number of steps is not known. `cpu` is this machine's CPU, if the run uses
+    it. `assumed_length`: the tokens of each example, if they are not known; else 0.
     """
 
     items: tuple[Part, ...] = ()
@@ -155,7 +155,7 @@ def _waiting_items(ctx: TimeContext, batch: float, sent: Communication) -> Seque
     each = sent.hidden / sent.rounds
     exposed = sent.rounds * (max(batch, each) + (1 - overlap) * min(batch, each) - batch)
     rate = ctx.links.between if sent.between_nodes else ctx.links.inside
-    formula = f"{sent.bytes:,} bytes per step, at {rate / 1e9:,.3g} GB/s, less what computing hides"
+    formula = f"{sent.bytes:,} bytes per step, at {rate / 1e9:,.3g} GB/s, minus what overlaps with computing"
     # Without communication in each batch, ranks wait only once for a step of several batches.
     spread = (ctx.batch.imbalance - 1) / (1 if sent.rounds == batches else batches**0.5)
     ranks = spread * batch * batches if ctx.memory.run.data_parallel_size > 1 else 0

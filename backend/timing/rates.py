@@ -30,7 +30,7 @@ class Calibration:
     """What a fit may change. `flops_per_watt`: TFLOP/s per watt of the power limit, by generation; `operation_seconds`:
     the time of the CPU for one operation of PyTorch; all others are shares."""
 
-    peak: float = 0.92  # of the data sheet's FLOP/s, where power is no limit
+    peak: float = 0.92  # of the data sheet's FLOP/s, where power does not limit it
     flops_per_watt: Mapping[str, float] = field(
         default_factory=lambda: {"A100": 0.57, "Hopper": 0.90, "Ada": 0.62, "GA10x": 0.45}
     )
@@ -40,7 +40,7 @@ class Calibration:
     operation_seconds: float = 7e-6
     link: float = 0.75  # of NVLink or PCIe
     network: float = 0.60
-    overlap: float = 0.75  # of the shorter one of computing and communication that is hidden
+    overlap: float = 0.75  # hidden share of the shorter one of computing and communication
     dequantization: float = 2.0  # traffic over the bytes that must be moved
 
 
@@ -105,8 +105,8 @@ def _matmul_rate(model: GpuModel, dtype: str, calibration: Calibration) -> float
 
 
 def link_rates(run: ResolvedRun, machine: Machine, models: list[GpuModel], calibration: Calibration) -> LinkRates:
-    """The rates between the GPUs of a run. What the machine's description does not have is that of the GPU's data
-    sheet. A described rate is measured, so it is reached."""
+    """The rates between the GPUs of a run. A rate that the machine's description does not have is that of the GPU's
+    data sheet. A described rate is measured, so it is reached."""
     used = estimated_gpus(run, machine)
     inside, between, assumed = machine.gpu_link_rate, machine.network_rate, []
     inside_rate = float(inside or 0)

@@ -27,7 +27,7 @@ from backend.timing.whole_run import REST
 from backend.wording import counted, figure
 
 MUCH_PADDING = 0.05
-MUCH_REST = 0.1  # of the run that was not compared with measurements
+MUCH_REST = 0.1  # share of the run that was not compared with measurements
 
 
 def summary_text(estimate: TimeEstimate) -> str:
@@ -118,7 +118,7 @@ def run_steps_text(estimate: TimeEstimate) -> str:
             "The time of the whole run is not predicted, because the number of steps is not known before the data is "
             "read. Set train.duration to steps to have it predicted."
         )
-    return f"{counted(estimate.run.steps, 'step')} and what else the run does"
+    return f"{counted(estimate.run.steps, 'step')} and everything else in the run"
 
 
 def time_json(estimate: TimeEstimate) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from backend.wording import counted
 
 MAX_GPUS = 100  # without a measured network: slow nodes and switches decide about larger clusters
 UNKNOWN_OPTIMIZERS = ("low_rank", "matrix_momentum", "one_block")  # layouts whose steps compute more than they move
-MEASURED_BITS = 4  # of quantized weights
+MEASURED_BITS = 4  # bits of quantized weights whose speed was measured
 LINEAR_ATTENTION = ("linear_attn", "mamba", "ssm", "rwkv", "conv1d", "recurrent")  # parts of the names of modules
 
 
@@ -24,7 +24,7 @@ def _cpu_reason(run: ResolvedRun, machine: Machine, cpu: CpuSpeed | None) -> str
     if cpu is None and machine.name:
         return f"the CPU of {machine.name} cannot be measured from this machine"
     if cpu is None:
-        return "the speed of the CPU has not been measured yet (`footplate estimate` measures that of this machine)"
+        return "the speed of the CPU has not been measured yet (`footplate estimate` measures the CPU of this machine)"
     if cpu.processes != run.nproc_per_node:
         return f"the CPU was measured with {counted(cpu.processes, 'process')}, and this run has {run.nproc_per_node}"
     return ""

@@ -17,7 +17,8 @@ from backend.timing.rates import DISK_RATE
 STEPS, TOKENIZING = "Steps", "tokenizing the data"
 COMPILING = "compiling, which takes minutes in the first step"
 START = "Start and loading"
-# A factor like that of a step, of all else: loading, evaluations and checkpoints were compared with nothing.
+# The uncertainty factor of everything but steps: loading, evaluations and checkpoints were never compared with
+# measurements.
 REST = 3.0
 START_SECONDS = 30  # imports, process groups, and the inspection of files, if no earlier run has measured it
 
@@ -60,7 +61,8 @@ class RunTime:
 
 
 def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTime | None:
-    """The time of all steps of `step_seconds` and of what else a run does; None if the number of steps is unknown."""
+    """The time of all steps of `step_seconds` and of everything else that a run does; None if the number of steps is
+    unknown."""
     steps = _steps(ctx, facts)
     if steps is None:
         return None
@@ -122,7 +124,7 @@ def _checkpoints(ctx: TimeContext, steps: int) -> Part:
 
 
 def _count(ctx: TimeContext, steps: int, strategy: str, interval: int) -> int:
-    """How often something happens that happens each epoch or each `interval` steps."""
+    """How often something happens that is done each epoch or every `interval` steps."""
     if strategy == "steps":
         return steps // interval
     if strategy == "no":

@@ -93,7 +93,7 @@ class ExampleFacts:
     longest_row: int = 0  # where the longest example is
     counts: Counter[str] = field(default_factory=Counter)
     start: tuple[str, str] | None = None  # how the first such completion begins in generation and in training
-    start_kwargs: dict[str, bool] | None = None  # variables of the chat template with which both begin alike
+    start_kwargs: dict[str, bool] | None = None  # variables of the chat template with which both begin the same way
     places: dict[str, list[int]] = field(default_factory=dict)  # kind of problem -> rows of the files that have it
     row: int = -1  # the row that was read last: 0 is the first of the training files
     seen: Seen = field(default_factory=Seen)

@@ -297,7 +297,7 @@ def test_wrong_columns_are_one_finding(page, tmp_path):
     settled(page)
     expect(page.locator(".fp-finding")).to_have_count(1)
     expect(page.locator(".fp-finding h3")).to_have_text("The columns of a data file are not recognized")
-    expect(page.locator(".fp-finding")).to_contain_text("matches no data format by its columns")
+    expect(page.locator(".fp-finding")).to_contain_text("has columns that match no data format")
     expect(page.locator(".fp-finding")).to_contain_text("Choose a data format, and name the columns to use.")
     expect(page.locator("#fp-fix-all")).to_be_hidden()
     expect(page.locator(".fp-status-text")).to_have_text("Cannot run: 1 error")

@@ -284,7 +284,7 @@ TURNS = {
     ),
     "messages as JSON text": Breakage(example=sets(messages=json.dumps([user(), assistant()]))),
     "first example has Python text": Breakage(
-        "DAT002", r"matches no data format by its columns \(messages: text\)",
+        "DAT002", r"has columns that match no data format \(messages: text\)",
         examples=lambda rows: [{"messages": str([user()])}, *rows[1:]],
     ),
     "tool calls are text": Breakage(
@@ -411,7 +411,7 @@ OTHER_FORMATS = {
         **COMPLETION, example=sets(prompt=json.dumps([user()]), completion='{"train": 3}')
     ),
     "columns have other names": Breakage(
-        "DAT002", r"matches no data format by its columns \(Prompt: text, Answer: text\)", **COMPLETION,
+        "DAT002", r"has columns that match no data format \(Prompt: text, Answer: text\)", **COMPLETION,
         examples=lambda rows: [{"Prompt": row["prompt"], "Answer": row["completion"]} for row in rows],
     ),
     "column name with half of a surrogate pair": Breakage(
@@ -434,7 +434,7 @@ OTHER_FORMATS = {
         options={"data.format": "prompt_completion", "data.completion_column": "answer"},
     ),
     "numbers instead of text": Breakage(
-        "DAT002", r"matches no data format by its columns \(text: number\)", **TEXT,
+        "DAT002", r"has columns that match no data format \(text: number\)", **TEXT,
         examples=lambda rows: [{"text": number} for number, _ in enumerate(rows)],
     ),
     "pretraining on text with one empty line": Breakage(
@@ -599,7 +599,7 @@ LINES = {
     ),
     "HTML page": Breakage("DAT002", "is an HTML page", content=content(HTML)),
     "JSON error of a server": Breakage(
-        "DAT002", r"matches no data format by its columns \(error: text\)",
+        "DAT002", r"has columns that match no data format \(error: text\)",
         content=content('{"error": "Unauthorized"}\n'),
     ),
     "Git LFS pointer": Breakage("DAT002", "is a Git LFS pointer.*git lfs pull", content=content(LFS)),
@@ -664,7 +664,7 @@ TABLES = {
     ),
     "empty .csv file": Breakage("DAT002", "contains no examples", **CSV, content=content(""), run_words="no examples"),
     "no header": Breakage(
-        "DAT002", r"matches no data format by its columns \(Train 1\?: text, At 1\.: text\)", **CSV,
+        "DAT002", r"has columns that match no data format \(Train 1\?: text, At 1\.: text\)", **CSV,
         content=lambda old: old.partition(b"\n")[2],
     ),
     "unbalanced quotes": Breakage("DAT002", "is not valid CSV", 4, **CSV, content=replaces("Train 3?", '"Train 3?')),
@@ -709,7 +709,7 @@ TABLES = {
         suffix=".csv", content=lambda old: encode([{"messages": json.dumps([user(), assistant()])}] * 4, ".csv")
     ),
     "conversations as Python text in a column": Breakage(
-        "DAT002", r"matches no data format by its columns \(messages: text\)", suffix=".csv",
+        "DAT002", r"has columns that match no data format \(messages: text\)", suffix=".csv",
         content=lambda old: encode([{"messages": str([user(), assistant()])}] * 4, ".csv"),
     ),
     "missing values written as nan": Breakage(**CSV, content=replaces("At 3.", "nan")),

@@ -265,7 +265,7 @@ def test_validation_set_without_usable_examples(tmp_path: Path, tiny: Path, fork
     spec = spec_of(Breakage(options=options), Breakage().write(tmp_path), tiny)
     assert not errors_of(spec, tmp_path)
     found = findings_of(spec, tmp_path)["DAT007"]
-    assert "The validation set has 2 examples, of which none has a trained token within" in found.message
+    assert "The validation set has 2 examples, none of which has a trained token within" in found.message
     assert "DAT007" not in findings_of(edit(spec, found.fixes[1].patch), tmp_path)
     code, log = skip_checks.run(tmp_path / "run", spec, fork_server)
     assert code == 0, log

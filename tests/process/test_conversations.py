@@ -633,7 +633,7 @@ def test_variables_of_the_template(tokenizer: Any) -> None:
     chat = ChatTokenizer.create(tokenizer, False, {"effort": "low"})
     unread = {key.removeprefix("unread ") for key in count(chat, converted(given)) if key.startswith("unread")}
     assert unread == {"the column documents", "style of chat_template_kwargs", "effort of data.chat_template_kwargs"}
-    for wrong, problem in [([1], "contains a list"), ({"tools": []}, "has tools, which is no variable")]:
+    for wrong, problem in [([1], "contains a list"), ({"tools": []}, "has tools, which transformers sets itself")]:
         with pytest.raises(InvalidExample, match=problem):
             converted({**row, "chat_template_kwargs": wrong})
 

@@ -163,7 +163,10 @@ def test_refused(tmp_path, given, named):
         ({"datasets": [{"path": "a/b", "shards": 4}]}, "datasets[0].shards: 4 (all examples are used"),
         ({"datasets": [{"path": "a/b", "data_files": ["x.json"]}]}, "datasets[0].data_files: ['x.json']"),
         ({"datasets": [{"path": "a/b", "revision": "v2"}]}, "datasets[0].revision: v2"),
-        ({"datasets": [{"path": "a.jsonl", "split": "train[:5%]"}]}, "datasets[0].split: train[:5%] (local files)"),
+        (
+            {"datasets": [{"path": "a.jsonl", "split": "train[:5%]"}]},
+            "datasets[0].split: train[:5%] (no effect on local files)",
+        ),
         ({"datasets": [{"path": "a/b", "type": "alpaca", "field_messages": "x"}]}, "datasets[0].field_messages: x"),
         ({"datasets": [{"path": "a/b", "type": "sharegpt", "field_messages": "x"}]}, "datasets[0].field_messages: x"),
         (

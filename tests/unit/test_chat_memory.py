@@ -108,7 +108,7 @@ def test_the_gpu_of_the_run_and_its_free_memory(tmp_path):
     used = Machine(device="cuda", gpus=(Gpu(1, "H200", 2**34, 2**20, processes=("python (4711)",)),))
     waiting = inference.of_chat(run, used)
     assert not waiting.warning and waiting.text.endswith(
-        "16 GiB is free once the other programs on it have ended, which the chat waits for."
+        "16 GiB is free once the other programs on the device have ended (the chat waits for them)."
     )
     (run.path / JOB).write_text(json.dumps({"state": "done", "text": "Done."}))
     assert inference.of_chat(run, used).device == "the CPU", "as for every job of a run that was a cluster's"

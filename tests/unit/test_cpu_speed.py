@@ -56,7 +56,7 @@ def test_an_old_measurement_counts_until_there_is_a_new_one(speeds: Measured, mo
     get(speeds, result(0.001, busy=1.4, age=1500))
     speeds._known.clear()
     found = speeds.get(REQUEST, False)["cpu"]
-    assert (found.layer, found.busy, found.note) == (0.001, 0, "The CPU speed is from 25 min ago.")
+    assert (found.layer, found.busy, found.note) == (0.001, 0, "The CPU speed was measured 25 min ago.")
     monkeypatch.setattr(cpu_speed.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     assert speeds.get(REQUEST, False)["cpu"].busy == cpu_speed._cores()
     monkeypatch.setattr(cpu_speed.os, "cpu_count", lambda: cpu_speed._cores() + 1)  # of the host of a container
@@ -75,7 +75,7 @@ def test_the_last_calm_measurement_counts(speeds: Measured, now: dict[str, Any],
     get(speeds, result(0.001, age=1500))
     found = get(speeds, result(0.009, **now))["cpu"]
     assert found.layer == 0.001 and found.busy == now["busy"]
-    assert found.note == f"The CPU speed is from 25 min ago: it cannot be measured while {why}."
+    assert found.note == f"The CPU speed was measured 25 min ago; it cannot be measured again while {why}."
     assert get(speeds, result(0.002))["cpu"].note == ""
 
 

@@ -284,7 +284,7 @@ def test_json_is_read_however_it_is_indented(text: str) -> None:
         ('{\n\t"train_batch_size": 8, /* x */ "fp16": {}}', "line 2, column 25: JSON has no comments"),
         ('{\n\t"fp16": {"enabled": True}\n}', "line 2, column 22: True is written true"),
         ("{\n\t'fp16': {}\n}", "line 2, column 2: text needs double quotes"),
-        ('{\n\t"fp16 : {},\n\t"a": 1}', "line 2, column 13: text must end on its line"),
+        ('{\n\t"fp16 : {},\n\t"a": 1}', "line 2, column 13: text must end on the line where it begins"),
         ('{\n\t"fp16" {}}', "line 2, column 8: a colon is missing"),
         ('{\n\t"a": [1, 2,\n]}', "line 2, column 12: there must be no comma before ]"),
         ('{\n\t"train_batch_size": 8', "the text ends before"),

@@ -170,7 +170,7 @@ def test_files_that_both_train_and_validate_are_found(tmp_path: Path) -> None:
 def test_several_paths_on_one_line_are_recognized(tmp_path: Path, name: str) -> None:
     write(tmp_path / "a.jsonl", [{"text": "x"}])
     (issue,) = inspect_inputs(files(name), tmp_path).data_issues
-    assert issue.message == "does not exist; write each path on a line of its own, without quotes or commas"
+    assert issue.message == "does not exist; write each path on a separate line, without quotes or commas"
 
 
 def test_missing_and_unknown_files_are_reported(tmp_path: Path) -> None:

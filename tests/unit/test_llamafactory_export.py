@@ -112,7 +112,7 @@ def test_preference_data_is_converted(tmp_path):
         {"messages": [ask], "chosen": yes, "rejected": no}
     ]
     assert found.datasets["data_1"]["ranking"] is True
-    assert found.missing == [f"data.files: 1 example of {file}: invalid, or a completion of several turns"]
+    assert found.missing == [f"data.files: 1 example of {file}: invalid, or with a completion of several turns"]
     file = lines(tmp_path / "labels.jsonl", {"prompt": "?", "completion": "a", "label": False})
     found = made({"train.stage": "kto", "data.files": (file,)}, "labels")
     assert json.loads(found.files["data_1.jsonl"]) == {"messages": [ask, yes], "kto_tag": False}

@@ -236,7 +236,7 @@ DATA = (
              facts=NO_LOSS_ON_PROMPT),
     # With train.seed 42, the validation set is examples 2, 3 and 7, and max_samples 3 draws 1, 5 and 6.
     facts_boundary("DAT017", SPLIT, few_usable(4), few_usable(2), {LENGTH: 256}, WITHOUT_VALIDATION,
-                   words="The training set has 7 examples (data.validation_split 0.3), of which none has a trained "
+                   words="The training set has 7 examples (data.validation_split 0.3), none of which has a trained "
                          "token within data.max_length (64 tokens). Of all 10 examples, 1 does."),
     boundary("DAT017", SPLIT, {SAMPLES: 0}, {SAMPLES: 3}, {LENGTH: 256}, {SAMPLES: 0}, facts=few_usable(4)),
     boundary("DAT017", SPLIT, {**WITHOUT_VALIDATION, SAMPLES: 0}, {SAMPLES: 1}, {LENGTH: 256},
@@ -245,14 +245,14 @@ DATA = (
                    words="the longest example has 1 token. The first token of an example has no loss, and neither"),
     facts_boundary("DAT019", {**SPLIT, "train.stage": "dpo"}, few_usable(4, num_identical_pairs=9),
                    few_usable(2, num_identical_pairs=9), WITHOUT_VALIDATION,
-                   words="of which none has two different completions within"),
+                   words="none of which has two different completions within"),
     facts_boundary("DAT019", {**SPLIT, "train.stage": "dpo"}, few_usable(2, num_identical_pairs=4),
                    few_usable(2, num_identical_pairs=5)),
     boundary("DAT019", {**USER_PAIRS, "data.chosen_column": "better"}, {"data.rejected_column": "worse"},
              {"data.rejected_column": "better"}, words="both name the column 'better'"),
     boundary("DAT019", {**USER_PAIRS, "data.chosen_column": "rejected"}, {"data.rejected_column": "chosen"}, {}),
     facts_boundary("DAT007", SPLIT, few_usable(4, 2), few_usable(4, 5), NO_EVAL_LOSS, {LENGTH: 256},
-                   words="The validation set has 3 examples, of which none has a trained token within"),
+                   words="The validation set has 3 examples, none of which has a trained token within"),
     facts_boundary("DAT007", SPLIT, few_usable(4, 2, num_identical_pairs=8), few_usable(4, num_identical_pairs=9),
                    NO_EVAL_LOSS, words="none has two different completions within"),
     facts_boundary("DAT007", SPLIT, few_usable(2), few_usable(4), words="no evaluation would run"),

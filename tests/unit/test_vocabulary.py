@@ -142,7 +142,7 @@ def test_a_tied_output_layer_in_full() -> None:
 
 @pytest.mark.parametrize("token", ["", " "])
 def test_a_token_without_a_character_is_refused(token: str) -> None:
-    with pytest.raises(ValueError, match=r"data\.add_tokens: must be tokens that are not only spaces"):
+    with pytest.raises(ValueError, match=r"data\.add_tokens: must be tokens that do not consist of spaces only"):
         edit(RunSpec(), {"data.add_tokens": (TOOL, token)})
 
 

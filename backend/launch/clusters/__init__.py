@@ -1,5 +1,5 @@
-"""The clusters that a run's job can be submitted to: how a plan becomes a job, and what the cluster says before: its
-nodes, and why it would not run the job."""
+"""The clusters that a run's job can be submitted to: how a plan becomes a job, and what the cluster says before the
+start: its nodes, and why it would not run the job."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def forget() -> None:
 
 
 def as_machine(here: Machine, name: str, devices: tuple[Gpu, ...], nodes: int, cores: int, ram_bytes: int) -> Machine:
-    """The nodes of a cluster, with the packages of this machine; `ram_bytes`: of one node, 0 if unknown."""
+    """The nodes of a cluster, with the packages of this machine; `ram_bytes`: the RAM of one node, 0 if unknown."""
     ram = ram_bytes or here.ram_bytes
     known = replace(here, name=name, device="cuda" if devices else "cpu", gpus=devices, nodes=nodes, cores=cores)
     return replace(known, ram_bytes=ram, ram_free_bytes=ram, shm_free_bytes=None, driver_version="")

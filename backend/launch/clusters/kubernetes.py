@@ -26,12 +26,12 @@ from backend.runs.kubernetes_node import COMES_BACK
 
 Tree = dict[str, Any]
 
-KEPT_SECONDS = 86_400  # a job that has ended, for kubectl
+KEPT_SECONDS = 86_400  # how long a job that has ended is kept for kubectl
 CONTAINER = "node"  # its name in Kubeflow's runtimes
 LABELS = {"app.kubernetes.io/managed-by": "footplate"}
 QUEUE = "kueue.x-k8s.io/queue-name"
 COMPLETION_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-STOP_SECONDS = 30  # after the checkpoint of a stop
+STOP_SECONDS = 30  # to end the processes after the checkpoint of a stop
 
 
 def as_job(made: Plan, spec: RunSpec, run: ResolvedRun, machine: Machine) -> Plan:
@@ -127,7 +127,7 @@ def _metadata(spec: RunSpec) -> Tree:
 
 
 def _job(spec: RunSpec, run: ResolvedRun, container: Tree) -> Tree:
-    """An Indexed Job. Kubernetes replaces a pod that it has evicted, or that says that it comes back."""
+    """An Indexed Job. Kubernetes replaces a pod that it has evicted, or whose exit code says that it comes back."""
     rank = {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": COMPLETION_INDEX}}}
     master = f"{NAME}-0.{NAME}" if run.nnodes > 1 else "localhost"
     nodes = {"PET_NNODES": str(run.nnodes), "PET_MASTER_ADDR": master, "PET_MASTER_PORT": _port(spec)}
@@ -161,7 +161,7 @@ def _port(spec: RunSpec) -> str:
 
 
 def _service(spec: RunSpec) -> Tree:
-    """Gives the pods of the job host names, of which node 0's is the master address."""
+    """Gives host names to the pods of the job; that of node 0 is the master address."""
     return {
         "apiVersion": "v1",
         "kind": "Service",

@@ -23,12 +23,12 @@ GPU_LABELS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.googl
 UNITS: Mapping[str, float] = {
     "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "": 1,
 }  # fmt: skip
-LARGEST_NODE = 8  # GPUs of a node that may not be listed
+LARGEST_NODE = 8  # GPUs of a node, where the user may not list nodes
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node that runs pods, and what it has for them, whether in use or not."""
+    """A node that runs pods, and the resources that it has for them, whether in use or not."""
 
     cores: int
     ram_bytes: int
@@ -53,8 +53,8 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
     if not matching:
         what = f" with the labels {', '.join(spec.kubernetes.node_labels)}" if labels else ""
         taints = sorted({taint for node in found for taint in node.taints} - tolerated)
-        why = f" Set kubernetes.tolerations: its nodes have the taints {', '.join(taints)}." if taints else ""
-        return here, f"The Kubernetes cluster has no node{what} that runs the pods.{why}"
+        why = f" Set kubernetes.tolerations: the cluster's nodes have the taints {', '.join(taints)}." if taints else ""
+        return here, f"The Kubernetes cluster has no node{what} that can run the pods.{why}"
     largest = max(matching, key=lambda node: (node.gpus, node.cores))
     devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
     count = sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in matching)
@@ -74,7 +74,7 @@ def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
     """Why the cluster would refuse the job, as a sentence; '' if it accepts it. Asks for a dry run of the same
     manifest."""
     if not spec.kubernetes.image:
-        return ""  # a rule says so
+        return ""  # a rule reports this
     wanted = kubernetes.cpus(spec, run, nodes)
     if wanted > nodes.cores:
         return f"Each pod would request {wanted} CPUs, and the nodes of the Kubernetes cluster have {nodes.cores}."
@@ -110,6 +110,6 @@ def parse(rows: Iterable[Mapping[str, Any]], gpu_resource: str) -> Iterable[Node
 
 
 def amount(text: str) -> float:
-    """A quantity of Kubernetes, such as 7910m or 131911984Ki; 0 if it is none."""
+    """A quantity of Kubernetes, such as 7910m or 131911984Ki; 0 if it is not one."""
     found = re.fullmatch(r"([\d.]+)([A-Za-z]*)", str(text))
     return float(found[1]) * UNITS.get(found[2], 0) if found else 0

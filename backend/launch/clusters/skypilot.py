@@ -26,7 +26,7 @@ from backend.paths import HOME
 from backend.resolve import ResolvedRun, resolve
 
 TASK = "task.yaml"
-SOURCE = "~/footplate"  # on the machines of the cloud
+SOURCE = "~/footplate"  # where Footplate is copied on the machines of the cloud
 PACKAGE = ("pyproject.toml", "README.md", "LICENSE", "backend", "webui", "presets", "assets")  # what pip install needs
 COMMAND = f"sky launch {TASK}"
 
@@ -103,8 +103,8 @@ def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 _Dumper.add_representer(str, _block)
 
-# torchrun starts no rank before all nodes have joined, so after node 0 has copied the folder. A managed job keeps its
-# task ID after a recovery, and continues from its checkpoints.
+# torchrun starts no rank before all nodes have joined, so every rank starts after node 0 has copied the folder. A
+# managed job keeps its task ID after a recovery, and continues from its checkpoints.
 ENTER = """\
 folder={path}/$SKYPILOT_TASK_ID
 mkdir -p "$folder" || exit 1

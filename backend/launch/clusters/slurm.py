@@ -115,7 +115,7 @@ def time_text(seconds: int) -> str:
 
 def sigterm_seconds(spec: RunSpec) -> int:
     """How long before the time limit the job is asked to end; a third of a short limit, since a job that has no more
-    time than this would be asked at once."""
+    time than this would be asked immediately."""
     limit = 60 * minutes(spec.slurm.time_limit) if spec.slurm.time_limit else math.inf
     return int(min(SIGTERM_SECONDS, limit / 3))
 
@@ -175,7 +175,7 @@ fi
 JOB = """\
 #!/usr/bin/env bash
 {options}
-# Slurm runs this script on the first node of the job. A job that comes back resumes from the last complete checkpoint.
+# Slurm runs this script on the first node of the job. A requeued job resumes from the last complete checkpoint.
 [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || set --
 unset SLURM_EXPORT_ENV
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -188,14 +188,14 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 withdraw
 srun --kill-on-bad-exit=1 --wait={wait}{step} bash {node_job} "$@" &
 {follow}
-# After a failure srun ends the other nodes with SIGTERM too.
+# After a failure, srun ends the other nodes with SIGTERM too.
 [ $code = 0 ] || withdraw
 {again}exit $code
 """
 NODE = """\
 #!/usr/bin/env bash
 # Slurm runs this script on each node of the job. Only this shell reacts to SIGTERM: torchrun would kill its ranks
-# before they have saved a checkpoint, and a set-up that is ended would fail the run.
+# before they have saved a checkpoint, and the run would fail if its setup commands were ended.
 if ! cd "$SLURM_SUBMIT_DIR" || [ ! -e {spec} ]; then
     where="The node $(hostname) does not see the run's folder $SLURM_SUBMIT_DIR"
     echo "{says}$where. All nodes need it under the same path."

@@ -94,7 +94,7 @@ def in_words(found: Sequence[Partition]) -> str:
 
 
 def _ram_and_gpus(part: Partition) -> str:
-    """Of each node."""
+    """The RAM and the GPUs of each node."""
     ram = f"{data_size(part.ram_bytes)} of RAM" if part.ram_bytes else "an unknown amount of RAM"
     return f"{ram}, {counted(part.gpus, f'{part.gpu_type} GPU'.strip()) if part.gpus else 'no GPUs'}"
 

@@ -39,7 +39,7 @@ LONG = {
 
 @dataclass(frozen=True)
 class SbatchOption:
-    """An option by its long name; `line` is the position of its line, `words` what it was written as."""
+    """An option by its long name; `line` is the position of its line, `words` are the words that it was written as."""
 
     name: str
     value: str

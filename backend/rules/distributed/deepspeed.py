@@ -82,7 +82,8 @@ def deepspeed_without_compiler(case: Case) -> str | None:
     "STR012",
     fields=("parallel.offload_optimizer", "train.optim"),
     title="DeepSpeed replaces an offloaded optimizer with CPU Adam",
-    source="accelerate 1.15 utils/deepspeed.py, map_pytorch_optim_to_deepspeed: any other becomes DeepSpeedCPUAdam",
+    source="accelerate 1.15 utils/deepspeed.py, map_pytorch_optim_to_deepspeed: any other optimizer becomes "
+    "DeepSpeedCPUAdam",
     fixes=(
         Fix(
             "Keep the optimizer state on the device",
@@ -182,7 +183,7 @@ def slow_nvme_folder(case: Case) -> str | None:
     moments."""
     if not case.facts.nvme_slow_reason or not _uses_nvme(case):
         return None
-    return f"{case.facts.nvme_slow_reason} Every optimizer step would wait for it."
+    return f"{case.facts.nvme_slow_reason} Every optimizer step would wait for this disk."
 
 
 @error(
@@ -253,7 +254,7 @@ def precomputed_reference_with_activation_checkpointing(case: Case) -> str | Non
     fields=("train.optim", "parallel.strategy"),
     title="This optimizer's quantization blocks do not match DeepSpeed's flat parameter buffers",
     source="deepspeed 0.19 utils/tensor_fragment.py, set_optim_state_fragment; torchao 0.18 optim/subclass_4bit.py and "
-    "subclass_8bit.py: start and end must be at a block boundary",
+    "subclass_8bit.py: each shard must start and end at a block boundary",
     fixes=(DDP, ADAMW),
     fails_on=Example({**BLOCKWISE, "lora.r": 3}, EQUIPPED_TWO),
     passes_on=Example({**BLOCKWISE, "lora.r": 16}, EQUIPPED_TWO),

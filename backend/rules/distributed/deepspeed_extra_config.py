@@ -88,7 +88,8 @@ def _trainer_values(case: Case) -> dict[str, Any]:
     "STR033",
     fields=(EXTRA_CONFIG, "train.optim", "train.lr_scheduler_type"),
     title="DeepSpeed would replace the optimizer or the learning rate schedule",
-    source="transformers 5.23 integrations/deepspeed.py deepspeed_optim_sched: with them the Trainer creates none",
+    source="transformers 5.23 integrations/deepspeed.py deepspeed_optim_sched: if the config has these sections, the "
+    "Trainer creates neither",
     fails_on=zero3_example({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}),
     passes_on=HARMLESS,
 )

@@ -10,7 +10,8 @@ from backend.runs import DEEPSPEED
 
 
 def _problems(case: Case) -> tuple[dict[str, str], dict[str, str]]:
-    """What DeepSpeed refuses and ignores of deepspeed.json, without the keys that another rule names."""
+    """The keys of deepspeed.json that DeepSpeed refuses, and those that it ignores, without those that another rule
+    reports."""
     if not extra_config(case, DEEPSPEED):
         return {}, {}
     found = deepspeed_keys.problems(case.run.engine.configuration(case.spec))
@@ -29,8 +30,8 @@ def _problems(case: Case) -> tuple[dict[str, str], dict[str, str]]:
 )
 def invalid_deepspeed_keys(case: Case) -> Violation | None:
     """DeepSpeed's own classes validate its configuration at the start of the run, after the model is loaded: an unknown
-    key or a value out of range ends the run with a ValidationError. It does not check other keys: the text "false"
-    counts as true there."""
+    key or a value out of range ends the run with a ValidationError. DeepSpeed does not check its other keys: there, the
+    text "false" counts as true."""
     refused, _ = _problems(case)
     if not refused:
         return None

@@ -107,10 +107,16 @@ def extra_config_contradicts_strategy(case: Case) -> Violation | None:
         earlier = engine.earlier_spelling(written, path)
         about = f"{f'written as {earlier}; ' if earlier else ''}options: {json.dumps(expected[path])}"
         values.append(f"{path} to {json.dumps(value_at(extra, path))} ({about})")
-    message = f"The extra config sets {names(values)}, which has not been checked or estimated."
+    message = (
+        f"The extra config sets {names(values)}, but the checks and the memory estimate assume the values of the "
+        "options."
+    )
     for table in {path.partition(".")[0] for path in expected if "." in path}:
         if not isinstance(extra.get(table, {}), Mapping):
-            wrong, message = [table], f"The extra config sets {table} to {json.dumps(extra[table])}, not to an object."
+            wrong, message = (
+                [table],
+                f"The extra config sets {table} to {json.dumps(extra[table])}; it must be a JSON object.",
+            )
     if not wrong:
         return None
     removed = without_keys(extra, [path.removesuffix(".device") for path in wrong])

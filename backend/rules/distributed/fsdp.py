@@ -90,8 +90,8 @@ def lora_on_fsdp1(case: Case) -> str | None:
 )
 def hybrid_shard_with_one_process_per_node(case: Case) -> str | None:
     """HYBRID_SHARD shards within a node and averages gradients between the nodes. With one process per node, torch
-    replaces it with NO_SHARD within the node and skips the average between the nodes, with a warning about sharding
-    only. Every node would train a model of its own, and the model of rank 0 would be saved."""
+    replaces it with NO_SHARD within the node and skips the average between the nodes, and warns only about the
+    sharding. Every node would train a different model, and the model of rank 0 would be saved."""
     run = case.run
     if run.fsdp_version != 1 or case.spec.parallel.sharding_strategy != "hybrid_shard":
         return None

@@ -53,7 +53,7 @@ def _is_boolean(value: Any) -> bool:
     fields=(EXTRA_CONFIG, "train.activation_checkpointing"),
     title="FSDP's activation checkpointing gives wrong gradients with dropout",
     source="accelerate 1.15 utils/fsdp_utils.py: preserve_rng_state=False, so dropout differs in the recomputation; "
-    "transformers 5.23 trainer.py refuses it together with the Trainer's",
+    "transformers 5.23 trainer.py refuses it together with the Trainer's activation checkpointing",
     fails_on=Example({**FSDP2, EXTRA_CONFIG: '{"activation_checkpointing": true}'}, TWO_H100),
     passes_on=Example({**FSDP2, "train.activation_checkpointing": True}, TWO_H100),
 )
@@ -93,7 +93,7 @@ def _invalid_choices(values: Mapping[str, Any], is_fsdp2: bool) -> dict[str, str
         found["state_dict_type"] = f"{state_dict} is not one of {names(state_dicts)}"
     reshard = str(values.get("reshard_after_forward", "true" if is_fsdp2 else SHARDING_STRATEGIES[0]))
     if is_fsdp2 and not _is_boolean(reshard):
-        found["reshard_after_forward"] = f"{reshard} is neither true nor false, as FSDP2 requires"
+        found["reshard_after_forward"] = f"FSDP2 requires true or false, not {reshard}"
     if not is_fsdp2 and reshard.upper() not in SHARDING_STRATEGIES:
         found["reshard_after_forward"] = f"{reshard} is not a sharding strategy of FSDP1"
     for name in (*BOOLEAN_KEYS, *(() if is_fsdp2 else FSDP1_BOOLEAN_KEYS)):
@@ -113,11 +113,11 @@ def _invalid_values(case: Case, values: Mapping[str, Any]) -> dict[str, str]:
     if classes and missing:
         found["transformer_layer_cls_to_wrap"] = f"the model has no layers of class {names(missing)}"
     if str(values.get("cpu_ram_efficient_loading")).lower() in TRUE and case.spec.precision.compute == "fp8":
-        found["cpu_ram_efficient_loading"] = "fp8 needs weights that every rank has loaded"
+        found["cpu_ram_efficient_loading"] = "fp8 requires that every rank loads the weights"
     if values.get("xla"):
         found["xla"] = "it is for TPUs only"
     if is_fsdp2 and _wraps_layer_list(values, case.shape):
-        found["min_num_params"] = "the list of all layers is larger than that, and FSDP2 cannot wrap a ModuleList"
+        found["min_num_params"] = "the ModuleList of all layers is larger than this, and FSDP2 cannot wrap a ModuleList"
     return found
 
 

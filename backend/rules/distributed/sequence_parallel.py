@@ -60,7 +60,7 @@ def untested_context_parallelism(case: Case) -> str | None:
     size = case.run.context_parallel_size
     if size == 1 or case.run.device == "cpu":
         return None
-    return f"Compare the first losses of this run with a run without context parallelism (size {size} here)."
+    return f"Compare the first losses of this run with those of a run without context parallelism (size {size} here)."
 
 
 @error(
@@ -152,7 +152,7 @@ def sequence_parallel_attention(case: Case) -> str | None:
     fields=("parallel.sequence_parallel_size",),
     title="This architecture does not support sequence parallelism",
     source="tests/process/test_sequence_parallel.py, with deepspeed 0.19 and every causal model type of transformers "
-    "5.23: what attention is given for a part of a sequence, compared with the whole sequence",
+    "5.23: the inputs of attention for a part of a sequence, compared with those for the whole sequence",
     fixes=(NO_SEQUENCE_PARALLEL,),
     fails_on=Example(SEQUENCE, TWO_H100, replace(LLAMA_8B_FACTS, shape=replace(LLAMA_8B, model_type="qwen3_next"))),
     passes_on=Example(SEQUENCE, TWO_H100, LLAMA_8B_FACTS),
@@ -167,7 +167,7 @@ def sequence_parallel_architecture(case: Case) -> str | None:
         return None
     return (
         f"{case.spec.model.name} has the model type {names(sorted(kinds))}. With sequence parallelism, some of its "
-        "layers would process only the tokens of their own rank: an incorrect loss, or an error."
+        "layers would process only the tokens of their own rank, which gives an incorrect loss or an error."
     )
 
 

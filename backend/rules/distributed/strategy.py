@@ -108,8 +108,8 @@ def best_model_without_optimizer_state(case: Case) -> str | None:
 )
 def adapter_merge_with_sharded_weights(case: Case) -> str | None:
     """Merging adds the adapter to the base weights, but each rank holds only a shard of them: with ZeRO-3, and with
-    FSDP2 and DoRA, the run would save the base model without its training. FSDP2 merges other LoRA adapters. After the
-    run, `footplate merge` or *Merge into base model* on the run's page merges the adapter."""
+    FSDP2 and DoRA, the run would save the base model without the trained adapter. FSDP2 merges other LoRA adapters.
+    After the run, `footplate merge` or *Merge into base model* on the run's page merges the adapter."""
     save, lora = case.spec.save, case.spec.lora
     if not (save.merge_adapter and save.final_model and case.spec.method.kind == "lora"):
         return None
