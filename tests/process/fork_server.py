@@ -30,7 +30,7 @@ from backend.config.processes import nproc_per_node
 from backend.inspect import architecture, cpu_speed, examples, worker
 from backend.inspect.architecture import ModuleTables
 from backend.inspect.cpu_speed import CpuSpeeds
-from backend.inspect.examples import ExampleReports
+from backend.inspect.examples import ExampleReports, ShownExamples
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.runs import RANK_LOGS, RUN_MARKER, processes, warm_python
@@ -146,18 +146,18 @@ def forked_inspection(server: ForkServer, folder: Path) -> Iterator[None]:
     """The checks of this process use inspection workers that the server forks, with their results in `folder`."""
     command = (str(server.python), *worker.ARGUMENTS)
     tables, reports = ModuleTables(folder, command=command), ExampleReports(folder, command=command)
-    speeds = CpuSpeeds(folder, command=command)
+    shown, speeds = ShownExamples(folder, seconds=60, command=command), CpuSpeeds(folder, command=command)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(worker.SETTING, "on")
         patch.setattr(architecture, "_tables", lambda _: tables)
         patch.setattr(examples, "_reports", lambda _: reports)
+        patch.setattr(examples, "_shown", lambda _: shown)
         patch.setattr(cpu_speed, "_speeds", lambda _: speeds)
         try:
             yield
         finally:
-            tables.close()
-            reports.close()
-            speeds.close()
+            for cache in (tables, reports, shown, speeds):
+                cache.close()
 
 
 def free_port() -> int:

@@ -128,6 +128,7 @@ def test_ctrl_c_ends_the_worker(tmp_path: Path, environment: dict[str, str]) -> 
         assert "Loading the tokenizer..." in shown and "of 100,000 examples..." in shown
         started = psutil.Process(checking.pid).children(recursive=True)
         assert [process.cmdline()[2] for process in started] == ["backend.train.worker"]
+        assert started[0].nice() >= 10
         checking.send_signal(signal.SIGINT)
         try:
             out, _ = checking.communicate(timeout=60)
@@ -145,28 +146,27 @@ def test_ctrl_c_ends_the_worker(tmp_path: Path, environment: dict[str, str]) -> 
     assert shown.endswith("\r") and shown.rpartition("\r")[0].rpartition("\r")[2].strip() == "", "the line was erased"
 
 
-def test_another_request_ends_the_one_in_progress(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_request_ends_the_one_in_progress(
+    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when the form is edited: a request that no client waits for does not delay the next report."""
-    monkeypatch.setenv(worker.SETTING, "on")
     monkeypatch.setattr(worker, "ABANDONED_SECONDS", 1.0)
     (tmp_path / "long.jsonl").write_text((json.dumps(TALK) + "\n") * 100_000)
     (tmp_path / "short.jsonl").write_text((json.dumps(TALK) + "\n") * 40)
     spec = edit(RunSpec(), {"model.builtin": "tiny-llama", "data.source": "files", "data.validation": "none"})
     long, short = (edit(spec, {"data.files": (name,)}) for name in ("long.jsonl", "short.jsonl"))
-    reports = examples._reports(cache)
-    try:
+    with forked_inspection(fork_server, fork_server.cache):
+        reports = examples._reports(fork_server.cache)
         until = time.monotonic() + TIMEOUT
         while not (facts := inspect_inputs(long, tmp_path)).tokenizer_size and time.monotonic() < until:
             time.sleep(0.2)
         assert facts.examples_pending and 0 < facts.num_checked < 100_000 == facts.num_examples
         assert facts.num_usable is None and facts.token_lengths
         pid = reports.pid
-        assert pid and os.getpriority(os.PRIO_PROCESS, pid) >= 10
+        assert pid
         while (facts := inspect_inputs(short, tmp_path)).examples_pending and time.monotonic() < until:
             time.sleep(0.2)
         assert (facts.num_checked, facts.all_checked, facts.num_usable) == (40, True, 40)
         assert reports.pid == pid, "the same process, whose libraries are loaded"
         assert not reports._pending
-    finally:
-        reports.close()
-        assert reports.pid is None
+    assert reports.pid is None

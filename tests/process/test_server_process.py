@@ -12,8 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HOME = Path(__file__).resolve().parent.parent.parent
-HEAVY_MODULES = ("torch", "transformers", "matplotlib", "deepspeed", "datasets")
-PRINT_MODULES = "import sys; from webui.__main__ import main; code = main(); print(*sys.modules); sys.exit(code)"
+HEAVY_MODULES = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "datasets", "matplotlib"}
+# With the modules of the command `footplate`.
+PRINT_MODULES = """
+import sys
+import backend.__main__
+from webui.__main__ import main
+code = main()
+print(*sys.modules)
+sys.exit(code)
+"""
 
 
 @contextmanager
@@ -42,7 +50,7 @@ def running_server(runs, *command, **environment):
 
 
 def request(port, method, path, body=None):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {} if body is None else {"content-type": "application/json"}
     connection.request(method, path, None if body is None else json.dumps(body), headers)
     response = connection.getresponse()
@@ -63,46 +71,36 @@ def children(pid):
     return pids
 
 
-def test_responds_keeps_drafts_and_ends_on_sigterm(tmp_path):
-    runs = tmp_path / "runs"
-    values = {"train.learning_rate": "oops"}
-    with running_server(runs) as (process, port):
+def test_it_responds_keeps_drafts_and_ends_on_signals(tmp_path):
+    """Two servers, one after the other: the first ends on Ctrl-C, the second on SIGTERM."""
+    runs, values = tmp_path / "runs", {"train.learning_rate": "oops"}
+    with running_server(runs, "-c", PRINT_MODULES) as (process, port):
         assert b"gradio" in request(port, "GET", "/")[1]
         status, body = request(port, "POST", "/api/check", {"values": values, "draft": "abc", "seq": 1})
         assert status == 200 and json.loads(body)["status"]["level"] == "invalid"
-        assert children(process.pid) == []
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == -signal.SIGTERM
-        assert process.stderr.read() == ""
-    with socket.socket() as again:
-        assert again.connect_ex(("127.0.0.1", port)) != 0
-    with running_server(runs) as (_, port):
-        assert json.loads(request(port, "GET", "/api/drafts/abc")[1])["values"] == values
-
-
-def test_imports_no_heavy_modules_and_ends_on_ctrl_c(tmp_path):
-    with running_server(tmp_path, "-c", PRINT_MODULES) as (process, port):
-        assert request(port, "GET", "/")[0] == 200
         assert request(port, "POST", "/api/check", {"values": {}})[0] == 200
         assert request(port, "GET", "/api/runs")[0] == 200
         assert request(port, "GET", "/rules")[0] == 200
+        assert children(process.pid) == []
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=30)
     assert process.returncode == 0 and err == ""
     loaded = {name.partition(".")[0] for name in out.split()}
-    assert "gradio" in loaded and not loaded & set(HEAVY_MODULES)
+    assert "gradio" in loaded and not loaded & HEAVY_MODULES
+    with running_server(runs) as (process, port):
+        assert json.loads(request(port, "GET", "/api/drafts/abc")[1])["values"] == values
+        second = second_server(runs, port)
+        assert second.returncode == 2 and second.stdout == ""
+        assert f"Port {port}" in second.stderr and "such as 7860, with --port or PORT" in second.stderr
+        assert "Traceback" not in second.stderr
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == -signal.SIGTERM
+        assert process.stderr.read() == ""
+    with socket.socket() as again:
+        assert again.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_port_in_use_is_reported(tmp_path):
-    with running_server(tmp_path) as (_, port):
-        second = subprocess.run(
-            [sys.executable, "-m", "webui", "--port", str(port), "--runs", str(tmp_path)],
-            cwd=HOME,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-    assert second.returncode == 2 and second.stdout == ""
-    assert f"Port {port}" in second.stderr and "such as 7860, with --port or PORT" in second.stderr
-    assert "Traceback" not in second.stderr
+def second_server(runs, port):
+    """Try to start a server on a port that is in use."""
+    command = [sys.executable, "-m", "webui", "--port", str(port), "--runs", str(runs)]
+    return subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=60, check=False)

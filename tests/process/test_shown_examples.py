@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import ForkServer, forked_inspection
 from training_runs import make_spec
 from transformers import AutoTokenizer
 
 from backend.__main__ import main
 from backend.config import RunSpec
-from backend.inspect import examples, worker
+from backend.inspect.examples import FORMAT
 from backend.train import data
 from backend.train.show_examples import MAX_TOKENS, NOTES, show
 
@@ -104,7 +105,7 @@ def test_broken_examples_are_shown_with_their_problem(tmp_path: Path, tiny: Path
     assert '"role": "user"' in second["row"] and not second["sequences"]
     assert first["sequences"] == third["sequences"] and third["location"].endswith("data.jsonl, line 3")
     assert [each["location"] for each in shown(spec, tiny, 2, 5)["examples"]] == [third["location"]]
-    assert shown(spec, tiny, 3, 1) == {"format": examples.FORMAT, "examples": [], "problem": ""}
+    assert shown(spec, tiny, 3, 1) == {"format": FORMAT, "examples": [], "problem": ""}
     (tmp_path / "data.jsonl").write_text('{"messages": [\n')
     assert "data.jsonl, line 1" in shown(spec, tiny)["problem"]
     other = spec_of(tmp_path, [{"frage": 1}])
@@ -126,13 +127,12 @@ def test_why_an_example_is_dropped_is_said(tmp_path: Path, tiny: Path) -> None:
 
 
 def test_the_command_prints_what_has_a_loss(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fork_server: ForkServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"messages": TURNS}) + "\n")
-    monkeypatch.setenv(worker.SETTING, "on")
     words = ["--set", "model.builtin=tiny-llama", "--set", "data.source=files", "--set", f"data.files={file}"]
-    try:
+    with forked_inspection(fork_server, fork_server.cache):
         assert main(["data", "first-run", *words, "--set", "data.max_length=50"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"{file}, line 1"
@@ -151,5 +151,3 @@ def test_the_command_prints_what_has_a_loss(
         assert "may run custom code" in capsys.readouterr().err
         assert main(["data", "first-run", *words, "--set", "data.source=hub", "--set", "data.hub_id=a/b"]) == 2
         assert "on the Hub are not shown" in capsys.readouterr().err
-    finally:
-        examples._shown(cache).close()

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from backend.config import RunSpec
-from backend.config.options import SpecError, changes
+from backend.config.options import changes
 from backend.importers import detect_format, import_file
 
 LORA = {
@@ -56,68 +56,57 @@ def test_defaults_are_those_of_trl(tmp_path):
     assert (found.spec.method.kind, found.spec.preference.beta) == ("full", 0.2)
 
 
-@pytest.mark.parametrize(
-    ("given", "option", "value"),
-    [
-        ({"load_in_4bit": True}, "method.quantization", "nf4"),
-        ({"load_in_8bit": True}, "method.quantization", "int8"),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "method.quantization", "fp4"),
-        ({"lora_target_modules": ["q_proj", "v_proj"]}, "lora.target_modules", ("q_proj", "v_proj")),
-        ({"lora_target_modules": "all-linear"}, "lora.targets", "all-linear"),
-        ({"loss_type": "ipo"}, "preference.dpo_loss_type", "ipo"),
-        ({"desirable_weight": 1.5}, "train.stage", "kto"),
-        ({"center_rewards_coefficient": 0.01}, "train.stage", "reward"),
-        ({"center_rewards_coefficient": 0.01, "learning_rate": "-"}, "train.learning_rate", 1e-4),
-        ({"datasets": [{"path": "x/y", "name": "small", "split": "test"}]}, "data.hub_config", "small"),
-        ({"datasets": [{"path": "json", "data_files": "a.json"}]}, "data.files", ("a.json",)),
-        ({"test_split_size": 0.1, "eval_strategy": "steps", "eval_steps": 30}, "eval.steps", 30),
-        ({"test_split_size": 0.1, "eval_strategy": "steps", "eval_steps": 30}, "eval.strategy", "steps"),
-        ({"completion_only_loss": False}, "data.loss_on", "all_tokens"),
-        ({"dataset_text_field": "body"}, "data.text_column", "body"),
-        ({"max_steps": 7}, "train.max_steps", 7),
-        ({"warmup_ratio": 0.1}, "train.warmup_steps", 0.1),
-        ({"fp16": True}, "precision.compute", "fp16"),
-        ({"optim": "adamw_8bit"}, "train.optim", "adamw_bnb_8bit"),
-        ({"bf16": False}, "precision.compute", "fp32"),
-        ({"use_peft": False, "dtype": "bfloat16"}, "precision.compute", "pure_bf16"),
-        ({"accelerate_config": "fsdp2"}, "parallel.strategy", "fsdp2"),
-        ({"accelerate_config": "multi_gpu"}, "parallel.strategy", "ddp"),
-        ({"deepspeed": "zero2.json"}, "parallel.strategy", "zero2"),
-        ({"attn_implementation": "flash_attention_2"}, "model.attn_implementation", "flash_attention_2"),
-        ({"report_to": ["wandb"]}, "logging.report_to", "wandb"),
-        ({"gradient_checkpointing": False}, "train.activation_checkpointing", False),
-        ({"max_seq_length": 4096}, "data.max_length", 4096),
-        ({"max_seq_length": 4096, "max_length": 512}, "data.max_length", 512),
-        ({"test_split_size": 0.1, "evaluation_strategy": "epoch"}, "eval.strategy", "epoch"),
-        (
-            {"env": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": 2}},
-            "launch.env",
-            {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"},
-        ),
-        ({"num_processes": 8, "accelerate_config": "zero3"}, "launch.nproc_per_node", 8),
-        ({"num_processes": 8}, "parallel.strategy", "ddp"),
-    ],
-)
-def test_options(tmp_path, given, option, value):
-    section, key = option.split(".")
-    assert getattr(getattr(read(tmp_path, **given).spec, section), key) == value
+# (given, option, value); test_imported_options.py tests both tables.
+OPTIONS = [
+    ({"load_in_4bit": True}, "method.quantization", "nf4"),
+    ({"load_in_8bit": True}, "method.quantization", "int8"),
+    ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "method.quantization", "fp4"),
+    ({"lora_target_modules": ["q_proj", "v_proj"]}, "lora.target_modules", ("q_proj", "v_proj")),
+    ({"lora_target_modules": "all-linear"}, "lora.targets", "all-linear"),
+    ({"loss_type": "ipo"}, "preference.dpo_loss_type", "ipo"),
+    ({"desirable_weight": 1.5}, "train.stage", "kto"),
+    ({"center_rewards_coefficient": 0.01}, "train.stage", "reward"),
+    ({"center_rewards_coefficient": 0.01, "learning_rate": "-"}, "train.learning_rate", 1e-4),
+    ({"datasets": [{"path": "x/y", "name": "small", "split": "test"}]}, "data.hub_config", "small"),
+    ({"datasets": [{"path": "json", "data_files": "a.json"}]}, "data.files", ("a.json",)),
+    ({"test_split_size": 0.1, "eval_strategy": "steps", "eval_steps": 30}, "eval.steps", 30),
+    ({"test_split_size": 0.1, "eval_strategy": "steps", "eval_steps": 30}, "eval.strategy", "steps"),
+    ({"completion_only_loss": False}, "data.loss_on", "all_tokens"),
+    ({"dataset_text_field": "body"}, "data.text_column", "body"),
+    ({"max_steps": 7}, "train.max_steps", 7),
+    ({"warmup_ratio": 0.1}, "train.warmup_steps", 0.1),
+    ({"fp16": True}, "precision.compute", "fp16"),
+    ({"optim": "adamw_8bit"}, "train.optim", "adamw_bnb_8bit"),
+    ({"bf16": False}, "precision.compute", "fp32"),
+    ({"use_peft": False, "dtype": "bfloat16"}, "precision.compute", "pure_bf16"),
+    ({"accelerate_config": "fsdp2"}, "parallel.strategy", "fsdp2"),
+    ({"accelerate_config": "multi_gpu"}, "parallel.strategy", "ddp"),
+    ({"deepspeed": "zero2.json"}, "parallel.strategy", "zero2"),
+    ({"attn_implementation": "flash_attention_2"}, "model.attn_implementation", "flash_attention_2"),
+    ({"report_to": ["wandb"]}, "logging.report_to", "wandb"),
+    ({"gradient_checkpointing": False}, "train.activation_checkpointing", False),
+    ({"max_seq_length": 4096}, "data.max_length", 4096),
+    ({"max_seq_length": 4096, "max_length": 512}, "data.max_length", 512),
+    ({"test_split_size": 0.1, "evaluation_strategy": "epoch"}, "eval.strategy", "epoch"),
+    (
+        {"env": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": 2}},
+        "launch.env",
+        {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"},
+    ),
+    ({"num_processes": 8, "accelerate_config": "zero3"}, "launch.nproc_per_node", 8),
+    ({"num_processes": 8}, "parallel.strategy", "ddp"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"reward_funcs": ["accuracy"]}, "grpo"),
-        ({"beta": 0.1, "loss_type": "discopop_new"}, "loss_type: discopop_new"),
-        ({"learning_rate": "high"}, "train.learning_rate"),
-        ({"dataset_name": None, "datasets": []}, "datasets"),
-        ({"test_split_size": "some"}, "test_split_size"),
-        ({"max_length": "4k"}, r"max_length \(data.max_length\): "),
-        ({"deepspeed": "zero2.json", "fsdp": "full_shard"}, "deepspeed and fsdp are both set"),
-    ],
-)
-def test_refused(tmp_path, given, named):
-    with pytest.raises(SpecError, match=named):
-        read(tmp_path, **given)
+REFUSED = [  # (given, named)
+    ({"reward_funcs": ["accuracy"]}, "grpo"),
+    ({"beta": 0.1, "loss_type": "discopop_new"}, "loss_type: discopop_new"),
+    ({"learning_rate": "high"}, "train.learning_rate"),
+    ({"dataset_name": None, "datasets": []}, "datasets"),
+    ({"test_split_size": "some"}, "test_split_size"),
+    ({"max_length": "4k"}, r"max_length \(data.max_length\): "),
+    ({"deepspeed": "zero2.json", "fsdp": "full_shard"}, "deepspeed and fsdp are both set"),
+]
 
 
 def test_keys_whose_option_is_hidden_are_named(tmp_path):
