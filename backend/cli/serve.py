@@ -31,10 +31,10 @@ def start(arguments: argparse.Namespace) -> int:
         _end_started(run, before)
         raise
     follow(job, lambda: serve.as_json(job)["address"])
-    shown = serve.as_json(job)
-    if not shown["address"]:
-        return report(job, shown, arguments.json, lambda: _print_end(job))
     try:
+        shown = serve.as_json(job)
+        if not shown["address"]:
+            return report(job, shown, arguments.json, lambda: _print_end(job))
         print_json({**shown, "folder": str(job.path)}) if arguments.json else _print(shown, arguments.background)
     except KeyboardInterrupt:
         job.stop(save=False)

@@ -33,6 +33,9 @@ from backend.runs.warm_python import NAME, NUMBER_BYTES, STAND_IN
 LIBRARIES = (
     "backend.train.training", "backend.train.load_model", "deepspeed", "torch.distributed.fsdp",
     "torch.distributed.run", "trl.experimental", "accelerate.commands.launch",
+    # What nearly every training imports later: the rules, the trainers, and a model as most are built.
+    "backend.train.rule_check", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 PR_SET_PDEATHSIG = 1  # see prctl(2)
 

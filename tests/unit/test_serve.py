@@ -21,6 +21,7 @@ from waiting import wait_for
 
 from backend import environments
 from backend.__main__ import main
+from backend.cli import serve as commands
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
@@ -245,6 +246,21 @@ def test_the_command(run, environment, capsys, handlers, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(serve, "start", interrupted)
         assert main(command) == 130 and not processes.run_processes(serve.current(run).path)
+
+    def then_interrupted(job, is_enough=lambda: False):
+        """Ctrl-C as soon as the server answers, before anything is printed."""
+        follow(job, is_enough)
+        if job.state in ALIVE:
+            patch.setattr(serve, "as_json", interrupt_once)
+
+    def interrupt_once(_):
+        patch.setattr(serve, "as_json", as_json)
+        raise KeyboardInterrupt
+
+    follow, as_json = commands.follow, serve.as_json
+    with monkeypatch.context() as patch:
+        patch.setattr(commands, "follow", then_interrupted)
+        assert main(command) == 0 and not processes.run_processes(serve.current(run).path)
 
     def end_terminal():
         """SIGHUP does the same as Ctrl-C."""
