@@ -298,7 +298,7 @@ TURNS = {
     ),
     "tool call without the key function": Breakage(example=call(tool_calls=[CALL["function"]])),
     "tool call with arguments that are no JSON": Breakage(
-        "DAT003", "the arguments of a tool call of turn 2 are no JSON object", -1,
+        "DAT003", "the arguments of a tool call of turn 2 are not a JSON object", -1,
         example=call(tool_calls=[{"function": {"name": "timetable", "arguments": "{train: 3"}}])
     ),
     "tools are invalid JSON": Breakage(
@@ -626,7 +626,8 @@ DOCUMENTS = {
     ),
     "data is an object": Breakage("DAT002", "must contain a list", **JSON, content=content('{"data": {"a": []}}')),
     "one object per line in a .json file": Breakage(
-        "DAT002", r"one object per line is a \.jsonl file", **JSON, content=content(f"{numbered(1)}\n{numbered(2)}\n")
+        "DAT002", r"a file with one object per line must be named \.jsonl", **JSON,
+        content=content(f"{numbered(1)}\n{numbered(2)}\n"),
     ),
     "columns of lists": Breakage(
         "DAT002", "must contain a list", **JSON, content=content('{"prompt": ["a"], "completion": ["b"]}')

@@ -178,7 +178,7 @@ def test_turns_without_a_loss(tokenizer: Any, name: str, key: str, off: Any, on:
         ),
         ([QUESTION, {**ANSWER, "weight": 0.5, "train": False}], "the keys weight and train of turn 2 contradict"),
         ([QUESTION, {**ANSWER, "train": "later"}], "the train of turn 2 is 'later'; expected 1"),
-        (calling("{'to': 'Bern'")[:2], "the arguments of a tool call of turn 2 are no JSON object"),
+        (calling("{'to': 'Bern'")[:2], "the arguments of a tool call of turn 2 are not a JSON object"),
         ([QUESTION, {**ANSWER, "weight": 0, "train": True}], "the keys weight and train of turn 2 contradict"),
     ],
 )
@@ -642,7 +642,7 @@ def test_variables_of_the_template(tokenizer: Any) -> None:
     ("text", "problem"),
     [
         ('{"tools": []}', "which transformers sets itself"),
-        ('{"a b": 1}', "not the name of a variable"),
+        ('{"a b": 1}', "not a valid variable name"),
         ("[]", "object"),
     ],
 )

@@ -187,5 +187,5 @@ def test_what_the_cluster_refuses_is_found_before_start(cluster) -> None:  # typ
     cluster.refusals.clear()
     cluster.refusals["nodes"] = (403, "nodes is forbidden")
     assert messages({"launch.device": "cpu"}) == []
-    assert "GPUs whose type" in messages({"launch.device": "cuda"})[0]
+    assert "GPUs of a type" in messages({"launch.device": "cuda"})[0]
     cluster.refusals.clear()

@@ -80,7 +80,10 @@ def test_the_last_calm_measurement_counts(speeds: Measured, now: dict[str, Any],
 
 
 def test_without_a_calm_measurement(speeds: Measured) -> None:
-    assert "cannot be while the run one in /runs trains" in get(speeds, result(0, training="/runs/one"))["cpu_unknown"]
+    assert (
+        "cannot be measured while the run one in /runs trains"
+        in get(speeds, result(0, training="/runs/one"))["cpu_unknown"]
+    )
     assert get(speeds, result(0.009, busy=1.4))["cpu"].is_busy
     assert get(Measured(speeds.cache_folder / "x"), "torch is missing")["cpu_unknown"].endswith("torch is missing")
     assert Measured(speeds.cache_folder / "y", command=("sleep", "9")).get(REQUEST, True) == {

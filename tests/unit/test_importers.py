@@ -559,12 +559,12 @@ def test_the_files_of_accelerate_config_need_no_extra_config() -> None:
 def test_sharded_final_weights_are_named() -> None:
     table = {"zero_stage": 3, "zero3_save_16bit_model": False}
     assert any(
-        "gathered here" in text
+        "Footplate gathers the weights" in text
         for text in accelerate_file(distributed_type="DEEPSPEED", deepspeed_config=table).different
     )
     table = {"zero_stage": 2, "zero3_save_16bit_model": False}
     assert not any(
-        "gathered here" in text
+        "Footplate gathers the weights" in text
         for text in accelerate_file(distributed_type="DEEPSPEED", deepspeed_config=table).different
     )
 

@@ -254,7 +254,7 @@ DATA = (
     facts_boundary("DAT007", SPLIT, few_usable(4, 2), few_usable(4, 5), NO_EVAL_LOSS, {LENGTH: 256},
                    words="The validation set has 3 examples, none of which has a trained token within"),
     facts_boundary("DAT007", SPLIT, few_usable(4, 2, num_identical_pairs=8), few_usable(4, num_identical_pairs=9),
-                   NO_EVAL_LOSS, words="none has two different completions within"),
+                   NO_EVAL_LOSS, words="none of which has two different completions within"),
     facts_boundary("DAT007", SPLIT, few_usable(2), few_usable(4), words="no evaluation would run"),
     boundary("DAT010", {}, {LENGTH: 1024}, {LENGTH: 1025}, {LENGTH: 1024}, facts=replace(DEMO, shape=GPT2)),
     boundary("DAT011", {}, {LENGTH: 8192}, {LENGTH: 8193}, {LENGTH: 8192}),
