@@ -271,6 +271,8 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
     if found["token_lengths"]:
         lengths = sorted(found["token_lengths"])
         facts["token_lengths"] = (*lengths, found["longest"]) if found["longest"] > lengths[-1] else tuple(lengths)
+    if found["complete"] and len(found["token_lengths"]) == found["num_train"]:
+        facts["lengths_in_order"] = tuple(found["token_lengths"])
     if found["measured"]:
         facts["sequences_per_example"] = found["sequences"] / found["measured"]
     if labeled := found["counts"].get("labeled"):

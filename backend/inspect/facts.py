@@ -68,6 +68,7 @@ class InputFacts:
     label_counts: tuple[int, int] | None = None  # desirable and undesirable completions that were read
     token_lengths: tuple[int, ...] = ()  # of training examples that were read, and the longest of all, ascending
     sequences_per_example: float = 0.0  # into which training examples are split in pretraining; 0: not known
+    lengths_in_order: tuple[int, ...] = ()  # tokens of each training example, if all are known
     labeled_share: float = 1.0  # share of their tokens that have a loss
     cpu: CpuSpeed | None = None  # of this machine, if the run uses it
     cpu_unknown: str = ""  # why the CPU was not measured, the end of a sentence
@@ -151,6 +152,10 @@ class InputFacts:
 
     def _sequences(self, spec: RunSpec, data: Source) -> int | None:
         usable, count = self.usable_examples(data, spec.train.seed), self.num_train_examples(data)
+        if spec.train.stage == "pretraining" and count and len(self.lengths_in_order) == self.num_examples:
+            share = data.validation_split if data.splits else 0.0
+            selected = _selected(self.num_examples, 1, share, data.max_samples, spec.train.seed)[0]
+            return sum(num_sequences(self.lengths_in_order[n], spec.data.max_length) for n in selected)
         if spec.train.stage == "pretraining" and count and self.sequences_per_example:  # long texts are split
             return round(count * self.sequences_per_example)
         if spec.train.stage == "pretraining" and count and self.token_lengths:
@@ -202,13 +207,24 @@ def _is_streamed(data: Source) -> bool:
     return isinstance(data, Data) and data.streaming
 
 
+def num_sequences(length: int, limit: int) -> int:
+    """Into how many sequences pretraining splits a text. A single token at its end has no next one, and is dropped."""
+    return length // limit + (length % limit > 1)
+
+
 @lru_cache(maxsize=64)
 def _usable_examples(
     unusable: tuple[int, ...], count: int, completions: int, share: float, max_samples: int, seed: int
 ) -> tuple[int, int]:
-    """Usable examples of the training set and of the validation split, selected as in the run."""
+    """Usable examples of the training set and of the validation split."""
+    train, validation = _selected(count, completions, share, max_samples, seed)
+    dropped = set(unusable)
+    return sum(n not in dropped for n in train), sum(n not in dropped for n in validation)
+
+
+@lru_cache(maxsize=64)
+def _selected(count: int, completions: int, share: float, max_samples: int, seed: int) -> tuple[list[int], list[int]]:
+    """The positions of the examples of the training set and of the validation split, selected as in the run."""
     examples = [range(start, start + completions) for start in range(0, count, completions)]
     train, validation = split(examples, share, seed) if share else (examples, [])
-    dropped = set(unusable)
-    selected = sample([*chain(*train)], max_samples, seed)
-    return sum(n not in dropped for n in selected), sum(n not in dropped for n in chain(*validation))
+    return sample([*chain(*train)], max_samples, seed), [*chain(*validation)]

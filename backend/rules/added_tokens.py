@@ -72,6 +72,8 @@ def token_rows_with_sharded_weights(case: Case) -> Violation | None:
     is_gathered = case.run.engine.gathers_layers and not (shape and shape.tied) and not is_early
     if is_gathered or (shape and not token_rows(case.spec, shape)):
         return None
+    if shape is None and case.spec.lora.modules_to_save:  # perhaps the embeddings: a trainer knows no names of layers
+        return None
     fixes: tuple[Fix, ...] = ()
     if shape and not shape.tied:
         known = case.spec.lora.modules_to_save

@@ -22,6 +22,7 @@ from backend.train.patches import (
     torch_inductor_sums,
     trl_adapter_dtype,
     trl_expert_count,
+    trl_frozen_blocks,
     trl_functional_dropout,
     trl_loss_positions,
     trl_missing_router,
@@ -140,9 +141,11 @@ def build_trainer(
     if config.device.type == "cpu":
         trl_loss_positions.apply()
     accelerate_absent_layers.apply(model)
+    if spec.train.optim == "badam":
+        trl_frozen_blocks.apply()
     next_token = spec.train.stage in registry.NEXT_TOKEN_STAGES
     trl_expert_count.apply(model)
-    trl_missing_router.apply(config, model)
+    trl_missing_router.apply(config, model, reference)
     with trl_adapter_dtype.kept(model), trl_router_logits.kept(model), trl_soft_cap.named(model, reference):
         trainer = trl_trainers.trainer_class(spec.train.stage)(
             model=model,

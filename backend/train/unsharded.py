@@ -37,15 +37,23 @@ def unsharded_model(spec: RunSpec, trainer: Any) -> Iterator[Any]:
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
+    # transformers registers `generate` as a forward method, after which FSDP shards the root's weights again: a rank
+    # with one batch more than the others would gather them alone, and wait forever. It also tells FSDP the root, which
+    # peft does not call to generate.
+    registered = vars(model).pop("generate", None) if modules else None
+    if modules:
+        modules[0]._get_fsdp_state()._lazy_init()
     try:
         yield model
     finally:
+        if registered:
+            model.generate = registered
         for module in modules:
             module.set_reshard_after_forward(spec.parallel.reshard_after_forward, recurse=False)
             module.reshard()
         # FSDP prefetches in the next backward pass what the last forward passes have called. A rank that generated more
         # than the others would prefetch what they do not, and all would wait forever.
-        if modules and modules[0]._get_fsdp_state()._is_root:  # unknown before the first forward pass
+        if modules:
             modules[0].reset_iter_state()
 
 

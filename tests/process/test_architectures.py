@@ -58,6 +58,7 @@ from backend.train.describe_model import Refused, describe
 from backend.train.patches import (
     deepspeed_fp32_buffers,
     llama4_base_model,
+    llama4_shared_expert,
     transformers_frozen_parameters,
     trl_loss_positions,
     trl_soft_cap,
@@ -410,6 +411,29 @@ def test_adapters_get_a_gradient(kind: str) -> None:
     adapted(input_ids=torch.tensor([tokens(40)]), use_cache=False).logits.float().sum().backward()
     without = {name for name, value in adapted.named_parameters() if value.requires_grad and value.grad is None}
     assert not {name for name in without if not WITHOUT_GRADIENT.search(name.removeprefix("base_model.model."))}
+
+
+def test_the_shared_expert_of_llama_4_may_return_a_view() -> None:
+    """As FP8 layers do. The model adds to it in place."""
+
+    class View(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.view_as(value)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return gradient
+
+    model = build("llama4_text").train()
+    for name, module in model.named_modules():
+        if name.endswith("shared_expert.down_proj"):
+            module.register_forward_hook(lambda _, inputs, output: View.apply(output))
+    ids = torch.tensor([tokens(8)])
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        model(input_ids=ids, use_cache=False)
+    llama4_shared_expert.apply(model)
+    model(input_ids=ids, use_cache=False).logits.sum().backward()
 
 
 # --- The loss of the trainer ---

@@ -10,8 +10,10 @@ import math
 import re
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import architectures
 import pytest
@@ -116,6 +118,29 @@ def test_orpo_uses_the_router_loss_of_models_that_compute_one(kind: str, has_los
     assert (model(tokens, output_router_logits=True).get("aux_loss") is not None) is has_loss
     trl_missing_router.apply(SimpleNamespace(), model)
     assert model.config.output_router_logits is has_loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "expected"),
+    [
+        ("llama", {"router_aux_loss_coef": 0.1}, (0.0, True)),  # TRL itself turns the key off for this weight
+        ("llama", {}, (0.0, False)),
+        ("zaya", {"num_experts": 4, "num_experts_per_tok": 1}, (None, False)),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2}, (None, True)),
+    ],
+)
+def test_a_router_loss_without_routers_or_weight_is_off(
+    kind: str, keys: dict[str, Any], expected: tuple[Any, bool]
+) -> None:
+    """Their config.json has output_router_logits, which a training would follow."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    config = AutoConfig.for_model(kind, vocab_size=30, **sizes, **heads, **keys, output_router_logits=True)
+    model, arguments = AutoModelForCausalLM.from_config(config), SimpleNamespace(router_aux_loss_coef=None)
+    reference = AutoModelForCausalLM.from_config(deepcopy(config))
+    trl_missing_router.apply(arguments, model, reference)
+    assert (arguments.router_aux_loss_coef, model.config.output_router_logits) == expected
+    assert not reference.config.output_router_logits, "TRL uses no router loss of the reference model"
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in logging_setup.py

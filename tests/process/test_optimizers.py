@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import build, model_types
 from fork_server import ForkServer
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from training_runs import REORDERING_TOLERANCE, losses, make_spec, result, same_losses, soak_except
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification, Trainer
@@ -23,6 +24,7 @@ from backend.modelspec import ModuleSpec, from_config
 from backend.paths import HOME
 from backend.preflight import preflight
 from backend.train import optimizers
+from backend.train.patches import trl_frozen_blocks
 
 FULL = {
     "method.kind": "full",
@@ -340,6 +342,21 @@ def test_badam_decays_the_weights_of_the_active_block_only() -> None:
     factors = {name: float((weight.detach() / before[name]).mean()) for name, weight in model.named_parameters()}
     assert {name for name, factor in factors.items() if factor != 1} == {n for n in decaying if ".layers.1." in n}
     assert {round(factor, 6) for factor in factors.values()} == {1.0, 0.95}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # as in logging_setup.py
+@pytest.mark.parametrize("reference", [None, "ref"])
+def test_the_reference_of_dpo_leaves_the_blocks_of_badam_frozen(reference: str | None) -> None:
+    config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), lora)
+    model.add_adapter("ref", lora)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("default" in name and "layers.1" in name)
+    before = [weight.requires_grad for weight in model.parameters()]
+    with trl_frozen_blocks.use_adapter(model, reference):
+        assert not any(weight.requires_grad for name, weight in model.named_parameters() if "default" in name)
+    assert [weight.requires_grad for weight in model.parameters()] == before
 
 
 @pytest.mark.parametrize("kind", soak_except(model_types(), ("mamba", "gpt_oss", "qwen3_next")))

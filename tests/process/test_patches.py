@@ -73,6 +73,7 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "gguf_quantization_config": (
         "transformers.quantizers.auto:get_hf_quantizer", "GgufConfig(gguf_file=gguf_file)",
     ),
+    "llama4_shared_expert": ("transformers.models.llama4.modeling_llama4:Llama4TextMoe.forward", "out.add_("),
     "peft_dequantize": ("peft.utils.integrations:dequantize_module_weight", "module.weight = "),
     "peft_resized_embeddings": (
         "peft.utils.save_and_load:get_peft_model_state_dict",
@@ -100,6 +101,7 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     ),
     "trl_adapter_dtype": ("trl.trainer.sft_trainer:SFTTrainer.__init__", "param.data.to(torch.bfloat16)"),
     "trl_expert_count": ("trl.trainer.utils:", "num_experts = text_config.num_experts"),
+    "trl_frozen_blocks": ("trl.trainer.utils:use_adapter", "model.set_adapter(previous_adapter)"),
     "trl_loss_positions": ("trl.trainer.utils:", "compact = _use_triton("),
     "trl_missing_router": (
         "trl.trainer.sft_trainer:SFTTrainer.__init__",

@@ -74,6 +74,19 @@ def test_the_sequences_of_pretraining_are_those_of_the_training_files(tiny: Path
     assert facts_of(tiny, tmp_path, spec).num_in_epoch(spec) == len(made.train) > 3
 
 
+@pytest.mark.parametrize("selection", [{"data.validation_split": 0.3}, {"data.max_samples": 5}])
+def test_the_sequences_of_pretraining_are_those_of_the_selected_examples(
+    selection: dict[str, Any], tiny: Path, tmp_path: Path
+) -> None:
+    """Of texts with very different lengths: with their mean, the run would have other steps."""
+    texts = ["word " * words for words in (1, 300, 2, 31, 32, 33, 64, 65, 5, 400)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    more = {"train.stage": "pretraining", "data.max_length": 32, **selection}
+    spec = edit(RunSpec(), {"data.source": "files", "data.files": ("rows.jsonl",), **more})
+    made, _ = prepare(tiny, resolve_paths(spec, tmp_path))
+    assert facts_of(tiny, tmp_path, spec).num_in_epoch(spec) == len(made.train)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_bad_examples_change_nothing_for_the_others(tiny: Path, tmp_path: Path, processes: int) -> None:
     expected, _ = prepare(tiny, spec_of(tmp_path, list(map(json.dumps, GOOD))))

@@ -154,6 +154,9 @@ def test_strategies_that_shard_the_embeddings() -> None:
     (whole,) = (fix for fix in finding.fixes if "in full" in fix.label)
     assert whole.patch["lora.modules_to_save"] == ("embed_tokens", "lm_head")
     assert "MTH012" not in {found.code for found in check(edit(sharded, whole.patch), TWO_H100, facts)}
+    unknown = replace(facts, shape=None)  # as in the trainer, for an architecture without a closed formula
+    assert "MTH012" in {found.code for found in check(sharded, TWO_H100, unknown)}
+    assert "MTH012" not in {found.code for found in check(edit(sharded, whole.patch), TWO_H100, unknown)}
     for other in ({"method.kind": "full"}, {"parallel.strategy": "fsdp2"}):
         assert "MTH012" not in {found.code for found in check(edit(sharded, other), TWO_H100, facts)}
     early = replace(DEMO, shape=replace(LLAMA_8B, model_type="llama4_text"))
