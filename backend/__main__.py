@@ -430,6 +430,11 @@ def _add_publish(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     place.add_argument("--folder", metavar="DIR", help="a folder that is empty or does not exist")
     add("--step", type=int, metavar="N", help="the model of this checkpoint (default: the final model)")
     add("--merged", action="store_true", help="the merged model (of `footplate merge`) instead of the adapter")
+    add(
+        "--format", action="append", default=[], choices=(*FORMATS, *quantized.FORMATS), metavar="FORMAT",
+        help="an export (of `footplate export-model`) instead of the model: a quantized checkpoint, or a GGUF file; "
+        "repeat it for several GGUF files",
+    )  # fmt: skip
     add("--public", action="store_true", help="a public repository (default: private)")
     add("--license", default="", metavar="ID", help="license of the model card, such as apache-2.0 (default: none)")
     add("--base-model", default="", metavar="ID", help="Hub ID of the base model, if the run used a local folder")

@@ -17,7 +17,7 @@ from fake_hub import GOOD, FakeHub
 
 READ_ONLY, FINE_GRAINED = "hf_" + "readREAD" * 4, "hf_" + "fineFINE" * 4
 ROLES = {GOOD: "write", READ_ONLY: "read", FINE_GRAINED: "fineGrained"}
-LFS = (".safetensors", "tokenizer.json")
+LFS = (".safetensors", ".gguf", "tokenizer.json")
 
 
 @dataclass

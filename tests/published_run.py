@@ -70,6 +70,33 @@ def adapter_run(root: Path, base: Path, **changes: Any) -> Run:
     return run
 
 
+VALUES = {"kl_mean": 0.007, "kl_max": 0.1, "same_argmax": 0.9375, "positions": 512}
+
+
+def exported_job(run: Run, kind: str, format: str, status: str = "verified", step: int | None = None) -> Run:
+    """A job that has exported the model of `run` as a GGUF file or as a quantized checkpoint."""
+    job = jobs.create(run, kind, {"step": step, "format": format, "merge": "m", "environment": ""}, {}, {})
+    (job.path / LOCK).touch()
+    certificate: dict[str, Any] = {"status": status, "limits": ["Rare."], "format": format, "max_kl_mean": 0.03}
+    certificate |= {"step": step, "run": run.id, "merge": "m", "versions": {"torch": "2.13.0"}}
+    if kind == jobs.QUANTIZE:
+        certificate |= {"trained_to_checkpoint": VALUES}
+        config = {"quantization_config": {"quant_method": "torchao"}}
+        weights = {"model.safetensors": "z" * 500, "certificate.json": certificate}
+        plant(job.path / MODEL, {"config.json": config, **weights, **TOKENIZER})
+        name = MODEL
+    else:
+        certificate |= {"trained_to_file": VALUES, "outputs": [{"prompt": "a secret example"}]}
+        is_lora = format.startswith("lora-")
+        file = f"{run.id}-base-{format[5:]}.gguf" if is_lora else f"{run.id}-{format}.gguf"
+        files = {file: "GGUF" * 100, "certificate.json": certificate, "Modelfile": f"FROM ./{file}"}
+        plant(job.path / "gguf", files | ({f"{run.id}-adapter.gguf": "GGUF"} if is_lora else {}))
+        name = f"gguf/{file}"
+    result = {"model": name, "certificate": certificate}
+    plant(job.path, {RESULT: result, "state.json": {"end": "done", "exit_code": 0}})
+    return job
+
+
 def merged_job(run: Run) -> Run:
     """The job that has merged the adapter of `run`."""
     job = jobs.create(run, jobs.MERGE, {"step": None}, {}, {})

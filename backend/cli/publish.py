@@ -12,7 +12,7 @@ from backend.cli.commands import print_json
 from backend.cli.jobs import follow, report
 from backend.cli.runs import find_run
 from backend.models import merge
-from backend.publish import publication
+from backend.publish import exports, publication
 from backend.publish.contents import Request
 from backend.runs import jobs
 from backend.runs.folder import RunError
@@ -25,6 +25,7 @@ def start(arguments: argparse.Namespace) -> int:
     request = Request(
         step=arguments.step, repository=arguments.to or "", public=arguments.public, license=arguments.license,
         merge=merge.find_merged(run, arguments.step).id if arguments.merged else "", base_model=arguments.base_model,
+        exports=exports.find_named(run, arguments.step, arguments.format),
         folder=os.path.abspath(arguments.folder) if arguments.folder else "",
     )  # fmt: skip
     summary = publication.summary(run, request)

@@ -6,14 +6,18 @@ the divergence of the second model's distribution from the first one's, in nats 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from backend import registry
+from backend.config import RunSpec
 from backend.runs.json_values import read
 from backend.train.generation_eval import BEFORE
 from backend.train.run_log import TrainError
@@ -58,6 +62,25 @@ def probe_batches(run_folder: Path, tokenizer: Any) -> list[torch.Tensor]:
         if left < 2:
             break
     return batches
+
+
+def provenance(spec: RunSpec, batches: Sequence[torch.Tensor], *packages: str) -> dict[str, Any]:
+    """For the certificate: with which versions and instructions, and on which token ids, the comparison computes, so
+    that it can be repeated. The texts are not in it, since a certificate may be published. `packages`: further ones."""
+    own = registry.QUANTIZATIONS[spec.method.quantization].package
+    names = ("footplate", "torch", "transformers", "peft", "safetensors", *packages, *([own] if own else []))
+    ids = b"".join(batch.to(torch.int64).numpy().tobytes() for batch in batches)
+    return {
+        "versions": {name: metadata.version(name) for name in names},
+        "compared": {
+            "texts": len(batches),
+            "tokens": sum(batch.shape[1] for batch in batches),
+            "token_ids_sha256": hashlib.sha256(ids).hexdigest(),
+            "device": "cpu",
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+    }
 
 
 def held_out(run_folder: Path, with_output: bool = True) -> list[str]:

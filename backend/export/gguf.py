@@ -13,20 +13,20 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from backend.environments import ENVIRONMENTS
 from backend.environments.server_process import describe_end
 from backend.export import gguf_certificate, llama_cpp, lm_studio, loading, modelfile, tensor_types
-from backend.export.comparison import write_certificate
+from backend.export.comparison import provenance, write_certificate
 from backend.export.exporter import Export
 from backend.export.gguf_certificate import Trained
-from backend.export.merge import UNCHECKED
 from backend.export.tensor_types import QuantizedWeight
 from backend.models import system_prompt, trained
+from backend.models.exports import SOURCE, TEMPORARY, UNCHECKED
 from backend.models.gguf import ADAPTER, DEFAULT, ENVIRONMENT, FOLDER, FORMATS, MODELFILE, PRESET
 from backend.models.spec import read_spec_outside_training
-from backend.runs import CERTIFICATE, RESULT, SPEC, files, jobs
+from backend.runs import CERTIFICATE, RESULT, SPEC, deletion, files, jobs
 from backend.train import base_weights, model
 from backend.train.run_log import TrainError
 
@@ -46,8 +46,7 @@ OF_WEIGHTS = {
     "architectures",
     "torch_dtype",
     "dtype",
-}  # keys that only the base model's own file may have
-SOURCE = "source"  # links to the files that are converted
+}  # keys of the base model alone
 LOG_FILE = "llama.cpp.txt"
 SIXTEEN_BITS = "auto"  # the converter's choice: bf16 for weights in bf16, otherwise f16
 CONVERTED, COMPARED = 0.3, 0.6  # completed fractions of the work
@@ -55,9 +54,7 @@ QUANTIZING = (0.2, CONVERTED)
 
 
 class GgufExport(Export):
-    """One export as a GGUF file. `temporary`: the folders that are deleted at the end."""
-
-    temporary: ClassVar[tuple[str, ...]] = (UNCHECKED, SOURCE)
+    """One export as a GGUF file."""
 
     def run_all(self) -> dict[str, Any]:
         """Convert, compare, keep. Returns the result; raises TrainError and Stopped."""
@@ -78,11 +75,12 @@ class GgufExport(Export):
             certificate = self._certify(observed, environment, file, format, replaced)
             certificate["tensor_types"] = tensor_types.group(quantized)
             about = {"run": self.run.id, "step": found.step, "merge": request["merge"], "base_weights": base_check}
-            certificate = {**about, "versions": ENVIRONMENTS[ENVIRONMENT].versions(environment), **certificate}
+            about |= provenance(read_spec_outside_training(self.run), observed.batches)
+            about["versions"] |= ENVIRONMENTS[ENVIRONMENT].versions(environment)
+            certificate = {**about, **certificate}
             self._keep(certificate, observed.tokenizer, file)
         finally:
-            for name in self.temporary:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+            deletion.delete_names(self.folder, TEMPORARY)
         return {"model": f"{FOLDER}/{file.name}", "certificate": certificate}
 
     def _file_name(self, format: str) -> str:

@@ -20,6 +20,7 @@ from backend.export import llama_cpp, loading, modelfile
 from backend.export.gguf import CONVERTED, LOG_FILE, GgufExport
 from backend.export.tensor_types import QuantizedWeight
 from backend.models import trained
+from backend.models.exports import DEQUANTIZED, PLAIN
 from backend.models.gguf import ADAPTER_FILE, BASE_FILE, FORMATS, MODELFILE
 from backend.models.gguf_adapter import WEIGHTS
 from backend.models.spec import read_spec_outside_training
@@ -30,14 +31,11 @@ from backend.train.device import DTYPES
 
 CONVERTING_ADAPTER = 0.25  # completed fraction
 IS_B = ".lora_B."
-BASE, PLAIN = "base", "adapter"  # folders: the base model that was dequantized, and the adapter with plain scaling
 OF_TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template", "generation_")
 
 
 class GgufAdapterExport(GgufExport):
     """One export of an adapter."""
-
-    temporary = (*GgufExport.temporary, BASE, PLAIN)
 
     def _weights(self, found: trained.TrainedModel, merge: str) -> Path:
         """The folder of the base model; for a quantized base model, the folder of a dequantized copy."""
@@ -53,8 +51,8 @@ class GgufAdapterExport(GgufExport):
             return folder  # the weights were downloaded
         dtype = DTYPES[str(self.run.resolved().get("compute_dtype") or "fp32")]
         loading.require_room(self.folder, "dequantized base model needs", base.num_parameters() * dtype.itemsize * 1.05)
-        model.save(base, model.load_saved_tokenizer(spec, found.folder), self.folder / BASE, dtype)
-        return self.folder / BASE
+        model.save(base, model.load_saved_tokenizer(spec, found.folder), self.folder / DEQUANTIZED, dtype)
+        return self.folder / DEQUANTIZED
 
     def _linked(self, source: Path) -> Path:
         """The base model with the tokenizer, the chat template and the stop tokens of the trained model."""

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from backend.export.comparison import log_probabilities
-from backend.export.merge import UNCHECKED
-from backend.export.quantized import BATCHES, OUTPUTS, TOKENS, describe_tokens
+from backend.export.quantized import describe_tokens
+from backend.models.exports import BATCHES, OUTPUTS, TOKENS, UNCHECKED
 from backend.train import exit
 from backend.train.patches import bitsandbytes_cpu_layout
 

@@ -27,15 +27,22 @@ from transformers import (
 from backend import registry
 from backend.config import RunSpec
 from backend.export import loading
-from backend.export.comparison import Difference, compare, log_probabilities, probe_batches, write_certificate
+from backend.export.comparison import (
+    Difference,
+    compare,
+    log_probabilities,
+    probe_batches,
+    provenance,
+    write_certificate,
+)
 from backend.models import trained
+from backend.models.exports import UNCHECKED
 from backend.models.spec import read_spec_outside_training
 from backend.runs import CERTIFICATE, MODEL
 from backend.runs.folder import Run
 from backend.train import base_weights, lora, model
 from backend.train.run_log import RunLog, TrainError
 
-UNCHECKED = "unchecked"
 Tensors: TypeAlias = Sequence[torch.Tensor]  # one for each text
 MAX_KL, MAX_KL_16_BIT = 1e-4, 1e-3  # for fp32 weights, and for weights rounded to 16 bits; computed in fp32
 MIN_RATIO = 100.0  # minimum change by the adapter, as a multiple of the change by merging
@@ -80,6 +87,7 @@ class Merge:
         try:
             saved = self._check_saved(spec, expected, batches, dtype)
             certificate = self._certificate(spec, adapter, base_check, dtype, change, merged_fp32, saved)
+            certificate |= provenance(spec, batches)
             write_certificate(self.folder / UNCHECKED / CERTIFICATE, certificate)
             (self.folder / UNCHECKED).replace(self.folder / MODEL)
         finally:

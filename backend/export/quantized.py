@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +22,26 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from backend.config import RunSpec
 from backend.environments.server_process import describe_end
 from backend.export import loading
-from backend.export.comparison import TEXTS, compare, divergences, log_probabilities, probe_batches, write_certificate
+from backend.export.comparison import (
+    TEXTS,
+    compare,
+    divergences,
+    log_probabilities,
+    probe_batches,
+    provenance,
+    write_certificate,
+)
 from backend.export.exporter import Export
 from backend.export.gguf_certificate import APART, are_smaller, stop_tokens
-from backend.export.merge import UNCHECKED
 from backend.models import trained
+from backend.models.exports import BATCHES, OUTPUTS, TEMPORARY, TOKENS, UNCHECKED
 from backend.models.quantized import FORMATS
 from backend.models.spec import read_spec_outside_training
-from backend.runs import CERTIFICATE, MODEL, RESULT, files, jobs
+from backend.runs import CERTIFICATE, MODEL, RESULT, deletion, files, jobs
 from backend.train import base_weights, model
 from backend.train.run_log import TrainError
 
-BATCHES, OUTPUTS = "batches.safetensors", "outputs.safetensors"  # what the new process reads and writes
-TOKENS = "tokens.json"  # its answers about tokenizer and stop tokens
-LITTLE = 0.75  # a larger share of the size in 16 bits is reported
+LITTLE = 0.75  # of the size in 16 bits: worth a sentence
 MIN_SAME = 0.75  # positions with the same most likely token
 
 
@@ -93,6 +98,7 @@ class QuantizedExport(Export):
             if certificate["limits"] and not certificate["differences"]:
                 certificate["status"] = "verified with limitations"
             about = {"run": self.run.id, "step": found.step, "merge": request["merge"]}
+            about |= provenance(spec, observed.batches, FORMATS[format].package)
             certificate = {**about, "base_weights": observed.base_check, **certificate}
             if certificate["differences"]:
                 files.write_json(self.folder / RESULT, {"model": "", "certificate": certificate})
@@ -101,9 +107,7 @@ class QuantizedExport(Export):
             write_certificate(target / CERTIFICATE, certificate)
             target.replace(self.folder / MODEL)
         finally:
-            shutil.rmtree(target, ignore_errors=True)
-            for name in (BATCHES, OUTPUTS, TOKENS):
-                (self.folder / name).unlink(missing_ok=True)
+            deletion.delete_names(self.folder, TEMPORARY)
         return {"model": MODEL, "certificate": certificate}
 
     def _observe(self, spec: RunSpec, found: trained.TrainedModel) -> Trained:

@@ -9,9 +9,15 @@ from typing import Any
 
 from backend.models.trained import TrainedModel
 from backend.runs import MODEL, jobs
-from backend.runs.folder import ALIVE, Run
+from backend.runs.folder import ALIVE, Run, StopTimeouts
 
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # trainings need GPUs and cores
+UNCHECKED = "unchecked"  # the folder that is renamed once its model is verified
+SOURCE, DEQUANTIZED, PLAIN = "source", "base", "adapter"  # folders: what llama.cpp's converters read (export/gguf*.py)
+BATCHES, OUTPUTS, TOKENS = "batches.safetensors", "outputs.safetensors", "tokens.json"  # of export/load_checkpoint.py
+TEMPORARY = (UNCHECKED, SOURCE, DEQUANTIZED, PLAIN, BATCHES, OUTPUTS, TOKENS)
+# An export has nothing to save, and may be silent in a library for minutes.
+TIMEOUTS = StopTimeouts(save=0.5, discard=0.5, sigterm=1.0, before_training=0.5)
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # memory decides, and trainings need the GPUs
 
 
 def model_folder(job: Run) -> Path | None:
@@ -22,11 +28,13 @@ def model_folder(job: Run) -> Path | None:
 @dataclass(frozen=True)
 class Exports:
     """Jobs of one `kind`. `written`: the file or folder that a job has written, None if there is none; `formats`: in
-    the order in which they are shown, '' for jobs without a format."""
+    the order in which they are shown, '' for jobs without a format; `output`: the folder that has all of a job that is
+    done."""
 
     kind: str
     written: Callable[[Run], Path | None] = model_folder
     formats: tuple[str, ...] = ("",)
+    output: str = MODEL
 
     def start(
         self,
@@ -48,8 +56,8 @@ class Exports:
             for earlier in jobs.find_all(run, self.kind):
                 if self.request(earlier) == (step, format):  # it failed, or its model was replaced
                     earlier.delete()
-            job = jobs.create(run, self.kind, request, ON_CPU, {})
-            job.start()
+            job = jobs.create(run, self.kind, request, ON_CPU, {}, partial=(*TEMPORARY, self.output))
+            job.start(timeouts=TIMEOUTS)
             return job
 
     def find(self, run: Run, model: TrainedModel, format: str = "") -> Run | None:

@@ -134,7 +134,7 @@ def names(file: Path) -> list[str]:
     return [file.name, *([adapter.name] if adapter else []), *others]
 
 
-EXPORTS = Exports(jobs.GGUF, file_of, tuple(FORMATS))
+EXPORTS = Exports(jobs.GGUF, file_of, tuple(FORMATS), FOLDER)
 find_all = EXPORTS.find_all
 
 

@@ -23,11 +23,12 @@ TORCHAO_MIN_VERSION = "0.15.0"  # transformers 5.23 utils/import_utils.py
 
 @dataclass(frozen=True)
 class Format:
-    """`label`: for users; `package` quantizes and loads, from `min_version`; `bytes`: the most bytes of a quantized
-    element; `max_kl`: the largest mean KL divergence from the trained model, in nats per token; `larger`: the format to
-    choose if the checkpoint differs, '' for none."""
+    """`label` and `about`: for users; `package` quantizes and loads, from `min_version`; `bytes`: of a quantized
+    element, at most; `max_kl`: the largest mean KL divergence from the trained model, in nats per token; `larger`: the
+    format to choose if it differs, '' for none."""
 
     label: str
+    about: str
     package: str
     min_version: str
     bytes: float
@@ -35,15 +36,25 @@ class Format:
     larger: str = ""
 
 
-# The limits for 8 bits are near the limit of q8_0 (gguf.py), except for LLM.int8, which also quantizes the inputs of
-# layers. The limit for 4 bits is above that of q4_k_m, since NF4 has no larger types for sensitive layers.
-# docs/exports.md has the measurements.
-FORMATS: Mapping[str, Format] = {
-    "bnb-nf4": Format("bitsandbytes NF4", "bitsandbytes", BNB_MIN_VERSION, 0.6, 0.2, larger="bnb-int8"),
-    "bnb-int8": Format("bitsandbytes LLM.int8", "bitsandbytes", BNB_MIN_VERSION, 1.01, 0.06),
-    "torchao-int8": Format("torchao int8, weights only", "torchao", TORCHAO_MIN_VERSION, 1.01, 0.03),
-    "torchao-fp8": Format("torchao fp8, weights only", "torchao", TORCHAO_MIN_VERSION, 1.01, 0.05, "torchao-int8"),
-}
+# The limits of 8 bits are near that of q8_0 (gguf.py), except for LLM.int8, which quantizes the inputs of layers, too;
+# that of 4 bits is above that of q4_k_m, since NF4 has no larger types for sensitive layers. docs/exports.md says what
+# was measured.
+FORMATS: Mapping[str, Format] = {  # in the order of the menu, whose first one is selected
+    "torchao-int8": Format(
+        "torchao int8", "8 bits, weights only, closest to the trained model", "torchao", TORCHAO_MIN_VERSION, 1.01, 0.03
+    ),
+    "bnb-int8": Format(
+        "bitsandbytes LLM.int8", "8 bits, also rounds the inputs of layers", "bitsandbytes", BNB_MIN_VERSION, 1.01, 0.06
+    ),
+    "torchao-fp8": Format(
+        "torchao fp8", "8 bits, weights only, coarser than int8", "torchao", TORCHAO_MIN_VERSION, 1.01, 0.05,
+        larger="torchao-int8",
+    ),
+    "bnb-nf4": Format(
+        "bitsandbytes NF4", "4 bits, smallest, too coarse for small models such as SmolLM2 135M", "bitsandbytes",
+        BNB_MIN_VERSION, 0.6, 0.2, larger="torchao-int8",
+    ),
+}  # fmt: skip
 
 
 def start(run: Run, step: int | None, format: str) -> Run:
@@ -63,14 +74,8 @@ def start(run: Run, step: int | None, format: str) -> Run:
 
 def _require_quantizable(folder: Path, format: str) -> None:
     """Raise RunError if the package is missing, or the architecture of the model in `folder` cannot be quantized."""
-    kind = FORMATS[format]
-    try:
-        version = metadata.version(kind.package)
-    except metadata.PackageNotFoundError:
-        version = ""
-    if not version or Version(version) < Version(kind.min_version):
-        there = f"{kind.package} {version} is installed" if version else f"{kind.package} is not installed"
-        raise RunError(f"{format} needs {kind.package} {kind.min_version} or later; {there}. Install it with pip.")
+    if problem := _package_problem(FORMATS[format]):
+        raise RunError(f"{format} needs {problem}. Install it with pip.")
     try:
         config = json_values.read(folder / trained.CONFIG)
         types = {str(part.get("model_type")) for part in (config, config.get("text_config") or {})}
@@ -83,6 +88,25 @@ def _require_quantizable(folder: Path, format: str) -> None:
         )
     if config.get("quantization_config"):
         raise RunError("The weights of this model are already quantized. Use the model itself.")
+
+
+def _package_problem(kind: Format) -> str:
+    """What the package of a format lacks, after "needs"; '' for nothing."""
+    try:
+        version = metadata.version(kind.package)
+    except metadata.PackageNotFoundError:
+        return f"{kind.package} {kind.min_version} or later; {kind.package} is not installed"
+    if Version(version) >= Version(kind.min_version):
+        return ""
+    return f"{kind.package} {kind.min_version} or later; {kind.package} {version} is installed"
+
+
+def menu() -> list[dict[str, str]]:
+    """The formats for the page, with those first that this machine can write."""
+    able = [(name, kind, _package_problem(kind)) for name, kind in FORMATS.items()]
+    able.sort(key=lambda each: bool(each[2]))
+    texts = [(name, f"{kind.label}: {kind.about}", lacks) for name, kind, lacks in able]
+    return [{"format": name, "text": f"{text} (needs {lacks})" if lacks else text} for name, text, lacks in texts]
 
 
 CHECKPOINTS = Exports(jobs.QUANTIZE, formats=tuple(FORMATS))

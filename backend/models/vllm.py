@@ -3,6 +3,7 @@ model, as vllm 0.33 lora/peft_helper.py and config/model.py say."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from functools import lru_cache
@@ -14,9 +15,11 @@ from backend.config.options import edit
 from backend.environments.vllm import LORA_RANKS, WITHOUT_LORA, lora_rank
 from backend.environments.vllm_machine import unmet_by_gpus, usable_gpus
 from backend.inspect.model_folder import local_folder
+from backend.inspect.weights import WeightsError, tensor_shapes
 from backend.machine import Machine
 from backend.models import merge, trained
 from backend.models.fingerprint import describe_change, fingerprint
+from backend.models.gguf_adapter import LORA, WEIGHTS
 from backend.models.spec import read_spec
 from backend.models.trained import ADAPTER, CONFIG, GENERATION, TrainedModel
 from backend.runs import BASE, json_values
@@ -53,7 +56,7 @@ def why_not(run: Run, model: TrainedModel) -> str:
     config = json_values.read_object(model.folder / (ADAPTER if model.base else CONFIG))
     if not model.base:
         return _quantized(config, "the weights are", "Serve a model with weights that are not quantized.")
-    if reason := _unsupported(config) or _trained_on(run, spec):
+    if reason := _unsupported(config) or _other_weights(model.folder) or _trained_on(run, spec):
         step = "" if model.step is None else f" --step {model.step}"
         return (
             f"vLLM cannot serve this adapter: {reason}. Merge it with `footplate merge {run.id}{step}` or Merge into "
@@ -114,7 +117,31 @@ def _unsupported(adapter: Mapping[str, Any]) -> str:
         return f"vLLM does not support {' and '.join(parts)}"
     if lora_rank(rank := _largest_rank(adapter)) is None:
         return f"its rank is {rank}, and vLLM supports ranks up to {LORA_RANKS[-1]}"
+    if not _has_one_scale(adapter):
+        return (
+            "its modules have different scales (rank_pattern, alpha_pattern), and vLLM gives all of them the same one"
+        )
     return ""
+
+
+def _has_one_scale(adapter: Mapping[str, Any]) -> bool:
+    """Whether all modules have the scale of `r` and `lora_alpha`, the only one that vllm 0.33 lora/peft_helper.py
+    reads. Those of stacked experts have twice the rank and twice the alpha."""
+    ranks, alphas = adapter.get("rank_pattern") or {}, adapter.get("alpha_pattern") or {}
+    rank, alpha = adapter.get("r") or 1, adapter.get("lora_alpha") or 1
+    power = 0.5 if adapter.get("use_rslora") else 1.0
+    scales = [alphas.get(key, alpha) / ranks.get(key, rank) ** power for key in {*ranks, *alphas}]
+    return all(math.isclose(scale, alpha / rank**power) for scale in scales)
+
+
+def _other_weights(folder: Path) -> str:
+    """What vLLM does not support in the file of an adapter: peft saves the base model's embeddings, too, if the adapter
+    changes these."""
+    try:
+        others = [name for name in tensor_shapes(folder / WEIGHTS) if not LORA.search(name)]
+    except WeightsError:  # another format, or damaged
+        return ""
+    return f"its file has weights that are not LoRA matrices, such as {others[0]}" if others else ""
 
 
 def _largest_rank(adapter: Mapping[str, Any]) -> int:

@@ -14,8 +14,11 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import by_name, get, shown
 from backend.models import system_prompt, trained
+from backend.publish import exports
+from backend.publish.exports import Export
 from backend.runs import BASE, CERTIFICATE, METRICS, json_values
 from backend.runs.folder import Run
+from backend.runs.jobs import GGUF
 from backend.runs.metrics import Point, read_points
 from backend.runs.search import SCORES
 from backend.wording import counted
@@ -31,13 +34,26 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What the card has in addition to the run: the repository or the folder, the Hub ID of the base model and the
-    license (each may be ''), and the certificate of a merged model, empty for other models."""
+    """What the card adds to the run: the repository or the folder, the Hub ID of the base model and the license, each
+    or '', the certificate of a merged model, empty for others, and exports, if these are published; `is_of_weights`:
+    the base model is the repository of the weights that were exported."""
 
     destination: str
     base_model: str
     license: str
     certificate: Mapping[str, Any]
+    exports: Sequence[Export] = ()
+    is_of_weights: bool = False
+
+    @property
+    def compared(self) -> Mapping[str, Any]:
+        """The certificate of what is published, or of one of several exports."""
+        return self.exports[0].certificate if self.exports else self.certificate
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether GGUF files are published."""
+        return bool(self.exports) and self.exports[0].kind == GGUF
 
 
 def write(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> str:
@@ -48,8 +64,9 @@ def write(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject
         "Training data": _data(run, spec),
         "Training": _training(run, spec, model, subject),
         "Results": _results(run, model, subject),
-        "Merge": _merge(spec, model, subject.certificate),
-        "Environment": _environment(run, model),
+        "Verification": exports.verification(subject.exports) if subject.exports else "",
+        "Merge": "" if subject.exports else _merge(spec, model, subject.certificate),
+        "Environment": _environment(run, model, subject),
     }
     parts = [f"---\n{_metadata(spec, model, subject)}\n---", f"# {name}", _introduction(spec, model, subject)]
     parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]
@@ -60,15 +77,17 @@ def _metadata(spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> s
     # The import takes a tenth of a second, and only publishing needs it.
     from huggingface_hub import ModelCardData  # noqa: PLC0415
 
-    is_adapter = bool(model.base)
+    is_adapter = subject.exports[0].is_adapter if subject.exports else bool(model.base)
+    relation = "adapter" if is_adapter else "quantized" if subject.exports else "finetune"
+    tags = (spec.train.stage, "lora" if spec.method.kind == "lora" else "", "gguf" if subject.is_gguf else "")
     is_reward = registry.STAGES[spec.train.stage].is_reward_model
     hub_ids = [source.hub_id for source in spec.data.datasets if source.source == "hub"]
     header = ModelCardData(
         base_model=subject.base_model or None,
-        base_model_relation=("adapter" if is_adapter else "finetune") if subject.base_model else None,
-        library_name="peft" if is_adapter else "transformers",
+        base_model_relation=relation if subject.base_model else None,
+        library_name=None if subject.is_gguf else "peft" if is_adapter else "transformers",
         pipeline_tag="text-classification" if is_reward else "text-generation",
-        tags=[tag for tag in (spec.train.stage, "lora" if spec.method.kind == "lora" else "", "footplate") if tag],
+        tags=[*filter(None, tags), "footplate"],
         license=subject.license or None,
         datasets=list(dict.fromkeys(hub_ids)) or None,
     )
@@ -78,7 +97,10 @@ def _metadata(spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> s
 def _introduction(spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> str:
     name = subject.base_model
     base = f"[{name}]({HUB}/{name})" if name else "a base model without a Hub ID"
-    if model.base:
+    if subject.exports:
+        of = base if subject.is_of_weights or subject.exports[0].is_adapter else f"a model fine-tuned from {base}"
+        what = exports.introduction(subject.exports, of)
+    elif model.base:
         what = f"A LoRA adapter for {base}"
     elif spec.method.kind == "lora":
         what = f"A LoRA adapter merged into {base}: full weights"
@@ -91,9 +113,11 @@ def _use(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject)
     notes = []
     if spec.model.source == "builtin" and (difference := registry.BUILTIN_MODELS[spec.model.builtin].difference):
         notes.append(difference)
-        if model.base:
+        if model.base and not subject.exports:
             notes.append("The adapter's outputs on the original weights were not compared with those of training.")
-    if model.base and (bits := registry.QUANTIZATIONS[spec.method.quantization].bits):
+    if subject.exports and not subject.is_gguf:
+        notes.append(exports.requirement(subject.exports[0]))
+    if model.base and not subject.is_gguf and (bits := registry.QUANTIZATIONS[spec.method.quantization].bits):
         notes.append(
             f"The adapter was trained on a base model quantized to {bits:g} bits ({spec.method.quantization}). The "
             "code loads the base model without quantization, so outputs can differ from those of training."
@@ -106,6 +130,9 @@ def _use(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject)
     commit = json_values.read_object(run.path / BASE).get("commit")
     if model.base and commit:
         notes.append(f"The base model had the commit `{commit}`.")
+    if subject.is_gguf:
+        repository = "" if subject.destination.startswith("/") else subject.destination
+        return "\n\n".join([exports.use(subject.exports, repository), *([" ".join(notes)] if notes else [])])
     name = subject.destination if not subject.destination.startswith("/") else PurePath(subject.destination).name
     marked = trained.public_code(model).replace(json.dumps(str(model.folder)), "\0")
     code = re.sub(r"\bfolder\b", "model_id", marked).replace("\0", json.dumps(name))
@@ -205,13 +232,14 @@ def _merge(spec: RunSpec, model: trained.TrainedModel, certificate: Mapping[str,
     )
 
 
-def _environment(run: Run, model: trained.TrainedModel) -> str:
+def _environment(run: Run, model: trained.TrainedModel, subject: Subject) -> str:
     """Versions that the model's files record, and the devices of the run, without names of hosts."""
     versions = {
         "peft": json_values.read_object(model.folder / trained.ADAPTER).get("peft_version"),
         "transformers": json_values.read_object(model.folder / trained.CONFIG).get("transformers_version")
         or json_values.read_object(model.folder / trained.GENERATION).get("transformers_version"),
     }
+    versions |= {f"{name} (export)": each for name, each in subject.compared.get("versions", {}).items()}
     resolved = run.resolved()
     device, count, nodes = (resolved.get(key) for key in ("device", "world_size", "nnodes"))
     rows = [(name, version) for name, version in versions.items() if version]
@@ -232,12 +260,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _is_checkpoint(model: trained.TrainedModel, subject: Subject) -> bool:
-    return model.step is not None or subject.certificate.get("step") is not None
+    return model.step is not None or subject.compared.get("step") is not None
 
 
 def _step(run: Run, model: trained.TrainedModel, subject: Subject) -> int | None:
     """The step of the published weights; None if the run did not record it."""
-    own = subject.certificate.get("step") if subject.certificate else model.step
+    own = subject.compared.get("step") if subject.compared else model.step
     result = run.result()
     found = own or result.get("model_step") or result.get("steps")
     return found if isinstance(found, int) else None

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from backend.config import RunSpec
 from backend.models import trained
 from backend.models.spec import read_spec
 from backend.paths import model_folder
-from backend.publish import card
+from backend.publish import card, exports
 from backend.registry.hub_models import is_hub_id
-from backend.runs import BASE, jobs, json_values
+from backend.runs import BASE, CERTIFICATE, jobs, json_values
 from backend.runs.folder import Run, RunError
 
 README = "README.md"
@@ -28,18 +28,21 @@ FILES = re.compile(
 )
 TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 TEXT = (".json", ".jinja", ".txt", ".py", ".md")
+METADATA_BYTES = 2**24  # of a GGUF file: its vocabulary has a few MiB
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
 @dataclass(frozen=True)
 class Request:
     """What to publish, and where. `step`: of a checkpoint, None for the final model; `merge`: the id of the job that
-    merged the adapter, to publish the merged model; either a `repository` of the Hub or an absolute `folder`; `public`:
-    visibility of the repository; `license`: an identifier of the Hub, or ''; `base_model`: the Hub ID of the base model
-    if the run does not know it."""
+    merged the adapter, to publish the merged model; `exports`: the ids of the jobs that have exported GGUF files, or of
+    one that has exported a quantized checkpoint, to publish these; either a `repository` of the Hub or an absolute
+    `folder`; `public`: visibility of the repository; `license`: an identifier of the Hub, or ''; `base_model`: the Hub
+    ID of the base model if the run does not know it."""
 
     step: int | None = None
     merge: str = ""
+    exports: Sequence[str] = ()
     repository: str = ""
     folder: str = ""
     public: bool = False
@@ -57,6 +60,8 @@ class Request:
 
     def check(self) -> None:
         """Raise RunError for values that cannot be used."""
+        if self.merge and self.exports:
+            raise RunError("Choose one: the merged model, or exports.")
         if bool(self.repository) == bool(self.folder):
             raise RunError("Choose one destination: a repository of the Hugging Face Hub, or a folder.")
         if self.repository and not is_hub_id(self.repository):
@@ -128,8 +133,12 @@ def contents(run: Run, request: Request) -> Contents:
     """What a request publishes; changes nothing. Raises RunError if that is impossible, or would reveal a local
     path."""
     request.check()
+    found = exports.find(run, request.step, request.exports)
+    if found and found[0].kind == jobs.GGUF:
+        return _gguf_contents(run, request, found)
     spec, model = read_spec(run), _model(run, request)
-    base = request.base_model or _hub_id(spec)
+    source = _source(run, request)
+    base = request.base_model or source or _hub_id(spec)
     if model.base and not base:
         raise RunError(
             f"The adapter belongs to {model.base}, a model on this machine, so nobody else could load it. Enter the "
@@ -140,18 +149,55 @@ def contents(run: Run, request: Request) -> Contents:
     if links := [path for path in kept.values() if path.is_symlink()]:
         raise RunError(f"{links[0]} is a symbolic link: replace it with the file to publish the model.")
     local = _local_bases(run, spec, model)
-    found = [_published(name, path, local, base) for name, path in kept.items()]
+    published = [_published(name, path, local, base) for name, path in kept.items()]
     certificate = jobs.find(run, request.merge).result().get("certificate", {}) if request.merge else {}
-    text = card.write(run, spec, model, card.Subject(request.destination, base, request.license, certificate))
-    found.append(PublishedFile.written(README, model.folder / README, text))
-    paths = {str(run.path), *local}
-    for file in found:
-        _check_paths(file, paths)
+    is_of_weights = bool(source) and not request.base_model
+    subject = card.Subject(request.destination, base, request.license, certificate, found, is_of_weights)
     left_out = tuple(name for name in names if name not in kept and name != README)
-    return Contents(tuple(sorted(found, key=lambda file: file.name)), left_out, model, base)
+    return _with_card(run, spec, model, subject, published, left_out)
+
+
+def _gguf_contents(run: Run, request: Request, found: Sequence[exports.Export]) -> Contents:
+    """The files of GGUF exports. Raises RunError."""
+    spec, model = read_spec(run), trained.at_step(run, request.step)
+    assert model  # of verified exports
+    source = "" if found[0].is_adapter else _source(run, request)
+    base = request.base_model or source or _hub_id(spec)
+    files, left_out = exports.public_files(run, found)
+    if links := [path for path in files.values() if path.is_symlink()]:
+        raise RunError(f"{links[0]} is a symbolic link: replace it with the file to publish the model.")
+    local = _local_bases(run, spec, model)
+    published = [_published(name, path, local, base) for name, path in files.items()]
+    listed = [*found, *exports.also_published(run, request.repository, found)]
+    is_of_weights = bool(source) and not request.base_model
+    subject = card.Subject(request.destination, base, request.license, {}, listed, is_of_weights)
+    return _with_card(run, spec, model, subject, published, left_out)
+
+
+def _source(run: Run, request: Request) -> str:
+    """The repository of the full weights that are quantized; '' if they are not published."""
+    return exports.published_source(run, request.step, request.public) if request.exports else ""
+
+
+def _with_card(
+    run: Run, spec: RunSpec, model: trained.TrainedModel, subject: card.Subject, published: list[PublishedFile],
+    left_out: Sequence[str],
+) -> Contents:  # fmt: skip
+    """What is published, with its model card. Raises RunError for a local path."""
+    text = card.write(run, spec, model, subject)
+    published.append(PublishedFile.written(README, model.folder / README, text))
+    paths = {str(run.path), *_local_bases(run, spec, model)}
+    for file in published:
+        _check_paths(file, paths)
+    files = tuple(sorted(published, key=lambda file: file.name))
+    return Contents(files, tuple(left_out), model, subject.base_model)
 
 
 def _model(run: Run, request: Request) -> trained.TrainedModel:
+    if request.exports:  # a quantized checkpoint
+        quantized = trained.find(jobs.find(run, request.exports[0]))
+        assert quantized  # it is verified
+        return quantized
     if request.merge:
         model = trained.find(jobs.find(run, request.merge))
         if model is None:
@@ -204,6 +250,8 @@ def _published(name: str, path: Path, local: Collection[str], base: str) -> Publ
         except (OSError, ValueError) as error:
             raise RunError(f"{path} cannot be read as JSON ({error}), so the model is not published.") from error
         after = _without_folder(before, local, base)
+        if path.name == CERTIFICATE and isinstance(after, dict):
+            after = exports.public_certificate(after)
         if name == trained.ADAPTER and isinstance(after, dict):
             after["base_model_name_or_path"] = base
         if after != before:
@@ -227,10 +275,12 @@ def _is_in(value: Any, local: Collection[str]) -> bool:
 
 def _check_paths(file: PublishedFile, paths: Collection[str]) -> None:
     """Raise RunError if the text of a file has one of these `paths`, or a path below the home folder."""
-    if not file.name.endswith(TEXT):
+    is_gguf = file.name.endswith(".gguf")
+    if not is_gguf and not file.name.endswith(TEXT):
         return
     try:
-        text = file.source.read_text("utf-8", "replace") if file.text is None else file.text
+        text = _head(file.source) if is_gguf else file.text
+        text = file.source.read_text("utf-8", "replace") if text is None else text
         if file.name.endswith(".json"):
             text = json.dumps(json.loads(text), ensure_ascii=False)  # without escapes, which can hide a path
     except (OSError, ValueError) as error:
@@ -242,6 +292,12 @@ def _check_paths(file: PublishedFile, paths: Collection[str]) -> None:
                 f"{file.source} contains a path of this machine, and would reveal it: {shown!r}. Remove the path from "
                 "the file, then publish again."
             )
+
+
+def _head(file: Path) -> str:
+    """The metadata of a GGUF file, with some of its weights."""
+    with file.open("rb") as opened:
+        return opened.read(METADATA_BYTES).decode("utf-8", "replace")
 
 
 def _patterns(paths: Collection[str]) -> Iterator[re.Pattern[str]]:

@@ -115,7 +115,7 @@ class Plan:
     are set already. `files` is name -> text, relative to the folder. `other_nodes`: script name -> argv for each other
     node. `devices`: name -> label of each device of this machine that the run needs, such as {"GPU-4fe1": "GPU 0"}.
     `stop_timeout`: seconds that a stop waits for the checkpoint. `then`: what the supervisor runs in the run's folder
-    after the run has failed or stopped.
+    after the run has failed or stopped. `partial`: files and folders that the supervisor deletes then.
     """
 
     argv: tuple[str, ...]
@@ -127,6 +127,7 @@ class Plan:
     devices: Mapping[str, str] = field(default_factory=dict)
     stop_timeout: float = 1800.0
     then: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
 
     def with_random_id(self) -> Plan:
         """The plan of one run, with an ID that nobody can guess."""

@@ -5,9 +5,11 @@ The folder keeps its name, its plan and a mark until everything else is gone, so
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,16 @@ def delete(folder: Path) -> None:
     for name in LAST:
         (folder / name).unlink(missing_ok=True)
     folder.rmdir()
+
+
+def delete_names(folder: Path, names: Iterable[str]) -> None:
+    """Delete these files and folders in `folder`, as far as they exist and can be deleted."""
+    for path in (folder / name for name in names):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def remove_irregular(path: Path) -> None:

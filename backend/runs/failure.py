@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backend.runs import ERROR, LOG, RANK, RANK_LOGS, SEPARATOR, device_memory, files, json_values
+from backend.runs import ERROR, LOG, PLAN, RANK, RANK_LOGS, SEPARATOR, device_memory, files, json_values
 from backend.runs.freshness import BEFORE, is_fresh
 
 LOG_BYTES = 512 * 1024  # the end of the log that is searched
@@ -214,10 +214,38 @@ KNOWN_FAILURES = (
 )
 
 
+# What helps if a job fails, by the kind of the failure.
+HELP_OF_JOBS: Mapping[str, str] = {
+    DEVICE_MEMORY: "Stop other programs that use the device, then try again.",
+    HOST_MEMORY: "Stop other programs, or use a machine with more CPU memory, then try again.",
+    SHARED_MEMORY: "Give the container more shared memory (docker run --shm-size), then try again.",
+    DISK: "Free disk space, then try again.",
+    DEVICE: "Check that the device of the run is available, then try again.",
+}
+
+
 def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
-    """Why the last start failed. `state`: what `start_state` returns; `since_ns`: when the start began, for a `state`
-    without file versions."""
-    if "cause" in state and state.get("exit_code") is None:  # with an exit code: why the run stopped itself
+    """Why the last start failed. `state`: as of `start_state`; `since_ns`: when it began, if that has no versions."""
+    found = _diagnose(folder, since_ns, state)
+    about = json_values.read_object(folder / PLAN).get("about")
+    return _of_job(found, state) if isinstance(about, dict) and about.get("kind") else found
+
+
+def _of_job(found: Failure, state: Mapping[str, Any]) -> Failure:
+    """What a failure means for a job (jobs.py), which has no launcher, options or checkpoints."""
+    if found.kind == COLUMNS:  # a training's most frequent KeyError
+        found = _unknown_failure(found.traceback, None, int(state.get("exit_code") or 0))
+    help = found.help
+    if "SIGKILL" in found.sentence and not found.kind:
+        help = f"If CPU memory (RAM) was short: {HELP_OF_JOBS[HOST_MEMORY]}"
+    elif found.fields or "esume" in help:
+        help = HELP_OF_JOBS.get(found.kind, "Try again.")
+    sentence = re.sub(r"^The (launcher|run)\b", "The process", found.sentence)
+    return replace(found, sentence=sentence, help=help, fields=())
+
+
+def _diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
+    if "cause" in state and state.get("exit_code") is None:  # of a launcher that ran: why the run stopped itself
         return Failure(
             str(state["cause"]),
             "Install it, or choose another launcher with launch.launcher.",

@@ -123,6 +123,7 @@ class Run:
         kept |= {"argv": plan.argv, "env": dict(plan.env), "files": list(plan.files), "notes": plan.notes}
         kept |= {"defaults": dict(plan.defaults), "others": dict(plan.other_nodes), "devices": dict(plan.devices)}
         kept |= {"stop_timeout": plan.stop_timeout, **({"then": plan.then} if plan.then else {})}
+        kept |= {"partial": plan.partial} if plan.partial else {}
         scripts = {SCRIPT: plan.run_script(), **{f"{node}.sh": plan.node_script(node) for node in plan.other_nodes}}
         records = {PLAN: json.dumps(kept, indent=1), **({ESTIMATE: json.dumps(estimate)} if estimate else {})}
         staging = None
@@ -302,7 +303,8 @@ class Run:
         others = {name: tuple(argv) for name, argv in kept.get("others", {}).items()}
         notes, defaults = tuple(kept.get("notes", ())), kept.get("defaults", {})
         known = (notes, defaults, others, kept.get("devices", {}), kept.get("stop_timeout", Plan.stop_timeout))
-        return Plan(tuple(kept.get("argv", ())), kept.get("env", {}), files, *known, tuple(kept.get("then", ())))
+        after = (tuple(kept.get(key, ())) for key in ("then", "partial"))
+        return Plan(tuple(kept.get("argv", ())), kept.get("env", {}), files, *known, *after)
 
     def node_commands(self) -> dict[str, str]:
         """Commands for the other nodes of a multi-node run: script name -> command."""

@@ -44,11 +44,14 @@ def create(
     env: Mapping[str, str],
     devices: Mapping[str, str],
     texts: Mapping[str, str] = MappingProxyType({}),
+    partial: tuple[str, ...] = (),
 ) -> Run:
-    """A new job of `run`, which does what is requested; `texts` are further files in its folder. Raises RunError."""
+    """A new job of `run`, which does what is requested; `texts` are further files in its folder, `partial` what is
+    deleted unless it finishes. Raises RunError."""
     argv = (sys.executable, "-m", MODULES[kind], ".")
     written = {request_file(kind): json.dumps(request), **texts}
-    plan = Plan(argv, {"PYTHONPATH": str(PACKAGES), **env}, written, devices=devices, stop_timeout=STOP_SECONDS)
+    env = {"PYTHONPATH": str(PACKAGES), **env}
+    plan = Plan(argv, env, written, devices=devices, stop_timeout=STOP_SECONDS, partial=partial)
     return Run.create(run.path / JOBS, kind, plan, datetime.now(), {"kind": kind})
 
 

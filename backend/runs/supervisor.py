@@ -90,7 +90,7 @@ class Supervisor:
         self.folder, self.timeouts = folder, timeouts
         plan = json.loads(files.read_text(folder / PLAN))
         self.argv = [*plan["argv"], *(["--from-scratch"] if from_scratch else [])]
-        self.then = plan.get("then", [])
+        self.then, self.partial = plan.get("then", []), plan.get("partial", [])
         secret = (webhook.WEBHOOK, SERVE_TOKEN)
         inherited = {name: value for name, value in os.environ.items() if name not in secret}
         inherited = {**inherited, ERROR_FILE: f"./{ERROR}"}
@@ -333,8 +333,11 @@ class Supervisor:
         requested = self._stop_request()
         finished = code == 0 and (has_result or not requested)
         self._end_job()
+        left = self._terminate()
+        if not finished:
+            deletion.delete_names(self.folder, self.partial)  # those of a process that was killed
         self.state |= {
-            "left": self._terminate(),
+            "left": left,
             "oom_kills": oom.kills() - self.oom_kills,
             "end": "done" if finished else "stopped" if requested else "failed",
             "ended": time.time(),

@@ -232,6 +232,9 @@ def test_a_model_is_exported_as_gguf(shared, page):
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(card.locator(".fp-gguf")).to_have_count(0, timeout=SLOW_TIMEOUT)
     assert not done.path.exists() and failed.path.exists()
+    card.get_by_role("button", name="Delete failed export: f16").click()
+    expect(card.locator(".fp-job-failure")).to_have_count(0, timeout=SLOW_TIMEOUT)
+    assert not failed.path.exists()
 
 
 def test_an_adapter_and_a_quantized_checkpoint_are_exported(shared, page):
@@ -252,16 +255,25 @@ def test_an_adapter_and_a_quantized_checkpoint_are_exported(shared, page):
     expect(card).to_contain_text("Verified. Loaded in a new process and compared with the trained model: KL divergence")
     formats = card.get_by_label("Format of the quantized checkpoint")
     assert [text.partition(":")[0] for text in formats.locator("option").all_inner_texts()] == [
-        "bitsandbytes LLM.int8",
         "torchao int8",
+        "bitsandbytes LLM.int8",
         "torchao fp8",
     ]
     page.route("**/quantized", lambda route: route.fulfill(status=409, json={"error": "torchao is not installed."}))
     with page.expect_request("**/quantized") as request:
         card.get_by_role("button", name="Export quantized checkpoint").click()
-    assert request.value.post_data_json == {"step": None, "format": "bnb-int8"}
+    assert request.value.post_data_json == {"step": None, "format": "torchao-int8"}
     expect(page.locator("#fp-toasts")).to_contain_text("torchao is not installed", timeout=SLOW_TIMEOUT)
     page.unroute_all(behavior="ignoreErrors")
+    card.get_by_role("button", name="Publish", exact=True).click()
+    choices = page.get_by_role("dialog").locator("label:has-text('Adapter'), label:has-text('Full weights')")
+    offered = choices.locator("option").all_inner_texts()
+    assert offered == ["Full weights", "GGUF lora-q8_0", "Quantized checkpoint, bitsandbytes NF4"]
+    choices.locator("select").select_option(quantized.id)
+    with page.expect_request("**/publications/summary") as request:
+        page.get_by_role("dialog").get_by_role("button", name="Review files").click()
+    assert (request.value.post_data_json["merge"], request.value.post_data_json["exports"]) == ("", [quantized.id])
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
 
 
 def assert_progress_keeps_the_focus(card, run, menu):

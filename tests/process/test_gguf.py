@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +183,7 @@ def test_a_verified_file(adapter: Path, export: Callable[..., dict[str, Any]], t
     assert certificate["trained_to_file"]["kl_mean"] < 1e-6 < 1e-3 < certificate["trained_to_base"]["kl_mean"]
     assert certificate["base_weights"] == "the same weights as in training"
     assert certificate["versions"]["llama-cpp-python"] == "0.3.36" and certificate["merge"] == "m"
+    assert {"footplate", "torch", "transformers", "peft"} < set(certificate["versions"])
     assert certificate["stop_tokens"] == ["<|im_end|>"] and certificate["tokenized_texts"] >= 8
     assert [output["llama_cpp"]["text"] for output in certificate["outputs"]] == ["some text"]
     assert (folder / MODELFILE).read_text().startswith(f"FROM ./{adapter.name}-q8_0.gguf\nTEMPLATE")
@@ -220,6 +222,10 @@ def test_a_quantized_checkpoint(
     assert 0 < certificate["trained_to_checkpoint"]["kl_mean"] < certificate["trained_to_base"]["kl_mean"]
     assert certificate["stop_tokens"] == ["<|im_end|>"] and certificate["differences"] == []
     assert json.loads((tmp_path / MODEL / CERTIFICATE).read_text()) == certificate
+    assert certificate["versions"]["bitsandbytes"] == version("bitsandbytes") and certificate["versions"]["torch"]
+    assert certificate["compared"]["texts"] >= 6 and len(certificate["compared"]["token_ids_sha256"]) == 64
+    merged = json.loads((adapter / JOBS / "m" / MODEL / CERTIFICATE).read_text())  # of the same texts
+    assert merged["compared"] == certificate["compared"] and "bitsandbytes" not in merged["versions"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / MODEL)
     assert loaded.is_quantized and loaded.config.quantization_config.bnb_4bit_quant_type == "nf4"
 

@@ -15,7 +15,7 @@ import pytest
 from fake_hub import BAD, GOOD
 from fake_hub_uploads import FINE_GRAINED, READ_ONLY, Hub, Repository, fake_hub_uploads
 from huggingface_hub import constants
-from published_run import adapter_run
+from published_run import adapter_run, exported_job
 from waiting import wait_for
 
 from backend.__main__ import main
@@ -23,7 +23,7 @@ from backend.publish import publication
 from backend.publish.contents import Request, contents
 from backend.publish.hub import PublishError
 from backend.publish.hub import publish as publish_to_hub
-from backend.runs import MODEL
+from backend.runs import MODEL, jobs
 from backend.runs.folder import ALIVE, Run, RunError
 
 REQUEST = Request(repository="trains", base_model="org/base")
@@ -154,3 +154,21 @@ def test_faults_are_plain_sentences(hub: Hub, run: Run, monkeypatch: pytest.Monk
     with pytest.raises(PublishError, match=message) as error:
         publish_to_hub(contents(run, request), request.repository, request.public, lambda *_: None)
     assert not any(found.files for found in hub.repositories.values()) and "hf_" not in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the HTTP library
+def test_gguf_files_are_added_to_their_repository(hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One format after the other; a large file is sent once."""
+    off = {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_PROGRESS_BARS": True}
+    settings = {"ENDPOINT": hub.address, **off}
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
+    for format in ("q8_0", "q4_k_m"):
+        job = exported_job(run, jobs.GGUF, format)
+        (job.path / f"gguf/{run.id}-{format}.gguf").write_bytes(os.urandom(2**21))
+        request = replace(REQUEST, repository="ada/trains", exports=(job.id,))
+        publish_to_hub(contents(run, request), request.repository, request.public, lambda *_: None)
+    files = hub.repositories["ada/trains"].files
+    assert len(files) == 7 and len(files[f"{run.id}-q8_0.gguf"]) == 2**21
+    assert b"base_model_relation: quantized" in files["README.md"] and hub.count("PUT") == 2
+    assert b"secret" not in b"".join(files.values())

@@ -63,7 +63,10 @@ def test_a_verified_checkpoint(
     certificate = export(adapter, format)["certificate"]
     folder = tmp_path / "job" / MODEL
     assert json.loads((folder / CERTIFICATE).read_text()) == certificate
-    assert certificate["status"] == "verified with limitations" and "embeddings" in certificate["limits"][0]
+    if format == "bnb-nf4":
+        assert (certificate["status"], certificate["limits"]) == ("verified", [])
+    else:  # embeddings are most of this model
+        assert certificate["status"] == "verified with limitations" and "Embeddings" in certificate["limits"][0]
     assert certificate["stop_tokens"] == ["<|im_end|>"]
     assert 0 < certificate["trained_to_checkpoint"]["kl_mean"] < certificate["trained_to_base"]["kl_mean"]
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -112,10 +115,10 @@ def test_a_model_that_the_package_refuses(
 
 
 FAULTS = {
-    "tokens": "different token IDs, or has a different chat template",
-    "template": "different token IDs, or has a different chat template",
-    "stops": "Stop tokens that only one of the two has: token 7",
-    "noise": r"and at most 0\.2 is accepted\. Export as bnb-int8\.",
+    "tokens": "other token ids, or has another chat template",
+    "template": "other token ids, or has another chat template",
+    "stops": "Stop tokens that only one of them has: token 7",
+    "noise": r"and at most 0\.2 is accepted\. Export as torchao-int8\.",
     "base": "cannot rule out that the adapter is missing",
 }
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from backend.runs import LOG
+from backend.runs import LOG, PLAN
 from backend.runs.failure import DISK, KNOWN_FAILURES, LAUNCHER, Failure, diagnose
 
 REPORT = """\
@@ -123,6 +124,22 @@ def test_a_killed_rank_comes_before_ranks_that_lost_the_connection(tmp_path: Pat
     assert failure.rank == 1 and "Rank 1 was killed (SIGKILL) by a user" in failure.sentence
     assert "ran out of CPU memory" in diagnose_log(tmp_path, report, oom_kills=1).sentence
     assert "train.per_device_train_batch_size" in failure.help
+
+
+def test_jobs_are_given_no_advice_about_trainings(tmp_path: Path) -> None:
+    """A job has no launcher, no options and no checkpoints."""
+    (tmp_path / PLAN).write_text(json.dumps({"about": {"kind": "merge"}}))
+    for log, state, sentence, help in (
+        ("", {"exit_code": -9}, "The process was killed (SIGKILL) by a user", "If CPU memory (RAM) was short: Stop "),
+        ("", {"exit_code": -9, "oom_kills": 1}, "because the machine ran out of CPU memory", "Stop other programs, or"),
+        ("", {"exit_code": -15}, "The process was terminated by SIGTERM.", "Try again."),
+        ("OSError: No space left on device", {}, "The disk is full", "Free disk space, then try again."),
+        ("torch.OutOfMemoryError: CUDA out of memory", {}, "The device ran out of memory", "Stop other programs that"),
+        ("Traceback (most recent call last):\nKeyError: 'a'", {}, "The process failed with KeyError: 'a'", "See the t"),
+    ):  # fmt: skip
+        failure = diagnose_log(tmp_path, log, **state)
+        assert sentence in failure.sentence and failure.help.startswith(help), failure
+        assert not failure.fields and not re.search(r"train\.|launch\.|esume", failure.help)
 
 
 def test_a_crash_in_native_code(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ BASE = {"base_model_name_or_path": "tiny-llama", "peft_type": "LORA"}
 def plant(tmp_path, monkeypatch):
     """Makes runs that have finished, with full weights or an adapter; no job is started."""
     monkeypatch.setenv("FOOTPLATE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(Run, "start", lambda self: None)
+    monkeypatch.setattr(Run, "start", lambda self, timeouts: None)
 
     def make(is_adapter=False, **changes):
         run = planted_run(tmp_path / "runs", edit(RunSpec(), changes), probe(Path.cwd()), "run")

@@ -16,7 +16,8 @@ from backend.presets import dump
 from backend.publish import publication
 from backend.publish.contents import Request
 from backend.runs import LOCK, MODEL, RESULT, SPEC, Plan, jobs, processes
-from backend.runs.folder import Run, RunError
+from backend.runs.folder import Run, RunError, StopTimeouts
+from backend.runs.supervisor import Supervisor
 
 SLEEP = ["sleep", "60"]
 CERTIFICATE = {
@@ -62,7 +63,7 @@ def test_a_merge_that_has_ended_is_not_repeated(run):
 @pytest.mark.parametrize("change", ["another adapter", "merged model deleted", "failed"])
 def test_a_merge_that_is_outdated_is_replaced(run, monkeypatch, change):
     job, started = finished_job(run), []
-    monkeypatch.setattr(Run, "start", lambda self: started.append(self.id))
+    monkeypatch.setattr(Run, "start", lambda self, timeouts: started.append(self.id))
     if change == "another adapter":
         os.utime(job.path / "merge.json", (1, 1))
     elif change == "failed":
@@ -79,6 +80,24 @@ def test_a_merge_that_is_outdated_is_replaced(run, monkeypatch, change):
     assert again.plan().argv[1:] == ("-m", "backend.export", ".")
 
 
+@pytest.mark.parametrize("end", ["done", "failed", "stopped"])
+def test_what_a_killed_export_leaves_is_deleted(run, monkeypatch, end):
+    """The process itself cannot do that after SIGKILL."""
+    monkeypatch.setattr(Run, "start", lambda self, timeouts: (self.path / LOCK).touch())
+    monkeypatch.setattr(Supervisor, "_terminate", lambda self: ())
+    job = merge.start(run, None)
+    for folder in ("unchecked", "source", MODEL):
+        (job.path / folder).mkdir()
+    for file in ("batches.safetensors", "log.txt", *(["stop"] if end == "stopped" else [])):
+        (job.path / file).write_text("discard")
+    supervisor = Supervisor(job.path, False, StopTimeouts(), lock=-1)
+    supervisor.state |= {"exit_code": 0 if end == "done" else -9, "started": 1.0, "files_before": {}}
+    supervisor._end()
+    left = {"unchecked", "source", MODEL, "batches.safetensors"} & {path.name for path in job.path.iterdir()}
+    assert bool(left) == (end == "done") and (job.path / "log.txt").exists()
+    assert job.state == end and merge.as_json(job)["sentence"].startswith(end.capitalize())
+
+
 @pytest.mark.parametrize("kind", [jobs.MERGE, jobs.GGUF, jobs.PUBLISH])
 def test_two_starts_at_once_create_one_job(run, monkeypatch, kind):
     """The second one waits for the first, and finds its job."""
@@ -89,9 +108,9 @@ def test_two_starts_at_once_create_one_job(run, monkeypatch, kind):
     }
     locks, create = [], jobs.create
 
-    def create_slowly(*given):
+    def create_slowly(*given, **options):
         time.sleep(0.2)  # long enough for the second start to look for a job
-        return create(*given)
+        return create(*given, **options)
 
     def start(_):
         try:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from published_run import CERTIFICATE, STATE, adapter_run, merged_job, plant
+from published_run import CERTIFICATE, STATE, adapter_run, exported_job, merged_job, plant
 from small import client
 
 from backend.__main__ import main
 from backend.publish import __main__ as process
-from backend.publish import folder, hub, publication
+from backend.publish import exports, folder, hub, publication
 from backend.publish.contents import Request, contents
 from backend.runs import LOCK, METRICS, MODEL, PROGRESS, RESULT, jobs
 from backend.runs.folder import RunError
@@ -126,6 +126,91 @@ def test_a_merged_model_needs_no_id_of_a_base_model(run, base):
     assert "base_model" not in header(found.card) and header(found.card)["library_name"] == "transformers"
     assert "base_model" not in json.loads(text_of(found, "certificate.json"))
     assert "Verified: the merged model was loaded from its files (bf16)" in found.card and "1e-05 nats" in found.card
+
+
+def published_to(run, repository, **request):
+    """The job of a publication that has ended."""
+    job = jobs.create(run, jobs.PUBLISH, {"request": {"step": None, "repository": repository, **request}}, {}, {})
+    (job.path / LOCK).touch()
+    plant(job.path, {RESULT: {"repository": repository}, "state.json": {"end": "done", "exit_code": 0}})
+
+
+def test_gguf_files_in_one_repository(run):
+    """The card also describes a format that is there already. Texts of the run stay here."""
+    ids = {format: exported_job(run, jobs.GGUF, format).id for format in ("q8_0", "q4_k_m", "f16")}
+    published_to(run, TO["repository"], exports=[ids["f16"]])
+    found = contents(run, Request(**TO, exports=(ids["q8_0"], ids["q4_k_m"]), base_model=BASE_ID))
+    others = [name.format(f) for f in ("q8_0", "q4_k_m") for name in ("Modelfile-{}", "certificate-{}.json")]
+    assert set(found.versions()) == {"README.md", *others, *(f"{run.id}-{f}.gguf" for f in ("q8_0", "q4_k_m"))}
+    certificate = json.loads(text_of(found, "certificate-q8_0.json"))
+    assert certificate["status"] == "verified" and not {"outputs", "run", "merge"} & set(certificate)
+    assert header(found.card) == {
+        "base_model": BASE_ID, "base_model_relation": "quantized", "pipeline_tag": "text-generation",
+        "tags": ["sft", "lora", "gguf", "footplate"],
+    }  # fmt: skip
+    for part in (
+        "GGUF files (q8_0, q4_k_m, f16) of a model fine-tuned from [org/base]", "| torch (export) | 2.13.0 |",
+        f"llama-server -m trains/{run.id}-q8_0.gguf\n", "hf download ada/trains --local-dir trains\n",
+        "| q8_0 | 400 bytes | 0.007 (limit 0.03) | 93.8% of 512 positions | verified |",
+        "Limitation (q4_k_m): Rare.", "Each file was loaded in llama.cpp",
+    ):  # fmt: skip
+        assert part in found.card, part
+    assert "secret" not in found.card and "## Merge" not in found.card
+    (run.path / "jobs" / ids["q8_0"] / f"gguf/{run.id}-q8_0.gguf").write_text(f"GGUF {run.path}/x")
+    with pytest.raises(RunError, match="contains a path of this machine"):
+        contents(run, Request(**TO, exports=(ids["q8_0"],)))
+
+
+def test_a_gguf_lora_adapter_and_a_system_prompt(tmp_path, base):
+    """Modelfile and preset have the system prompt of training."""
+    run = adapter_run(tmp_path / "runs", base, **{"data.source": "builtin", "data.builtin": "trains"})
+    job = exported_job(run, jobs.GGUF, "lora-q8_0")
+    found = contents(run, Request(folder="/x", exports=(job.id,), base_model=BASE_ID))
+    assert found.left_out == ("Modelfile-lora-q8_0",) and header(found.card)["base_model_relation"] == "adapter"
+    assert f"llama-server -m {run.id}-base-q8_0.gguf --lora {run.id}-adapter.gguf\n" in found.card
+    assert "A LoRA adapter in GGUF, with its base model (lora-q8_0), for [org/base]" in found.card
+
+
+def test_a_quantized_checkpoint_names_the_weights_that_were_quantized(run):
+    job, merged = exported_job(run, jobs.QUANTIZE, "torchao-int8"), merged_job(run)
+    found = contents(run, Request(**TO, exports=(job.id,), base_model=BASE_ID))
+    assert {"config.json", "model.safetensors", "certificate.json", "README.md"} < set(found.versions())
+    assert header(found.card)["base_model_relation"] == "quantized" and header(found.card)["base_model"] == BASE_ID
+    for part in (
+        "A quantized checkpoint (torchao int8: 8 bits", "Loading it needs torchao 0.15.0 or later.",
+        'model_id = "ada/trains"', "The checkpoint was loaded by transformers in a new process",
+    ):  # fmt: skip
+        assert part in found.card, part
+    published_to(run, "ada/merged", merge=merged.id)
+    private, public = (contents(run, Request(**TO, exports=(job.id,), public=is_public)) for is_public in (False, True))
+    assert header(private.card)["base_model"] == "ada/merged" and "of [ada/merged](" in private.card
+    assert "base_model" not in header(public.card)  # which does not name a private repository
+
+
+def test_exports_that_are_not_published_are_named(run):
+    exported = {f: exported_job(run, jobs.GGUF, f) for f in ("q8_0", "lora-q8_0", "f16", "bf16", "q6_k")}
+    plant(exported["f16"].path, {"state.json": {"end": "failed", "exit_code": 1}})
+    plant(exported["bf16"].path, {RESULT: {"model": f"gguf/{run.id}-bf16.gguf", "certificate": {"status": "differs"}}})
+    (exported["q6_k"].path / f"gguf/{run.id}-q6_k.gguf").unlink()
+    checkpoints = [exported_job(run, jobs.QUANTIZE, format).id for format in ("torchao-int8", "bnb-int8")]
+    ids = {format: job.id for format, job in exported.items()}
+    for chosen, message in (
+        ([ids["f16"]], r"The GGUF file f16 \(.*\) is not published: Failed\."),
+        ([ids["bf16"]], "The GGUF file bf16 .* was not verified"),
+        ([ids["q6_k"]], "The GGUF file q6_k .* was deleted"),
+        ([merged_job(run).id], "is not an export of a model"),
+        (["gone"], "no longer exists"),
+        (checkpoints, "needs a repository of its own"),
+        ([ids["q8_0"], checkpoints[0]], "needs a repository of its own"),
+        ([ids["q8_0"], ids["lora-q8_0"]], "need different repositories"),
+    ):
+        with pytest.raises(RunError, match=message):
+            contents(run, Request(**TO, exports=chosen))
+    with pytest.raises(RunError, match="is of another checkpoint"):
+        contents(run, Request(**TO, step=4, exports=[ids["q8_0"]]))
+    with pytest.raises(RunError, match=r"has no export in the format q5_k_m\. Export it first: footplate export-model"):
+        exports.find_named(run, None, ["q8_0", "q5_k_m"])
+    assert exports.find_named(run, None, ["q8_0", "torchao-int8"]) == (ids["q8_0"], checkpoints[0])
 
 
 @pytest.mark.parametrize(

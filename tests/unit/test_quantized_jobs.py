@@ -20,7 +20,7 @@ from backend.runs.folder import Run, RunError
 @pytest.fixture
 def plant(tmp_path, monkeypatch):
     """Makes runs that have finished, with full weights and this config.json; no job is started."""
-    monkeypatch.setattr(Run, "start", lambda self: None)
+    monkeypatch.setattr(Run, "start", lambda self, timeouts: None)
 
     def make(config, adapter=None, **changes):
         run = planted_run(tmp_path / "runs", edit(RunSpec(), changes), probe(Path.cwd()), "run")
@@ -50,7 +50,12 @@ def test_what_is_refused(plant, monkeypatch):
     with pytest.raises(RunError, match=r"that is not merged into its base model\. Merge it first"):
         quantized.start(plant({}, {"base_model_name_or_path": "tiny-llama"}), None, "bnb-nf4")
     run = plant({})
-    monkeypatch.setattr(metadata, "version", lambda _: "0.1")
+    assert [entry["format"] for entry in quantized.menu()] == list(quantized.FORMATS)
+    assert quantized.menu()[0]["text"].startswith("torchao int8: 8 bits, weights only, closest to the trained model")
+    monkeypatch.setattr(metadata, "version", lambda name: "0.1" if name == "torchao" else "9")
+    names = ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8"]  # what this machine cannot write comes last
+    assert [entry["format"] for entry in quantized.menu()] == names
+    assert quantized.menu()[2]["text"].endswith("(needs torchao 0.15.0 or later; torchao 0.1 is installed)")
     with pytest.raises(RunError, match=r"needs torchao 0\.15\.0 or later; torchao 0\.1 is installed\. Install it"):
         quantized.start(run, None, "torchao-int8")
 

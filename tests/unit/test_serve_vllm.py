@@ -179,6 +179,8 @@ def refusal(run, **settings):
         ({"bias": "lora_only"}, "vLLM does not support trained biases (bias=lora_only)"),
         ({"init_lora_weights": "pissa_niter_16"}, "its initialization (pissa_niter_16) has modified the base weights"),
         ({"r": 8, "rank_pattern": {"q_proj": 600}}, "its rank is 600, and vLLM supports ranks up to 512"),
+        ({"alpha_pattern": {"q_proj": 8}}, "its modules have different scales (rank_pattern, alpha_pattern)"),
+        ({"rank_pattern": {"v_proj": 48}, "alpha_pattern": {"v_proj": 96}}, "its modules have different scales"),
     ],
 )
 def test_adapters_that_vllm_cannot_load(run, environment, change, reason):
@@ -187,6 +189,18 @@ def test_adapters_that_vllm_cannot_load(run, environment, change, reason):
     assert "vLLM cannot serve this adapter: " in text and reason in text
     assert text.endswith(f"serve the merged model: `footplate serve {run.id} --engine vllm --merged`.")
     assert serve.vllm_offer(run) == {"reason": text, "note": vllm.NOT_RUN, "step": None, "merged": False}
+
+
+def test_what_vllm_loads_of_an_adapter_on_stacked_experts_or_embeddings(run, environment):
+    """peft doubles rank and alpha of gate and up projections, so that all scales are the same without rsLoRA."""
+    doubled = {"rank_pattern": {"e": 48}, "alpha_pattern": {"e": 96}, "use_rslora": False}
+    plant(run.path / "model", {**ADAPTER, **doubled, "base_model_name_or_path": "b"})
+    assert vllm.why_not(run, vllm.find_model(run, None, False)) == ""
+    names = ("model.lm_head.lora_A.weight", "base_model.model.lm_head.base_layer.weight")
+    empty = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    text = json.dumps(empty).encode()
+    (run.path / "model/adapter_model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    assert f"weights that are not LoRA matrices, such as {names[1]}" in refusal(run)
 
 
 def test_the_largest_rank_of_an_adapter_on_stacked_experts(run):

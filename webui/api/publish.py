@@ -18,6 +18,7 @@ class PublishRequest(RequestBody):
 
     step: int | None = None
     merge: str = Field("", max_length=200)
+    exports: list[str] = Field(default_factory=list, max_length=20)
     repository: str = Field("", max_length=200)
     folder: str = Field("", max_length=4000)
     public: bool = False

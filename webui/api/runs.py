@@ -211,6 +211,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "publications": [publication.as_json(job) for job in publication.find_all(run)],
         "gguf": [gguf.as_json(job) for job in gguf.find_all(run, model)] if model else [],
         "quantized": [quantized.as_json(job) for job in quantized.find_all(run, model)] if model else [],
+        "quantized_formats": quantized.menu(),
         "server": serve.as_json(job) if (job := serve.current(run)) else None,
         "vllm": serve.vllm_offer(run),
         "folder": str(run.path),

@@ -9,7 +9,7 @@ import {
   createFormatMenu,
   deleteButton,
   downloadLink,
-  failurePart,
+  failedPart,
   failureText,
   figures,
   isAlive,
@@ -39,7 +39,7 @@ const FILES = {
 const WHY =
   "A GGUF file runs in llama.cpp, Ollama and LM Studio. Footplate compares its outputs with the trained model's.";
 const isLora = (format) => format.startsWith("lora-");
-const startPart = createFormatMenu({ path: "gguf", menu: "GGUF format", text: "Export as GGUF", labels: FORMATS });
+const startPart = createFormatMenu({ path: "gguf", menu: "GGUF format", text: "Export as GGUF" });
 
 /** `gguf` has the newest export of each format. */
 export const GGUF = {
@@ -53,15 +53,15 @@ export const GGUF = {
 
 function ggufParts({ step, gguf, isFull, isAdapter }, run, progress) {
   const done = gguf.filter((job) => job.gguf);
-  const failed = gguf.find((job) => !job.gguf && failureText(job));
-  const possible = Object.keys(FORMATS).filter((format) => (isLora(format) ? isAdapter : isFull));
-  const left = possible.filter((format) => !done.some((job) => job.format === format));
+  const failed = gguf.filter((job) => !job.gguf && failureText(job));
+  const isLeft = (format) => (isLora(format) ? isAdapter : isFull) && !done.some((job) => job.format === format);
+  const left = Object.fromEntries(Object.entries(FORMATS).filter(([format]) => isLeft(format)));
   return [
     el("h4", {}, "GGUF"),
     el("p.fp-dim", {}, isFull ? WHY : `${WHY} Without a merge, the adapter is exported as GGUF LoRA.`),
     ...done.map((job) => filePart(job, run)),
-    failed && failurePart(`${failed.format}: ${failureText(failed)} ${failed.failure?.help || ""}`.trim()),
-    gguf.some(isAlive) ? progress : left.length > 0 && startPart(left, step, run),
+    ...failed.map((job) => failedPart(job, job.format, run)),
+    gguf.some(isAlive) ? progress : Object.keys(left).length > 0 && startPart(left, step, run),
   ];
 }
 

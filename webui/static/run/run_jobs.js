@@ -10,10 +10,10 @@ const STATES = { queued: "Waiting", starting: "Starting", stopping: "Stopping" }
 /** Whether a job waits or runs, so that the page asks for its progress. */
 export const isAlive = (job) => Boolean(job) && !hasEnded(job.state);
 
-/** Why a job failed; '' if it has not. */
+/** Why a job failed and what helps; '' if it has not. */
 export function failureText(job) {
   const hasFailed = job && hasEnded(job.state) && !["done", "stopped"].includes(job.state);
-  return hasFailed ? job.failure?.sentence || job.sentence : "";
+  return hasFailed ? `${job.failure?.sentence || job.sentence} ${job.failure?.help || ""}`.trim() : "";
 }
 
 /** The name of a model in menus and texts. @param {number | null} step */
@@ -57,6 +57,14 @@ export function deleteButton(label, question, id, run, attributes = {}) {
 }
 
 export const failurePart = (text) => el("p.fp-job-failure", { hidden: !text, role: "alert" }, text);
+/** Why an export failed, and a button that deletes what is left of it. @param {string} format */
+export const failedPart = (job, format, run) =>
+  el(
+    "div.fp-failed-export",
+    {},
+    failurePart(`${format}: ${failureText(job)}`),
+    actions(button("Delete", () => removeJob(job.id, run), named("Delete failed export", format))),
+  );
 export const limitations = (limits) => limits.map((limit) => el("p.fp-dim", {}, `Limitation: ${limit}`));
 /** The status of a certificate, and what was compared. */
 export const verdictPart = (status, text) => el("p.fp-job-verdict", {}, el("b", {}, capitalized(status)), `. ${text}`);
@@ -70,20 +78,21 @@ export const figures = ({ kl_mean: mean, same_argmax: same, positions }, limit) 
   `at ${percent(same)} of ${num(positions)} positions`;
 
 /**
- * Returns a function that draws a menu of formats and a button that exports in the selected format.
- * @param {{ path: string, menu: string, text: string, labels: Record<string, string> }} texts the end of the API's
- * path, the name of the menu, the button, and each format in the menu
+ * What draws a menu of formats, and a button that starts an export in the selected one: the first, until someone
+ * chooses.
+ * @param {{ path: string, menu: string, text: string }} texts the end of the API's path, the name of the menu, the
+ * button
  */
-export function createFormatMenu({ path, menu, text, labels }) {
-  let [chosen] = Object.keys(labels);
-  return (formats, step, run) => {
-    if (!formats.includes(chosen)) [chosen] = formats;
-    const option = (format) => el("option", { value: format, selected: format === chosen }, labels[format]);
-    const onchange = (event) => {
-      chosen = event.target.value;
-    };
-    const select = el("select.fp-select", { "aria-label": menu, onchange }, ...formats.map(option));
-    const start = () => ask(post(`${run.base}/${path}`, { step, format: chosen }), run.refresh);
+export function createFormatMenu({ path, menu, text }) {
+  let chosen = "";
+  /** @param {Record<string, string>} labels what the menu says of each format */
+  return (labels, step, run) => {
+    const selected = chosen in labels ? chosen : Object.keys(labels)[0];
+    const options = Object.entries(labels).map(([format, label]) =>
+      el("option", { value: format, selected: format === selected }, label),
+    );
+    const select = el("select.fp-select", { "aria-label": menu, onchange: () => (chosen = select.value) }, ...options);
+    const start = () => ask(post(`${run.base}/${path}`, { step, format: select.value }), run.refresh);
     return actions(select, button(text, start));
   };
 }

@@ -14,6 +14,7 @@ import {
   failureText,
   isAlive,
   limitations,
+  removeJob,
   verdictPart,
 } from "./run_jobs.js";
 
@@ -36,7 +37,10 @@ function mergeParts({ step, merge }, run, progress) {
   const start = () => ask(post(`${run.base}/merges`, { step }), run.refresh);
   return [
     failure ? failurePart(failure) : el("p.fp-dim", {}, WHY),
-    actions(button(failure ? "Merge again" : "Merge into base model", start)),
+    actions(
+      button(failure ? "Merge again" : "Merge into base model", start),
+      failure ? button("Delete", () => removeJob(merge.id, run), { "aria-label": "Delete failed merge" }) : null,
+    ),
   ];
 }
 

@@ -14,7 +14,13 @@ const FOLDER = "folder";
 export const PUBLICATIONS = {
   work: "Publishing",
   stop: "Stop publishing",
-  shown: ({ base, step, merge, publications }) => ({ base, step, merge, publications }),
+  shown: ({ base, step, merge, publications, gguf, quantized }) => ({
+    base,
+    step,
+    merge,
+    publications,
+    exports: verifiedExports(gguf, quantized),
+  }),
   jobs: ({ publications }) => publications,
   parts: publicationsParts,
 };
@@ -70,7 +76,21 @@ const input = (value, placeholder) =>
   el("input.fp-input", { type: "text", value: value || "", placeholder, spellcheck: "false", autocomplete: "off" });
 const label = (text, field) => el("label", {}, text, field);
 
-/** What can be published of a step: id of the merge, '' for the model itself -> label. */
+/** The exports that have finished and were verified: id -> label. All GGUF files of whole models fit into one
+ * repository, and have their ids joined by commas. */
+function verifiedExports(gguf, quantized) {
+  const isVerified = ({ state, result }) => state === "done" && /^verified/.test(result.certificate?.status);
+  const files = gguf.filter((job) => job.gguf && isVerified(job));
+  const whole = files.filter((job) => !job.format.startsWith("lora-"));
+  const choices = Object.fromEntries(files.map(({ id, format }) => [id, `GGUF ${format}`]));
+  const all = `GGUF, all in one repository: ${whole.map(({ format }) => format).join(", ")}`;
+  if (whole.length > 1) choices[whole.map(({ id }) => id).join(",")] = all;
+  for (const { id, label } of quantized.filter((job) => job.model && isVerified(job)))
+    choices[id] = `Quantized checkpoint, ${label}`;
+  return choices;
+}
+
+/** What can be published of a step, except exports: id of the merge, '' for the model itself -> label. */
 function modelChoices(model, step, earlier) {
   const { merge } = model;
   const current = step === model.step && merge?.state === "done" && merge.model ? merge.id : "";
@@ -84,8 +104,11 @@ function modelChoices(model, step, earlier) {
 /** The first dialog. @param {any} request the values of an earlier one, or {} */
 function askWhere(model, run, request) {
   const step = "step" in request ? request.step : model.step;
-  const models = modelChoices(model, step, request.merge);
-  const what = select(models, request.merge || "");
+  const earlier = request.exports?.join(",") || "";
+  const exports = step === model.step ? { ...model.exports } : {};
+  if (earlier) exports[earlier] ||= "Exports of the earlier request";
+  const models = { ...modelChoices(model, step, request.merge), ...exports };
+  const what = select(models, earlier || request.merge || "");
   const where = select({ [HUB]: "Hugging Face Hub", [FOLDER]: "Folder on this server" }, request.folder ? FOLDER : HUB);
   const repository = input(request.repository, "account/name, or name");
   const visibility = select({ private: "Private", public: "Public" }, request.public ? "public" : "private");
@@ -111,9 +134,11 @@ function askWhere(model, run, request) {
   ];
   const next = async (isOpen) => {
     const isHub = where.value === HUB;
+    const isExport = what.value in exports;
     const body = {
       step,
-      merge: what.value,
+      merge: isExport ? "" : what.value,
+      exports: isExport ? what.value.split(",") : [],
       repository: isHub ? repository.value : "",
       folder: isHub ? "" : folder.value,
       public: isHub && visibility.value === "public",

@@ -8,7 +8,7 @@ import {
   button,
   createFormatMenu,
   deleteButton,
-  failurePart,
+  failedPart,
   failureText,
   figures,
   isAlive,
@@ -17,12 +17,6 @@ import {
   verdictPart,
 } from "./run_jobs.js";
 
-const FORMATS = {
-  "bnb-nf4": "bitsandbytes NF4: 4 bits",
-  "bnb-int8": "bitsandbytes LLM.int8: 8 bits",
-  "torchao-int8": "torchao int8: 8 bits, weights only",
-  "torchao-fp8": "torchao fp8: 8 bits, weights only",
-};
 const WHY =
   "A quantized checkpoint needs less memory in transformers. Footplate compares its outputs with those of the " +
   "trained model.";
@@ -30,29 +24,29 @@ const startPart = createFormatMenu({
   path: "quantized",
   menu: "Format of the quantized checkpoint",
   text: "Export quantized checkpoint",
-  labels: FORMATS,
 });
 
-/** `quantized` has the newest checkpoint of each format. */
+/** `quantized` has the newest checkpoint of each format, `quantized_formats` those that are offered. */
 export const QUANTIZED = {
   work: "Quantizing",
   stop: "Stop quantizing",
-  shown: ({ base, step, merge, quantized, is_reward_model: isRewardModel }) =>
-    !isRewardModel && (!base || merge?.model) ? { step, quantized } : null,
+  shown: ({ base, step, merge, quantized, quantized_formats: formats, is_reward_model: isRewardModel }) =>
+    !isRewardModel && (!base || merge?.model) ? { step, quantized, formats } : null,
   jobs: ({ quantized }) => quantized,
   parts: quantizedParts,
 };
 
-function quantizedParts({ step, quantized }, run, progress) {
+function quantizedParts({ step, quantized, formats }, run, progress) {
   const done = quantized.filter((job) => job.model);
-  const failed = quantized.find((job) => !job.model && failureText(job));
-  const left = Object.keys(FORMATS).filter((format) => !done.some((job) => job.format === format));
+  const failed = quantized.filter((job) => !job.model && failureText(job));
+  const isLeft = ({ format }) => !done.some((job) => job.format === format);
+  const left = Object.fromEntries(formats.filter(isLeft).map(({ format, text }) => [format, text]));
   return [
     el("h4", {}, "Quantized checkpoint"),
     el("p.fp-dim", {}, WHY),
     ...done.map((job) => checkpointPart(job, run)),
-    failed && failurePart(`${failed.label}: ${failureText(failed)} ${failed.failure?.help || ""}`.trim()),
-    quantized.some(isAlive) ? progress : left.length > 0 && startPart(left, step, run),
+    ...failed.map((job) => failedPart(job, job.label, run)),
+    quantized.some(isAlive) ? progress : Object.keys(left).length > 0 && startPart(left, step, run),
   ];
 }
 

@@ -25,7 +25,7 @@ function serverParts({ gguf, server, vllm }, run, progress) {
   return [
     el("h4", {}, "Serve"),
     el("p.fp-dim", {}, WHY),
-    failureText(server) && failurePart(`${failureText(server)} ${server.failure?.help || ""}`.trim()),
+    failureText(server) && failurePart(failureText(server)),
     runs && server.address && addressPart(server, run),
     runs ? progress : formats.length > 0 && startPart(formats, run),
     !runs && vllm && vllmPart(vllm, run),
