@@ -45,6 +45,7 @@ from backend.runs.folder import RunError
 from backend.tasks.tuning.tuning import MINUTES
 
 Command = Callable[[argparse.Namespace], int]
+RUN_HELP = "the ID of a run, a unique prefix of it, its name, or its folder"
 FOLLOW = "print the log until the run has ended; exit code 0 done, 1 failed, 3 stopped"
 
 
@@ -241,9 +242,9 @@ def _add_tune(command: AddCommand, spec: argparse.ArgumentParser, folder: argpar
 def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
     """queue, list, annotate, show, stop, resume, retry, logs, and those of _add_report_commands."""
     run_id = argparse.ArgumentParser(add_help=False, parents=[folder])
-    run_id.add_argument("run", metavar="RUN", help="the id of a run, a unique prefix of it, or the run's folder")
+    run_id.add_argument("run", metavar="RUN", help=RUN_HELP)
     queue = command("queue", folder, help="list the waiting runs in order, or hold, release or move one")
-    queue.add_argument("run", metavar="RUN", nargs="?", help="a waiting run: its id or a unique prefix of it")
+    queue.add_argument("run", metavar="RUN", nargs="?", help="a waiting run: its ID, a unique prefix, or its name")
     place = queue.add_mutually_exclusive_group()
     place.add_argument("--hold", action="store_true", help="keep the run from starting; later runs may start first")
     place.add_argument("--release", action="store_true", help="end the hold, so that the run can start")
@@ -253,7 +254,7 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     place.add_argument("--share", action="store_true", help="start the run even if other programs use its GPUs")
     _add_list(command, folder)
     annotate = command("annotate", folder, help="set name, tags, notes, star and archive of runs, or print them")
-    annotate.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")
+    annotate.add_argument("run", metavar="RUN", nargs="+", help=RUN_HELP)
     annotate.add_argument("--tag", action="append", default=[], metavar="NAME", help="add a tag; can be repeated")
     annotate.add_argument("--untag", action="append", default=[], metavar="NAME", help="remove a tag; can be repeated")
     annotate.add_argument("--notes", metavar="TEXT", help="replace the notes")
@@ -323,7 +324,7 @@ def _add_evaluate(command: AddCommand, folder: argparse.ArgumentParser) -> None:
     compares = "compare the model of a run with its base model on the same examples, or several runs with the first one"
     evaluating = command("evaluate", folder, help=compares)
     add = evaluating.add_argument
-    add("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix of it, or the run's folder")
+    add("run", metavar="RUN", nargs="+", help=RUN_HELP)
     add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
     add("--data", default="", metavar="FILE", help="a data file (default: the validation examples of the run)")
     add("--examples", type=int, default=100, metavar="N", help="maximum number of examples; 0: none (default: 100)")
@@ -380,7 +381,7 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
     _add_serve(command, run_id)
     command("metrics", run_id, help="print the logged metrics of a run")
     exported = command("export-metrics", folder, help="write the metrics of runs for TensorBoard or trackio")
-    exported.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")
+    exported.add_argument("run", metavar="RUN", nargs="+", help=RUN_HELP)
     exported.add_argument("--to", choices=export_metrics.FOLDERS, required=True, help="the package that shows them")
     exported.add_argument("--out", default="", metavar="FOLDER", help="where (default: tensorboard-logs, trackio-logs)")
     command("stacks", run_id, help="print what each rank of a running run is doing: for a run without progress")

@@ -146,11 +146,11 @@ def show(arguments: argparse.Namespace) -> int:
     for gap in about["missing_points"]:
         print(f"{METRICS} has no points for steps {gap['after'] + 1:g} to {gap['until']:g}.")
     _print_result(about)
-    if about["failure"]:
-        print(f"{about['failure']['sentence']} {about['failure']['help']}")
+    if failure := about["failure"]:
+        sentence = "" if failure["sentence"] in about["summary"]["sentence"] else failure["sentence"]
+        # Last is what helps, which a long traceback would hide.
+        print("\n".join(filter(None, (failure["traceback"], sentence, failure["help"]))))
     _print_remedies(shown)
-    if about["failure"]:
-        print(about["failure"]["traceback"])
     return 0
 
 
@@ -322,15 +322,17 @@ def _find_run(arguments: argparse.Namespace) -> Run:
 
 
 def find_run(root: Path, name: str) -> Run:
-    """The run with this id, a unique prefix of one, or a folder. Raises RunError."""
+    """The run with this ID, a prefix of one, or this name, if there is only one; or a folder. Raises RunError."""
     if "/" in name or (Path(name) / SPEC).is_file():
         return find(Path(name).resolve().parent, Path(name).resolve().name)
-    matches = runs(root, prefix=name)
+    relation, matches = "the prefix", runs(root, prefix=name)
+    if not matches:
+        relation, matches = "the name", [r for r in runs(root) if r.name == name]
     exact = [r for r in matches if r.id == name]
     if len(exact or matches) == 1:
         return (exact or matches)[0]
     if matches:
         more = f" and {len(matches) - NAMED_RUNS} more" if len(matches) > NAMED_RUNS else ""
         named = ", ".join(r.id for r in matches[:NAMED_RUNS])
-        raise RunError(f"{name!r} is the prefix of several runs: {named}{more}.")
+        raise RunError(f"{name!r} is {relation} of several runs: {named}{more}.")
     return find(root, name)

@@ -43,6 +43,7 @@ from backend.train.run_log import TrainError
 
 LITTLE = 0.75  # of the size in 16 bits: worth a sentence
 MIN_SAME = 0.75  # positions with the same most likely token
+FEW_BITS = "Four bits change the outputs of a small model more than those of a large one."
 
 
 def config_of(format: str) -> Any:
@@ -178,8 +179,9 @@ def certify(observed: Trained, found: list[torch.Tensor], said: dict[str, Any], 
         )
     if said["stops"] != observed.stops:
         lost = tokenizer.convert_ids_to_tokens(sorted({*observed.stops} ^ {*said["stops"]}))
-        differences.append(f"Stop tokens that only one of the two has: {', '.join(lost)}. Report this as a bug.")
-    remedy = f" Export as {kind.larger}." if kind.larger else ""
+        differences.append(f"Stop tokens that only one of them has: {', '.join(lost)}. Report this as a bug.")
+    small = f" {FEW_BITS}" if format == "bnb-nf4" else ""
+    remedy = f"{small} Export as {FORMATS[kind.larger].label} ({kind.larger})." if kind.larger else ""
     if difference.kl_mean > kind.max_kl:
         differences.append(
             f"The mean KL divergence is {difference.kl_mean:.2g} nats per token, and at most {kind.max_kl:g} is "

@@ -194,12 +194,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Violation:
-    """What a rule returns if it has fixes computed for this case, or fields or a title different from the rule's."""
+    """What a rule returns if it has fixes computed for this case, or fields, a title or a manual fix different from the
+    rule's."""
 
     message: str
     fixes: tuple[Fix, ...] = ()
     fields: tuple[str, ...] = ()
     title: str = ""
+    manual_fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ class Rule:
         offered = [(fix, case.keep_batch(fix)) for fix in (*violation.fixes, *self.fixes) if case.takes(fix.patch)]
         offered.sort(key=lambda pair: pair[0].safe and not pair[1].safe)  # what is no longer safe comes last
         fixes = case.working_first([fix for _, fix in offered])
-        message = f"{violation.message} {self.manual_fix}" if self.manual_fix else violation.message
+        message = f"{violation.message} {violation.manual_fix or self.manual_fix}".rstrip()
         fields = violation.fields or self.fields
         title = violation.title or self.title
         return Finding(self.code, self.slug, self.level, title, message, self.reason, fields, fixes, self.source)

@@ -68,8 +68,8 @@ def unreadable_data_file(case: Case) -> Violation | None:
     fields = ("data.files", "data.format") if fixes and "data.format" in fixes[0].patch else ("data.files",)
     if not all(issue.message.startswith(UNKNOWN_COLUMNS) for issue in issues):
         return Violation(summary(issues), tuple(fixes), fields)
-    message, title = f"{summary(issues)} {CHOOSE_FORMAT}", "The columns of a data file are not recognized"
-    return Violation(message, tuple(fixes), ("data.files", "data.format"), title)
+    title = "The columns of a data file are not recognized"
+    return Violation(summary(issues), tuple(fixes), ("data.files", "data.format"), title, CHOOSE_FORMAT)
 
 
 def _issues(case: Case, option: str) -> list[DataIssue]:

@@ -237,9 +237,10 @@ def test_numbers_at_an_axis(shared, page):
             close: ticks("loss", [10.81, 10.8125, 10.815, 10.8175]),
             large: ticks("tokens_per_second", [1234500, 1234600]),
             usual: ticks("loss", [0, 0.5, 1]),
+            shares: ticks("eval_rouge_l", [0, 0.5]),
             zeros: range(null, 0, 0),
             same: range(null, 2, 2),
-            rates: [0, 1e-5, 0.0001, 0.001, 0.00025, 0.05].map((rate) => valueText("train.learning_rate", rate)),
+            rates: [0, 1e-5, 0.0001, 0.001, 0.00025, 0.05, 0.75].map((rate) => valueText("train.learning_rate", rate)),
             others: [0.001, 0.00025].map((value) => valueText("train.weight_decay", value)),
           };
         }"""
@@ -248,7 +249,8 @@ def test_numbers_at_an_axis(shared, page):
     assert found["large"] == ["1.2345M", "1.2346M"]
     assert found["usual"] == ["0", "0.5", "1"]
     assert found["zeros"] == [0, 1] and found["same"][0] < 2 < found["same"][1]
-    assert found["rates"] == ["0", "1e-5", "1e-4", "1e-3", "2.5e-4", "5e-2"]
+    assert found["rates"] == ["0", "1e-5", "1e-4", "1e-3", "2.5e-4", "5e-2", "0.75"]
+    assert found["shares"] == ["0%", "50%"]
     assert found["others"] == ["0.001", "2.5e-4"]
 
 

@@ -193,24 +193,24 @@ def test_pointing_at_a_device_shows_its_groups(page):
     expect(caption).to_contain_text("GPU 1 of node 0 is rank 1.")
 
 
-PICTURE = """async ([placement, capacity]) => {
+PICTURE = """async ([placement, capacity, measured]) => {
   const { placementPicture } = await import("./footplate/placement.js");
   const memory = { placement, capacity_bytes: capacity, device_bytes: 2 ** 30, high_bytes: 2 ** 30 };
-  const figure = placementPicture(memory);
+  const figure = placementPicture(memory, { measured });
   const lines = () => [...figure.querySelectorAll(".fp-placement-caption span")].map((s) => s.textContent);
   const overview = lines();
   const column = figure.querySelector(".fp-column");
   column.dispatchEvent(new Event("pointerenter"));
   const hidden = [...figure.querySelectorAll("svg > text")].map((node) => node.textContent).pop();
   const names = [figure.querySelector("svg").getAttribute("aria-label"), column.getAttribute("aria-label")];
-  return { overview, described: lines(), hidden, names };
+  return { overview, described: lines(), hidden, names, legend: figure.querySelector(".fp-kinds").textContent };
 }"""
 
 
-def picture(page, nodes, per_node, capacity=2**31, **changes):
+def picture(page, nodes, per_node, capacity=2**31, measured=(), **changes):
     """The texts of a placement picture."""
     placement = {"noun": "NPU", "plural": "NPUs", "nodes": nodes, "per_node": per_node, "ids": [], "kinds": []}
-    return page.evaluate(PICTURE, [{**placement, "groups": [], "host_bytes": 0, **changes}, capacity])
+    return page.evaluate(PICTURE, [{**placement, "groups": [], "host_bytes": 0, **changes}, capacity, measured])
 
 
 def test_what_does_not_fit_in_the_picture_is_counted(page):
@@ -219,6 +219,12 @@ def test_what_does_not_fit_in_the_picture_is_counted(page):
     assert picture(page, 2, 17)["hidden"] == "and 1 more NPU on each node"
     assert picture(page, 1, 24)["hidden"] == "and 8 more NPUs"
     assert picture(page, 6, 20)["hidden"] == "and 4 more NPUs on each node, and 2 more nodes like these"
+
+
+def test_the_legend_has_the_highest_measured_peak(page):
+    assert picture(page, 1, 1, measured=[2**30])["legend"] == "Measured peak1.0 GiB"
+    assert picture(page, 1, 2, measured=[2**30, 3 * 2**30])["legend"] == "Highest measured peak3.0 GiB"
+    assert picture(page, 1, 2, measured=[None, None])["legend"] == ""
 
 
 def test_picture_names_the_devices_and_the_known_capacity(page):

@@ -219,7 +219,12 @@ def test_a_model_is_exported_as_gguf(shared, page):
         "f16",
         "bf16",
     ]
-    formats.select_option("bf16")
+    formats.select_option("bf16")  # its name is wider than a narrow card
+    window = page.viewport_size
+    page.set_viewport_size({"width": 340, "height": window["height"]})
+    section, menu = card.locator(".fp-job-section").first.bounding_box(), formats.bounding_box()
+    assert menu["x"] + menu["width"] <= section["x"] + section["width"]
+    page.set_viewport_size(window)
     page.route("**/gguf", lambda route: route.fulfill(status=409, json={"error": "Run footplate env create gguf."}))
     with page.expect_request("**/gguf") as request:
         card.get_by_role("button", name="Export as GGUF").click()

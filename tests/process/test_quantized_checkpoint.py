@@ -118,7 +118,7 @@ FAULTS = {
     "tokens": "other token ids, or has another chat template",
     "template": "other token ids, or has another chat template",
     "stops": "Stop tokens that only one of them has: token 7",
-    "noise": r"and at most 0\.2 is accepted\. Export as torchao-int8\.",
+    "noise": r"and at most 0\.2 is accepted\. Four bits .* Export as bitsandbytes LLM\.int8 \(bnb-int8\)\.",
     "base": "cannot rule out that the adapter is missing",
 }
 

@@ -1,6 +1,7 @@
 """Benchmarks without their process: tasks in files, settings, start and stop, the endpoints, the command, the rows."""
 
 import json
+from pathlib import Path
 
 import pytest
 from failed_runs import ended
@@ -129,7 +130,8 @@ def test_from_start_to_result(tmp_path, environment, waiter, task, capsys):
     start = {"tasks": f"arc_easy, {task}", "limit": 5}
     path = f"/api/runs/{run.id}/benchmarks"
     with client(tmp_path / "runs") as http:
-        assert "of the task file is relative" in http.post(path, json={"tasks": "colors.yaml"}).json()["error"]
+        relative = http.post(path, json={"tasks": "colors.yaml"}).json()["error"]
+        assert relative.endswith(f"is relative. Enter its absolute path, such as {Path('colors.yaml').absolute()}.")
         refused = http.post(path, json=start)
         assert "process_docs: !function utils.process" in refused.json()["error"]
         started = http.post(path, json={**start, "allow_code": True})

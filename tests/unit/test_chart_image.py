@@ -60,6 +60,12 @@ def test_the_loss_has_both_curves_the_best_evaluation_and_events(tmp_path):
     assert draw(found, kind="png").startswith(b"\x89PNG")
 
 
+def test_scores_are_in_percent_as_on_the_page(tmp_path):
+    found = series(tmp_path, *({"step": step, "eval_rouge_l": step / 40} for step in (10, 20, 30)))
+    assert {"40%", "60%"} <= set(texts(draw(found, key="eval_rouge_l")))
+    assert "60%" not in texts(draw(loss(tmp_path)))
+
+
 def test_smoothing_zoom_and_log_scale_are_those_of_the_page(tmp_path):
     found = loss(tmp_path)
     assert "train, smoothed" in texts(draw(found, view=chart_image.View(weight=0.5)))

@@ -99,6 +99,16 @@ def test_an_ambiguous_prefix_names_a_few_runs(tmp_path):
     assert find_run(tmp_path, made[3]).id == made[3]
 
 
+def test_a_run_is_found_by_its_name(tmp_path):
+    first, twin, _ = (
+        Run.create(tmp_path, name, Plan(("true",)), datetime(2026, 1, day))
+        for name, day in (("Café run", 1), ("twin", 2), ("twin", 3))
+    )
+    assert find_run(tmp_path, "Café run").id == first.id
+    with pytest.raises(RunError, match=f"'twin' is the name of several runs: .*{twin.id}"):
+        find_run(tmp_path, "twin")
+
+
 def test_estimate_prints_time_and_price(capsys, tmp_path):
     described = tmp_path / "machines" / "priced.yaml"
     described.parent.mkdir()

@@ -178,6 +178,7 @@ def test_two_runs(api):
     assert [(run["id"], run["best_eval_loss"], run["best_eval_step"]) for run in found["runs"]] == [
         (IDS[0], 3.0, 1.0), (IDS[1], 2.0, 1.0),
     ]  # fmt: skip
+    assert [run["seconds"] for run in found["runs"]] == [None, None], "only a run that is done knows its training time"
     assert [row["key"] for row in found["options"]] == ["lora.r"] and found["problems"] == []
     assert api.get(f"/api/runs/{IDS[0]}/series?x=tokens").json()["series"]["loss"] == {"x": [50.0], "y": [5.0]}
     assert "run" in api.get("/api/comparison/curves.csv", params={"ids": ",".join(IDS)}).text.splitlines()[0]

@@ -227,7 +227,7 @@ def test_a_finding_about_both_datasets_is_one(tmp_path):
     both = by_code["DAT002"]
     assert {"data.files", "data.sources[1].files"} <= set(both.fields)
     assert "Dataset 1 (a.jsonl): a.jsonl: does not exist." in both.message
-    assert "Dataset 2 (b.jsonl)" in both.message
+    assert "Dataset 2 (b.jsonl)" in both.message and "Restore or correct" in both.message
 
 
 def test_training_files_of_one_dataset_are_no_validation_files_of_another(tmp_path):

@@ -41,8 +41,12 @@ def stopped(root, cause=SPIKE, spec=SPEC):
     return ended(run, end="stopped", exit_code=0, cause=cause)
 
 
-def test_after_divergence(tmp_path):
+def test_after_divergence(tmp_path, capsys):
     run = diverged(tmp_path)
+    assert main(["show", str(run.path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("Training diverged: the loss of steps 31 to 33 is NaN") == 2, "in the state and the traceback"
+    assert shown.index("Traceback") < shown.index("Suggested changes for a new run.")
     assert retry.applies(run)
     assert retry.changes(run, SPEC) == {
         "train.learning_rate": 1.5e-4,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from starlette.responses import FileResponse, Response
@@ -10,7 +9,7 @@ from starlette.responses import FileResponse, Response
 from backend.models import benchmark, benchmark_tasks
 from backend.models.benchmark import LIMIT, SAMPLES, Settings
 from backend.runs import jobs
-from webui.api.jobs import find_job, results
+from webui.api.jobs import absolute, find_job, results
 from webui.api.requests import ApiError, RequestBody, State, json
 from webui.api.runs import PathRun
 
@@ -33,13 +32,10 @@ def show(run: PathRun, state: State, have: str = "") -> Any:
 
 
 def start(run: PathRun, body: BenchmarkRequest) -> Response:
-    """Start a benchmark, or return the job that measures the same. Relative paths are refused: the page has no
-    folder."""
-    tasks = [os.path.expanduser(task) for task in benchmark.parse_tasks(body.tasks)]
-    for task in filter(benchmark_tasks.is_file, tasks):
-        if not os.path.isabs(task):
-            raise ApiError(422, f"The path {task} of the task file is relative. Enter an absolute path.")
-    settings = Settings(**{**body.model_dump(), "tasks": tuple(tasks)})
+    """Start to measure, or return the job that does it already."""
+    named = benchmark.parse_tasks(body.tasks)
+    tasks = tuple(absolute(task, "task file") if benchmark_tasks.is_file(task) else task for task in named)
+    settings = Settings(**{**body.model_dump(), "tasks": tasks})
     return json(benchmark.as_json(benchmark.start(run, settings)), 201)
 
 

@@ -162,14 +162,11 @@ def _row(run: Run) -> dict[str, Any]:
     points."""
     summary, result, estimate = run.summary(), run.result(), run.estimate()
     best = validation.lowest(run.path)
-    seconds = result.get("seconds")
-    if seconds is None and summary["started"] and summary["ended"]:
-        seconds = summary["ended"] - summary["started"] + (summary["earlier_seconds"] or 0)
     return {
         **{key: summary[key] for key in ("id", "name", "state", "sentence", "step", "max_steps", "loss")},
         "best_eval_loss": best[0] if best else result.get("eval_loss"),
         "best_eval_step": best[1] if best else None,
-        "seconds": seconds,
+        "seconds": result.get("seconds"),  # of the training only, which a run that was stopped does not know
         "tokens_per_second": throughput.tokens_per_second(result, last_points(run.path / METRICS)),
         "peak_bytes": max((p for p in result.get("peak_bytes") or () if isinstance(p, int | float)), default=None),
         "estimated_bytes": estimate.get("measured_bytes"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal
 
 from starlette.responses import FileResponse, Response
@@ -10,7 +9,7 @@ from starlette.responses import FileResponse, Response
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, Settings
 from backend.runs import jobs
-from webui.api.jobs import find_job, results
+from webui.api.jobs import absolute, find_job, results
 from webui.api.requests import ApiError, RequestBody, State, json
 from webui.api.runs import PathRun
 
@@ -46,9 +45,9 @@ def show(run: PathRun, state: State, have: str = "") -> Any:
 
 
 def start(run: PathRun, body: EvaluationRequest) -> Response:
-    """Start an evaluation, or return the job that already does it. If a score file or a judge needs consent, the error
-    has `consent`: what the page asks about, and the values that it sends if the user agrees."""
-    paths = {"data": _absolute(body.data, "data file"), "score_file": _absolute(body.score_file, "score file")}
+    """Start to evaluate, or return the job that does it already. The error for a score file or a judge without consent
+    has as `consent` what the page asks about, and the values that it sends if the user agrees."""
+    paths = {"data": absolute(body.data, "data file"), "score_file": absolute(body.score_file, "score file")}
     settings = Settings(**{**body.model_dump(), **paths})
     if not (problem := evaluation.problem(run, settings)):
         return json(evaluation.as_json(evaluation.start(run, settings)), 201)
@@ -58,14 +57,6 @@ def start(run: PathRun, body: EvaluationRequest) -> Response:
     if agreed.score_file_sha256 != settings.score_file_sha256:
         raise ApiError(409, problem, consent={"path": agreed.score_file, "sha256": agreed.score_file_sha256})
     raise ApiError(409, problem, consent={"question": problem, "judge_agreed": agreed.judge_agreed})
-
-
-def _absolute(path: str, what: str) -> str:
-    """Expand a path. Raises ApiError for a relative path: the page has no folder that it could be relative to."""
-    found = os.path.expanduser(path)  # `~name` of an unknown user stays as it is
-    if found and not os.path.isabs(found):
-        raise ApiError(422, f"The path {path} of the {what} is relative. Enter an absolute path.")
-    return found
 
 
 def examples(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,6 +38,15 @@ def find_job(run: Run, job: str, kind: str = "") -> Run:
         raise ApiError(404, str(error)) from None
     if kind and found.about().get("kind") != kind:
         raise ApiError(404, f"The job {job} is not of the kind {kind}.")
+    return found
+
+
+def absolute(path: str, what: str) -> str:
+    """The path that a user typed, `~` replaced. A relative path belongs to no folder of the page. Raises ApiError."""
+    found = os.path.expanduser(path)  # it leaves an unknown user as it is
+    if found and not os.path.isabs(found):
+        example = os.path.abspath(found)
+        raise ApiError(422, f"The path {path} of the {what} is relative. Enter its absolute path, such as {example}.")
     return found
 
 

@@ -18,10 +18,18 @@ const exponential = (value, decimals) =>
     .replace("e+", "e")
     .replace(/\.?0+e/, "e");
 
-/** The value of an option or a series by its key: learning rates below 1 always as 1e-4 or 2.5e-3, because 0.001 and
- * 1e-4 in one table are hard to compare. */
-export const valueText = (key, value) =>
-  value && Math.abs(value) < 1 && /(^|\.)learning_rate$/.test(key) ? exponential(value, 3) : num(value);
+const isRate = (key) => /(^|\.)learning_rate$/.test(key);
+const isShare = (key) => /(^|_)(exact_match|rouge_[12l]|bleu|reward_accuracy)$/.test(key);
+
+/** Whether `valueText` shows the values of this option or series differently from other numbers. */
+export const hasFormat = (key) => isRate(key) || isShare(key);
+
+/** The value of an option or a series by its key: scores from 0 to 1 in percent, and learning rates below 0.1 always as
+ * 1e-4 or 2.5e-3, because 0.001 and 1e-4 in one table are hard to compare. */
+export function valueText(key, value) {
+  if (isShare(key) && Number.isFinite(value)) return percent(value);
+  return value && Math.abs(value) < 0.1 && isRate(key) ? exponential(value, 3) : num(value);
+}
 
 export const capitalized = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
 

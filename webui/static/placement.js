@@ -123,7 +123,10 @@ const line = (name, x, y, width) => svg("line", { class: name, x1: x - 2, x2: x 
 function legend(kinds, measured) {
   const item = ({ kind, label, bytes: amount }) =>
     el("li", {}, el("i", { "data-kind": kind }), el("span", {}, label), el("b", {}, bytes(amount)));
-  const mark = measured.some(Boolean) && el("li", {}, el("i.fp-kinds-measured"), el("span", {}, "Measured peak"));
+  const peaks = measured.filter(Boolean);
+  const name = peaks.length > 1 ? "Highest measured peak" : "Measured peak";
+  const highest = el("b", {}, bytes(Math.max(...peaks)));
+  const mark = peaks.length > 0 && el("li", {}, el("i.fp-kinds-measured"), el("span", {}, name), highest);
   return el("ul.fp-kinds", {}, [...kinds].reverse().map(item), mark);
 }
 

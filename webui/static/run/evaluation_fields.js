@@ -142,7 +142,7 @@ function drawOffer({ model, examples, tokens, data, kept, sampling, scores }, of
   };
   model.draw(offer.steps);
   tokens.node.hidden = sampling.hidden = scores.hidden = !offer.generates;
-  data.placeholder = offer.has_validation ? "Validation examples of the run" : "None: this run has no validation set";
+  data.placeholder = offer.has_validation ? "Validation set" : "No validation set";
   if (!isFirst) return;
   tokens.input.value = String(offer.max_new_tokens);
   examples.input.value = offer.has_validation ? "100" : "0";
@@ -180,7 +180,7 @@ function createParts() {
   const model = createModelMenu();
   const examples = createNumberField("Examples (0: none)", { step: 1, min: 0, max: 10000, value: 100 });
   const tokens = createNumberField("Maximum new tokens", { step: 1, min: 1, max: 32768, value: 256 });
-  const data = el("input.fp-input", { type: "text", placeholder: "Validation examples of the run" });
+  const data = el("input.fp-input", { type: "text", placeholder: "Validation set" });
   const general = createCheckbox({ checked: true });
   const dataField = labeled("Data file on the server", data);
   const kept = el("button.fp-link", { type: "button", hidden: true });

@@ -236,7 +236,7 @@ function summaryOf(before, now, count) {
   const correct = (moment) => moment.correct.filter(Boolean).length;
   const start = `${correct(before)} of ${count} correct before training`;
   if (before === now) return start;
-  const rouge = (moment) => (100 * moment.scores.rouge_l).toFixed(1);
+  const rouge = (moment) => percent(moment.scores.rouge_l);
   const hasRouge = Number.isFinite(before.scores.rouge_l) && Number.isFinite(now.scores.rouge_l);
   const change = hasRouge ? `; ROUGE-L ${rouge(before)} \u2192 ${rouge(now)}` : "";
   const when = now.step === null ? "after" : `at step ${integer(now.step)}`;

@@ -77,10 +77,9 @@ const METRICS = [
     key: "exact_match",
     name: "exact match on validation examples",
     title: "Exact match on validation examples",
-    text: percent,
   },
-  { key: "rouge_l", name: "ROUGE-L", title: "ROUGE-L", text: (value) => num(100 * value, 3), scale: " of 100" },
-  { key: "bleu", name: "BLEU", title: "BLEU", text: (value) => num(100 * value, 3), scale: " of 100" },
+  { key: "rouge_l", name: "ROUGE-L", title: "ROUGE-L" },
+  { key: "bleu", name: "BLEU", title: "BLEU" },
 ];
 
 /** The metrics of the generations, with their values before and after training. */
@@ -100,17 +99,16 @@ export function gainOf(result) {
   if (!metrics.length) return null;
   const changed = metrics.find(({ before, after }) => before !== after);
   if (!changed) {
-    const { name, after, text } = metrics[0];
+    const { name, after } = metrics[0];
     return {
-      text: `No improvement: ${name} is ${text(after)} before and after training.${tooFew(result)}`,
+      text: `No improvement: ${name} is ${percent(after)} before and after training.${tooFew(result)}`,
       change: "same",
     };
   }
-  const { name, before, after, text, scale = "" } = changed;
+  const { name, before, after } = changed;
   const verb = after > before ? "raised" : "lowered";
-  const sentence = `Training ${verb} ${name} from ${text(before)} to ${text(after)}${scale}.`;
-  const first =
-    metrics[0] === changed ? "" : ` ${capitalized(metrics[0].name)} is still ${metrics[0].text(metrics[0].after)}.`;
+  const sentence = `Training ${verb} ${name} from ${percent(before)} to ${percent(after)}.`;
+  const first = metrics[0] === changed ? "" : ` ${capitalized(metrics[0].name)} is still ${percent(metrics[0].after)}.`;
   if (isFew(result)) return { text: sentence + first + tooFew(result), change: "same" };
   if (Math.abs(after - before) < SMALL)
     return { text: `${sentence}${first} So small a change may be chance: see Evaluation.`, change: "same" };
@@ -118,16 +116,16 @@ export function gainOf(result) {
 }
 
 function generationCards(result) {
-  return generationMetrics(result).map(({ key, title, before, after, text }) => {
+  return generationMetrics(result).map(({ key, title, before, after }) => {
     const known = Number.isFinite(before);
     const was = known
       ? [
-          el("span.fp-was", {}, text(before)),
+          el("span.fp-was", {}, percent(before)),
           el("span.fp-arrow", { role: "img", "aria-label": "after training" }, "\u2192"),
         ]
       : [];
     const isGain = !known || (after > before && !isFew(result));
-    const value = [...was, el(isGain ? "strong" : "b", {}, text(after))]; // `strong` is green, for a gain
+    const value = [...was, el(isGain ? "strong" : "b", {}, percent(after))]; // green is for a gain
     return { title, value, note: known ? "before and after training" : "after training", large: key === "exact_match" };
   });
 }

@@ -1,7 +1,7 @@
 // @ts-check
 // The columns of the list of runs: their widths and texts, which ones are shown, and the menu that selects them.
 import { dropdown, el } from "../dom.js";
-import { bytes, dateTime, duration, num, percent, valueText } from "../format.js";
+import { bytes, dateTime, duration, num, valueText } from "../format.js";
 import { valueOf } from "./runs_search.js";
 
 /** @typedef {import("./runs_search.js").Column} Column */
@@ -31,8 +31,6 @@ const ACTIONS_WIDTH = 56; // px
 const DEFAULT = { state: 0, model: 1000, method: 1240, step: 0, loss: 0, started: 0, duration: 1240 };
 const TEXTS = {
   step: (value, run) => (run.max_steps ? `${num(value || 0)} / ${num(run.max_steps)}` : value ? num(value) : ""),
-  exact_match: percent,
-  reward_accuracy: percent,
   tokens_per_second: (value) => num(value, 3),
   peak_memory: bytes,
   duration,
