@@ -106,7 +106,7 @@ def test_wins_ties_losses_and_disagreements(tmp_path: Path) -> None:
     found = score.summary()
     assert (found["wins"], found["losses"], found["ties"], found["disagreement"]) == (1, 1, 3, 0.25)
     assert (
-        "preferred the trained model in 1 and the base model in 1 of 4 comparisons; 2 are ties. In 25% of them its"
+        "preferred the trained model in 1 and the base model in 1 of 4 comparisons; 2 are ties. In 25% of the comparisons, the"
         in (found["sentence"])
     )
     assert score.limits(5) == []
@@ -295,7 +295,7 @@ def test_the_endpoint(url: str, endpoint: str) -> None:
         ({"judge_key": "HF_TOKEN"}, "ends with _API_KEY"),
         (
             {"judge_key": "NO_SUCH_API_KEY"},
-            "The environment variable NO_SUCH_API_KEY of the judge's API key is not set",
+            "The environment variable NO_SUCH_API_KEY, which should have the judge's API key, is not set",
         ),
         ({"judge_url": "http://example.com/v1"}, "JUDGE_API_KEY would be sent without encryption"),
         ({"judge_key": "CRLF_API_KEY"}, "The value of the environment variable CRLF_API_KEY has spaces, line breaks"),

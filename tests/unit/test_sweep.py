@@ -151,7 +151,7 @@ def test_runs_behind_the_others_stop(make: MakeMember) -> None:
     stopped = [bool(sweeps.stop_if_behind(run.path, 10)) for run in runs]
     assert stopped == [True, True, False, True, True, False], "the best third goes on"
     reason = sweeps.stop_if_behind(runs[0].path, 10)
-    assert reason == "Its validation loss at step 10 is number 3 of 6 runs; only the best 2 continue."
+    assert reason == "Its validation loss at step 10 ranks number 3 among 6 runs; only the best 2 continue."
     assert (runs[0].path / STOP).read_text() == f"save\n{reason}\n"
     assert not (runs[2].path / STOP).exists()
 
