@@ -57,6 +57,7 @@ def fill_in_two_nodes(page, place):
     choose(page, "parallel.strategy", "ddp")
     type_value(page, "launch.nproc_per_node", 1)
     choose(page, "launch.place", place)
+    type_value(page, "launch.nnodes", 2)
 
 
 def set_nodes(page, name):

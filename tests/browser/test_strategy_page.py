@@ -355,3 +355,15 @@ def test_link_of_a_finding_leads_to_the_picker(page):
     page.locator("#fp-search").fill("parallel.strategy")
     page.keyboard.press("Enter")
     expect(page.locator(".fp-strategy input:checked")).to_be_focused()
+
+
+def test_a_run_on_one_node_stays_there_on_a_cluster(page):
+    page.locator("#fp-presets").select_option("lora-80gb")
+    settled(page)
+    page.evaluate("() => footplate.edited('launch.place', 'slurm')")
+    page.evaluate("() => footplate.edited('parallel.strategy', 'ddp')")
+    settled(page)
+    assert (value(page, "parallel.strategy"), value(page, "launch.nnodes")) == ("ddp", 1)
+    page.locator("#fp-undo").click()
+    settled(page)
+    assert (value(page, "parallel.strategy"), value(page, "launch.nnodes")) == ("single", 2)

@@ -133,7 +133,7 @@ def test_a_model_is_published_after_a_summary(shared, page):
     assert address == f"{shared.variables['HF_ENDPOINT']}/ada/trains"
     assert page.request.get(address.replace("/ada", "/api/models/ada")).json()["private"]
     card.get_by_role("button", name="Remove from list").click()
-    expect(card.get_by_text("Published copies")).to_be_hidden()
+    expect(card.get_by_text("Uploads the model or an export to the Hugging Face Hub")).to_be_visible()
     token.unlink()
 
 

@@ -415,7 +415,7 @@ OTHER_FORMATS = {
         examples=lambda rows: [{"Prompt": row["prompt"], "Answer": row["completion"]} for row in rows],
     ),
     "column name with half of a surrogate pair": Breakage(
-        "DAT002", r"columns \('\\ud83d': text\)", **TEXT, examples=lambda rows: [{"\ud83d": "a"} for row in rows],
+        "DAT002", r"data format \('\\ud83d': text\)", **TEXT, examples=lambda rows: [{"\ud83d": "a"} for row in rows],
     ),
     "thousands of columns": Breakage(
         "DAT002", r"\(column0: text, .{0,600} and 1,990 more\)", **TEXT,
@@ -687,7 +687,7 @@ TABLES = {
         "DAT002", "has two columns completion", 1, **CSV, content=lambda old: b"prompt,completion,completion\na,b,c\n",
     ),
     "space before a column name": Breakage(
-        "DAT002", r"columns \(prompt: text, ' completion': text\)", **CSV, content=replaces("prompt,", "prompt, "),
+        "DAT002", r"data format \(prompt: text, ' completion': text\)", **CSV, content=replaces("prompt,", "prompt, "),
     ),
     "index column without a name": Breakage(
         **CSV,

@@ -243,7 +243,7 @@ def test_a_waiting_run_takes_the_device(
     waiting.start()
     assert waiting.state in ("queued", "done") and (waiting.state == "done" or job.id in waiting.waiting()["reason"])
     wait_for(lambda: job.state not in ALIVE, 30)
-    assert job.result()["text"] == f"The chat ended because {waiting.id} waits for GPU 0."
+    assert job.result()["text"] == f"The chat ended because {waiting.id} was waiting for GPU 0."
     assert log_text(job.path).rstrip().endswith(job.result()["text"])
     wait_for(lambda: waiting.state not in ALIVE, 30)
     assert waiting.state == "done"

@@ -265,8 +265,8 @@ def test_examples_without_a_loss_are_told(run: Run, finish: Callable[..., Run], 
     data.write_text("".join(json.dumps({"prompt": "Two? " * n, "completion": "2"}) + "\n" for n in (1, 1, 300)))
     found = finish(run, Settings(data=str(data), examples=10, max_new_tokens=1, general=False))
     assert found.result()["limits"][0] == (
-        "1 example of 3 has no completion within the first 256 tokens (data.max_length). The loss is that of the "
-        "others."
+        "1 example of 3 has no completion within the first 256 tokens (data.max_length). The loss is computed "
+        "on the others."
     )
     assert (comparison(found, "loss")["count"], comparison(found, "chrf")["count"]) == (2, 3)
 

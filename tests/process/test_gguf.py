@@ -269,7 +269,10 @@ def test_a_k_quant(
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        ("NotImplementedError: BPE pre-tokenizer was not recognized - update x()", "a list of the BPE tokenizers"),
+        (
+            "NotImplementedError: BPE pre-tokenizer was not recognized - update x()",
+            "the BPE tokenizers of published models",
+        ),
         ("FileNotFoundError: File not found: /a/source/tokenizer.model", "the SentencePiece file of its tokenizer"),
         ("ValueError: Error: Missing /a/source/tokenizer.model", "the SentencePiece file of its tokenizer"),
         ("ValueError: Can not map tensor 'x'", "ValueError: Can not map tensor 'x' (see the log"),

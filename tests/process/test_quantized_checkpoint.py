@@ -115,10 +115,10 @@ def test_a_model_that_the_package_refuses(
 
 
 FAULTS = {
-    "tokens": "other token ids, or has another chat template",
-    "template": "other token ids, or has another chat template",
+    "tokens": "different token IDs, or has a different chat template",
+    "template": "different token IDs, or has a different chat template",
     "stops": "Stop tokens that only one of them has: token 7",
-    "noise": r"and at most 0\.2 is accepted\. Four bits .* Export as bitsandbytes LLM\.int8 \(bnb-int8\)\.",
+    "noise": r"and at most 0\.2 is accepted\. Four bits .* Export as .*int8.* \(torchao-int8\)\.",
     "base": "cannot rule out that the adapter is missing",
 }
 

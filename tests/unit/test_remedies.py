@@ -218,7 +218,7 @@ def test_show_and_page_name_the_remedies(tmp_path, capsys):
     assert main(["show", run.id, "--runs", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     command = f"footplate run {run.path / SPEC} --set save.total_limit=1"
-    assert text.index("The disk is full") < text.index(command) < text.index("Traceback")
+    assert text.index("The disk is full") < text.index("Traceback") < text.index(command)
     found = client(tmp_path).get(f"/api/runs/{run.id}/remedies").json()
     assert found["fixes"][0]["patch"] == {"save.total_limit": 1}
     assert found["fixes"][0]["diff"][0]["label"] == "Checkpoint limit"

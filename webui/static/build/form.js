@@ -35,6 +35,7 @@ const REPLACED = {
   "data.sources": "fp-datasets",
 };
 
+const NODES = "launch.nnodes";
 const OF_DATASET = /^data\.sources\[(\d+)\]\.(\w+)$/;
 
 /** data-files of data.files, and data-sources-1-files of data.sources[1].files. */
@@ -155,6 +156,8 @@ function summaryPart(name, value) {
 /** @param {string} name @param {any} value */
 export function edited(name, value) {
   if (values[name] === value) return;
+  const changes = onOneNode({ [name]: value });
+  if (Object.keys(changes).length > 1) return void setValues(changes);
   remember({ [name]: values[name] }, { [name]: value }, true);
   values[name] = value;
   changed([name]);
@@ -201,6 +204,19 @@ function gathered(changes) {
   return { ...Object.fromEntries(others), "data.sources": JSON.stringify(all) };
 }
 
+/**
+ * The changes. The default number of nodes is for runs that set a rendezvous; a run on one node stays there when a
+ * cluster, or a strategy on a cluster, shows the number. @param {Record<string, any>} changes
+ */
+function onOneNode(changes) {
+  if (NODES in changes || isVisible(NODES)) return changes;
+  const before = values;
+  values = { ...values, ...changes };
+  const isOnCluster = isVisible(NODES) && values["launch.place"] !== "local";
+  values = before;
+  return isOnCluster ? { ...changes, [NODES]: 1 } : changes;
+}
+
 /** The options that have other values in `changes` than in the form. @param {Record<string, any>} changes */
 export const differing = (changes) => Object.keys(changes).filter((name) => !equal(values[name], changes[name]));
 
@@ -210,7 +226,7 @@ export const differing = (changes) => Object.keys(changes).filter((name) => !equ
  * @param {{ undo?: string, details?: Element | null, remembered?: boolean }} options
  */
 export function setValues(wanted, { undo = "", details = null, remembered = true } = {}) {
-  const changes = gathered(wanted);
+  const changes = onOneNode(gathered(wanted));
   const edited = differing(changes);
   const before = pick(values, edited);
   if (remembered) remember(before, pick(changes, edited));

@@ -29,7 +29,9 @@ function publicationsParts(model, run, progress) {
   const jobs = model.publications;
   const open = (request) => askWhere(model, run, request);
   return [
-    jobs.length > 0 && el("h4", {}, "Published copies"),
+    el("h4", {}, "Publish"),
+    !jobs.length &&
+      el("p.fp-dim", {}, "Uploads the model or an export to the Hugging Face Hub, or copies it to a folder."),
     ...jobs.map((job) => el("div.fp-publication", {}, publicationParts(job, run, open, progress))),
     !jobs.some(isAlive) && actions(button("Publish", () => open({}))),
   ];
