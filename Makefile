@@ -52,7 +52,7 @@ types: $(VENV)/ready
 javascript:
 	tests/js/check.sh
 
-PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 test:  ## linters, types and all tests except soak and gpu; CPU and THREADS as above
 	@$(MAKE) --no-print-directory -j4 setup tools javascript types  # pip uses one core only
 	$(BIN)/pytest $(PARALLEL) --durations=40 -m "not soak and not gpu"

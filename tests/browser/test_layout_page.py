@@ -35,7 +35,7 @@ def opened(page, server, width=1440):
 
 COVERING = """() => {
   const status = document.querySelector('#fp-status'), found = new Set();
-  for (let y = 600; y < 1400; y += 20) {
+  for (let y = 600; y < 1400; y += 70) {
     window.scrollTo(0, y);
     const { left, top, width, height } = status.getBoundingClientRect();
     for (let x = left + 8; x < left + width; x += 20)
