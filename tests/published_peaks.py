@@ -145,31 +145,31 @@ POINTS: Sequence[Point] = (
 )  # fmt: skip
 TEXT = """## Published peaks
 
-Peaks of a GPU that others published, and the estimate of the same run in GiB, with its range. Figures in GB are
-compared as if they were GiB. Of the first two runs, only the outcome was published: there, *within* means that the
-range contains the memory of the GPU.
+The table compares GPU memory peaks that others published with the estimates for the same runs, in GiB, with their
+ranges. Figures in GB are compared as if they were GiB. For the first two runs, only the outcome was published; there,
+*within* means that the range contains the memory of the GPU.
 
 {table}
 
-Of the second run, the estimate says that it may run out of memory, not that it does. 55.7 GiB of it are exact
-arithmetic, below which the range does not begin: 32,768 tokens x 152,064 words x 12 bytes, for log-probabilities and
-two gradients in fp32. The forward pass needs 10 bytes per logit. torch's allocator may keep the 9.3 GiB of the bf16
-logits that are freed in between, so up to 75.2 GiB could be reserved; a GPU with 80 GB has about 79 GiB. This was not
-measured on a GPU, and what else that run held is not known.
+For the second run, the estimate says that it may run out of memory, not that it does. 55.7 GiB of the estimate are
+exact arithmetic, so the range does not begin below them: 32,768 tokens x 152,064 words x 12 bytes, for
+log-probabilities and two gradients in fp32. The forward pass needs 10 bytes per logit. torch's allocator may keep the
+9.3 GiB of the bf16 logits that are freed in between, so up to 75.2 GiB could be reserved; a GPU with 80 GB has about 79
+GiB. This was not measured on a GPU, and what else that run held is not known.
 
-What an item above the range means:
+Figures above the range have one of these remarks:
 
 - *reserved memory*: the figure is from a screenshot of the GPU's memory use, which includes reserved memory. How much
-  of the difference comes from it was not measured.
+  of the difference this explains was not measured.
 - *FSDP1*: the run used FSDP1, which Footplate does not offer with LoRA. The estimate is for FSDP2. How much of the
-  difference comes from FSDP1 was not measured.
-- *all logits*: with a loss that keeps all logits in fp32, where Footplate computes it in chunks, the estimates are
-  {zero3} with ZeRO-3 and {fsdp2} with FSDP2, and the figures are within the range.
+  difference FSDP1 explains was not measured.
+- *all logits*: the run's loss keeps all logits in fp32, while Footplate computes it in chunks. The estimates for such a
+  loss are {zero3} with ZeRO-3 and {fsdp2} with FSDP2, and the figures are within their ranges.
 - *unexplained*: with all logits, the estimate is {ddp}. The same source reports 17.2 GiB for this
   run on one GPU.
 
-LoRA of 32B with ZeRO-3 on 2 x 8 GPUs ran with 360 GB of host RAM per node, of which 38.9 GB were used after loading.
-The estimate of the peak while loading is {host:.0f} GiB."""
+LoRA training of a 32B model with ZeRO-3 on 2 x 8 GPUs ran with 360 GB of host RAM per node, of which 38.9 GB were used
+after loading. The estimate of the peak while loading is {host:.0f} GiB."""
 
 
 def section() -> str:

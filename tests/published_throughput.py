@@ -294,8 +294,8 @@ def _shares_table() -> Iterator[str]:
         ("one GPU", one, 90, 0),
         ("several GPUs", several, 0, 0),
         ("all", found, 85, 95),
-        (f"further ones of llm-foundry, up to {LONG // 2:,} tokens", further(long=False), 0, 0),
-        (f"further ones of llm-foundry, from {LONG:,} tokens", further(long=True), 0, 0),
+        (f"further runs of llm-foundry, up to {LONG // 2:,} tokens", further(long=False), 0, 0),
+        (f"further runs of llm-foundry, from {LONG:,} tokens", further(long=True), 0, 0),
     )
     for name, group, goal, range_goal in groups:
         shares = shares_of(group)

@@ -318,8 +318,8 @@ def test_estimate_errors_meet_the_goal(model: str, workers: ProcessPoolExecutor)
 
 HEAD = """# Memory estimate
 
-The memory estimate compared with PyTorch's memory tracker. Written by `make soak` without a GPU: one training step on
-fake tensors (`FakeTensorMode` and a fake process group) as rank 0, tracked by
+This document compares the memory estimate with PyTorch's memory tracker. It is written by `make soak` without a GPU,
+from one training step on fake tensors (`FakeTensorMode` and a fake process group) as rank 0, tracked by
 `torch.distributed._tools.mem_tracker.MemTracker`. The Transformers model, PEFT, DDP, FSDP2 as accelerate sets it up,
 autocast, activation checkpointing, TRL's loss, gradient clipping and AdamW are the real ones.
 

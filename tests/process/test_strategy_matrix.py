@@ -48,8 +48,8 @@ RUNS, GPU = "runs", "GPU"
 DOCUMENT = HOME / "docs/strategies.md"
 HEAD = """# Strategies
 
-Which combinations of method, strategy, precision and optimizer work. Written by `make soak` on a machine without a GPU.
-In the tables below the summary, each cell is one of these:
+This document lists which combinations of method, strategy, precision and optimizer work. It is written by `make soak`
+on a machine without a GPU. In the tables below the summary, each cell is one of these:
 
 - **runs**: the rules allow the combination on a CPU. It was launched for three steps and succeeded, with two processes
   except for *Single process*.
@@ -60,8 +60,8 @@ In the tables below the summary, each cell is one of these:
 The summary counts these three outcomes for each method and strategy. A section is written when its test has passed; a
 combination without a section has an empty cell in the summary.
 
-All of them train on this machine with Footplate's own trainer. Runs on Slurm, Ray, Kubernetes and with LLaMA-Factory as
-trainer start the same processes, and were tested with DDP (LLaMA-Factory also with ZeRO-2); the
+All these runs trained on one machine with Footplate's own trainer. Runs on Slurm, Ray and Kubernetes, and runs with
+LLaMA-Factory as the trainer, start the same processes, and were tested with DDP (LLaMA-Factory also with ZeRO-2); the
 [README](../README.md#supported) lists what was run there.
 
 """
