@@ -73,8 +73,11 @@ def adapter_run(root: Path, base: Path, **changes: Any) -> Run:
 VALUES = {"kl_mean": 0.007, "kl_max": 0.1, "same_argmax": 0.9375, "positions": 512}
 
 
-def exported_job(run: Run, kind: str, format: str, status: str = "verified", step: int | None = None) -> Run:
-    """A job that has exported the model of `run` as a GGUF file or as a quantized checkpoint."""
+def exported_job(
+    run: Run, kind: str, format: str, status: str = "verified", step: int | None = None, has_prompt: bool = False
+) -> Run:
+    """A job that has exported the model of `run` as a GGUF file or as a quantized checkpoint; `has_prompt`: with the
+    system prompt of training in the Modelfile."""
     job = jobs.create(run, kind, {"step": step, "format": format, "merge": "m", "environment": ""}, {}, {})
     (job.path / LOCK).touch()
     certificate: dict[str, Any] = {"status": status, "limits": ["Rare."], "format": format, "max_kl_mean": 0.03}
@@ -87,6 +90,7 @@ def exported_job(run: Run, kind: str, format: str, status: str = "verified", ste
         name = MODEL
     else:
         certificate |= {"trained_to_file": VALUES, "outputs": [{"prompt": "a secret example"}]}
+        certificate |= {"settings_have_system_prompt": has_prompt}
         is_lora = format.startswith("lora-")
         file = f"{run.id}-base-{format[5:]}.gguf" if is_lora else f"{run.id}-{format}.gguf"
         files = {file: "GGUF" * 100, "certificate.json": certificate, "Modelfile": f"FROM ./{file}"}

@@ -76,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
 def resume(arguments: argparse.Namespace) -> int:
     """Resume from the last complete checkpoint, or start from scratch."""
     resumed = _find_run(arguments)
+    if resumed.state == "done" and resumed.about().get("kind"):  # a restart that fails would delete its model
+        raise RunError("This job has finished, so it cannot be restarted. Start a new one.")
     log = resumed.path / LOG
     offset = log.stat().st_size if log.exists() else 0  # --follow prints only the new part of the log
     resumed.resume(from_scratch=arguments.from_scratch)
@@ -156,9 +158,9 @@ def show(arguments: argparse.Namespace) -> int:
 
 def _print_result(about: dict[str, Any]) -> None:
     """Print the scores, the losses and the time of a run."""
+    shares = (*(f"{score}_{side}" for score in SCORES for side in ("before", "after")), "eval_reward_accuracy")
     for name in (
-        *(f"{score}_{side}" for score in SCORES for side in ("before", "after")),
-        "eval_reward_accuracy",
+        *shares,
         "eval_reward_margin",
         "eval_loss",
         "train_loss",
@@ -167,7 +169,8 @@ def _print_result(about: dict[str, Any]) -> None:
     ):
         if (value := about["result"].get(name)) is not None:
             of_model = f" ({about['validation']})" if name == "eval_loss" else ""
-            print(f"{name.replace('_', ' ')}: {value:.4g}{of_model}")
+            text = f"{100 * value:.4g}%" if name in shares else f"{value:.4g}"
+            print(f"{name.replace('_', ' ')}: {text}{of_model}")
     if timed := about["timed"]:
         for what, predicted, measured in timed["rows"]:
             print(f"{what.lower()}: {measured}, predicted {predicted}")
@@ -321,13 +324,20 @@ def _find_run(arguments: argparse.Namespace) -> Run:
     return find_run(Path(arguments.runs), arguments.run)
 
 
+def _has_name(run: Run, name: str) -> bool:
+    try:
+        return run.name == name
+    except UNREADABLE:  # a damaged run must not hide the others
+        return False
+
+
 def find_run(root: Path, name: str) -> Run:
     """The run with this ID, a prefix of one, or this name, if there is only one; or a folder. Raises RunError."""
-    if "/" in name or (Path(name) / SPEC).is_file():
+    if ("/" in name and Path(name).is_dir()) or (Path(name) / SPEC).is_file():
         return find(Path(name).resolve().parent, Path(name).resolve().name)
     relation, matches = "the prefix", runs(root, prefix=name)
     if not matches:
-        relation, matches = "the name", [r for r in runs(root) if r.name == name]
+        relation, matches = "the name", [r for r in runs(root) if _has_name(r, name)]
     exact = [r for r in matches if r.id == name]
     if len(exact or matches) == 1:
         return (exact or matches)[0]

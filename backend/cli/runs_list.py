@@ -115,6 +115,7 @@ def _text(column: search.Column, value: Any) -> str:
         case "yes_no":
             return "yes" if value else "no"
         case "number":
-            return f"{value / column.scale:.4g}{f' {column.unit}' if column.scale != 1 else ''}"
+            unit = f"{'' if column.unit == '%' else ' '}{column.unit}" if column.scale != 1 else ""
+            return f"{value / column.scale:.4g}{unit}"
     text = " ".join(str(value).split())
     return text if len(text) <= MAX_WIDTH else f"{text[: MAX_WIDTH - 3]}..."

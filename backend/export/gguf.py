@@ -24,7 +24,16 @@ from backend.export.gguf_certificate import Trained
 from backend.export.tensor_types import QuantizedWeight
 from backend.models import system_prompt, trained
 from backend.models.exports import SOURCE, TEMPORARY, UNCHECKED
-from backend.models.gguf import ADAPTER, DEFAULT, ENVIRONMENT, FOLDER, FORMATS, MODELFILE, PRESET
+from backend.models.gguf import (
+    ADAPTER,
+    DEFAULT,
+    ENVIRONMENT,
+    FOLDER,
+    FORMATS,
+    MODELFILE,
+    PRESET,
+    SYSTEM_PROMPT,
+)
 from backend.models.spec import read_spec_outside_training
 from backend.runs import CERTIFICATE, RESULT, SPEC, deletion, files, jobs
 from backend.train import base_weights, model
@@ -206,8 +215,10 @@ class GgufExport(Export):
             files.write_json(self.folder / RESULT, {"model": "", "certificate": certificate})
             why = certificate["differences"][0]
             raise TrainError(f"The GGUF file differs from the trained model and was deleted. {why}")
+        system = system_prompt.of_run(self.run.path / SPEC)
+        certificate[SYSTEM_PROMPT] = bool(system)
         write_certificate(file.parent / CERTIFICATE, certificate)
-        self._write_settings(file, tokenizer, certificate["stop_tokens"], system_prompt.of_run(self.run.path / SPEC))
+        self._write_settings(file, tokenizer, certificate["stop_tokens"], system)
         file.parent.replace(self.folder / FOLDER)
 
     def _write_settings(self, file: Path, tokenizer: Any, stops: Sequence[str], system: str) -> None:

@@ -80,6 +80,7 @@ class Evaluation:
             self._keep(line)
         own = sum(not item.is_general for item in items)
         self.total = len(SIDES) * sum(self._work(item) for item in items) + self._judge_work() * own
+        self.done = sum(self._kept_work(side, item) for side in SIDES for item in items)
         self.model_changed = (self.run.path / MODEL).stat().st_mtime_ns if self.settings.step is None else 0
         ends = frozenset(generation.stop_tokens(trained))  # for both models, as in training before its first step
         del trained
@@ -114,6 +115,16 @@ class Evaluation:
     def _work(self, item: Item) -> int:
         return LOSS_WORK + (self.settings.max_new_tokens * self.settings.samples_per_prompt if item.prompt else 0)
 
+    def _kept_work(self, side: str, item: Item) -> int:
+        """The work that an earlier start has done. It counts before this start begins, whose speed it says nothing
+        about."""
+        kept = self.outputs.get((side, item.content), ()) if item.prompt else ()
+        samples = sum(sample < self.settings.samples_per_prompt for sample in kept)
+        return LOSS_WORK * self._has_loss(side, item) + self.settings.max_new_tokens * samples
+
+    def _has_loss(self, side: str, item: Item) -> bool:
+        return "loss" in self.found.get((side, item.content), ())
+
     def _judge_work(self) -> int:
         """Of an example."""
         return JUDGE_WORK * self.settings.samples_per_prompt if self.settings.judge else 0
@@ -128,7 +139,7 @@ class Evaluation:
 
     def _measure(self, side: str, loaded: Loaded, items: Sequence[Item]) -> None:
         """The loss of a model on each item. Raises TrainError, Stopped."""
-        waiting = [item for item in items if "loss" not in self.found.get((side, item.content), ())]
+        waiting = [item for item in items if not self._has_loss(side, item)]
         waiting.sort(key=lambda item: len(item.ids))  # similar lengths in a batch: less padding
         size, done = self.models.spec.eval.per_device_eval_batch_size, len(items) - len(waiting)
         with loaded.active() as model:
@@ -139,8 +150,8 @@ class Evaluation:
                     self._write({"side": side, "content": item.content, "loss": loss, "tokens": tokens})
                 done += len(batch)
                 title = f"Computing the loss of the {NAMES[side]} ({done} of {counted(len(items), 'text')})"
-                self._tick(title, LOSS_WORK * done)
-        self.done += LOSS_WORK * len(items)
+                self.done += LOSS_WORK * len(batch)
+                self._tick(title, 0)
 
     def _generate(self, side: str, loaded: Loaded, items: Sequence[Item], ends: frozenset[int]) -> None:
         """The outputs of a model, a batch at a time. Raises Stopped."""
@@ -151,7 +162,6 @@ class Evaluation:
         every = [(item, n) for item in items for n in range(self.settings.samples_per_prompt)]
         waiting = [(item, n) for item, n in every if n not in self.outputs.get((side, item.content), ())]
         waiting.sort(key=lambda one: len(one[0].ids))  # similar lengths in a batch: less padding
-        self.done += limit * (len(every) - len(waiting))
         started = time.monotonic()
         with loaded.active() as model:
             for start in range(0, len(waiting), size):
@@ -182,7 +192,7 @@ class Evaluation:
         """The remaining time as the end of a sentence, once the first part of the work has shown its speed."""
         now = time.monotonic()
         began, before = self.began = self.began or (now, part)
-        known = now - began > LEFT_AFTER and part - before > LEFT_PART
+        known = now - began > LEFT_AFTER and part - before > LEFT_PART and part < 1  # scores may take long, too
         return f", {throughput.time_left(now - began, part, before)}" if known else ""
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from backend.runs.folder import ALIVE, Run, RunError
 
 FOLDER = "gguf"  # in the folder of an export
 MODELFILE, PRESET = "Modelfile", "lm-studio.preset.json"  # in FOLDER: for Ollama, and for LM Studio
+SYSTEM_PROMPT = "settings_have_system_prompt"  # in a certificate: whether both have that of the training examples
 ENVIRONMENT = "gguf"  # `footplate env create gguf`
 
 

@@ -78,7 +78,7 @@ def _metadata(spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> s
     from huggingface_hub import ModelCardData  # noqa: PLC0415
 
     is_adapter = subject.exports[0].is_adapter if subject.exports else bool(model.base)
-    relation = "adapter" if is_adapter else "quantized" if subject.exports else "finetune"
+    relation = "adapter" if is_adapter else "quantized" if subject.is_of_weights else "finetune"
     tags = (spec.train.stage, "lora" if spec.method.kind == "lora" else "", "gguf" if subject.is_gguf else "")
     is_reward = registry.STAGES[spec.train.stage].is_reward_model
     hub_ids = [source.hub_id for source in spec.data.datasets if source.source == "hub"]
@@ -289,4 +289,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _score(value: Any) -> str:
-    return f"{value:.3f}" if _is_number(value) else "not run"
+    return f"{value:.1%}" if _is_number(value) else "not run"

@@ -27,7 +27,7 @@ FILES = re.compile(
     r"(?!zero_to_fp32)[^/]+\.(safetensors|json|jinja|model|txt|py)|(adapter_model|pytorch_model)[^/]*\.bin"
 )
 TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
-TEXT = (".json", ".jinja", ".txt", ".py", ".md")
+BINARY = (".safetensors", ".bin", ".model")  # all other files are text, such as a Modelfile, or begin with it: GGUF
 METADATA_BYTES = 2**24  # of a GGUF file: its vocabulary has a few MiB
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
@@ -151,7 +151,7 @@ def contents(run: Run, request: Request) -> Contents:
     local = _local_bases(run, spec, model)
     published = [_published(name, path, local, base) for name, path in kept.items()]
     certificate = jobs.find(run, request.merge).result().get("certificate", {}) if request.merge else {}
-    is_of_weights = bool(source) and not request.base_model
+    is_of_weights = bool(source) and base == source
     subject = card.Subject(request.destination, base, request.license, certificate, found, is_of_weights)
     left_out = tuple(name for name in names if name not in kept and name != README)
     return _with_card(run, spec, model, subject, published, left_out)
@@ -163,13 +163,13 @@ def _gguf_contents(run: Run, request: Request, found: Sequence[exports.Export]) 
     assert model  # of verified exports
     source = "" if found[0].is_adapter else _source(run, request)
     base = request.base_model or source or _hub_id(spec)
-    files, left_out = exports.public_files(run, found)
+    files, left_out = exports.public_files(found)
     if links := [path for path in files.values() if path.is_symlink()]:
         raise RunError(f"{links[0]} is a symbolic link: replace it with the file to publish the model.")
     local = _local_bases(run, spec, model)
     published = [_published(name, path, local, base) for name, path in files.items()]
     listed = [*found, *exports.also_published(run, request.repository, found)]
-    is_of_weights = bool(source) and not request.base_model
+    is_of_weights = bool(source) and base == source
     subject = card.Subject(request.destination, base, request.license, {}, listed, is_of_weights)
     return _with_card(run, spec, model, subject, published, left_out)
 
@@ -276,7 +276,7 @@ def _is_in(value: Any, local: Collection[str]) -> bool:
 def _check_paths(file: PublishedFile, paths: Collection[str]) -> None:
     """Raise RunError if the text of a file has one of these `paths`, or a path below the home folder."""
     is_gguf = file.name.endswith(".gguf")
-    if not is_gguf and not file.name.endswith(TEXT):
+    if file.name.endswith(BINARY):
         return
     try:
         text = _head(file.source) if is_gguf else file.text

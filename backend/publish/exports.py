@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from backend.models import gguf, quantized, system_prompt, trained
+from backend.models import gguf, quantized, trained
 from backend.models.exports import Exports
-from backend.runs import CERTIFICATE, SPEC, jobs
+from backend.runs import CERTIFICATE, jobs
 from backend.runs.folder import Run, RunError
 from backend.wording import data_size
 
@@ -114,14 +114,19 @@ def also_published(run: Run, repository: str, found: Sequence[Export]) -> list[E
     return [export for export in known.values() if export not in found]
 
 
-def public_files(run: Run, exports: Sequence[Export]) -> tuple[dict[str, Path], list[str]]:
-    """The files of GGUF exports, name -> file, and the names of those that stay here: Modelfile and preset have the
-    system prompt of training."""
-    every = {name: path for export in exports for name, path in export.files().items()}
-    if not system_prompt.of_run(run.path / SPEC):
-        return every, []
-    kept = {name: path for name, path in every.items() if name.endswith(".gguf") or path.name == CERTIFICATE}
-    return kept, [name for name in every if name not in kept]
+def public_files(exports: Sequence[Export]) -> tuple[dict[str, Path], list[str]]:
+    """The files of GGUF exports, name -> file, and the names of those that stay here: Modelfile and preset with the
+    system prompt of training. The certificate tells whether they have it: the training data may be gone by now."""
+    kept: dict[str, Path] = {}
+    private = []
+    for export in exports:
+        has_prompt = export.certificate.get(gguf.SYSTEM_PROMPT, True)
+        for name, path in export.files().items():
+            if has_prompt and path.name in (gguf.MODELFILE, gguf.PRESET):
+                private.append(name)
+            else:
+                kept[name] = path
+    return kept, private
 
 
 def published_source(run: Run, step: int | None, public: bool) -> str:

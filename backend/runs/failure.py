@@ -45,6 +45,7 @@ class Failure:
 DEVICE_MEMORY, HOST_MEMORY, SHARED_MEMORY, DISK = "device memory", "host memory", "shared memory", "disk"
 PORT, TIMEOUT, DEVICE, COLUMNS = "port", "timeout", "device", "columns"
 DIVERGED, LAUNCHER, CHECKS = "diverged", "launcher", "checks"
+ACCESS, MODULE = "access", "module"
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ KNOWN_FAILURES = (
         r"ModuleNotFoundError: No module named '(?P<name>[\w.]+)'",
         "The Python module {name} is not installed.",
         "Install its package in the environment that starts the run, then resume.",
+        kind=MODULE,
     ),
     KnownFailure(
         r"as PyTorch extensions root\.\.\.\s*\Z",
@@ -159,6 +161,7 @@ KNOWN_FAILURES = (
         "page, or with hf auth login. HF_TOKEN in the environment of Footplate takes precedence. Or choose another "
         "model or dataset.",
         ("model.hub_id", "data.hub_id"),
+        kind=ACCESS,
     ),
     KnownFailure(
         r"(?i)couldn't connect to|LocalEntryNotFoundError|OfflineModeIsEnabled|Name or service not known"
@@ -221,6 +224,9 @@ HELP_OF_JOBS: Mapping[str, str] = {
     SHARED_MEMORY: "Give the container more shared memory (docker run --shm-size), then try again.",
     DISK: "Free disk space, then try again.",
     DEVICE: "Check that the device of the run is available, then try again.",
+    ACCESS: "Accept its terms on the Hub, and store a Hugging Face token of the same account (hf auth login), then try "
+    "again.",
+    MODULE: "Install its package in the environment of Footplate, then try again.",
 }
 
 

@@ -43,6 +43,14 @@ class Column:
     scale: float = 1.0
     unit: str = ""  # of the scaled value
 
+    def scaled(self, value: float) -> float:
+        """The value as a search compares it. Rounded, since 0.29 / 0.01 is less than 29."""
+        return float(f"{value / self.scale:.12g}")
+
+
+def _share(key: str, label: str) -> Column:
+    return Column(key, label, scale=0.01, unit="%")
+
 
 # The scores of generations (backend/train/text_metrics.py). In result.json their names end with _before and _after.
 SCORES: Mapping[str, str] = {
@@ -62,10 +70,10 @@ COLUMNS = (
     Column("step", "Progress", names=("progress",), unit="steps"),
     Column("loss", "Loss"),
     Column("eval_loss", "Validation loss"),
-    *(Column(name, label) for name, label in SCORES.items()),
+    *(_share(name, label) for name, label in SCORES.items()),
     Column(GENERAL_LOSS, "General loss"),
     Column(FORGETTING, "Forgetting"),
-    Column("reward_accuracy", "Reward accuracy"),
+    _share("reward_accuracy", "Reward accuracy"),
     Column("reward_margin", "Reward margin"),
     Column("learning_rate", "Learning rate", names=("lr",)),
     Column("tokens_per_second", "Tokens/s"),
@@ -125,7 +133,7 @@ class Term:
                 return bool(found) == (self.text == "yes")
         if not isinstance(found, int | float):
             return False
-        scaled, limit = found / self.column.scale, float(self.text)
+        scaled, limit = self.column.scaled(found), float(self.text)
         if self.sign == ":":
             return math.isclose(scaled, limit)
         return scaled < limit if self.sign == "<" else scaled > limit

@@ -238,6 +238,7 @@ def test_numbers_at_an_axis(shared, page):
             large: ticks("tokens_per_second", [1234500, 1234600]),
             usual: ticks("loss", [0, 0.5, 1]),
             shares: ticks("eval_rouge_l", [0, 0.5]),
+            closeShares: ticks("reward_accuracy", [0.995, 0.9955, 0.996]),
             zeros: range(null, 0, 0),
             same: range(null, 2, 2),
             rates: [0, 1e-5, 0.0001, 0.001, 0.00025, 0.05, 0.75].map((rate) => valueText("train.learning_rate", rate)),
@@ -250,7 +251,7 @@ def test_numbers_at_an_axis(shared, page):
     assert found["usual"] == ["0", "0.5", "1"]
     assert found["zeros"] == [0, 1] and found["same"][0] < 2 < found["same"][1]
     assert found["rates"] == ["0", "1e-5", "1e-4", "1e-3", "2.5e-4", "5e-2", "0.75"]
-    assert found["shares"] == ["0%", "50%"]
+    assert found["shares"] == ["0%", "50%"] and found["closeShares"] == ["99.5%", "99.55%", "99.6%"]
     assert found["others"] == ["0.001", "2.5e-4"]
 
 

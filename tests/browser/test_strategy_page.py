@@ -358,12 +358,23 @@ def test_link_of_a_finding_leads_to_the_picker(page):
 
 
 def test_a_run_on_one_node_stays_there_on_a_cluster(page):
+    """The lines are about one node too, and so is the global batch size that they keep. Undo restores more nodes."""
     page.locator("#fp-presets").select_option("lora-80gb")
     settled(page)
     page.evaluate("() => footplate.edited('launch.place', 'slurm')")
-    page.evaluate("() => footplate.edited('parallel.strategy', 'ddp')")
+    settled(page)
+    figures = line(page, "DDP").locator(".fp-n").all_inner_texts()
+    line(page, "DDP").click()
     settled(page)
     assert (value(page, "parallel.strategy"), value(page, "launch.nnodes")) == ("ddp", 1)
+    assert line(page, "DDP").locator(".fp-n").all_inner_texts() == figures
+    page.evaluate("() => footplate.edited('launch.nnodes', 4)")
+    page.evaluate("() => footplate.edited('launch.place', 'local')")
     page.locator("#fp-undo").click()
     settled(page)
-    assert (value(page, "parallel.strategy"), value(page, "launch.nnodes")) == ("single", 2)
+    assert (value(page, "launch.place"), value(page, "launch.nnodes")) == ("slurm", 4)
+    page.evaluate("() => footplate.edited('parallel.strategy', 'single')")
+    assert value(page, "launch.nnodes") == 1
+    page.locator("#fp-undo").click()
+    settled(page)
+    assert (value(page, "parallel.strategy"), value(page, "launch.nnodes")) == ("ddp", 4)

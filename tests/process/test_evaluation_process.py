@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from backend.cli.evaluate import evaluate_each
 from backend.config.options import edit
 from backend.inference import examples
+from backend.inference.evaluation import LOSS_WORK, Evaluation
+from backend.inference.examples import Item
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, OUTPUTS, Settings
 from backend.models.spec import read_spec
@@ -29,6 +32,7 @@ from backend.runs import MODEL, jobs, processes
 from backend.runs.folder import ALIVE, Run, RunError
 from backend.runs.listing import row
 from backend.scoring.scorer import sha256_of
+from backend.train.generation_eval import EvalPrompt, Generated
 
 NEW_TOKENS = 6
 TRAINED = {
@@ -207,6 +211,16 @@ def test_a_stopped_evaluation_continues_with_what_it_has(run: Run, finish: Calla
     losses = [row["scores"]["loss"][1] for row in evaluation.rows(later)]
     assert sum(loss > 10 for loss in losses) == sum(line.get("side") == "trained" and "loss" in line for line in kept)
     assert all(row["trained"] == "x" for row in evaluation.rows(later))
+
+
+def test_the_remaining_time_is_that_of_the_work_of_this_start() -> None:
+    """What both models have from an earlier start counts from the beginning; scores may take long after all of it."""
+    started, item = Evaluation.__new__(Evaluation), Item("a", [1], [1], prompt=EvalPrompt("a", "a", "b"))
+    started.settings, started.found = Settings(max_new_tokens=10, samples_per_prompt=2), {("base", "a"): {"loss": 1.0}}
+    started.outputs = {("base", "a"): dict.fromkeys((0, 1, 2), Generated("", True))}
+    assert [started._kept_work(side, item) for side in ("base", "trained")] == [LOSS_WORK + 2 * 10, 0]
+    started.began = (time.monotonic() - 60, 0.5)
+    assert [started._left(part) for part in (0.51, 0.75, 1.0)] == ["", ", about 1 min left", ""]
 
 
 def test_samples_are_drawn_again_with_the_same_seeds(run: Run, finish: Callable[..., Run]) -> None:

@@ -36,7 +36,7 @@ from backend.export.gguf_certificate import Trained, divergence
 from backend.export.llama_cpp import Generated
 from backend.export.quantized import QuantizedExport
 from backend.models import trained
-from backend.models.gguf import FOLDER, FORMATS, MODELFILE, PRESET
+from backend.models.gguf import FOLDER, FORMATS, MODELFILE, PRESET, SYSTEM_PROMPT
 from backend.runs import BASE, CERTIFICATE, CHECKPOINTS, JOBS, MODEL, RESULT, SPEC, STOP
 from backend.runs.folder import Run
 from backend.train.generation_eval import BEFORE
@@ -187,6 +187,8 @@ def test_a_verified_file(adapter: Path, export: Callable[..., dict[str, Any]], t
     assert certificate["stop_tokens"] == ["<|im_end|>"] and certificate["tokenized_texts"] >= 8
     assert [output["llama_cpp"]["text"] for output in certificate["outputs"]] == ["some text"]
     assert (folder / MODELFILE).read_text().startswith(f"FROM ./{adapter.name}-q8_0.gguf\nTEMPLATE")
+    settings = (folder / MODELFILE).read_text() + (folder / PRESET).read_text()
+    assert certificate[SYSTEM_PROMPT] == ('SYSTEM """' in settings) == ("systemPrompt" in settings)
     assert json.loads((folder / PRESET).read_text())["name"] == f"{adapter.name}-q8_0"
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [FOLDER, "gguf.json", "progress.json"]
 

@@ -170,5 +170,5 @@ def test_gguf_files_are_added_to_their_repository(hub: Hub, run: Run, monkeypatc
         publish_to_hub(contents(run, request), request.repository, request.public, lambda *_: None)
     files = hub.repositories["ada/trains"].files
     assert len(files) == 7 and len(files[f"{run.id}-q8_0.gguf"]) == 2**21
-    assert b"base_model_relation: quantized" in files["README.md"] and hub.count("PUT") == 2
+    assert b"base_model_relation: finetune" in files["README.md"] and hub.count("PUT") == 2
     assert b"secret" not in b"".join(files.values())

@@ -64,6 +64,9 @@ def test_scores_are_in_percent_as_on_the_page(tmp_path):
     found = series(tmp_path, *({"step": step, "eval_rouge_l": step / 40} for step in (10, 20, 30)))
     assert {"40%", "60%"} <= set(texts(draw(found, key="eval_rouge_l")))
     assert "60%" not in texts(draw(loss(tmp_path)))
+    points = [{"step": step, "eval_reward_accuracy": step / 40} for step in (10, 20, 30)]
+    shown = texts(draw(series(tmp_path, {"step": 5, "reward_accuracy": 0.5}, *points), key="reward_accuracy"))
+    assert "best validation, 75% at step 30" in shown
 
 
 def test_smoothing_zoom_and_log_scale_are_those_of_the_page(tmp_path):

@@ -102,9 +102,11 @@ def test_an_ambiguous_prefix_names_a_few_runs(tmp_path):
 def test_a_run_is_found_by_its_name(tmp_path):
     first, twin, _ = (
         Run.create(tmp_path, name, Plan(("true",)), datetime(2026, 1, day))
-        for name, day in (("Café run", 1), ("twin", 2), ("twin", 3))
+        for name, day in (("Café run 1/2", 1), ("twin", 2), ("twin", 3))
     )
-    assert find_run(tmp_path, "Café run").id == first.id
+    damaged = Run.create(tmp_path, "damaged", Plan(("true",)), datetime(2026, 1, 4))
+    (damaged.path / "plan.json").write_text("[" * 500_000)
+    assert find_run(tmp_path, "Café run 1/2").id == first.id
     with pytest.raises(RunError, match=f"'twin' is the name of several runs: .*{twin.id}"):
         find_run(tmp_path, "twin")
 

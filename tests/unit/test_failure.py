@@ -136,6 +136,8 @@ def test_jobs_are_given_no_advice_about_trainings(tmp_path: Path) -> None:
         ("OSError: No space left on device", {}, "The disk is full", "Free disk space, then try again."),
         ("torch.OutOfMemoryError: CUDA out of memory", {}, "The device ran out of memory", "Stop other programs that"),
         ("Traceback (most recent call last):\nKeyError: 'a'", {}, "The process failed with KeyError: 'a'", "See the t"),
+        ("huggingface_hub.errors.GatedRepoError: 403", {}, "denied access to this model", "Accept its terms"),
+        ("ModuleNotFoundError: No module named 'x'", {}, "The Python module x is not installed", "Install its package"),
     ):  # fmt: skip
         failure = diagnose_log(tmp_path, log, **state)
         assert sentence in failure.sentence and failure.help.startswith(help), failure

@@ -96,6 +96,8 @@ def test_what_a_killed_export_leaves_is_deleted(run, monkeypatch, end):
     left = {"unchecked", "source", MODEL, "batches.safetensors"} & {path.name for path in job.path.iterdir()}
     assert bool(left) == (end == "done") and (job.path / "log.txt").exists()
     assert job.state == end and merge.as_json(job)["sentence"].startswith(end.capitalize())
+    if end == "done":  # a restart that fails would delete the model
+        assert main(["resume", str(job.path), "--from-scratch"]) == 2
 
 
 @pytest.mark.parametrize("kind", [jobs.MERGE, jobs.GGUF, jobs.PUBLISH])

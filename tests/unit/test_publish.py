@@ -56,7 +56,7 @@ def test_an_adapter_with_the_id_of_its_base_model(run, base):
     for part in (
         'model_id = "ada/trains"', "`a.jsonl`", "1,400 training examples and 32 validation examples", "| Steps | 8 |",
         "| Tokens | 800 |", "| Training loss at the last logged step | 0.25 |", "| Validation loss | 0.375 |",
-        "Score on 3 validation examples", "| Exact match | 0.000 | 0.750 |", "| peft | 0.21.2 |", "CPU, 2 processes",
+        "Score on 3 validation examples", "| Exact match | 0.0% | 75.0% |", "| peft | 0.21.2 |", "CPU, 2 processes",
     ):  # fmt: skip
         assert part in found.card, part
     assert "More Information" not in found.card and "None" not in found.card
@@ -145,7 +145,7 @@ def test_gguf_files_in_one_repository(run):
     certificate = json.loads(text_of(found, "certificate-q8_0.json"))
     assert certificate["status"] == "verified" and not {"outputs", "run", "merge"} & set(certificate)
     assert header(found.card) == {
-        "base_model": BASE_ID, "base_model_relation": "quantized", "pipeline_tag": "text-generation",
+        "base_model": BASE_ID, "base_model_relation": "finetune", "pipeline_tag": "text-generation",
         "tags": ["sft", "lora", "gguf", "footplate"],
     }  # fmt: skip
     for part in (
@@ -156,15 +156,16 @@ def test_gguf_files_in_one_repository(run):
     ):  # fmt: skip
         assert part in found.card, part
     assert "secret" not in found.card and "## Merge" not in found.card
-    (run.path / "jobs" / ids["q8_0"] / f"gguf/{run.id}-q8_0.gguf").write_text(f"GGUF {run.path}/x")
-    with pytest.raises(RunError, match="contains a path of this machine"):
-        contents(run, Request(**TO, exports=(ids["q8_0"],)))
+    for name in (f"{run.id}-q8_0.gguf", "Modelfile"):
+        (file := run.path / "jobs" / ids["q8_0"] / "gguf" / name).write_text(f"GGUF {run.path}/x")
+        with pytest.raises(RunError, match="contains a path of this machine"):
+            contents(run, Request(**TO, exports=(ids["q8_0"],)))
+        file.write_text("GGUF")
 
 
-def test_a_gguf_lora_adapter_and_a_system_prompt(tmp_path, base):
-    """Modelfile and preset have the system prompt of training."""
-    run = adapter_run(tmp_path / "runs", base, **{"data.source": "builtin", "data.builtin": "trains"})
-    job = exported_job(run, jobs.GGUF, "lora-q8_0")
+def test_a_gguf_lora_adapter_and_a_system_prompt(run):
+    """Modelfile and preset have the system prompt of training, also if the training data is gone."""
+    job = exported_job(run, jobs.GGUF, "lora-q8_0", has_prompt=True)
     found = contents(run, Request(folder="/x", exports=(job.id,), base_model=BASE_ID))
     assert found.left_out == ("Modelfile-lora-q8_0",) and header(found.card)["base_model_relation"] == "adapter"
     assert f"llama-server -m {run.id}-base-q8_0.gguf --lora {run.id}-adapter.gguf\n" in found.card
@@ -175,7 +176,7 @@ def test_a_quantized_checkpoint_names_the_weights_that_were_quantized(run):
     job, merged = exported_job(run, jobs.QUANTIZE, "torchao-int8"), merged_job(run)
     found = contents(run, Request(**TO, exports=(job.id,), base_model=BASE_ID))
     assert {"config.json", "model.safetensors", "certificate.json", "README.md"} < set(found.versions())
-    assert header(found.card)["base_model_relation"] == "quantized" and header(found.card)["base_model"] == BASE_ID
+    assert header(found.card)["base_model_relation"] == "finetune" and header(found.card)["base_model"] == BASE_ID
     for part in (
         "A quantized checkpoint (torchao int8: 8 bits", "Loading it needs torchao 0.15.0 or later.",
         'model_id = "ada/trains"', "The checkpoint was loaded by transformers in a new process",
@@ -184,6 +185,7 @@ def test_a_quantized_checkpoint_names_the_weights_that_were_quantized(run):
     published_to(run, "ada/merged", merge=merged.id)
     private, public = (contents(run, Request(**TO, exports=(job.id,), public=is_public)) for is_public in (False, True))
     assert header(private.card)["base_model"] == "ada/merged" and "of [ada/merged](" in private.card
+    assert header(private.card)["base_model_relation"] == "quantized"
     assert "base_model" not in header(public.card)  # which does not name a private repository
 
 

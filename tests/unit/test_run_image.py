@@ -47,6 +47,11 @@ def test_an_svg_has_text_and_the_best_evaluation():
     assert "<svg" in svg and ">best validation, 0.25 at step 3<" in svg and ">a $name$ with_underscores<" in svg
 
 
+def test_shares_are_in_percent():
+    points = [{"step": i, "loss": 1, "reward_accuracy": i / 4} for i in range(1, 5)]
+    assert {"50%", "100%"} <= set(texts(run_image.draw(SUMMARY, points, {}, "svg").decode()))
+
+
 def test_of_equal_evaluations_none_is_the_best():
     points = [{"step": i, "loss": 1 / i, "eval_loss": 0.5} for i in range(1, 6)]
     assert "best" not in run_image.draw(SUMMARY, points, {}, "svg").decode()

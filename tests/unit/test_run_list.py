@@ -365,11 +365,13 @@ def test_a_renamed_run_of_a_sweep_is_listed_by_its_name(tmp_path):
     assert (row(run)["varied"], row(run)["name"]) == ("", "best so far")
 
 
-def test_show_prints_skipped_optimizer_steps(tmp_path, capsys):
+def test_show_prints_skipped_optimizer_steps_and_scores_in_percent_as_the_list_does(tmp_path, capsys):
     run = make(tmp_path)
-    (run.path / RESULT).write_text(json.dumps({"train_loss": 2.5, "skipped_steps": 3}))
+    (run.path / RESULT).write_text(json.dumps({"train_loss": 2.5, "skipped_steps": 3, "bleu_after": 0.29}))
     assert main(["show", run.id, "--runs", str(tmp_path)]) == 0
-    assert "skipped steps: 3" in capsys.readouterr().out.splitlines()
+    assert {"skipped steps: 3", "bleu after: 29%"} <= set(capsys.readouterr().out.splitlines())
+    assert main(["list", "--runs", str(tmp_path), "--columns", "bleu,loss"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[1] == "29%"
 
 
 def test_a_waiting_run_names_other_runs_as_people_see_them(tmp_path):

@@ -11,10 +11,20 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from backend.runs.events import RESUMED, SAVED
-from webui.images.run_image import DIM, EVAL, INK, MANY_COLORS, TRAIN, drawable, encode, mark_best, style_axes
+from webui.images.run_image import (
+    DIM,
+    EVAL,
+    INK,
+    MANY_COLORS,
+    TRAIN,
+    drawable,
+    encode,
+    format_values,
+    mark_best,
+    style_axes,
+)
 
 INCHES, DPI = (8.0, 4.0), 150
 PALE = "#abc1f2"
@@ -40,7 +50,6 @@ def _train_and_eval(key: str, title: str, log: bool = False, best: str = "") -> 
     return Chart(title, "train", EVALUATION_PREFIX + key, "validation", smooth=True, log=log, best=best)
 
 
-SHARES = ("exact_match", "rouge_l", "reward_accuracy")  # from 0 to 1, in percent as on the page: format.js
 CHARTS: Mapping[str, Chart] = {
     "loss": _train_and_eval("loss", "Loss", log=True, best="min"),
     "eval_loss_1": Chart("Validation loss of each dataset", "dataset 1", numbered=True),
@@ -82,7 +91,7 @@ def draw(
     figure.suptitle(f"{chart.title}: {name}", color=INK, weight="bold", fontsize=11, parse_math=False)
     _curves(axes, key, found, view.weight)
     if (point := best_of(chart, found)) and steps[0] <= point[0] <= steps[1]:
-        mark_best(axes, *drawable(point))
+        mark_best(axes, point, key)
     if chart.log and view.log:
         axes.set_yscale("log", nonpositive="mask")
     if not axes.has_data():
@@ -91,8 +100,7 @@ def draw(
         _scale(axes, *steps)
         _marks(axes, [event for event in events if steps[0] <= event["step"] <= steps[1]])
         axes.legend(frameon=False, labelcolor=INK, fontsize=8)
-    if key.endswith(SHARES):
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    format_values(axes, key)
     axes.set_xlabel("step", color=DIM)
     style_axes(axes)
     return encode(figure, kind)

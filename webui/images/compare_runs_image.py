@@ -8,7 +8,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from webui.images.run_image import DIM, INK, MANY_COLORS, MIN_POINTS_TO_SMOOTH, drawable, smoothed, style_axes
+from webui.images.run_image import (
+    DIM,
+    INK,
+    MANY_COLORS,
+    MIN_POINTS_TO_SMOOTH,
+    drawable,
+    format_values,
+    smoothed,
+    style_axes,
+)
 
 INCHES, DPI = (10.0, 7.5), 150
 PANELS = (  # metric, its validation metric, label
@@ -42,6 +51,7 @@ def draw(runs: Sequence[tuple[str, Series]], axis: str) -> bytes:
                 line = axes.plot(x, smoothed(y) if many else y, style, color=color, linewidth=1.3, markersize=3)[0]
                 handles.setdefault(f"{number} {name}", line)
         axes.set_ylabel(label, color=DIM, fontsize=9)
+        format_values(axes, metric)
         style_axes(axes)
     found[-1, 0].set_xlabel(X_LABELS[axis], color=DIM)
     if handles:

@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from webui.images.placement_image import draw_placement
 
@@ -26,6 +27,7 @@ INK, DIM, GRID = "#0f172a", "#526075", "#dde3ea"
 TRAIN, EVAL, RATE = "#1d4ed8", "#c2410c", "#15703a"
 # Metrics of preference training.
 PREFERENCE = (("reward_margin", "reward margin"), ("reward_accuracy", "reward accuracy"))
+SHARES = ("exact_match", "rouge_l", "reward_accuracy")  # from 0 to 1, in percent as on the page: format.js
 MAX_POINTS = 5000
 MAX_LINE_LENGTH = 130
 # Same as --fp-run-1 to --fp-run-20 in compare_runs.css.
@@ -69,6 +71,7 @@ def draw(
         _line(axes, *column(points, key), color=TRAIN, width=1.4)
         _line(axes, *column(points, f"eval_{key}"), color=EVAL, width=1.6, marker="o")
         axes.set_ylabel(name, color=DIM)
+        format_values(axes, key)
     for axes in (loss, *others):
         style_axes(axes)
     return encode(figure, kind)
@@ -136,7 +139,7 @@ def _loss(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
     steps, values = column(points, "eval_loss")
     _line(axes, steps, values, color=EVAL, width=1.6, label="validation", marker="o")
     if len(set(values)) > 1:
-        mark_best(axes, *min(zip(steps, values, strict=True), key=lambda point: point[1]))
+        mark_best(axes, min(zip(steps, values, strict=True), key=lambda point: point[1]))
     if axes.has_data():
         axes.legend(frameon=False, labelcolor=INK)
     else:
@@ -148,8 +151,16 @@ def _line(axes: Axes, steps: Sequence[float], values: Sequence[float], width: fl
         axes.plot(steps, values, linewidth=width, markersize=3, **style)
 
 
-def mark_best(axes: Axes, step: float, value: float) -> None:
-    """A ring around the best evaluation."""
+def format_values(axes: Axes, key: str) -> None:
+    """Label the y axis of the metric `key` in percent, if it is a share."""
+    if key.endswith(SHARES):
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+
+
+def mark_best(axes: Axes, point: tuple[float, float], key: str = "loss") -> None:
+    """A ring around the best evaluation of the metric `key`, at (step, value)."""
+    step, value = drawable(point)
+    text = f"{100 * value:.3g}%" if key.endswith(SHARES) else f"{value:.4g}"
     ring: dict[str, Any] = {
         "linestyle": "none",
         "marker": "o",
@@ -157,7 +168,7 @@ def mark_best(axes: Axes, step: float, value: float) -> None:
         "markerfacecolor": "none",
         "markeredgewidth": 1.6,
     }
-    axes.plot([step], [value], color=EVAL, label=f"best validation, {value:.4g} at step {step:g}", **ring)
+    axes.plot([step], [value], color=EVAL, label=f"best validation, {text} at step {step:g}", **ring)
 
 
 def style_axes(axes: Axes) -> None:

@@ -18,11 +18,8 @@ const exponential = (value, decimals) =>
     .replace("e+", "e")
     .replace(/\.?0+e/, "e");
 
-const isRate = (key) => /(^|\.)learning_rate$/.test(key);
-const isShare = (key) => /(^|_)(exact_match|rouge_[12l]|bleu|reward_accuracy)$/.test(key);
-
-/** Whether `valueText` shows the values of this option or series differently from other numbers. */
-export const hasFormat = (key) => isRate(key) || isShare(key);
+export const isRate = (key) => /(^|\.)learning_rate$/.test(key);
+export const isShare = (key) => /(^|_)(exact_match|rouge_[12l]|bleu|reward_accuracy)$/.test(key);
 
 /** The value of an option or a series by its key: scores from 0 to 1 in percent, and learning rates below 0.1 always as
  * 1e-4 or 2.5e-3, because 0.001 and 1e-4 in one table are hard to compare. */

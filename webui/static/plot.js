@@ -1,7 +1,7 @@
 // @ts-check
 // A figure with a uPlot chart: its axes, scales and zoom, and when the plot has to be built from scratch.
 import { el } from "./dom.js";
-import { hasFormat, num, valueText } from "./format.js";
+import { isRate, isShare, num, valueText } from "./format.js";
 
 const AXIS_HEIGHT = 26; // px: of the numbers of the x axis
 const GAP = 6; // px: between an axis and its numbers
@@ -146,7 +146,10 @@ export function tickText(value, distance = 0) {
 
 /** The y axis and scale of all charts. @param {string} key of the series */
 export function yAxis(key, logScale) {
-  const text = (value, distance) => (hasFormat(key) ? valueText(key, value) : tickText(value, distance));
+  const text = (value, distance) => {
+    if (isShare(key)) return `${tickText(100 * value, 100 * distance)}%`;
+    return isRate(key) ? valueText(key, value) : tickText(value, distance);
+  };
   const values = (_, all, axis, space, distance) =>
     all.map((v) => (v === null ? "" : text(v, logScale ? 0 : distance)));
   return { size: 54, space: 34, values };

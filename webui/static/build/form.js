@@ -206,27 +206,30 @@ function gathered(changes) {
 
 /**
  * The changes. The default number of nodes is for runs that set a rendezvous; a run on one node stays there when a
- * cluster, or a strategy on a cluster, shows the number. @param {Record<string, any>} changes
+ * cluster shows the number. On a cluster, a hidden number is 1 too, since the lines of the strategies show what each
+ * strategy does with it. @param {Record<string, any>} changes
  */
 function onOneNode(changes) {
-  if (NODES in changes || isVisible(NODES)) return changes;
   const before = values;
+  const wasHidden = !isVisible(NODES);
   values = { ...values, ...changes };
-  const isOnCluster = isVisible(NODES) && values["launch.place"] !== "local";
+  const isOnCluster = values["launch.place"] !== "local";
+  const isOnOne = isVisible(NODES) ? wasHidden && !(NODES in changes) : !equal(values[NODES], 1);
   values = before;
-  return isOnCluster ? { ...changes, [NODES]: 1 } : changes;
+  return isOnCluster && isOnOne ? { ...changes, [NODES]: 1 } : changes;
 }
 
 /** The options that have other values in `changes` than in the form. @param {Record<string, any>} changes */
 export const differing = (changes) => Object.keys(changes).filter((name) => !equal(values[name], changes[name]));
 
 /**
- * Set some values. With `undo`, this text is shown with an Undo button. `remembered` is false for an undo or a redo.
+ * Set some values. With `undo`, this text is shown with an Undo button. `remembered` is false for an undo or a redo,
+ * `isBack` is true if the form had these values before: they are set as they are.
  * @param {Record<string, any>} wanted
- * @param {{ undo?: string, details?: Element | null, remembered?: boolean }} options
+ * @param {{ undo?: string, details?: Element | null, remembered?: boolean, isBack?: boolean }} options
  */
-export function setValues(wanted, { undo = "", details = null, remembered = true } = {}) {
-  const changes = onOneNode(gathered(wanted));
+export function setValues(wanted, { undo = "", details = null, remembered = true, isBack = !remembered } = {}) {
+  const changes = isBack ? gathered(wanted) : onOneNode(gathered(wanted));
   const edited = differing(changes);
   const before = pick(values, edited);
   if (remembered) remember(before, pick(changes, edited));
@@ -234,7 +237,7 @@ export function setValues(wanted, { undo = "", details = null, remembered = true
   toWrite = description.names.map((name) => values[name]);
   writeFormValues();
   changed(Object.keys(changes));
-  if (undo) notify(undo, { action: { label: "Undo", run: () => setValues(before) }, details });
+  if (undo) notify(undo, { action: { label: "Undo", run: () => setValues(before, { isBack: true }) }, details });
 }
 export const valuesToWrite = () => toWrite;
 

@@ -84,6 +84,9 @@ const includes = (value, text) =>
 const hasWord = (run, word) =>
   WORDS.some((key) => includes(run[key], word)) || (run.tags || []).some((tag) => includes(tag, word));
 
+/** A value as a search compares it. Rounded, since 0.29 / 0.01 is less than 29. */
+const scaled = (value, scale) => Number((value / scale).toPrecision(12));
+
 /** @param {Column} column */
 function compare({ key, scale }, sign, limit) {
   const test = {
@@ -93,7 +96,7 @@ function compare({ key, scale }, sign, limit) {
   }[sign];
   return (run) => {
     const value = valueOf(run, key);
-    return typeof value === "number" && /** @type {any} */ (test)(value / scale);
+    return typeof value === "number" && /** @type {any} */ (test)(scaled(value, scale));
   };
 }
 
