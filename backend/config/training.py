@@ -56,8 +56,8 @@ class Train(Section):
     """Optimizer; its state takes much of the memory in full fine-tuning, and 8-bit or low-rank state is smaller. AdamW
     is usual."""
     weight_decay: Annotated[float, Field(ge=0, le=10), Ui("Weight decay", when=read_by("weight_decay"))] = 0.0
-    """Weight decay (decoupled in AdamW), not applied to biases and norms; 0.01 to 0.1 is usual for full fine-tuning, 0
-    for LoRA."""
+    """Weight decay (decoupled in AdamW), not applied to biases, norms, attention sinks, and A_log and D of state-space
+    layers; 0.01 to 0.1 is usual for full fine-tuning, 0 for LoRA."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1), Ui("Adam beta1", when=read_by("adam_beta1"))] = 0.9
     """Decay rate of the running mean of gradients (first moment); 0.9 is usual."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1), Ui("Adam beta2", when=read_by("adam_beta2"))] = 0.999

@@ -90,6 +90,7 @@ class TableReader:
             model_type=str(text.get("model_type") or self.table["model_type"]),
             activation=str(next((self.facts[n] for n in ACTIVATIONS if self.facts.get(n)), "")),
             **prequantized(text.get("quantization_config") or self.config.get("quantization_config") or {}),
+            latent_kv_heads=self._number("num_key_value_heads") if self.facts.get("kv_lora_rank") else 0,
             unsupported_attentions=tuple(self.table["unsupported_attentions"]),
             tensor_parallel_plan=str(self.table["tensor_parallel_plan"]),
             supports_activation_checkpointing=bool(self.table["activation_checkpointing"]),

@@ -69,6 +69,7 @@ class ModelShape:
     activation: str = "silu"
     weight_bits: int = 0  # bits per weight of a prequantized checkpoint; 0: not quantized
     group_size: int = 0  # quantized weights that share a scale and a zero point
+    latent_kv_heads: int = 0  # num_key_value_heads of multi-head latent attention, which has as many as query heads
     unsupported_attentions: tuple[str, ...] = ()  # rows of registry.ATTENTIONS that transformers lacks for the model
     tensor_parallel_plan: str = "layers"  # what the plan of transformers shards: layers, only the head, or nothing ('')
     supports_activation_checkpointing: bool = True

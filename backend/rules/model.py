@@ -11,6 +11,7 @@ from backend.rules.examples import DEMO, LOCAL_MODEL, SMOL
 
 CHECKPOINTING = {"train.activation_checkpointing": True}
 JETMOE = replace(SMOL, architecture="JetMoeForCausalLM", supports_activation_checkpointing=False)
+LATENT = replace(SMOL, architecture="DeepseekV3ForCausalLM", latent_kv_heads=SMOL.heads)  # multi-head latent attention
 BUILTIN_MODEL = Fix("Use the built-in model", {"model.source": "builtin"}, safe=False, cost="a different, small model")
 
 
@@ -261,6 +262,33 @@ def freeze_without_layer_list(case: Case) -> str | None:
     return (
         f"method.freeze_trainable_layers is {method.freeze_trainable_layers}, and the model type {kinds.pop()} has no "
         "single list of layers."
+    )
+
+
+@error(
+    "MDL017",
+    fields=("model.path", "model.hub_id", "model.attn_implementation"),
+    title="The KV heads of config.json do not fit multi-head latent attention",
+    source="transformers 5.23 integrations/sdpa_attention.py, repeat_kv; models/deepseek_v3/modeling_deepseek_v3.py, "
+    "expand_kv: the keys already have all heads; verified by running",
+    fixes=(BUILTIN_MODEL,),
+    manual_fix="Set num_key_value_heads in config.json to num_attention_heads. The weights do not depend on it.",
+    fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, shape=replace(LATENT, latent_kv_heads=LATENT.heads // 2))),
+    passes_on=Example(LOCAL_MODEL, facts=replace(DEMO, shape=LATENT)),
+)
+def latent_attention_heads(case: Case) -> str | None:
+    """Multi-head latent attention (DeepSeek V2 and V3, MiniCPM3 and others) expands its latent vector into keys and
+    values for every query head. SDPA and eager attention would then repeat them for num_attention_heads /
+    num_key_value_heads query heads, so the first step fails unless both numbers are equal. FlashAttention and
+    FlexAttention do not repeat them."""
+    shape = case.shape
+    if shape is None or not shape.latent_kv_heads or shape.heads // shape.latent_kv_heads < 2:
+        return None
+    if case.spec.model.source == "builtin" or case.spec.model.attn_implementation not in ("auto", "sdpa", "eager"):
+        return None
+    return (
+        f"config.json of this {shape.architecture} has num_attention_heads {shape.heads} and num_key_value_heads "
+        f"{shape.latent_kv_heads}, so its attention would fail in the first step."
     )
 
 

@@ -39,11 +39,11 @@ from backend.train.patches import (
     bitsandbytes_int8_reload,
     deepspeed_fp32_buffers,
     llama4_base_model,
-    llama4_shared_expert,
     tensor_parallel_save,
     transformers_frozen_parameters,
     transformers_generation_config,
     transformers_grouped_mm,
+    transformers_inplace_outputs,
     transformers_loss_type,
     transformers_quantize_on_device,
 )
@@ -147,7 +147,7 @@ def load(
     bitsandbytes_int8_reload.apply(model)
     llama4_base_model.apply(model)
     if spec.precision.compute == "fp8":
-        llama4_shared_expert.apply(model)
+        transformers_inplace_outputs.apply(model)
     transformers_frozen_parameters.apply(model)
     transformers_generation_config.apply(model)
     if not reward:

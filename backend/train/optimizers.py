@@ -277,7 +277,8 @@ def _adam_mini(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
         verbose=False,
     )
     adam_mini_head_size.apply(optimizer, config)
-    for name, weight in _trainable(model):
+    for (name, weight), group in zip(_trainable(model), optimizer.param_groups, strict=True):
+        group["weight_decay"] = spec.train.weight_decay if name in decaying else 0.0  # Adam-mini decides by names
         if problem := adam_mini.problem(name, weight.dim(), weight.numel(), optimizer.head_numel):
             raise TrainError(f"train.optim: Adam-mini cannot train {name}, which {problem}. Use another optimizer.")
     return optimizer

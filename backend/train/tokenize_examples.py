@@ -31,6 +31,7 @@ from backend.data import (
 from backend.data.chat import has_loss_weights, has_other_weights
 from backend.data.copies import Seen
 from backend.inspect.examples import FORMAT
+from backend.inspect.facts import num_sequences
 from backend.train import added_tokens, completion_start, end_tokens, model
 from backend.train.data import tokenizer_for
 from backend.train.examples import FIRST_READ, ConvertedExample
@@ -151,7 +152,7 @@ class ExampleFacts:
             self.longest, self.longest_row = length, self.row
         if is_training:
             self.measured += 1
-            self.sequences += -(-length // limit)
+            self.sequences += num_sequences(length, limit)
             if len(self.token_lengths) < MAX_LENGTHS:
                 self.token_lengths.append(length)
 

@@ -58,8 +58,8 @@ from backend.train.describe_model import Refused, describe
 from backend.train.patches import (
     deepspeed_fp32_buffers,
     llama4_base_model,
-    llama4_shared_expert,
     transformers_frozen_parameters,
+    transformers_inplace_outputs,
     trl_loss_positions,
     trl_soft_cap,
 )
@@ -413,8 +413,9 @@ def test_adapters_get_a_gradient(kind: str) -> None:
     assert not {name for name in without if not WITHOUT_GRADIENT.search(name.removeprefix("base_model.model."))}
 
 
-def test_the_shared_expert_of_llama_4_may_return_a_view() -> None:
-    """As FP8 layers do. The model adds to it in place."""
+@pytest.mark.parametrize("kind", ["llama4_text", "falcon", "gemma3n_text"])
+def test_linear_layers_may_return_a_view(kind: str) -> None:
+    """As FP8 layers do. These models change an output in place."""
 
     class View(torch.autograd.Function):
         @staticmethod
@@ -425,14 +426,15 @@ def test_the_shared_expert_of_llama_4_may_return_a_view() -> None:
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return gradient
 
-    model = build("llama4_text").train()
+    model = build(kind).train()
+    changed = ("shared_expert.down_proj", "mlp.dense_4h_to_h", "per_layer_model_projection")
     for name, module in model.named_modules():
-        if name.endswith("shared_expert.down_proj"):
+        if name.endswith(changed):
             module.register_forward_hook(lambda _, inputs, output: View.apply(output))
     ids = torch.tensor([tokens(8)])
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
         model(input_ids=ids, use_cache=False)
-    llama4_shared_expert.apply(model)
+    transformers_inplace_outputs.apply(model)
     model(input_ids=ids, use_cache=False).logits.sum().backward()
 
 

@@ -19,9 +19,10 @@ import architectures
 import pytest
 import torch
 from fork_server import ForkServer
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from training_runs import ROUNDING_TOLERANCE, losses, make_spec, result, soak_except
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaModel
 from untrained_models import memory_context, untrained_model
 
 from backend.memory.estimate import device_peak
@@ -123,8 +124,9 @@ def test_orpo_uses_the_router_loss_of_models_that_compute_one(kind: str, has_los
 @pytest.mark.parametrize(
     ("kind", "keys", "expected"),
     [
-        ("llama", {"router_aux_loss_coef": 0.1}, (0.0, True)),  # TRL itself turns the key off for this weight
+        ("llama", {"router_aux_loss_coef": 0.1}, (0.0, False)),
         ("llama", {}, (0.0, False)),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}, (None, False)),
         ("zaya", {"num_experts": 4, "num_experts_per_tok": 1}, (None, False)),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2}, (None, True)),
     ],
@@ -141,6 +143,23 @@ def test_a_router_loss_without_routers_or_weight_is_off(
     trl_missing_router.apply(arguments, model, reference)
     assert (arguments.router_aux_loss_coef, model.config.output_router_logits) == expected
     assert not reference.config.output_router_logits, "TRL uses no router loss of the reference model"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # as in logging_setup.py
+@pytest.mark.parametrize("adapter", [False, True])
+def test_models_of_older_code_keep_their_router_loss(adapter: bool) -> None:
+    """Such code gives its router logits itself, so transformers knows no classes of routers."""
+
+    class OlderModel(LlamaModel):
+        def forward(self, *inputs: Any, output_router_logits: bool = False, **more: Any) -> Any:
+            return super().forward(*inputs, **more)
+
+    config = LlamaConfig(
+        vocab_size=30, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.model = OlderModel(config)
+    assert trl_missing_router.has_router_loss(get_peft_model(model, LoraConfig()) if adapter else model)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in logging_setup.py

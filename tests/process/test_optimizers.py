@@ -327,6 +327,20 @@ def test_muon_does_not_orthogonalize_single_row_matrices() -> None:
     assert 1 not in first_dimensions[True]
 
 
+def test_adam_mini_decays_the_same_weights_as_adamw() -> None:
+    """By their names, it would also decay the attention sinks, and the norms of classes with other names."""
+    pytest.importorskip("adam_mini")
+    model = build("gpt_oss")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(".self_attn." in name or "norm" in name)
+    decaying = {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
+    spec = make_spec({**FULL, "train.optim": "adam_mini", "train.weight_decay": 0.5})
+    groups = optimizers.MAKERS["adam_mini"](spec, model, decaying).param_groups
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert any(name.endswith("sinks") for name in names)
+    assert {name for name, group in zip(names, groups, strict=True) if group["weight_decay"]} == decaying
+
+
 def test_badam_decays_the_weights_of_the_active_block_only() -> None:
     """Not its norms. With gradients of 0, only the decay changes a weight."""
     config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)

@@ -73,7 +73,7 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "gguf_quantization_config": (
         "transformers.quantizers.auto:get_hf_quantizer", "GgufConfig(gguf_file=gguf_file)",
     ),
-    "llama4_shared_expert": ("transformers.models.llama4.modeling_llama4:Llama4TextMoe.forward", "out.add_("),
+    "transformers_inplace_outputs": ("transformers.models.llama4.modeling_llama4:Llama4TextMoe.forward", "out.add_("),
     "peft_dequantize": ("peft.utils.integrations:dequantize_module_weight", "module.weight = "),
     "peft_resized_embeddings": (
         "peft.utils.save_and_load:get_peft_model_state_dict",

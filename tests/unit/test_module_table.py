@@ -39,7 +39,7 @@ from backend.modelspec import (
 )
 from backend.modelspec.from_table import shape_from_table
 from backend.rules import check
-from backend.rules.examples import DEMO, TWO_H100, gpus
+from backend.rules.examples import DEMO, LOCAL_MODEL, TWO_H100, gpus
 from backend.train import describe_model
 from backend.train.describe_model import describe
 
@@ -185,6 +185,20 @@ def test_layers_of_two_kinds() -> None:
     # Multi-head latent attention; two chosen experts and the shared one, which is as wide as they are.
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.experts, shape.experts_per_token) == (8, 8, 16, 4, 3)
     assert (shape.intermediate, shape.gated_mlp) == (48, True)
+
+
+def test_latent_attention_needs_as_many_kv_heads_as_query_heads() -> None:
+    config = {**RECORDED_TABLES["deepseek_v3"]["config"], "num_attention_heads": 8}
+    for kv_heads, attention, is_refused in (
+        (8, "auto", 0),
+        (4, "auto", 1),
+        (4, "flash_attention_2", 0),
+        (None, "eager", 0),
+    ):
+        own = {**config, "num_key_value_heads": kv_heads}
+        facts = replace(DEMO, shape=shape_from_table(describe(own), own))
+        finding = rule_finding("MDL017", {**LOCAL_MODEL, "model.attn_implementation": attention}, TWO_H100, facts)
+        assert bool(finding) is bool(is_refused), (kv_heads, attention)
 
 
 def test_expert_target_names_do_not_match_linear_layers() -> None:

@@ -3,10 +3,10 @@
 trl/trainer/utils.py, `_fused_forward`: it gives the router logits to Mixtral's loss. Dense variants of mixtures
 (Granite 4, Jamba, Doge) have no routers, so there are no logits; Doge's mixture has logits of another shape. Without
 the patch training of these models fails in the first step. A dense model may have the keys of a mixture in its
-config.json, too. Where the config has no `router_aux_loss_coef` (ZAYA, DeepSeek V3, GLM 4.5), TRL leaves
-`output_router_logits` on, and computes the loss to multiply it by 0; ZAYA's routers have one class more than experts,
-for which it fails. TRL changes only the trained model's config, so the reference model of DPO and KTO does the same for
-each architecture whose config.json turns the logits on.
+config.json, too. Where the weight of the loss is 0 or the config has none (ZAYA, DeepSeek V3, GLM 4.5), DPO and KTO
+leave `output_router_logits` on, as does SFT after trl_router_logits has restored it, and the loss is computed to
+multiply it by 0; ZAYA's routers have one class more than experts, for which it fails. The reference model of DPO and
+KTO also computes the loss for each architecture whose config.json turns the logits on.
 
 trl/experimental/orpo/orpo_trainer.py adds the model's own `aux_loss` if config.json has `output_router_logits`. Some
 mixtures compute none (Dots1, GLM 4.5, Hunyuan).
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 LIBRARY, SEEN_IN = "trl", "1.16.0"
-KEY = "output_router_logits"
+KEY, COEF = "output_router_logits", "router_aux_loss_coef"
 OTHER_LOSS = ("doge",)  # the only causal types in transformers 5.23 whose load_balancing_loss_func is not Mixtral's
 
 
@@ -28,14 +28,14 @@ def apply(config: Any, model: Any, reference: Any = None) -> None:
     the reference model, which nothing uses."""
     if reference is not None and getattr(text_config := reference.config.get_text_config(), KEY, False):
         setattr(text_config, KEY, False)
-    if hasattr(config, "router_aux_loss_coef"):
+    if hasattr(config, COEF):
         if not has_router_loss(model):
             config.router_aux_loss_coef = 0.0
-        text_config = model.config.get_text_config()
-        if hasattr(text_config, KEY) and not hasattr(text_config, "router_aux_loss_coef"):
-            text_config.output_router_logits = False
-    elif getattr(model.config, KEY, False) and not hasattr(model, "router_aux_loss_coef"):
-        model.config.output_router_logits = False
+        text_config, coef = model.config.get_text_config(), config.router_aux_loss_coef
+        if hasattr(text_config, KEY) and not (getattr(text_config, COEF, 0.0) if coef is None else coef):
+            setattr(text_config, KEY, False)
+    elif getattr(model.config, KEY, False) and not hasattr(model, COEF):
+        setattr(model.config, KEY, False)
 
 
 def has_router_loss(model: Any) -> bool:
@@ -44,7 +44,8 @@ def has_router_loss(model: Any) -> bool:
         return False
     routers = tuple(_router_classes(model))
     if not routers:  # a model of older code, which gives its router logits itself, or a dense one
-        return KEY in inspect.signature(type(model.base_model).forward).parameters
+        whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's layers around it
+        return KEY in inspect.signature(type(whole.base_model).forward).parameters
     return any(isinstance(module, routers) for module in model.modules())
 
 

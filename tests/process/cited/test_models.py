@@ -94,6 +94,21 @@ def test_peft_takes_dense_and_shared_layers_for_the_experts() -> None:
     assert not [name for name in names if ".layers.0.mlp." in name or "shared_experts" in name]
 
 
+@cites("MDL017")
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "minicpm3"])
+def test_the_keys_of_latent_attention_are_not_repeated(kind: str) -> None:
+    model, ids = build(kind), torch.arange(3, 11)[None]
+    layers = [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
+    assert layers and all(layer.num_key_value_groups == 1 for layer in layers)
+    model(input_ids=ids, use_cache=False)
+    for layer in layers:  # as with half as many num_key_value_heads as num_attention_heads
+        layer.num_key_value_groups = 2
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        with pytest.raises(RuntimeError, match="must match"):
+            model(input_ids=ids, use_cache=False)
+
+
 @cites("STG009")
 def test_architectures_without_a_sequence_classification_model() -> None:
     lacking = {kind for kind in ARCHITECTURES if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
