@@ -1,6 +1,6 @@
 """Serves the page: `python -m webui [--host 127.0.0.1] [--port 7860] [--runs runs]`, or HOST, PORT, RUNS.
 
-Everyone who opens the page has to log in, even on this machine: with the token of the printed URL, or with
+Everyone who opens the page has to log in, even on this machine: with the token in the printed URL, or with
 FOOTPLATE_PASSWORD. Exit codes: 0 stopped by the user, 2 not started.
 """
 
@@ -42,7 +42,7 @@ class StartupError(Exception):
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where to serve, and the folder of the runs. Without a password, a token is generated, unless `login` is off."""
+    """Where to serve the page, and the runs folder. Without a password, a token is generated, unless `login` is off."""
 
     host: str
     port: int
@@ -105,7 +105,7 @@ def _parse_options(argv: list[str] | None, environment: MutableMapping[str, str]
 
 
 def _password(environment: MutableMapping[str, str]) -> str:
-    """The password, '' without one. It is removed from the environment, because runs inherit that. Raises
+    """The password; '' if none is set. It is removed from the environment, because runs inherit the environment. Raises
     StartupError."""
     name, password = "FOOTPLATE_PASSWORD", environment.pop("FOOTPLATE_PASSWORD", "")
     if file := environment.pop("FOOTPLATE_PASSWORD_FILE", ""):
@@ -130,7 +130,10 @@ def _check_certificate(options: ServerOptions) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.certfile, options.keyfile or None)
     except OSError as error:
         files = f"{options.certfile} with key {options.keyfile}" if options.keyfile else options.certfile
-        raise StartupError(f"The TLS certificate {files} cannot be used: {error.strerror or error}.") from None
+        reason = error.strerror or error
+        raise StartupError(
+            f"The TLS certificate {files} cannot be used: {reason}. Check --certfile and --keyfile."
+        ) from None
 
 
 def _is_loopback(host: str) -> bool:
@@ -141,7 +144,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _remove_gradio_settings(environment: MutableMapping[str, str]) -> None:
-    """Refuse settings that are meant for other Gradio apps and would open this one to the network. Raises
+    """Refuse settings that are meant for other Gradio apps and would open Footplate to the network. Raises
     StartupError."""
     if environment.get("GRADIO_VIBE_MODE"):
         raise StartupError("GRADIO_VIBE_MODE lets every visitor change files and run code on this machine: unset it.")
@@ -170,7 +173,7 @@ def _listen(host: str, port: int) -> Listener:
     except socket.gaierror:
         raise StartupError(f"The host {host!r} is not an address of this machine. Use 127.0.0.1.") from None
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    # With the protocol, asyncio sends small responses at once (TCP_NODELAY). Without it, some wait 40 ms for an ACK.
+    # With IPPROTO_TCP, asyncio sends small responses at once (TCP_NODELAY); without it, some wait 40 ms for an ACK.
     listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -199,7 +202,7 @@ def _url(options: ServerOptions, listener: socket.socket, token: str) -> str:
 
 
 def _import_server() -> Any:
-    """Import webui.server with Gradio, with garbage collection off: imports create no garbage, and collecting takes
+    """Import Gradio and webui.server while garbage collection is off: imports create no garbage, and collecting takes
     time."""
     gc.disable()
     with gradio_internals.without_stub_files():
@@ -212,7 +215,7 @@ def _import_server() -> Any:
 
 
 class _Server(uvicorn.Server):
-    """Prints its URL as soon as it accepts requests."""
+    """A server that prints its URL as soon as it accepts requests."""
 
     greeting = ""
 

@@ -2,8 +2,8 @@
 
 Without it, any web page that the user visits could start processes here: through a host name that resolves to this
 machine (DNS rebinding: Host is checked), or through a form or script of another site (cross-site requests: Origin and
-fetch metadata are checked). So could every other user of this machine (login). docs/security.md lists the attacks and
-their tests.
+fetch metadata are checked). Every other user of this machine could do the same (so the page requires a login).
+docs/security.md lists the attacks and their tests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 WILDCARD = ("0.0.0.0", "::")
 MAX_BODY_BYTES = 4 * 1024 * 1024
-MAX_FORM_BYTES = 8 * 1024  # the login form is read without a login
+MAX_FORM_BYTES = 8 * 1024  # anyone can send the login form
 MAX_FORM_FIELDS = 8
 FORM_SECONDS = 10.0
 
@@ -62,7 +62,7 @@ def known_hosts(bound: str, more: Iterable[str] = ()) -> frozenset[str]:
 
 
 class AccessControl:
-    """Passes requests of this server's own page and of the user's programs; rejects all others with a sentence.
+    """Passes requests from this server's own page and from the user's programs; rejects all others with a sentence.
 
     Ports are not compared: behind `ssh -L` the browser uses a different one. Origin and Host must agree.
     """
@@ -115,7 +115,7 @@ class AccessControl:
     def _known(self, name: str) -> bool:
         if name in self.hosts:
             return True
-        # Bound to all addresses: a numeric host cannot be rebound by DNS, so it is this machine's own address.
+        # If the server is bound to all addresses, a numeric host is an address of this machine: DNS cannot rebind it.
         return any(h in self.hosts for h in WILDCARD) and _is_address(name)
 
     def _without_login(self, scope: Scope) -> Response | None:
@@ -187,7 +187,9 @@ def _reject_framing(scope: Scope, headers: Headers) -> Response | None:
     if scope["type"] != "http" or "transfer-encoding" not in headers:
         return None
     if "content-length" in headers:
-        return error_response(400, "A request has a content-length or a transfer-encoding, not both.", CLOSE)
+        return error_response(
+            400, "A request must have a content-length or a transfer-encoding header, not both.", CLOSE
+        )
     return error_response(411, "The request needs a content-length header.", CLOSE)
 
 
@@ -251,7 +253,7 @@ def _back(request: Request) -> str:
 
 
 def _exchange_token(request: Request, login: Login, logged_in: bool) -> Response:
-    """A session for the token of the printed URL, and a redirect to the same address without the token."""
+    """A session for the token in the printed URL, and a redirect to the same address without the token."""
     up, back = _up(request.scope["path"]), _back(request)
     if login.is_token_valid(request.query_params[TOKEN]):
         response = RedirectResponse(up + _quoted(back), 303, headers={"cache-control": "no-store"})
@@ -321,8 +323,8 @@ def _login_page(login: Login, back: str, message: str = "", status: int = 200) -
 TOKEN_HELP = (
     "<small>The server printed a URL with this token when it started. Open that URL, or paste the token.</small>"
 )
-# A link on another site arrives without the cookie (SameSite=Strict) although the browser has one. The login page asks
-# again from this site, and continues by itself.
+# A visitor who follows a link on another site arrives without the cookie (SameSite=Strict), even if the browser has it.
+# The login page asks again from this site, and then continues without a login.
 LOGIN = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Footplate: log in</title>
 <meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">

@@ -2,8 +2,8 @@
 number of lines that they can cause in the log.
 
 Without the limits, connections that never send a complete request would be kept, and the server would run out of file
-descriptors. When the maximum is reached, a new connection replaces the oldest connection without a login from the
-address that has most of these. So nobody can keep others out by holding connections without a login, even from the same
+descriptors. When the maximum is reached, a new connection replaces one without a login: the oldest from the address
+that has the most of them. So nobody can keep others out by holding connections without a login, even from the same
 address, which all users of this machine share.
 """
 
@@ -31,7 +31,7 @@ MAX_MESSAGES, MESSAGE_SECONDS = 20, 60.0
 
 
 class Connection(socket.socket):
-    """An accepted connection, which its listener knows until it is closed."""
+    """An accepted connection. Its listener keeps track of it until the connection is closed."""
 
     def __init__(self, listener: Listener, accepted: socket.socket, address: Any) -> None:
         super().__init__(accepted.family, accepted.type, accepted.proto, accepted.detach())
@@ -90,13 +90,14 @@ class Listener(socket.socket):
             self._without_login.pop(connection.network, None)
 
     def _end_oldest(self) -> bool:
-        """End a connection without a login; False if there is none. The event loop sees its end, and closes it."""
+        """End a connection without a login; False if there is none. The event loop notices the end, and closes the
+        connection."""
         group = max(self._without_login.values(), key=len, default=None)
         if not group:
             return False
         oldest = next(iter(group))
         self._not_waiting(oldest)
-        with suppress(OSError):  # the other side was faster
+        with suppress(OSError):  # the other side has already closed it
             oldest.shutdown(socket.SHUT_RDWR)
         return True
 
@@ -111,7 +112,7 @@ class TimedProtocol(H11Protocol):
         self._listener = listener
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A connection without a single byte counts too."""
+        """The deadline also applies to a connection that never sends a byte."""
         super().connection_made(transport)
         address = transport.get_extra_info("peername")
         self.app_state = {**self.app_state, ACCEPTED: functools.partial(self._listener.keep, address)}

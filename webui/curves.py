@@ -26,7 +26,7 @@ from backend.runs.metrics import ALL_TOKENS, Gaps, Point, complete_length, parse
 AXES = ("step", "epoch", "tokens", "seconds")  # the axes over which curves can be drawn
 NOT_METRICS = ("step", "time", "epoch", "tokens")
 MAX_MEANS = 400
-BLOCK = 2**20  # bytes that are read at once
+BLOCK = 2**20  # bytes per read
 END_BYTES = 64  # the last bytes that were read are kept, to notice a replaced file
 MAX = sys.float_info.max
 LIMIT = 1e300  # larger values are replaced by this, so that sums and differences are finite
@@ -62,7 +62,7 @@ class Column:
         """About `count` points from `low` to `high`: the minimum and maximum of each bucket of 2^k steps.
 
         Buckets are aligned at step 0, so that points stay in place while a run grows. The last point is always
-        included, and one neighbor on each side, so that lines leave the chart at the right height.
+        included, and so is one point beyond each end, so that lines leave the chart at the right height.
         """
         i, j = bisect_left(self.steps, low), bisect_right(self.steps, high)
         width, max_buckets = 1, max(1, count // 2)

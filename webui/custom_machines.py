@@ -55,7 +55,7 @@ class CustomMachines:
             if not id or len(id) > MAX_NAME:
                 message = f"must have a letter or digit, and at most {MAX_NAME} characters, but is {name!r:.80}"
                 problems = [
-                    Problem("name", message if name else "is missing: the list of machines shows it"),
+                    Problem("name", message if name else "is missing: the list of machines shows this name"),
                     *problems,
                 ]
             elif id != replaced and (id in self.reserved or self._path(id).exists()):

@@ -83,7 +83,7 @@ class Drafts:
         return [(edited, values) for edited, values in parsed if values is not None]
 
     def _keep_version(self, path: Path, text: str) -> None:
-        """Keep the draft's values before it changes to `text`, unless the last minute's are kept."""
+        """Keep the draft's values before `text` replaces them, unless a version of the last minute is kept already."""
         versions = sorted(self.folder.glob(f"{path.stem}.*.json"))
         edited = path.stat().st_mtime_ns
         newest = int(versions[-1].name.split(".")[1]) if versions else 0

@@ -81,7 +81,8 @@ def field_kind(option: Option) -> str:
 
 
 def is_wide(option: Option) -> bool:
-    """Whether a menu needs two columns for its longest label, or segments more than two in a narrow form."""
+    """Whether the field needs more width: a menu two columns, because of a long label; segments a whole row if the form
+    is narrow."""
     lengths = [len(label) for _, label in option.choices]
     return {"menu": max(lengths, default=0) > 20, "segments": sum(lengths) > 26}.get(field_kind(option), False)
 

@@ -21,14 +21,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 TESTED_VERSION = "6.31"
 IDLE_SECONDS = 0.1
-# The paths that the page loads (6.31), all by GET. It uses no Python events, so no queue, uploads, files, proxy or
-# streams.
+# The paths that the page loads (6.31), all by GET. The page uses no Python events, so it needs no queue, uploads,
+# files, proxy or streams.
 PAGE_PATHS = ("/", "/config", "/theme.css")
 PAGE_FOLDERS = ("/assets/", "/static/")
 
 # Gradio's loading screen is removed while its timer runs. The timer then requests an animation frame 60 times a second
-# as long as the page is open (6.31, statustracker). It keeps the function that it finds when it is loaded: here, one
-# that waits an hour once the page is ready. All other code uses the browser's own function.
+# as long as the page is open (6.31, statustracker). Gradio looks up requestAnimationFrame once, while the page loads.
+# So this script replaces the function until the page is ready. Gradio's copy of the replacement waits an hour from then
+# on, and all other code uses the browser's own function.
 SLOW_TIMER = b"""<script>
 (() => {
   const native = window.requestAnimationFrame.bind(window);
@@ -50,8 +51,8 @@ def check_version(installed: str | None = None) -> bool:
     if ".".join(installed.split(".")[:2]) == TESTED_VERSION:
         return True
     logger.warning(
-        "Gradio %s is installed; Footplate's page was tested with Gradio %s. If the form looks or works wrong, run "
-        "`pip install 'gradio==%s.*'`.",
+        "Gradio %s is installed; Footplate's page was tested with Gradio %s. If the form looks wrong or does not work, "
+        "run `pip install 'gradio==%s.*'`.",
         installed,
         TESTED_VERSION,
         TESTED_VERSION,

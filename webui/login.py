@@ -1,7 +1,7 @@
-"""Login: one password, or the token of the printed URL, exchanged for a session that the server can end.
+"""Login: one password, or the token in the printed URL, exchanged for a session that the server can end.
 
 A session is an empty file in the runs folder, so it survives a restart of the server; its modification time is its last
-use. The file's name is a keyed hash of the cookie: with the folder alone, nobody can log in.
+use. The file's name is a keyed hash of the cookie, so the name does not let anyone log in.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ WAIT_OF_ALL_SECONDS = 5
 
 class Throttle:
     """When an address may try a password: after a few wrong ones, it has to wait twice as long each time; after many
-    from any address, every address that has not logged in before has to wait a few seconds between attempts."""
+    wrong ones from all addresses together, every address that has not logged in before has to wait a few seconds
+    between attempts."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -58,7 +59,7 @@ class Throttle:
         return max(0, math.ceil(until - now))
 
     def record(self, address: str, correct: bool) -> None:
-        """Count an attempt. A correct password ends the waiting of its address."""
+        """Count an attempt. A correct password ends the wait for its address."""
         now, name = self._clock(), network(address)
         failed = self._failures.pop(name, (0, 0.0))[0] + 1
         if correct:
@@ -122,7 +123,8 @@ class Sessions:
 
 
 class Login:
-    """The password or token, and the sessions of those who know it. `is_token`: it was generated for this start."""
+    """The password or token, and the sessions of those who know it. `is_token`: the password is a token, generated for
+    this start."""
 
     def __init__(
         self, password: str, folder: Path, is_token: bool = False, clock: Callable[[], float] = time.time
@@ -147,7 +149,7 @@ class Login:
         return correct
 
     def is_token_valid(self, token: str) -> bool:
-        """Whether this is the token of the printed URL. It is too long to guess, so attempts are not counted, and the
+        """Whether this is the token in the printed URL. It is too long to guess, so attempts are not counted, and the
         URL always works."""
         return self.is_token and _equal(token, self._password)
 

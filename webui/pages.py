@@ -1,7 +1,7 @@
 """The page: one Gradio Blocks with four views (Build, Run, Runs, Compare), of which `body[data-tab]` shows one.
 
-Gradio renders the form; everything that updates (check report, log, charts, list of runs) is JavaScript in static/ on
-the API's routes. HTML here is constant: data reaches the page as JSON, and the DOM by `textContent` only.
+Gradio renders the form; everything that updates (check report, log, charts, list of runs) is JavaScript in static/ that
+uses the API's routes. HTML here is constant: data reaches the page as JSON, and the DOM by `textContent` only.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ PRESETS_AND_SEARCH = """
   <label>Preset <select id="fp-presets" aria-describedby="fp-preset-about"></select></label>
   <span id="fp-preset-about" class="fp-dim"></span>
   <span class="fp-from-actions">
-    <button type="button" class="fp-link" id="fp-undo" title="Undo the last change of the form (Ctrl+Z)"
+    <button type="button" class="fp-link" id="fp-undo" title="Undo the last change to the form (Ctrl+Z)"
       disabled>Undo</button>
     <button type="button" class="fp-link" id="fp-versions"
       title="Go back to values that the form had in the last hour">History</button>
     <button type="button" class="fp-link" id="fp-sweep" aria-expanded="false" aria-controls="fp-sweep-form"
       title="Start several runs that differ in a few options">Sweep</button>
     <button type="button" class="fp-link" id="fp-import"
-      title="Load a YAML file of Footplate or a config of another tool, such as DeepSpeed or axolotl">Import</button>
+      title="Load a Footplate YAML file, or a config from another tool, such as DeepSpeed or axolotl">Import</button>
     <button type="button" class="fp-link" id="fp-export" title="Download the options as YAML">Export</button>
   </span>
   <input type="file" id="fp-import-file" accept=".yaml,.yml,.json" hidden>
@@ -94,8 +94,8 @@ REPORT = """
     <p class="fp-status-slow" hidden>This report is about earlier values. The last edit is being checked.</p>
     <button type="button" class="fp-button" id="fp-fix-all" hidden>Fix all errors</button>
     <button type="button" class="fp-button" id="fp-try" hidden
-      title="A rehearsal, not the run: two steps on the longest examples, a crash, a resume and the saved model. \
-Start begins the training.">Try it</button>
+      title="A rehearsal, not the run: two steps on the longest examples, a crash, a resume and loading the saved \
+model. Start begins the training.">Try it</button>
     <button type="button" class="fp-start" id="fp-start" disabled>Start</button>
     <button type="button" class="fp-start" id="fp-export-plan" hidden disabled>Export</button>
     <button type="button" class="fp-link" id="fp-tune" hidden
@@ -199,7 +199,7 @@ OF_A_DATASET = {f"data.{name}" for name in Source.model_fields}
 
 
 def _form_description(form: Form) -> dict[str, Any]:
-    """What the scripts need to know of the options. `names` is in the order of the components."""
+    """What the scripts need to know about the options. `names` is in the order of the components."""
     known = by_name()
     return {
         "names": list(form.components),

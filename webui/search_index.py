@@ -1,6 +1,6 @@
 """The index of the option search: the texts by which each option can be found.
 
-The page matches and ranks on every key stroke (static/build/search.js), so the index is sent once.
+The page matches and ranks on every keystroke (static/build/search.js), so the index is sent once.
 """
 
 from __future__ import annotations

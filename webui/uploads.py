@@ -164,7 +164,7 @@ def _check_size(name: str, size: int) -> None:
 
 
 def _append(path: Path, offset: int, part: bytes) -> None:
-    """Write at `offset`, and wait until the disk has it. After an error, the file has at most a beginning of the
+    """Write at `offset`, and wait until the disk has it. After an error, the file has at most the beginning of the
     part."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as file:
         file.seek(offset)

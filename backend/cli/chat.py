@@ -210,7 +210,7 @@ def ending(output: dict[str, Any]) -> str:
     """How long an output took and how it ended: 42 tokens in 3.1 s, ended with <|im_end|>."""
     ends = {
         "stop token": f"ended with {output.get('stop')}",
-        "limit": f"ended by the limit of {output.get('limit')} tokens",
+        "limit": f"ended at the limit of {output.get('limit')} tokens",
         "context": f"ended after {output.get('limit')} tokens, at the model's context length",
         "stopped": "stopped",
     }

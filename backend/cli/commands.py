@@ -224,7 +224,7 @@ def import_file(arguments: argparse.Namespace) -> int:
     left_out = "Can run code" if arguments.with_code else "Left out, because it can run code (--with-code includes it)"
     for title, texts in (
         ("Different here", found.different),
-        ("Not taken over", found.missing),
+        ("Not imported", found.missing),
         (left_out, safe.listed),
     ):
         for line in texts:

@@ -37,7 +37,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     print("\n".join(_memory_lines(report)))
     if measured:
         scaled = _gib(measured.corrected(report)).strip()
-        print(f"{measured.sentence} Scaled by {measured.ratio:.2f}, this run peaks at {scaled} per device.")
+        print(f"{measured.sentence} Scaled by {measured.ratio:.2f}, this run's estimate is {scaled} per device.")
     print()
     print("\n".join(_time_lines(report.time)))
     if timed:

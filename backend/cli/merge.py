@@ -26,9 +26,10 @@ def _print_result(job: Run, result: dict[str, Any]) -> None:
     saved, change = certificate["adapter_to_saved"], certificate["adapter_to_base"]
     print(f"Merged model: {job.path / result['model']}")
     status = certificate["status"].capitalize()
-    print(f"{status}: the merged model was loaded from its files and compared with base model and adapter.")
+    print(f"{status}: the merged model was loaded from its files and compared with the base model and the adapter.")
     if certificate["is_reward_model"]:
-        print(f"The scores of {saved['positions']} texts differ by at most {saved['kl_max']:.2g}.")
+        texts, most = saved["positions"], saved["kl_max"]
+        print(f"The scores of {texts} texts differ from the unmerged model's by at most {most:.2g}.")
     else:
         print(f"KL divergence from base model with adapter: {saved['kl_mean']:.2g} nats per token.", end=" ")
         print(f"For comparison, the base model without the adapter: {change['kl_mean']:.2g}.")

@@ -106,7 +106,7 @@ def _lines(status: Mapping[str, Any], spec: RunSpec) -> Iterator[str]:
     elif not any(row["state"] in ("faster", "same", "slower") for row in rows):
         yield "No other settings were measured."
     elif status["state"] == "done":
-        yield f"No other settings were faster than the current ones by more than the spread of the steps ({took})."
+        yield f"No other settings were faster than the current ones by more than the spread of the step times ({took})."
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -132,7 +132,7 @@ class VllmServer(ServerProcess):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,
-                start_new_session=True,  # a process group with all of its processes
+                start_new_session=True,  # so that `close` can end the server's whole process group
                 env={**os.environ, **own, "PATH": path},
                 preexec_fn=_end_with_parent,
             )

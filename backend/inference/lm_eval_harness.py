@@ -125,7 +125,7 @@ def _check(task: Any, allow_code: bool) -> None:
     if getattr(task, "UNSAFE_CODE", False) and not allow_code:
         raise TrainError(
             f"The task {task.task_name} runs code that the model writes. Allow it only where that can do no harm, such "
-            "as in a container: --allow-code, or Allow code of tasks on the page."
+            "as in a container: --allow-code, or Allow tasks to run code on the page."
         )
     if getattr(task, "MULTIMODAL", False):
         raise TrainError(f"The task {task.task_name} has images or audio, which this model cannot read.")

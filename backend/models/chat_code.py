@@ -22,7 +22,7 @@ from backend.runs.folder import ALIVE, Run, RunError
 DTYPES = {"fp32": "torch.float32", "fp16": "torch.float16", "bf16": "torch.bfloat16"}  # names of the compute dtype
 MODIFIED = (
     "This checkpoint belongs to base weights that PiSSA, OLoRA, CorDA or LoftQ has modified, and transformers and peft "
-    "alone cannot load it. Copy the code of an output of the final model."
+    "alone cannot load the checkpoint. Generate an output with the final model, and copy the code of that output."
 )
 
 

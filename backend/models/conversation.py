@@ -32,7 +32,7 @@ class InvalidTools(ValueError):
 
 
 def parse_tools(text: str) -> list[Mapping[str, Any]]:
-    """The tool definitions in a JSON text, in OpenAI's form; empty for ''. Raises InvalidTools."""
+    """The tool definitions in a JSON text, in OpenAI's format; empty for ''. Raises InvalidTools."""
     if not text.strip():
         return []
     try:

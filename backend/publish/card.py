@@ -217,7 +217,8 @@ def _merge(spec: RunSpec, model: trained.TrainedModel, certificate: Mapping[str,
         )
     saved, change = certificate["adapter_to_saved"], certificate["adapter_to_base"]
     if certificate.get("is_reward_model"):
-        compared = f"The scores of {saved['positions']} texts differ by at most {saved['kl_max']:.2g}."
+        texts, most = saved["positions"], saved["kl_max"]
+        compared = f"The scores of {texts} texts differ from the unmerged model's by at most {most:.2g}."
     else:
         compared = (
             f"KL divergence from the base model with the adapter: {saved['kl_mean']:.2g} nats per token (for "
@@ -227,8 +228,8 @@ def _merge(spec: RunSpec, model: trained.TrainedModel, certificate: Mapping[str,
     limits = "".join(f"\n\nLimitation: {limit}" for limit in certificate.get("limits", ()))
     return (
         f"{str(certificate['status']).capitalize()}: the merged model was loaded from its files "
-        f"({certificate['dtype']}) and compared with base model and adapter. {compared} `{CERTIFICATE}` has all "
-        f"figures.{limits}"
+        f"({certificate['dtype']}) and compared with the base model and the adapter. {compared} "
+        f"`{CERTIFICATE}` has all figures.{limits}"
     )
 
 

@@ -283,7 +283,7 @@ class Run:
         end = self._json(STATE).get("end")
         end = end if isinstance(end, str) and end in ENDS else None  # another program has written the file
         if end or not processes.is_locked(self.path):
-            return str(end or ("done" if self._fresh(RESULT) else "lost"))  # ranks outlive their supervisor
+            return str(end or ("done" if self._fresh(RESULT) else "lost"))  # ranks may finish without their supervisor
         return self._alive_state()
 
     def can(self) -> dict[str, bool]:
@@ -497,7 +497,7 @@ class Run:
         if state == "done":
             last_start = summary["ended"] - (summary["started"] or summary["ended"])
             last_start += summary["earlier_seconds"] or 0
-            training = self.result().get("seconds")  # of all starts
+            training = self.result().get("seconds")  # the sum over all starts
             taken = throughput.duration(max(0.0, last_start, training if isinstance(training, int | float) else 0.0))
             return f"Done: {counted(step, 'step')} in {taken}." if step else f"Done in {taken}."
         return self._sentence_of_end(state, step)

@@ -88,7 +88,8 @@ class Rehearsal:
         try:
             replace_text(self.path / ABOUT, json.dumps(kept))
         except OSError as error:
-            raise RunError(f"The rehearsal could not be written: {error.strerror}.") from error
+            advice = "Check the permissions and the free disk space of the runs folder, then try again."
+            raise RunError(f"The rehearsal could not be written: {error.strerror}. {advice}") from error
         return self
 
     def start(self) -> None:

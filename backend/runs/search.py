@@ -163,7 +163,7 @@ def _term(token: str) -> Term:
         return Term(token.replace('"', "").lower())
     named, sign, text = column(found[1]), found[2], found[3].replace('"', "").lower()
     if named.kind == "time":
-        raise SearchError(f"{named.label} is a time: search for the start of the run's ID, such as 2026-11-22.")
+        raise SearchError(f"{named.label} is a time: search for the beginning of the run's ID, such as 2026-11-22.")
     if not text:
         raise SearchError(f"{found[1]}{sign} needs a value.")
     if named.kind == "number" and not NUMBER.fullmatch(text):

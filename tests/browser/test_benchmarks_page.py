@@ -42,13 +42,13 @@ def test_from_the_missing_environment_to_the_samples(measuring, page, tmp_path):
     (environment / COMPLETE).touch()
 
     expect(card.get_by_role("button", name="Start benchmark")).to_be_visible(timeout=SLOW_TIMEOUT)
-    card.get_by_label("Tasks: names").fill("colors.yaml")
+    card.get_by_label("Tasks: lm-eval names").fill("colors.yaml")
     card.get_by_role("button", name="Start benchmark").click()
     expect(page.locator("#fp-toasts")).to_contain_text("colors.yaml of the task file is relative", timeout=SLOW_TIMEOUT)
-    card.get_by_label("Tasks: names").fill("arc_easy, hellaswag")
+    card.get_by_label("Tasks: lm-eval names").fill("arc_easy, hellaswag")
     card.get_by_text("Settings", exact=True).click()
     expect(card.get_by_label("Prompts with the chat template")).to_be_checked()
-    card.get_by_label("Allow code of tasks").check()
+    card.get_by_label("Allow tasks to run code").check()
     card.get_by_label("Samples per task").fill("30")
     card.get_by_role("button", name="Start benchmark").click()
     expect(card).to_contain_text("Measuring the trained model (8 of about 60 requests).", timeout=SLOW_TIMEOUT)
@@ -63,7 +63,7 @@ def test_from_the_missing_environment_to_the_samples(measuring, page, tmp_path):
     expect(table.locator("tr[data-verdict=unclear]")).to_contain_text("No clear change")
     expect(table.locator("tr", has_text="perplexity")).to_contain_text("Not compared")
     expect(card).to_contain_text("Prompts with the chat template. Measured with lm-eval 0.4.13")
-    expect(card.get_by_label("Allow code of tasks")).not_to_be_checked()  # the consent was for that benchmark
+    expect(card.get_by_label("Allow tasks to run code")).not_to_be_checked()  # the consent was for that benchmark
     link = card.get_by_role("link", name="Download samples")
     assert page.request.get(link.get_attribute("href")).text() == '{"doc_id": 0}\n'
     assert violations(page) == []

@@ -81,7 +81,7 @@ def test_start_waits_until_all_examples_are_checked(page, server, tmp_path):
 
     open_draft(page, server, tmp_path, EXAMPLES)
     expect(page.locator(".fp-status-text")).to_have_text("Can run", timeout=TIMEOUT)
-    expect(page.locator(".fp-range")).to_contain_text("It may change: the examples are still being read.")
+    expect(page.locator(".fp-range")).to_contain_text("The range may change: the examples are still being read.")
     page.locator("#fp-memory summary", has_text="Breakdown").click()
     before = boxes(page)
     start.click()
@@ -123,7 +123,7 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
     card.get_by_role("button", name="1 unusable").click()
     expect(card.locator(".fp-example-problem")).to_contain_text("System role not supported", timeout=TIMEOUT)
     page.locator("#fp-example-next").click()
-    expect(card).to_contain_text("The data files have fewer examples.", timeout=TIMEOUT)
+    expect(card).to_contain_text("The data files have fewer examples than that.", timeout=TIMEOUT)
     expect(page.locator("#fp-example-next")).to_be_disabled()
     card.get_by_role("button", name="Longest").click()
     expect(card).to_contain_text("3.jsonl, line 1", timeout=TIMEOUT)

@@ -325,7 +325,7 @@ def paste_lab(page):
     pasted.fill("name: Lab\ngpus: [{name: X9, count: 2, capability: 9.0}]\nhas_libaio: false")
     expect(note).to_contain_text("Memory per GPU: is missing")
     pasted.fill("name: Lab\ngpus: [{name: X9, count: 2, memory_gib: 80, capability: 9.0}]\nhas_libaio: false")
-    expect(note).to_have_text("The fields below have the pasted values.")
+    expect(note).to_have_text("The fields below now have the pasted values.")
     return dialog
 
 

@@ -42,14 +42,14 @@ def test_a_sweep_of_four(without_runs, page):
     rows = page.locator(".fp-sweep tbody tr")
     expect(rows).to_have_count(4)
     assert [row.split("\t")[-1] for row in rows.all_inner_texts()] == ["1.25", "2.5", "3.5", "\u2013"]
-    expect(page.locator(".fp-sweep")).to_contain_text("This run is number 2 of 3 by validation loss.")
+    expect(page.locator(".fp-sweep")).to_contain_text("This run ranks number 2 of 3 by validation loss.")
     expect(page.locator(".fp-sweep th")).to_have_text(
         ["Learning rate", "Optimizer", "State", "Step", "Loss", "Best validation loss"]
     )
     expect(page.locator(".fp-axes-run")).to_have_count(3)
     rows.nth(0).locator("a").click()
     expect(page.locator(".fp-run-title h2")).to_have_text("try 1")
-    expect(page.locator(".fp-sweep")).to_contain_text("This run is number 1 of 3 by validation loss.")
+    expect(page.locator(".fp-sweep")).to_contain_text("This run ranks number 1 of 3 by validation loss.")
     expect(page.locator(".fp-sweep tr[aria-current]")).to_contain_text("1e-4")
 
 
@@ -63,16 +63,16 @@ def test_the_best_run_by_another_score(without_runs, page):
             (run.path / RESULT).write_text(json.dumps({"exact_match_after": share}))
     show_run(page, runs[2])
     card = page.locator(".fp-sweep")
-    expect(card).to_contain_text("This run is number 1 of 3 by validation loss.")
+    expect(card).to_contain_text("This run ranks number 1 of 3 by validation loss.")
     card.get_by_label("Rank by").select_option("Exact match of generations")
-    expect(card).to_contain_text("This run is number 2 of 2 by Exact match of generations. Best by Exact match of")
+    expect(card).to_contain_text("This run ranks number 2 of 2 by Exact match of generations. Best by Exact match of")
     expect(card).to_contain_text("learning_rate=1e-3 optim=adamw_torch. 1 run has no such score yet.")
     assert [row.split("\t")[-1] for row in card.locator("tbody tr").all_inner_texts()] == ["75.0%", "25.0%", "\u2013"]
     expect(card.locator(".fp-axes-run")).to_have_count(2)
     assert violations(page) == []
     for run in runs:
         (run.path / RESULT).unlink(missing_ok=True)
-    expect(card).to_contain_text("This run is number 1 of 3 by validation loss.")  # the chosen score is gone
+    expect(card).to_contain_text("This run ranks number 1 of 3 by validation loss.")  # the chosen score is gone
 
 
 def test_the_table_follows_a_run_that_is_resumed(without_runs, page):

@@ -46,7 +46,7 @@ def test_the_card_of_a_trained_model(shared, page):
     expect(card).to_contain_text("Full weights, 2 MiB", timeout=SLOW_TIMEOUT)
     expect(card).to_contain_text(str(run.path / "model"))
     expect(card.locator("pre")).to_be_hidden()
-    card.get_by_text("Python code that uses it").click()
+    card.get_by_text("Python code that uses the model").click()
     expect(card.locator("pre")).to_contain_text("AutoModelForCausalLM.from_pretrained(folder")
     link = card.get_by_role("link", name="Download")
     response = page.request.get(link.get_attribute("href"))

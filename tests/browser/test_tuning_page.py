@@ -47,7 +47,7 @@ def test_measuring_stopping_and_adopting(server, page):
     page.locator("#fp-tune").click()
     expect(card.locator("h3")).to_have_text("Fastest settings")
     expect(card.get_by_label("At most")).to_have_value("10")
-    expect(card.get_by_label("Also settings that change the result")).not_to_be_checked()
+    expect(card.get_by_label("Also try settings that change the result")).not_to_be_checked()
     card.get_by_role("button", name="Measure").click()
     expect(card.get_by_role("status")).to_have_text("Trial 2 of about 9: Eager attention.")
     expect(card).to_contain_text("At most 5 min 00 s left.")

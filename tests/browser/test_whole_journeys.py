@@ -119,7 +119,7 @@ def test_own_model_and_data_to_code_that_is_executed(page, server, tmp_path):
     run_of(page, server)
     page.wait_for_selector('.fp-run[data-state="done"]', timeout=SLOW_TIMEOUT)
     model = page.locator(".fp-model")
-    model.get_by_text("Python code that uses it").click()
+    model.get_by_text("Python code that uses the model").click()
     code = model.locator("pre").inner_text()
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

@@ -600,7 +600,7 @@ def test_generations_of_each_step(api, run):
     found = api.get(f"{route}?step=5").json()
     assert found["outputs"] == ["b"] and [line["step"] for line in found["steps"]] == [0, 5, 9]
     assert "outputs" not in found["steps"][0] and found["prompts"] == [{"prompt": "Q", "reference": "A"}]
-    assert "no outputs of step 4" in api.get(f"{route}?step=4").json()["error"]
+    assert "no outputs from step 4" in api.get(f"{route}?step=4").json()["error"]
     assert api.get(f"/api/runs/{run.id}").json()["generations"] == generations.size(run.path) > 0
     assert generations.begin(run.path, [{"prompt": "Q", "reference": "A"}], 5) == [0, 5], "resumed after step 5"
     assert generations.begin(run.path, [{"prompt": "Q", "reference": "other data"}], 9) == []

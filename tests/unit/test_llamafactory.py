@@ -175,7 +175,7 @@ def test_the_page_and_the_command(tmp_path, monkeypatch, capsys):
     assert main(["import", "theirs.yaml"]) == 0
     out, err = capsys.readouterr()
     assert changes(RunSpec.model_validate(yaml.safe_load(out)))["lora.r"] == 8
-    assert "Not taken over: dataset: identity" in err and "Different here: template: llama3" in err
+    assert "Not imported: dataset: identity" in err and "Different here: template: llama3" in err
     (tmp_path / "none.yaml").write_text("model: {}\n")
     assert main(["import", "none.yaml"]) == 2
 

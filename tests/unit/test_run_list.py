@@ -313,7 +313,7 @@ def test_api_sends_changes_and_changes_several_runs(tmp_path):
             os.close(lock)
         assert deleted["done"] == [runs[0].id, runs[2].id]
         assert deleted["problems"] == [
-            {"id": runs[1].id, "sentence": "It is still running or waiting. Stop it before you delete it."}
+            {"id": runs[1].id, "sentence": "The run is still running or waiting. Stop it before you delete it."}
         ]
         after = api.get("/api/runs", params={"have": changed["etag"]}).json()
         assert set(after["removed"]) == set(deleted["done"])

@@ -29,7 +29,7 @@ from webui.drafts import Drafts
 from webui.uploads import Uploads
 
 MACHINE_SECONDS = 5.0
-CHECKS_AT_ONCE = 4  # checks use at most so many of the 40 threads of the server's endpoints
+CHECKS_AT_ONCE = 4  # checks use at most this many of the 40 threads that run the server's endpoints
 MAX_KEYS = 500
 MAX_CURVES_READERS = 24  # enough for a comparison of 20 runs
 
@@ -89,7 +89,7 @@ class IdempotencyKeys:
             os.close(lock)
 
     def run_of(self, key: str) -> str:
-        """The id of the key's run, '' for a new key. The caller validates `key`."""
+        """The id of the run that was created for the key; '' for a new key. The caller validates `key`."""
         try:
             return (self.folder / key).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -122,8 +122,8 @@ class AppState:
         self._lock = threading.Lock()
 
     def curves(self, path: Path, seconds: float = math.inf) -> Curves:
-        """The current curves of a metrics file. On the first read of a file, only what can be read in about `seconds`.
-        Cached readers of the last few runs read only what was appended."""
+        """The current curves of a metrics file. The first read of a file covers only what can be read in about
+        `seconds`. The readers of the last few runs are cached, and read only what was appended."""
         with self._lock:
             reader = self._readers.pop(path, None) or Curves(path)
             self._readers[path] = reader

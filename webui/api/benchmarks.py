@@ -1,4 +1,4 @@
-"""Endpoints of benchmarks of a run's models: list, start, and the samples of a benchmark."""
+"""Endpoints for benchmarks of a run's models: list, start, and the samples of a benchmark."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def show(run: PathRun, state: State, have: str = "") -> Any:
 
 
 def start(run: PathRun, body: BenchmarkRequest) -> Response:
-    """Start to measure, or return the job that does it already."""
+    """Start a benchmark, or return the job that already measures the same."""
     named = benchmark.parse_tasks(body.tasks)
     tasks = tuple(absolute(task, "task file") if benchmark_tasks.is_file(task) else task for task in named)
     settings = Settings(**{**body.model_dump(), "tasks": tasks})

@@ -1,5 +1,5 @@
-"""Endpoints of the chat with a run's models: what it shows, start, requests, the tokens of an output, the code that
-generates it again, prompts that are kept for evaluations, and the end.
+"""Endpoints for the chat with a run's models: its content, its start and end, requests, the tokens of an output, code
+that generates the output again, and prompts that are kept for evaluations.
 
 The conversation is in the files of the chat's job, so it is the same after a reload, in another tab and after a restart
 of the server.
@@ -53,9 +53,9 @@ class KeptPrompt(RequestBody):
 
 
 def show(state: State, run: PathRun, have: str = "") -> Any:
-    """The chat of a run: what it offers, its job, what loading takes, and the turns of the conversation without their
-    tokens. `have` is a tag: the turns are left out if they have not changed since, and the response is 204 if nothing
-    has. Raises RunError if no model of the run can be loaded."""
+    """The chat of a run: what it offers, its job, the memory that loading takes, and the turns of the conversation
+    without their tokens. `have` is a tag: the turns are left out if they have not changed since, and the response is
+    204 if nothing has. Raises RunError if no model of the run can be loaded."""
     job = chat.current(run)
     if job and job.state in ALIVE:
         chat_files.touch_client(job.path, PAGE)
@@ -80,9 +80,9 @@ def start(state: State, run: PathRun) -> Response:
 
 
 def send(run: PathRun, body: ChatRequest) -> dict[str, Any]:
-    """Send a request to the chat, which starts it again if it has ended."""
+    """Send a request to the chat. If the chat has ended, this starts it again."""
     if body.kind not in (GENERATE, STOP, CLEAR):
-        raise ApiError(422, f"The kinds of requests are {GENERATE}, {STOP} and {CLEAR}.")
+        raise ApiError(422, f"The kind of a request must be {GENERATE}, {STOP} or {CLEAR}.")
     request = Request(**body.model_dump(), conversation=PAGE)
     if problem := request.problem():
         raise ApiError(422, problem)
@@ -104,7 +104,7 @@ def tokens(run: PathRun, turn: str, side: str) -> dict[str, Any]:
 
 
 def code(run: PathRun, turn: str) -> dict[str, str]:
-    """Code that generates the trained model's output of a turn again."""
+    """Code that regenerates the trained model's output in a turn."""
     return chat_code.of_output(run, turn)
 
 

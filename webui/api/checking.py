@@ -1,4 +1,4 @@
-"""Endpoints of the Build view: check, fix, presets, import, export.
+"""Endpoints for the Build view: check, fix, presets, import, export.
 
 The form's values go through the same preflight check that starts a run.
 """
@@ -131,7 +131,8 @@ def apply_safe_fixes(state: State, body: FormRequest) -> dict[str, Any]:
 
 
 def list_presets(state: State) -> list[dict[str, str]]:
-    """The presets, without their values; `machine` is the one that a preset needs if this one is too small."""
+    """The presets, without their values; `machine` is the one that a preset needs if this machine is too small for
+    it."""
     here = state.machine.get()
     found = state.presets()
     needed = {p.name: "" if _is_sufficient(here, p.machine) else p.machine_name for p in found}
@@ -148,10 +149,10 @@ def load_preset(state: State, name: str) -> dict[str, Any]:
 
 def import_yaml(body: ImportRequest) -> dict[str, Any]:
     """The values of a YAML file. A DeepSpeed or accelerate config is merged into the form's values; `kept` names the
-    keys that went into the extra config, `different` and `missing` the keys of another tool that mean something else or
-    nothing here, `runs_code` the settings that can run code or decide where data is sent. These settings are not in the
-    values, but in `consent`, the values to set once the user agrees. SpecError names the line, or each field, that is
-    wrong."""
+    keys that went into the extra config, `different` the keys of another tool that mean something else here, `missing`
+    those that mean nothing here, `runs_code` the settings that can run code or decide where data is sent. These
+    settings are not in the values, but in `consent`, the values to set once the user agrees. SpecError names the line,
+    or each field, that is wrong."""
     kind, now = importers.detect_format(body.yaml), RunSpec()
     if kind:
         now = parse_valid_form(body.values) if body.values is not None else now
@@ -289,7 +290,7 @@ def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
 
 
 def _recommended(state: AppState, report: Report, spec: RunSpec, name: str) -> dict[str, Any] | None:
-    """A fix that replaces the values that a demo preset chose for its own model and data with the usual ones."""
+    """A fix that sets the usual values in place of those that a demo preset chose for its own model and data."""
     preset = next((preset for preset in state.presets() if preset.name == name), None)
     count = report.run.num_eval_examples if report.facts.counts_are_exact else None
 
@@ -340,6 +341,6 @@ def _device_label(report: Report) -> str:
 
 
 def _is_sufficient(here: Machine, needed: Machine) -> bool:
-    """Whether `here` has as many devices with about as much memory each: the driver reserves some memory."""
+    """Whether `here` has as many devices as `needed`, each with about as much memory (the driver reserves some)."""
     device_bytes = max((gpu.total_bytes for gpu in needed.gpus), default=0) * 0.9
     return sum(gpu.total_bytes >= device_bytes for gpu in here.gpus) >= len(needed.gpus) * needed.nodes

@@ -1,4 +1,4 @@
-"""Endpoints of the menus that say what the columns of data files are used for."""
+"""Endpoints for the menus that say what the columns of data files are used for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def show(body: DatasetRequest) -> dict[str, Any]:
 
 
 def use(body: UseRequest) -> dict[str, Any]:
-    """The changes of the form that give the column this use."""
+    """The changes to the form that give the column this use."""
     spec, _ = parse_form(body.values)
     index = body.dataset_of(spec)
     found = use_column(for_dataset(spec, index), Path.cwd(), body.column, body.use)

@@ -27,7 +27,7 @@ from webui.api.requests import ApiError, State
 from webui.curves import AXES, Curves
 
 LEAST, MOST = 2, 20
-IGNORED = ("logging.run_name",)  # run names differ on purpose, and every heading has them
+IGNORED = ("logging.run_name",)  # run names differ on purpose, and the column headings show them
 # Options that decide over which tokens a validation loss is averaged, or which loss it is. data.sources also has
 # options of the training examples. Another model may have a different tokenizer.
 DECIDE_EVAL_LOSS = {
@@ -166,7 +166,7 @@ def _row(run: Run) -> dict[str, Any]:
         **{key: summary[key] for key in ("id", "name", "state", "sentence", "step", "max_steps", "loss")},
         "best_eval_loss": best[0] if best else result.get("eval_loss"),
         "best_eval_step": best[1] if best else None,
-        "seconds": result.get("seconds"),  # of the training only, which a run that was stopped does not know
+        "seconds": result.get("seconds"),  # of the training alone; a stopped run has not recorded it
         "tokens_per_second": throughput.tokens_per_second(result, last_points(run.path / METRICS)),
         "peak_bytes": max((p for p in result.get("peak_bytes") or () if isinstance(p, int | float)), default=None),
         "estimated_bytes": estimate.get("measured_bytes"),
@@ -213,7 +213,7 @@ def _differs(values: Sequence[Any]) -> bool:
 
 
 def _shown_value(option: Option, value: Any) -> Any:
-    """A value without secrets; a choice by its label."""
+    """A value with its secrets masked; for a choice, the label."""
     value = masked_value(value)
     return dict(option.choices).get(value, value) if option.kind == "choice" else value
 

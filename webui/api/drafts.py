@@ -1,4 +1,4 @@
-"""Endpoints of drafts: the form's values as they were typed, saved, loaded, and listed with their earlier versions.
+"""Endpoints for drafts: the form's values as they were typed, saved, loaded, and listed with their earlier versions.
 
 A check of the form saves its draft, too (checking.py).
 """
@@ -31,7 +31,7 @@ def load_draft(state: State, id: str) -> dict[str, Any]:
     """A draft's values as they were typed. Options added to Footplate since then keep their default."""
     values = state.drafts.load(id)
     if values is None:
-        raise ApiError(404, f"The draft {id} does not exist, or was deleted.")
+        raise ApiError(404, f"The draft {id} does not exist; it may have been deleted.")
     return {"values": _known(values)}
 
 

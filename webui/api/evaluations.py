@@ -1,4 +1,4 @@
-"""Endpoints of evaluating a run's models: list, start, stop, delete, and the examples of an evaluation."""
+"""Endpoints for evaluating a run's models: list, start, stop, delete, and the examples of an evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from webui.api.jobs import absolute, find_job, results
 from webui.api.requests import ApiError, RequestBody, State, json
 from webui.api.runs import PathRun
 
-ROWS = 20  # examples of a response
+ROWS = 20  # examples per response
 
 
 class EvaluationRequest(RequestBody):
@@ -45,8 +45,8 @@ def show(run: PathRun, state: State, have: str = "") -> Any:
 
 
 def start(run: PathRun, body: EvaluationRequest) -> Response:
-    """Start to evaluate, or return the job that does it already. The error for a score file or a judge without consent
-    has as `consent` what the page asks about, and the values that it sends if the user agrees."""
+    """Start an evaluation, or return the job that already computes the same. If a score file or a judge lacks consent,
+    `consent` in the error has what the page asks about, and the values that the page sends if the user agrees."""
     paths = {"data": absolute(body.data, "data file"), "score_file": absolute(body.score_file, "score file")}
     settings = Settings(**{**body.model_dump(), **paths})
     if not (problem := evaluation.problem(run, settings)):
@@ -62,7 +62,8 @@ def start(run: PathRun, body: EvaluationRequest) -> Response:
 def examples(
     run: PathRun, job: str, score: str, change: Literal["", "better", "worse", "unchanged"] = "", first: int = 0
 ) -> dict[str, Any]:
-    """ROWS examples whose `score` changed in this way, from the position `first` on, and the number of each change."""
+    """ROWS examples whose `score` changed as `change` says, starting at the position `first`, and how many examples
+    have each kind of change."""
     rows = [(evaluation.change_of(row, score), row) for row in evaluation.rows(find_job(run, job, jobs.EVALUATION))]
     chosen = [row for found, row in rows if change in ("", found)]
     counts = {each: sum(found == each for found, _ in rows) for each in evaluation.CHANGES}

@@ -1,4 +1,4 @@
-"""Endpoint of the examples as the model sees them, one at a time."""
+"""Endpoint for the examples as the model sees them, one at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from webui.api.checking import parse_form
 from webui.api.requests import DatasetRequest
 
 BARS = 40
-WORTH_SAYING = 0.05  # share of padding
+WORTH_SAYING = 0.05  # share of padding from which the summary mentions it
 KINDS = {  # kinds of problems, the most important first
     "unusable": "unusable",
     "dropped": "without a token to train on",

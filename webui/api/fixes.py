@@ -13,7 +13,7 @@ ENV = "launch.env"
 
 
 def fix_json(fix: Fix, spec: RunSpec) -> dict[str, Any]:
-    """A fix with its patch in form values, limited to what it changes in `spec`."""
+    """A fix, with its patch as form values, limited to the options that it changes in `spec`."""
     changed = {name: value for name, value in fix.patch.items() if get(spec, name) != value}
     diff = [
         {

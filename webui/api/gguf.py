@@ -1,4 +1,4 @@
-"""Endpoints of exporting a run's model as a GGUF file: start, stop, delete, download."""
+"""Endpoints for exporting a run's model as a GGUF file: start, stop, delete, download."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GgufRequest(RequestBody):
 
 
 def start(run: PathRun, body: GgufRequest) -> Response:
-    """Start to export, or return the job that does or did."""
+    """Start an export, or return the job that makes or has made the same one."""
     return json(gguf.as_json(gguf.start(run, body.step, body.format)), 201)
 
 

@@ -1,4 +1,4 @@
-"""Endpoints of the Hugging Face token: which one runs use, a test, and storing one.
+"""Endpoints for the Hugging Face token: which one runs use, a test, and storing one.
 
 The token is a password: no response and no message repeats it.
 """
@@ -22,12 +22,12 @@ class TokenRequest(RequestBody):
 
 
 def state() -> dict[str, str]:
-    """Where the token comes from that runs use."""
+    """The source of the token that runs use."""
     return token_state()
 
 
 def test(body: TokenRequest) -> dict[str, Any]:
-    """Ask the Hub about a token. Every answer is a result, even that the token is not accepted."""
+    """Ask the Hub about a token. Every answer counts as a result, even if the Hub rejects the token."""
     return asdict(check_token(body.token, body.model.strip()))
 
 

@@ -1,4 +1,4 @@
-"""Requests and responses about the jobs of a run that all kinds of jobs have in common."""
+"""The requests and responses that all kinds of a run's jobs have in common."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def find_job(run: Run, job: str, kind: str = "") -> Run:
 
 
 def absolute(path: str, what: str) -> str:
-    """The path that a user typed, `~` replaced. A relative path belongs to no folder of the page. Raises ApiError."""
-    found = os.path.expanduser(path)  # it leaves an unknown user as it is
+    """The path that a user typed, with `~` expanded. Raises ApiError for a relative path, since the page has no folder
+    that it could be relative to."""
+    found = os.path.expanduser(path)  # `~name` stays as it is if there is no such user
     if found and not os.path.isabs(found):
         example = os.path.abspath(found)
         raise ApiError(422, f"The path {path} of the {what} is relative. Enter its absolute path, such as {example}.")
@@ -51,7 +52,8 @@ def absolute(path: str, what: str) -> str:
 
 
 def results(state: AppState, offer: dict[str, Any], found: Iterable[dict[str, Any]], have: str) -> Any:
-    """What a card with results shows: the `offer` of what can be measured, and the jobs; 204 if `have` is their tag."""
+    """What a card with results shows: the `offer` of what can be measured, and the jobs; 204 if `have` is the current
+    tag."""
     shown = {"offer": offer, "jobs": [with_run_names(state, job) for job in found]}
     tag = tag_of(shown)
     return no_content() if have == tag else {**shown, "tag": tag}

@@ -1,4 +1,4 @@
-"""Endpoints of the machines that a run can be planned for: the list, and the form for a custom one."""
+"""Endpoints for the machines that a run can be planned for: the list, and the form for a custom one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MachineRequest(RequestBody):
 
 
 def list_machines(state: State) -> list[dict[str, Any]]:
-    """This machine, with an empty name, the custom ones, with the values of their form, and those of presets."""
+    """This machine (with an empty name), the custom machines with the values of their forms, and those of presets."""
     here = {"name": "", "label": describe(state.machine.get())}
     known = [{"name": name, "label": describe(machine)} for name, machine in state.machines.items()]
     return [here, *(_custom(state, id) for id in state.custom_machines.ids()), *known]
@@ -65,7 +65,8 @@ def remove(state: State, name: str) -> None:
 
 
 def find_machine(state: AppState, name: str) -> Machine:
-    """The machine of that name; '' is this one. Raises ApiError, or SpecError for a custom one with a damaged file."""
+    """The machine with that name; '' is this one. Raises ApiError, or SpecError for a custom one whose file is
+    damaged."""
     if name in state.machines:
         return state.machines[name]
     custom = state.custom_machines

@@ -1,4 +1,4 @@
-"""Endpoints of merging a run's adapter into its base model: start, stop, delete, download."""
+"""Endpoints for merging a run's adapter into its base model: start, stop, delete, download."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MergeRequest(RequestBody):
 
 
 def start(run: PathRun, body: MergeRequest) -> Response:
-    """Start to merge, or return the job that does or did."""
+    """Start a merge, or return the job that makes or has made the same one."""
     return json(merge.as_json(merge.start(run, body.step)), 201)
 
 

@@ -1,4 +1,5 @@
-"""The trained model as a zip file that is made while it is sent: it may be larger than the free disk or memory."""
+"""The trained model as a zip file that is made while it is sent: it may be larger than the free disk space or
+memory."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class _Sent:
 
 
 def model_zip(run: PathRun) -> Response:
-    """Weights, configuration and tokenizer."""
+    """The weights, configuration and tokenizer in a zip file."""
     model = trained.find(run)
     if not model:
         raise ApiError(404, "This run has no model that can be downloaded yet.")
@@ -46,7 +47,7 @@ def model_zip(run: PathRun) -> Response:
 def model_response(model: trained.TrainedModel, name: str) -> Response:
     """The files of a model in a zip file of this name. Raises ApiError."""
     for path in model.folder.rglob("*"):
-        if path.is_symlink():  # to what the trainer did not write
+        if path.is_symlink():  # it may lead to a file that the trainer did not write
             raise ApiError(409, f"{path} is a symbolic link: replace it with the file to download the model.")
     blocks, headers = zipped(model.folder, model.files(), name), disposition(f"{name}.zip", "attachment")
     return StreamingResponse(blocks, media_type="application/zip", headers=headers)
@@ -57,7 +58,8 @@ def _without_links(path: str, flags: int) -> int:
 
 
 def zipped(folder: Path, files: list[Path], name: str) -> Iterator[bytes]:
-    """The blocks of a zip file with these files below the folder `name`. Weights hardly compress, so nothing is."""
+    """The blocks of a zip file with these files below the folder `name`. Nothing is compressed, since weights hardly
+    shrink."""
     sent: Any = _Sent()
     with zipfile.ZipFile(sent, "w", zipfile.ZIP_STORED) as archive:
         for file in files:

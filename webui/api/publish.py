@@ -1,4 +1,4 @@
-"""Endpoints of publishing a run's model: what would leave the machine, start and stop."""
+"""Endpoints for publishing a run's model: what would leave the machine, start and stop."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class PublishRequest(RequestBody):
     shown: dict[str, str] = Field(default_factory=dict)
 
     def request(self) -> Request:
-        """The request, without pasted spaces."""
+        """The request, without spaces around pasted texts."""
         values: dict[str, Any] = self.model_dump(exclude={"shown"})
         values |= {name: value.strip() for name, value in values.items() if isinstance(value, str)}
         return Request(**values)
 
 
 def summarize(run: PathRun, body: PublishRequest) -> dict[str, Any]:
-    """What would be published, and what the destination has. Queries the Hub, which takes a second."""
+    """What would be published, and what the destination contains. Queries the Hub, which takes a second."""
     return publication.summary(run, body.request()).as_json()
 
 
 def start(run: PathRun, body: PublishRequest) -> Response:
-    """Start to publish what was shown."""
+    """Start publishing what was shown."""
     return json(publication.as_json(publication.start(run, body.request(), body.shown)), 201)

@@ -1,4 +1,4 @@
-"""Endpoint of exporting a run's model as a quantized checkpoint."""
+"""Endpoint for exporting a run's model as a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class QuantizedRequest(RequestBody):
 
 
 def start(run: PathRun, body: QuantizedRequest) -> Response:
-    """Start to quantize, or return the job that does or did. Raises ApiError."""
+    """Start the export, or return the job that makes or has made the same one. Raises ApiError."""
     if body.format not in quantized.FORMATS:
         raise ApiError(422, f"The format {body.format} is not one of {', '.join(quantized.FORMATS)}.")
     return json(quantized.as_json(quantized.start(run, body.step, body.format)), 201)

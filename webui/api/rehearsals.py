@@ -1,4 +1,4 @@
-"""Endpoints of rehearsals: start, status, stop.
+"""Endpoints for rehearsals: start, status, stop.
 
 A rehearsal is its folder, so its state survives a restart of the server.
 """
@@ -21,7 +21,8 @@ from webui.api.runs_list import with_names
 
 
 def start(state: State, body: FormRequest) -> Response:
-    """Start a rehearsal of the form's values on this machine; with a small model if they are for another machine."""
+    """Start a rehearsal of the form's values on this machine; with a small model if the values are for another
+    machine."""
     report, rehearsal = report_of_form(state, body, INSPECTION_SECONDS), None
     if report.can_run:
         report, rehearsal = rehearse(state.runs, report, Path.cwd(), state.machine.get())

@@ -140,8 +140,8 @@ class ApiRoute(APIRoute):
 
 @asynccontextmanager
 async def _turn(request: Request) -> AsyncIterator[None]:
-    """A request that checks a spec waits until few others are being checked: slow checks must leave threads for other
-    requests. Raises ApiError after BUSY_SECONDS."""
+    """Make a request that checks a spec wait while too many others are being checked: slow checks must leave threads
+    for other requests. Raises ApiError after BUSY_SECONDS."""
     state: AppState = request.app.state.footplate
     try:
         await asyncio.wait_for(state.checks.acquire(), BUSY_SECONDS)

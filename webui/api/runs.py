@@ -1,4 +1,4 @@
-"""Endpoints of runs: start, show, log, metrics, downloads, stop, resume, clean up and delete.
+"""Endpoints for runs: start, show, log, metrics, downloads, stop, resume, clean up and delete.
 
 A run is its folder: each endpoint reads or writes there.
 """
@@ -126,7 +126,7 @@ def start(state: State, body: StartRequest) -> Response:
     """Create a run from the values and start it. The same key, sent again, returns the same run."""
     if run_of_key(state, body.key) is None:
         spec, _ = parse_form(body.values)
-        # Before the lock, so that other starts do not wait for it.
+        # Checked before the lock is taken, so that other starts do not wait for the check.
         run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)
     spec, _ = parse_form(body.values)
     after = predecessor(
@@ -225,14 +225,15 @@ def generations(run: PathRun, step: int | None = None) -> dict[str, Any]:
     found = timeline.read(run.path)
     by_step = {line["step"]: line for line in found["steps"]}
     if step is not None and step not in by_step:
-        raise ApiError(404, f"This run has no outputs of step {step}.")
+        raise ApiError(404, f"This run has no outputs from step {step}.")
     scores = [{key: value for key, value in line.items() if key != "outputs"} for line in by_step.values()]
     outputs = {} if step is None else {"step": step, "outputs": by_step[step]["outputs"]}
     return {"prompts": found["prompts"], "steps": scores, **outputs}
 
 
 def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
-    """The changes with which a failed run can be started again, and what their peaks refer to."""
+    """The changes with which a failed run can be started again, and whether their memory peaks are per device, per
+    process or in host RAM."""
     found = remedies.find(run, state.machine.get(), Path.cwd())
     spec = presets.load(_spec_text(run)) if found.fixes else RunSpec()
     return {
@@ -282,7 +283,7 @@ def _log_chunk(chunk: LogChunk, more: bool | None = None) -> dict[str, Any]:
 
 
 def points(run: PathRun, off: int = 0) -> Any:
-    """The points after byte `off`, as they were written; 204 if there are none."""
+    """The points after byte `off` of the metrics file, as they were written; 204 if there are none."""
     path, offset = run.path / METRICS, max(0, off)
     if path.is_file() and path.stat().st_size < offset:
         offset = 0  # the file was replaced
@@ -320,7 +321,7 @@ def log_file(run: PathRun, rank: int = -1) -> Response:
 
 
 def metrics_csv(state: State, run: PathRun) -> Response:
-    """Every point, without those of steps that a resumed run repeated; one column per metric."""
+    """Every point, except those of steps that a resumed run repeated; one column per metric."""
     return _download(to_csv(read_points(run.path / METRICS)), f"{run.id}.csv", "text/csv; charset=utf-8")
 
 
@@ -409,7 +410,7 @@ def resume(state: State, run: PathRun, body: ResumeRequest) -> dict[str, Any]:
 
 
 def change_queue(state: State, run: PathRun, body: QueueRequest) -> dict[str, Any]:
-    """Hold, release or move a waiting run, or start it although another program uses its devices."""
+    """Hold, release or move a waiting run, or start it even though another program uses its devices."""
     changes = body.model_dump(include={"held", "shares"}, exclude_none=True)
     if changes:
         queue.change(run.path, **changes)

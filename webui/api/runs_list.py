@@ -1,4 +1,4 @@
-"""Endpoints of the list of runs: the list and what changed in it, annotations, and deleting several runs.
+"""Endpoints for the list of runs: the list and what changed in it, annotations, and deleting several runs.
 
 The page filters and sorts (static/runs/runs_search.js), so that typing waits for no response.
 """
@@ -34,7 +34,7 @@ NAMED_PROBLEMS = 3  # problems that an error about several runs names
 
 
 class AnnotateRequest(RequestBody):
-    """The runs, and what to change of their annotations."""
+    """The runs, and what to change in their annotations."""
 
     ids: Ids
     add_tags: list[str] = Field(default_factory=list)
@@ -71,12 +71,13 @@ def list_runs(state: State, have: str = "") -> Response:
 
 
 def _without_blanks(row: dict[str, Any]) -> dict[str, Any]:
-    """The rows without blank values, which are half of the bytes of a list of thousands of runs."""
+    """The rows without blank values, which make up half of the bytes of a list of thousands of runs."""
     return {key: value for key, value in row.items() if value or (value == 0 and value is not False)}
 
 
 def with_names(state: AppState, text: str) -> str:
-    """Why a run waits, with the names of other runs for their ids; an id stays if two runs have the same name."""
+    """Why a run waits, with the names of other runs instead of their ids; an id stays if two runs have the same
+    name."""
     text = IN_TUNING.sub("A measurement of the fastest settings", IN_REHEARSAL.sub("A rehearsal", text))
     text = OF_A_RUN.sub(r"The job \1 of \2", text)
     if not RUN_ID.search(text):
@@ -131,8 +132,8 @@ def delete_runs(state: State, body: DeleteRequest) -> dict[str, Any]:
     """Delete the folders of runs."""
 
     def delete(run: Run) -> None:
-        if run.state in ALIVE:  # quicker than waiting for the lock
-            raise RunError("It is still running or waiting. Stop it before you delete it.")
+        if run.state in ALIVE:  # checking this first is quicker than waiting for the lock
+            raise RunError("The run is still running or waiting. Stop it before you delete it.")
         run.delete()
         state.forget_curves(run.path / METRICS)
 

@@ -1,4 +1,4 @@
-"""Endpoints of serving a run's model with an OpenAI-compatible API: start, the API token."""
+"""Endpoints for serving a run's model with an OpenAI-compatible API: start, the API token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Text = Annotated[str, Field(max_length=4000, pattern=r"^[^\x00]*$")]
 
 
 class ServeRequest(RequestBody):
-    """See backend.models.serve.Settings. The API token is random, or that of the environment of Footplate."""
+    """See backend.models.serve.Settings. The API token is random, or comes from Footplate's environment."""
 
     engine: Text = ""
     file: Text = ""

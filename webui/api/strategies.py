@@ -24,7 +24,7 @@ BATCH = ("train.gradient_accumulation_steps", "train.per_device_train_batch_size
 
 def strategies_json(report: Report, spec: RunSpec) -> dict[str, Any] | None:
     """Every parallel strategy for the options of `report`, with the patch that selects it, and the recommended one;
-    None if the strategy has no effect. `others` are the strategies that another one replaces. `spec` is the form's
+    None if the strategy has no effect. `others` are the strategies that another strategy replaces. `spec` is the form's
     spec, with the options that the current strategy hides."""
     if not shown(report.spec, by_name()["parallel.strategy"]):
         return None
@@ -63,8 +63,8 @@ def _line(variant: Variant, spec: RunSpec, best: Variant | None) -> dict[str, An
 
 
 def devices_json(report: Report) -> dict[str, Any]:
-    """The devices of each node, and how NVLink connects them: the ids of its peers for each device, None if that is not
-    known. All nodes of a machine are alike."""
+    """The devices of each node, and how NVLink connects them: for each device the ids of its peers, None if they are
+    not known. All nodes of a machine are alike."""
     machine, run = report.machine, report.run
     device = DEVICES[run.device]
     on_gpus = run.device == machine.device and bool(device.visible_devices_env)

@@ -1,4 +1,4 @@
-"""Endpoints of sweeps: the runs that a sweep would start, start, and the runs of one."""
+"""Endpoints for sweeps: the runs that a sweep would start, start, and the runs of one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SweepRequest(RequestBody):
 
 
 def check(state: State, body: SweepRequest) -> dict[str, Any]:
-    """What each run of the sweep would change, the errors that the checks report for it, and how long all take."""
+    """What each run of the sweep would change, the errors that the checks report for it, and how long all runs take."""
     planned, reports = _check(state, body, 0)
     note = start_sweep.OTHER_EXAMPLES if planned.compares_other_examples else ""
     rows = [_row(*pair) for pair in zip(planned.labels(), reports, strict=True)]

@@ -1,4 +1,4 @@
-"""Endpoints of tunings, which measure the fastest settings: start, the earlier result, status, stop.
+"""Endpoints for tunings, which measure the fastest settings: start, the earlier result, status, stop.
 
 A tuning is its folder, so its state survives a restart of the server.
 """
@@ -22,8 +22,8 @@ from webui.api.runs_list import with_names
 
 
 class TuningRequest(FormRequest):
-    """`minutes`: the longest time, without waiting; `changes_result`: also try settings that change the result
-    slightly."""
+    """`minutes`: the longest time, without the queue and kernel builds; `changes_result`: also try settings that change
+    the result slightly."""
 
     minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] = MINUTES
     changes_result: bool = False

@@ -1,4 +1,4 @@
-"""Endpoints of uploaded data files: their parts as they arrive, the list with the runs that use them, and removal."""
+"""Endpoints for uploaded data files: their parts as they arrive, the list with the runs that use them, and removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The placement picture in the image of a run: what each device holds by the estimate, and its measured peak.
+"""The placement picture in the image of a run: what each device holds according to the estimate, and its measured peak.
 
 Imports matplotlib's Axes. Colors as in static/build/strategies.css.
 """
@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def draw_placement(axes: Axes, estimate: Mapping[str, Any], result: Mapping[str, Any], ink: str, dim: str) -> None:
-    """Stacked bars of GiB by rank, the first MAX_RANKS, with what is free and a line at each measured peak."""
+    """Stacked bars in GiB for the first MAX_RANKS ranks, with the free memory and a line at each measured peak."""
     placement = estimate["placement"]
     count = placement["nodes"] * placement["per_node"]
     ranks = range(min(MAX_RANKS, count))

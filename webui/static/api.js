@@ -10,7 +10,7 @@ export const url = (path) => `${rootPath()}/${path.replace(/^\//, "")}`;
 
 /**
  * An error response, or no response at all.
- * `status` and `data` are the response's, `offline` is true without one.
+ * `status` and `data` come from the response; `offline` is true if there was none.
  */
 export class RequestError extends Error {
   constructor(message, { status = 0, data = null, offline = false } = {}) {

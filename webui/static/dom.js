@@ -26,7 +26,7 @@ export function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** A row of a table. `cell`: the tag of its cells but the first. */
+/** A row of a table. `cell`: the tag of all its cells but the first. */
 export const tableRow = (cells, cell = "td", attributes = {}) =>
   el("tr", attributes, ...cells.map((content, n) => el(n ? cell : "td", {}, content)));
 
@@ -68,7 +68,7 @@ export function setText(node, text) {
 export const chip = (text, onclick, attributes = {}) =>
   el("button.fp-chip", { type: "button", onclick, ...attributes }, text);
 
-/** A small button that is pressed or not. `toggled` gets whether it is. @param {(pressed: boolean) => void} toggled */
+/** A small button that is pressed or not. `toggled` gets the new state. @param {(pressed: boolean) => void} toggled */
 export function toggleChip(text, pressed, toggled, attributes = {}) {
   const button = chip(text, toggle, { ...attributes, "aria-pressed": String(pressed) });
   function toggle() {
@@ -224,7 +224,7 @@ const enteredValues = (form) =>
 /**
  * A dialog with fields. `save` runs when the dialog is confirmed; if it fails, the dialog stays open and shows the
  * error. Escape closes the dialog if nothing was entered; otherwise, a text warns that the entries would be lost, and
- * the next Escape closes the dialog. `save` gets `isOpen`, which says whether the dialog has been closed meanwhile.
+ * the next Escape closes the dialog. `save` gets `isOpen`, which says whether the dialog is still open.
  * `actions` are further buttons, `label` is the text of the button that confirms. Returns a function that closes the
  * dialog.
  * @param {string} title @param {any[]} fields @param {(isOpen: () => boolean) => Promise<void>} save

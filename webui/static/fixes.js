@@ -24,6 +24,6 @@ function display(name, value) {
   return typeof value === "number" ? valueText(name, value) : String(value);
 }
 
-/** The same for a notification, behind a line: a notification must not cover what comes next. */
+/** The same, folded into one line, for a notification: it must not cover what comes next. */
 export const foldedDiff = (diff) =>
   el("details", {}, el("summary", {}, diff.length === 1 ? "1 option" : `${diff.length} options`), diffList(diff));

@@ -1,7 +1,7 @@
 // @ts-check
-// Everything in JavaScript that depends on how Gradio works inside (tested version: webui/gradio_internals.py). Its
-// selectors in CSS are in gradio.css. Ids like #fp-write and classes like .fp-field are ours: pages.py and form.py pass
-// them to Gradio as elem_id and elem_classes.
+// Everything in JavaScript that depends on how Gradio works inside (tested version: webui/gradio_internals.py). The
+// CSS for Gradio's elements is in gradio.css. Ids like #fp-write and classes like .fp-field are ours: pages.py and
+// form.py pass them to Gradio as elem_id and elem_classes.
 
 const MARGIN = 8; // px between the help of a field and the edge of the window
 
@@ -66,7 +66,7 @@ function keepInside(help) {
   help.classList.toggle("fp-above", bottom > clientHeight);
 }
 
-/** Gradio gives each radio button a name of its own, and another one after each change. @param {Element} field */
+/** Gradio gives each radio button its own name, and a new name after each change. @param {Element} field */
 function groupRadios(field) {
   const group = () => {
     for (const input of field.querySelectorAll("input")) if (input.name !== field.id) input.name = field.id;
@@ -118,7 +118,7 @@ export function typeDecimalPoint(event, isDecimal) {
   document.execCommand("insertText", false, (event.data || "").replace(",", "."));
 }
 
-/** The text of each menu before it was typed into, to filter its list. @type {Map<Element, string>} */
+/** The text of each menu before the user typed into the menu to filter its list. @type {Map<Element, string>} */
 const choices = new Map();
 
 /** @param {InputEvent} event */

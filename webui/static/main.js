@@ -74,7 +74,7 @@ function drawView() {
   if (tab === "run" && run) emit("run", run);
 }
 
-/** Move the focus behind the header. @param {Event} event */
+/** Move the focus to the content after the header. @param {Event} event */
 function skipToContent(event) {
   event.preventDefault();
   focusView();

@@ -1,7 +1,7 @@
 // @ts-check
-// The theme that this browser has chosen, and the button that switches it. A page without Gradio loads this before it
-// is painted, so that it does not flash in the wrong theme and its button works at once. main.js imports it for the
-// page with Gradio, which shows the theme of the system until it is rendered.
+// The theme that this browser has chosen, and the button that switches it. A page without Gradio loads this script
+// before it is painted, so that the page does not flash in the wrong theme and the button works at once. For the page
+// with Gradio, main.js imports the script; that page shows the theme of the system until it is rendered.
 function showChosenTheme() {
   const chosen = localStorage.getItem("fp-theme");
   if (chosen) document.body.classList.toggle("dark", chosen === "dark");

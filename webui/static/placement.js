@@ -169,12 +169,12 @@ function describe({ placement, measured }, rank) {
   return [title, ...shared, ...hostLines(placement)];
 }
 
-/** What offload costs: the same line for one device and for all, so nothing moves. */
+/** What offload costs: the same line for one device and for all, so that nothing moves. */
 function hostLines({ host_bytes: amount, noun }) {
   return amount ? [`Each ${noun} exchanges ${bytes(amount)} with host RAM per step.`] : [];
 }
 
-/** The groups of all devices: shown while none is pointed at. As many lines as for one device, so nothing moves. */
+/** The groups of all devices, while the pointer is at none: as many lines as for one, so that nothing moves. */
 function overview({ placement }) {
   const { groups, noun } = placement;
   if (!groups.length) {

@@ -3,7 +3,7 @@
 import { el } from "./dom.js";
 import { isRate, isShare, num, valueText } from "./format.js";
 
-const AXIS_HEIGHT = 26; // px: of the numbers of the x axis
+const AXIS_HEIGHT = 26; // px: height of the numbers of the x axis
 const GAP = 6; // px: between an axis and its numbers
 const LEAST_ZOOM = 6; // px
 const FEW_POINTS = 40; // a curve with fewer points has dots
@@ -135,7 +135,7 @@ function zoomToSelection(u, view) {
   view.zoomTo(from, to);
 }
 
-/** A number at an axis. `distance` is that of two numbers, 0 if it varies: both must have different texts. */
+/** A number at an axis. `distance`: to the next number, whose text must differ; 0 if distances vary. */
 export function tickText(value, distance = 0) {
   const size = Math.abs(value);
   const needed = distance && size ? Math.min(12, Math.ceil(Math.log10(size / distance)) + 3) : 0;

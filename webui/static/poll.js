@@ -6,12 +6,11 @@ const REST = 3000; // ms
 
 /**
  * `work(isCurrent)` does one round. It returns "more" (call it again at once), "rest" (call it again after a longer
- * pause, since little is expected to change), "end" (stop polling) or nothing. After
- * every await it must discard its response unless isCurrent(). `onTrouble(count, error)` gets the number of failures in
- * a row; 0 after a recovery.
+ * pause, since little is expected to change), "end" (stop polling) or nothing. After every await, `work` must discard
+ * its response unless isCurrent(). `onTrouble(count, error)` gets the number of failures in a row; 0 after a recovery.
  */
 export function createPoller(work, { isVisible, interval = 700, hiddenInterval = 5000, onTrouble = (..._) => {} }) {
-  let generation = 0; // a late response of an earlier generation is discarded
+  let generation = 0; // a late response to a request of an earlier generation is discarded
   let timer = 0;
   let busy = false;
   let active = false;

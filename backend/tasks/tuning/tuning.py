@@ -48,7 +48,8 @@ class Tuning:
             self.path.mkdir(mode=0o700)
             replace_text(self.path / REQUEST, json.dumps(request), mode=0o600)
         except OSError as error:
-            raise RunError(f"The folder {root / FOLDER} could not be written: {error.strerror}.") from error
+            advice = "Check the permissions and the free disk space of the runs folder, then try again."
+            raise RunError(f"The folder {root / FOLDER} could not be written: {error.strerror}. {advice}") from error
         return self
 
     def start(self) -> None:

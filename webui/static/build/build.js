@@ -48,7 +48,7 @@ function setCurrent() {
   $("#fp-status .fp-status-slow").hidden = true;
 }
 
-/** The form is about to change: a report on its way belongs to the values before that. */
+/** The form is about to change: a report that is still on its way is about the earlier values. */
 function outdateReport() {
   setFresh(false);
   seq++;
@@ -61,7 +61,7 @@ export function checkSoon() {
   drawUndo();
   compareRehearsal(form.currentValues(), machine());
   compareTuning(form.currentValues());
-  if (!isAsked) queueMicrotask(() => check()); // one check for all changes of this moment, sent before they are drawn
+  if (!isAsked) queueMicrotask(() => check()); // one check for all changes of this script
   isAsked = true;
   checkSweep();
 }
@@ -100,7 +100,7 @@ async function check(keeps = true) {
   }
 }
 
-/** Repeat a check that found errors or no time: the reason, such as a missing file or another run, may be gone. */
+/** Repeat a check that found errors or could not predict the time: the cause, such as a missing file, may be gone. */
 function checkAgain() {
   const isShown = document.body.dataset.tab === "build" && !document.hidden;
   const hasError = lastReport?.findings.some(({ level }) => level === "error");
@@ -151,7 +151,7 @@ async function loadDraftOrPreset() {
 /** The machine to check for: '' is this one. A run can be started on this one only, and planned for the others. */
 const machine = () => address.get("machine") || "";
 
-/** A new tab continues with the values of another one, and with its machine. */
+/** A new tab continues with the values and the machine of another tab. */
 const isNewTab = !address.get("draft") && !address.get("preset");
 const lastMachine = () => (isNewTab && localStorage.getItem("fp-machine")) || "";
 
@@ -175,7 +175,8 @@ async function drawMachines(name) {
   const text = (m) => (m.name ? m.label : `This machine: ${m.label}`);
   $("#fp-machine").replaceChildren(...machines.map((m) => el("option", { value: m.name }, text(m))));
   const exists = machines.some((m) => m.name === name);
-  if (!exists) notify(`The machine ${name} does not exist anymore. The options are checked for this machine.`);
+  const instead = "The options are now checked for the machine that Footplate runs on.";
+  if (!exists) notify(`The machine ${name} no longer exists. ${instead}`);
   selectMachine(exists ? name : "");
 }
 
@@ -268,7 +269,7 @@ function describePreset() {
 /** The machine that a preset needs, if another one is selected. */
 const otherMachine = (found) => (found?.machine && found.machine !== machine() ? found.machine : "");
 
-/** Above the errors of a preset on a machine it is not for: a button that plans for the machine it needs. */
+/** Above the errors, if a preset needs another machine: a button that plans the run for that machine. */
 function offerMachine({ status }) {
   const found = presets.find((p) => p.name === preset());
   const needed = machines.find((m) => m.name && m.name === otherMachine(found));
@@ -317,7 +318,7 @@ export function selectPredecessor(id) {
   drawPredecessor();
 }
 
-/** Which run the next one comes after, and whether that must succeed. */
+/** Which run the next run starts after, and whether the earlier run must succeed. */
 function drawPredecessor() {
   const id = address.get("after");
   const old = $("#fp-after");
@@ -347,7 +348,7 @@ async function trainModelOf(id) {
       return;
     }
     const patch = { "model.source": "path", "model.path": `${folder}/model` };
-    form.setValues(patch, { undo: `The model is the one that ${id} saves.` });
+    form.setValues(patch, { undo: `Model set to the one that ${id} saves.` });
   } catch (error) {
     notifyError(error);
   }
@@ -378,7 +379,7 @@ export async function cloneRun({ id, fix = null, field = "" }, showView) {
   if (field) form.goTo(field);
 }
 
-/** "Latest checkpoint" is the new run's own: it has none yet. @param {string} checkpoint of the copied run */
+/** "Latest checkpoint" is one of the new run, which has none yet. @param {string} checkpoint of the copied run */
 function resumeOffer(checkpoint) {
   const name = checkpoint.replace(/.*\//, "");
   const patch = { "save.resume_from": "path", "save.resume_path": checkpoint };
@@ -405,7 +406,7 @@ async function importFile(event) {
       ...listed("Can run code, or decides where data is sent", runs_code.map(withLabel)),
       ...(Object.keys(consent).length ? [consentButton(file.name, consent)] : []),
       ...listed("Different here", different),
-      ...listed("Not taken over", missing),
+      ...listed("Not imported", missing),
     ];
     const shown = details.length ? { details: el("div", {}, details) } : {};
     form.setValues(values, { undo: `${file.name} loaded.${extra}${code}`, ...shown });
@@ -414,9 +415,9 @@ async function importFile(event) {
   }
 }
 
-/** Applies the values of an imported file that can run code. @param {string} file @param {any} consent */
+/** A button that applies what can run code in an imported file. @param {string} file @param {any} consent */
 function consentButton(file, consent) {
-  const apply = () => form.setValues(consent, { undo: `Settings of ${file} that can run code applied.` });
+  const apply = () => form.setValues(consent, { undo: `${file}: the settings that can run code were applied.` });
   return el("button.fp-link", { type: "button", onclick: apply }, "Apply what can run code");
 }
 
@@ -444,7 +445,8 @@ async function exportFile() {
   const place = machine() ? "on the target machine" : "in a shell";
   const hasFiles = values["data.source"] === "files" || values["model.source"] === "path";
   const copy = machine() && hasFiles ? " Copy its data and model files there first, and correct their paths." : "";
-  notify(`${name} was downloaded. To start the run, use footplate run ${name} ${place}, or Import on a page.${copy}`);
+  const how = `To start the run, use footplate run ${name} ${place}, or Import on Footplate's page.`;
+  notify(`${name} was downloaded. ${how}${copy}`);
 }
 
 /** @param {(tab: string, run?: string) => void} showView */

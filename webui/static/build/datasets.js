@@ -139,7 +139,7 @@ function remove(index) {
   /** @type {HTMLElement} */ (box().querySelector(":scope > .fp-chip"))?.focus();
 }
 
-/** Show the fields that have an effect: the conditions of the first dataset's, with this one's values. */
+/** Show the fields that have an effect: the first dataset's conditions, applied to this dataset's values. */
 function showFields(dataset, n) {
   const valueOf = (key) => {
     const name = key.replace("data.", "");

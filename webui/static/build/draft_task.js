@@ -1,6 +1,6 @@
 // @ts-check
-// A task of the server for a draft that a card shows, such as a rehearsal: its id, its progress, and whether the form
-// has changed since its start.
+// A server task that a card shows for a draft, such as a rehearsal: its id, its progress, and whether the form has
+// changed since the task was started.
 import { get, post } from "../api.js";
 import { createPoller } from "../poll.js";
 import { draftId } from "./drafts.js";
@@ -18,7 +18,7 @@ function checksumOf({ "logging.run_name": _, ...values }, machine) {
 }
 
 /**
- * The last task `name` of each draft, so that two tabs do not show each other's. `api` has the addresses of these
+ * The last task `name` of each draft, so that two tabs do not show each other's tasks. `api` has the addresses of these
  * tasks; `draw` shows a status; `dismiss` is called if a later task has replaced this one.
  * @param {string} name
  * @param {{ api: string, draw: (status: any) => void, dismiss: () => void }} options
@@ -57,7 +57,7 @@ export function createDraftTask(name, { api, draw, dismiss }) {
     poller.start();
   }
 
-  /** Show the last task of this draft, or of the draft `from` that it is a copy of. */
+  /** Show the last task of this draft, or of the draft `from` that this one was copied from. */
   function resume(from) {
     if (!draftId()) return;
     const earlier = localStorage.getItem(key(from));

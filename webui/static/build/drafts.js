@@ -18,7 +18,7 @@ export const draftId = () => draft;
 
 // -- one draft per tab ------------------------------------------------------------------------------------------------
 
-const draftIn = (storage) => (!address.get("preset") && storage.getItem(LAST)) || ""; // a link to a preset wants none
+const draftIn = (storage) => (!address.get("preset") && storage.getItem(LAST)) || ""; // none for a link to a preset
 /** The draft that this tab edits, also if it shows the rules or the help meanwhile; '' without one. */
 export const ownDraft = () => address.get("draft") || draftIn(sessionStorage);
 /** The draft that was last edited in any tab, for a new one; '' without one. */
@@ -33,12 +33,12 @@ export async function useDraft(id) {
   address.set({ draft }, { replace: true });
 }
 
-/** Whether no other tab edits this draft; if so, this tab does until it is closed. Locks need https or localhost;
- * without them this is not known. */
+/** Whether no other tab edits this draft; if none does, this tab holds the draft's lock until the tab is closed. Locks
+ * need https or localhost; without them, the result is always true. */
 async function isFree(id) {
   if (!navigator.locks) return true;
   for (let tries = 0; tries < LOCK_TRIES; tries++) {
-    if (tries) await new Promise((done) => setTimeout(done, LOCK_PAUSE)); // this tab's lock from before a reload
+    if (tries) await new Promise((done) => setTimeout(done, LOCK_PAUSE)); // after a reload, this tab may still have it
     const mine = await new Promise((resolve) => {
       const hold = (lock) => {
         resolve(Boolean(lock));
@@ -77,7 +77,7 @@ export function editSaved(edit) {
   localStorage.removeItem(keyOf(draft));
 }
 
-/** Send what the server may not have yet, in a request that outlives the page. */
+/** Send what the server may not have yet, in a request that continues after the page is closed. */
 function sendUnsaved() {
   if (!unsaved || !draft) return;
   const headers = { "content-type": "application/json" };
@@ -87,10 +87,11 @@ function sendUnsaved() {
 
 export function saveWhenLeaving() {
   window.addEventListener("pagehide", sendUnsaved);
-  document.addEventListener("visibilitychange", () => document.hidden && sendUnsaved()); // phones may not send later
+  document.addEventListener("visibilitychange", () => document.hidden && sendUnsaved()); // phones may send none later
 }
 
-/** A draft's values: the server's, with what only this browser has; null without either. @param {string} id */
+/** A draft's values: the server's, updated with those that only this browser has; null if neither has any.
+ * @param {string} id */
 export async function loadDraft(id) {
   const saved = await get(`api/drafts/${encodeURIComponent(id)}`).catch((error) => {
     if (error.status !== 404) throw error;

@@ -84,7 +84,7 @@ function draw({ example, problem, lengths, kinds }) {
   shown = now;
   $("#fp-example-previous").disabled = position() === 0;
   $("#fp-example-next").disabled = !example;
-  if (!example) return drawProblem(problem || "The data files have fewer examples.");
+  if (!example) return drawProblem(problem || "The data files have fewer examples than that.");
   const unfolded = $("#fp-example details")?.open;
   const differs = firstDifference(example.sequences);
   $("#fp-example").replaceChildren(
@@ -100,7 +100,7 @@ function draw({ example, problem, lengths, kinds }) {
   );
 }
 
-/** Of several datasets: a chip for each, and what the shown one contributes. */
+/** For several datasets: a chip for each, and what the selected one contributes. */
 function drawDatasets() {
   dataset = Math.min(dataset, Math.max(0, datasets.length - 1));
   const chips = datasets.map(([title], n) => {

@@ -18,8 +18,8 @@ import { remember } from "./history.js";
 
 const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
 const MAX_SUMMARY_PARTS = 4;
-const SHOWN_LABELS = 2; // names of options that are set behind "More options"
-const MAX_VALUES_IN_TEXT = 4; // values of a condition that are listed
+const SHOWN_LABELS = 2; // labels that the button "More options" lists, of the hidden options that are set
+const MAX_VALUES_IN_TEXT = 4; // how many values of a condition are listed
 
 /** @type {{ names: string[], options: Record<string, any> }} */
 let description = { names: [], options: {} };
@@ -40,12 +40,12 @@ const OF_DATASET = /^data\.sources\[(\d+)\]\.(\w+)$/;
 
 /** data-files of data.files, and data-sources-1-files of data.sources[1].files. */
 const elementId = (name) => name.replace(/[.[\]]+/g, "-");
-/** What shows an option: its replacement, unless that is hidden. */
+/** The element that shows an option: the replacement of its field, unless there is none or it is hidden. */
 export function fieldOf(name) {
   const replacement = REPLACED[name] && document.getElementById(REPLACED[name]);
   return replacement && !replacement.hidden ? replacement : document.getElementById(elementId(name));
 }
-/** The option whose field, or whose field in the card of a dataset, has an element; '' without one.
+/** The option whose field, also in the card of a dataset, contains an element; '' if there is none.
  * @param {Element} node */
 export function optionAt(node) {
   const id = node.closest?.(".fp-field, .fp-dataset-field")?.id || "";
@@ -105,7 +105,7 @@ function showAdvanced(button, show = button.getAttribute("aria-expanded") !== "t
   labelMore(button);
 }
 
-/** "More options" names what is set there: a form may continue an adapter, and nothing else would show it. */
+/** "More options" names the hidden options that are set, such as an adapter to continue: nothing else shows them. */
 function labelMore(button) {
   const fields = button.closest(".fp-body").querySelectorAll(".fp-advanced .fp-field.fp-set:not(.fp-unused)");
   const labels = [...fields].map(({ id }) => option(namesById.get(id) || "")?.label).filter(Boolean);
@@ -223,8 +223,8 @@ function onOneNode(changes) {
 export const differing = (changes) => Object.keys(changes).filter((name) => !equal(values[name], changes[name]));
 
 /**
- * Set some values. With `undo`, this text is shown with an Undo button. `remembered` is false for an undo or a redo,
- * `isBack` is true if the form had these values before: they are set as they are.
+ * Set some values. `undo`: a text to show with an Undo button. `remembered` is false for an undo or a redo, `isBack` is
+ * true if the form had these values before: then they are set without changes.
  * @param {Record<string, any>} wanted
  * @param {{ undo?: string, details?: Element | null, remembered?: boolean, isBack?: boolean }} options
  */
@@ -243,7 +243,7 @@ export const valuesToWrite = () => toWrite;
 
 // -- visibility -------------------------------------------------------------------------------------------------------
 
-/** A value in the form in which conditions name it. */
+/** The value of an option as conditions name it. */
 const word = (name) => (option(name).kind === "datasets" ? values[name] && "several" : String(values[name])) || "";
 const unmet = (condition) => Object.entries(condition).filter(([name, allowed]) => !allowed.includes(word(name)));
 export const isVisible = (name) => option(name).when.some((condition) => !unmet(condition).length);
@@ -279,7 +279,7 @@ export function controllingOption(name) {
   return isVisible(controlling) ? controlling : controllingOption(controlling);
 }
 
-/** The changes of one value that show a hidden option: [{ name, value }]; at most one per value of one option. */
+/** The changes that would each show a hidden option by setting one other option: [{ name, value }]. */
 export function waysToShow(name) {
   const ways = [];
   for (const condition of option(name).when) {

@@ -11,7 +11,7 @@ const past = [];
 let future = [];
 
 /**
- * Remember a change, from the values `before` to those `after`.
+ * Remember a change, from the values `before` to the values `after`.
  * @param {Record<string, any>} before @param {Record<string, any>} after @param {boolean} typed
  */
 export function remember(before, after, typed = false) {

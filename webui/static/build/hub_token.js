@@ -65,17 +65,18 @@ export function mountHubToken() {
   });
 }
 
-const TESTED = "While the field is empty, Test tests that token.";
+const TESTED = "While the field is empty, Test checks that token.";
 
 function sourceText({ source, variable, path, problem }) {
   if (problem) return problem;
-  const stored = `Save stores it as hf auth login does, in ${path}.`;
+  const stored = `Save stores your token in ${path}, as hf auth login does.`;
   if (source === "environment") {
     return (
       `Runs use the token in ${variable}, which is set in the environment of Footplate and takes precedence over a ` +
       `stored one. ${TESTED} ${stored}`
     );
   }
-  if (source === "file") return `Runs use the token that is stored in ${path}. ${TESTED} Save replaces it.`;
+  const replaced = "Save replaces the stored token.";
+  if (source === "file") return `Runs use the token that is stored in ${path}. ${TESTED} ${replaced}`;
   return `Gated and private models need a token; none is stored. ${stored}`;
 }

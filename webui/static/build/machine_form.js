@@ -65,7 +65,7 @@ function pasteBox(command, fill) {
     problem = failed;
     note.classList.toggle("fp-dialog-problem", Boolean(problem));
     const kept = "The fields below were not changed.";
-    setText(note, problem ? `${problem.message} ${kept}` : found ? "The fields below have the pasted values." : "");
+    setText(note, problem ? `${problem.message} ${kept}` : found ? "The fields below now have the pasted values." : "");
     if (found) fill(found.values);
   };
   let reading = Promise.resolve();

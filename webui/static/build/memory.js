@@ -8,8 +8,8 @@ import { phases, placementPicture, used } from "../placement.js";
 
 // What the figures for a GPU mean.
 const ALLOCATED =
-  "This is what PyTorch's allocator allocates plus the device context; nvidia-smi also shows memory that the " +
-  "allocator reserves, and typically reports more.";
+  "The estimate is what PyTorch's allocator allocates, plus the device context; nvidia-smi also shows memory that " +
+  "the allocator reserves, and typically reports more.";
 const PLACES = { device: "Per device", host: "Host memory", disk: "Disk" };
 
 /** @param {any} memory the estimate @param {any} finding the finding of a memory rule, if there is one
@@ -52,7 +52,7 @@ export function drawMemory(memory, finding, isProvisional) {
 const levelOf = ({ fit }) => ({ no: "error", unlikely: "warning", uncertain: "warning" })[fit] || "ok";
 
 function range({ low_bytes: low, high_bytes: high, placement }, isProvisional) {
-  const notes = [isProvisional ? " It may change: the examples are still being read." : ""];
+  const notes = [isProvisional ? " The range may change: the examples are still being read." : ""];
   if (placement.noun === "GPU") notes.push(` ${ALLOCATED}`);
   return el("p.fp-dim.fp-range", {}, `Estimated range: ${bytes(low)} to ${bytes(high)}.${notes.join("")}`);
 }
@@ -62,7 +62,7 @@ function earlierRun({ run, ratio, at_least: atLeast, corrected_bytes: corrected 
   const title = `${run}: the last run with this model, method, quantization and strategy`;
   const link = el("a", { href: `?tab=run&run=${encodeURIComponent(run)}`, title }, "last similar run");
   const factor = `${atLeast ? "needed at least" : "peaked at"} ${ratio.toFixed(2)}x its estimate`;
-  const text = ` ${factor}. Scaled by ${ratio.toFixed(2)}, this run peaks at ${bytes(corrected)}.`;
+  const text = ` ${factor}. Scaled by ${ratio.toFixed(2)}, this run's estimate is ${bytes(corrected)}.`;
   return el("p.fp-dim", {}, "The ", link, text);
 }
 

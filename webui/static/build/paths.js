@@ -41,7 +41,7 @@ function narrow(input) {
 /** @param {any} input */
 const pathKind = (input) => option(optionAt(input))?.path || "";
 
-/** Where the line of the caret begins and ends: a field may have one path per line. @param {Input} input */
+/** Where the line with the caret begins and ends: a field may have one path per line. @param {Input} input */
 function line(input) {
   const caret = input.selectionStart ?? input.value.length;
   const end = input.value.indexOf("\n", caret);
@@ -122,7 +122,7 @@ function mark(number) {
   list.input.setAttribute("aria-activedescendant", list.items[active].id);
 }
 
-/** Put an entry into the field; of a folder, its content is suggested next. @param {string} entry */
+/** Put an entry into the field; for a folder, its entries are suggested next. @param {string} entry */
 function accept(entry) {
   if (!list) return;
   const { input } = list;

@@ -82,7 +82,7 @@ function currentRow({ now, text }) {
 function outcomeParts({ state, seconds, peak_bytes: peak, estimated_bytes: estimated, notes, failure }) {
   const memory = peak ? `Peak memory of a rank: ${bytes(peak)}` : "";
   const compared = memory && estimated ? `${memory}, estimated ${bytes(estimated)}.` : memory && `${memory}.`;
-  const lost = state === "lost" ? "Its process was killed, or the machine shut down." : "";
+  const lost = state === "lost" ? "The rehearsal's process was killed, or the machine shut down." : "";
   const error = failure && el("section.fp-failure", {}, ...failureParts(failure, 2));
   if (error) $("h3", error).textContent = failure.phase;
   return [

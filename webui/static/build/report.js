@@ -52,7 +52,7 @@ function drawContent(report) {
   $(".fp-status-text", box).textContent = status.text;
   const more = [report.place && `On ${report.place}`, report.summary].filter(Boolean).join(": ");
   $(".fp-status-more", box).textContent = more;
-  $("#fp-try").hidden = $("#fp-tune").hidden = preventsStart(status); // Apply fixes takes its place
+  $("#fp-try").hidden = $("#fp-tune").hidden = preventsStart(status); // the button with fixes takes their place
   drawFixAll(findings.filter((f) => f.level === "error"));
   offerModuleNames(report.modules || {});
   $("#fp-findings").replaceChildren(...invalid.map(invalidCard), ...findings.map(findingCard));
@@ -172,7 +172,7 @@ function fixRow(fix) {
   return el("div.fp-fix", {}, button, fixNote(fix), diffList(fix.diff));
 }
 
-/** The tab to go to from number `at` of `count`, as arrow keys, Home and End do; null for other keys. */
+/** The number of the tab that an arrow key, Home or End leads to from tab `at` of `count`; null for other keys. */
 function neighbor(key, at, count) {
   const steps = { ArrowLeft: at - 1 + count, ArrowRight: at + 1, Home: 0, End: count - 1 };
   return key in steps ? steps[key] % count : null;

@@ -229,7 +229,7 @@ function keyPressed(event) {
 
 const TAKES_TEXT = "textarea, select, input:not([type=checkbox], [type=radio], [type=number])";
 
-/** Not in a field in which a slash can be typed. */
+/** Focus the search after a slash, except in a field in which a slash can be typed. */
 function focusBySlash(event) {
   if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey) return;
   if (document.body.dataset.tab !== "build" || /** @type {Element} */ (event.target).closest(TAKES_TEXT)) return;

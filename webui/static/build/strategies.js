@@ -157,7 +157,7 @@ function apply(line) {
   setValues(line.patch, changes ? notice : {});
 }
 
-/** Why a strategy is recommended; with a button if it is none of the lines, because it changes more. */
+/** Why a strategy is recommended, with a button if no line has it, because it changes more options. */
 function recommendation({ lines: shown, best }) {
   if (!best) return [];
   const isLine = shown.some((line) => line.is_best);

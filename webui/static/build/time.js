@@ -53,7 +53,7 @@ const fact = ({ label, value, range }) => [
   el("dd", {}, el("b", {}, value), " ", el("span.fp-dim", {}, range)),
 ];
 
-/** The time and the price on the other machines, once that is opened. */
+/** The time and the price on the other machines, once that part is opened. */
 async function compare() {
   const values = currentValues();
   const key = JSON.stringify([values, $("#fp-machine").value]);

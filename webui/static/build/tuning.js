@@ -104,8 +104,8 @@ function head(text, ...actions) {
 
 function drawEmpty() {
   const about =
-    "Trains a few steps with other settings, one after the other, and compares their speed: kernels, batch size, " +
-    "optimizer, DataLoader workers and others. No checkpoint is saved, and the form changes only if you adopt a row.";
+    "Trains a few steps with other settings (kernels, batch size, optimizer, DataLoader workers and more), one after " +
+    "the other, and compares their speed. No checkpoint is saved, and the form changes only if you adopt a row.";
   redraw(box(), head("Fastest settings", link("Close", dismiss)), note(about), controls("Measure"));
   box().hidden = false;
   box().dataset.state = "empty";
@@ -116,7 +116,7 @@ const controls = (label) =>
     "div.fp-tuning-controls",
     {},
     el("label", {}, "At most ", minutes, " minutes"),
-    el("label", {}, changes, "Also settings that change the result slightly: strategy, precision, packing"),
+    el("label", {}, changes, "Also try settings that change the result slightly: strategy, precision, packing"),
     el("button.fp-button", { type: "button", onclick: start }, label),
   );
 
@@ -163,11 +163,11 @@ function progress({ now, text, trial, planned }) {
 function outcome({ state, failure, fastest, rows, seconds, created, changes_result: changing }) {
   const when = `Measured in ${duration(seconds)} (${dateTime(created)}).`;
   if (state === "failed") return `The settings could not be measured. ${failure || ""}`;
-  if (state === "lost") return "The process that measures was killed, or the machine shut down.";
+  if (state === "lost") return "The measuring process was killed, or the machine shut down.";
   if (fastest === null) {
     if (!rows.some(isUsable)) return `No other settings were measured. ${when}`;
     const none = changing ? "No other settings" : "No other settings that keep the result";
-    return state === "done" ? `${none} were faster by more than the spread of the steps. ${when}` : when;
+    return state === "done" ? `${none} were faster by more than the spread of the step times. ${when}` : when;
   }
   const { label, gain, safe } = rows[fastest];
   const effect = safe ? "with the same result" : "with a slightly different result";

@@ -10,7 +10,8 @@ const PART = 4 * 2 ** 20; // bytes; auth.py accepts no larger body
 const RETRY = 2000; // ms, while the server does not respond
 const MAX_RUNS = 3; // named in the list
 
-/** What a file becomes: the data files of a dataset, from 0, or its validation files. `entry`: what the form had of it.
+/** What files are used for: as data files of a dataset, or as its validation files. `dataset`: its number, from 0;
+ * `entry`: the dataset as it was in the form.
  * @typedef {{ dataset: number, validation: boolean, entry?: string }} Target */
 /** @type {{ stop: AbortController, name: string, size: number, arrived: number, began: number, from: number,
  *   offline: boolean } | null} */

@@ -50,7 +50,7 @@ async function showVersions() {
   const close = () => dialog.close();
   const use = ({ edited, values }) => {
     close();
-    form.setValues(values, { undo: `Values of ${dateTime(edited)} restored.` });
+    form.setValues(values, { undo: `Values from ${dateTime(edited)} restored.` });
   };
   const item = (version) =>
     el(

@@ -1,5 +1,5 @@
 // @ts-check
-// A sentence about what Footplate is, on the first visit of this browser; it stays after reloads of that tab.
+// A note that says what Footplate is, shown on this browser's first visit: only in that tab, until the user closes it.
 import { $ } from "../dom.js";
 
 const KEY = "fp-welcome";

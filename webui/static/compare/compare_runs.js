@@ -102,7 +102,7 @@ async function pull(isCurrent) {
   return found.runs.every((run) => hasEnded(run.state)) ? "end" : undefined;
 }
 
-/** By a request of its own: the first one computes intervals, which may take a while. */
+/** In a separate request: the first one computes intervals, which may take a while. */
 async function pullEvaluations(asked, runs) {
   if (!runs.length) return;
   try {

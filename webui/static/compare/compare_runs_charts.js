@@ -78,7 +78,7 @@ export function createCompareCharts({ onMissing }) {
 
 /** The requests for curves. @param {any} state of createCompareCharts @param {() => void} draw */
 function createRequests(state, draw, onMissing) {
-  let generation = 0; // a late response of an earlier generation is discarded
+  let generation = 0; // a late response to a request of an earlier generation is discarded
 
   /** Request the curves of each run and draw them as they arrive, two requests at a time; of long runs, in parts. */
   async function load(fresh = false) {

@@ -32,7 +32,7 @@ const step = (run) => el("span.fp-dim", {}, ` ${modelName(run.step)}`);
 
 function about([first], rows) {
   if (!rows.length) return "Nothing to compare: at least two runs must be evaluated on the same examples";
-  const others = `Intervals of 95%: ${first.name} against its base model, the other runs against ${first.name}`;
+  const others = `95% intervals: ${first.name} against its base model, the other runs against ${first.name}`;
   return `${others}. "Base model" is the base model of ${first.name}`;
 }
 

@@ -36,7 +36,7 @@ export class Benchmarks extends ResultsCard {
   partsOf(job) {
     const { rows, limits, chat_template: template, versions } = job.result;
     const prompts = `Prompts ${template ? "with the" : "without a"} chat template.`;
-    const about = `${prompts} Measured with lm-eval ${versions.lm_eval}; \u00b1 is its standard error.`;
+    const about = `${prompts} Measured with lm-eval ${versions.lm_eval}; \u00b1 is the standard error.`;
     return {
       result: [resultTable(rows), el("p.fp-dim", {}, about), ...limitations(limits)],
       buttons: [
@@ -47,7 +47,7 @@ export class Benchmarks extends ResultsCard {
   }
 }
 
-/** How to create the environment, where it is missing. */
+/** How to create the environment, if it is missing. */
 function createMissing() {
   const text = el("p");
   let command = "";

@@ -38,7 +38,7 @@ export function createFields(start) {
     parts.limit.input.value = "100";
     parts.base.checked = true;
     parts.code.checked = false;
-    parts.model.draw([]); // the next run may have a checkpoint of the same step
+    parts.model.draw([]); // another run may have a checkpoint of the same step
   }
   return { node: parts.node, values: () => valuesOf(parts, isChat), draw, reset, remove: parts.remove };
 }
@@ -82,14 +82,14 @@ function createParts() {
     {},
     check(base, "Measure the base model too"),
     check(template, "Prompts with the chat template"),
-    check(code, "Allow code of tasks: Python that they contain, and programs that models write"),
+    check(code, "Allow tasks to run code: Python in the tasks, and programs that models write"),
   );
   const body = el("div.fp-job-settings", {}, numbers, checks);
   const settings = el("details.fp-fold", {}, el("summary", {}, "Settings"), body);
   const start = button("Start benchmark", null, { type: "submit" });
   const remove = button("Delete this benchmark", null, { hidden: true });
-  const field = labeled("Tasks: names of lm-eval, or YAML files on the server, separated by commas", tasks);
-  // Without the browser's own validation, which cannot show errors in closed settings; the server reports them.
+  const field = labeled("Tasks: lm-eval names, or YAML files on the server, separated by commas", tasks);
+  // The server reports errors: the browser's own validation cannot show them while the settings are closed.
   const node = el("form.fp-job-form", { novalidate: true }, field, settings, actions(start, remove));
   return { node, tasks, model, limit, shots, base, template, code, button: start, remove };
 }

@@ -4,7 +4,7 @@ import { el } from "../dom.js";
 import { integer, num } from "../format.js";
 import { isAlert, markText } from "./live.js";
 
-const NEAR = 5; // px: from the pointer to a mark that its tooltip is about
+const NEAR = 5; // px: how far the pointer may be from the marks in its tooltip
 const SIZE = 6; // px: of a mark
 const KEYS = { saved: "Checkpoint", evaluation: "Evaluation", resumed: "Resumed or restarted", alert: "Alert" };
 
@@ -129,7 +129,7 @@ export function bestOf(chart, response) {
   return { step: response[`${side}_step`][key], value: response[side][key] };
 }
 
-/** A ring around the best evaluation, with the word. */
+/** A ring around the best evaluation, labeled "best". */
 export function createBestMark() {
   const node = el("span.fp-best-point", { hidden: true, "aria-hidden": "true" }, el("b", {}, "best"));
   /** @param {any} u @param {{ step: number, value: number } | null} point */

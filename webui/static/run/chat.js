@@ -185,9 +185,9 @@ function createParts() {
   return parts;
 }
 
-/** How long the last start took, and its memory. */
+/** How long the last start took, and how much memory it used. */
 const lastStart = ({ seconds, bytes: size }) =>
-  seconds ? `The last start took ${duration(seconds)} and used ${bytes(size)}.` : "";
+  seconds ? `The last start took ${duration(seconds)} and used ${bytes(size)} of memory.` : "";
 
 /** What the chat does now, or why it has ended. */
 function statusOf(job, alive) {

@@ -1,5 +1,5 @@
 // @ts-check
-// The fields of the chat: the prompt, which models generate, the system prompt and the settings of sampling.
+// The fields of the chat: the prompt, which models generate, the system prompt and the sampling settings.
 import { el, setText } from "../dom.js";
 import { createCheckbox, createModelMenu, createNumberField, labeled } from "./run_jobs.js";
 
@@ -48,7 +48,7 @@ export function createFields(send) {
   let next = 0; // position of the example that the button fills in next
   parts.example.addEventListener("click", () => {
     prompt.value = samples[next].prompt;
-    parts.history.checked = false; // the example was trained on without earlier turns
+    parts.history.checked = false; // the example does not continue this conversation
     next = (next + 1) % samples.length;
     prompt.focus();
   });
@@ -60,7 +60,7 @@ export function createFields(send) {
   /** Reset the fields, for a run that was not shown before. */
   function reset() {
     [next, drawn] = [0, ""];
-    parts.model.draw([]); // the next run may have a checkpoint of the same step
+    parts.model.draw([]); // another run may have a checkpoint of the same step
     sent();
     for (const field of [parts.tools, ...parts.answers]) field.value = "";
     parts.thinking.name = "";
@@ -115,7 +115,7 @@ function createParts() {
   const historyRow = el("label.fp-job-check", {}, history, "Include earlier turns");
   const systemRow = labeled("System prompt, as in training unless you change it", system);
   const tools = area("Tools", 3, { placeholder: TOOLS, spellcheck: "false" });
-  const toolsRow = labeled("Tools: a JSON list of definitions in OpenAI's form; empty for none", tools);
+  const toolsRow = labeled("Tools: a JSON list of definitions in OpenAI's format; empty for none", tools);
   const thinking = createMenu("Reasoning", { "": "As in training", true: "On", false: "Off" });
   const thinkingRow = el("label.fp-job-check", {}, "Reasoning", thinking);
   const role = createMenu("Send as", { user: "User", tool: "Tool result" });
@@ -156,7 +156,7 @@ function drawOffer({ model, prompt, answersRow, systemRow, compareRow, variables
   setText(variables, `Variables of the chat template, as in training: ${given.join(", ")}`);
 }
 
-/** The settings of sampling. */
+/** The sampling settings. */
 function createSettings() {
   const field = (label, name, attributes) => createNumberField(label, { name, ...attributes });
   const temperature = field("Temperature (0: greedy)", "temperature", { min: 0, max: 10, step: "any", value: 0 });

@@ -97,7 +97,7 @@ function scoreText(turn, output) {
 export function ending({ end, tokens, seconds, stop, limit }) {
   const ends = {
     "stop token": `ended with ${stop}`,
-    limit: `ended by the limit of ${integer(limit || 0)} tokens`,
+    limit: `ended at the limit of ${integer(limit || 0)} tokens`,
     context: "ended at the model's context length",
     stopped: "stopped",
     error: "",
@@ -166,7 +166,7 @@ function codeParts(found) {
     return part;
   });
   const served = found.curl
-    ? "The served GGUF file is rounded differently, so its outputs can differ."
+    ? "The served GGUF file is rounded differently from the trained model, so its outputs can differ."
     : "Requests with curl and the openai package are also shown while a model of this run is being served.";
   return [...parts, el("p.fp-dim", {}, served)];
 }
@@ -193,7 +193,7 @@ function keepLink(path, turn, output) {
   return button;
 }
 
-const LEAST = 0.001; // less probable tokens have the same color
+const LEAST = 0.001; // all tokens less probable than this have the same color
 
 /** The rendered prompt and the tokens of an output, colored by their probability. @returns {Node[]} */
 function tokenParts({ prompt_tokens: before, tokens }) {
@@ -204,7 +204,8 @@ function tokenParts({ prompt_tokens: before, tokens }) {
     return node;
   });
   const least = tokens.length ? Math.min(...tokens.map(([, , probability]) => probability)) : 1;
-  const about = `Stronger color: less probable token (lowest: ${percent(least)}), before temperature and top_p.`;
+  const lowest = `(lowest: ${percent(least)}), before temperature and top_p.`;
+  const about = `The stronger the color, the less probable the token ${lowest}`;
   return [
     el("h5", {}, `Prompt as the model sees it, ${integer(before.length)} tokens`),
     el("pre.fp-code.fp-chat-tokens", { tabindex: 0 }, prompt),

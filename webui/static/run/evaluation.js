@@ -16,7 +16,7 @@ const KIND = {
     "Compare the trained model with its base model on the same examples: scores of their outputs, with 95% intervals " +
     "of the change, and the loss on general texts, which shows what the model has forgotten.",
   choice: "Evaluation to show",
-  progress: { work: "Evaluating", stop: "Stop evaluation", stopping: "Stopping. What is computed is kept." },
+  progress: { work: "Evaluating", stop: "Stop evaluation", stopping: "Stopping. What was computed so far is kept." },
   createFields,
   settings: settingsText,
   start: startEvaluation,

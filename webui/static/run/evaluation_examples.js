@@ -1,5 +1,5 @@
 // @ts-check
-// The examples of an evaluation with both outputs: those that a score calls better, worse or unchanged.
+// The examples of an evaluation with both outputs: those whose score is better, worse or unchanged.
 import { get } from "../api.js";
 import { el, notifyError, redraw, setText } from "../dom.js";
 import { GENERAL_LOSS, scoreText } from "./evaluation_scores.js";

@@ -8,7 +8,7 @@ import { actions, button, createCheckbox, createModelMenu, createNumberField, la
 const ABOUT_SCORES =
   "An output scores 1 if the regular expression matches anywhere in it, else 0. A score file defines " +
   "score(prompt, reference, output), which returns a number from 0 to 1, True, False, or None if it does not apply. " +
-  "Its code runs on the server with the permissions of its user, after you have agreed.";
+  "The code in the file runs on the server, with the permissions of the server's user, after you have agreed.";
 const ABOUT_SAMPLES =
   "With several samples per prompt, a score is the mean over them. Binary scores, such as exact match, also have " +
   "pass@k, the probability that at least one of k samples is right. Samples need a temperature above 0, such " +
@@ -72,7 +72,7 @@ export function createFields(start) {
     last = null;
     parts.group.checked = false;
     parts.judge.fill(null);
-    parts.model.draw([]); // the next run may have a checkpoint of the same step
+    parts.model.draw([]); // another run may have a checkpoint of the same step
     parts.general.checked = true;
     fillSampling(parts, GREEDY);
   };
@@ -121,7 +121,7 @@ function drawButton(parts, last) {
   if (isStopped) setText(parts.stopped, `${STOPPED} ${settingsText(last)}.`);
 }
 
-/** As `footplate evaluate` says it. */
+/** The prediction, in the words of `footplate evaluate`. */
 function predictionText({ examples, max_new_tokens: limit, samples_per_prompt: samples }, offer) {
   const count = 2 * examples * samples;
   if (!(count > 0) || !offer.generates) return "";
@@ -194,7 +194,7 @@ function createParts() {
   const prediction = el("p.fp-dim.fp-figures");
   const start = button("Evaluate", null, { type: "submit" });
   const remove = button("Delete this evaluation", null, { hidden: true });
-  // Without the browser's own validation, which cannot show errors in closed settings; the server reports them.
+  // The server reports errors: the browser's own validation cannot show them while the settings are closed.
   const node = el("form.fp-job-form", { novalidate: true }, settings, stopped, prediction, actions(start, remove));
   const fields = { model, examples, tokens, data, kept, general, ...drawn, ...custom };
   return { node, ...fields, button: start, stopped, prediction, remove };
@@ -202,7 +202,7 @@ function createParts() {
 
 const fold = (title, body) => el("details.fp-fold", {}, el("summary", {}, title), body);
 
-/** The fields of how outputs are drawn. */
+/** The fields for sampling outputs. */
 function createSampling() {
   const samples = createNumberField("Samples per prompt", { step: 1, min: 1, max: 64, value: 1 });
   const temperature = createNumberField("Temperature (0: greedy)", { step: "any", min: 0, max: 10, value: 0 });
@@ -221,7 +221,7 @@ function createCustomScores() {
   const group = createCheckbox();
   const fields = el("div.fp-job-fields.fp-custom-scores", {});
   fields.append(labeled("Regular expression for outputs", regex), labeled("Score file (Python) on the server", file));
-  const check = el("label.fp-job-check", {}, group, "Compare its first group with that of the reference");
+  const check = el("label.fp-job-check", {}, group, "Compare the expression's first group with the reference's");
   const about = el("p.fp-dim", {}, ABOUT_SCORES);
   const judge = createJudgeFields();
   const own = fold("Your own scores", el("div.fp-job-settings", {}, fields, check, about));

@@ -26,7 +26,7 @@ export function createJudgeFields() {
     {},
     labeled("Base URL of the judge", parts.judge_url),
     labeled("Model of the judge", parts.judge_model),
-    labeled("Variable with the judge's API key", parts.judge_key),
+    labeled("Environment variable with the judge's API key", parts.judge_key),
   );
   const instruction = labeled("Instruction of the judge", parts.judge_instruction);
   return {
@@ -41,8 +41,8 @@ export const judgeText = ({ judge_url: address, judge_model: model }) =>
   address ? `the judge ${model} at ${address}` : "";
 
 /**
- * Start to evaluate. A score file is run, and outputs are sent to a judge, only if the user agrees: to the content of
- * the file, which the hash names, and to the base URL of the judge.
+ * Start an evaluation. A score file runs only if the user has agreed to its content, which the hash identifies, and
+ * outputs are sent to a judge only if the user has agreed to its base URL.
  */
 export async function startEvaluation(path, values) {
   for (;;) {

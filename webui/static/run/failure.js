@@ -1,5 +1,5 @@
 // @ts-check
-// Why a run failed, and the changes after which it can be started again: each opens Build with a copy of the run.
+// Why a run failed, and the changes with which it can be started again: each opens Build with a copy of the run.
 import { get } from "../api.js";
 import { goTo, label, option } from "../build/form.js";
 import { copy, el } from "../dom.js";

@@ -13,8 +13,8 @@ import { integer, percent } from "../format.js";
 const SHOWN_SAMPLES = 3;
 const CHANGES = { "": "All", better: "Better", worse: "Worse", same: "Same" };
 const ABOUT_MARKS =
-  "Each mark below a prompt stands for its output at one step: green for an exact match, otherwise a bar as high as " +
-  "the ROUGE-L.";
+  "Each mark below a prompt stands for the output at one step: green for an exact match, otherwise a bar as high as " +
+  "the output's ROUGE-L.";
 const BEFORE = "Before training";
 const AFTER = "After training";
 
@@ -61,7 +61,7 @@ export class Generations {
       samples: /** @type {any[] | null} */ (null), // samples of a run that has ended
       timeline: /** @type {any} */ (null),
       loading: new Set(), // requests that are under way
-      hasFailed: false, // the latest one
+      hasFailed: false, // whether the latest request has failed
       outputs: /** @type {Map<number, string[]>} */ (new Map()), // step -> outputs
       at: /** @type {number | null} */ (null), // the moment that the user has selected; null is the latest
       change: "",

@@ -1,5 +1,5 @@
 // @ts-check
-// The panel of what a run reports about itself: alerts, and the last measurement of each rank.
+// The panel that shows what a run reports about itself: alerts, and the last measurement of each rank.
 import { el, table, tableRow } from "../dom.js";
 import { bytes, integer, num, percent } from "../format.js";
 

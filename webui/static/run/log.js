@@ -78,7 +78,7 @@ function createEarlierButton(view, request) {
       // A part may contain no line of the selected rank.
       for (let text = ""; !text && lines.top > 0;) {
         const response = await request(`before=${lines.top}`);
-        if (lines.chunks[0] !== first) return; // another run, or trimmed meanwhile
+        if (lines.chunks[0] !== first) return; // another run is shown, or the lines were trimmed meanwhile
         text = response ? response.t : "";
         view.prepend(text, response ? startOf(response, 0) : 0);
       }

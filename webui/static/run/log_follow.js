@@ -1,5 +1,5 @@
 // @ts-check
-// Keeps a log at its end while lines are added, until the user leaves the end, and again when the user returns to it.
+// Keeps a log scrolled to its end while lines are added, unless the user has scrolled away from the end.
 import { chip, setPressed } from "../dom.js";
 
 const END_DISTANCE = 40; // px from the end that still count as the end

@@ -1,8 +1,8 @@
 // @ts-check
 // Which lines of a log are known messages of libraries that say nothing about the run. The view folds them; the file,
-// the search and the download have all of them.
+// the search and the download include them.
 
-/** One row per library, from the beginning of a line. An error is never folded, whatever it matches. */
+/** Patterns that match from the beginning of a line. An error is never folded, even if a pattern matches it. */
 const MESSAGES = [
   /^Failed to load \S*torchao\S*\.so|^Skipping import of cpp extensions/, // torchao 0.18: kernels of other GPUs
   /^W\d{4} .*torch\/utils\/_pytree\.py:\d+\]/, // torch 2.13: classes that torchao registers as pytree nodes
@@ -15,7 +15,7 @@ const MESSAGES = [
   /^Disabling parallelism to avoid deadlocks|^To disable this warning, you can either:/, // tokenizers
   /^[^\s:][^:]*(site|dist)-packages\/[^:]+\.py:\d+: (Future|Deprecation|PendingDeprecation)Warning: /, // for developers
 ];
-const MAX_CHARACTERS = 1000; // tested per line; some patterns take quadratic time
+const MAX_CHARACTERS = 1000; // of a line that are tested; some patterns take quadratic time
 const CONTINUES = /^\s+\S/; // a line of source code under a warning
 const TRACEBACK = /Traceback \(most recent call last\):/;
 // When torchrun 2.13 is stopped, it logs a traceback of its own process, which ends with this exception.

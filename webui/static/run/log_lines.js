@@ -9,7 +9,7 @@ const ERROR = /\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent call last\)|\b
 const WARNING = /\bWARN(ING)?\b|\b[A-Z]\w*Warning\b/;
 const ANSI_CODES = /\u001b\[[0-9;?]*[A-Za-z]/g;
 const RANK_PREFIX = /^\[default(\d+)\]:/; // torchrun's
-// Left over from a progress bar that overwrote itself. Only the first prefix begins a match, so the time is linear.
+// Left over from a progress bar that overwrote itself. A match begins only at the first prefix: the time is linear.
 const LEFTOVER_PREFIXES = /(?<!\[default\d{1,9}\]:)(\[default\d+\]:)+$/;
 
 /** `start` is the byte of the first line, `messages` the number of messages of libraries.
@@ -51,7 +51,7 @@ export class LogLines {
     return lines;
   }
 
-  /** Add what comes before the first line; without a text, there is none of the selected rank.
+  /** Add what comes before the first line; an empty text means that the selected rank has no line there.
    * @param {string} text @param {number} start */
   prepend(text, start) {
     this.top = start;

@@ -33,7 +33,7 @@ class Hits {
     return lines[this.current];
   }
 
-  /** Forget the lines that are not in `box` anymore; the first ones are removed first. @param {HTMLElement} box */
+  /** Forget the lines that are no longer in `box`; the first ones are removed first. @param {HTMLElement} box */
   dropRemoved(box) {
     if (!this.lines.length || box.contains(this.lines[0])) return;
     const kept = this.lines.filter((line) => box.contains(line));
@@ -175,7 +175,7 @@ function rangeOf(line, word) {
 /** The count and the buttons, which are shown while there is a word. */
 function createResults({ go, showOnly }) {
   const count = el("span.fp-log-count");
-  const spoken = el("span.fp-sr", { role: "status" }); // the count after the user's own search, not after each new line
+  const spoken = el("span.fp-sr", { role: "status" }); // announces the count after a search, not after each new line
   const previous = chip("\u2191", () => go(-1), { "aria-label": "Previous match" });
   const next = chip("\u2193", () => go(1), { "aria-label": "Next match" });
   const only = toggleChip("Only matches", false, showOnly, { "aria-label": "Show matching lines only" });

@@ -56,7 +56,7 @@ export class LogView {
     this.foldedMessages.draw(this.lines.messages);
   }
 
-  /** Show only lines from a byte on, after too many lines for a reader at once. "Load earlier" loads the others. */
+  /** Show only lines from a byte on, if too many arrive at once to be read. "Load earlier" loads the others. */
   skipTo(start) {
     this.lines.clear(start);
     this.foldedMessages.draw(0);

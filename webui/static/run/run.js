@@ -296,7 +296,7 @@ async function pull(isCurrent) {
   return ended() && !hasJobs ? "rest" : undefined; // another window or a shell may restart it
 }
 
-/** It may have ended again since the last request. */
+/** Whether a run that had ended was restarted; it may have ended again since the last request. */
 const isRestarted = (before, now) => !hasEnded(now.state) || now.started !== before.started;
 
 function resumePanels() {
@@ -499,9 +499,10 @@ async function act(work) {
   }
 }
 
-const SAVES = "It finishes its current step and saves a checkpoint, from which it can be resumed.";
+const SAVES = "The run finishes its current step and saves a checkpoint, from which it can be resumed.";
 const SAVES_LATER =
-  "If training has begun, it finishes its current step and saves a checkpoint. Before that, there is nothing to save.";
+  "If training has begun, the run finishes its current step and saves a checkpoint. Before that, there is nothing to " +
+  "save.";
 
 async function stop(save) {
   const question = save
@@ -523,7 +524,7 @@ const resume = (fromScratch = false) =>
   });
 
 async function restartFromScratch() {
-  const question = "Restart this run at step 0? This deletes its checkpoints; when it ends, its model is replaced.";
+  const question = "Restart this run at step 0? This deletes its checkpoints; its model is replaced when the run ends.";
   if (await confirmDialog(question, "Restart from scratch", true)) await resume(true);
 }
 
@@ -536,7 +537,7 @@ const cleanUp = () =>
 async function remove() {
   const deleted = id;
   if (!(await confirmDelete(page.name.textContent))) return;
-  page.poller.stop(); // the poller would find no run; act() restarts it after a failure
+  page.poller.stop(); // it would find no run; if the run is not deleted, act() restarts the poller
   await act(async () => {
     await deleteRun(deleted);
     id = "";

@@ -54,7 +54,7 @@ export function createRunChart(chart, state) {
     place.append(tooltip.node);
   }
 
-  /** The pointer has moved over this chart, or over another one, which handles it. */
+  /** The pointer has moved over a chart; if it is another chart, that one handles the move. */
   function pointed(u) {
     if (u.cursor.left >= 0 && u.cursor.idx !== null && place.matches(":hover")) {
       state.pointAt(u.data[0][u.cursor.idx], card);

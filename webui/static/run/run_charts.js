@@ -123,7 +123,7 @@ function createPanel(state, happened) {
 
 /** The newest step and value of each series; while a part is shown, only the values change. */
 function newestOf({ series, last }, { zoom, newest }) {
-  const found = zoom ? { ...newest } : {}; // a restarted run may not have evaluated yet
+  const found = zoom ? { ...newest } : {}; // all steps: a value from before a restart must not stay
   for (const [key, { x, y }] of Object.entries(series)) {
     const value = last[key];
     if (!zoom) found[key] = { step: x[x.length - 1], value: y[y.length - 1] };

@@ -37,7 +37,8 @@ const FILES = {
   "certificate.json": "Certificate (report of the comparison)",
 };
 const WHY =
-  "A GGUF file runs in llama.cpp, Ollama and LM Studio. Footplate compares its outputs with the trained model's.";
+  "A GGUF file runs in llama.cpp, Ollama and LM Studio. Footplate compares the file's outputs with those of the " +
+  "trained model.";
 const isLora = (format) => format.startsWith("lora-");
 const startPart = createFormatMenu({ path: "gguf", menu: "GGUF format", text: "Export as GGUF" });
 

@@ -78,8 +78,8 @@ export const figures = ({ kl_mean: mean, same_argmax: same, positions }, limit) 
   `at ${percent(same)} of ${num(positions)} positions`;
 
 /**
- * What draws a menu of formats, and a button that starts an export in the selected one: the first, until someone
- * chooses.
+ * A function that draws a menu of formats, and a button that starts an export in the selected format: the first one,
+ * until someone chooses.
  * @param {{ path: string, menu: string, text: string }} texts the end of the API's path, the name of the menu, the
  * button
  */
@@ -103,7 +103,7 @@ export function createFormatMenu({ path, menu, text }) {
  * means
  */
 export function createProgress({ work, stop, stopping = "Stopping." }) {
-  const status = el("span.fp-dim", { role: "status" }); // screen readers need not hear each number of the progress
+  const status = el("span.fp-dim", { role: "status" }); // read out by screen readers, without the numbers of `text`
   const text = el("p.fp-dim");
   const bar = el("span");
   const progress = el("div.fp-progress", { role: "progressbar", "aria-label": `${work}: progress` }, bar);
@@ -165,8 +165,8 @@ export function createNumberField(label, attributes) {
 /** @param {any} attributes @returns {any} */
 export const createCheckbox = (attributes = {}) => el("input.fp-checkbox", { type: "checkbox", ...attributes });
 
-/** A menu of the models of a run, whose values are steps; null is the final model. Until someone chooses, it has the
- * first one: the newest, also when a newer one is saved. */
+/** A menu of the models of a run, whose values are steps; null is the final model. Until someone chooses, it
+ * selects the first one, which is the newest, even when a newer model is saved. */
 export function createModelMenu() {
   const node = el("select.fp-select", { onchange: () => (isChosen = true) });
   let isChosen = false;

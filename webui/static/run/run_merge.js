@@ -1,6 +1,6 @@
 // @ts-check
-// Part of the card "Your model": merging an adapter into its base model, what the comparison of both says, and
-// training further with a model.
+// Part of the card "Your model": merging an adapter into its base model, how the merged model compares with
+// the two, and training further with a model.
 import { post } from "../api.js";
 import { copy, el } from "../dom.js";
 import { bytes, num, percent } from "../format.js";
@@ -48,14 +48,17 @@ function mergedParts({ id, model, result: { certificate } }, run) {
   const saved = certificate.adapter_to_saved;
   const [share, count, kl] = [percent(saved.same_argmax), num(saved.positions), num(saved.kl_mean, 2)];
   const same = `same most likely next token at ${share} of ${count} positions, KL divergence ${kl} nats per token`;
-  const scores = `the scores of ${count} texts differ by at most ${num(saved.kl_max, 2)}`;
+  const scores = `the scores of ${count} texts differ from the unmerged model's by at most ${num(saved.kl_max, 2)}`;
   const compared = certificate.is_reward_model ? scores : same;
   const question = "Delete the merged model? The adapter stays.";
   return [
     el("h4", {}, "Merged model"),
     el("p.fp-dim.fp-figures", {}, `Full weights in ${certificate.dtype}, ${bytes(model.bytes)}`),
     el("p", {}, el("code.fp-path", {}, model.folder)),
-    verdictPart(certificate.status, `Loaded from its files and compared with base model and adapter: ${compared}.`),
+    verdictPart(
+      certificate.status,
+      `Loaded from its files. Compared with the base model and the adapter: ${compared}.`,
+    ),
     ...limitations(certificate.limits),
     actions(
       downloadLink("Download merged model", `${run.base}/merges/${id}/model.zip`),

@@ -47,7 +47,9 @@ function aboutParts(model, run) {
   return [
     el("p.fp-dim.fp-figures", {}, `${kind}${step}, ${bytes(model.bytes)}`),
     el("p", {}, el("code.fp-path", {}, model.folder)),
-    fold("Python code that uses it", el("pre.fp-code", { tabindex: 0 }, model.code), () => copy(model.code, "Code")),
+    fold("Python code that uses the model", el("pre.fp-code", { tabindex: 0 }, model.code), () =>
+      copy(model.code, "Code"),
+    ),
     actions(
       downloadLink("Download", `${run.base}/model.zip`),
       button("Copy folder", () => copy(model.folder, "Folder")),

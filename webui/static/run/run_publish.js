@@ -79,7 +79,7 @@ const input = (value, placeholder) =>
 const label = (text, field) => el("label", {}, text, field);
 
 /** The exports that have finished and were verified: id -> label. All GGUF files of whole models fit into one
- * repository, and have their ids joined by commas. */
+ * repository: that choice has their ids, joined by commas. */
 function verifiedExports(gguf, quantized) {
   const isVerified = ({ state, result }) => state === "done" && /^verified/.test(result.certificate?.status);
   const files = gguf.filter((job) => job.gguf && isVerified(job));
@@ -92,13 +92,13 @@ function verifiedExports(gguf, quantized) {
   return choices;
 }
 
-/** What can be published of a step, except exports: id of the merge, '' for the model itself -> label. */
+/** What can be published of a step, except exports: the label by the id of the merge, '' for the model itself. */
 function modelChoices(model, step, earlier) {
   const { merge } = model;
   const current = step === model.step && merge?.state === "done" && merge.model ? merge.id : "";
   const choices = { "": model.base ? "Adapter" : "Full weights" };
   if (earlier)
-    choices[earlier] = current && current !== earlier ? "Merged model of the earlier request" : "Merged model";
+    choices[earlier] = current && current !== earlier ? "Merged model from the earlier request" : "Merged model";
   if (current && current !== earlier) choices[current] = "Merged model";
   return choices;
 }
@@ -108,7 +108,7 @@ function askWhere(model, run, request) {
   const step = "step" in request ? request.step : model.step;
   const earlier = request.exports?.join(",") || "";
   const exports = step === model.step ? { ...model.exports } : {};
-  if (earlier) exports[earlier] ||= "Exports of the earlier request";
+  if (earlier) exports[earlier] ||= "Exports from the earlier request";
   const models = { ...modelChoices(model, step, request.merge), ...exports };
   const what = select(models, earlier || request.merge || "");
   const where = select({ [HUB]: "Hugging Face Hub", [FOLDER]: "Folder on this server" }, request.folder ? FOLDER : HUB);
@@ -149,7 +149,7 @@ function askWhere(model, run, request) {
     };
     const summary = await post(`${run.base}/publications/summary`, body);
     if (!isOpen()) return;
-    close(); // first, so that the focus returns to the button that has opened it when the second dialog closes
+    close(); // first: after the second dialog, the focus returns to the button that opened this one
     confirmSummary(summary, model, run);
   };
   const close = formDialog("Publish this model", fields.filter(Boolean), next, { label: "Review files" });

@@ -1,6 +1,6 @@
 // @ts-check
-// Part of the card "Your model": exporting full weights as a quantized checkpoint of transformers, and whether it is
-// still the same model.
+// Part of the card "Your model": exporting full weights as a quantized checkpoint of transformers, and whether the
+// checkpoint is still the same model.
 import { copy, el } from "../dom.js";
 import { bytes } from "../format.js";
 import {
@@ -18,8 +18,8 @@ import {
 } from "./run_jobs.js";
 
 const WHY =
-  "A quantized checkpoint needs less memory in transformers. Footplate compares its outputs with those of the " +
-  "trained model.";
+  "A quantized checkpoint needs less memory in transformers. Footplate compares the checkpoint's outputs with those " +
+  "of the trained model.";
 const startPart = createFormatMenu({
   path: "quantized",
   menu: "Format of the quantized checkpoint",

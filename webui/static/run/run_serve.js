@@ -1,5 +1,5 @@
 // @ts-check
-// Part of the card "Your model": serving an exported GGUF file, or with vLLM, with an OpenAI-compatible API.
+// Part of the card "Your model": serving a GGUF file, or weights with vLLM, with an OpenAI-compatible API.
 import { get, post } from "../api.js";
 import { attempt, copy, el } from "../dom.js";
 import { num } from "../format.js";
@@ -40,7 +40,7 @@ function startPart(formats, run) {
   return actions(format, button("Serve this model", start));
 }
 
-/** `vllm`: why it cannot serve the model, '' if it can, what to know about it, and which model it serves. */
+/** `vllm`: why it cannot serve the model ('' if it can), what to know about it, and which model it serves. */
 function vllmPart({ reason, note, step, merged }, run) {
   const start = () => ask(post(`${run.base}/servers`, { engine: "vllm", step, merged }), run.refresh);
   const label = merged ? "Serve merged model with vLLM" : "Serve with vLLM";

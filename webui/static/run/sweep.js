@@ -136,7 +136,7 @@ function rankText(/** @type {Member[]} */ runs, current, /** @type {Ranking} */ 
   const measured = runs.filter((run) => run[key] !== null).length;
   const name = key === LOSS_KEY ? "validation loss" : label;
   const hasValue = place >= 0 && runs[place][key] !== null;
-  const own = hasValue ? `This run is number ${place + 1} of ${measured} by ${name}.` : "";
+  const own = hasValue ? `This run ranks number ${place + 1} of ${measured} by ${name}.` : "";
   return [own, key !== LOSS_KEY && sentence].filter(Boolean).join(" ");
 }
 
@@ -148,7 +148,7 @@ function sweepParts(/** @type {Member[]} */ runs, labels, current, /** @type {Ra
   return measured > 1 ? [parallelAxes(runs, columns, labels, current, ranked), ...parts] : parts;
 }
 
-/** The runs by a score; by the validation loss if none has it any more, as after its evaluation was deleted. */
+/** The runs by a score, or by the validation loss if no run has that score any more: evaluations can be deleted. */
 async function getRanked(sweep, by) {
   const path = `api/sweeps/${encodeURIComponent(sweep)}?by=`;
   try {
@@ -176,7 +176,7 @@ export function createSweep(isVisible) {
     if (!isCurrent()) return undefined;
     by = found.by;
     draw(found);
-    return found.runs.every((run) => hasEnded(run.state)) ? "rest" : undefined; // one may be resumed
+    return found.runs.every((run) => hasEnded(run.state)) ? "rest" : undefined; // a run may be resumed
   }
 
   function choose(wanted) {

@@ -1,5 +1,5 @@
 // @ts-check
-// The waiting runs: their order, and what can be changed. Part of the Runs view; the Run view holds and releases too.
+// The waiting runs: their order, and what can be changed. Part of the Runs view; the Run view also holds and releases.
 import { post, runPath } from "../api.js";
 import { attempt, confirmDialog, el } from "../dom.js";
 
@@ -43,7 +43,7 @@ export function createQueue(changed) {
     if (row && action) list.querySelector(`li[data-run="${CSS.escape(row)}"] [data-action="${action}"]`)?.focus();
   }
 
-  /** Take no more space than needed: the view was opened, or the window has another size. */
+  /** Take no more space than needed, after the view was opened or the window was resized. */
   function fit() {
     node.style.minHeight = "";
     node.hidden = !list.childElementCount;

@@ -14,7 +14,7 @@ export class RowsInSight {
   rows = new Map(); // id -> row in the document; it stays the same node, so that it keeps the focus
   items = /** @type {Item[]} */ ([]);
   grouped = /** @type {Set<string>} */ (new Set()); // ids of the runs that have a heading
-  isOutdated = false; // the rows have other columns
+  isOutdated = false; // whether the rows still have other columns
   rowHeight = 45; // px; all rows have the same height
   frame = 0;
 
@@ -39,7 +39,7 @@ export class RowsInSight {
     const end = Math.min(items.length, Math.ceil((innerHeight - top) / rowHeight) + AROUND);
     const first = Math.min(end, Math.max(0, Math.floor(-top / rowHeight) - AROUND));
     const inSight = items.slice(first, end);
-    // Nothing may read a size until all rows are in place: the document would be shorter until then, and scroll.
+    // Read no size until all rows are in place: before that, the document is shorter, so the browser would scroll.
     this.#removeOthers(inSight);
     if (this.above.parentNode !== this.node) this.node.append(this.above, this.below);
     let previous = this.above;

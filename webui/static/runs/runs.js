@@ -190,7 +190,7 @@ function fold(sweep) {
   changeView({ folded: others.length < view.folded.length ? others : [sweep, ...others].slice(0, MAX_FOLDED) });
 }
 
-/** Numbers and times start with the direction that is usual for them; a third click ends the sorting. */
+/** The first click on a column sorts in its usual direction, the second in the other; the third ends the sorting. */
 function sortBy(key) {
   const column = columns.find((column) => column.key === key);
   const first = column?.kind === "time" || ["step", "duration", "tokens_per_second", "peak_memory"].includes(key);

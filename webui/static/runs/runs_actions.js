@@ -25,7 +25,7 @@ async function archive(ids, archived, changed) {
   notify(text, { action: { label: "Undo", run: undo } });
 }
 
-/** The text of a field with tags as what to add and, after a minus, to remove. @param {string} text */
+/** The tags in the text of a field: those to add, and those after a minus, to remove. @param {string} text */
 function tagChanges(text) {
   const tags = text.split(/[\s,]+/).filter(Boolean);
   return {
@@ -51,7 +51,7 @@ export function editNotes(run, changed) {
   formDialog(
     `Name, tags and notes of ${run.name || run.id}`,
     [
-      el("label", {}, "Name; the run's folder keeps its name", name),
+      el("label", {}, "Name (the folder of the run is not renamed)", name),
       el("label", {}, "Tags, separated by spaces", tags),
       el("label", {}, "Notes", notes),
     ],
@@ -69,7 +69,7 @@ export function editNotes(run, changed) {
 /** Add and remove tags of several runs. @param {string[]} ids @param {() => void} changed */
 function editTags(ids, changed) {
   const tags = el("input.fp-input", { type: "text", placeholder: "paper -draft" });
-  formDialog(`Tag ${counted(ids.length)}`, [el("label", {}, "Tags to add; a minus removes a tag", tags)], async () => {
+  formDialog(`Tag ${counted(ids.length)}`, [el("label", {}, "Tags to add, or -tag to remove one", tags)], async () => {
     await annotate(ids, tagChanges(tags.value));
     changed();
   });

@@ -45,7 +45,7 @@ export function createRow(id, columns, selected, handlers) {
   function draw(run) {
     if (run === shown && hasEnded(run.state)) return;
     shown = run;
-    // The differing part comes first, since names of a sweep begin with the same words and are cut at the end.
+    // The differing part comes first, since the names in a sweep begin with the same words and are cut at the end.
     setText(varied, run.varied || run.name || id);
     setText(base, run.varied ? ` \u00b7 ${baseName(run)}` : "");
     link.title = [run.varied ? run.name : "", run.sentence].filter(Boolean).join("\n");

@@ -70,7 +70,7 @@ function checkTerm({ key, label, kind }, start, text) {
   const fail = (message) => {
     throw new SearchError(message);
   };
-  if (kind === "time") fail(`${label} is a time: search for the start of the run's ID, such as 2026-11-22.`);
+  if (kind === "time") fail(`${label} is a time: search for the beginning of the run's ID, such as 2026-11-22.`);
   if (!text) fail(`${start} needs a value.`);
   if (kind === "number" && !NUMBER.test(text)) fail(`${label} is a number, and ${text} is not.`);
   if (kind === "yes_no" && !["yes", "no"].includes(text)) fail(`${label} is yes or no: ${key}:yes`);
