@@ -124,7 +124,10 @@ def refuse_tools(request: Request, reason: str) -> None:
     """Raise TrainError if the model would not see the request's tools, or would not see that its prompt is a tool
     result."""
     if request.tools.strip():
-        raise TrainError(f"Tools: {reason[0].lower()}{reason[1:]}, so it would ignore them. Clear the field Tools.")
+        raise TrainError(
+            f"Tools: {reason[0].lower()}{reason[1:]}, so it would ignore them. Clear the field Tools, or run "
+            "the command without --tools."
+        )
     if request.role == TOOL:
         raise TrainError(f"{reason}, so a tool result cannot be sent. Send it as a user prompt.")
 

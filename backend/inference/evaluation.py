@@ -61,8 +61,8 @@ class Evaluation:
         self.custom: Sequence[Custom] = ()
         self.scores = ExampleScores(self.settings, self.custom)
         self.model_changed = 0  # when the final model was saved
-        self.done = self.total = 0  # work, in tokens of outputs
-        self.began: tuple[float, float] | None = None  # when this start began to evaluate, and the part done by then
+        self.done = self.models_work = self.total = 0  # work, in tokens of outputs; that of both models, and all
+        self.began: tuple[float, int] | None = None  # when the models or the judge began, and the work done by then
 
     def run_all(self) -> None:
         """Evaluate, and write the result. Raises TrainError, Stopped."""
@@ -79,7 +79,8 @@ class Evaluation:
         for line in Lines(self.folder / OUTPUTS).read():
             self._keep(line)
         own = sum(not item.is_general for item in items)
-        self.total = len(SIDES) * sum(self._work(item) for item in items) + self._judge_work() * own
+        self.models_work = len(SIDES) * sum(self._work(item) for item in items)
+        self.total = self.models_work + self._judge_work() * own
         self.done = sum(self._kept_work(side, item) for side in SIDES for item in items)
         self.model_changed = (self.run.path / MODEL).stat().st_mtime_ns if self.settings.step is None else 0
         ends = frozenset(generation.stop_tokens(trained))  # for both models, as in training before its first step
@@ -185,15 +186,21 @@ class Evaluation:
     def _tick(self, text: str, more: int) -> None:
         """Report the completed work, plus `more` of the work in progress. Raises Stopped."""
         self._check_stop()
-        part = (self.done + more) / max(1, self.total)
-        self.log.progress("evaluating", f"{text}{self._left(part)}.", fraction=part)
+        done = self.done + more
+        self.log.progress("evaluating", f"{text}{self._left(done)}.", fraction=done / max(1, self.total))
 
-    def _left(self, part: float) -> str:
-        """The remaining time as the end of a sentence, once the first part of the work has shown its speed."""
-        now = time.monotonic()
-        began, before = self.began = self.began or (now, part)
-        known = now - began > LEFT_AFTER and part - before > LEFT_PART and part < 1  # scores may take long, too
-        return f", {throughput.time_left(now - began, part, before)}" if known else ""
+    def _left(self, done: int) -> str:
+        """The remaining time as the end of a sentence, once the first part of the work has shown its speed. The speed
+        of the models says nothing about that of a judge, which answers afterwards."""
+        now, judging = time.monotonic(), done > self.models_work
+        start, end = (self.models_work, self.total) if judging else (0, self.models_work)
+        if not self.began or (judging and self.began[1] <= self.models_work):
+            self.began = now, done
+        began, before = self.began
+        if now - began <= LEFT_AFTER or done - before <= LEFT_PART * (end - start) or done >= end:
+            return ""
+        left = throughput.time_left(now - began, (done - start) / (end - start), (before - start) / (end - start))
+        return f", {left} before the judge starts" if end < self.total else f", {left}"
 
     def _write(self, line: dict[str, Any]) -> None:
         append(self.folder / OUTPUTS, line)

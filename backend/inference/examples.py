@@ -25,7 +25,7 @@ from backend.paths import ASSETS
 from backend.runs import SPEC
 from backend.runs.folder import Run
 from backend.train.data import ExampleTokenizer, conversations, tokenizer_for
-from backend.train.examples import ConvertedExample, Part, select
+from backend.train.examples import COLUMNS_ADVICE, ConvertedExample, Part, select
 from backend.train.generation_eval import EvalPrompt, eval_prompts
 from backend.train.run_log import TrainError
 from backend.train.templates import ChatTokenizer
@@ -33,6 +33,7 @@ from backend.train.templates import ChatTokenizer
 GENERAL_TEXTS = ASSETS / "general" / "texts.jsonl"
 MAX_GENERAL_TOKENS = 64  # tokens of a general text that are used
 SEED = 0  # for drawing examples
+RENAME_COLUMNS = " Rename the columns to those of the run's data."
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,11 @@ def read(spec: RunSpec, settings: Settings, tokenizer: Any, info: Callable[[str]
     found: list[Item] = []
     if settings.examples:
         spec = _with_data(spec, settings)
-        parts = _chosen(spec, settings, info)
-        found = _items(spec, tokenizer, parts, settings.examples)
+        try:
+            parts = _chosen(spec, settings, info)
+            found = _items(spec, tokenizer, parts, settings.examples)
+        except TrainError as error:  # the options of a run that has ended cannot be set
+            raise TrainError(str(error).replace(COLUMNS_ADVICE, RENAME_COLUMNS)) from error
         if not found:
             raise TrainError(
                 "No example can be evaluated: none has a completion or, as a plain text, a token with a loss. "

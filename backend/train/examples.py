@@ -41,6 +41,7 @@ from backend.wording import counted
 
 Tick = Callable[[int, int], bool]  # (examples done, examples in total, 0 if not known) -> continue?
 ROWS_PER_TICK = 1000
+COLUMNS_ADVICE = " Set data.format and its column options."
 REASONS = 5  # of skipped examples that are logged
 FIRST = 1000  # training examples of a streamed dataset that are prepared before training
 FIRST_READ = 100_000  # examples of a streamed dataset in which its first training and validation examples are found
@@ -350,7 +351,7 @@ def _converted(
             format = detect_format(row, stage.formats) or ""
             if not format:
                 problem = detection_problem(row, stage.formats)
-                advice = " Set data.format and its column options." if problem.startswith(UNKNOWN_COLUMNS) else ""
+                advice = COLUMNS_ADVICE if problem.startswith(UNKNOWN_COLUMNS) else ""
                 raise TrainError(f"{location}: {problem}.{advice}")
         if format not in stage.formats:
             option = "data.builtin" if spec.data.source == "builtin" else "data.format"
