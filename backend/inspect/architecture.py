@@ -179,7 +179,7 @@ def _tables(folder: Path) -> ModuleTables:
     return ModuleTables(folder)
 
 
-# Until the table exists: names from the source files of transformers, which are read but not imported.
+# Names from the source files of transformers, which are read but not imported, until the module table exists.
 
 
 SPECIAL_MODULES = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"  # model types whose source has another name: gemma3_text, gemma3

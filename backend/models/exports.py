@@ -17,7 +17,7 @@ BATCHES, OUTPUTS, TOKENS = "batches.safetensors", "outputs.safetensors", "tokens
 TEMPORARY = (UNCHECKED, SOURCE, DEQUANTIZED, PLAIN, BATCHES, OUTPUTS, TOKENS)
 # An export has nothing to save, and may be silent in a library for minutes.
 TIMEOUTS = StopTimeouts(save=0.5, discard=0.5, sigterm=1.0, before_training=0.5)
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # memory decides, and trainings need the GPUs
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # memory is the limit, and trainings need the GPUs
 
 
 def model_folder(job: Run) -> Path | None:

@@ -84,7 +84,7 @@ JOBS = "jobs"  # a folder for each job of the run that has trained, such as a me
 CERTIFICATE = "certificate.json"  # next to a merged model or a GGUF file: how it compares with the trained model
 TOKEN = "token"  # in the job of a server, while it runs: what its clients have to send
 EVALUATED = "evaluated.json"  # the loss of the final model on general texts, by the process of its newest evaluation
-BASE = "base.json"  # the base model as it was loaded for training: where, which revision, its fingerprint; by rank 0
+BASE = "base.json"  # the base model as rank 0 loaded it: its location, revision and fingerprint
 
 # In EVALUATED: the loss on general texts, and how much higher it is than the base model's.
 GENERAL_LOSS, FORGETTING = "general_loss", "forgetting"

@@ -251,7 +251,7 @@ class CheckpointCallback(TrainerCallback):
         self.unusual_steps = LAST_LOSSES * spec.logging.steps + 1 if retries else 0
         self.monitor = monitor
         self.options = resumed_options.compared(spec, examples)
-        self.stopped = 0  # 1: without, 2: with a checkpoint, as RunLog.stop_requested
+        self.stopped = 0  # 1: stop without a checkpoint, 2: with one, as in RunLog.stop_requested
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the timeout of collectives, now that the engine has created its process groups."""

@@ -29,10 +29,10 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from backend.train.run_log import TrainError
 from backend.wording import counted
 
-ONE_FILE = ("model.safetensors", "pytorch_model.bin")  # transformers writes the first; others may have the second
+ONE_FILE = ("model.safetensors", "pytorch_model.bin")  # transformers writes the first; other tools may write the second
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 NOT_WEIGHTS: Mapping[str, str] = {"_extra_state": "scales of TransformerEngine's fp8 layers, measured again"}
-"""The last part of names that a checkpoint or a model may have alone, and why that loses nothing."""
+"""Ends of names that only the checkpoint or only the model may have, and why nothing is lost without them."""
 REMEDY = "Use a checkpoint of the same model and method, or start at step 0."
 NAMED = 4  # tensors in an error
 Read = Callable[[], torch.Tensor]

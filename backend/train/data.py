@@ -53,7 +53,7 @@ from backend.train.worker_processes import in_processes
 from backend.wording import counted, ratio
 
 TRAIN, VALIDATION = "train", "validation"  # folders with datasets
-SKIPPED = "skipped"  # a count of examples; with a reason behind it, of examples with this reason
+SKIPPED = "skipped"  # key of the number of skipped examples; with a reason appended, of those skipped for it
 OTHERS = "others.json"  # what PreparedData has besides the datasets
 COMPARED_ROWS = 64
 BATCH_SIZE = 200  # examples between two checks for a stop request

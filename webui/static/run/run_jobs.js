@@ -1,5 +1,5 @@
 // @ts-check
-// What the cards of a run's jobs share: chat, evaluation, merge, export as GGUF and publication.
+// Code shared by the cards of a run's jobs: chat, evaluation, merge, exports and publication.
 import { post, remove, url } from "../api.js";
 import { attempt, confirmDialog, el, isFocusLost, redraw, setText } from "../dom.js";
 import { capitalized, num, percent } from "../format.js";
