@@ -219,8 +219,9 @@ def test_the_remaining_time_is_that_of_the_work_of_this_start() -> None:
     started.settings, started.found = Settings(max_new_tokens=10, samples_per_prompt=2), {("base", "a"): {"loss": 1.0}}
     started.outputs = {("base", "a"): dict.fromkeys((0, 1, 2), Generated("", True))}
     assert [started._kept_work(side, item) for side in ("base", "trained")] == [LOSS_WORK + 2 * 10, 0]
-    started.began = (time.monotonic() - 60, 0.5)
-    assert [started._left(part) for part in (0.51, 0.75, 1.0)] == ["", ", about 1 min left", ""]
+    started.models_work = started.total = 100
+    started.began = (time.monotonic() - 60, 50)
+    assert [started._left(done) for done in (51, 75, 100)] == ["", ", about 1 min left", ""]
 
 
 def test_samples_are_drawn_again_with_the_same_seeds(run: Run, finish: Callable[..., Run]) -> None:
