@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,7 @@ def contents(run: Run, request: Request) -> Contents:
     if found and found[0].kind == jobs.GGUF:
         return _gguf_contents(run, request, found)
     spec, model = read_spec(run), _model(run, request)
-    source = _source(run, request)
-    base = request.base_model or source or _hub_id(spec)
+    base, is_of_weights = _base_model(run, request, spec, is_quantized=bool(request.exports))
     if model.base and not base:
         raise RunError(
             f"The adapter belongs to {model.base}, a model on this machine, so nobody else could load it. Enter the "
@@ -146,47 +145,43 @@ def contents(run: Run, request: Request) -> Contents:
         )
     names = {str(path.relative_to(model.folder)): path for path in sorted(model.folder.rglob("*")) if not path.is_dir()}
     kept = {name: path for name, path in names.items() if _is_published(name)}
-    if links := [path for path in kept.values() if path.is_symlink()]:
-        raise RunError(f"{links[0]} is a symbolic link: replace it with the file to publish the model.")
-    local = _local_bases(run, spec, model)
-    published = [_published(name, path, local, base) for name, path in kept.items()]
     certificate = jobs.find(run, request.merge).result().get("certificate", {}) if request.merge else {}
-    is_of_weights = bool(source) and base == source
     subject = card.Subject(request.destination, base, request.license, certificate, found, is_of_weights)
-    left_out = tuple(name for name in names if name not in kept and name != README)
-    return _with_card(run, spec, model, subject, published, left_out)
+    return _with_card(run, spec, model, subject, kept, [name for name in names if name not in kept and name != README])
 
 
 def _gguf_contents(run: Run, request: Request, found: Sequence[exports.Export]) -> Contents:
     """The files of GGUF exports. Raises RunError."""
     spec, model = read_spec(run), trained.at_step(run, request.step)
     assert model  # of verified exports
-    source = "" if found[0].is_adapter else _source(run, request)
-    base = request.base_model or source or _hub_id(spec)
-    files, left_out = exports.public_files(found)
-    if links := [path for path in files.values() if path.is_symlink()]:
-        raise RunError(f"{links[0]} is a symbolic link: replace it with the file to publish the model.")
-    local = _local_bases(run, spec, model)
-    published = [_published(name, path, local, base) for name, path in files.items()]
+    base, is_of_weights = _base_model(run, request, spec, is_quantized=not found[0].is_adapter)
+    kept, left_out = exports.public_files(found)
     listed = [*found, *exports.also_published(run, request.repository, found)]
-    is_of_weights = bool(source) and base == source
     subject = card.Subject(request.destination, base, request.license, {}, listed, is_of_weights)
-    return _with_card(run, spec, model, subject, published, left_out)
+    return _with_card(run, spec, model, subject, kept, left_out)
 
 
-def _source(run: Run, request: Request) -> str:
-    """The repository of the full weights that are quantized; '' if they are not published."""
-    return exports.published_source(run, request.step, request.public) if request.exports else ""
+def _base_model(run: Run, request: Request, spec: RunSpec, is_quantized: bool) -> tuple[str, bool]:
+    """The Hub ID of the base model, '' if it is not known, and whether it is the repository of the full weights that
+    were quantized."""
+    source = exports.published_source(run, request.step, request.public) if is_quantized else ""
+    base = request.base_model or source or _hub_id(spec)
+    return base, bool(source) and base == source
 
 
 def _with_card(
-    run: Run, spec: RunSpec, model: trained.TrainedModel, subject: card.Subject, published: list[PublishedFile],
+    run: Run, spec: RunSpec, model: trained.TrainedModel, subject: card.Subject, kept: Mapping[str, Path],
     left_out: Sequence[str],
 ) -> Contents:  # fmt: skip
-    """What is published, with its model card. Raises RunError for a local path."""
+    """The files `kept`, name -> file, as they are published, with their model card. Raises RunError for a link and for
+    a local path."""
+    if links := [path for path in kept.values() if path.is_symlink()]:
+        raise RunError(f"{links[0]} is a symbolic link: replace it with the file to publish the model.")
+    local = _local_bases(run, spec, model)
+    published = [_published(name, path, local, subject.base_model) for name, path in kept.items()]
     text = card.write(run, spec, model, subject)
     published.append(PublishedFile.written(README, model.folder / README, text))
-    paths = {str(run.path), *_local_bases(run, spec, model)}
+    paths = {str(run.path), *local}
     for file in published:
         _check_paths(file, paths)
     files = tuple(sorted(published, key=lambda file: file.name))
