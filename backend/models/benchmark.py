@@ -76,7 +76,8 @@ def offer(run: Run) -> Offer:
     if registry.STAGES[spec.train.stage].is_reward_model:
         problem = REWARD_MODEL
     is_chat = bool(models) and chat.mode_of(spec, models[0].folder) == chat.CHAT
-    missing = "" if environments.is_complete(ENVIRONMENT) else f"{environments.how_to_create(ENVIRONMENT)}."
+    create = f"lm-eval is not installed. {environments.how_to_create(ENVIRONMENT)}."
+    missing = "" if environments.is_complete(ENVIRONMENT) else create
     return Offer(tuple(model.step for model in models), is_chat, problem, missing)
 
 
@@ -138,7 +139,7 @@ def _problem(run: Run, settings: Settings) -> str:
     if offered.problem or settings.problem():
         return offered.problem or settings.problem()
     if offered.missing:
-        return f"lm-eval is not installed. {offered.missing.rstrip('.')}, then start the benchmark again."
+        return f"{offered.missing.rstrip('.')}, then start the benchmark again."
     if settings.step not in offered.steps:
         return trained.not_loadable(settings.step, offered.steps)
     model = trained.at_step(run, settings.step)

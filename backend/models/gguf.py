@@ -95,13 +95,17 @@ def _require_plain_lora(model: trained.TrainedModel) -> None:
         raise RunError(f"{problem} {other} in one of the formats {', '.join(OF_MODEL)}.")
 
 
+def missing() -> str:
+    """That llama.cpp is not installed, and how to install it, without the last period; '' if it is installed."""
+    if environments.is_complete(ENVIRONMENT):
+        return ""
+    return f"The converter and runtime of llama.cpp are not installed. {environments.how_to_create(ENVIRONMENT)}"
+
+
 def require_environment(then: str) -> None:
     """Raise RunError if llama.cpp is not installed; `then` is what to do once it is."""
-    if not environments.is_complete(ENVIRONMENT):
-        raise RunError(
-            f"The converter and runtime of llama.cpp are not installed. {environments.how_to_create(ENVIRONMENT)}, "
-            f"then {then}."
-        )
+    if problem := missing():
+        raise RunError(f"{problem}, then {then}.")
 
 
 def exported(run: Run) -> list[Run]:

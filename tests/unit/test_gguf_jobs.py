@@ -53,6 +53,7 @@ def test_what_is_refused(plant, capsys):
     with pytest.raises(RunError, match="Run `footplate env create gguf`"):
         gguf.start(run, None, "q8_0")
     environments.environment_folder("gguf").mkdir(parents=True)  # as an interrupted creation leaves it
+    assert "are not installed. Run `footplate env create gguf`, which" in gguf.missing()
     assert main(["export-model", "--runs", str(run.path.parent), run.id]) == 2
     assert "`footplate env create gguf`" in capsys.readouterr().err
     with pytest.raises(RunError, match="Choose one of q8_0, q6_k, q5_k_m, q4_k_m, f16, bf16, lora-q8_0"):
@@ -66,6 +67,7 @@ def test_what_is_refused(plant, capsys):
 def test_an_adapter_has_to_be_merged_first(plant):
     run = plant(is_adapter=True)
     create_environment()
+    assert not gguf.missing()
     with pytest.raises(RunError, match=rf"`footplate merge {run.id}`, or Merge into base model"):
         gguf.start(run, None, "q8_0")
     job = jobs.create(run, jobs.MERGE, {"step": None}, {}, {})

@@ -1,11 +1,11 @@
 // @ts-check
 // The card "Benchmarks" of the Run view: the trained model and its base model on tasks of lm-eval.
 import { post } from "../api.js";
-import { copy, el, redraw } from "../dom.js";
+import { el, redraw } from "../dom.js";
 import { createFields, settingsText } from "./benchmarks_fields.js";
 import { resultTable } from "./benchmarks_table.js";
 import { ResultsCard } from "./results_card.js";
-import { actions, button, deleteButton, downloadLink, limitations } from "./run_jobs.js";
+import { deleteButton, downloadLink, limitations, missingPart } from "./run_jobs.js";
 
 const KIND = {
   name: "benchmarks",
@@ -49,17 +49,14 @@ export class Benchmarks extends ResultsCard {
 
 /** How to create the environment, if it is missing. */
 function createMissing() {
-  const text = el("p");
-  let command = "";
-  const node = el("div.fp-job-section", { hidden: true }, text, actions(button("Copy command", () => copyCommand())));
-  const copyCommand = () => copy(command, "Command");
-  /** @param {string} missing a sentence with the command, '' if nothing is missing */
+  const node = el("div.fp-job-section", { hidden: true });
+  let drawn = "";
+  /** @param {string} missing sentences with the command, '' if nothing is missing */
   function draw(missing) {
+    if (missing === drawn) return;
+    drawn = missing;
     node.hidden = !missing;
-    if (!missing) return;
-    const [before, code, after] = missing.split("`");
-    command = code;
-    redraw(text, `lm-eval is not installed. ${before}`, el("code", {}, code), `${after} It needs no restart.`);
+    redraw(node, missing && missingPart(missing));
   }
   return { node, draw };
 }

@@ -460,8 +460,8 @@ function drawModel() {
   const from = run.spec?.["model.path"] || run.spec?.["model.hub_id"] || "";
   const generations = run.result?.samples?.length;
   const showGenerations = generations ? () => page.generations.node.scrollIntoView({ behavior: "smooth" }) : null;
-  const { model, merge, gguf, quantized, quantized_formats, server, vllm, publications } = run;
-  const jobs = { merge, gguf, quantized, quantized_formats, server, vllm, publications };
+  const { model, merge, gguf, gguf_missing, quantized, quantized_formats, server, vllm, publications } = run;
+  const jobs = { merge, gguf, gguf_missing, quantized, quantized_formats, server, vllm, publications };
   const shown = model && { ...model, ...jobs, generations };
   page.model.draw(shown, { base: base(), from, train, refresh: page.poller.wake, showGenerations });
 }

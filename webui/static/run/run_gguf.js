@@ -14,6 +14,7 @@ import {
   figures,
   isAlive,
   limitations,
+  missingPart,
   named,
   verdictPart,
 } from "./run_jobs.js";
@@ -37,8 +38,8 @@ const FILES = {
   "certificate.json": "Certificate (report of the comparison)",
 };
 const WHY =
-  "A GGUF file runs in llama.cpp, Ollama and LM Studio. Footplate compares the file's outputs with those of the " +
-  "trained model.";
+  "A GGUF file runs in llama.cpp, Ollama and LM Studio, and Footplate can serve it with an API. Footplate compares " +
+  "the file's outputs with those of the trained model.";
 const isLora = (format) => format.startsWith("lora-");
 const startPart = createFormatMenu({ path: "gguf", menu: "GGUF format", text: "Export as GGUF" });
 
@@ -46,13 +47,13 @@ const startPart = createFormatMenu({ path: "gguf", menu: "GGUF format", text: "E
 export const GGUF = {
   work: "Exporting",
   stop: "Stop exporting",
-  shown: ({ base, step, merge, gguf, is_reward_model: isRewardModel }) =>
-    isRewardModel ? null : { step, gguf, isFull: !base || Boolean(merge?.model), isAdapter: Boolean(base) },
+  shown: ({ base, step, merge, gguf, gguf_missing: missing, is_reward_model: isRewardModel }) =>
+    isRewardModel ? null : { step, gguf, missing, isFull: !base || Boolean(merge?.model), isAdapter: Boolean(base) },
   jobs: ({ gguf }) => gguf,
   parts: ggufParts,
 };
 
-function ggufParts({ step, gguf, isFull, isAdapter }, run, progress) {
+function ggufParts({ step, gguf, missing, isFull, isAdapter }, run, progress) {
   const done = gguf.filter((job) => job.gguf);
   const failed = gguf.filter((job) => !job.gguf && failureText(job));
   const isLeft = (format) => (isLora(format) ? isAdapter : isFull) && !done.some((job) => job.format === format);
@@ -62,6 +63,7 @@ function ggufParts({ step, gguf, isFull, isAdapter }, run, progress) {
     el("p.fp-dim", {}, isFull ? WHY : `${WHY} Without a merge, the adapter is exported as GGUF LoRA.`),
     ...done.map((job) => filePart(job, run)),
     ...failed.map((job) => failedPart(job, job.format, run)),
+    missing && missingPart(missing),
     gguf.some(isAlive) ? progress : Object.keys(left).length > 0 && startPart(left, step, run),
   ];
 }

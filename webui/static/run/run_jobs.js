@@ -1,7 +1,7 @@
 // @ts-check
 // Code shared by the cards of a run's jobs: chat, evaluation, merge, exports and publication.
 import { post, remove, url } from "../api.js";
-import { attempt, confirmDialog, el, isFocusLost, redraw, setText } from "../dom.js";
+import { attempt, confirmDialog, copy, el, isFocusLost, redraw, setText } from "../dom.js";
 import { capitalized, num, percent } from "../format.js";
 import { hasEnded } from "../run_state.js";
 
@@ -65,6 +65,19 @@ export const failedPart = (job, format, run) =>
     failurePart(`${format}: ${failureText(job)}`),
     actions(button("Delete", () => removeJob(job.id, run), named("Delete failed export", format))),
   );
+/**
+ * That an environment is not installed, and its command.
+ * @param {string} missing sentences with the command in backticks
+ */
+export function missingPart(missing) {
+  const [before, command, after] = missing.split("`");
+  return el(
+    "div",
+    {},
+    el("p", {}, before, el("code", {}, command), `${after} It needs no restart.`),
+    actions(button("Copy command", () => copy(command, "Command"))),
+  );
+}
 export const limitations = (limits) => limits.map((limit) => el("p.fp-dim", {}, `Limitation: ${limit}`));
 /** The status of a certificate, and what was compared. */
 export const verdictPart = (status, text) => el("p.fp-job-verdict", {}, el("b", {}, capitalized(status)), `. ${text}`);

@@ -11,7 +11,7 @@ import { fold } from "./run_results.js";
 import { SERVER } from "./run_serve.js";
 
 const ABOUT = {
-  shown: ({ merge, gguf, quantized, quantized_formats, server, vllm, publications, ...about }) => about,
+  shown: ({ merge, gguf, gguf_missing, quantized, quantized_formats, server, vllm, publications, ...about }) => about,
   parts: aboutParts,
 };
 
@@ -28,8 +28,8 @@ export function createModelCard() {
   node.append(...sections.map((section) => section.node), status);
   /**
    * @param {{ folder: string, step: number | null, base: string, bytes: number, code: string, merge: any, gguf: any[],
-   * quantized: any[], quantized_formats: any[], server: any, vllm: any, publications: any[], further: any,
-   * is_reward_model: boolean } | null} model
+   * gguf_missing: string, quantized: any[], quantized_formats: any[], server: any, vllm: any, publications: any[],
+   * further: any, is_reward_model: boolean } | null} model
    * @param {{ base: string, from: string, train: (fix: any) => void, refresh: () => void, showGenerations: (() => void)
    * | null }} run base is its API path, from the model that it started with, train opens Build with a change
    */
