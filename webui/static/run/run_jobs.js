@@ -72,9 +72,9 @@ export const failedPart = (job, format, run) =>
 export function missingPart(missing) {
   const [before, command, after] = missing.split("`");
   return el(
-    "div",
+    "div.fp-job-section",
     {},
-    el("p", {}, before, el("code", {}, command), `${after} It needs no restart.`),
+    el("p", {}, before, el("code", {}, command), `${after} Footplate needs no restart.`),
     actions(button("Copy command", () => copy(command, "Command"))),
   );
 }
