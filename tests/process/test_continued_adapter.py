@@ -30,7 +30,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2": {"parallel.strategy": "fsdp2"},
     "nf4": {"method.quantization": "nf4"},
 }
-SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in ("ddp", "nf4")]
+SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in ("ddp", "fsdp2", "nf4")]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def continued(fork_server: ForkServer, folder: Path, adapter: Path, env: Mapping
     return fork_server.train(folder, spec, 2 if "parallel.strategy" in more else 0, env)
 
 
-@pytest.mark.parametrize("name", ["single", "zero3", "fsdp2", *SOAK])
+@pytest.mark.parametrize("name", ["single", "zero3", *SOAK])
 def test_it_starts_with_the_weights_of_the_adapter(
     trained: Path, fork_server: ForkServer, tmp_path: Path, name: str
 ) -> None:

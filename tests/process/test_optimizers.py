@@ -179,7 +179,8 @@ def test_galore_projection_types(how: str) -> None:
         assert state._tensor_bytes(leaf) == optimizers.state_summary(optimizer)["bytes"]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero0", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero0"])
 def test_state_created_in_the_constructor_follows_the_weights(
     strategy: str, root: Path, fork_server: ForkServer
 ) -> None:

@@ -209,7 +209,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", soak_except(RUNS, ("accumulation", "packed")))
+@pytest.mark.parametrize("name", soak_except(RUNS, ("packed",)))
 def test_a_resumed_run_has_the_same_losses(folder: Path, fork_server: ForkServer, tmp_path: Path, name: str) -> None:
     spec = spec_of(folder, **(RESUMED | RUNS[name]))
     run = fork_server.train(tmp_path / "run", spec, rank_count(spec))
