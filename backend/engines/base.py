@@ -190,6 +190,10 @@ class Engine:
         """Devices that share the tokens of a sequence by all-to-all (DeepSpeed-Ulysses)."""
         return 1
 
+    def restores_optimizer(self, spec: RunSpec) -> bool:
+        """Whether the optimizer state can be saved and loaded again, so that a run can resume from its checkpoints."""
+        return self.can_resume
+
     def resize_obstacle(self, spec: RunSpec) -> str:
         """What prevents resuming a checkpoint with a different number of processes; '' if nothing does."""
         return ""

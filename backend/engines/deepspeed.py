@@ -157,6 +157,10 @@ class DeepSpeed(Engine):
         """parallel.sequence_parallel_size."""
         return spec.parallel.sequence_parallel_size
 
+    def restores_optimizer(self, spec: RunSpec) -> bool:
+        """False with the optimizer on NVMe, whose state DeepSpeed does not load (rule STR058)."""
+        return self.zero_stage < 3 or self.optimizer_offload(spec) != NVME
+
     def resize_obstacle(self, spec: RunSpec) -> str:
         """What universal checkpoints do not support; source: deepspeed 0.19 checkpoint/ds_to_universal.py,
         runtime/engine.py and runtime/sequence_parallel."""

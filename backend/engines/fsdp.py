@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from backend import registry
 from backend.config import RunSpec, merge
 from backend.config.processes import nproc_per_node
 from backend.engines.base import Engine
@@ -173,6 +174,13 @@ class FSDP(Engine):
     def loads_on_rank0(self, spec: RunSpec) -> bool:
         """True with FSDP2, unless the other ranks need the weights (fp8, 8-bit, adapters initialized from them)."""
         return self.fsdp_version == 2 and not spec.needs_loaded_weights
+
+    def restores_optimizer(self, spec: RunSpec) -> bool:
+        """False with FSDP2 for optimizers whose state it cannot save, or cannot load from a full checkpoint (rules
+        OPT028 and OPT031)."""
+        row, sharded = registry.OPTIMIZERS[spec.train.optim], spec.parallel.state_dict_type == "sharded"
+        is_loaded = sharded or not row.needs_sharded_state
+        return self.fsdp_version == 1 or (row.is_saved_by_fsdp2(sharded) and is_loaded)
 
     def can_resize_to(self, spec: RunSpec, nproc_per_node: int, nnodes: int) -> bool:
         """True from two shards on, unless replicas or context parallel groups would span nodes unevenly."""

@@ -105,6 +105,12 @@ class Optimizer(Choice):
         moments are no longer divided among the ranks, and torch refuses to read the tensors of torchao."""
         return self.package in ("adam-mini", "torchao")
 
+    def is_saved_by_fsdp2(self, sharded: bool) -> bool:
+        """Whether FSDP2 can save its state, in `sharded` or in full checkpoints: torch's distributed checkpoint takes
+        tensors and numbers under the names of parameters, and no projectors."""
+        has_other_keys = self.state_on_cpu and self.loses_state_on_save
+        return self.state_layout != "low_rank" and not (sharded and has_other_keys)
+
     @property
     def swaps_weights_for_eval(self) -> bool:
         """Whether the weights during training differ from those that are evaluated and saved (optimizer.eval())."""

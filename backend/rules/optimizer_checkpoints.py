@@ -33,8 +33,7 @@ def optimizer_state_not_saved_by_fsdp2(case: Case) -> str | None:
         return None
     if row.steps_in_backward or row.needs_plain_tensors(case.run.fp32_master_weights):  # other rules refuse these
         return None
-    sharded = case.run.checkpoint_format == "sharded"
-    if row.state_layout != "low_rank" and not (row.state_on_cpu and row.loses_state_on_save and sharded):
+    if row.is_saved_by_fsdp2(sharded=case.run.checkpoint_format == "sharded"):
         return None
     return f"The first checkpoint would fail: FSDP2 cannot save the state of {row.label}."
 

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from backend.config import RunSpec
+from backend.engines import engine_of
 from backend.runs import validation
 from backend.runs.health import LAST_LOSSES
 from backend.runs.throughput import duration
@@ -251,6 +252,7 @@ class CheckpointCallback(TrainerCallback):
         self.unusual_steps = LAST_LOSSES * spec.logging.steps + 1 if retries else 0
         self.monitor = monitor
         self.options = resumed_options.compared(spec, examples)
+        self.spec = spec
         self.stopped = 0  # 1: stop without a checkpoint, 2: with one, as in RunLog.stop_requested
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -267,9 +269,21 @@ class CheckpointCallback(TrainerCallback):
             self.monitor.measure(state.global_step)
         if requested and state.global_step < state.max_steps:
             self.stopped = requested
-            args.save_only_model = False  # the run must be able to resume from this checkpoint
             control.should_training_stop, control.should_evaluate = True, False
-            control.should_save = requested == 2
+            control.should_save = requested == 2 and self._can_save(args)
+
+    def _can_save(self, args: Any) -> bool:
+        """Whether a checkpoint can be saved now: the run should be able to resume from it, so it gets the optimizer
+        state if the engine can restore that."""
+        engine = engine_of(self.spec.parallel.strategy)
+        args.save_only_model = not engine.restores_optimizer(self.spec)
+        if not args.save_only_model:
+            return True
+        why = f"{engine.strategy.label} cannot restore the optimizer state of this run"
+        is_whole = engine.checkpoint_format(self.spec) != "sharded"  # sharded checkpoints need the optimizer state
+        what = "The checkpoint has the weights only" if is_whole else "No checkpoint is saved"
+        self.run_log.info(f"{what}: {why}.")
+        return is_whole
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Skip evaluation and checkpoint where a stop ends the epoch early."""

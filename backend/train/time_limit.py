@@ -13,7 +13,6 @@ import time
 
 import psutil
 
-from backend.resolve import ResolvedRun
 from backend.runs import STOP, request_stop
 from backend.runs.folder import Run
 from backend.runs.throughput import duration
@@ -32,12 +31,12 @@ def reason(hours: float, resumes: bool) -> str:
     return f"The run reached its max run time of {allowed} (train.max_hours).{more}"
 
 
-def watch(hours: float, run: ResolvedRun, run_log: RunLog) -> threading.Thread | None:
+def watch(hours: float, resumes: bool, run_log: RunLog) -> threading.Thread | None:
     """Request a stop, in a thread of rank 0, once the run has taken that many hours; 0 is no limit. Call it before the
-    first progress of this process is written: that of an earlier process of this start says how long that one ran."""
+    first progress of this process is written: that of an earlier process of this start says how long that one ran.
+    `resumes`: whether the run can resume from its checkpoint."""
     if not hours or run_log.rank:
         return None
-    resumes = run.engine.can_resume and run.optimizer_offload != "nvme"
     imports = time.time() - psutil.Process().create_time()
     run_log.earlier_seconds = imports + float(Run(run_log.folder).progress().get("elapsed", 0.0))
     thread = threading.Thread(target=_wait, args=(hours, reason(hours, resumes), run_log), daemon=True)

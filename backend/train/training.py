@@ -72,7 +72,7 @@ def train(spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, gro
     context = TrainContext(spec, folder, from_scratch, group, RunLog(folder, group.rank), run, engine)
     if group.rank == 0:
         checkpoints.check(folder, from_scratch)
-    time_limit.watch(spec.train.max_hours, run, context.run_log)
+    time_limit.watch(spec.train.max_hours, run.engine.restores_optimizer(spec), context.run_log)
     with engine.scratch_folder():
         try:
             train_in_phases(context)

@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import pkgutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from transformers import AutoConfig, AutoModelForCausalLM, SeedOssConfig, XGLMConfig
 from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import disable_dropout_in_model
@@ -310,6 +312,7 @@ NORMS = {
     "opt": ({"ffn_dim": 16, "word_embed_proj_dim": 16}, "model.decoder.final_layer_norm"),
     "openai-gpt": ({}, ""),
 }
+WRAPPED = {"Linear", "LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer"}
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -330,6 +333,27 @@ def test_the_norm_before_the_output_layer(kind: str) -> None:
             copy.deepcopy(whole), LoraConfig(target_modules=["q_proj"], modules_to_save=saved)
         )
         assert find(adapted) is adapted.get_base_model().get_submodule(name)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("saved", [(), ("lm_head", "norm")])
+def test_fsdp2_wraps_neither_the_output_layer_nor_the_norm_before_it(saved: tuple[str, ...]) -> None:
+    """In a unit of its own, the output layer would get the gradient of one rank's examples."""
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
+    if saved:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=list(saved)))
+    by_class = partial(transformer_auto_wrap_policy, transformer_layer_cls=set())
+    by_size = partial(size_based_auto_wrap_policy)
+    for plugin, kinds in (
+        (SimpleNamespace(auto_wrap_policy=by_class, transformer_cls_names_to_wrap=["Linear", "LlamaRMSNorm"]), 2),
+        (SimpleNamespace(auto_wrap_policy=by_class, transformer_cls_names_to_wrap=["LlamaModel", "Embedding"]), 0),
+        (SimpleNamespace(auto_wrap_policy=by_size, min_num_params=0), 4),
+    ):
+        policy = accelerate_fsdp2_adapter_head.policy_for_layers(plugin, model)
+        assert policy
+        wrapped = [(name, module) for name, module in model.named_modules() if policy(module)]
+        assert all(".layers" in name for name, _ in wrapped)
+        assert len({type(module).__name__ for _, module in wrapped} & WRAPPED) == kinds
 
 
 @pytest.mark.soak

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from backend.engines.base import TensorParallel
 from backend.runs import LOCK, PROGRESS, STOP
 from backend.train import generation_eval, time_limit
 from backend.train.callbacks import ProgressCallback, evaluations_left, show_checkpoint
@@ -117,8 +116,7 @@ def test_a_time_limit_waits_for_an_evaluation_and_counts_earlier_processes(
     (tmp_path / PROGRESS).write_text(json.dumps({"elapsed": 7200.0}))
     hours = 3.0 + (time.time() - psutil.Process().create_time()) / 3600  # the tests of this process take time, too
     run_log = RunLog(tmp_path)
-    resolved: Any = SimpleNamespace(engine=TensorParallel, optimizer_offload="none")
-    thread = time_limit.watch(hours, resolved, run_log)
+    thread = time_limit.watch(hours, False, run_log)
     assert thread and 7200 < run_log.elapsed < 3600 * hours
     run_log.progress("evaluating")
     run_log.earlier_seconds += 3600
@@ -128,7 +126,7 @@ def test_a_time_limit_waits_for_an_evaluation_and_counts_earlier_processes(
     thread.join(10)
     request = (tmp_path / STOP).read_text()
     assert request.startswith("save\nThe run reached its max run time of 3 h") and "Resume" not in request
-    assert time_limit.watch(hours, resolved, RunLog(tmp_path, rank=1)) is None
+    assert time_limit.watch(hours, False, RunLog(tmp_path, rank=1)) is None
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fork_server import ForkServer
-from training_runs import TorchrunLaunch, ignore_progress, log_text, make_run_folder, make_spec, result
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, TrainerState
+from training_runs import TorchrunLaunch, ignore_progress, log_text, make_run_folder, make_spec, request_stop, result
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, TrainerControl, TrainerState
 
 from backend import registry
 from backend.config import Data
@@ -26,6 +26,7 @@ from backend.train import adapters, builtin_models, checkpoints, model, rule_che
 from backend.train.callbacks import CheckpointCallback
 from backend.train.data import prepare
 from backend.train.device import ProcessGroup
+from backend.train.monitor import Monitor
 from backend.train.run_log import RunLog, TrainError
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
@@ -190,6 +191,40 @@ def test_a_checkpoint_from_before_a_spike_is_kept(tmp_path: Path) -> None:
             callback.on_save(arguments, TrainerState(global_step=step, max_steps=99), None)
         kept[len(changes)] = [checkpoints.step_of(folder) for folder in checkpoints.complete(run)]
     assert kept == {0: [55], 1: [45, 50, 55]}
+
+
+FSDP2, TENSOR = {"parallel.strategy": "fsdp2"}, {"parallel.strategy": "tensor"}
+NVME = {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}
+SHARDED = {**FSDP2, "parallel.state_dict_type": "sharded"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "saves", "only_model"),
+    [
+        ({}, True, False),
+        (SHARDED, True, False),
+        ({**SHARDED, "train.optim": "adamw_torch_8bit"}, True, False),
+        ({**FSDP2, "train.optim": "adamw_torch_8bit"}, True, True),
+        ({**FSDP2, "train.optim": "adam_mini"}, True, True),
+        ({**FSDP2, "train.optim": "galore_adamw"}, True, True),
+        ({**SHARDED, "train.optim": "galore_adamw"}, False, True),
+        ({**SHARDED, "train.optim": "grokadamw"}, False, True),
+        (TENSOR, True, True),
+        (NVME, True, True),
+    ],
+)
+def test_a_stop_saves_the_optimizer_state_only_where_it_can_be_restored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], saves: bool, only_model: bool
+) -> None:
+    """FSDP2 cannot save the state of GaLore, and DeepSpeed does not load that on NVMe."""
+    spec, monitor = make_spec({"save.strategy": "no", **changes}), SimpleNamespace(is_due=lambda: False)
+    callback = CheckpointCallback(spec, tmp_path, ProcessGroup(), RunLog(tmp_path), cast(Monitor, monitor))
+    arguments, control = SimpleNamespace(save_only_model=False), TrainerControl()
+    request_stop(tmp_path, "save")
+    callback.on_step_end(arguments, TrainerState(global_step=1, max_steps=9), control)
+    assert (control.should_training_stop, control.should_save) == (True, saves)
+    assert arguments.save_only_model is only_model
+    assert ("cannot restore the optimizer state" in capsys.readouterr().out) is only_model
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,15 @@ base model, and takes peft's model for it. In OPT and Llama 4, the base model ha
 and the output layer share a unit that is gathered when the norm is called; without the norm, the unit waits for a call
 of the output layer, and TRL's losses read its weights only. Without the patch, a trained output layer (of a full
 fine-tuning, or in lora.modules_to_save) gets on each rank the gradient of this rank's examples alone.
+
+`fsdp2_prepare_auto_wrap_policy` may choose the norm or the output layer for a unit of its own, with the same result:
+the norm is then of a class in parallel.transformer_layer_cls_to_wrap, or the output layer is larger than
+min_num_params. Or it chooses the base model, which contains the norm; then the first step fails.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.utils import fsdp_utils
@@ -17,6 +22,7 @@ from backend.train.run_log import TrainError
 
 LIBRARY, SEEN_IN = "accelerate", "1.15.0"
 original = fsdp_utils._find_final_norm
+original_policy = fsdp_utils.fsdp2_prepare_auto_wrap_policy
 
 
 def norm_before_head(model: Any) -> Any:
@@ -41,6 +47,20 @@ def _is_trained(layer: Any) -> bool:
     return any(parameter.requires_grad for parameter in layer.parameters())
 
 
+def policy_for_layers(plugin: Any, model: Any) -> Callable[[Any], bool] | None:
+    """accelerate's policy, which says whether a module becomes a unit, without the modules that accelerate puts into
+    units itself (the embedding, and the norm with the output layer), their parts, and what contains them."""
+    policy = original_policy(plugin, model)
+    if policy is None:
+        return None
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    ends = (base.get_input_embeddings(), norm_before_head(model), base.get_output_embeddings())
+    placed = {id(part) for end in ends if end is not None for part in end.modules()}
+    placed |= {id(module) for module in model.modules() if any(id(part) in placed for part in module.modules())}
+    return lambda module: id(module) not in placed and policy(module)
+
+
 def apply() -> None:
-    """Replace the function."""
+    """Replace the functions."""
     fsdp_utils._find_final_norm = norm_before_head
+    fsdp_utils.fsdp2_prepare_auto_wrap_policy = policy_for_layers
