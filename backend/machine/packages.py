@@ -15,6 +15,7 @@ TABLES = (registry.REPORTERS, registry.OPTIMIZERS, registry.FP8_BACKENDS)
 PACKAGES = dict.fromkeys((
     "torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "gguf", "torch_npu",
     "flash_attn", "flash_attn_3", "liger-kernel", "unsloth", "causal_conv1d", "mamba_ssm", "flash-linear-attention",
+    "comet_ml",
     *(name for row in registry.PREQUANTIZED.values() for name in row.packages),
     *(row.package for table in TABLES for row in table.values() if row.package),
 ))  # fmt: skip

@@ -24,6 +24,7 @@ BF16_MASTER_WEIGHTS = {"bf16_master_weights_and_grads": True}
 BF16_STATES = {**BF16_MASTER_WEIGHTS, "bf16_optimizer_states": True}
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 NO_CLIPPING = {"train.max_grad_norm": 0.0}
+CPU = {"launch.device": "cpu"}
 
 
 def codes(field: str, given: dict[str, Any], patch: dict[str, Any]) -> set[str]:
@@ -67,6 +68,32 @@ def zero(**given: Any) -> dict[str, Any]:
         ("STR040", {"prescale_gradients": True}, ZERO3, True),
         ("STR040", {"prescale_gradients": True}, ZERO0, False),
         ("STR040", {"prescale_gradients": True, **zero(reduce_scatter=False)}, ZERO3, False),
+        ("STR040", zero(zero_quantized_weights=True), {**ZERO3, **CPU}, True),
+        ("STR040", zero(zero_quantized_weights=True), {**ZERO2, **CPU}, False),
+        ("STR040", zero(zero_quantized_gradients=True), ZERO3, False),
+        ("STR040", zero(zero_quantized_nontrainable_weights=True), {**ZERO3, **CPU}, True),
+        ("STR040", zero(zero_quantized_nontrainable_weights=False), {**ZERO3, **CPU}, False),
+        ("STR040", zero(stage3_module_granularity_threshold=1000), {**ZERO3, **CPU}, True),
+        ("STR040", zero(stage3_module_granularity_threshold=0), {**ZERO3, **CPU}, False),
+        ("STR040", {"hybrid_engine": {"enabled": True}}, {**ZERO2, **CPU}, True),
+        ("STR040", {"hybrid_engine": {"enabled": False}}, {**ZERO2, **CPU}, False),
+        ("STR040", {"comet": {"enabled": True}}, ZERO2, True),
+        ("STR040", {"comet": {"enabled": False}}, ZERO2, False),
+        ("STR040", zero(offload_optimizer={"super_offload": True}), {**ZERO3, **CPU}, True),
+        ("STR040", zero(offload_optimizer={"super_offload": True}), ZERO3, False),
+        ("STR040", zero(zenflow={"topk_ratio": 0.1}), ZERO2_OFFLOAD, True),
+        ("STR040", zero(zenflow=None), ZERO2, False),
+        ("STR040", zero(legacy_stage1=True), ZERO1, True),
+        ("STR040", zero(legacy_stage1=False), ZERO1, False),
+        ("STR040", zero(allgather_bucket_size=3), ZERO2, True),
+        ("STR040", zero(allgather_bucket_size=4), ZERO2, False),
+        ("STR040", zero(allgather_bucket_size=3), ZERO3, False),
+        ("STR040", {"checkpoint": {"writer": {"type": "fast"}}}, ZERO2, True),
+        ("STR040", {"checkpoint": {"writer": {"type": "fast"}}}, {**ZERO2, "launch.launcher": "deepspeed"}, False),
+        ("STR040", {"sequence_parallel_size": 2}, ZERO2, True),
+        ("STR040", {"sequence_parallel_size": 1}, ZERO2, False),
+        ("STR040", {"managed_gradient_accumulation": False}, ZERO2, True),
+        ("STR040", {"managed_gradient_accumulation": True}, ZERO2, False),
         ("STR041", {"tensor_parallel": {"autotp_size": 2}}, ZERO2, True),
         ("STR041", {"tensor_parallel": {"autotp_size": 1}}, ZERO2, False),
         ("STR042", {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, FSDP2, True),

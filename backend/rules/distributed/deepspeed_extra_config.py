@@ -32,6 +32,7 @@ REMOVED_KEYS = (
 GATHER_ON_SAVE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 AUTOTP_SIZE = "tensor_parallel.autotp_size"
 ZERO, BF16 = "zero_optimization", "bf16.bf16_"
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -176,6 +177,7 @@ def deepspeed_autotp(case: Case) -> Violation | None:
 
 Lookup = Callable[[str], Any]  # the value of a dotted key of the extra config
 Applies = Callable[[Case, Lookup], bool]
+Conflict = tuple[str, Applies, str]  # key, when DeepSpeed refuses it, and why
 
 
 def _offloads_optimizer(case: Case) -> bool:
@@ -204,9 +206,75 @@ def _other_dtype(case: Case, value: Any) -> bool:
     return DTYPES.get(str(value), case.run.compute_dtype) != case.run.compute_dtype
 
 
-# Key, when DeepSpeed refuses it, and why. Verified with two processes, or read in deepspeed 0.19 zero/config.py,
-# runtime/config.py, runtime/base_optimizer.py and runtime/engine.py.
-CONFLICTS: tuple[tuple[str, Applies, str], ...] = (
+def _on_cpu(path: str, stage: int = 0) -> Conflict:
+    """A key that has an effect from this ZeRO stage on, for which DeepSpeed has no code for a CPU."""
+
+    def applies(case: Case, at: Lookup) -> bool:
+        is_on = at(path) is True or number(at(path)) > 1
+        return is_on and case.run.device == "cpu" and case.run.zero_stage >= stage
+
+    return path, applies, "DeepSpeed supports it on GPUs only"
+
+
+def _needs_package(path: str, package: str) -> Conflict:
+    """A switch of DeepSpeed's monitor, which imports a package."""
+
+    def applies(case: Case, at: Lookup) -> bool:
+        versions = case.machine.versions
+        return at(path) is True and bool(versions) and package not in versions
+
+    return path, applies, f"the package {package} is not installed"
+
+
+# Verified with two processes, or read in deepspeed 0.19 zero/config.py, runtime/config.py, runtime/base_optimizer.py
+# and runtime/engine.py.
+CONFLICTS: tuple[Conflict, ...] = (
+    *(
+        _on_cpu(f"{ZERO}.{name}", stage=3)
+        for name in (
+            "zero_quantized_weights",
+            "zero_quantized_gradients",
+            "zero_quantized_nontrainable_weights",
+            "stage3_module_granularity_threshold",
+        )
+    ),
+    _on_cpu("hybrid_engine.enabled"),
+    *(_needs_package(f"{name}.enabled", package) for name, package in MONITORS.items()),
+    (
+        f"{ZERO}.offload_optimizer.super_offload",
+        lambda case, at: at(f"{ZERO}.offload_optimizer.super_offload") is True and case.run.device != "cuda",
+        "SuperOffload supports NVIDIA GPUs only",
+    ),
+    (
+        f"{ZERO}.zenflow",
+        lambda case, at: at(f"{ZERO}.zenflow") is not None and case.run.zero_stage > 0,
+        "ZenFlow requires that DeepSpeed creates the optimizer, and fails on embeddings with ZeRO-3",
+    ),
+    (
+        f"{ZERO}.legacy_stage1",
+        lambda case, at: at(f"{ZERO}.legacy_stage1") is True,
+        "DeepSpeed has removed the first version of ZeRO-1",
+    ),
+    (
+        f"{ZERO}.allgather_bucket_size",
+        lambda case, at: case.run.zero_stage in (1, 2) and number(at(f"{ZERO}.allgather_bucket_size")) % 2 != 0,
+        "must be even",
+    ),
+    (
+        "checkpoint.writer",
+        lambda case, at: case.spec.launch.launcher != "deepspeed",
+        "it reads variables that only the deepspeed launcher sets",
+    ),
+    (
+        "sequence_parallel_size",
+        lambda case, at: at("sequence_parallel_size") != case.run.sequence_parallel_size,
+        "parallel.sequence_parallel_size sets it",
+    ),
+    (
+        "managed_gradient_accumulation",
+        lambda case, at: at("managed_gradient_accumulation") in (False, 0),
+        "accelerate requires true",
+    ),
     (
         f"{ZERO}.offload_optimizer.ratio",
         lambda case, at: number(at(f"{ZERO}.offload_optimizer.ratio")) < 1 and case.run.zero_stage != 3,

@@ -162,6 +162,21 @@ FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16_STATES = {"bf16_optimizer_states": True}
 BF16_COMPUTE = {"precision.compute": "bf16"}
 CPU_OFFLOAD = {"parallel.offload_optimizer": "cpu"}
+LONG: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("zero3", {}, {ZERO: {"zero_quantized_weights": True}}, "This op had not been implemented on CPU"),
+    ("zero3", {}, {ZERO: {"zero_quantized_gradients": True}}, "This op had not been implemented on CPU"),
+    ("zero3", {}, {ZERO: {"zero_quantized_nontrainable_weights": True}}, "This op had not been implemented on CPU"),
+    ("zero3", {}, {ZERO: {"stage3_module_granularity_threshold": 10**6}}, "p.grad.record_stream("),
+    ("zero2", {}, {"hybrid_engine": {"enabled": True}}, "This op had not been implemented on CPU"),
+    ("zero3", {}, {ZERO: {"offload_optimizer": {"super_offload": True}}}, "SuperOffload only supports NVIDIA CUDA"),
+    ("zero2", CPU_OFFLOAD, {ZERO: {"zenflow": {"topk_ratio": 0.1}}}, "ZenFlowSelectiveAdamW() argument after **"),
+    ("zero3", CPU_OFFLOAD, {ZERO: {"zenflow": {"topk_ratio": 0.1}}}, "IndexError: index out of range"),
+    ("zero1", {}, {ZERO: {"legacy_stage1": True}}, "deprecated version of ZeRO Stage 1 is not supported"),
+    ("zero2", {}, {ZERO: {"allgather_bucket_size": 3}}, "allgather_bucket_size must be a multiple of"),
+    ("zero2", {}, {"checkpoint": {"writer": {"type": "fast"}}}, "KeyError: 'CROSS_SIZE'"),
+    ("zero2", {}, {"sequence_parallel_size": 2}, "train_batch_size is not equal to"),
+    ("zero2", {}, {"managed_gradient_accumulation": False}, "is not supported with managed_gradient_accumulation"),
+]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +210,7 @@ CPU_OFFLOAD = {"parallel.offload_optimizer": "cpu"}
         ("zero0", BF16_COMPUTE, FP32_GRADIENTS, "unsupported mix of model_dtype=torch.bfloat16"),
         ("zero2", {}, {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor != 1.0 is not yet supported"),
         ("zero3", {}, {"prescale_gradients": True}, "pre-scale gradients is not yet supported with ZeRO-3"),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in LONG),
     ],
 )
 def test_deepspeed_rejects_these_combinations(
