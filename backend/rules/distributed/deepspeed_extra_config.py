@@ -226,6 +226,23 @@ def _needs_package(path: str, package: str) -> Conflict:
     return path, applies, f"the package {package} is not installed"
 
 
+def _unknown_dtype(path: str) -> Conflict:
+    known = {*DTYPES, *(f"torch.{name}" for name in DTYPES), "half", "float"}
+    return path, lambda case, at: at(path) is not None and str(at(path)) not in known, "must be fp32, fp16 or bf16"
+
+
+def _clips_scaled_gradients(case: Case, at: Lookup) -> bool:
+    """Whether DeepSpeed scales the loss for PyTorch's autocast; with ZeRO it clips before it undoes the scale."""
+    is_half = str(at("torch_autocast.dtype")) in ("fp16", "float16", "torch.float16", "half")
+    return is_half and at("torch_autocast.enabled") is True and case.run.zero_stage > 0
+
+
+def _unknown_modules(case: Case, at: Lookup) -> bool:
+    given = at("torch_autocast.lower_precision_safe_modules")
+    is_list = isinstance(given, list) and all("." in str(name) for name in given)
+    return given is not None and at("torch_autocast.enabled") is True and not is_list
+
+
 # Verified with two processes, or read in deepspeed 0.19 zero/config.py, runtime/config.py, runtime/base_optimizer.py
 # and runtime/engine.py.
 CONFLICTS: tuple[Conflict, ...] = (
@@ -269,6 +286,24 @@ CONFLICTS: tuple[Conflict, ...] = (
         "sequence_parallel_size",
         lambda case, at: at("sequence_parallel_size") != case.run.sequence_parallel_size,
         "parallel.sequence_parallel_size sets it",
+    ),
+    _unknown_dtype("torch_autocast.dtype"),
+    _unknown_dtype("data_types.grad_accum_dtype"),
+    (
+        "torch_autocast.dtype",
+        _clips_scaled_gradients,
+        "with ZeRO, DeepSpeed clips and logs the gradients before it undoes the loss scale of fp16, so updates are "
+        "thousands of times too small",
+    ),
+    (
+        "torch_autocast.lower_precision_safe_modules",
+        _unknown_modules,
+        "must be a list of class names with their modules, such as torch.nn.Linear",
+    ),
+    (
+        "datastates_ckpt",
+        lambda case, at: at("datastates_ckpt") is not None,
+        "DeepSpeed requires the package datastates, which PyPI does not have",
     ),
     (
         "managed_gradient_accumulation",

@@ -62,12 +62,13 @@ def fsdp_activation_checkpointing(case: Case) -> Violation | None:
     backward pass, so dropout masks differ from the forward pass. train.activation_checkpointing restores it, and is
     correct with and without dropout."""
     extra = extra_config(case, FSDP)
-    found = [name for name in (ACTIVATION_CHECKPOINTING, f"fsdp_{ACTIVATION_CHECKPOINTING}") if extra.get(name) is True]
+    keys = (ACTIVATION_CHECKPOINTING, f"fsdp_{ACTIVATION_CHECKPOINTING}")
+    found = [name for name in keys if str(extra.get(name)).lower() in TRUE]
     if not found:
         return None
     patch = {**without_keys(extra, found), "train.activation_checkpointing": True}
     message = (
-        f"The extra config sets {found[0]} to true, which recomputes dropout with different random numbers. Footplate "
+        f"The extra config turns {found[0]} on, which recomputes dropout with different random numbers. Footplate "
         "cannot tell whether the model itself uses dropout, so this is an error even if lora.dropout is 0."
     )
     return Violation(message, (Fix("Use train.activation_checkpointing", patch),))
@@ -110,13 +111,16 @@ def _invalid_values(case: Case, values: Mapping[str, Any]) -> dict[str, str]:
     is_fsdp2, classes = case.run.fsdp_version == 2, case.facts.module_classes
     found = _invalid_choices(values, is_fsdp2)
     missing = [name for name in _class_names(values.get("transformer_layer_cls_to_wrap", [])) if name not in classes]
-    if classes and missing:
+    if values.get("transformer_layer_cls_to_wrap") == []:
+        found["transformer_layer_cls_to_wrap"] = "must name a class"
+    elif classes and missing:
         found["transformer_layer_cls_to_wrap"] = f"the model has no layers of class {names(missing)}"
     if str(values.get("cpu_ram_efficient_loading")).lower() in TRUE and case.spec.precision.compute == "fp8":
         found["cpu_ram_efficient_loading"] = "fp8 requires that every rank loads the weights"
-    if values.get("xla"):
-        found["xla"] = "it is for TPUs only"
-    if is_fsdp2 and _wraps_layer_list(values, case.shape):
+    found.update({name: "it is for TPUs only" for name in ("xla", "xla_fsdp_v2") if values.get(name)})
+    if values.get("auto_wrap_policy") == SIZE_WRAP and not isinstance(values.get("min_num_params", 0), int):
+        found["min_num_params"] = "must be an integer"
+    elif is_fsdp2 and _wraps_layer_list(values, case.shape):
         found["min_num_params"] = "the ModuleList of all layers is larger than this, and FSDP2 cannot wrap a ModuleList"
     return found
 

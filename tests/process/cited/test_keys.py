@@ -263,6 +263,8 @@ def test_wrap_policies_without_layer_units(version: int) -> None:
         (1, {"reshard_after_forward": True}, "TRUE"),
         (1, {"auto_wrap_policy": "no_wrap"}, "`auto_wrap_policy` must be one of"),
         (2, {"transformer_layer_cls_to_wrap": ["GPT2Block"]}, "Could not find the transformer layer class GPT2Block"),
+        (2, {"transformer_layer_cls_to_wrap": []}, "Could not find the transformer layer class"),
+        (2, {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1e6}, "must be an integer"),
     ],
 )
 def test_values_that_fsdp_refuses(version: int, given: dict[str, Any], words: str) -> None:
