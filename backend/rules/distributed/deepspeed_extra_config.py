@@ -243,6 +243,25 @@ def _unknown_modules(case: Case, at: Lookup) -> bool:
     return given is not None and at("torch_autocast.enabled") is True and not is_list
 
 
+def _leaf_that_fails(key: str, fails: Callable[[str], bool]) -> Conflict:
+    """Leaf modules of ZeRO-3 whose input DeepSpeed does not see, since it is no positional float tensor, or that the
+    loss does not call. It suits MLPs, experts and whole layers."""
+    path = f"{ZERO}.leaf_module.{key}"
+
+    def applies(case: Case, at: Lookup) -> bool:
+        given = at(path) if isinstance(at(path), list) else []
+        last = [str(name).rpartition(".")[2] for name in given]
+        return case.run.zero_stage == 3 and any(map(fails, last))
+
+    return path, applies, "ZeRO-3 fails if attention, embeddings, output layers or whole models are leaf modules"
+
+
+LEAF_CLASSES = ("Attention", "Model", "ForCausalLM", "ForSequenceClassification", "Embedding", "Linear")
+LEAF_NAMES = (
+    "", "model", "transformer", "layers", "h", "self_attn", "attn", "attention", "embed_tokens", "wte", "lm_head",
+)  # fmt: skip
+
+
 # Verified with two processes, or read in deepspeed 0.19 zero/config.py, runtime/config.py, runtime/base_optimizer.py
 # and runtime/engine.py.
 CONFLICTS: tuple[Conflict, ...] = (
@@ -287,6 +306,9 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda case, at: at("sequence_parallel_size") != case.run.sequence_parallel_size,
         "parallel.sequence_parallel_size sets it",
     ),
+    _leaf_that_fails("classes", lambda name: name.endswith(LEAF_CLASSES)),
+    _leaf_that_fails("names", LEAF_NAMES.__contains__),
+    _leaf_that_fails("name_suffixes", LEAF_NAMES.__contains__),
     _unknown_dtype("torch_autocast.dtype"),
     _unknown_dtype("data_types.grad_accum_dtype"),
     (
@@ -358,6 +380,11 @@ CONFLICTS: tuple[Conflict, ...] = (
         "data_types.grad_accum_dtype",
         lambda case, at: not case.run.zero_stage and _other_dtype(case, at("data_types.grad_accum_dtype")),
         "ZeRO-0 accumulates gradients in the compute dtype",
+    ),
+    (
+        "gradient_predivide_factor",
+        lambda case, at: number(at("gradient_predivide_factor")) == 0,
+        "must not be 0",
     ),
     (
         "gradient_predivide_factor",
