@@ -24,6 +24,7 @@ from backend.modelspec import (
     ModelShape,
     NotCausalLM,
     UnknownArchitecture,
+    check_causal,
     from_config,
 )
 from backend.modelspec.from_table import shape_from_table
@@ -61,9 +62,21 @@ def cache_key(config: Config) -> str:
 def read_architecture(config: Config, environment: Mapping[str, str], trusted: bool = False) -> dict[str, Any]:
     """The InputFacts that follow from a config.json. Returns immediately. `trusted`: trust_remote_code is set, so a
     model with custom code is built by that code and not by transformers."""
+    has_custom_code = "auto_map" in config
+    try:
+        if not (has_custom_code and trusted):
+            check_causal(config)
+    except NotCausalLM as error:
+        return {"shape_unknown_reason": str(error), "architecture_problem": _not_supported(error)}
+    return _read_causal(config, environment, trusted, has_custom_code)
+
+
+def _read_causal(
+    config: Config, environment: Mapping[str, str], trusted: bool, has_custom_code: bool
+) -> dict[str, Any]:
+    """Same as `read_architecture`, for a config without keys that make the attention bidirectional."""
     model_type = str(config.get("model_type"))
     stacked = registry.STACKED_EXPERTS.get(model_type, ())
-    has_custom_code = "auto_map" in config
     try:
         shape = from_config(config)
     except UnknownArchitecture as error:

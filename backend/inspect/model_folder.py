@@ -48,7 +48,17 @@ def _model_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> d
         count = f"{shape.parameters:,} parameters; at most {MAX_PARAMETERS:,} are supported"
         reason = f"config.json describes a model of {count}"
         return {**facts, "shape_unknown_reason": reason, "config_problem": f"{reason}."}
-    return {"model_type": str(config.get("model_type") or ""), **architecture, **facts}
+    return {
+        "model_type": str(config.get("model_type") or ""),
+        "layerdrop": _layerdrop(config),
+        **architecture,
+        **facts,
+    }
+
+
+def _layerdrop(config: Mapping[str, Any]) -> float:
+    value = (config.get("text_config") or config).get("layerdrop")
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def local_folder(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Path | None:

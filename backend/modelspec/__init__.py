@@ -12,6 +12,7 @@ from backend.modelspec.architectures import (
     NO_SEQUENCE_CLASSIFICATION,
     NotCausalLM,
     UnknownArchitecture,
+    check_causal,
     from_config,
 )
 from backend.modelspec.flops import TokenWeights, flops_per_token, stored_weights, token_weights

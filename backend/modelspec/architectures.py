@@ -30,6 +30,21 @@ class NotCausalLM(UnknownArchitecture):
     """The config belongs to a model that AutoModelForCausalLM does not train as a decoder."""
 
 
+def check_causal(config: Config) -> None:
+    """Raise NotCausalLM for keys that let the tokens of a causal type attend to later ones (transformers 5.23)."""
+    text = config.get("text_config") or config
+    kind, both = str(text.get("model_type") or ""), text.get("use_bidirectional_attention")
+    # masking_utils.py, create_causal_mask: is_causal is a key of every config. Embedding models are published with it.
+    if text.get("is_causal") is False:
+        raise NotCausalLM(f"{kind} with is_causal false is an encoder, not a causal language model")
+    if both is True or both == "all":  # EmbeddingGemma; "vision" of Gemma 4 is about the tokens of an image
+        value = "true" if both is True else both
+        raise NotCausalLM(f"{kind} with use_bidirectional_attention {value} is an encoder, not a causal language model")
+    # doge/modeling_doge.py, DogeCDMoE: `view(2, tokens, -1)` mixes the router logits of different tokens.
+    if kind == "doge" and text.get("is_moe"):
+        raise NotCausalLM("transformers routes each token of a doge mixture of experts (is_moe) by other tokens, too")
+
+
 def from_config(config: Config) -> ModelShape:
     """The shape that a config.json describes. Raises UnknownArchitecture with the reason."""
     config = config.get("text_config") or config
@@ -205,6 +220,8 @@ class Mixture(Llama):
 
 
 def _gpt2(config: Config) -> ModelShape:
+    if config.get("add_cross_attention"):
+        raise UnknownArchitecture("Footplate has no formula for GPT-2 with cross-attention")
     sizes = _common(config, inner="n_inner")
     hidden, inner, tied = sizes["hidden"], sizes["intermediate"], bool(config.get("tie_word_embeddings", True))
     layer = (
@@ -251,6 +268,8 @@ def _gpt_neox(config: Config) -> ModelShape:
 
 
 def _phi(config: Config) -> ModelShape:
+    if config.get("qk_layernorm"):
+        raise UnknownArchitecture("Footplate has no formula for Phi with norms of queries and keys")
     sizes = _common(config)
     hidden, inner, tied = sizes["hidden"], sizes["intermediate"], bool(config.get("tie_word_embeddings", False))
     query_size, kv_size = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]

@@ -18,7 +18,9 @@ from backend.registry.adapters import (
 from backend.registry.architectures import (
     CONVERTED_WEIGHTS,
     NO_LAYER_LIST,
+    NO_NEW_TOKENS,
     NO_PADDING,
+    NO_PURE_BF16,
     NO_TENSOR_PARALLELISM,
     NO_ZERO3,
     NOT_CALLED,

@@ -8,7 +8,7 @@ from backend import registry
 from backend.modelspec import SCORE, matches_any, token_rows
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.common_fixes import DDP, FSDP2, ZERO2, ZERO3
-from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100
+from backend.rules.examples import DEMO, H100, LLAMA_8B, LOCAL_MODEL, TWO_H100
 from backend.rules.llamafactory import MEGATRON_SPEC, READABLE
 from backend.rules.unsloth import UNSLOTH, WITH_UNSLOTH, WITHOUT_UNSLOTH
 from backend.wording import counted
@@ -156,6 +156,25 @@ def added_rows_with_tensor_parallelism(case: Case) -> str | None:
         return None
     number = counted(case.facts.added_rows, "token")
     return f"The strategy is {case.strategy.label}, and the embeddings must grow by {number}: {_tokens(case)}."
+
+
+@error(
+    "MTH020",
+    fields=(SPECIAL, PLAIN, "model.path", "model.hub_id"),
+    title="The architecture cannot get new tokens",
+    source="transformers 5.23 models/blt/modeling_blt.py: the patcher and the tables of hashed bytes have the size of "
+    "the vocabulary; verified with resize_token_embeddings, after which a new token raises an IndexError",
+    fixes=(Fix("Add no tokens", {SPECIAL: (), PLAIN: ()}, False, "the tokens are split into bytes"),),
+    fails_on=Example({**LOCAL_MODEL, **WITH_END}, H100, replace(DEMO, model_type="blt", shape=None)),
+    passes_on=Example({**LOCAL_MODEL, **WITH_END}, H100, UNTIED),
+)
+def tokens_of_bytes(case: Case) -> str | None:
+    """The tokens of BLT are bytes. transformers enlarges only its embeddings for added tokens, so the first example
+    that has one would raise an IndexError."""
+    kinds = case.model_types & registry.NO_NEW_TOKENS
+    if not kinds or not case.spec.data.added_tokens or case.spec.model.source == "builtin":
+        return None
+    return f"The model type {kinds.pop()} has bytes as tokens, and {_tokens(case)} is to be added."
 
 
 @warning(

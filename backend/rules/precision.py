@@ -8,7 +8,17 @@ from backend import registry
 from backend.resolve import before_ampere
 from backend.rules.base import Case, Example, Fix, advice, error, names, warning
 from backend.rules.common_fixes import BF16
-from backend.rules.examples import DEMO, EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, H100, LAPTOP, SMOL, T4
+from backend.rules.examples import (
+    DEMO,
+    EQUIPPED,
+    EQUIPPED_H100,
+    EQUIPPED_TWO,
+    H100,
+    LAPTOP,
+    LOCAL_MODEL,
+    SMOL,
+    T4,
+)
 from backend.rules.requirements import fp8_backend, missing_package, unsupported_capability
 
 AUTO_PRECISION = Fix(
@@ -141,6 +151,27 @@ def pure_bf16_loses_updates(case: Case) -> str | None:
     if case.spec.precision.compute != "pure_bf16" or row.rounding:
         return None
     return f"{row.label} adds its updates directly to bf16 weights, without Kahan summation or stochastic rounding."
+
+
+@error(
+    "PRC020",
+    fields=("precision.compute", "model.path", "model.hub_id"),
+    title="The architecture does not support pure bf16",
+    source="transformers 5.23 models/inkling2/modeling_inkling2.py, Inkling2TopKRouter.forward; verified by running: "
+    "expected m1 and m2 to have the same dtype",
+    fixes=(BF16,),
+    fails_on=Example({**LOCAL_MODEL, **PURE_BF16_SPEC}, EQUIPPED_H100, replace(DEMO, model_type="inkling2_text")),
+    passes_on=Example(
+        {**LOCAL_MODEL, "precision.compute": "bf16"}, EQUIPPED_H100, replace(DEMO, model_type="inkling2_text")
+    ),
+)
+def pure_bf16_unsupported_by_architecture(case: Case) -> str | None:
+    """The router of Inkling 2 computes in fp32 with weights that transformers keeps in fp32. Pure bf16 stores all
+    weights in bf16, so the first step fails; in mixed precision, autocast converts them."""
+    kinds = case.model_types & registry.NO_PURE_BF16
+    if case.spec.precision.compute != "pure_bf16" or not kinds or case.spec.model.source == "builtin":
+        return None
+    return f"precision.compute is pure_bf16, and the router of the model type {kinds.pop()} needs fp32 weights."
 
 
 @warning(

@@ -15,6 +15,7 @@ from backend.config import RunSpec
 from backend.train.patches import peft_resized_embeddings
 from backend.train.run_log import TrainError
 
+ROUTING_TABLE = "tid2eid"
 SEED = 0  # of new rows, which must be the same on all ranks, after a resume, and in a reference model
 
 
@@ -63,6 +64,16 @@ def fit_embeddings(spec: RunSpec, model: Any, tokenizer: Any) -> None:
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_type_with_random_state(device)):
         torch.manual_seed(SEED)
         model.resize_token_embeddings(needed)
+    _fit_routing_tables(model, rows, needed)
+
+
+def _fit_routing_tables(model: Any, rows: int, needed: int) -> None:
+    """DeepSeek V4 looks up the experts of a token by its id. transformers 5.23 does not enlarge this table, which the
+    saved model would have with more rows: new tokens get the experts of the first ones."""
+    for module in model.modules():
+        table = getattr(module, ROUTING_TABLE, None)
+        if isinstance(table, torch.Tensor) and len(table) == rows:
+            setattr(module, ROUTING_TABLE, torch.cat([table, table[torch.arange(needed - rows) % rows]]))
 
 
 def _type_with_random_state(device: torch.device) -> str:

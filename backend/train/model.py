@@ -40,12 +40,15 @@ from backend.train.patches import (
     deepspeed_fp32_buffers,
     llama4_base_model,
     tensor_parallel_save,
+    transformers_dbrx_experts,
     transformers_frozen_parameters,
     transformers_generation_config,
     transformers_grouped_mm,
     transformers_inplace_outputs,
     transformers_loss_type,
     transformers_quantize_on_device,
+    transformers_router_jitter,
+    transformers_rwkv_rescaling,
 )
 from backend.train.run_log import TrainError
 
@@ -148,11 +151,14 @@ def load(
     llama4_base_model.apply(model)
     if spec.precision.compute == "fp8":
         transformers_inplace_outputs.apply(model)
+    transformers_dbrx_experts.apply(model)
+    transformers_router_jitter.apply(model)
+    transformers_rwkv_rescaling.apply(model)
     transformers_frozen_parameters.apply(model)
     transformers_generation_config.apply(model)
     if not reward:
         transformers_loss_type.apply(model)
-    if registry.STRATEGIES[spec.parallel.strategy].zero_stage is not None:
+    if registry.STRATEGIES[spec.parallel.strategy].zero_stage is not None or not spec.fp32_master_weights:
         deepspeed_fp32_buffers.apply(model, DTYPES[precision])
     transformers_grouped_mm.apply()
     added_tokens.fit_embeddings(spec, model, tokenizer)

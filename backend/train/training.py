@@ -198,7 +198,7 @@ def _trainer(
     context.engine.prepare_config(whole.config)
     end_tokens.apply(whole, tokens, prepared.end_tokens)
     if not registry.STAGES[spec.train.stage].is_reward_model:  # a reward model finds the end of a text by this token
-        callbacks = [*callbacks, transformers_padding_index.PaddingIndex(whole.config.get_text_config().pad_token_id)]
+        callbacks = [*callbacks, transformers_padding_index.PaddingIndex(whole.config.get_text_config())]
     rows = added_tokens.ids(spec, tokens)
     context.use_cache = getattr(whole.config, "use_cache", None)
     weights = adapters.apply_method(spec, whole, precision, context.run.device, rows)

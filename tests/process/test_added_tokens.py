@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from fork_server import ForkServer
@@ -294,3 +295,18 @@ def test_strategies(
         spec = make_spec({**options, **more, "model.path": str(root / kind), "method.kind": method})
         run = fork_server.train(root / f"{method}-{strategy}", spec, 2)
         assert losses(run) == same_losses(losses(trained[method]), REORDERING_TOLERANCE), log_text(run)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tokens_that_are_routed_by_their_id(tmp_path: Path) -> None:
+    """DeepSeek V4 has a table with the experts of each token. Before, a new token was beyond its end."""
+    trained = architectures.build("deepseek_v4").eval()
+    rows = trained.get_input_embeddings().num_embeddings
+    vocabulary = {str(number): number for number in range(rows)} | {TOOL: rows}
+    tokens = SimpleNamespace(get_vocab=lambda: vocabulary)
+    added_tokens.fit_embeddings(make_spec({"data.add_tokens": (TOOL,)}), trained, tokens)
+    ids = torch.tensor([[5, rows, 6]])
+    logits = trained(input_ids=ids, use_cache=False).logits
+    trained.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.allclose(saved(input_ids=ids, use_cache=False).logits, logits, atol=1e-5)

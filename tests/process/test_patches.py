@@ -18,7 +18,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from transformers import AutoConfig, AutoModelForCausalLM, SeedOssConfig, XGLMConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    RwkvConfig,
+    SeedOssConfig,
+    XGLMConfig,
+)
 from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import disable_dropout_in_model
 
@@ -27,8 +34,12 @@ from backend.train.patches import (
     accelerate_fsdp2_adapter_head,
     torch_inductor_sums,
     torch_state_dtype,
+    transformers_dbrx_experts,
     transformers_padding_index,
+    transformers_router_jitter,
+    transformers_rwkv_rescaling,
     trl_functional_dropout,
+    trl_soft_cap,
 )
 from backend.train.run_log import TrainError
 
@@ -94,6 +105,15 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
         "torch.optim:Optimizer._process_value_according_to_param_policy", "value.to(dtype=param.dtype",
     ),
     "torch_build_lock": ("torch.utils.file_baton:FileBaton.wait", "while os.path.exists(self.lock_file_path)"),
+    "transformers_dbrx_experts": (
+        "transformers.models.dbrx.modeling_dbrx:DbrxExperts.forward", "dtype=hidden_states.dtype",
+    ),
+    "transformers_router_jitter": (
+        "transformers.models.mixtral.modeling_mixtral:", "hidden_states *= torch.empty_like(hidden_states)",
+    ),
+    "transformers_rwkv_rescaling": (
+        "transformers.models.rwkv.modeling_rwkv:RwkvModel._rescale_layers", ".weight.div_(",
+    ),
     "transformers_padding_index": (
         "transformers.trainer_utils:align_special_tokens", '_align_special_token("pad_token_id"',
     ),
@@ -278,16 +298,84 @@ def test_a_saved_model_is_built_with_the_padding_index_of_the_trained_one(tmp_pa
         pad_token_id=None,
     )  # fmt: skip
     model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(8)[None]
+    padding = transformers_padding_index.PaddingIndex(model.config)
     trained = model(ids).logits
     tokens = SimpleNamespace(eos_token_id=2, bos_token_id=0, pad_token_id=2)
     for name, equal in (("without", False), ("with", True)):
         align_special_tokens(model, tokens)
         if equal:
-            transformers_padding_index.PaddingIndex(None).on_train_begin(None, None, None, model=model)
+            padding.on_train_begin(None, None, None, model=model)
         model.save_pretrained(tmp_path / name)
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
         assert torch.equal(saved(ids).logits, trained) == equal
         assert saved.generation_config.pad_token_id == 2
+
+
+def test_a_config_without_a_padding_index_gets_none() -> None:
+    """CodeGen and RWKV have none. Before, each run with them failed."""
+    model = SimpleNamespace(config=PreTrainedConfig())
+    assert not hasattr(model.config, "pad_token_id")
+    padding = transformers_padding_index.PaddingIndex(model.config)
+    align_special_tokens(model, SimpleNamespace(eos_token_id=2, bos_token_id=0, pad_token_id=2))
+    padding.on_train_begin(None, None, None, model=model)
+    assert not hasattr(model.config, "pad_token_id")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_evaluation_does_not_divide_the_weights_of_rwkv() -> None:
+    """Nor does an adapter make a difference between training and evaluation."""
+    torch.manual_seed(1)
+    config = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=4, context_length=64, rescale_every=2)
+    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(8)[None]
+    before = copy.deepcopy(model.state_dict())
+    weights = model.state_dict()
+    for is_applied in (False, True):
+        if is_applied:
+            model.train()(ids)  # multiplies the weights again
+            transformers_rwkv_rescaling.apply(model)
+        model.eval()(ids)
+        assert all(torch.equal(weights[name], value) for name, value in before.items()) is is_applied
+    adapted = get_peft_model(model, LoraConfig(init_lora_weights=False))
+    with torch.no_grad():
+        assert torch.allclose(adapted.eval()(ids).logits, adapted.train()(ids).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "noise"), [("mixtral", "router_jitter_noise"), ("phimoe", "input_jitter_noise")])
+def test_routers_with_noise_change_a_copy(kind: str, noise: str) -> None:
+    sizes = {key: size for key, size in TINY.items() if key != "tie_word_embeddings"}
+    mixture = {"num_local_experts": 2, "num_experts_per_tok": 2, "num_key_value_heads": 2, noise: 0.5}
+    model, ids = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **mixture)), torch.arange(8)[None]
+    seen: list[torch.Tensor] = []
+    norm = model.model.layers[0].post_attention_layernorm
+    norm.register_forward_hook(lambda _, inputs, output: seen.extend((output, output.detach().clone())))
+    transformers_router_jitter.apply(model)
+    model.train()(ids)
+    assert torch.equal(*seen)
+    disable_dropout_in_model(model)
+    trl_functional_dropout.apply(SimpleNamespace(disable_dropout=True), model)
+    if kind == "mixtral":  # PhiMoE also samples its experts
+        assert torch.equal(model(ids).logits, model(ids).logits), "DPO compares with a reference without noise"
+
+
+def test_dbrx_trains_in_mixed_precision() -> None:
+    experts = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 2, "hidden_size": 16}
+    config = AutoConfig.for_model(
+        "dbrx", d_model=16, n_heads=2, n_layers=1, vocab_size=64, max_seq_len=32, ffn_config=experts,
+        attn_config={"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4}, pad_token_id=0,
+    )  # fmt: skip
+    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(8)[None]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(RuntimeError, match="same scalar type"):
+            model(ids)
+        transformers_dbrx_experts.apply(model)
+        model(ids).logits.float().sum().backward()
+
+
+def test_trl_does_not_see_a_scale_that_mpt_ignores() -> None:
+    config = AutoConfig.for_model("mpt", d_model=16, n_heads=2, n_layers=1, logit_scale="inv_sqrt_d_model")
+    with trl_soft_cap.named(SimpleNamespace(config=config), SimpleNamespace(config=config)):
+        assert config.logit_scale is None
+    assert config.logit_scale == "inv_sqrt_d_model"
 
 
 def test_loaded_state_keeps_its_dtype() -> None:

@@ -18,6 +18,7 @@ from backend.config.options import edit
 from backend.machine import machines
 from backend.modelspec import ARCHITECTURES, UnknownArchitecture, from_config, lora_modules, trainable_parameters
 from backend.preflight import preflight
+from backend.rules.distributed.ddp import WITHOUT_GRADIENT
 from backend.train import adapters
 
 SMALL = {
@@ -261,3 +262,12 @@ def test_flops_of_a_plan() -> None:
     for changes in ({"train.stage": "dpo"}, {"precision.compute": "fp32"}, {"method.kind": "freeze"}):
         other = preflight(edit(spec, changes), machine, Path.cwd()).expected or {}
         assert "peak_flops" not in other
+
+
+def test_variants_without_a_formula_are_counted_by_transformers() -> None:
+    """Their modules would be missing, for example among those that get no gradient from text."""
+    for kind, more in (("gpt2", {"add_cross_attention": True}), ("phi", {"qk_layernorm": True})):
+        with pytest.raises(UnknownArchitecture, match="no formula"):
+            from_config({**SMALL, "model_type": kind, **more})
+    assert WITHOUT_GRADIENT.search("transformer.h.0.crossattention.c_attn")
+    assert not WITHOUT_GRADIENT.search("model.local_encoder.cross_attn_layers.0.q_proj"), "BLT's get one"

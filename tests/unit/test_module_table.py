@@ -588,6 +588,33 @@ def test_models_around_a_language_model_that_transformers_does_not_load_are_refu
     assert not inspect_inputs(trusted, tmp_path).architecture_problem, "its own code loads it"
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        {"model_type": "gemma4_text", "use_bidirectional_attention": "all"},
+        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "use_bidirectional_attention": True}},
+        {"model_type": "qwen2", "is_causal": False},
+        {"model_type": "doge", "is_moe": True},
+    ],
+)
+def test_models_whose_tokens_see_later_ones_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    """Embedding models have the type of the causal model that they were made from."""
+    assert inspect_inputs(folder(tmp_path / "model", config), tmp_path).architecture_problem
+    custom = {**config, "auto_map": {"AutoModelForCausalLM": "own.Model"}}
+    trusted = edit(folder(tmp_path / "custom", custom), {"model.trust_remote_code": True})
+    assert not inspect_inputs(trusted, tmp_path).architecture_problem, "its own code loads it"
+    flags = {"use_bidirectional_attention": "vision", "is_causal": True, "is_moe": False}
+    causal = {name: flags.get(name, value) for name, value in config.items() if name != "text_config"}
+    assert not inspect_inputs(folder(tmp_path / "causal", causal), tmp_path).architecture_problem
+
+
+def test_layerdrop_is_read(tmp_path: Path) -> None:
+    for value, found in ((0.1, 0.1), (None, 0.0), ("x", 0.0)):
+        spec = folder(tmp_path / "model", {"model_type": "opt", "layerdrop": value})
+        assert inspect_inputs(spec, tmp_path).layerdrop == found
+
+
 def test_without_worker_or_cache(tmp_path: Path) -> None:
     assert os.environ[SETTING] == "off"  # tests/conftest.py
     result = inspect_inputs(folder(tmp_path / "model", RECORDED_TABLES["starcoder2"]["config"]), tmp_path, os.environ)

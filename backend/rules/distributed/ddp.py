@@ -17,7 +17,7 @@ MULTIMODAL = replace(DEMO, shape=replace(DEMO.shape, non_layer_modules=(TOWER, *
 # tokens in sparse attention and Zamba 2's adapters of other layers. Measured for each type of
 # transformers 5.23 in tests/process/test_architectures.py.
 WITHOUT_GRADIENT = re.compile(
-    r"(?:^|[._])(?:vision|visual|image|audio|multi_modal|cross_attn(?!_layers)|encoder_attn|indexer|compressor"
+    r"(?:^|[._])(?:vision|visual|image|audio|multi_modal|cross_?att(?!n_layers)|encoder_attn|indexer|compressor"
     r"|adapter_list)"
 )
 

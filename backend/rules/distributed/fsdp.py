@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from backend.modelspec import ModelShape, matches_any, unfrozen_modules
+from backend.modelspec import ModelShape, ModuleSpec, matches_any, trained_modules, unfrozen_modules
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.common_fixes import DDP, FSDP2, ZERO3
-from backend.rules.examples import DEMO, TWO_H100
+from backend.rules.examples import DEMO, SMOL, TWO_H100
 
 FSDP2_STRATEGY, FSDP1_STRATEGY = {"parallel.strategy": "fsdp2"}, {"parallel.strategy": "fsdp1"}
 FREEZE = {**FSDP1_STRATEGY, "method.kind": "freeze", "train.learning_rate": 1e-5}
@@ -16,6 +17,11 @@ NODES = {**FSDP1_FULL, "launch.rendezvous": "static", "launch.master_addr": "10.
 HYBRID = {**NODES, "parallel.sharding_strategy": "hybrid_shard"}
 LLAMA_CLASSES = replace(DEMO, module_classes=("LlamaDecoderLayer", "LlamaMLP"))
 SHARDED = {**FSDP2_STRATEGY, "parallel.state_dict_type": "sharded"}
+UNTIED_FULL = {**FSDP2_STRATEGY, "method.kind": "full", "train.learning_rate": 1e-5}
+UNTIED = replace(SMOL, tied=False)
+WITHOUT_LAST_NORM = replace(
+    UNTIED, non_layer_modules=tuple(each for each in SMOL.non_layer_modules if each.path != "model.norm")
+)
 
 
 @error(
@@ -220,3 +226,31 @@ def fsdp2_shared_layers(case: Case) -> str | None:
     if case.run.fsdp_version != 2 or not case.facts.has_shared_layers:
         return None
     return f"Several decoder layers of {case.facts.model_type} share a module, and the strategy is FSDP2."
+
+
+@error(
+    "STR071",
+    fields=("parallel.strategy", "method.kind"),
+    title="FSDP2 cannot train the output layer without a norm before it",
+    source="accelerate 1.15 utils/fsdp_utils.py, _find_final_norm: the norm and the output layer are one unit; "
+    "verified by running OpenAI GPT and OPT-350M with tie_word_embeddings false",
+    fixes=(ZERO3, DDP),
+    fails_on=Example(UNTIED_FULL, TWO_H100, replace(DEMO, shape=WITHOUT_LAST_NORM)),
+    passes_on=Example(UNTIED_FULL, TWO_H100, replace(DEMO, shape=UNTIED)),
+)
+def fsdp2_output_layer_without_norm(case: Case) -> str | None:
+    """accelerate puts the output layer into one FSDP unit with the norm before it, which is gathered when the norm is
+    called. In a model without that norm, the loss would read the output layer while it is sharded, and each rank would
+    train it on its own examples only."""
+    shape = case.shape
+    if case.run.fsdp_version != 2 or shape is None or shape.tied or not _has_norm(shape.layer):
+        return None
+    head = shape.non_layer_modules[-1]
+    if _has_norm(shape.non_layer_modules) or head not in trained_modules(case.spec, shape):
+        return None
+    return f"{shape.architecture} has no norm between its decoder layers and {head.path}, and the strategy is FSDP2."
+
+
+def _has_norm(modules: Sequence[ModuleSpec]) -> bool:
+    """Whether one of the modules is a norm, with a weight and perhaps a bias for each element."""
+    return any((not each.out_features and "norm" in each.path) or ".ln_" in f".{each.path}" for each in modules)

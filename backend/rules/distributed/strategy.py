@@ -11,7 +11,7 @@ from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, error
 from backend.rules.common_fixes import DDP, SINGLE_PROCESS, ZERO2
 from backend.rules.distributed.examples import FOUR_PROCESSES, FULL, WITHOUT_DEEPSPEED, ZERO2_STRATEGY, with_cores
-from backend.rules.examples import LAPTOP, TWO_H100
+from backend.rules.examples import DEMO, LAPTOP, LOCAL_MODEL, TWO_H100
 from backend.wording import counted
 
 APPLE = replace(LAPTOP, device="mps", name="Apple")
@@ -227,3 +227,39 @@ def _start_processes(case: Case, world_size: int) -> tuple[Fix, ...]:
     each, rest = divmod(world_size, case.run.nnodes)
     fix = Fix(f"Start {counted(world_size, 'process')}", {"launch.nproc_per_node": each}, cost="one device per process")
     return () if rest else (fix,)
+
+
+@error(
+    "STR070",
+    fields=("parallel.strategy", "parallel.ddp_find_unused_parameters"),
+    title="The processes would skip different layers",
+    source="transformers 5.23 models/opt/modeling_opt.py, OPTDecoder.forward: each process draws on its own which "
+    "layers it skips (OPT, XGLM, BioGPT); verified by running",
+    fixes=(
+        SINGLE_PROCESS,
+        Fix(
+            "Use DDP and find unused parameters",
+            {"parallel.strategy": "ddp", "parallel.ddp_find_unused_parameters": True},
+            safe=False,
+            cost="no sharding",
+        ),
+    ),
+    manual_fix="Set layerdrop to 0 in config.json.",
+    fails_on=Example({**LOCAL_MODEL, "parallel.strategy": "zero3"}, TWO_H100, replace(DEMO, layerdrop=0.1)),
+    passes_on=Example(
+        {**LOCAL_MODEL, "parallel.strategy": "ddp", "parallel.ddp_find_unused_parameters": True},
+        TWO_H100,
+        replace(DEMO, layerdrop=0.1),
+    ),
+)
+def layers_skipped_by_each_process(case: Case) -> str | None:
+    """With layerdrop in config.json, training skips each decoder layer with this probability. Processes that skip
+    different layers wait for different gradients or weights: the run fails or hangs. DDP can find the unused parameters
+    of each process."""
+    run, chance = case.run, case.facts.layerdrop
+    finds = run.engine.waits_for_all_gradients and case.spec.parallel.ddp_find_unused_parameters
+    if run.world_size == 1 or not chance or finds or case.spec.model.source == "builtin":
+        return None
+    return (
+        f"layerdrop is {chance:g} in config.json, and each of the {run.world_size} processes would skip other layers."
+    )

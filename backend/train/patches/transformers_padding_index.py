@@ -13,14 +13,20 @@ from typing import Any
 from transformers import TrainerCallback
 
 LIBRARY, SEEN_IN = "transformers", "5.23.0"
+NAME = "pad_token_id"
 
 
 class PaddingIndex(TrainerCallback):
-    """Restores `index`, the value that the model was built with, before the first checkpoint is written."""
+    """Restores the padding index of `config`, with which the model was built, before the first checkpoint is written.
+    Some configs (CodeGen, RWKV, those of custom code) have none."""
 
-    def __init__(self, index: int | None) -> None:
-        self.index = index
+    def __init__(self, config: Any) -> None:
+        self.known, self.index = hasattr(config, NAME), getattr(config, NAME, None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """The Trainer has aligned the tokens of `more["model"]` by now."""
-        more["model"].config.get_text_config().pad_token_id = self.index
+        config = more["model"].config.get_text_config()
+        if self.known:
+            config.pad_token_id = self.index
+        elif hasattr(config, NAME):
+            delattr(config, NAME)
