@@ -41,7 +41,10 @@ UNQUANTIZABLE: Mapping[str, str] = {  # quantized weights are packed integers, a
 }
 # Their forward pass reads the device of the embedding's weights before FSDP2 gathers them.
 READS_EMBEDDING = frozenset({"llama4", "llama4_text"})
-NO_NEW_TOKENS = frozenset({"blt"})  # its tokens are bytes, and several of its tables have a row for each
+NO_NEW_TOKENS: Mapping[str, str] = {  # the end of a sentence
+    "blt": "its tokens are bytes, and several of its tables have a row for each",
+    "moshi": "its embedding has a row more than its output layer, and the enlarged model cannot be loaded again",
+}
 NO_PURE_BF16 = frozenset({"inkling2_text"})  # its router multiplies its input in fp32 with its weights as they are
 # Their forward pass ignores the attention mask, so padding before a prompt changes what follows.
 NO_PADDING = frozenset({"rwkv", "xlnet", "xlstm"})

@@ -162,19 +162,21 @@ def added_rows_with_tensor_parallelism(case: Case) -> str | None:
     "MTH020",
     fields=(SPECIAL, PLAIN, "model.path", "model.hub_id"),
     title="The architecture cannot get new tokens",
-    source="transformers 5.23 models/blt/modeling_blt.py: the patcher and the tables of hashed bytes have the size of "
-    "the vocabulary; verified with resize_token_embeddings, after which a new token raises an IndexError",
-    fixes=(Fix("Add no tokens", {SPECIAL: (), PLAIN: ()}, False, "the tokens are split into bytes"),),
+    source="transformers 5.23 models/blt/modeling_blt.py: the patcher and the tables of hashed bytes; "
+    "models/moshi/modeling_moshi.py: nn.Embedding(vocab_size + 1); verified by running",
+    fixes=(Fix("Add no tokens", {SPECIAL: (), PLAIN: ()}, False, "they are split into known tokens"),),
     fails_on=Example({**LOCAL_MODEL, **WITH_END}, H100, replace(DEMO, model_type="blt", shape=None)),
     passes_on=Example({**LOCAL_MODEL, **WITH_END}, H100, UNTIED),
 )
-def tokens_of_bytes(case: Case) -> str | None:
-    """The tokens of BLT are bytes. transformers enlarges only its embeddings for added tokens, so the first example
-    that has one would raise an IndexError."""
-    kinds = case.model_types & registry.NO_NEW_TOKENS
+def tokens_beyond_fixed_tables(case: Case) -> str | None:
+    """transformers enlarges the input embedding and the output layer for added tokens. In these architectures, other
+    tables have the size of the vocabulary, or both layers have different sizes: the first example with a new token
+    raises an IndexError, or the saved model cannot be loaded."""
+    kinds = case.model_types & registry.NO_NEW_TOKENS.keys()
     if not kinds or not case.spec.data.added_tokens or case.spec.model.source == "builtin":
         return None
-    return f"The model type {kinds.pop()} has bytes as tokens, and {_tokens(case)} is to be added."
+    kind = min(kinds)
+    return f"{_tokens(case)} cannot be added to the model type {kind}: {registry.NO_NEW_TOKENS[kind]}."
 
 
 @warning(
