@@ -15,6 +15,9 @@ const RESULTS = {
   failed: "failed",
   stopped: "not measured",
 };
+const SPEEDUP =
+  "Speedup is that of the whole run: the median over pairs of the same steps, including warm-up. So it can differ " +
+  "from the ratio of Tokens/s.";
 const box = () => $("#fp-tuning");
 const task = createDraftTask("tuning", { api: "api/tunings", draw, dismiss });
 
@@ -144,6 +147,7 @@ function draw(status) {
     el("p", { role: "status" }, running ? progress(status) : outcome(status)),
     running ? el("p.fp-dim.fp-tuning-left", {}, left) : null,
     tried.length ? settingsTable(tried, status) : null,
+    !running && tried.some(isUsable) ? el("p.fp-dim", {}, SPEEDUP) : null,
     ...status.notes.map(note),
     skipped(status.rows, unfolded),
     running ? null : controls("Measure again"),
