@@ -1,7 +1,8 @@
 """One page for many tests: loading it takes seconds, and resetting it a tenth of a second.
 
-What a test changes is undone in the page. Then what the Build view shows is compared with what a page that was just
-loaded has shown; if it differs, the page is loaded again, without what the browser has stored.
+What a test changes is undone in the page, also after the test has reloaded it. Then what the Build view shows is
+compared with what a page that was just loaded has shown; if it differs, the page is loaded again, without what the
+browser has stored.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from served import TIMEOUT
 from backend.runs.folder import Run
 
 SIZE = {"width": 1440, "height": 1000}
+READY = "body[data-ready]"
 FIRST_VISIT = "", "first-run"  # target machine ('' is this one) and preset
 # The form's values; then what the Build view and the header show, without the digits: figures of this machine change.
 FORM = r"""() => {
@@ -24,16 +26,13 @@ FORM = r"""() => {
     ...lines("#fp-build"), ...fields.map(ofField), ...stored,
     `${document.querySelectorAll("head style").length} styles`, `${document.body.children.length} elements`];
 }"""
-REMEMBER = """() => {
-  window.firstState = {
-    isDark: document.body.classList.contains("dark"),
-    stored: Object.keys(localStorage),
-    unfolded: [...document.querySelectorAll("details[open]")],
-    expanded: [...document.querySelectorAll("#fp-build :is(.fp-head, .fp-more)")].map((b) => b.ariaExpanded),
-  };
-}"""
-UNDO = """() => {
-  const first = window.firstState;
+REMEMBER = """() => ({
+  isDark: document.body.classList.contains("dark"),
+  stored: Object.keys(localStorage),
+  unfolded: [...document.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent),
+  expanded: [...document.querySelectorAll("#fp-build :is(.fp-head, .fp-more)")].map((b) => b.ariaExpanded),
+})"""
+UNDO = """(first) => {
   document.querySelectorAll("dialog").forEach((dialog) => dialog.remove());
   const parameters = new URLSearchParams(location.search);
   for (const name of [...parameters.keys()])
@@ -47,7 +46,8 @@ UNDO = """() => {
     search.value = "";
     search.dispatchEvent(new Event("input", { bubbles: true }));
   }
-  for (const details of document.querySelectorAll("details")) details.open = first.unfolded.includes(details);
+  for (const details of document.querySelectorAll("details"))
+    details.open = first.unfolded.includes(details.querySelector("summary")?.textContent);
   document.querySelectorAll("#fp-build :is(.fp-head, .fp-more)").forEach((button, position) => {
     if (button.ariaExpanded !== first.expanded[position]) button.click();
   });
@@ -71,6 +71,8 @@ class SamePage:
         self.page: Page = context.new_page()
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.first: dict[str, object] | None = None  # of the page, when it was loaded; None if it must be loaded again
+        self.is_fresh = False  # loaded for this test, which calls `show_build` before it changes anything
         self.first_states: dict[tuple[str, str], list[str]] = {}  # of a machine and a preset: values, what is shown
 
     def begin(self) -> Page:
@@ -84,21 +86,24 @@ class SamePage:
             if other != self.page:
                 other.close()
         self.page.mouse.move(0, 0)
-        if not self.page.evaluate("() => 'firstState' in window"):
+        if not self.first or not self.page.url.startswith(f"{self.url}/?") or not self.page.query_selector(READY):
             self._load()
-        self.page.evaluate(UNDO)
+        else:
+            self.is_fresh = False
+        self.page.evaluate(UNDO, self.first)
         return self.page
 
     def show_build(self, machine: str = FIRST_VISIT[0], preset: str = FIRST_VISIT[1]) -> None:
         """The Build view as after the first load, with a target machine and the values of a preset."""
-        wanted = (machine, preset)
+        wanted, self.is_fresh = (machine, preset), self.is_fresh and not self.first_states
         if wanted in self.first_states:
-            self.page.evaluate(UNDO)
+            self.page.evaluate(UNDO, self.first)
             self._select(*wanted)
             if self._is_in_first_state(wanted):
                 return
         if wanted == FIRST_VISIT:
-            self._load()
+            if not self.is_fresh:
+                self._load()
         else:
             self.show_build()
         self._select(*wanted)
@@ -106,16 +111,17 @@ class SamePage:
 
     def leave(self) -> None:
         """Load the page again for the next test, since the list of runs and other views keep their state."""
-        self.page.evaluate("() => { delete window.firstState; }")
+        self.first = None
 
     def _load(self) -> None:
         if not self.page.url.startswith(f"{self.url}/"):
             self.page.goto(f"{self.url}/static/icon.svg")
         self.page.evaluate("() => { localStorage.clear(); sessionStorage.clear(); }")
         self.page.goto(self.url)
-        self.page.wait_for_selector("body[data-ready]")  # a wait_for_function would get Gradio's slow timer
+        self.page.wait_for_selector(READY)  # a wait_for_function would get Gradio's slow timer
         settled(self.page)
-        self.page.evaluate(REMEMBER)
+        self.first = self.page.evaluate(REMEMBER)
+        self.is_fresh = True
 
     def _select(self, machine: str, preset: str) -> None:
         """Select the machine and the preset in their menus, unless the form has them and their values."""
