@@ -75,7 +75,7 @@ def test_from_start_to_examples(evaluating, page):
     expect(card).to_contain_text("Limitation: A limit.")
     expect(card).to_contain_text("The judge m1 at http://127.0.0.1:9/v1 preferred the trained model in 5 of 25")
     look_at_examples(card)
-    assert violations(page) == []
+    assert violations(page, ".fp-evaluation") == []
 
     delete_evaluation(card)
     assert not evaluation.find_all(run) and job.state not in ALIVE
