@@ -101,10 +101,12 @@ def test_evaluations_on_the_same_examples(server, page):
     expect(section).to_be_hidden()
     low, high = [0.0] * 30 + [1.0] * 10, [0.0] * 10 + [1.0] * 30
     plant_evaluation(small, {"exact_match": (low, low), "loss": ([2.0, 3.0] * 20, [1.0, 2.0] * 20)})
-    page.reload()
+    page.evaluate("() => footplate.showView('runs')")
+    show_comparison(page, small, large)
     expect(section).to_contain_text("large rank: It has no complete evaluation.")
     plant_evaluation(large, {"exact_match": (low, high), "loss": ([2.0, 3.0] * 20, [2.0, 1.0] * 20)})
-    page.reload()
+    page.evaluate("() => footplate.showView('runs')")
+    show_comparison(page, small, large)
     expect(section.locator("tbody tr")).to_have_count(2)
     exact, loss = (row.split("\t") for row in section.locator("tbody tr").all_inner_texts())
     assert [text.split() for text in exact[1:]] == [

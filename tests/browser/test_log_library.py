@@ -147,7 +147,7 @@ CREATE_LOG = """async (id) => {
 def test_new_matching_lines_are_counted_and_not_read_out(shared, new_page):
     """The count is announced after the search was changed, not with every line of a running run."""
     page, run = new_page, make(shared)
-    page.goto(f"{shared.url}/rules")
+    page.goto(f"{shared.url}/help/getting-started")
     page.evaluate(CREATE_LOG, run.id)
     count, status = page.locator("#growing .fp-log-count"), page.locator("#growing [role=status]")
     page.locator("#growing").get_by_text("Preparing data.").wait_for()
