@@ -71,13 +71,6 @@ def server(tmp_path):
 
 
 @pytest.fixture
-def warm_server(tmp_path, session_fork_server):
-    """Its runs start within a second."""
-    with serving(tmp_path / "runs", FOOTPLATE_TEST_PYTHON=str(session_fork_server.python)) as started:
-        yield started
-
-
-@pytest.fixture
 def shared():
     """One server for all tests that neither stop it nor depend on what else is in its folders."""
     return server_of_all()
@@ -91,7 +84,7 @@ def without_runs(shared):
     return shared
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def chromium():
     return browser_of_all()
 

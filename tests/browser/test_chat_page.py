@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
-from same_page import show_run
-from served import HOME, serving
+from same_page import SamePage, show_run
+from served import HOME, new_context, serving
 from test_accessibility import violations
 from test_journeys import SLOW_TIMEOUT
 from test_trained_model_page import plant
@@ -26,15 +26,29 @@ esac
 TOOLS = json.dumps([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}])
 
 
-@pytest.fixture
-def chatting(tmp_path):
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
     """A server whose chats are answered by fake_chat.py."""
-    program = tmp_path / "python"
+    folder = tmp_path_factory.mktemp("chats")
+    program = folder / "python"
     fake = Path(__file__).with_name("fake_chat.py")
     program.write_text(PYTHON.format(python=sys.executable, fake=fake))
     program.chmod(0o755)
-    with serving(tmp_path / "runs", FOOTPLATE_TEST_PYTHON=str(program), PYTHONPATH=str(HOME)) as server:
+    with serving(folder / "runs", FOOTPLATE_TEST_PYTHON=str(program), PYTHONPATH=str(HOME)) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def own_page(chatting, chromium):
+    same = SamePage(new_context(chromium), chatting.url)
+    yield same
+    same.context.close()
+
+
+@pytest.fixture
+def page(own_page):
+    yield own_page.begin()
+    assert own_page.errors == []
 
 
 @pytest.fixture
@@ -58,7 +72,7 @@ def outputs(card, side):
 
 
 def test_a_conversation(chatting, run, page):
-    page.goto(f"{chatting.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     card = ready(page)
     expect(card.get_by_label("Prompt", exact=True)).to_be_hidden()
     card.get_by_role("button", name="Chat with this model").click()
@@ -103,7 +117,7 @@ def test_a_conversation(chatting, run, page):
 
 @pytest.mark.soak
 def test_tools_reasoning_code_and_kept_prompts(chatting, run, page):
-    page.goto(f"{chatting.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     card = ready(page)
     expect(card).to_contain_text("Loading takes at least")
     expect(card).to_contain_text("is free.")
@@ -156,7 +170,7 @@ def keep(page, run, second):
 
 def test_errors_the_end_and_another_run(chatting, run, page):
     other = plant(chatting, "other")
-    page.goto(f"{chatting.url}/?tab=run&run={run.id}")
+    show_run(page, run)
     card = ready(page)
     card.get_by_role("button", name="Chat with this model").click()
     prompt = card.get_by_label("Prompt", exact=True)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from playwright.sync_api import expect
+from same_page import settled
 from served import serving
 from test_datasets_page import card_field, drop
 
@@ -25,16 +26,18 @@ NO_SYSTEM = """\
 {%- if add_generation_prompt -%}[assistant]{%- endif -%}"""
 
 
-@pytest.fixture
-def server(tmp_path, monkeypatch, session_fork_server):
-    """A server whose checks read all examples; the tiny model is in its cache."""
-    monkeypatch.setenv("FOOTPLATE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(SETTING, "on")
-    builtin_models.prepare("tiny-llama", lambda *_: None)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, session_fork_server):
+    """A server whose checks read all examples; the tiny model is in its cache. Its worker loads libraries once."""
+    folder = tmp_path_factory.mktemp("examples")
     # Start goes on after 45 seconds, in which a machine with much other work does not check all of them.
     variables = {"FOOTPLATE_TEST_START_SECONDS": "240", "FOOTPLATE_TEST_PYTHON": str(session_fork_server.python)}
-    with serving(tmp_path / "runs", **variables) as started:
-        yield started
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("FOOTPLATE_CACHE", str(folder / "cache"))
+        environment.setenv(SETTING, "on")
+        builtin_models.prepare("tiny-llama", lambda *_: None)
+        with serving(folder / "runs", **variables) as started:
+            yield started
 
 
 def open_draft(page, server, folder, examples, copies=0, **more):
@@ -55,11 +58,19 @@ def open_draft(page, server, folder, examples, copies=0, **more):
         "data.chat_template_file": str(folder / "template.jinja"),
         **more,
     }
-    draft = f"draft-of-{examples}-examples"
+    draft = f"{folder.name}-{examples}"
     made = page.request.post(f"{server.url}/api/check", data={"draft": draft, "values": {**preset, **changes}})
     assert made.ok, made.text()
     page.goto(f"{server.url}/?draft={draft}")
     page.wait_for_selector("body[data-ready]", timeout=TIMEOUT)
+
+
+def change(page, values):
+    """Edit the form, and show the first example."""
+    page.evaluate("(values) => Object.entries(values).forEach((each) => footplate.edited(...each))", values)
+    settled(page)
+    page.locator("#fp-example-number").fill("1")
+    page.locator("#fp-example-number").press("Tab")
 
 
 def boxes(page):
@@ -73,6 +84,7 @@ def boxes(page):
 def test_start_waits_until_all_examples_are_checked(page, server, tmp_path):
     """The last of 15,000 examples cannot be rendered: the form says how many were checked, Start waits for the others,
     and the run is not started."""
+    before = [run.id for run in runs(server.runs)]
     status, start, finding = page.locator(".fp-status-examples"), page.locator("#fp-start"), page.locator(DAT018)
     open_draft(page, server, tmp_path, 4)
     expect(status).to_have_text("All 4 examples checked", timeout=TIMEOUT)  # the worker has loaded its libraries
@@ -83,7 +95,7 @@ def test_start_waits_until_all_examples_are_checked(page, server, tmp_path):
     expect(page.locator(".fp-status-text")).to_have_text("Can run", timeout=TIMEOUT)
     expect(page.locator(".fp-range")).to_contain_text("The range may change: the examples are still being read.")
     page.locator("#fp-memory summary", has_text="Breakdown").click()
-    before = boxes(page)
+    at_first = boxes(page)
     start.click()
     expect(start).to_be_disabled()
     page.wait_for_function(
@@ -91,7 +103,7 @@ def test_start_waits_until_all_examples_are_checked(page, server, tmp_path):
         && /^Checking [1-9]\\d?%$/.test(document.querySelector('#fp-start').textContent)""",
         timeout=TIMEOUT,
     )
-    assert boxes(page) == before, "nothing moves"
+    assert boxes(page) == at_first, "nothing moves"
     assert page.locator("#fp-memory details[open]").count() == 1, "the card was not drawn again"
     expect(finding).to_contain_text(f"{EXAMPLES}.jsonl, line {EXAMPLES}: ", timeout=TIMEOUT)
     expect(page.locator(".fp-toast")).to_contain_text("Not started: ", timeout=TIMEOUT)
@@ -99,7 +111,7 @@ def test_start_waits_until_all_examples_are_checked(page, server, tmp_path):
     expect(start).to_be_disabled()
     expect(status).to_have_text("All 15,000 examples checked")
     expect(page.locator(".fp-range")).not_to_contain_text("still being read")
-    assert not list((tmp_path / "runs").glob("2*"))
+    assert [run.id for run in runs(server.runs)] == before
 
 
 def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
@@ -131,8 +143,7 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
     assert page.locator("#fp-example-number").input_value() in ("1", "2", "3")
 
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "When?", "chosen": "At noon.", "rejected": "At dusk."}\n')
-    open_draft(page, server, tmp_path, 2, **{"data.files": str(tmp_path / "pairs.jsonl"), "train.stage": "dpo"})
-    card.locator("summary").first.click()
+    change(page, {"train.stage": "dpo", "data.files": str(tmp_path / "pairs.jsonl"), "data.max_length": 1024})
     expect(tokens).to_have_count(2, timeout=TIMEOUT)
     for sequence, rest in zip(tokens.all(), ("noon.", "dusk."), strict=True):
         same, _, different = sequence.inner_text().partition("differs from here")
@@ -140,8 +151,7 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
 
     turns = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "At noon.", "weight": 0.25}]
     (tmp_path / "weights.jsonl").write_text(json.dumps({"messages": turns}))
-    open_draft(page, server, tmp_path, 4, **{"data.files": str(tmp_path / "weights.jsonl")})
-    card.locator("summary").first.click()
+    change(page, {"train.stage": "sft", "data.files": str(tmp_path / "weights.jsonl")})
     expect(tokens.locator(".fp-weight-mark")).to_have_text("weight 0.25", timeout=TIMEOUT)
     assert trained.first.get_attribute("title").endswith(", weight 0.25")
 
@@ -149,6 +159,7 @@ def test_the_card_shows_what_is_trained_on(page, server, tmp_path):
 def test_from_a_dropped_file_to_a_run(page, server, tmp_path):
     """A CSV with foreign column names is dropped, its columns are chosen by clicking, its mask is seen, its cut fixed,
     and the run trains on it."""
+    before = [run.id for run in runs(server.runs)]
     settings = {"data.chat_template": "chatml", "train.max_steps": 2, "save.strategy": "no", "data.max_length": 64}
     open_draft(page, server, tmp_path, 3, **settings)
     answers = [f"Um {n} Uhr." for n in range(1, 40)]
@@ -181,7 +192,7 @@ def test_from_a_dropped_file_to_a_run(page, server, tmp_path):
     expect(start).to_be_enabled(timeout=TIMEOUT)
     start.click()
     page.wait_for_selector('.fp-run[data-state="done"]', timeout=TIMEOUT)
-    [run] = runs(server.runs)
+    (run,) = (run for run in runs(server.runs) if run.id not in before)
     assert run.result()["steps"] == 2
     assert page.request.get(f"{server.url}/api/uploads").json()["files"][0]["runs"][0]["id"] == run.id
     assert not processes.run_processes(run.path)
@@ -199,7 +210,7 @@ def test_two_datasets_are_mixed_and_a_second_run_starts_from_the_cache(page, ser
     card_field(page, 1, "source").select_option("builtin")
     card_field(page, 1, "weight").fill("2")
     expect(page.locator("#fp-datasets")).to_contain_text("examples per epoch from", timeout=TIMEOUT)
-    logs = []
+    draft, logs = page.url, []
     for _ in range(2):
         before = set(runs(server.runs))
         start = page.locator("#fp-start")
@@ -209,7 +220,7 @@ def test_two_datasets_are_mixed_and_a_second_run_starts_from_the_cache(page, ser
         (run,) = (each for each in runs(server.runs) if each.path not in {known.path for known in before})
         logs.append((run.path / LOG).read_text())
         assert run.result()["steps"] == 2 and not processes.run_processes(run.path)
-        page.goto(f"{server.url}/?draft=draft-of-3-examples")
+        page.goto(draft)
         page.wait_for_selector("body[data-ready]", timeout=TIMEOUT)
     first, second = logs
     mixed = [line.partition(" ")[2] for line in first.splitlines() if "Dataset 2" in line]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
+from same_page import SamePage
+from served import new_context, serving
 
 from backend.config.options import by_name
 from backend.runs import METRICS, SPEC
@@ -112,12 +114,28 @@ def build(same_page):
     return same_page.page
 
 
-def test_page_waits_for_its_scripts(shared, new_page):
-    """The page starts only after its scripts have loaded, even if Gradio's are faster."""
-    new_page.route("**/footplate/main.js", lambda route: (time.sleep(2), route.continue_()))
-    open_page(new_page, shared)
-    new_page.wait_for_selector("#fp-run-page > *", state="attached")
-    new_page.wait_for_selector("#fp-runs-page > *", state="attached")
+@pytest.fixture(scope="module")
+def warm_server(tmp_path_factory, session_fork_server):
+    """Its runs start within a second."""
+    folder = tmp_path_factory.mktemp("journeys")
+    with serving(folder / "runs", FOOTPLATE_TEST_PYTHON=str(session_fork_server.python)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def page_of_journeys(warm_server, chromium):
+    same = SamePage(new_context(chromium), warm_server.url)
+    yield same
+    same.context.close()
+
+
+@pytest.fixture
+def warm_build(page_of_journeys):
+    """The Build view of `warm_server`, as after the first load."""
+    page_of_journeys.begin()
+    page_of_journeys.show_build()
+    yield page_of_journeys.page
+    assert page_of_journeys.errors == []
 
 
 def test_preview_has_a_command_per_node(build):
@@ -143,9 +161,9 @@ def test_preview_has_a_command_per_node(build):
     assert not tabs.get_by_text("node-1", exact=True).count()
 
 
-def test_preset_error_fix_start_reload_results(warm_server, page):
+def test_preset_error_fix_start_reload_results(warm_server, warm_build):
     """A complete journey: preset, an error, one click fixes it, start, loss decreases, reload, results."""
-    open_page(page, warm_server)
+    page = warm_build
     assert page.locator("#fp-presets").input_value() == "first-run"
     use_tiny_model(page, 12, evaluate=True)
     open_section(page, "launch")
@@ -184,10 +202,13 @@ def test_preset_error_fix_start_reload_results(warm_server, page):
     expect(page.locator("#fp-runs-page tr", has_text=run.name)).to_be_visible()
 
 
-def test_stop_with_checkpoint_and_resume_during_which_the_server_crashes(warm_server, page):
+def test_stop_with_checkpoint_and_resume_during_which_the_server_crashes(warm_server, warm_build):
     """The run continues without the server; the page reconnects by itself and shows all points and lines."""
-    open_page(page, warm_server)
-    use_tiny_model(page, 60)
+    page = warm_build
+    # The other journey types and clicks its values.
+    values = {"model.builtin": "tiny-llama", "train.max_steps": 60, "eval.strategy": "no", "save.steps": 5}
+    page.evaluate("(values) => Object.entries(values).forEach((each) => footplate.edited(...each))", values)
+    wait_for_status(page, "^Can run")
     run = start_run(page, warm_server)
     wait_for_chart_step(page, "[1-9]")
     page.get_by_role("button", name="Stop and save").click()
@@ -297,7 +318,7 @@ def test_invalid_values_are_named_and_kept(build):
     type_value(page, "train.per_device_train_batch_size", 4)
     wait_for_status(page, "^Can run")
     choose(page, "data.source", "files")
-    type_value(page, "data.files", "/nowhere/rows.jsonl")
+    page.locator("#data-files textarea").fill("/nowhere/rows.jsonl")
     wait_for_status(page, "^Cannot run")
     expect(page.locator("#fp-findings")).to_contain_text("/nowhere/rows.jsonl")
 
@@ -308,7 +329,7 @@ def test_a_malformed_example_is_named_by_file_and_line(build, tmp_path):
     rows.write_text("\n".join([json.dumps(good)] * 6 + ['{"messages": ']) + "\n")
     page = build
     choose(page, "data.source", "files")
-    type_value(page, "data.files", rows)
+    page.locator("#data-files textarea").fill(str(rows))  # each key would begin a check
     wait_for_status(page, "^Cannot run")
     expect(page.locator("#fp-findings")).to_contain_text(f"{rows}, line 7")
     assert page.locator("#fp-start").is_disabled()
@@ -329,13 +350,13 @@ def test_import_export_round_trip(build, tmp_path):
     assert value(page, "train.learning_rate") == 0.0007
 
 
-@pytest.mark.parametrize("width", [390, 800, 1440])
-def test_no_horizontal_scrolling(build, width):
+def test_no_horizontal_scrolling(build):
     page = build
-    page.set_viewport_size({"width": width, "height": 900})
-    for tab in ("build", "runs"):
-        page.evaluate("tab => footplate.showView(tab)", tab)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for width in (390, 800, 1440):
+        page.set_viewport_size({"width": width, "height": 900})
+        for tab in ("build", "runs"):
+            page.evaluate("tab => footplate.showView(tab)", tab)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (width, tab)
 
 
 @pytest.mark.soak
