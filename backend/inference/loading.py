@@ -24,7 +24,7 @@ from backend.models.trained import TrainedModel
 from backend.runs.folder import Run, RunError
 from backend.train import adapters, added_tokens, base_weights, device, lora, model
 from backend.train.continued_adapter import load_weights
-from backend.train.patches import peft_dequantize
+from backend.train.patches import peft_dequantize, transformers_dbrx_experts
 from backend.train.run_log import TrainError
 
 TRAINED_PARTS = ("lora_", "modules_to_save", "trainable_tokens")  # parts of the names of an adapter's parameters
@@ -177,9 +177,11 @@ class Models:
             kind, more = AutoModelForSequenceClassification, {"num_labels": 1}
         options = {"trust_remote_code": self.spec.model.trust_remote_code, "local_files_only": True}
         try:
-            return self._placed(kind.from_pretrained(folder, dtype=self.dtype, **options, **more))
+            loaded: Any = self._placed(kind.from_pretrained(folder, dtype=self.dtype, **options, **more))
         except Exception as error:  # of many kinds
             raise TrainError(f"The model in {folder} could not be loaded: {_first_line(error)}") from error
+        transformers_dbrx_experts.apply(loaded)  # it is used under autocast
+        return loaded
 
     def _placed(self, loaded: Any) -> Any:
         if not getattr(loaded, "is_quantized", False):  # quantized weights are on their device already

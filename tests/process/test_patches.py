@@ -29,6 +29,8 @@ from transformers import (
 from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import disable_dropout_in_model
 
+from backend.config import RunSpec
+from backend.inference import loading
 from backend.train import patches
 from backend.train.patches import (
     accelerate_fsdp2_adapter_head,
@@ -349,16 +351,19 @@ def test_routers_with_noise_change_a_copy(kind: str, noise: str) -> None:
     norm = model.model.layers[0].post_attention_layernorm
     norm.register_forward_hook(lambda _, inputs, output: seen.extend((output, output.detach().clone())))
     transformers_router_jitter.apply(model)
+    block = model.model.layers[0].mlp
+    block.__class__ = type("FSDPBlock", (type(block),), {})  # as fully_shard does
     model.train()(ids)
     assert torch.equal(*seen)
+    assert copy.deepcopy(block).forward.__self__ is not block
     disable_dropout_in_model(model)
     trl_functional_dropout.apply(SimpleNamespace(disable_dropout=True), model)
     if kind == "mixtral":  # PhiMoE also samples its experts
         assert torch.equal(model(ids).logits, model(ids).logits), "DPO compares with a reference without noise"
 
 
-def test_dbrx_trains_in_mixed_precision() -> None:
-    experts = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 2, "hidden_size": 16}
+def test_dbrx_trains_and_generates_in_mixed_precision(tmp_path: Path) -> None:
+    experts = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 2, "hidden_size": 16, "moe_jitter_eps": 0}
     config = AutoConfig.for_model(
         "dbrx", d_model=16, n_heads=2, n_layers=1, vocab_size=64, max_seq_len=32, ffn_config=experts,
         attn_config={"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4}, pad_token_id=0,
@@ -369,6 +374,12 @@ def test_dbrx_trains_in_mixed_precision() -> None:
             model(ids)
         transformers_dbrx_experts.apply(model)
         model(ids).logits.float().sum().backward()
+        model.save_pretrained(tmp_path)
+        models: Any = loading.Models.__new__(loading.Models)
+        models.spec, models.dtype, models.device = RunSpec(), torch.bfloat16, "cpu"
+        models._whole(tmp_path).float()(ids)  # a GPU computes the norms in fp32
+    transformers_router_jitter.apply(model)
+    assert model.transformer.blocks[0].ffn.router.moe_jitter_eps is None, "0 also changes the input in place"
 
 
 def test_trl_does_not_see_a_scale_that_mpt_ignores() -> None:
