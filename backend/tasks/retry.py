@@ -17,9 +17,9 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.preflight import Report
 from backend.registry import lower_learning_rate
-from backend.runs import CHECKPOINTS, METRICS, SPEC, events, failure, files, health, metrics
+from backend.runs import METRICS, SPEC, events, failure, files, health, metrics
 from backend.runs.folder import Run, RunError
-from backend.runs.resume_point import step_of
+from backend.runs.resume_point import complete, has_optimizer_state, step_of
 
 FACTOR = 0.5  # times the learning rate
 Check = Callable[[RunSpec], Report]
@@ -39,11 +39,12 @@ def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
         advice = "Start a new run with its options" if run.state == "done" else "Resume it, or start a new run"
         raise RunError(f"{run.id} {problem}. {advice}.")
     last = _last_usual_step(run, spec.logging.steps)
-    found = [str(run.path / CHECKPOINTS / f"checkpoint-{step}") for step in run.checkpoints()]
+    # A checkpoint of save.only_model, or of Stop where the optimizer state cannot be restored, has the weights only.
+    found = [str(folder) for folder in complete(run.path) if has_optimizer_state(folder)]
     if spec.save.resume_from == "path":  # set by an earlier retry that failed before its first checkpoint
         found.insert(0, spec.save.resume_path)
     usable = [path for path in found if last is None or step_of(Path(path)) < last]
-    if not usable or spec.save.only_model:
+    if not usable:
         raise RunError(f"{run.id} has no checkpoint from before the problem to continue from.")
     return {
         "train.learning_rate": lower_rate(spec, FACTOR),

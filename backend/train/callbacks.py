@@ -281,7 +281,7 @@ class CheckpointCallback(TrainerCallback):
             return True
         why = f"{engine.strategy.label} cannot restore the optimizer state of this run"
         is_whole = engine.checkpoint_format(self.spec) != "sharded"  # sharded checkpoints need the optimizer state
-        what = "The checkpoint has the weights only" if is_whole else "No checkpoint is saved"
+        what = "The checkpoint has the weights only" if is_whole else "No checkpoint is saved for this stop"
         self.run_log.info(f"{what}: {why}.")
         return is_whole
 

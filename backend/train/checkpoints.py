@@ -105,7 +105,8 @@ def at_path(path: str) -> Path:
         raise TrainError(f"save.resume_path: {folder} is incomplete: writing it was interrupted. Use an earlier one.")
     if not has_optimizer_state(folder):
         raise TrainError(
-            f"save.resume_path: {folder} contains weights only (save.only_model), so training cannot resume from it."
+            f"save.resume_path: {folder} contains the weights without an optimizer state, so training cannot resume "
+            "from it. Use a checkpoint that was saved with save.only_model off."
         )
     if problem := checkpoint_files.problem(folder):
         raise TrainError(f"save.resume_path: {problem}")

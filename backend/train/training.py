@@ -232,7 +232,7 @@ def _start(context: TrainContext, options: Mapping[str, Any]) -> Path | None:
             context.run_log.info("Restarted from scratch, at step 0.")
         elif start is None and checkpoints.complete(context.folder):
             context.run_log.info(
-                "The checkpoints contain weights only (save.only_model), so training starts at step 0."
+                "The checkpoints contain the weights without an optimizer state, so training starts at step 0."
             )
         step = checkpoints.step_of(start) if start else 0
         lost = lost_points.find(context.folder, start, own=context.spec.save.resume_from != "path") if start else []

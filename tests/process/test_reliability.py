@@ -207,7 +207,7 @@ def test_from_scratch_does_not_resume_a_checkpoint_of_the_future(fork_server: Fo
     (folder / "lock").write_text("supervisor\nb2\n")
     assert fork_server.run(folder, 0, "--from-scratch") == 0, log_text(folder)
     assert "Resuming from" not in log_text(folder)
-    assert "Restarted from scratch, at step 0." in log_text(folder) and "weights only" not in log_text(folder)
+    assert "Restarted from scratch, at step 0." in log_text(folder) and "optimizer state" not in log_text(folder)
     assert [json.loads(line).get("step") for line in (folder / "metrics.jsonl").read_text().splitlines()][3] == 0
     assert all(resume_point.is_of_start(path, "b2") for path in (folder / "checkpoints").iterdir())
 

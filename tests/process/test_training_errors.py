@@ -22,7 +22,7 @@ from backend.config.options import effective
 from backend.data import example_problem, read_examples
 from backend.modelspec import from_config
 from backend.paths import ASSETS, HOME
-from backend.train import adapters, builtin_models, checkpoints, model, rule_check, verify
+from backend.train import adapters, builtin_models, checkpoints, model, rule_check, training, verify
 from backend.train.callbacks import CheckpointCallback
 from backend.train.data import prepare
 from backend.train.device import ProcessGroup
@@ -150,7 +150,7 @@ def test_options_that_do_not_go_with_sharded_weights_or_sequences(
         )
 
 
-def test_checkpoints_that_cannot_be_resumed(tmp_path: Path) -> None:
+def test_checkpoints_that_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "checkpoints/checkpoint-3"
     with pytest.raises(TrainError, match="is not a checkpoint"):
         checkpoints.at_path(str(folder))
@@ -159,8 +159,20 @@ def test_checkpoints_that_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="is incomplete"):
         checkpoints.at_path(str(folder))
     checkpoints.mark_complete(folder)
-    with pytest.raises(TrainError, match="weights only"):
+    with pytest.raises(TrainError, match="without an optimizer state"):
         checkpoints.at_path(str(folder))
+    group = SimpleNamespace(share=lambda chosen: chosen)
+    context: Any = SimpleNamespace(
+        folder=tmp_path,
+        run_log=RunLog(tmp_path),
+        from_scratch=False,
+        spec=make_spec(),
+        group=group,
+        first=lambda f: f(),
+    )
+    assert training._start(context, {}) is None
+    log = capsys.readouterr().out
+    assert "without an optimizer state, so training starts at step 0" in log and "save.only_model" not in log
     (folder / checkpoints.OPTIMIZER_STATES[0]).touch()
     checkpoints.mark_complete(folder)
     assert checkpoints.at_path(str(folder)) == folder.resolve()

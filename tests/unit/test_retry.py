@@ -99,10 +99,14 @@ def test_other_failures_are_not_continued(tmp_path, capsys):
     assert "neither diverged nor stopped after a spike" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("changes", [{"logging.steps": 12}, {"save.only_model": True}])
-def test_without_a_checkpoint_from_before(tmp_path, changes):
-    with pytest.raises(RunError, match="no checkpoint from before the problem"):
-        retry.changes(stopped(tmp_path), edit(SPEC, changes))
+def test_without_a_checkpoint_from_before(tmp_path):
+    run, no_checkpoint = stopped(tmp_path), "no checkpoint from before the problem"
+    with pytest.raises(RunError, match=no_checkpoint):
+        retry.changes(run, edit(SPEC, {"logging.steps": 12}))
+    for step in run.checkpoints():  # those of save.only_model, or of Stop, may have the weights only
+        (run.path / CHECKPOINTS / f"checkpoint-{step}/optimizer.pt").unlink()
+    with pytest.raises(RunError, match=no_checkpoint):
+        retry.changes(run, SPEC)
 
 
 def test_a_retry_that_fails_before_its_first_checkpoint(tmp_path):
