@@ -46,6 +46,7 @@ class InputFacts:
     has_sequence_classification: bool | None = None  # transformers has a reward model class for it; None if unknown
     has_shared_layers: bool = False  # several decoder layers contain the same module
     layerdrop: float = 0.0  # the probability with which training skips a decoder layer, of config.json
+    unused_modules: tuple[str, ...] = ()  # last names of modules with parameters that config.json leaves unused
     lora_refused: tuple[str, ...] = ()  # names of linear layers that cannot have a LoRA adapter
     architecture_pending: bool = False  # a worker process is reading the architecture: `shape` will be known soon
     model_problem: str = ""  # of the model folder

@@ -51,14 +51,22 @@ def _model_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> d
     return {
         "model_type": str(config.get("model_type") or ""),
         "layerdrop": _layerdrop(config),
+        "unused_modules": _unused_modules(config),
         **architecture,
         **facts,
     }
 
 
 def _layerdrop(config: Mapping[str, Any]) -> float:
-    value = (config.get("text_config") or config).get("layerdrop")
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    """Of a decoder: TrOCR and Blenderbot Small have a key for each half of an encoder-decoder model."""
+    text = config.get("text_config") or config
+    value = text.get("decoder_layerdrop", text.get("layerdrop"))
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _unused_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Gemma 3n has a parameter of its AltUp modules also where the forward pass leaves it out."""
+    return ("altup",) if (config.get("text_config") or config).get("altup_correct_scale") is False else ()
 
 
 def local_folder(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,16 +34,16 @@ class NotCausalLM(UnknownArchitecture):
 def check_causal(config: Config) -> None:
     """Raise NotCausalLM for keys that let the tokens of a causal type attend to later ones (transformers 5.23)."""
     text = config.get("text_config") or config
-    kind, both = str(text.get("model_type") or ""), text.get("use_bidirectional_attention")
+    kind, bidirectional = str(text.get("model_type") or ""), text.get("use_bidirectional_attention")
+    encoder = "is an encoder, not a causal language model"
     # masking_utils.py, create_causal_mask: is_causal is a key of every config. Embedding models are published with it.
-    if text.get("is_causal") is False:
-        raise NotCausalLM(f"{kind} with is_causal false is an encoder, not a causal language model")
-    if both is True or both == "all":  # EmbeddingGemma; "vision" of Gemma 4 is about the tokens of an image
-        value = "true" if both is True else both
-        raise NotCausalLM(f"{kind} with use_bidirectional_attention {value} is an encoder, not a causal language model")
+    if not text.get("is_causal", True):
+        raise NotCausalLM(f"{kind} with is_causal {json.dumps(text['is_causal'])} {encoder}")
+    if bidirectional and bidirectional != "vision":  # EmbeddingGemma; "vision" is about the tokens of an image
+        raise NotCausalLM(f"{kind} with use_bidirectional_attention {json.dumps(bidirectional)} {encoder}")
     # doge/modeling_doge.py, DogeCDMoE: `view(2, tokens, -1)` mixes the router logits of different tokens.
     if kind == "doge" and text.get("is_moe"):
-        raise NotCausalLM("transformers routes each token of a doge mixture of experts (is_moe) by other tokens, too")
+        raise NotCausalLM("transformers routes each token of a doge mixture of experts (is_moe) by later tokens, too")
 
 
 def from_config(config: Config) -> ModelShape:

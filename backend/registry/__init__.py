@@ -17,6 +17,7 @@ from backend.registry.adapters import (
 )
 from backend.registry.architectures import (
     CONVERTED_WEIGHTS,
+    NESTED_NORM,
     NO_LAYER_LIST,
     NO_NEW_TOKENS,
     NO_PADDING,

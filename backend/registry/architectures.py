@@ -41,6 +41,8 @@ UNQUANTIZABLE: Mapping[str, str] = {  # quantized weights are packed integers, a
 }
 # Their forward pass reads the device of the embedding's weights before FSDP2 gathers them.
 READS_EMBEDDING = frozenset({"llama4", "llama4_text"})
+# accelerate does not find the norm before their output layer, next to the embedding or in the base model.
+NESTED_NORM = frozenset({"blt", "hrm_text", "qwen4_exp", "qwen4_exp_text"})
 NO_NEW_TOKENS: Mapping[str, str] = {  # the end of a sentence
     "blt": "its tokens are bytes, and several of its tables have a row for each",
     "moshi": "its embedding has a row more than its output layer, and the enlarged model cannot be loaded again",

@@ -172,8 +172,9 @@ def tokens_beyond_fixed_tables(case: Case) -> str | None:
     """transformers enlarges the input embedding and the output layer for added tokens. In these architectures, other
     tables have the size of the vocabulary, or both layers have different sizes: the first example with a new token
     raises an IndexError, or the saved model cannot be loaded."""
-    kinds = case.model_types & registry.NO_NEW_TOKENS.keys()
-    if not kinds or not case.spec.data.added_tokens or case.spec.model.source == "builtin":
+    kinds, data = case.model_types & registry.NO_NEW_TOKENS.keys(), case.spec.data
+    have_rows = case.shape and case.facts.tokenizer_size and not case.facts.added_rows
+    if not kinds or not data.added_tokens or have_rows or case.spec.model.source == "builtin":
         return None
     kind = min(kinds)
     return f"{_tokens(case)} cannot be added to the model type {kind}: {registry.NO_NEW_TOKENS[kind]}."

@@ -41,7 +41,9 @@ from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enab
 from transformers.pytorch_utils import Conv1D
 from trl.trainer.utils import add_fused_lm_head
 
-from backend.config.options import changes
+from backend.config import RunSpec
+from backend.config.options import changes, edit
+from backend.inspect import InputFacts
 from backend.inspect.checkpoint_adapter import adapter_facts
 from backend.inspect.weights import weights_mismatch
 from backend.machine import Machine, probe
@@ -58,11 +60,15 @@ from backend.registry import (
     PACKING_PACKAGES,
     UNTRAINABLE,
 )
+from backend.rules.base import Case
 from backend.rules.distributed.ddp import WITHOUT_GRADIENT
+from backend.rules.distributed.fsdp import fsdp2_output_layer_without_norm
+from backend.rules.examples import TWO_H100
 from backend.runs import RESULT
 from backend.train import adapters
 from backend.train.describe_model import Refused, describe
 from backend.train.patches import (
+    accelerate_fsdp2_adapter_head,
     deepspeed_fp32_buffers,
     llama4_base_model,
     transformers_frozen_parameters,
@@ -70,6 +76,7 @@ from backend.train.patches import (
     trl_loss_positions,
     trl_soft_cap,
 )
+from backend.train.run_log import TrainError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -373,6 +380,31 @@ def test_layers_accept_their_input_where_deepspeed_casts_the_parameters(kind: st
         if is_kept or kind not in NO_PURE_BF16:
             loss = model(input_ids=torch.tensor([tokens(12)]), use_cache=False).logits.float().sum()
             assert torch.isfinite(loss)
+
+
+# --- FSDP2 ---
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", model_types())
+def test_the_norm_before_a_trained_output_layer_is_found_or_refused(kind: str) -> None:
+    """Rule STR071 knows the types whose training FSDP2 would end with an error."""
+    try:
+        model = build(kind)
+        shape = shape_of(model.config.to_dict())
+    except Exception as error:
+        pytest.skip(f"cannot be built, or is refused: {error}")
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # not tied
+    try:
+        accelerate_fsdp2_adapter_head.norm_before_head(model)
+        found = True
+    except TrainError:
+        found = False
+    spec = edit(RunSpec(), {"parallel.strategy": "fsdp2", "method.kind": "full", "train.learning_rate": 1e-5})
+    facts = InputFacts(model_type=kind, shape=replace(shape, tied=False))
+    refused = fsdp2_output_layer_without_norm(Case(spec, TWO_H100, facts))
+    assert bool(refused) is not found or kind in UNTRAINABLE
 
 
 # --- Gradients ---

@@ -595,6 +595,7 @@ def test_models_around_a_language_model_that_transformers_does_not_load_are_refu
         {"model_type": "gemma4_text", "use_bidirectional_attention": "all"},
         {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "use_bidirectional_attention": True}},
         {"model_type": "qwen2", "is_causal": False},
+        {"model_type": "qwen2", "is_causal": None},
         {"model_type": "doge", "is_moe": True},
     ],
 )
@@ -609,10 +610,17 @@ def test_models_whose_tokens_see_later_ones_are_refused(config: dict[str, Any], 
     assert not inspect_inputs(folder(tmp_path / "causal", causal), tmp_path).architecture_problem
 
 
+@pytest.mark.parametrize(("is_scaled", "unused"), [(True, ()), (False, ("altup",))])
+def test_unused_parameters_of_gemma_3n_are_read(is_scaled: bool, unused: tuple[str, ...], tmp_path: Path) -> None:
+    spec = folder(tmp_path / "model", {"text_config": {"model_type": "gemma3n_text", "altup_correct_scale": is_scaled}})
+    assert inspect_inputs(spec, tmp_path).unused_modules == unused
+
+
 def test_layerdrop_is_read(tmp_path: Path) -> None:
-    for value, found in ((0.1, 0.1), (None, 0.0), ("x", 0.0)):
-        spec = folder(tmp_path / "model", {"model_type": "opt", "layerdrop": value})
-        assert inspect_inputs(spec, tmp_path).layerdrop == found
+    for kind, key in (("opt", "layerdrop"), ("trocr", "decoder_layerdrop")):
+        for value, found in ((0.1, 0.1), (None, 0.0), ("x", 0.0)):
+            spec = folder(tmp_path / "model", {"model_type": kind, key: value})
+            assert inspect_inputs(spec, tmp_path).layerdrop == found
 
 
 def test_without_worker_or_cache(tmp_path: Path) -> None:

@@ -146,6 +146,38 @@ def test_methods_that_train_the_towers_of_a_multimodal_model(patch: dict[str, An
     assert (finding("STR045", {**DDP, **processes(2), **patch}, EIGHT, facts) is not None) is fails
 
 
+LOCAL = {"model.source": "path", "model.path": "/models/own"}
+UNTIED_FSDP2 = {**FULL, **FSDP2, **processes(2)}
+ADDED = {**LOCAL, "data.add_tokens": ("<tool>",)}
+
+
+@pytest.mark.parametrize(
+    ("code", "patch", "facts", "fails"),
+    [
+        ("STR070", {**LOCAL, **ZERO2, **processes(2)}, {"layerdrop": 0.1}, True),
+        ("STR070", {**LOCAL, **ZERO2, **processes(2)}, {"layerdrop": 0.0}, False),
+        ("STR070", {**LOCAL, **ZERO2, **processes(2), "train.stage": "dpo"}, {"layerdrop": 0.1}, False),
+        ("STR070", {**LOCAL, **ZERO2, **processes(2), "train.stage": "reward"}, {"layerdrop": 0.1}, False),
+        ("STR071", UNTIED_FSDP2, {"model_type": "qwen4_exp"}, True),
+        ("STR071", UNTIED_FSDP2, {"model_type": "llama"}, False),
+        ("STR071", {**UNTIED_FSDP2, "method.kind": "lora"}, {"model_type": "qwen4_exp"}, False),
+        ("STR045", {**FULL, **DDP, **processes(2)}, {"unused_modules": ("mlp",)}, False),
+        ("STR045", {**FULL, **DDP, **processes(2)}, {"unused_modules": ("q_proj",)}, True),
+        (
+            "STR045",
+            {**DDP, **processes(2), "lora.targets": "custom", "lora.target_modules": ("up_proj",)},
+            {"unused_modules": ("q_proj",)},
+            False,
+        ),
+        ("MTH020", ADDED, {"model_type": "blt", "tokenizer_size": 300, "added_rows": 1}, True),
+        ("MTH020", ADDED, {"model_type": "blt"}, True),  # the tokenizer is not known yet
+        ("MTH020", ADDED, {"model_type": "blt", "tokenizer_size": 300}, False),
+    ],
+)
+def test_facts_of_a_config(code: str, patch: dict[str, Any], facts: dict[str, Any], fails: bool) -> None:
+    assert (finding(code, patch, EIGHT, replace(FACTS, **facts)) is not None) is fails
+
+
 @pytest.mark.parametrize(("machine", "kernels"), [(CORES, "its collectives"), (EIGHT, "CPU Adam")])
 def test_the_kernels_that_deepspeed_compiles_are_named(machine: Machine, kernels: str) -> None:
     patch = {**ZERO2, **processes(2), "parallel.offload_optimizer": "cpu"}

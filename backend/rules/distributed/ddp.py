@@ -41,13 +41,15 @@ WITHOUT_GRADIENT = re.compile(
 )
 def ddp_unused_parameters(case: Case) -> str | None:
     """Text examples give some modules no gradient: the vision and audio towers of a multimodal model, cross-attention
-    of a decoder without its encoder, the selection of tokens in sparse attention. DDP reduces
-    a bucket only once all of its gradients are ready, unless it searches for unused parameters in every step."""
+    of a decoder without its encoder, the selection of tokens in sparse attention, the scale of Gemma 3n's AltUp if
+    altup_correct_scale is false. DDP reduces a bucket only once all of its gradients are ready, unless it searches for
+    unused parameters in every step."""
     run, shape = case.run, case.shape
     waits = run.engine.waits_for_all_gradients and not case.spec.parallel.ddp_find_unused_parameters
     if not waits or run.world_size == 1 or shape is None:
         return None
-    unused = next((m.path for m in trained_modules(case.spec, shape) if WITHOUT_GRADIENT.search(m.path)), "")
+    paths, names = (m.path for m in trained_modules(case.spec, shape)), case.facts.unused_modules
+    unused = next((p for p in paths if WITHOUT_GRADIENT.search(p) or p.rpartition(".")[2] in names), "")
     if not unused:
         return None
     return (

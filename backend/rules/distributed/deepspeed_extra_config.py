@@ -206,6 +206,10 @@ def _other_dtype(case: Case, value: Any) -> bool:
     return DTYPES.get(str(value), case.run.compute_dtype) != case.run.compute_dtype
 
 
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, int | float) and value % 2 != 0
+
+
 def _on_cpu(path: str, stage: int = 0) -> Conflict:
     """A key that has an effect from this ZeRO stage on, for which DeepSpeed has no code for a CPU."""
 
@@ -293,12 +297,12 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     (
         f"{ZERO}.allgather_bucket_size",
-        lambda case, at: case.run.zero_stage in (1, 2) and number(at(f"{ZERO}.allgather_bucket_size")) % 2 != 0,
+        lambda case, at: case.run.zero_stage in (1, 2) and _is_odd(at(f"{ZERO}.allgather_bucket_size")),
         "must be even",
     ),
     (
         "checkpoint.writer",
-        lambda case, at: case.spec.launch.launcher != "deepspeed",
+        lambda case, at: at("checkpoint.writer") is not None and case.spec.launch.launcher != "deepspeed",
         "it reads variables that only the deepspeed launcher sets",
     ),
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from backend import registry
 from backend.modelspec import ModelShape, ModuleSpec, matches_any, trained_modules, unfrozen_modules
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.common_fixes import DDP, FSDP2, ZERO3
@@ -240,15 +241,16 @@ def fsdp2_shared_layers(case: Case) -> str | None:
 )
 def fsdp2_output_layer_without_norm(case: Case) -> str | None:
     """accelerate puts the output layer into one FSDP unit with the norm before it, which is gathered when the norm is
-    called. In a model without that norm, the loss would read the output layer while it is sharded, and each rank would
-    train it on its own examples only."""
+    called. Some models have no such norm, or have it in another module, where accelerate does not look for it. The loss
+    would read the output layer while it is sharded, and each rank would train it on its own examples only."""
     shape = case.shape
-    if case.run.fsdp_version != 2 or shape is None or shape.tied or not _has_norm(shape.layer):
+    if case.run.fsdp_version != 2 or shape is None or shape.tied:
         return None
+    is_absent = _has_norm(shape.layer) and not _has_norm(shape.non_layer_modules)
     head = shape.non_layer_modules[-1]
-    if _has_norm(shape.non_layer_modules) or head not in trained_modules(case.spec, shape):
+    if not (is_absent or case.model_types & registry.NESTED_NORM) or head not in trained_modules(case.spec, shape):
         return None
-    return f"{shape.architecture} has no norm between its decoder layers and {head.path}, and the strategy is FSDP2."
+    return f"accelerate finds no norm before {head.path} in {shape.architecture}, and the strategy is FSDP2."
 
 
 def _has_norm(modules: Sequence[ModuleSpec]) -> bool:

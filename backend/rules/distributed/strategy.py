@@ -234,7 +234,7 @@ def _start_processes(case: Case, world_size: int) -> tuple[Fix, ...]:
     fields=("parallel.strategy", "parallel.ddp_find_unused_parameters"),
     title="The processes would skip different layers",
     source="transformers 5.23 models/opt/modeling_opt.py, OPTDecoder.forward: each process draws on its own which "
-    "layers it skips (OPT, XGLM, BioGPT); verified by running",
+    "layers it skips (OPT, XGLM, BioGPT, TrOCR, Blenderbot Small); verified by running",
     fixes=(
         SINGLE_PROCESS,
         Fix(
@@ -255,11 +255,13 @@ def _start_processes(case: Case, world_size: int) -> tuple[Fix, ...]:
 def layers_skipped_by_each_process(case: Case) -> str | None:
     """With layerdrop in config.json, training skips each decoder layer with this probability. Processes that skip
     different layers wait for different gradients or weights: the run fails or hangs. DDP can find the unused parameters
-    of each process."""
-    run, chance = case.run, case.facts.layerdrop
+    of each process. Preference and reward training turn layerdrop off together with dropout."""
+    run, probability = case.run, case.facts.layerdrop
     finds = run.engine.waits_for_all_gradients and case.spec.parallel.ddp_find_unused_parameters
-    if run.world_size == 1 or not chance or finds or case.spec.model.source == "builtin":
+    skips = probability > 0 and case.spec.train.stage in registry.NEXT_TOKEN_STAGES
+    if run.world_size == 1 or not skips or finds or case.spec.model.source == "builtin":
         return None
     return (
-        f"layerdrop is {chance:g} in config.json, and each of the {run.world_size} processes would skip other layers."
+        f"The layerdrop of config.json is {probability:g}, so each of the {run.world_size} processes would skip "
+        "different layers in each step."
     )
