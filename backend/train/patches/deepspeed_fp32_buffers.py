@@ -1,10 +1,11 @@
-"""DeepSpeed casts a model's parameters to bf16 or fp16, but leaves its buffers in fp32. So does transformers when it
-loads a model in bf16, for the buffers that are not in the files, which matters in pure bf16, without autocast.
+"""DeepSpeed casts a model's parameters to bf16 or fp16, but leaves its buffers in fp32. So does Footplate in pure bf16,
+if it loads the model in fp32, for an initialization of LoRA that decomposes the weights.
 
 engine.py, `_cast_module_mixed_precision` (deepspeed 0.19). Without the patch the fp32 positions of XGLM and Kosmos-2.5,
 the mask of OpenAI GPT and the decay of MiniMax turn their layers' input into fp32, and the next layer fails:
-"expect parameter to have scalar type of Float". Other buffers, such as the frequencies of rotary embeddings, may stay
-in fp32: they are cast where they are used.
+"expect parameter to have scalar type of Float". transformers has these buffers in 16 bits when it loads a model in 16
+bits. Other buffers, such as the frequencies of rotary embeddings, stay in fp32 there too, or are cast where they are
+used.
 """
 
 from __future__ import annotations
