@@ -14,6 +14,7 @@ from backend.config import Lora, RunSpec
 from backend.config.options import by_name, effective, get, text
 from backend.modelspec import SCORE, ModelShape, lora_modules, matches_any
 from backend.runs import CHECKPOINTS, MODEL, SPEC, files
+from backend.wording import counted
 
 # peft's keys that decide what the weights mean, and the option of each.
 OPTION_OF = {"r": "lora.r", "lora_alpha": "lora.alpha", "use_dora": "lora.use_dora", "use_rslora": "lora.use_rslora"}
@@ -38,7 +39,7 @@ def adapter_facts(spec: RunSpec, saved: RunSpec | None, folder: Path, shape: Mod
     if not isinstance(config, dict):
         return {}
     found = {option: config[key] for key, option in OPTION_OF.items() if isinstance(config.get(key), int | float)}
-    found |= _initialization(spec, config) | _added_tokens(spec, saved)
+    found |= _initialization(spec, config) | _added_tokens(spec, saved, config)
     if shape:
         found |= _targets(spec.lora, saved, config, shape) | _copies(spec.lora, config, shape)
     differing = {name: value for name, value in found.items() if value != get(spec, name)}
@@ -56,22 +57,26 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
         return {}
     folder = base / Path(spec.lora.adapter_path).expanduser()
     saved = saved_spec(folder)
-    needs_tokens = saved is None and not spec.data.added_tokens
-    if problem := _unusable_adapter(folder, registry.STAGES[spec.train.stage].is_reward_model, needs_tokens):
+    tokens = len({*spec.data.added_tokens}) if saved is None else None
+    if problem := _unusable_adapter(folder, registry.STAGES[spec.train.stage].is_reward_model, tokens):
         return {"adapter_problem": problem}
     # For a folder, the trainer decides by the fingerprint of its weights: the folder may have been moved or renamed.
     is_named = spec.model.source in ("hub", "builtin") and saved and saved.model.source == spec.model.source
     if saved and is_named and saved.model.name != spec.model.name:
         problem = f"The adapter in {folder} was trained on {saved.model.name}, and this run uses {spec.model.name}."
         return {"adapter_problem": f"{problem} Set the base model of the adapter."}
+    if saved is None and shape and (names := _unadaptable(folder, shape)):
+        problem = f"The adapter in {folder} has weights for {', '.join(names)}, on which Footplate puts no adapter."
+        merge = "Merge it into its base model with peft (merge_and_unload), and set the merged model as model.path."
+        return {"adapter_problem": f"{problem} {merge}"}
     found = adapter_facts(spec, saved, folder, shape)
     return {name.replace("checkpoint", "adapter"): value for name, value in found.items()}
 
 
-def _unusable_adapter(folder: Path, for_reward: bool, needs_tokens: bool) -> str:
+def _unusable_adapter(folder: Path, for_reward: bool, tokens: int | None) -> str:
     """Why the adapter in `folder` cannot be continued whatever its options are, a sentence; '' if it can. `for_reward`:
-    to train a reward model; `needs_tokens`: neither the spec nor the run of the adapter says which tokens it has
-    added."""
+    to train a reward model; `tokens`: how many added tokens the spec names, None if the run of the adapter names
+    them."""
     if not folder.is_dir():
         return f"The folder {folder} does not exist: set the folder of a saved LoRA adapter, such as runs/ID/model."
     if not any((folder / name).is_file() for name in WEIGHTS):
@@ -99,9 +104,10 @@ def _unusable_adapter(folder: Path, for_reward: bool, needs_tokens: bool) -> str
             f"The adapter in {folder} uses {', '.join(other)}, which Footplate does not support. Merge it into its "
             "base model with peft (merge_and_unload), and set the merged model as model.path."
         )
-    if needs_tokens and config.get("trainable_token_indices"):
+    if (rows := _token_rows(config)) and tokens not in (None, rows):
         return (
-            f"The adapter in {folder} has embeddings of added tokens. The folder does not belong to a run whose "
+            f"The adapter in {folder} has embeddings of {counted(rows, 'added token')}, but this run names "
+            f"{tokens or 'none'}. The folder does not belong to a run whose "
             f"options name these tokens: set {' and '.join(ADDED_TOKENS)} to the tokens, in the order of their ids."
         )
     init = config.get("init_lora_weights")
@@ -111,6 +117,21 @@ def _unusable_adapter(folder: Path, for_reward: bool, needs_tokens: bool) -> str
             "base weights that this run modified. Use the final model of that run: its adapter fits the base model."
         )
     return ""
+
+
+def _unadaptable(folder: Path, shape: ModelShape) -> list[str]:
+    """The targets of the adapter in `folder` that no option selects: embeddings, the output layer, and linear layers of
+    which peft finds or applies no adapter."""
+    targets = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("target_modules")
+    if not targets or not _is_names(targets):
+        return []
+    ends = {shape.embedding, shape.head}
+    leaves = (
+        leaf
+        for leaf in shape.all_modules()
+        if leaf.path in ends or (leaf.is_linear and not leaf.supports_lora and not leaf.target_names)
+    )
+    return sorted({leaf.path.rpartition(".")[2] for leaf in leaves if matches_any(leaf.path, frozenset(targets))})
 
 
 def _has_fused_experts(config: Mapping[str, Any]) -> bool:
@@ -142,12 +163,23 @@ def _initialization(spec: RunSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"lora.init": next(names, str(init))}
 
 
-def _added_tokens(spec: RunSpec, saved: RunSpec | None) -> dict[str, Any]:
-    """The added tokens of the adapter's run, if that is known and they are others than those of `spec`. Their order
-    decides which rows of the embeddings they have."""
-    if saved is None or saved.data.added_tokens == spec.data.added_tokens:
+def _added_tokens(spec: RunSpec, saved: RunSpec | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The added tokens of the adapter, if they are known and others than those of `spec`. Their order decides which
+    rows of the embeddings they have. An adapter of an unknown run has none if it trained neither rows nor modules."""
+    if saved is None:
+        is_known = not _token_rows(config) and not {*(config.get("modules_to_save") or [])} - HEADS
+        return dict.fromkeys(ADDED_TOKENS, ()) if is_known else {}
+    if saved.data.added_tokens == spec.data.added_tokens:
         return {}
     return {name: get(saved, name) for name in ADDED_TOKENS}
+
+
+def _token_rows(config: Mapping[str, Any]) -> int:
+    """Of how many tokens the adapter has embeddings: peft's trainable_token_indices has a list of ids, or one for each
+    layer."""
+    ids = config.get("trainable_token_indices") or ()
+    lists = ids.values() if isinstance(ids, Mapping) else [ids]
+    return max((len(each) for each in lists if isinstance(each, list)), default=0)
 
 
 def _targets(lora: Lora, saved: RunSpec | None, config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:

@@ -37,6 +37,9 @@ QUERY = {"lora__targets": "custom", "lora__target_modules": ("q_proj",)}
             "lora.modules_to_save",
         ),
         ({"modules_to_save": ["lm_head"]}, None, {"lora__modules_to_save": ("lm_head",)}, ""),
+        ({}, None, {"data__add_special_tokens": ("<note>",)}, "data.add_special_tokens"),
+        ({}, "all-linear", {"data__add_tokens": ("<note>",)}, "data.add_tokens"),
+        ({"trainable_token_indices": {"embed_tokens": [640]}}, None, {"data__add_tokens": ("<note>",)}, ""),
     ],
 )
 def test_a_checkpoint_of_another_adapter(
@@ -93,6 +96,8 @@ def continued(folder: Path, changes: dict[str, Any], **options: Any) -> Any:
         ({"init_lora_weights": "pissa"}, "fits only the base weights that this run modified. Use the final model"),
         ({"init_lora_weights": "lora_ga"}, "fits only the base weights that this run modified"),
         ({"init_lora_weights": "gaussian"}, ""),
+        ({"target_modules": ["lm_head", "q_proj"]}, "has weights for lm_head, on which Footplate puts no adapter"),
+        ({"target_modules": ["embed_tokens", "q_proj"]}, "has weights for embed_tokens"),
     ],
 )
 def test_an_adapter_to_continue(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
@@ -104,6 +109,17 @@ def test_an_adapter_to_continue(tmp_path: Path, changes: dict[str, Any], problem
     if facts.adapter_options:
         fixed = edit(run, found[0].fixes[0].patch)
         assert inspect_inputs(fixed, tmp_path).adapter_problem == ""
+
+
+def test_an_adapter_with_another_number_of_added_tokens(tmp_path: Path) -> None:
+    """Without the options of its run, only the number of its tokens can be compared."""
+    rows: dict[str, Any] = {"trainable_token_indices": {"embed_tokens": [640, 641], "lm_head": [640, 641]}}
+    problem = continued(tmp_path, rows).adapter_problem
+    assert "has embeddings of 2 added tokens, but this run names none." in problem
+    assert "names 1." in continued(tmp_path, rows, data__add_tokens=("<a>",)).adapter_problem
+    assert not continued(tmp_path, rows, data__add_tokens=("<a>",), data__add_special_tokens=("<b>",)).adapter_problem
+    problem = continued(tmp_path, {}, data__add_tokens=("<a>",)).adapter_problem
+    assert "was trained with no data.add_tokens, but this run sets data.add_tokens <a>" in problem
 
 
 def test_a_reward_model_continues_an_adapter_of_a_reward_model(tmp_path: Path) -> None:
