@@ -162,7 +162,8 @@ def load(
         deepspeed_fp32_buffers.apply(model, DTYPES[precision])
     transformers_grouped_mm.apply()
     added_tokens.fit_embeddings(spec, model, tokenizer)
-    return model
+    # FSDP2 wants one dtype of trainable weights, and some models keep those of the router in fp32.
+    return model.requires_grad_(False) if frozen else model
 
 
 def _from_pretrained(kind: Any, name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Any:

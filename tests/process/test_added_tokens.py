@@ -242,7 +242,8 @@ def test_rows_of_other_architectures(tiny: Path, tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt_neox"])
 def test_rows_of_the_reference_are_not_trained(tiny: Path, tmp_path: Path, kind: str) -> None:
-    """TRL adds a second adapter for DPO and KTO; with DDP, each trainable parameter needs a gradient."""
+    """TRL adds a second adapter for DPO and KTO; with DDP, each trainable parameter needs a gradient. A reference model
+    has no trainable weights, of which FSDP2 wants one dtype."""
     spec = make_spec({**TOKENS, "model.source": "path", "model.path": str(base(tiny, tmp_path / "base", kind))})
     source = model.locate(spec, ignore_progress)
     tokenizer = model.load_tokenizer(spec, source)
@@ -251,6 +252,7 @@ def test_rows_of_the_reference_are_not_trained(tiny: Path, tmp_path: Path, kind:
     adapted.add_adapter("ref", adapted.peft_config["default"])
     assert not [name for name, p in adapted.named_parameters() if ".ref" in name and p.requires_grad]
     assert [name for name, p in adapted.named_parameters() if "trainable_tokens" in name and p.requires_grad]
+    assert not any(p.requires_grad for p in model.load(spec, source, "bf16", tokenizer, frozen=True).parameters())
 
 
 def test_an_output_layer_with_a_bias_is_refused(tiny: Path, tmp_path: Path) -> None:
