@@ -48,7 +48,8 @@ KNOWN_ERRORS = {  # pattern -> what follows "cannot convert this model: "
     "of its tokenizer, and neither the model's folder nor that of its base model has one. Copy it from the original "
     "model to the folder of the base model, then export again.",
 }
-CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+ADDED = "added_tokens_decoder"  # a key of tokenizer_config.json
 OF_WEIGHTS = {
     "quantization_config",
     "auto_map",
@@ -122,7 +123,7 @@ class GgufExport(Export):
     def _convert(self, environment: Path, source: Path, file: Path, format: str) -> None:
         """Run llama.cpp's converter. Raises TrainError, Stopped."""
         linked = self._linked(source)
-        self._say_whether_texts_begin_with_bos(linked)
+        self._complete_tokenizer_config(linked)
         command = llama_cpp.convert_command(environment, linked, file, format, self.run.name)
         text = f"Converting to GGUF, {'16 bits per element' if format == SIXTEEN_BITS else format}."
         end = QUANTIZING[0] if format == SIXTEEN_BITS else CONVERTED
@@ -168,17 +169,20 @@ class GgufExport(Export):
         link = Path.symlink_to if read_spec_outside_training(self.run).model.trust_remote_code else _link_without_code
         link(folder / file.name, file.resolve())
 
-    def _say_whether_texts_begin_with_bos(self, folder: Path) -> None:
-        """Write into the copy of tokenizer_config.json whether the tokenizer adds a BOS token. Where the file does not
-        say so, llama.cpp follows the kind of tokenizer: with Llama 2's, each text would begin with a BOS token."""
+    def _complete_tokenizer_config(self, folder: Path) -> None:
+        """Write into the copy of tokenizer_config.json what transformers 5 leaves out and the converter reads there:
+        whether the tokenizer adds a BOS token, and the tokens that were added to tokenizer.model. Without the first,
+        llama.cpp follows the kind of tokenizer: with Llama 2's, each text would begin with a BOS token."""
         path = folder / TOKENIZER_CONFIG
-        values = json.loads(files.read_text(path.resolve())) if path.exists() else {}
-        if "add_bos_token" in values:
-            return
-        tokenizer = model.load_saved_tokenizer(read_spec_outside_training(self.run), folder)
-        begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-        path.unlink(missing_ok=True)  # a link to the model's own file
-        path.write_text(json.dumps({**values, "add_bos_token": begins}), encoding="utf-8")
+        own = json.loads(files.read_text(path.resolve())) if path.exists() else {}
+        missing = {name: value for name, value in _added_tokens(folder).items() if name not in own}
+        if "add_bos_token" not in own:
+            tokenizer = model.load_saved_tokenizer(read_spec_outside_training(self.run), folder)
+            bos = tokenizer.bos_token_id
+            missing["add_bos_token"] = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+        if missing:
+            path.unlink(missing_ok=True)  # a link to the model's own file
+            path.write_text(json.dumps({**own, **missing}), encoding="utf-8")
 
     def _observe(self, found: trained.TrainedModel) -> tuple[Trained, str]:
         """What the trained model does, and how its base model was identified."""
@@ -247,6 +251,16 @@ def _add_older_keys(config: Path, base: Path) -> None:
     if missing := {name: value for name, value in plain.items() if name not in own and name not in OF_WEIGHTS}:
         config.unlink()  # a link to the model's own file
         config.write_text(json.dumps({**missing, **own}), encoding="utf-8")
+
+
+def _added_tokens(folder: Path) -> dict[str, Any]:
+    """The added tokens of a tokenizer with tokenizer.model, as transformers 4 wrote them into tokenizer_config.json.
+    The converter does not look for them in tokenizer.json, and would convert them to unused tokens."""
+    tokenizer = folder / TOKENIZER
+    if not tokenizer.exists() or not any((folder / name).exists() for name in base_weights.FROM_BASE):
+        return {}
+    added = json.loads(files.read_text(tokenizer.resolve())).get("added_tokens", ())
+    return {ADDED: {str(token["id"]): {k: v for k, v in token.items() if k != "id"} for token in added}}
 
 
 def _link_without_code(link: Path, file: Path) -> None:

@@ -41,6 +41,7 @@ OTHER_TOKENIZER = (
     "llama.cpp reimplements the tokenizers of published models, and this one is different: run this model with "
     "transformers or vLLM."
 )
+SPACE = "\u2581"  # how SentencePiece writes a space
 CONTEXT_SHOWN = 40  # characters before a difference
 
 
@@ -208,7 +209,10 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 def _token(tokenizer: Any, ids: Sequence[int], at: int) -> str:
     if at >= len(ids):
         return "missing"
-    text = tokenizer.decode([ids[at]]) or tokenizer.convert_ids_to_tokens(ids[at])  # decoding may leave it out
+    piece = str(tokenizer.convert_ids_to_tokens(ids[at]))
+    text = tokenizer.decode([ids[at]]) or piece  # decoding may leave it out, or the space before it
+    if piece.startswith(SPACE) and not text.startswith((" ", SPACE)):
+        text = f" {text}"
     return f"{text!r} ({ids[at]})"
 
 

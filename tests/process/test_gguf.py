@@ -305,7 +305,8 @@ def test_an_adapter_on_other_base_weights(adapter: Path, export: Callable[..., d
 def test_a_checkpoint_with_full_weights(
     adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The base model has a tokenizer.model, which the checkpoint lacks and the converter gets."""
+    """The base model has a tokenizer.model, which the checkpoint lacks and the converter gets. The tokens that were
+    added to it are in tokenizer.json, which the converter does not read."""
     run, converted = tmp_path / "run", []
     shutil.copytree(adapter, run, ignore=shutil.ignore_patterns(MODEL, JOBS))
     shutil.copytree(adapter / JOBS / "m" / MODEL, run / CHECKPOINTS / "checkpoint-4")
@@ -323,6 +324,8 @@ def test_a_checkpoint_with_full_weights(
         converted.extend(linked(tmp_path / "job"))
         keys = json.loads(config.read_text())
         assert keys["n_ctx"] == 7 and keys["vocab_size"] > 1 and "quantization_config" not in keys
+        added = json.loads((config.parent / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+        assert "<|im_end|>" in {token["content"] for token in added.values() if token["special"]}
 
     monkeypatch.setattr(GgufExport, "_convert", convert_and_look)
     certificate = export(run, merge="", step=4)["certificate"]
@@ -369,6 +372,12 @@ def test_a_stop_while_the_converter_is_silent(
 
 def linked(job: Path) -> list[str]:
     return [path.name for path in (job / "source").iterdir()]
+
+
+def test_tokens_that_differ_in_a_space() -> None:
+    """Decoding one token of SentencePiece strips its space, so both tokens would look the same."""
+    tokenizer = SimpleNamespace(decode=lambda ids: "u", convert_ids_to_tokens={1: "u", 2: "\u2581u"}.get)
+    assert [gguf_certificate._token(tokenizer, [1, 2], at) for at in (0, 1)] == ["'u' (1)", "' u' (2)"]
 
 
 def test_a_file_that_differs_is_deleted(adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
