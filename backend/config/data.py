@@ -150,11 +150,11 @@ class Data(Source):
     """Variables that the chat template reads, such as {"enable_thinking": false}. They become defaults of the template
     that is saved with the trained model."""
     add_special_tokens: Annotated[Tokens, Ui("Special tokens to add", widget="list")] = ()
-    """Special tokens that the tokenizer gets if it lacks them, such as <|im_end|> for your chat template; LoRA also
-    trains their embeddings. They are left out of decoded text."""
+    """Special tokens, separated by commas, that the tokenizer gets if it lacks them, such as <|im_end|> for your chat
+    template; LoRA also trains their embeddings. They are left out of decoded text."""
     add_tokens: Annotated[Tokens, Ui("Tokens to add", widget="list")] = ()
-    """Ordinary tokens that the tokenizer gets if it lacks them, such as tags that programs read in outputs (<tool>);
-    LoRA also trains their embeddings. They stay in decoded text."""
+    """Ordinary tokens, separated by commas, that the tokenizer gets if it lacks them, such as tags that programs read
+    in outputs (<tool>); LoRA also trains their embeddings. They stay in decoded text."""
     loss_on: Annotated[Literal["completions", "all_tokens"], Ui("Loss on", when=SFT)] = "completions"
     """Tokens that contribute to the SFT loss: those of every assistant turn or completion (usual), or all tokens of the
     example."""

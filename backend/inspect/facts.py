@@ -95,6 +95,7 @@ class InputFacts:
     unread_keys: tuple[tuple[str, int], ...] = ()  # parts of turns that the template leaves out: (words, examples)
     special_tokens: tuple[tuple[str, int], ...] = ()  # in the contents of turns: (token, examples)
     unknown_ends: tuple[tuple[str, int], ...] = ()  # texts that end completions but are not tokens: (text, examples)
+    split_markers: tuple[str, ...] = ()  # of ChatML, which the tokenizer splits into several tokens
     num_starts: int = 0  # completions whose beginning was compared in generation and training
     num_different_starts: int = 0  # of these, how many begin differently
     start_difference: tuple[str, ...] = ()  # how the first of them begins in generation, and in training

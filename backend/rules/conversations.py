@@ -14,6 +14,7 @@ from backend.rules.examples import USER_DATA, USER_DATA_FACTS
 from backend.wording import counted
 
 NEW_TOKEN = "LoRA also trains its embedding"
+CHATML = {**USER_DATA, "data.chat_template": "chatml"}
 OWN_TEMPLATE = {**USER_DATA, "data.chat_template": "file", "data.chat_template_file": "template.jinja"}
 
 
@@ -75,6 +76,28 @@ def completions_without_an_end(case: Case) -> Violation | None:
     add = Fix(f"Add {ends[0]} to the vocabulary", {"data.add_special_tokens": (*known, *ends)}, False, NEW_TOKEN)
     message += f" These examples end with {ends[0]}, which the tokenizer splits into several tokens."
     return Violation(message, (add, OTHER_TEMPLATE))
+
+
+@warning(
+    "DAT041",
+    fields=("data.chat_template", "data.add_special_tokens"),
+    title="The markers of ChatML are not tokens",
+    source="the tokenizer, and what ChatML writes for it",
+    manual_fix="Add them to the vocabulary, or use a chat template whose markers are tokens of this tokenizer.",
+    fails_on=Example(CHATML, facts=replace(USER_DATA_FACTS, split_markers=("<|im_start|>", "<|im_end|>"))),
+    passes_on=Example(CHATML, facts=USER_DATA_FACTS),
+)
+def chatml_without_its_tokens(case: Case) -> Violation | None:
+    """A tokenizer without these tokens splits the markers into several ordinary ones. ChatML then ends completions with
+    the EOS token too, so generation ends, but programs show the text <|im_end|> at the end of each output."""
+    data = case.spec.data
+    split = [marker for marker in case.facts.split_markers if marker not in data.added_tokens]
+    if data.chat_template != "chatml" or not split:
+        return None
+    shown = f" Each output would end with the text {split[-1]}." if "<|im_end|>" in split else ""
+    options = {"data.add_special_tokens": (*data.add_special_tokens, *split)}
+    add = Fix(f"Add {names(split)} to the vocabulary", options, False, "LoRA also trains their embeddings")
+    return Violation(f"The tokenizer splits {names(split)} into several tokens.{shown}", (add,))
 
 
 THINKS = ("<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think></think>At nine.")

@@ -52,6 +52,7 @@ IGNORE_INDEX = -100  # the label of tokens without a loss
 Span = tuple[int, int]  # of characters
 Labeled = tuple[list[int], list[int], list[float] | None]  # ids, labels, and weights if there are any
 Completions = tuple[list[int], list[list[int]]]  # ids of a prompt and of each completion
+CHATML_MARKERS = ("<|im_start|>", "<|im_end|>")
 # For models without a chat template. The loss is on what stands between {% generation %} and {% endgeneration %}:
 # the completion and its end. Where ChatML's tokens are not in the vocabulary, the tokenizer's EOS token follows, so
 # that the trained model can end its output.
@@ -93,8 +94,13 @@ def _reason(error: Exception) -> str:
 
 def chatml(tokenizer: Any) -> str:
     """The ChatML template for this tokenizer."""
-    known = "<|im_end|>" in tokenizer.get_vocab()
-    return CHATML.replace(" + END", "" if known else " + eos_token")
+    return CHATML.replace(" + END", " + eos_token" if CHATML_MARKERS[1] in split_markers(tokenizer) else "")
+
+
+def split_markers(tokenizer: Any) -> list[str]:
+    """The markers of ChatML that the tokenizer splits into several tokens."""
+    known = tokenizer.get_vocab()
+    return [marker for marker in CHATML_MARKERS if marker not in known]
 
 
 def set_chat_template(spec: RunSpec, tokenizer: Any) -> None:

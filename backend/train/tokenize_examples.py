@@ -32,7 +32,7 @@ from backend.data.chat import has_loss_weights, has_other_weights
 from backend.data.copies import Seen
 from backend.inspect.examples import FORMAT
 from backend.inspect.facts import num_sequences
-from backend.train import added_tokens, completion_start, end_tokens, model
+from backend.train import added_tokens, completion_start, end_tokens, model, templates
 from backend.train.data import tokenizer_for
 from backend.train.examples import FIRST_READ, ConvertedExample
 from backend.train.preference_data import SPECIAL, UNREAD, unread_keys
@@ -93,6 +93,7 @@ class ExampleFacts:
     longest: int = 0  # of all examples that were tokenized
     longest_row: int = 0  # where the longest example is
     counts: Counter[str] = field(default_factory=Counter)
+    split_markers: list[str] = field(default_factory=list)  # of ChatML, if the run uses it
     start: tuple[str, str] | None = None  # how the first such completion begins in generation and in training
     start_kwargs: dict[str, bool] | None = None  # variables of the chat template with which both begin the same way
     places: dict[str, list[int]] = field(default_factory=dict)  # kind of problem -> rows of the files that have it
@@ -212,6 +213,8 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
             except TrainError as error:
                 tokenizer, found.problem = None, str(error)
                 continue
+            if to_columns.chat is not None and spec.data.chat_template == "chatml":
+                found.split_markers = templates.split_markers(tokenizer)
         try:
             with _memory_errors_named(spec, example):
                 columns, counts = to_columns(example)

@@ -180,6 +180,7 @@ def test_chatml_ends_with_a_token_of_the_vocabulary(tokenizer: Any) -> None:
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     other.get_vocab = lambda: {"a": 0}
     assert "'<|im_end|>' + eos_token" in chatml(other)
+    assert not templates.split_markers(tokenizer) and templates.split_markers(other) == ["<|im_start|>", "<|im_end|>"]
 
 
 def test_eval_prompt_is_everything_before_the_last_completion(tokenizer: Any) -> None:
