@@ -22,12 +22,14 @@ setup: $(VENV)/compiled  ## a virtual environment with the versions of constrain
 # Half of the source text in the packages, which most runs never import.
 UNUSED := /(tests|testing|kubernetes|nltk|mypy|pip|fontTools|transformers/models)/
 
-# torch first, with its pinned version: an open range could select a build with several gigabytes of CUDA libraries.
+# pip uses one core, so two of them unpack the pinned packages, from the end of the alphabet, where torch is. The last
+# command adds what those packages need on this machine, DeepSpeed, which is built with some of them, and this project.
+PIP := $(BIN)/pip install --quiet --no-compile --no-build-isolation
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77"
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	grep -v '^deepspeed==' constraints.txt | sort -r | xargs -P 2 -n 35 $(PIP) --no-deps
+	$(PIP) --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 $(VENV)/compiled: $(VENV)/ready
