@@ -42,6 +42,10 @@ OTHER_TOKENIZER = (
     "transformers or vLLM."
 )
 SPACE = "\u2581"  # how SentencePiece writes a space
+ADDED_SPACE = (
+    "llama.cpp adds a space to text that follows a special token. With add_prefix_space false in the tokenizer before "
+    "training, it does not."
+)
 CONTEXT_SHOWN = 40  # characters before a difference
 
 
@@ -184,6 +188,7 @@ def _token_difference(tokenizer: Any, runtime: Runtime, text: str) -> str:
             return (
                 f"llama.cpp tokenizes the text {_short(text)!r} differently: token {at + 1} is "
                 f"{_token(tokenizer, here, at)} in training and {_token(tokenizer, there, at)} in llama.cpp."
+                + (f" {ADDED_SPACE}" if _piece(tokenizer, there, at) == SPACE + _piece(tokenizer, here, at) else "")
             )
     return ""
 
@@ -209,11 +214,15 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 def _token(tokenizer: Any, ids: Sequence[int], at: int) -> str:
     if at >= len(ids):
         return "missing"
-    piece = str(tokenizer.convert_ids_to_tokens(ids[at]))
+    piece = _piece(tokenizer, ids, at)
     text = tokenizer.decode([ids[at]]) or piece  # decoding may leave it out, or the space before it
     if piece.startswith(SPACE) and not text.startswith((" ", SPACE)):
         text = f" {text}"
     return f"{text!r} ({ids[at]})"
+
+
+def _piece(tokenizer: Any, ids: Sequence[int], at: int) -> str:
+    return str(tokenizer.convert_ids_to_tokens(ids[at])) if at < len(ids) else ""
 
 
 def _listed(characters: Sequence[str]) -> str:

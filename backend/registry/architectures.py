@@ -44,8 +44,8 @@ READS_EMBEDDING = frozenset({"llama4", "llama4_text"})
 # accelerate does not find the norm before their output layer, next to the embedding or in the base model.
 NESTED_NORM = frozenset({"blt", "hrm_text", "qwen4_exp", "qwen4_exp_text"})
 NO_NEW_TOKENS: Mapping[str, str] = {  # the end of a sentence
-    "blt": "its tokens are bytes, and several of its tables have a row for each",
-    "moshi": "its embedding has a row more than its output layer, and the enlarged model cannot be loaded again",
+    "blt": "its tokens are bytes, and several of its tables have one entry for each",
+    "moshi": "its embedding has one entry more than its output layer, and the enlarged model cannot be loaded again",
 }
 NO_PURE_BF16 = frozenset({"inkling2_text"})  # its router multiplies its input in fp32 with its weights as they are
 # Their forward pass ignores the attention mask, so padding before a prompt changes what follows.

@@ -380,6 +380,18 @@ def test_tokens_that_differ_in_a_space() -> None:
     assert [gguf_certificate._token(tokenizer, [1, 2], at) for at in (0, 1)] == ["'u' (1)", "' u' (2)"]
 
 
+@pytest.mark.parametrize(("here", "there"), [([1], [2]), ([2], [1])])
+def test_the_space_that_llama_cpp_adds_is_named(here: list[int], there: list[int]) -> None:
+    class Tokenizer(SimpleNamespace):
+        def __call__(self, *_: Any, **__: Any) -> dict[str, list[int]]:
+            return {"input_ids": here}
+
+    tokenizer = Tokenizer(decode=lambda ids: "u", convert_ids_to_tokens={1: "u", 2: "\u2581u"}.get, eos_token_id=0)
+    runtime: Any = SimpleNamespace(tokenize=lambda *_: there)
+    found = gguf_certificate._token_difference(tokenizer, runtime, "<s>u")
+    assert ("add_prefix_space false in the tokenizer before training" in found) is (there == [2])
+
+
 def test_a_file_that_differs_is_deleted(adapter: Path, export: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"and was deleted. llama.cpp does not stop at <\|im_end\|>"):
         export(adapter, fault="stop")

@@ -22,7 +22,7 @@ from backend import registry
 from backend.paths import HOME
 from backend.train.decoder_layers import decoder_layers
 from backend.train.describe_model import describe
-from backend.train.patches import bitsandbytes_cpu_layout
+from backend.train.patches import accelerate_fsdp2_adapter_head, bitsandbytes_cpu_layout
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -51,6 +51,45 @@ def test_no_list_has_the_number_of_layers() -> None:
     assert {"blt", "hrm_text"} == registry.NO_LAYER_LIST
     assert not hasattr(BltConfig().get_text_config(), "num_hidden_layers")
     assert decoder_layers(build("hrm_text")) == ("", 0)
+
+
+@cites("MTH020")
+def test_new_tokens_do_not_fit_the_tables_of_blt_and_moshi() -> None:
+    assert {"blt", "moshi"} == registry.NO_NEW_TOKENS.keys()
+    model = build("blt")
+    model.resize_token_embeddings(new := model.get_input_embeddings().num_embeddings + 1)
+    with pytest.raises(IndexError):
+        model(input_ids=torch.tensor([[5, new - 1]]), use_cache=False)
+    moshi = build("moshi")
+    assert moshi.get_input_embeddings().num_embeddings == moshi.config.vocab_size + 1
+    moshi.resize_token_embeddings(size := moshi.config.vocab_size + 9)
+    assert moshi.get_input_embeddings().num_embeddings == moshi.config.vocab_size == size, "so it cannot be built again"
+
+
+@cites("PRC020")
+def test_the_router_of_inkling2_needs_fp32_weights() -> None:
+    assert {"inkling2_text"} == registry.NO_PURE_BF16
+    with pytest.raises(RuntimeError, match="expected m1 and m2 to have the same dtype"):
+        build("inkling2_text").bfloat16()(input_ids=torch.tensor([tokens(9)]))
+
+
+@cites("STR070")
+def test_layerdrop_skips_layers_at_random() -> None:
+    """Each process draws on its own, so their weights without a gradient differ."""
+    model, skipped = build("opt"), set()
+    model.model.decoder.layerdrop = 0.5
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        model(input_ids=(ids := torch.tensor([tokens(9)])), labels=ids).loss.backward()
+        skipped.add(frozenset(name for name, weight in model.named_parameters() if weight.grad is None))
+    assert len(skipped) > 1
+
+
+@cites("STR071")
+def test_accelerate_finds_no_norm_before_the_output_layer() -> None:
+    find = accelerate_fsdp2_adapter_head.original
+    assert find(build("llama")) is not None and find(build("openai-gpt")) is None
 
 
 @cites("QNT020")
