@@ -16,8 +16,8 @@ const RESULTS = {
   stopped: "not measured",
 };
 const SPEEDUP =
-  "Speedup is that of the whole run: the median over pairs of the same steps, including warm-up. So it can differ " +
-  "from the ratio of Tokens/s.";
+  "The speedup is for the whole run, including warm-up, and is measured on pairs of the same steps. It can therefore " +
+  "differ from the ratio of Tokens/s.";
 const box = () => $("#fp-tuning");
 const task = createDraftTask("tuning", { api: "api/tunings", draw, dismiss });
 
