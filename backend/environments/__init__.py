@@ -277,6 +277,12 @@ def how_to_create(name: str) -> str:
     return f"Run `footplate env create {name}`, which {ENVIRONMENTS[name].cost}"
 
 
+def missing(name: str, what: str) -> str:
+    """That `what`, a subject with its verb, is not installed, and how to create the environment `name`, which has it:
+    sentences without the last period. '' if the environment exists."""
+    return "" if is_complete(name) else f"{what} not installed. {how_to_create(name)}"
+
+
 def versions(name: str) -> dict[str, str]:
     """Package -> version, of the packages that matter, in an environment that exists."""
     return ENVIRONMENTS[name].versions(environment_folder(name))

@@ -57,7 +57,7 @@ class Settings:
 @dataclass(frozen=True)
 class Offer:
     """What can be measured: the steps of the models (None: the final model), and whether the run was trained on
-    conversations. `problem`: why nothing can be measured; `missing`: how to create the environment, '' if it exists."""
+    conversations. `problem`: why nothing can be measured; `missing`: see environments.missing."""
 
     steps: tuple[int | None, ...]
     is_chat: bool
@@ -76,8 +76,7 @@ def offer(run: Run) -> Offer:
     if registry.STAGES[spec.train.stage].is_reward_model:
         problem = REWARD_MODEL
     is_chat = bool(models) and chat.mode_of(spec, models[0].folder) == chat.CHAT
-    create = f"lm-eval is not installed. {environments.how_to_create(ENVIRONMENT)}."
-    missing = "" if environments.is_complete(ENVIRONMENT) else create
+    missing = environments.missing(ENVIRONMENT, "lm-eval is")
     return Offer(tuple(model.step for model in models), is_chat, problem, missing)
 
 
@@ -139,7 +138,7 @@ def _problem(run: Run, settings: Settings) -> str:
     if offered.problem or settings.problem():
         return offered.problem or settings.problem()
     if offered.missing:
-        return f"{offered.missing.rstrip('.')}, then start the benchmark again."
+        return f"{offered.missing}, then start the benchmark again."
     if settings.step not in offered.steps:
         return trained.not_loadable(settings.step, offered.steps)
     model = trained.at_step(run, settings.step)

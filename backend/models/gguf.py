@@ -97,9 +97,7 @@ def _require_plain_lora(model: trained.TrainedModel) -> None:
 
 def missing() -> str:
     """That llama.cpp is not installed, and how to install it, without the last period; '' if it is installed."""
-    if environments.is_complete(ENVIRONMENT):
-        return ""
-    return f"The converter and runtime of llama.cpp are not installed. {environments.how_to_create(ENVIRONMENT)}"
+    return environments.missing(ENVIRONMENT, "The converter and runtime of llama.cpp are")
 
 
 def require_environment(then: str) -> None:

@@ -151,9 +151,8 @@ def _with_vllm(run: Run, settings: Settings) -> tuple[dict[str, Any], dict[str, 
     model = vllm.find_model(run, settings.step, settings.merged)
     if reason := vllm.why_not(run, model):
         raise RunError(reason)
-    if not environments.is_complete(vllm.ENVIRONMENT):
-        create = environments.how_to_create(vllm.ENVIRONMENT)
-        raise RunError(f"vLLM is not installed. {create}, then serve the model again.")
+    if missing := environments.missing(vllm.ENVIRONMENT, "vLLM is"):
+        raise RunError(f"{missing}, then serve the model again.")
     env, devices = vllm.place(run, probe(run.path), settings.tensor_parallel_size)
     request = vllm.request(run, model, settings.dtype, settings.tensor_parallel_size)
     memory = {"gpu_memory_utilization": settings.gpu_memory_utilization}

@@ -210,7 +210,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "merge": merge.as_json(job) if model and model.base and (job := merge.find(run, model)) else None,
         "publications": [publication.as_json(job) for job in publication.find_all(run)],
         "gguf": [gguf.as_json(job) for job in gguf.find_all(run, model)] if model else [],
-        "gguf_missing": f"{missing}." if (missing := gguf.missing()) else "",
+        "gguf_missing": gguf.missing(),
         "quantized": [quantized.as_json(job) for job in quantized.find_all(run, model)] if model else [],
         "quantized_formats": quantized.menu(),
         "server": serve.as_json(job) if (job := serve.current(run)) else None,

@@ -67,14 +67,14 @@ export const failedPart = (job, format, run) =>
   );
 /**
  * That an environment is not installed, and its command.
- * @param {string} missing sentences with the command in backticks
+ * @param {string} missing sentences with the command in backticks, without the last period
  */
 export function missingPart(missing) {
   const [before, command, after] = missing.split("`");
   return el(
     "div.fp-job-section",
     {},
-    el("p", {}, before, el("code", {}, command), `${after} Footplate needs no restart.`),
+    el("p", {}, before, el("code", {}, command), `${after}. Footplate needs no restart.`),
     actions(button("Copy command", () => copy(command, "Command"))),
   );
 }
