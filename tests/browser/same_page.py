@@ -7,9 +7,12 @@ browser has stored.
 
 from __future__ import annotations
 
-from playwright.sync_api import BrowserContext, Page
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from playwright.sync_api import Browser, BrowserContext, Page
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
-from served import TIMEOUT
+from served import TIMEOUT, new_context
 
 from backend.runs.folder import Run
 
@@ -148,6 +151,14 @@ class SamePage:
             print("The page is loaded again, since it is not in its first state:", differences[:3])
             return False
         return True
+
+
+@contextmanager
+def same_page_of(browser: Browser, url: str) -> Iterator[SamePage]:
+    """A page of the server at `url`, for the tests of a file."""
+    context = new_context(browser)
+    yield SamePage(context, url)
+    context.close()
 
 
 def show_run(page: Page, run: Run) -> None:

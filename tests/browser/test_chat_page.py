@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
-from same_page import SamePage, show_run
-from served import HOME, new_context, serving
+from same_page import same_page_of, show_run
+from served import HOME, serving
 from test_accessibility import violations
 from test_journeys import SLOW_TIMEOUT
 from test_trained_model_page import plant
@@ -40,9 +40,8 @@ def chatting(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own_page(chatting, chromium):
-    same = SamePage(new_context(chromium), chatting.url)
-    yield same
-    same.context.close()
+    with same_page_of(chromium, chatting.url) as same:
+        yield same
 
 
 @pytest.fixture

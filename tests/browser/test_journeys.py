@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
-from same_page import SamePage
-from served import new_context, serving
+from same_page import same_page_of
+from served import serving
 
 from backend.config.options import by_name
 from backend.runs import METRICS, SPEC
@@ -124,9 +124,8 @@ def warm_server(tmp_path_factory, session_fork_server):
 
 @pytest.fixture(scope="module")
 def page_of_journeys(warm_server, chromium):
-    same = SamePage(new_context(chromium), warm_server.url)
-    yield same
-    same.context.close()
+    with same_page_of(chromium, warm_server.url) as same:
+        yield same
 
 
 @pytest.fixture
