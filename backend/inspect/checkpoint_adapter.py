@@ -27,6 +27,7 @@ NOT_IN_LORA = (
 FUSED_EXPERTS = r".*\.gate_up_proj"
 ADDED_TOKENS = ("data.add_special_tokens", "data.add_tokens")
 TARGETS, NAMES = "lora.targets", "lora.target_modules"
+MERGE = "Merge it into its base model with peft (merge_and_unload), and set the merged model as model.path."
 HEADS = {SCORE, "classifier"}  # names of reward models' heads, which peft adds to modules_to_save
 
 
@@ -67,8 +68,7 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
         return {"adapter_problem": f"{problem} Set the base model of the adapter."}
     if saved is None and shape and (names := _unadaptable(folder, shape)):
         problem = f"The adapter in {folder} has weights for {', '.join(names)}, on which Footplate puts no adapter."
-        merge = "Merge it into its base model with peft (merge_and_unload), and set the merged model as model.path."
-        return {"adapter_problem": f"{problem} {merge}"}
+        return {"adapter_problem": f"{problem} {MERGE}"}
     found = adapter_facts(spec, saved, folder, shape)
     return {name.replace("checkpoint", "adapter"): value for name, value in found.items()}
 
@@ -100,10 +100,7 @@ def _unusable_adapter(folder: Path, for_reward: bool, tokens: int | None) -> str
     known = ("rank_pattern", "alpha_pattern") if _has_fused_experts(config) else ()
     other = [name for name in NOT_IN_LORA if config.get(name) and name not in known]
     if other := other + ["bias"] * (config.get("bias") not in (None, "none")):
-        return (
-            f"The adapter in {folder} uses {', '.join(other)}, which Footplate does not support. Merge it into its "
-            "base model with peft (merge_and_unload), and set the merged model as model.path."
-        )
+        return f"The adapter in {folder} uses {', '.join(other)}, which Footplate does not support. {MERGE}"
     if (rows := _token_rows(config)) and tokens not in (None, rows):
         return (
             f"The adapter in {folder} has embeddings of {counted(rows, 'added token')}, but this run names "
