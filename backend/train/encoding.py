@@ -1,4 +1,4 @@
-"""Texts -> token ids, with the characters of each token where they are needed, which takes up to 1.5 times as long.
+"""Texts -> token ids, with the characters of each token where they are needed.
 
 Examples are rendered, then their texts are encoded, then labels are made, each for a number of examples at once: taking
 turns for each example is half as fast, since code and data of one step replace those of the others in the CPU's caches.
@@ -14,11 +14,11 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from transformers.tokenization_utils_base import PaddingStrategy, TruncationStrategy
 
 from backend.train.run_log import TrainError
+from backend.train.token_places import EncodedTokens, TokenBytes, Tokens
 
 # Each process encodes with one thread, as data.dataset_num_proc says; and processes that the library has started
 # threads in must not fork.
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Rendered(Generic[Result]):
-    """Texts to encode, and `finish`, which gets their tokens: Encodings with `offsets`, else lists of ids."""
+    """Texts to encode, and `finish`, which gets their tokens: with `offsets` as Tokens, else as lists of ids."""
 
     texts: Sequence[str]
     finish: Callable[[Sequence[Any]], Result]
@@ -70,12 +70,22 @@ class TextEncoder:
         found = self._backend().encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [list(each.ids) for each in found]
 
-    def encode_all(self, texts: Sequence[str]) -> list[Encoding]:
-        """The tokens of each text, with the characters of each. The tokenizer must be a fast one."""
+    def encode_all(self, texts: Sequence[str]) -> Sequence[Tokens]:
+        """The tokens of each text, with their places. The tokenizer must be a fast one."""
         if not self._is_plain:
-            return [self.tokenizer(text, add_special_tokens=False).encodings[0] for text in texts]
-        found: list[Encoding] = self._backend().encode_batch(texts, add_special_tokens=False)
-        return found
+            encoded = (self.tokenizer(text, add_special_tokens=False).encodings[0] for text in texts)
+            return [EncodedTokens(each) for each in encoded]
+        if self._token_bytes is None:
+            return [*map(EncodedTokens, self._backend().encode_batch(texts, add_special_tokens=False))]
+        ids = self.ids_of_all(texts)
+        return [self._token_bytes.tokens(text, each, self._encoded) for text, each in zip(texts, ids, strict=True)]
+
+    def _encoded(self, text: str) -> EncodedTokens:
+        return EncodedTokens(self._backend().encode(text, add_special_tokens=False))
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes | None:
+        return TokenBytes.of(self.tokenizer.backend_tokenizer)
 
     def _backend(self) -> Any:
         """The tokenizer of the tokenizers library, as transformers uses it; transformers itself takes half as long

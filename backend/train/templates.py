@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy
-from tokenizers import Encoding
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import (
     add_response_schema,
@@ -41,6 +40,7 @@ from backend.train.template_input import (
     may_be_lost,
     turns_of,
 )
+from backend.train.token_places import Tokens
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # A variable of the chat template that has a value unless the caller sets another one.
@@ -423,7 +423,7 @@ def _shows(part: str, turn: Mapping[str, Any]) -> bool:
 
 
 def _labeled(
-    encoded: Encoding,
+    encoded: Tokens,
     spans: Sequence[Span] | None,
     without: Sequence[Span],
     weights: Sequence[tuple[Span, float]] | None,
@@ -433,16 +433,16 @@ def _labeled(
     ids = encoded.ids
     labels = [IGNORE_INDEX] * len(ids) if spans is not None else list(ids)
     for span in spans or ():
-        tokens = _tokens(encoded, *span)
+        tokens = encoded.between(*span)
         labels[tokens] = ids[tokens]
     for span in without:
-        tokens = _tokens(encoded, *span)
+        tokens = encoded.between(*span)
         labels[tokens] = [IGNORE_INDEX] * len(ids[tokens])
     if weights is None:
         return ids, labels, None
     of_tokens = [1.0] * len(ids)
     for span, weight in weights:
-        tokens = _tokens(encoded, *span)
+        tokens = encoded.between(*span)
         of_tokens[tokens] = [weight] * len(of_tokens[tokens])
     return ids, labels, of_tokens
 
@@ -452,15 +452,3 @@ def _split(tokens: Sequence[list[int]]) -> Completions:
     alone, *whole = tokens
     shared = min(common_prefix_length(alone, ids) for ids in whole)
     return alone[:shared], [ids[shared:] for ids in whole]
-
-
-def _tokens(encoded: Encoding, start: int, end: int) -> slice:
-    """The tokens that have some of the characters from `start` to `end`: a token may be a part of a character."""
-    first, last = (encoded.char_to_token(place) if start < end else None for place in (start, end - 1))
-    if first is None or last is None:  # a character at one end has no token, or there is no character
-        offsets = numpy.array(encoded.offsets, int).reshape(-1, 2)
-        found = numpy.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
-        return slice(found[0], found[-1] + 1) if len(found) else slice(0)
-    while last + 1 < len(encoded) and (encoded.token_to_chars(last + 1) or (end,))[0] < end:
-        last += 1
-    return slice(first, last + 1)
