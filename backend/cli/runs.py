@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from backend.wording import data_size
 
 OUTCOMES = {"done": 0, "stopped": 3}
 NAMED_RUNS = 5  # in the error for an ambiguous prefix
+SIMILAR_RUNS = 3  # in the error for an unknown name
 POLL_SECONDS = 0.25  # between two reads of a log or a state
 
 
@@ -324,25 +326,32 @@ def _find_run(arguments: argparse.Namespace) -> Run:
     return find_run(Path(arguments.runs), arguments.run)
 
 
-def _has_name(run: Run, name: str) -> bool:
+def _name(run: Run) -> str:
     try:
-        return run.name == name
+        return run.name
     except UNREADABLE:  # a damaged run must not hide the others
-        return False
+        return ""
 
 
 def find_run(root: Path, name: str) -> Run:
-    """The run with this ID, a prefix of one, or this name, if there is only one; or a folder. Raises RunError."""
+    """The run with this ID or, if there is only one, with this name or with an ID that begins with it; or a folder.
+    Raises RunError."""
     if ("/" in name and Path(name).is_dir()) or (Path(name) / SPEC).is_file():
         return find(Path(name).resolve().parent, Path(name).resolve().name)
-    relation, matches = "the prefix", runs(root, prefix=name)
-    if not matches:
-        relation, matches = "the name", [r for r in runs(root) if _has_name(r, name)]
-    exact = [r for r in matches if r.id == name]
-    if len(exact or matches) == 1:
-        return (exact or matches)[0]
-    if matches:
-        more = f" and {len(matches) - NAMED_RUNS} more" if len(matches) > NAMED_RUNS else ""
-        named = ", ".join(r.id for r in matches[:NAMED_RUNS])
-        raise RunError(f"{name!r} is {relation} of several runs: {named}{more}.")
-    return find(root, name)
+    every = runs(root)
+    if exact := [run for run in every if run.id == name]:
+        return exact[0]
+    named = {run.id: _name(run) for run in every}
+    for relation, matches in (
+        ("the name", [run for run in every if named[run.id] == name]),
+        ("the prefix", [run for run in every if run.id.startswith(name)]),
+    ):
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            more = f" and {len(matches) - NAMED_RUNS} more" if len(matches) > NAMED_RUNS else ""
+            listed = ", ".join(run.id for run in matches[:NAMED_RUNS])
+            raise RunError(f"{name!r} is {relation} of several runs: {listed}{more}.")
+    similar = get_close_matches(name, dict.fromkeys([*filter(None, named.values()), *named]), n=SIMILAR_RUNS)
+    hint = f" Similar: {', '.join(similar)}." if similar else " footplate list shows the runs."
+    raise RunError(f"There is no run named {name!r} in {root}.{hint}")

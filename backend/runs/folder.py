@@ -623,11 +623,10 @@ class Run:
         return value if isinstance(value, dict) else {}
 
 
-def runs(root: Path, prefix: str = "") -> list[Run]:
-    """All runs under `root` whose ids start with `prefix`, newest first; folders that are half created or half deleted
-    are not among them."""
+def runs(root: Path) -> list[Run]:
+    """All runs under `root`, newest first; folders that are half created or half deleted are not among them."""
     try:
-        names = sorted((n for n in os.listdir(root) if n[0] != "." and n.startswith(prefix)), reverse=True)
+        names = sorted((n for n in os.listdir(root) if n[0] != "."), reverse=True)
     except OSError:
         return []
     return [Run(root / name) for name in names if _is_run(root / name)]

@@ -88,7 +88,7 @@ def find_all(run: Run, kind: str) -> list[Run]:
 
 def find(run: Run, id: str) -> Run:
     """The job with this id. Raises RunError."""
-    for job in runs(run.path / JOBS, id):
+    for job in runs(run.path / JOBS):
         if job.id == id:
             return job
     raise RunError("This job no longer exists.")

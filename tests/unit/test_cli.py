@@ -109,6 +109,10 @@ def test_a_run_is_found_by_its_name(tmp_path):
     assert find_run(tmp_path, "Café run 1/2").id == first.id
     with pytest.raises(RunError, match=f"'twin' is the name of several runs: .*{twin.id}"):
         find_run(tmp_path, "twin")
+    named_like_an_id = Run.create(tmp_path, "2026-01", Plan(("true",)), datetime(2026, 2, 1))
+    assert find_run(tmp_path, "2026-01").id == named_like_an_id.id  # every other ID begins with it
+    with pytest.raises(RunError, match=r"There is no run named 'Cafe run' .* Similar: Café run 1/2"):
+        find_run(tmp_path, "Cafe run")
 
 
 def test_estimate_prints_time_and_price(capsys, tmp_path):
