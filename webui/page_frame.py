@@ -14,7 +14,7 @@ this machine or, with Run on, on a cluster; for other hardware, export it."><lab
     <button type="button" class="fp-link" id="fp-machine-add" aria-label="Add a machine">Add</button></div>"""
 HEADER = """
 <a class="fp-skip" id="fp-skip" href="{skip}">Skip to content</a>
-<header class="fp-top">
+{report}<header class="fp-top">
   <a class="fp-brand" href="{root}?tab=build" data-tab="build">Footplate</a>
   {title}<nav aria-label="Views">
     <a href="{root}?tab=build" data-tab="build">Build</a>
@@ -46,6 +46,7 @@ def main_header() -> str:
     return HEADER.format(
         root="",
         skip="#fp-build",
+        report='<a class="fp-skip" id="fp-skip-report" href="#fp-status">Skip to check report and Start</a>\n',
         title='<h1 class="fp-sr" id="fp-title">Build a run</h1>\n  ',
         run='<a href="?tab=run" data-tab="run" hidden>Run</a>\n    ',
         rules="",
@@ -63,7 +64,7 @@ def static_page(name: str, title: str, content: str, *, root: str, scripts: tupl
         title=escape(title),
         root=root,
         styles="\n".join(f'<link rel="stylesheet" href="{root}footplate/{style}">' for style in styles),
-        header=HEADER.format(root=root, skip="#fp-content", title="", run="", machine="", **current),
+        header=HEADER.format(root=root, skip="#fp-content", report="", title="", run="", machine="", **current),
         content=content,
         scripts="\n".join(
             f'<script type="module" src="{root}footplate/{script}"></script>' for script in ("static_page.js", *scripts)

@@ -235,6 +235,9 @@ def test_skip_link_and_headings(page):
     expect(page.locator("#fp-build")).to_be_focused()
     page.keyboard.press("Tab")
     expect(page.locator("#fp-presets")).to_be_focused()
+    page.locator("#fp-skip-report").press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("() => document.activeElement.closest('#fp-status') !== null")  # Try it, then Start
     expect(page.locator("h1")).to_have_text("Build a run")
     page.get_by_role("link", name="Runs", exact=True).click()
     expect(page.locator("h1")).to_have_text("Runs")

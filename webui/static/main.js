@@ -47,7 +47,7 @@ function showView(tab, run, compared = {}) {
   if (tab !== document.body.dataset.tab) dismissNotifications(); // their Undo buttons belong to the other view
   address.set({ tab, ...(run ? { run } : {}), runs: null, x: null, ...compared });
   drawView();
-  if (isFocusLost()) focusView(); // the element with the focus belongs to the other view
+  if (isFocusLost()) focusTarget($("#fp-skip")); // the element with the focus belongs to the other view
   window.scrollTo(0, 0); // a new view begins at its top; going back restores the browser's position
 }
 
@@ -74,16 +74,17 @@ function drawView() {
   if (tab === "run" && run) emit("run", run);
 }
 
-/** Move the focus to the content after the header. @param {Event} event */
-function skipToContent(event) {
+/** Move the focus to where a skip link leads, without a change of the address. @param {any} event */
+function skip(event) {
   event.preventDefault();
-  focusView();
+  focusTarget(event.currentTarget);
 }
 
-function focusView() {
-  const view = $($("#fp-skip").getAttribute("href"));
-  view.tabIndex = -1;
-  view.focus();
+/** @param {HTMLElement} link */
+function focusTarget(link) {
+  const target = $(link.getAttribute("href"));
+  target.tabIndex = -1;
+  target.focus();
 }
 
 /** Follow the page's own links without loading the page again. */
@@ -116,7 +117,7 @@ async function start(description) {
   mountHubToken();
   completePaths();
   prepareUploads();
-  $("#fp-skip").addEventListener("click", skipToContent);
+  for (const link of document.querySelectorAll(".fp-skip")) link.addEventListener("click", skip);
   $("#fp-copy-script").addEventListener("click", () => copy(script(), "Script"));
   document.addEventListener("click", linkClicked);
   window.addEventListener("popstate", drawView);
