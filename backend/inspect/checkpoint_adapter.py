@@ -34,10 +34,8 @@ HEADS = {SCORE, "classifier"}  # names of reward models' heads, which peft adds 
 def adapter_facts(spec: RunSpec, saved: RunSpec | None, folder: Path, shape: ModelShape | None) -> dict[str, Any]:
     """The InputFacts about the adapter in `folder`, a checkpoint of the run `saved` if that is known: how its options
     differ from those of `spec`, so that its weights would not fit, or be scaled differently. Empty if they do not."""
-    config: Any = None
-    with suppress(OSError, ValueError):
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
+    config = _config(folder)
+    if not config:
         return {}
     found = {option: config[key] for key, option in OPTION_OF.items() if isinstance(config.get(key), int | float)}
     found |= _initialization(spec, config) | _added_tokens(spec, saved, config)
@@ -73,6 +71,14 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
     return {name.replace("checkpoint", "adapter"): value for name, value in found.items()}
 
 
+def _config(folder: Path) -> dict[str, Any]:
+    """The adapter_config.json in `folder`; empty if it cannot be read."""
+    config: Any = None
+    with suppress(OSError, ValueError):
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return config if isinstance(config, dict) else {}
+
+
 def _unusable_adapter(folder: Path, for_reward: bool, tokens: int | None) -> str:
     """Why the adapter in `folder` cannot be continued whatever its options are, a sentence; '' if it can. `for_reward`:
     to train a reward model; `tokens`: how many added tokens the spec names, None if the run of the adapter names
@@ -83,11 +89,10 @@ def _unusable_adapter(folder: Path, for_reward: bool, tokens: int | None) -> str
         return (
             f"{folder} has no {WEIGHTS[0]}: set the folder of a saved LoRA adapter, such as the folder runs/ID/model."
         )
-    try:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        kind = str(config.get("peft_type", ""))
-    except (OSError, ValueError, AttributeError):
+    config = _config(folder)
+    if not config:
         return f"{folder} has no adapter_config.json that can be read: set the folder of a saved LoRA adapter."
+    kind = str(config.get("peft_type", ""))
     if kind != "LORA":
         return f"The adapter in {folder} is of the kind {kind or 'unknown'}, and only LoRA adapters can be continued."
     is_reward = config.get("task_type") == "SEQ_CLS"
@@ -119,7 +124,7 @@ def _unusable_adapter(folder: Path, for_reward: bool, tokens: int | None) -> str
 def _unadaptable(folder: Path, shape: ModelShape) -> list[str]:
     """The targets of the adapter in `folder` that no option selects: embeddings, the output layer, and linear layers of
     which peft finds or applies no adapter."""
-    targets = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("target_modules")
+    targets = _config(folder).get("target_modules")
     if not targets or not _is_names(targets):
         return []
     ends = {shape.embedding, shape.head}

@@ -24,10 +24,10 @@ from backend.train.patches import (
     trl_expert_count,
     trl_frozen_blocks,
     trl_functional_dropout,
+    trl_logit_scaling,
     trl_loss_positions,
     trl_missing_router,
     trl_router_logits,
-    trl_soft_cap,
     trl_token_mean,
 )
 
@@ -146,7 +146,7 @@ def build_trainer(
     next_token = spec.train.stage in registry.NEXT_TOKEN_STAGES
     trl_expert_count.apply(model)
     trl_missing_router.apply(config, model, reference)
-    with trl_adapter_dtype.kept(model), trl_router_logits.kept(model), trl_soft_cap.named(model, reference):
+    with trl_adapter_dtype.kept(model), trl_router_logits.kept(model), trl_logit_scaling.named(model, reference):
         trainer = trl_trainers.trainer_class(spec.train.stage)(
             model=model,
             args=config,

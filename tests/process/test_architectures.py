@@ -73,8 +73,8 @@ from backend.train.patches import (
     llama4_base_model,
     transformers_frozen_parameters,
     transformers_inplace_outputs,
+    trl_logit_scaling,
     trl_loss_positions,
-    trl_soft_cap,
 )
 from backend.train.run_log import TrainError
 
@@ -504,7 +504,7 @@ def test_loss_of_the_trainer_is_that_of_the_model(kind: str) -> None:
         ids = torch.tensor([tokens(40), tokens(40, 1)])
         logits = model(input_ids=ids, use_cache=False).logits.float()
         own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        with trl_soft_cap.named(model):
+        with trl_logit_scaling.named(model):
             add_fused_lm_head(model)
         mask = torch.ones_like(ids)
         fused = model(input_ids=ids, labels=ids, attention_mask=mask, fused_lm_head=True).loss

@@ -41,7 +41,7 @@ from backend.train.patches import (
     transformers_router_jitter,
     transformers_rwkv_rescaling,
     trl_functional_dropout,
-    trl_soft_cap,
+    trl_logit_scaling,
 )
 from backend.train.run_log import TrainError
 
@@ -139,7 +139,9 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
         "trl.trainer.sft_trainer:SFTTrainer.__init__", ".output_router_logits = self.aux_loss_enabled",
     ),
     "trl_functional_dropout": ("trl.trainer.utils:disable_dropout_in_model", "isinstance(module, torch.nn.Dropout)"),
-    "trl_soft_cap": ("trl.trainer.utils:add_fused_lm_head", 'getattr(text_config, "final_logit_softcapping", None)'),
+    "trl_logit_scaling": (
+        "trl.trainer.utils:add_fused_lm_head", 'getattr(text_config, "final_logit_softcapping", None)'
+    ),
     "ulysses_gradients": ("deepspeed.runtime.zero.stage_1_and_2:", "self.sequence_parallel_size"),
     "ulysses_heads": (f"{ULYSSES}:UlyssesSPAttentionHF.register_with_transformers", "attn_head_size=getattr"),
 }  # fmt: skip
@@ -384,7 +386,7 @@ def test_dbrx_trains_and_generates_in_mixed_precision(tmp_path: Path) -> None:
 
 def test_trl_does_not_see_a_scale_that_mpt_ignores() -> None:
     config = AutoConfig.for_model("mpt", d_model=16, n_heads=2, n_layers=1, logit_scale="inv_sqrt_d_model")
-    with trl_soft_cap.named(SimpleNamespace(config=config), SimpleNamespace(config=config)):
+    with trl_logit_scaling.named(SimpleNamespace(config=config), SimpleNamespace(config=config)):
         assert config.logit_scale is None
     assert config.logit_scale == "inv_sqrt_d_model"
 

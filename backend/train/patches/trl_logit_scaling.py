@@ -1,4 +1,4 @@
-"""TRL knows the cap of a model's logits by one name, and multiplies them by a key that the model ignores.
+"""TRL knows the cap of logits by one name, and multiplies logits by a key that a model may ignore.
 
 trl/trainer/utils.py, `add_fused_lm_head`: it reads `final_logit_softcapping`, and RecurrentGemma's config has
 `logits_soft_cap`. Without the patch the loss of SFT, pretraining, DPO and KTO is that of a model without the cap.
