@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from backend.train.encoding import TextEncoder
@@ -35,7 +35,9 @@ def trained(kind: str) -> Tokenizer:
     else:
         found = Tokenizer(models.BPE())
         found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "prefix_space")
-        if kind == "normalized":
+        if kind == "normalized":  # as that of Qwen
+            cut = pre_tokenizers.Split(Regex(r" ?[^\s\d]+|\d|\s+"), "isolated")
+            found.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
             found.normalizer = normalizers.NFC()
         trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     trainer.show_progress = False
