@@ -34,8 +34,8 @@ def start(arguments: argparse.Namespace) -> int:
         queued = "1 run was queued" if len(started) == 1 else f"{len(started)} runs were queued"
         print(f"{queued}. Compare them: footplate list --sweep {identity}")
         print(start_sweep.time_text(planned, reports))
-        if planned.compares_other_examples:
-            print(start_sweep.OTHER_EXAMPLES)
+        if planned.note:
+            print(planned.note)
     return 0
 
 
@@ -52,7 +52,7 @@ def print_rows(found: Ranked) -> None:
         print(f"{label:{width}}  {row['state']:8}  {step:>6}  {loss:>9}  {best:>20}{shown}  {row['id']}")
         if row["interval"]:
             print(f"{'':{width}}  {change_text(row['interval'], row['interval']['is_share'], 'its base model')}")
-    if found.sentence and ranked:
+    if found.sentence and (ranked or not found.is_comparable):
         print(found.sentence)
 
 

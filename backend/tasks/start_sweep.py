@@ -15,6 +15,7 @@ from backend.preflight import Report
 from backend.runs import SWEEP, schedule, sweeps
 from backend.runs.folder import Run
 from backend.tasks import sweep
+from backend.tasks.comparable import decisive, not_comparable
 
 OTHER_EXAMPLES = (
     "Each seed has different validation examples (data.validation: split), so validation losses differ for that "
@@ -41,6 +42,17 @@ class SweepPlan:
         seeds = {patch.get(sweep.SEED, self.spec.train.seed) for patch in self.patches}
         return len(seeds) > 1 and any(each.splits for each in self.spec.data.datasets)
 
+    @property
+    def decisive(self) -> list[str]:
+        """The varied options that decide what the validation loss is."""
+        return decisive(self.patches)
+
+    @property
+    def note(self) -> str:
+        """What is not certain about a comparison of the runs, as sentences."""
+        found = [OTHER_EXAMPLES] if self.compares_other_examples else []
+        return " ".join([*found, *([not_comparable(self.decisive)] if self.decisive else [])])
+
     def labels(self) -> list[str]:
         """What each run changes, as a short name."""
         return [sweeps.label(patch) for patch in self.patches]
@@ -59,10 +71,16 @@ def plan(
             "must be steps for early stopping (successive halving), which compares validation losses at the same step"
         )
         raise SpecError([Problem("eval.strategy", message)])
+    if halving and spec.launch.trainer != "footplate":
+        message = "must be footplate for early stopping (successive halving): LLaMA-Factory's runs do not stop for it"
+        raise SpecError([Problem("launch.trainer", message)])
     planned = SweepPlan(spec, _distinct(spec, sweep.patches(spec, varied, samples, seeds, limit)), halving)
     if halving and planned.compares_other_examples:
         message = "must be files for early stopping (successive halving) with several seeds, which split differently"
         raise SpecError([Problem("data.validation", message)])
+    if halving and planned.decisive:
+        message = "decides what the validation loss is, which early stopping (successive halving) compares"
+        raise SpecError([Problem(planned.decisive[0], message)])
     return planned
 
 

@@ -17,6 +17,7 @@ from backend.runs.folder import Run, RunError
 from backend.runs.metrics import last_values
 from backend.runs.search import SCORES
 from backend.tasks import compare_evaluations
+from backend.tasks.comparable import decisive, not_comparable
 from backend.wording import counted
 
 LOSS = "eval_loss"
@@ -43,12 +44,14 @@ class Ranking:
 @dataclass(frozen=True)
 class Ranked:
     """The runs of a sweep, the best first. Each row has the value `by.key`, None if it has none, and with an evaluation
-    its `interval`: base, low, high, verdict. `sentence`: which run is the best, and what is not certain about that."""
+    its `interval`: base, low, high, verdict. `sentence`: which run is the best, and what is not certain about that, or
+    why the values cannot be compared."""
 
     rows: list[Row]
     rankings: list[Ranking]
     by: Ranking
     sentence: str
+    is_comparable: bool = True
 
 
 def rank(root: Path, sweep: str, by: str = LOSS) -> Ranked:
@@ -65,6 +68,9 @@ def rank(root: Path, sweep: str, by: str = LOSS) -> Ranked:
             for row in ordered:
                 row["interval"] = row.pop("intervals", {}).get(by)
             notes = compared.get("notes", []) if by.startswith(EVALUATION) else []
+            options = decisive([row["varied"] for row in rows]) if by == LOSS else []
+            if options:
+                return Ranked(ordered, rankings, each, not_comparable(options), is_comparable=False)
             sentence = _sentence(ordered, each, chosen)
             return Ranked(ordered, rankings, each, " ".join([sentence, *notes]) if sentence else "")
     known = ", ".join(each.key for each in rankings)

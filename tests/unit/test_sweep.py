@@ -97,6 +97,19 @@ def test_seeds_with_other_validation_examples_are_not_compared() -> None:
         start_sweep.plan(RunSpec(), [sweep.parse("train.seed=1,2")], seeds=2)
 
 
+def test_losses_that_the_options_decide_are_not_compared() -> None:
+    """Another beta scales the loss of DPO; another maximum length averages over other tokens."""
+    spec = edit(RunSpec(), {"eval.strategy": "steps", "train.stage": "dpo", "data.builtin": "train-pairs"})
+    rates, betas = sweep.parse(f"{RATE}=1e-5,1e-4"), sweep.parse("preference.beta=0.1,0.5")
+    assert start_sweep.plan(spec, [rates]).note == ""
+    assert "preference.beta decides what the validation loss is" in start_sweep.plan(spec, [rates, betas]).note
+    assert start_sweep.plan(spec, [rates, sweep.parse("preference.beta=0.5")]).note == ""
+    with pytest.raises(SpecError, match=r"launch\.trainer: must be footplate"):
+        start_sweep.plan(edit(spec, {"launch.trainer": "llamafactory"}), [rates], halving=3)
+    with pytest.raises(SpecError, match=r"preference\.beta: decides what the validation loss is"):
+        start_sweep.plan(spec, [betas], halving=3)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -40,6 +40,16 @@ def test_the_validation_loss_is_the_default(runs, tmp_path):
         rank(tmp_path / "runs", "s", "bleu")
 
 
+def test_losses_that_the_options_decide_are_not_ranked(runs, tmp_path, capsys):
+    for number, run in enumerate(runs):
+        part = sweeps.Member("s", {"train.learning_rate": 10.0 ** -(5 - number), "data.max_length": 128 << number})
+        (run.path / SWEEP).write_text(part.to_json())
+    found = rank(tmp_path / "runs", "s")
+    assert found.sentence.startswith("data.max_length decides what the validation loss is")
+    assert main(["list", "--sweep", "s", "--runs", str(tmp_path / "runs")]) == 0
+    assert found.sentence in capsys.readouterr().out
+
+
 def test_scores_of_generations(runs, tmp_path):
     """Of a run that has not ended, the latest evaluation counts; a run without generations comes last."""
     (runs[0].path / RESULT).write_text(json.dumps({"exact_match_before": 0.9, "exact_match_after": 0.5}))

@@ -22,30 +22,13 @@ from backend.runs import METRICS, SPEC, files, throughput, validation
 from backend.runs.folder import Run, RunError, find
 from backend.runs.metrics import last_points, read_points
 from backend.tasks import compare_evaluations
+from backend.tasks.comparable import DECIDE_EVAL_LOSS, DECIDE_SPLIT
 from webui.api.app_state import AppState
 from webui.api.requests import ApiError, State
 from webui.curves import AXES, Curves
 
 LEAST, MOST = 2, 20
 IGNORED = ("logging.run_name",)  # run names differ on purpose, and the column headings show them
-# Options that decide over which tokens a validation loss is averaged, or which loss it is. data.sources also has
-# options of the training examples. Another model may have a different tokenizer.
-DECIDE_EVAL_LOSS = {
-    *(f"data.{name}" for name in (
-        "source", "builtin", "files", "hub_id", "hub_config", "hub_split", "format", "messages_column", "prompt_column",
-        "completion_column", "chosen_column", "rejected_column", "label_column", "text_column", "system_column",
-        "system_prompt", "validation", "validation_split", "validation_files", "chat_template", "chat_template_file",
-        "chat_template_kwargs", "loss_on", "max_length", "packing", "drop_duplicates", "on_bad_example", "sources",
-    )),
-    *(f"model.{name}" for name in ("source", "builtin", "path", "hub_id", "revision", "trust_remote_code")),
-    *(f"preference.{name}" for name in (
-        "beta", "dpo_loss_type", "label_smoothing", "sft_loss_weight", "kto_loss_type", "desirable_weight",
-        "undesirable_weight", "center_rewards_coefficient",
-    )),
-    "train.stage",
-}  # fmt: skip
-# Options that decide which examples are in a validation split: with data.streaming a hash, else a random order.
-DECIDE_SPLIT = {"train.seed", "data.streaming"}
 IMAGE_POINTS = 1000
 FILE_NAME = "comparison"
 RESOLVED_LABELS = {  # values in resolved.json that follow from the options, the machine and the data

@@ -43,9 +43,8 @@ class SweepRequest(RequestBody):
 def check(state: State, body: SweepRequest) -> dict[str, Any]:
     """What each run of the sweep would change, the errors that the checks report for it, and how long all runs take."""
     planned, reports = _check(state, body, 0)
-    note = start_sweep.OTHER_EXAMPLES if planned.compares_other_examples else ""
     rows = [_row(*pair) for pair in zip(planned.labels(), reports, strict=True)]
-    return {"runs": rows, "note": note, "time": start_sweep.time_text(planned, reports)}
+    return {"runs": rows, "note": planned.note, "time": start_sweep.time_text(planned, reports)}
 
 
 def start(state: State, body: SweepRequest) -> Response:
