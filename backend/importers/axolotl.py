@@ -373,6 +373,8 @@ def _schedule(found: Import) -> None:
     steps = found.table.get("warmup_steps")
     share = found.number("warmup_ratio", 0.03)
     found.patch["train.warmup_steps"] = share if steps is None else found.number("warmup_steps")
+    if steps is None and found.table.get("warmup_ratio") is None:
+        found.different.append("warmup_steps: axolotl's default is 3% of the steps, but not more than 100 steps")
     found.duration("max_steps")
     checkpointing = found.get("gradient_checkpointing")
     found.patch["train.activation_checkpointing"] = bool(checkpointing)
@@ -414,6 +416,7 @@ def _saving(found: Import) -> None:
             )
     if not datasets.has_validation(found):
         found.patch["eval.strategy"] = "no"
+    _best_model(found)
     found.patch["eval.per_device_eval_batch_size"] = found.get("eval_batch_size", found.get("micro_batch_size"))
     if path := found.get("resume_from_checkpoint"):
         found.patch |= {"save.resume_from": "path", "save.resume_path": str(path)}
@@ -427,6 +430,29 @@ def _saving(found: Import) -> None:
     trackers = [name for name, is_used in uses if is_used]
     found.patch["logging.report_to"] = trackers[0] if trackers else "none"
     found.missing += [f"use_{name} (one tracker at a time)" for name in trackers[1:]]
+
+
+def _best_model(found: Import) -> None:
+    """axolotl loads the best checkpoint if the file says so, or if training may stop early, where each checkpoint has
+    an evaluation. Source: core/builders/causal.py, build, and utils/config, normalize_config."""
+    asked = bool(found.get("load_best_model_at_end"))
+    if not asked and not found.get("early_stopping_patience"):
+        return
+    save, evaluation = _interval(found, "save"), _interval(found, "eval")
+    has_both = bool(save and evaluation and save % evaluation == 0)
+    loads = has_both and bool(found.get("test_datasets")) != (found.number("val_set_size") > 0)
+    found.patch["save.load_best_model_at_end"] = loads
+    if asked and not loads:
+        text = "axolotl ignores it unless there is a validation set and save_steps is a multiple of eval_steps"
+        found.different.append(f"load_best_model_at_end: {text}")
+    elif loads and not asked:
+        found.different.append("early_stopping_patience: axolotl also loads the best checkpoint at the end")
+
+
+def _interval(found: Import, what: str) -> float:
+    """Steps between two checkpoints or evaluations, or their share of all steps; 0 for none."""
+    per_run = found.number(f"{what}s_per_epoch") * found.number("num_epochs")
+    return 1 / per_run if per_run > 1 else found.number(f"{what}_steps")
 
 
 def _devices(found: Import) -> None:

@@ -44,6 +44,7 @@ def read(given: Table, spec: RunSpec) -> Imported:
     extra = {key: value for key, value in extra.items() if key not in _imported_blocks(imported)}
     if is_number(global_size := imported.get("train_batch_size")) and global_size != _global_batch_size(result):
         extra["train_batch_size"] = global_size
+    different += _warmup(table_at(imported, "scheduler"))
     return Imported(edit(result, {"parallel.extra_config": as_json(extra)}), merge.paths(extra), different)
 
 
@@ -196,6 +197,14 @@ def _scheduler(block: Mapping[str, Any]) -> Patch:
     if is_number(steps := params.get("total_num_steps")):  # optimizer steps of the whole run
         patch |= {"train.duration": "steps", "train.max_steps": steps}
     return patch
+
+
+def _warmup(block: Mapping[str, Any]) -> list[str]:
+    """What is different about the warmup of a scheduler, whose type is "log" by default (runtime/lr_schedules.py)."""
+    if str(block.get("type")) not in SCHEDULERS or table_at(block, "params", "scheduler.").get("warmup_type"):
+        return []
+    text = "DeepSpeed's learning rate rises with the logarithm of the step, Footplate's linearly"
+    return [f"scheduler.params.warmup_type: log, the default: {text}"]
 
 
 def _imported_blocks(imported: Mapping[str, Any]) -> list[str]:

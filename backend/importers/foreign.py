@@ -19,6 +19,9 @@ Table = Mapping[str, Any]
 NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
 # Other names of the Trainer's optimizers (transformers 5.23 training_args.py: OptimizerNames).
 OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
+STRATEGIES = ("no", "steps", "epoch")
+# Values of their settings for which Footplate has no option, because it does the same.
+SAME_VALUES: Mapping[str, tuple[Any, ...]] = {"metric_for_best_model": ("loss", "eval_loss")}
 # Switches of these tools that are on unless a file turns them off.
 ON_BY_DEFAULT = {"average_tokens_across_devices", "shuffle_merged_datasets"}
 
@@ -98,7 +101,7 @@ class Import:
         left = {
             key: value
             for key, value in unread.items()
-            if (value is False if key in ON_BY_DEFAULT else value not in NO_EFFECT)
+            if (value is False if key in ON_BY_DEFAULT else value not in (*NO_EFFECT, *SAME_VALUES.get(key, ())))
         }
         self.missing += [f"{key}: {value}" for key, value in left.items()]
         return left
@@ -138,6 +141,30 @@ class Import:
         self.patch |= (
             {"train.duration": "steps", "train.max_steps": steps} if steps > 0 else {"train.duration": "epochs"}
         )
+
+    def strategy(self, what: str) -> str:
+        """The strategy of save or eval. YAML reads an unquoted no as false."""
+        return str(self.get(f"{what}_strategy", "no") or "no")
+
+    def intervals(self, evaluates: bool) -> None:
+        """When the run saves, evaluates and logs. Source: transformers 5.23 training_args.py, __post_init__."""
+        for what in ("save", "eval"):
+            if (name := self.strategy(what)) not in STRATEGIES:
+                self.different.append(f"{what}_strategy: {name}: Footplate does this once per epoch")
+                name = "epoch"
+            self.patch[f"{what}.strategy"] = name
+        steps = {"save": self.number("save_steps"), "logging": self.number("logging_steps", 500)}
+        if not evaluates:
+            self.patch["eval.strategy"] = "no"
+        elif self.patch["eval.strategy"] == "steps":
+            steps["eval"] = self.patch["eval.steps"] = self.number("eval_steps") or steps["logging"]
+        for what in (what for what, number in steps.items() if 0 < number < 1):
+            self.patch.pop(f"{what}.steps", None)
+            if self.patch.get(f"{what}.strategy") == "steps":
+                self.patch[f"{what}.strategy"] = "epoch"
+            rest = "" if what == "logging" else "Footplate does this once per epoch; "
+            text = f"{rest}set {what}.steps for another interval"
+            self.different.append(f"{what}_steps: {steps[what]:g}, a share of all steps: {text}")
 
     def reporter(self, key: str) -> None:
         """The first experiment tracker that Footplate supports."""

@@ -218,10 +218,8 @@ def _optimizer(found: Import) -> None:
 
 
 def _saving(found: Import) -> None:
-    found.patch["save.strategy"] = str(found.get("save_strategy"))
     found.patch["save.steps"] = found.get("save_steps")
-    strategy = str(found.get("eval_strategy", "no"))
-    found.patch["eval.strategy"] = strategy if has_validation(found) else "no"
+    found.intervals(has_validation(found))
     if isinstance(path := found.get("resume_from_checkpoint"), str):
         found.patch |= {"save.resume_from": "path", "save.resume_path": path}
     found.reporter("report_to")

@@ -70,7 +70,6 @@ STRATEGIES = {
     "single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp1", "fsdp2": "fsdp2", "zero1": "zero1", "zero2": "zero2",
     "zero3": "zero3",
 }  # fmt: skip
-BEST = ("no", "steps", "epoch")
 FORMATS = {
     frozenset({"messages"}): "messages", frozenset({"text"}): "text",
     frozenset({"prompt", "completion"}): "prompt_completion", frozenset({"chosen", "rejected"}): "pairs",
@@ -162,11 +161,11 @@ def _data(found: Import) -> None:
     if share and not is_split:
         found.missing.append(f"test_split_size: {share} (a number of examples; data.validation_split is a fraction)")
     datasets.put(found, given)
-    strategy = str(found.get("eval_strategy"))
+    strategy = found.strategy("eval")
     if strategy != "no" and not is_split:
         name = found.get("dataset_test_split")
         found.missing.append(f"eval_strategy: {strategy} on the split {name} (select data.validation)")
-    found.patch["eval.strategy"] = strategy if is_split else "no"
+    found.intervals(is_split)
     if found.patch["train.stage"] == "sft" and not found.get("assistant_only_loss"):
         if found.table.get("completion_only_loss") is False:
             found.patch["data.loss_on"] = "all_tokens"
@@ -220,10 +219,11 @@ def _training(found: Import) -> None:
     else:
         chosen = "fp16" if is_fp16 else "fp32" if found.table.get("bf16") is False else "bf16"
     found.patch["precision.compute"] = chosen
-    strategy = str(found.get("save_strategy"))
-    found.patch["save.strategy"] = strategy if strategy in BEST else "epoch"
-    if path := found.get("resume_from_checkpoint"):
-        found.patch |= {"save.resume_from": "path", "save.resume_path": str(path)}
+    if dtype == "auto" and found.patch["method.kind"] == "full":
+        text = "TRL trains weights in the dtype of their files; in Footplate, only precision.compute pure_bf16 does so"
+        found.different.append(f"dtype: auto: {text}")
+    if isinstance(path := found.get("resume_from_checkpoint"), str):  # true: the latest one, as in Footplate
+        found.patch |= {"save.resume_from": "path", "save.resume_path": path}
     found.reporter("report_to")
     env = found.get("env")
     if isinstance(env, Mapping):

@@ -103,6 +103,15 @@ def test_deepspeed_optimizer_and_scheduler_become_options() -> None:
     )
 
 
+@pytest.mark.parametrize(("params", "named"), [({}, True), ({"warmup_type": "linear"}, False)])
+def test_the_shape_of_deepspeeds_warmup_is_named(params: dict[str, Any], named: bool) -> None:
+    """Without warmup_type it is logarithmic."""
+    table = {"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR", "params": params}}
+    found = importers.import_file(json.dumps(table), RunSpec(), Path())
+    assert found.spec.train.lr_scheduler_type == "constant_with_warmup" and not found.kept
+    assert [text.partition(":")[0] for text in found.different] == ["scheduler.params.warmup_type"] * named
+
+
 @pytest.mark.parametrize(
     ("block", "kept"),
     [

@@ -84,6 +84,8 @@ OPTIONS = [
     ({"use_badam": True, "badam_switch_interval": 7}, "train.badam_switch_block_every", 7),
     ({"optim": "adamw_8bit"}, "train.optim", "adamw_bnb_8bit"),
     ({"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50}, "eval.strategy", "steps"),
+    ({"val_size": 0.1, "eval_strategy": "steps", "logging_steps": 7}, "eval.steps", 7),
+    ({"save_steps": 0.5}, "save.strategy", "epoch"),
     ({"val_size": 0.1}, "data.validation_split", 0.1),
     ({"train_on_prompt": True}, "data.loss_on", "all_tokens"),
     ({"deepspeed": "examples/deepspeed/ds_z3_offload_config.json"}, "parallel.offload_param", "cpu"),

@@ -71,6 +71,14 @@ OPTIONS = [
     ({"datasets": [{"path": "json", "data_files": "a.json"}]}, "data.files", ("a.json",)),
     ({"test_split_size": 0.1, "eval_strategy": "steps", "eval_steps": 30}, "eval.steps", 30),
     ({"test_split_size": 0.1, "eval_strategy": "steps", "eval_steps": 30}, "eval.strategy", "steps"),
+    ({"test_split_size": 0.1, "eval_strategy": "steps"}, "eval.steps", 10),
+    ({"test_split_size": 0.1, "eval_strategy": "steps", "eval_steps": 0.1}, "eval.strategy", "epoch"),
+    ({"resume_from_checkpoint": True}, "save.resume_from", "latest"),
+    ({"resume_from_checkpoint": "out/checkpoint-5"}, "save.resume_path", "out/checkpoint-5"),
+    ({"save_strategy": False}, "save.strategy", "no"),
+    ({"save_strategy": "best"}, "save.strategy", "epoch"),
+    ({"save_steps": 0.25}, "save.strategy", "epoch"),
+    ({"logging_steps": 0.1}, "logging.steps", 1),
     ({"completion_only_loss": False}, "data.loss_on", "all_tokens"),
     ({"dataset_text_field": "body"}, "data.text_column", "body"),
     ({"max_steps": 7}, "train.max_steps", 7),
@@ -107,6 +115,15 @@ REFUSED = [  # (given, named)
     ({"max_length": "4k"}, r"max_length \(data.max_length\): "),
     ({"deepspeed": "zero2.json", "fsdp": "full_shard"}, "deepspeed and fsdp are both set"),
 ]
+
+
+def test_intervals_that_differ_are_named(tmp_path):
+    given = {"save_strategy": "best", "logging_steps": 0.1, "eval_strategy": "steps", "eval_steps": 0.2}
+    found = read(tmp_path, **given, test_split_size=0.1, metric_for_best_model="eval_loss")
+    texts = [text.partition(":")[0] for text in found.different]
+    full = read(tmp_path, use_peft=False, dtype="auto").different
+    assert any(text.startswith("dtype: auto") for text in full)
+    assert {"save_strategy", "logging_steps", "eval_steps"} <= {*texts} and found.missing == ["push_to_hub: True"]
 
 
 def test_keys_whose_option_is_hidden_are_named(tmp_path):
