@@ -32,7 +32,7 @@ class Exported:
 
 
 def _llamafactory(report: Report, folder: Path) -> Exported:
-    made = llamafactory.export(report.spec, report.run, report.facts.format)
+    made = llamafactory.export(report.spec, report.run, report.facts.format, shape=report.facts.shape)
     return Exported(made.files, made.command, made.different, [*made.missing, *_weights(report)], made.refused)
 
 

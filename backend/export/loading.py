@@ -17,7 +17,7 @@ from backend.inspect.weights import WeightsError, weight_shapes
 from backend.models import trained
 from backend.runs import json_values
 from backend.runs.folder import Run
-from backend.train import adapter_names, base_weights, lora, model
+from backend.train import adapter_names, added_tokens, base_weights, lora, model
 from backend.train.run_log import RunLog, Stopped, TrainError
 
 
@@ -60,11 +60,12 @@ def load_base(run: Run, spec: RunSpec, source: model.ModelSource, tokenizer: Any
 def require_repeatable(run: Run, folder: Path) -> None:
     """Raise TrainError if the part that the adapter in `folder` took out of the base weights cannot be recomputed
     here."""
-    lora.check_repeatable(json_values.read(folder / trained.ADAPTER), str(run.resolved().get("device")), "cpu")
+    lora.check_repeatable(json_values.read(folder / trained.ADAPTER), trained.trained_on(run), "cpu")
 
 
 def load_adapter(base: Any, folder: Path) -> Any:
     """The base model with the adapter in `folder`. Raises TrainError."""
+    added_tokens.fit_to_adapter(base, folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(lora.SEED)  # so that peft repeats the random search of pissa_fast
         adapted: Any = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)

@@ -84,7 +84,9 @@ def _with_data(spec: RunSpec, settings: Settings) -> RunSpec:
 def _chosen(spec: RunSpec, settings: Settings, info: Callable[[str], None]) -> list[Part]:
     """Random examples of each dataset: the same ones whatever the seed of the run, so that runs with different seeds
     are compared on the same examples."""
-    parts = [train if settings.data else validation for train, validation in select(spec, info)]
+    known = evaluation.known_validation(spec)
+    chosen = [pair for pair, source in zip(select(spec, info), spec.data.datasets, strict=True) if source in known]
+    parts = [train if settings.data else validation for train, validation in chosen]
     drawn = (sorted(sample(part.positions, settings.examples, SEED)) for part in parts)
     return [replace(part, positions=positions) for part, positions in zip(parts, drawn, strict=True)]
 

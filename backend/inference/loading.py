@@ -143,10 +143,11 @@ class Models:
     def _adapted(self, folder: Path, adapter: dict[str, Any], tokenizer: Any) -> Any:
         """The base model with an adapter that does not yet have the weights in `folder`."""
         base = self._from_source(tokenizer)
+        added_tokens.fit_to_adapter(base, folder)
         if adapter.get("use_dora"):
             peft_dequantize.apply()
         if trained.is_residual(adapter):  # the initialization must change the base weights as in training
-            lora.check_repeatable(adapter, str(self.run.resolved().get("device")), self.device)
+            lora.check_repeatable(adapter, trained.trained_on(self.run), self.device)
             rows = added_tokens.ids(self.spec, tokenizer)
             return adapters.apply_method(self.spec, base, self._precision, self.device, rows).eval()
         try:

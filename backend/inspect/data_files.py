@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -26,6 +27,7 @@ from backend.data import (
     detection_problem,
     expand,
     file_patterns,
+    llamafactory,
     place,
     printable,
     read_examples,
@@ -78,6 +80,7 @@ class _FileFacts:
     skipped: tuple[str, ...] = ()
     num_with_weights: int = 0
     num_weighted: int = 0
+    unlike_llamafactory: tuple[tuple[str, int], ...] = ()
 
 
 COLUMN_OPTIONS = tuple(name for name in Data.model_fields if name.endswith("_column"))
@@ -120,9 +123,18 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
         "label_counts": labels,
         "num_with_weights": sum(facts.num_with_weights for facts in (*train[0], *validation[0])),
         "num_weighted": sum(facts.num_weighted for facts in (*train[0], *validation[0])),
+        "unlike_llamafactory": _added(facts.unlike_llamafactory for facts in (*train[0], *validation[0])),
         "num_skipped": sum(facts.num_skipped for facts in (*train[0], *validation[0])),
         "skipped": tuple(text for facts in (*train[0], *validation[0]) for text in facts.skipped)[:MAX_ISSUES],
     }
+
+
+def _added(counts: Iterable[tuple[tuple[str, int], ...]]) -> tuple[tuple[str, int], ...]:
+    """The counts of several files together."""
+    found = Counter[str]()
+    for each in counts:
+        found.update(dict(each))
+    return tuple(sorted(found.items()))
 
 
 def _count(files: list[_FileFacts], per_example: int) -> int | None:
@@ -221,6 +233,7 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
         tuple(inspection.skipped[:MAX_ISSUES]),
         inspection.with_weights,
         inspection.weighted,
+        tuple(sorted(inspection.unlike_llamafactory.items())),
     )
 
 
@@ -247,6 +260,8 @@ class _Inspection:
     skipped: list[str] = field(default_factory=list)
     with_weights: int = 0
     weighted: int = 0
+    first: Mapping[str, Any] = field(default_factory=dict)  # example
+    unlike_llamafactory: Counter[str] = field(default_factory=Counter)
 
     def skip(self, reason: object) -> None:
         """An example that the run skips; the reason begins with its place."""
@@ -256,6 +271,7 @@ class _Inspection:
         """Inspect one example; False if the rest of the file need not be read."""
         self.count += 1
         if not self.columns:
+            self.first = example
             self.columns = tuple(printable(str(name)) for name in example)
             texts = sorted(
                 (name for name, value in example.items() if _is_text(value)), key=lambda n: _is_word(example[n])
@@ -281,6 +297,8 @@ class _Inspection:
         turns = converted.get("messages", ())
         self.with_weights += has_other_weights(turns)
         self.weighted += has_loss_weights(turns)
+        if unlike := llamafactory.difference(example, self.format, self.data, self.first):
+            self.unlike_llamafactory[unlike] += 1
         if len(self.token_lengths) < MAX_LENGTHS:
             length, prompt_tokens = self._length(converted, texts)
             self.token_lengths.append(length)

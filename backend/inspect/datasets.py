@@ -29,7 +29,7 @@ SUMS = (
 TUPLES = ("data_issues", "unrenderable_examples", "skipped", "shared_files")
 # Fields of a Source.
 SELECTING = {"files", "max_samples", "validation", "validation_split", "validation_files", "weight"}
-COUNTED = ("unread_keys", "special_tokens", "unknown_ends")
+COUNTED = ("unread_keys", "special_tokens", "unknown_ends", "unlike_llamafactory")
 
 
 def inspect_datasets(spec: RunSpec, loaded: RunSpec, base: Path, environment: Mapping[str, str], model: Facts) -> Facts:

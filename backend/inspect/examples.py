@@ -24,7 +24,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 22
+FORMAT = 23
 # Options that have no effect on a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -249,6 +249,7 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         "unread_keys": tuple(sorted(found["unread"].items())),
         "special_tokens": tuple(sorted(found["special"].items())),
         "unknown_ends": tuple(sorted(found["unknown_ends"].items())),
+        "unlike_llamafactory": tuple(sorted(found["unlike_llamafactory"].items())),
         "split_markers": tuple(found["split_markers"]),
         "start_difference": tuple(found["start"] or ()),
         "start_kwargs": json.dumps(found["start_kwargs"]) if found["start_kwargs"] else "",

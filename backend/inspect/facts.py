@@ -105,6 +105,7 @@ class InputFacts:
     skipped: tuple[str, ...] = ()  # places and reasons of the first of them
     num_with_weights: int = 0  # examples with an assistant turn whose weight in the loss is not 1
     num_weighted: int = 0  # of these, those with a weight other than 0
+    unlike_llamafactory: tuple[tuple[str, int], ...] = ()  # what LLaMA-Factory does not read: (words, examples)
     num_copies: int = 0  # training examples that are equal to an earlier one, unless they are dropped
     num_copies_in_validation: int = 0  # validation examples that are equal to a training example
     num_contradictions: int = 0  # training examples with another answer than an earlier one

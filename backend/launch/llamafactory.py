@@ -20,10 +20,12 @@ from backend.config import Data, RunSpec, merge
 from backend.config.data import SYSTEM_COLUMN
 from backend.config.options import Problem, SpecError, for_dataset, get, options, shown
 from backend.config.sources import SOURCES, key_of
+from backend.data import llamafactory as reading
 from backend.data.chat import InvalidExample
-from backend.data.formats import DEFAULTS, convert, detect_format, required_columns
+from backend.data.formats import DEFAULTS, convert, detect_format, example_problem, required_columns
 from backend.data.reading import DataFileError, expand, file_patterns, read_examples
 from backend.launch import accelerate_config
+from backend.modelspec import ModelShape, is_attention
 from backend.paths import model_folder
 from backend.registry.llamafactory_names import ATTENTIONS, MEGATRON, OPTION_NAMES, STAGES
 from backend.resolve import ResolvedRun
@@ -40,6 +42,7 @@ from backend.runs import (
 from backend.wording import counted
 
 OUTPUT = "output"
+OF_RUNS = {"do_train": True, "output_dir": CHECKPOINTS}  # keys that llamafactory.extra_args cannot override
 MODULE = "llamafactory.launcher"  # what llamafactory-cli starts in each process
 TRAINER = Path(__file__).parent.parent / "train" / "llamafactory_run.py"
 KEYS = {option: key for key, option in OPTION_NAMES.items()}
@@ -61,11 +64,6 @@ ZERO_IS_NONE = {
     "data.max_samples", "data.streaming", "save.total_limit", "eval.early_stopping_patience",
     "train.neftune_noise_alpha", "preference.sft_loss_weight",
 }  # fmt: skip
-COLUMNS = {
-    "pairs": {"messages": "messages", "chosen": "chosen", "rejected": "rejected"},
-    "labels": {"messages": "messages", "kto_tag": "kto_tag"},
-    "prompt_completion": {"messages": "messages"},
-}
 MIXING = {"interleave_first_exhausted": "interleave_under", "interleave_all_exhausted": "interleave_over"}
 COLUMN_NAMES = {
     "messages_column": "messages", "prompt_column": "prompt", "completion_column": "response", "text_column": "prompt",
@@ -83,8 +81,9 @@ class Export:
 
     spec: RunSpec
     run: ResolvedRun
-    format: str  # of the training data
+    format: str  # of the first dataset
     converts: bool = True  # whether to convert data files that LLaMA-Factory cannot read as they are
+    shape: ModelShape | None = None  # of the model, if it is known
     table: dict[str, Any] = field(default_factory=dict)
     datasets: dict[str, Any] = field(default_factory=dict)
     converted: dict[str, str] = field(default_factory=dict)  # the converted data files: name -> text
@@ -117,7 +116,12 @@ class Export:
     def command(self) -> str:
         """What starts the training in the folder of the files."""
         run, spec = self.run, self.spec
-        variables = {**run.engine.environment(run.device), **environment(spec), **spec.launch.env}
+        variables = {**run.engine.environment(run.device), **environment(spec)}
+        device = registry.DEVICES[run.device].visible_devices_env
+        if device and run.device_ids and (spec.launch.devices or run.world_size == 1):
+            # llamafactory-cli starts a process on each device that is visible.
+            variables[device] = ",".join(map(str, run.device_ids))
+        variables |= spec.launch.env
         if (run.world_size > 1 or self.deepspeed) and not self.is_accelerated:
             variables |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(run.nproc_per_node)}
         if run.nnodes > 1:
@@ -142,16 +146,23 @@ class Export:
 OPTIONS = {option.name: option for option in options()}
 
 
-def export(spec: RunSpec, run: ResolvedRun, format: str, converts: bool = True) -> Export:
-    """The files of a spec, in which paths are absolute; `format`: that of the training data. Without `converts`, no
-    data file is read, and one that LLaMA-Factory cannot read is in the list of what is missing. Raises SpecError."""
-    made = Export(spec, run, format, converts)
+def export(
+    spec: RunSpec, run: ResolvedRun, format: str, converts: bool = True, shape: ModelShape | None = None
+) -> Export:
+    """The files of a spec, in which paths are absolute; `format`: that of all training data; `shape`: that of the
+    model. Without `converts`, no data file is converted, and one that LLaMA-Factory cannot read is in the list of what
+    is missing. Raises SpecError."""
+    # Datasets of different formats have none in common, and that of a dataset on the Hub is only known if it is set.
+    made = Export(spec, run, format or _format_of(for_dataset(spec, 0).data, spec.train.stage), converts, shape)
     for part in PARTS:
         part(made)
     for option, key in KEYS.items():
         if option not in made.written and (value := made.value(option)) not in (None, ""):
             made.table |= {} if value == 0 and option in ZERO_IS_NONE else {key: value}
     _name_missing(made)
+    if template := made.value("llamafactory.template"):  # of a spec that LLaMA-Factory trains
+        made.table["template"] = template
+    made.table |= merge.parse(made.value("llamafactory.extra_args") or "")
     made.refused = _refusals(made.table, made.run.world_size > 1, made.spec.parallel.strategy == "zero3")
     return made
 
@@ -162,12 +173,10 @@ def environment(spec: RunSpec) -> dict[str, str]:
     return switches.get(spec.other_backend, {})
 
 
-def run_files(spec: RunSpec, run: ResolvedRun, format: str) -> dict[str, str]:
+def run_files(spec: RunSpec, run: ResolvedRun, format: str, shape: ModelShape | None = None) -> dict[str, str]:
     """The files of a run that LLaMA-Factory trains."""
-    made = export(spec, run, format, converts=False)
-    made.table["output_dir"] = CHECKPOINTS
-    made.table |= {"template": spec.llamafactory.template} if spec.llamafactory.template else {}
-    made.table |= merge.parse(spec.llamafactory.extra_args)
+    made = export(spec, run, format, converts=False, shape=shape)
+    made.table |= OF_RUNS
     copies = {LLAMAFACTORY_RUN: TRAINER, RENDEZVOUS: TRAINER.with_name(RENDEZVOUS)}
     return {**made.files, **{name: path.read_text(encoding="utf-8") for name, path in copies.items()}}
 
@@ -223,8 +232,20 @@ def _method(made: Export) -> None:
         made.table |= {"quantization_type": quantization} if bits == 4 else {}
     if spec.method.kind == "freeze" and (extra := made.value("method.freeze_extra_modules")):
         made.table["freeze_extra_modules"] = ",".join(extra)
+        text = "LLaMA-Factory trains everything whose name contains one of them, such as input_layernorm for norm"
+        made.different.append(f"method.freeze_extra_modules: {text}")
     if spec.method.kind == "lora":
         _lora(made)
+
+
+def _attention(made: Export, option: str) -> tuple[str, ...]:
+    """The names of the model's attention layers with that of the module before them: other layers may have the same
+    names. If the model is not known, names that most models have."""
+    leaves = [leaf for leaf in made.shape.modules() if leaf.is_linear] if made.shape else []
+    found = dict.fromkeys(".".join(leaf.path.split(".")[-2:]) for leaf in leaves if is_attention(leaf.path))
+    if not found:
+        made.different.append(f"{option}: {OF_ATTENTION}")
+    return tuple(found) or registry.ATTENTION_MODULES
 
 
 OF_ATTENTION = "the names q_proj, k_proj, v_proj and o_proj, which some models do not have"
@@ -234,10 +255,8 @@ def _lora(made: Export) -> None:
     lora = made.spec.lora
     made.written |= {"lora.targets", "lora.target_modules", "lora.modules_to_save", "lora.init", "lora.alpha"}
     made.written.add("lora.adapter_path")
-    names = {"custom": lora.target_modules, "attention": registry.ATTENTION_MODULES}
-    made.table["lora_target"] = ",".join(names.get(lora.targets, ("all",)))
-    if lora.targets == "attention":
-        made.different.append(f"lora.targets: {OF_ATTENTION}")
+    attention = _attention(made, "lora.targets") if lora.targets == "attention" else ("all",)
+    made.table["lora_target"] = ",".join(lora.target_modules if lora.targets == "custom" else attention)
     made.table["lora_alpha"] = int(lora.alpha)
     if lora.alpha % 1:
         made.different.append(f"lora.alpha: {lora.alpha:g} is rounded, since LLaMA-Factory takes whole numbers only")
@@ -261,9 +280,8 @@ def _stage(made: Export) -> None:
     stage = spec.train.stage
     keys = {name: key for key, name in STAGES.items()} | {"orpo": "dpo"}
     made.written |= {"train.stage", "data.loss_on", "data.packing"}
-    if stage not in keys:
-        made.lacks("train.stage", f"LLaMA-Factory has no counterpart of {stage}; sft is written")
-    made.table |= {"stage": keys.get(stage, "sft"), "do_train": True}
+    is_text = stage == "sft" and made.format == "text"  # which only its pretraining reads
+    made.table |= {"stage": "pt" if is_text else keys[stage], "do_train": True}
     if stage == "orpo":
         made.table["pref_loss"] = "orpo"
     elif stage == "dpo":
@@ -273,11 +291,11 @@ def _stage(made: Export) -> None:
             made.lacks("preference.dpo_loss_type", f"LLaMA-Factory has no {loss}; sigmoid is written")
     if (beta := made.value("preference.beta")) is not None:
         made.table["pref_beta"] = beta
-    if shown(spec, OPTIONS["data.loss_on"]) and spec.data.loss_on == "all_tokens":
+    if made.table["stage"] == "sft" and spec.data.loss_on == "all_tokens":
         made.table["train_on_prompt"] = True
     if shown(spec, OPTIONS["data.packing"]):
         made.table["packing"] = spec.data.packing
-        if spec.data.packing and stage == "sft":
+        if spec.data.packing and made.table["stage"] == "sft":
             made.table["neat_packing"] = True
         elif spec.data.packing:
             made.different.append("data.packing: packed documents attend to each other in LLaMA-Factory's pretraining")
@@ -313,10 +331,11 @@ def _data(made: Export) -> None:
     made.written |= {"data.validation_split", SOURCES, "data.mixing", "data.weight"}
     train: list[str] = []
     validation: list[str] = []
-    is_one_file = []  # one value for each dataset
+    is_one_file: list[bool] = []  # one value for each dataset, as in formats
+    formats: list[str] = []
     for index in range(len(data.datasets)):
         dataset, before = for_dataset(made.spec, index).data, len(train)
-        format = made.format if index == 0 else _format_of(dataset)
+        format = made.format if index == 0 else _format_of(dataset, made.spec.train.stage)
         described = _Described(dataset, format, key_of(index, "format"), dataset.source != "hub")
         patterns = file_patterns(dataset)
         for path in _paths(patterns[0]) if described.is_file else [dataset.hub_id]:
@@ -324,6 +343,7 @@ def _data(made: Export) -> None:
         for path in _paths(patterns[1]):
             validation.append(_add(made, f"eval_{len(validation) + 1}", path, replace(described, is_file=True)))
         is_one_file.append(len(train) == before + 1)
+        formats.append(format)
     made.table["dataset"] = ",".join(train)
     if validation:
         made.table["eval_dataset"] = ",".join(validation)
@@ -331,6 +351,10 @@ def _data(made: Export) -> None:
         made.table["val_size"] = data.validation_split
     if data.sources:
         _mixture(made, all(is_one_file))
+    if made.spec.train.stage == "sft" and len({format == "text" for format in formats}) > 1:
+        made.lacks(SOURCES, "LLaMA-Factory cannot mix plain text with conversations in SFT")
+    if "alpaca" in formats:
+        made.different.append("data.format: LLaMA-Factory puts one line break between instruction and input, not two")
     if data.max_samples:
         made.different.append("data.max_samples: LLaMA-Factory takes the first examples of each file, not random ones")
     made.different.append("train.seed: LLaMA-Factory shuffles the examples differently with the same seed")
@@ -360,14 +384,14 @@ def _mixture(made: Export, are_single_files: bool) -> None:
         made.lacks(SOURCES, f"LLaMA-Factory {text}")
 
 
-def _format_of(data: Data) -> str:
-    """The format of one of several datasets: the one that is set, or that of its first example; '' if not known."""
+def _format_of(data: Data, stage: str) -> str:
+    """The format of a dataset: the one that is set, or that of its first example; '' if not known."""
     if data.source == "builtin":
         return registry.DATASETS[data.builtin].format
     if data.format != "auto":
         return data.format
     paths = _paths(file_patterns(data)[0])
-    return detect_format(_first_example(Path(paths[0]))) or "" if paths else ""
+    return detect_format(_first_example(Path(paths[0])), registry.STAGES[stage].formats) or "" if paths else ""
 
 
 def _paths(patterns: Iterable[str]) -> list[str]:
@@ -395,13 +419,9 @@ def _add(made: Export, name: str, path: str, described: _Described) -> str:
     if not is_file and data.hub_config:
         place["subset"] = data.hub_config
     first = _first_example(Path(path)) if is_file else {}
-    columns = _columns(data, format, first)
-    texts = all(isinstance(first.get(columns[part]), str) for part in ("prompt", "response") if part in columns)
-    with_turns = format == "prompt_completion" and made.converts and bool(first) and not texts
-    if made.converts and is_file and (format in ("pairs", "labels") or with_turns):
-        place = {"file_name": _convert(made, name, Path(path), described)}
-        made.datasets[name] = {**place, "formatting": "sharegpt", "columns": COLUMNS[format], "tags": TAGS}
-        made.datasets[name] |= {"ranking": True} if format == "pairs" else {}
+    columns = _columns(data, format, first) if reading.is_read(made.spec.train.stage, format) else {}
+    if made.converts and is_file and format and (not columns or _differs(Path(path), described, first)):
+        _convert(made, name, Path(path), described)
     elif columns:
         # Not "openai" for messages: llamafactory 0.9.5 then adds "detailed thinking off" to each system prompt
         # (data/converter.py, OpenAIDatasetConverter).
@@ -414,38 +434,46 @@ def _add(made: Export, name: str, path: str, described: _Described) -> str:
     return name
 
 
-def _convert(made: Export, name: str, path: Path, described: _Described) -> str:
-    """Write a data file as conversations with one chosen and one rejected turn, or with a label, which is all that
-    LLaMA-Factory reads. Returns the name of the new file. Raises SpecError."""
-    lines, left_out = [], 0
+def _differs(path: Path, described: _Described, first: Mapping[str, Any]) -> bool:
+    """Whether LLaMA-Factory would not read a part of an example of a file."""
+    format, data = described.format, described.data
+    try:
+        return any(
+            not example_problem(row, format, data) and reading.difference(row, format, data, first)
+            for _, row in read_examples(path)
+        )
+    except DataFileError:  # the file does not exist here, or the checks report what is wrong with it
+        return False
+
+
+def _convert(made: Export, name: str, path: Path, described: _Described) -> None:
+    """Write a data file in a form that LLaMA-Factory reads completely, and describe it. Raises SpecError."""
+    lines: list[dict[str, Any]] = []
+    left_out, stage = 0, made.spec.train.stage
     try:
         for _, example in read_examples(path):
-            if turns := _conversation(example, described.format, described.data):
-                lines.append(json.dumps(turns, ensure_ascii=False))
-            else:
-                left_out += 1
+            found = _lines(example, described, stage)
+            lines += found
+            left_out += not found
     except DataFileError as error:
         raise SpecError([Problem("data.files", str(error))]) from error
     if left_out:
-        made.lacks(
-            "data.files", f"{counted(left_out, 'example')} of {path}: invalid, or with a completion of several turns"
-        )
-    made.converted[f"{name}.jsonl"] = "\n".join(lines) + "\n"
-    return f"{name}.jsonl"
+        why = "invalid, or LLaMA-Factory has no form for all of its parts"
+        made.lacks("data.files", f"{counted(left_out, 'example')} of {path}: {why}")
+    file = f"{name}.jsonl"
+    made.converted[file] = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+    columns = reading.columns_of(lines)
+    about = {"formatting": "alpaca"} if "prompt" in columns else {"formatting": "sharegpt", "tags": TAGS}
+    made.datasets[name] = {"file_name": file, **about, "columns": columns}
+    made.datasets[name] |= {"ranking": True} if "chosen" in columns else {}
 
 
-def _conversation(example: Mapping[str, Any], format: str, data: Data) -> dict[str, Any]:
-    """An example as LLaMA-Factory reads it with COLUMNS; empty if it cannot."""
+def _lines(example: Mapping[str, Any], described: _Described, stage: str) -> list[dict[str, Any]]:
+    """An example as LLaMA-Factory reads it; none if it cannot."""
     try:
-        found = convert(example, format, data)
+        return reading.as_read(convert(example, described.format, described.data), stage)
     except InvalidExample:
-        return {}
-    if any(len(found[part]) > 1 for part in ("chosen", "rejected", "completion") if part in found):
-        return {}
-    if format == "pairs":
-        return {"messages": found["prompt"], "chosen": found["chosen"][0], "rejected": found["rejected"][0]}
-    turns = found.get("messages") or [*found["prompt"], *found["completion"]]
-    return {"messages": turns, **({"kto_tag": found["label"]} if format == "labels" else {})}
+        return []
 
 
 def _columns(data: Data, format: str, first: Mapping[str, Any]) -> dict[str, str]:
@@ -456,6 +484,10 @@ def _columns(data: Data, format: str, first: Mapping[str, Any]) -> dict[str, str
     columns = {COLUMN_NAMES[option]: column for option, column in required_columns(data, format).items()}
     if format == "alpaca" and (not first or "input" in first):
         columns["query"] = "input"
+    if format == "alpaca" and isinstance(first.get("history"), list):
+        columns["history"] = "history"
+    if format != "text" and isinstance(first.get("tools", 0), str | None):
+        columns["tools"] = "tools"
     if format != "text" and (
         data.system_column in first or (not first and data.system_column not in ("", SYSTEM_COLUMN))
     ):
@@ -489,6 +521,17 @@ def _schedule(made: Export) -> None:
     made.table["disable_gradient_checkpointing"] = not made.value("train.activation_checkpointing")
     if made.value("train.train_sampling_strategy") == "group_by_length":
         made.table["train_sampling_strategy"] = "group_by_length"
+    if made.value("data.streaming"):
+        _streaming(made)
+
+
+def _streaming(made: Export) -> None:
+    """LLaMA-Factory divides local files among the DataLoader workers, and reads nothing without any."""
+    made.table["streaming"] = True
+    if not made.spec.train.dataloader_num_workers:
+        made.written.add("train.dataloader_num_workers")
+        made.table["dataloader_num_workers"] = 1
+        made.different.append("train.dataloader_num_workers: 1 is written; without it, LLaMA-Factory streams no files")
 
 
 def _precision(made: Export) -> None:
@@ -531,11 +574,9 @@ def _projected(made: Export, family: str, inner: str) -> None:
     made.table[f"{family}_rank"] = made.value("train.projection_rank")
     made.table[f"{family}_update_interval"] = made.value("train.update_proj_gap")
     made.table[f"{family}_scale"] = made.value(f"train.{family}_scale")
-    names = {"custom": made.value("train.optim_target_modules"), "attention": registry.ATTENTION_MODULES}
-    targets = made.value("train.optim_targets")
-    made.table[f"{family}_target"] = ",".join(names.get(targets, ("all",)))
-    if targets == "attention":
-        made.different.append(f"train.optim_targets: {OF_ATTENTION}")
+    targets, custom = made.value("train.optim_targets"), made.value("train.optim_target_modules")
+    attention = _attention(made, "train.optim_targets") if targets == "attention" else ("all",)
+    made.table[f"{family}_target"] = ",".join(custom if targets == "custom" else attention)
     if family == "galore":
         made.table["galore_proj_type"] = made.value("train.galore_proj_type")
     else:
@@ -553,6 +594,7 @@ def _saving(made: Export) -> None:
         "logging.report_to",
         "logging.run_name",
     }
+    made.table["logging_nan_inf_filter"] = False  # else a loss that is NaN is logged as the mean of earlier ones
     made.table |= {"output_dir": OUTPUT, "save_strategy": spec.save.strategy, "report_to": spec.logging.report_to}
     if spec.save.strategy == "steps":
         made.table["save_steps"] = int(spec.save.steps)
@@ -562,6 +604,8 @@ def _saving(made: Export) -> None:
         made.table["eval_strategy"] = spec.eval.strategy
         if spec.eval.strategy == "steps":
             made.table["eval_steps"] = int(spec.eval.steps)
+        if spec.eval.strategy != "no" and spec.eval.early_stopping_patience:  # which requires it
+            made.table["metric_for_best_model"] = "eval_loss"
     if spec.save.resume_from == "path":
         made.table["resume_from_checkpoint"] = made.value("save.resume_path")
     elif spec.save.resume_from == "scratch":
@@ -609,10 +653,11 @@ PARTS: tuple[Callable[[Export], None], ...] = (
 
 def _refusals(table: Mapping[str, Any], several: bool, zero3: bool) -> list[str]:
     """What LLaMA-Factory's parser rejects in a table, on `several` processes. Source: llamafactory 0.9.5,
-    hparams/parser.py, get_train_args, and hparams/finetuning_args.py, __post_init__."""
+    hparams/parser.py, get_train_args, and hparams/finetuning_args.py and data_args.py, __post_init__."""
     lora, pissa = table["finetuning_type"] == "lora", bool(table.get("pissa_init"))
     low_rank = bool(table.get("use_galore") or table.get("use_apollo"))
     layerwise = bool(table.get("galore_layerwise") or table.get("apollo_layerwise"))
+    streams = bool(table.get("streaming"))
     badam, quantized = bool(table.get("use_badam")), bool(table.get("quantization_bit"))
     with_reference = table["stage"] == "kto" or (table["stage"] == "dpo" and table.get("pref_loss") != "orpo")
     found = {
@@ -621,6 +666,10 @@ def _refusals(table: Mapping[str, Any], several: bool, zero3: bool) -> list[str]
         "Layer-wise GaLore and APOLLO need a single process.": layerwise and several,
         "BAdam on several processes needs ZeRO-3.": badam and several and not zero3,
         "Pure bf16 cannot be combined with ZeRO-3.": zero3 and bool(table.get("pure_bf16")),
+        "Pure bf16 needs a GPU.": bool(table.get("use_cpu") and table.get("pure_bf16")),
+        "Streaming needs a number of steps (train.duration).": streams and "max_steps" not in table,
+        "Streaming cannot split a validation set off the data.": streams and bool(table.get("val_size")),
+        "Streaming cannot be combined with max_samples.": streams and bool(table.get("max_samples")),
         "PiSSA cannot be combined with ZeRO-3.": zero3 and pissa,
         "PiSSA cannot be combined with a quantized model.": quantized and pissa,
         "PiSSA cannot be combined with DPO and KTO.": with_reference and pissa,

@@ -122,7 +122,7 @@ def _files(spec: RunSpec, run: ResolvedRun, facts: InputFacts | None) -> dict[st
     if spec.launch.launcher == "accelerate":
         files[ACCELERATE] = accelerate_config.text(spec, run)
     if spec.launch.trainer == "llamafactory":
-        files |= llamafactory.run_files(spec, run, facts.format if facts else "")
+        files |= llamafactory.run_files(spec, run, facts.format if facts else "", facts.shape if facts else None)
     if spec.launch.hostfile:
         files[HOSTFILE] = "\n".join(spec.launch.hostfile) + "\n"
     return files

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.config import RunSpec
+from backend.config import RunSpec, Source
 from backend.data import DataFileError, expand, file_patterns
 from backend.models import kept_prompts, trained
 from backend.models.chat_files import MAX_NEW_TOKENS
@@ -217,8 +217,15 @@ def generates(spec: RunSpec) -> bool:
 
 
 def has_validation(spec: RunSpec) -> bool:
-    """Whether a dataset of the run has validation examples."""
-    return any(each.source == "builtin" or each.validation != "none" for each in spec.data.datasets)
+    """Whether a dataset of the run has validation examples that are known."""
+    return any(each.source == "builtin" or each.validation != "none" for each in known_validation(spec))
+
+
+def known_validation(spec: RunSpec) -> list[Source]:
+    """The datasets whose validation examples are known: LLaMA-Factory splits them off with random numbers of its own,
+    so it may have trained on those of the same split here."""
+    is_own = spec.launch.trainer == "footplate"
+    return [each for each in spec.data.datasets if is_own or not each.splits]
 
 
 def data_files(spec: RunSpec) -> list[Path]:
@@ -347,7 +354,10 @@ def problem(run: Run, settings: Settings) -> str:
     if settings.step not in offered.steps:
         return trained.not_loadable(settings.step, offered.steps)
     if settings.examples and not settings.data and not offered.has_validation:
-        return "This run has no validation examples. Choose a data file, or set the number of examples to 0."
+        why = "This run has no validation examples."
+        if len(known_validation(spec := read_spec(run))) < len(spec.data.datasets):
+            why = "LLaMA-Factory has split the validation examples of this run off, and which they are is not known."
+        return f"{why} Choose a data file, or set the number of examples to 0."
     if (settings.regex or settings.score_file or settings.judge_url) and not offered.generates:
         return (
             "The examples of this run are texts, so there are no outputs for a regular expression, a score file or a "

@@ -11,13 +11,17 @@ from typing import Any
 from backend import registry
 from backend.models import system_prompt
 from backend.models.python_text import literal
-from backend.runs import CHECKPOINTS, JOBS, LOCK, MODEL, SPEC, json_values
+from backend.registry import llamafactory_names
+from backend.runs import CHECKPOINTS, JOBS, LLAMAFACTORY, LOCK, MODEL, SPEC, json_values
 from backend.runs.folder import Run
 
 ADAPTER, CONFIG, TOKENIZER = "adapter_config.json", "config.json", "tokenizer_config.json"
 GENERATION = "generation_config.json"
 # Files of a checkpoint that are not part of the model: the state for resuming, and Footplate's own files.
 TRAINING_STATE = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state", "training_args", "complete")
+# The head of a reward model that LLaMA-Factory has trained. transformers and peft do not read it: they would create one
+# with random weights.
+VALUE_HEAD = "value_head.safetensors"
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "adapter_model.bin")
 
 
@@ -107,7 +111,7 @@ def _described(folder: Path, step: int | None, changed: int, system: str) -> Tra
     """The model in a folder that was `changed` at this time, trained with this system prompt."""
     try:
         names = {path.name for path in folder.iterdir()}
-        if not names.intersection(WEIGHTS) or TOKENIZER not in names:
+        if not names.intersection(WEIGHTS) or TOKENIZER not in names or VALUE_HEAD in names:
             return None
         config = json_values.read(folder / (ADAPTER if ADAPTER in names else CONFIG))
         size = sum(path.stat().st_size for path in files_in(folder))
@@ -142,6 +146,11 @@ def other_parts(adapter: Mapping[str, Any]) -> list[str]:
     parts = [label for key, label in OTHER_PARTS.items() if adapter.get(key)]
     bias = adapter.get("bias") or "none"
     return parts + ([f"trained biases (bias={bias})"] if bias != "none" else [])
+
+
+def trained_on(run: Run) -> str:
+    """The device type that a run was trained on, or the name of LLaMA-Factory if that trained it."""
+    return llamafactory_names.NAME if (run.path / LLAMAFACTORY).exists() else str(run.resolved().get("device"))
 
 
 def is_residual(adapter: Mapping[str, Any]) -> bool:

@@ -106,7 +106,8 @@ def _introduction(spec: RunSpec, model: trained.TrainedModel, subject: Subject) 
         what = f"A LoRA adapter merged into {base}: full weights"
     else:
         what = f"Full weights, fine-tuned from {base}"
-    return f"{what}. Trained with Footplate."
+    trainer = "LLaMA-Factory, started by Footplate" if spec.launch.trainer == "llamafactory" else "Footplate"
+    return f"{what}. Trained with {trainer}."
 
 
 def _use(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject) -> str:

@@ -205,6 +205,11 @@ def _model(run: Run, request: Request) -> trained.TrainedModel:
         which = "final model" if request.step is None else f"checkpoint of step {request.step}"
         raise RunError(f"{run.id} has no {which} that can be loaded. {others}")
     if found.base and trained.is_residual(json_values.read(found.folder / trained.ADAPTER)):
+        if request.step is None:  # LLaMA-Factory does not convert it
+            raise RunError(
+                "This adapter fits only the base weights as PiSSA has changed them, so others could not load it on the "
+                "base model. Merge it, and publish the merged model."
+            )
         raise RunError(
             "With PiSSA and OLoRA, a checkpoint fits only the base weights as the initialization has changed them, so "
             "others could not load it on the base model. Publish the final model, which is an ordinary adapter."

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+NAME = "LLaMA-Factory"
 # Option of LLaMA-Factory -> Footplate's option with the same meaning.
 OPTION_NAMES: Mapping[str, str] = {
     "model_revision": "model.revision", "trust_remote_code": "model.trust_remote_code",

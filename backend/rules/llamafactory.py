@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from backend.config import merge
 from backend.config.options import get
 from backend.config.sources import SOURCES
 from backend.data.compression import is_compressed
-from backend.launch.llamafactory import Export, export
-from backend.rules.base import Case, Example, Fix, Violation, error, warning
+from backend.launch.llamafactory import OF_RUNS, Export, export
+from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.examples import DEMO, TWO_H100
+from backend.wording import counted
 
 WITH = {"launch.trainer": "llamafactory"}
 OURS = Fix("Use Footplate's own trainer", {"launch.trainer": "footplate"}, cost="the losses differ slightly")
@@ -29,7 +31,7 @@ def _export(case: Case) -> Export | None:
     """What LLaMA-Factory would get; None if Footplate's own trainer is used."""
     if case.spec.launch.trainer != "llamafactory":
         return None
-    return export(case.spec, case.run, case.facts.format, converts=False)
+    return export(case.spec, case.run, case.facts.format, converts=False, shape=case.shape)
 
 
 @error(
@@ -59,17 +61,28 @@ def llamafactory_missing(case: Case) -> Violation | str | None:
 
 @error(
     "LLF002",
-    fields=("launch.trainer", "train.optim", "lora.init", "parallel.strategy"),
+    fields=("launch.trainer", "train.optim", "lora.init", "parallel.strategy", "data.chat_template"),
     title="LLaMA-Factory refuses this combination",
-    source="llamafactory 0.9.5: hparams/parser.py, get_train_args; hparams/finetuning_args.py, __post_init__",
+    source="llamafactory 0.9.5: hparams/parser.py, get_train_args; hparams/finetuning_args.py and data_args.py, "
+    "__post_init__; data/template.py, fix_special_tokens",
     fixes=(OURS,),
     fails_on=Example({**WITH, "lora.init": "pissa_fast", "parallel.strategy": "zero3"}, TWO_H100, READABLE),
     passes_on=Example({**WITH, "lora.init": "pissa_fast"}, TWO_H100, READABLE),
 )
-def llamafactory_refuses(case: Case) -> str | None:
-    """LLaMA-Factory's parser raises an error for these combinations after it has started, on each rank."""
-    made = _export(case)
-    return " ".join(made.refused) or None if made else None
+def llamafactory_refuses(case: Case) -> Violation | None:
+    """LLaMA-Factory's parser raises an error for these combinations after it has started, on each rank. It adds the
+    markers of ChatML to a tokenizer that lacks them, but the model has no embeddings for them unless the options add
+    these tokens."""
+    made, data = _export(case), case.spec.data
+    if not made:
+        return None
+    found, fixes = list(made.refused), list[Fix]()
+    markers = [marker for marker in case.facts.split_markers if marker not in data.added_tokens]
+    if markers and made.table.get("template") == "chatml":
+        found.append(f"The model has no embeddings for {names(markers)}, which LLaMA-Factory adds to the tokenizer.")
+        options = {"data.add_special_tokens": (*data.add_special_tokens, *markers)}
+        fixes.append(Fix(f"Add {names(markers)} to the vocabulary", options, False, "LoRA also trains embeddings"))
+    return Violation(" ".join(found), tuple(fixes)) if found else None
 
 
 @error(
@@ -97,7 +110,7 @@ def llamafactory_strategy(case: Case) -> str | None:
     "LLF004",
     fields=("launch.trainer", "data.format"),
     title="LLaMA-Factory cannot read this data",
-    source="llamafactory 0.9.5: data/converter.py, SharegptDatasetConverter",
+    source="llamafactory 0.9.5: data/converter.py, SharegptDatasetConverter; data/processor/pretrain.py",
     fixes=(OURS,),
     manual_fix="Convert the data with `footplate export`, and train with the files that it writes.",
     fails_on=Example(
@@ -107,7 +120,9 @@ def llamafactory_strategy(case: Case) -> str | None:
 )
 def llamafactory_data(case: Case) -> str | None:
     """LLaMA-Factory reads conversations, instructions and plain text as they are. For preferences, it reads one chosen
-    and one rejected turn after a conversation. It reads no compressed files and no .tsv files."""
+    and one rejected turn after a conversation; in pretraining, it reads plain text only. It leaves out conversations in
+    which turns of user and assistant do not alternate, and ignores tool calls and reasoning in keys of their own. It
+    reads no compressed files and no .tsv files."""
     made = _export(case)
     if not made:
         return None
@@ -118,12 +133,13 @@ def llamafactory_data(case: Case) -> str | None:
     options = [option for option, _, _ in (line.partition(":") for line in made.missing) if _is_format(option)]
     if case.facts.format and "data.format" in options:
         return f"The data format is {case.facts.format}."
-    if others := [option for option in options if option != "data.format"]:
-        format = get(case.spec, others[0])
+    if options and not case.facts.data_issues:
+        format = get(case.spec, options[0])
         if format == "auto":
-            return f"{others[0]} is auto, and the format cannot be detected before the run. Set the option."
-        return f"{others[0]} is {format}, which LLaMA-Factory cannot read directly."
-    return None
+            return f"{options[0]} is auto, and the format cannot be detected before the run. Set the option."
+        return f"{options[0]} is {format}, which LLaMA-Factory cannot read directly."
+    found = [f"In {counted(count, 'example')}, {words}." for words, count in case.facts.unlike_llamafactory]
+    return " ".join([*found, "LLaMA-Factory would leave out this part or the example."]) if found else None
 
 
 def _is_format(option: str) -> bool:
@@ -135,17 +151,31 @@ def _is_format(option: str) -> bool:
     "LLF005",
     fields=("launch.trainer",),
     title="LLaMA-Factory ignores some of the options",
-    source="llamafactory 0.9.5: hparams/*.py has no argument for them",
+    source="llamafactory 0.9.5: hparams/*.py has no argument for them; train/callbacks.py, fix_valuehead_checkpoint",
     fixes=(OURS,),
     fails_on=Example({**WITH, "train.stop_on_spike": True}, TWO_H100, READABLE),
     passes_on=Example(WITH, TWO_H100, READABLE),
 )
 def llamafactory_ignores(case: Case) -> str | None:
-    """These options are part of Footplate's own trainer, or of a library that LLaMA-Factory does not use."""
+    """These options are part of Footplate's own trainer, or of a library that LLaMA-Factory does not use. It saves the
+    head of a reward model in a file of its own, which it does not load from a checkpoint."""
     made = _export(case)
-    names = [line.partition(":")[0] for line in made.missing] if made else []
-    names = [name for name in names if name not in ("parallel.strategy", SOURCES) and not _is_format(name)]
-    return f"LLaMA-Factory has no counterpart of {', '.join(names)}." if names else None
+    lost = [line.partition(":")[0] for line in made.missing] if made else []
+    lost = [name for name in lost if name not in ("parallel.strategy", SOURCES) and not _is_format(name)]
+    found = [f"LLaMA-Factory has no counterpart of {', '.join(lost)}."] if lost else []
+    if own := sorted(merge.parse(case.spec.llamafactory.extra_args).keys() & OF_RUNS) if made else []:
+        found.append(f"The run sets {' and '.join(own)} itself, not as llamafactory.extra_args says.")
+    if made and case.spec.train.stage == "reward":
+        found.append(
+            "It cannot continue a reward model from a checkpoint, so the run cannot resume, and only it reads the "
+            "head of the trained model, so Chat and exports cannot."
+        )
+    if made and case.spec.method.kind == "lora" and case.spec.lora.init == "pissa_fast":
+        found.append(
+            "Its random numbers for lora.init pissa_fast are not known, so Chat and exports cannot compute the base "
+            "weights again that the saved adapter fits. Use lora.init pissa."
+        )
+    return " ".join(found) or None
 
 
 def _degrees(case: Case) -> dict[str, int]:

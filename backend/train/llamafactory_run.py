@@ -33,11 +33,19 @@ LOGGED = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
 NOT_MODEL = ("trainer_log.jsonl", "running_log.txt", "trainer_state.json", "training_args.bin")
 DISCARD, SAVE = 1, 2  # stop requests
 PROGRESS_SECONDS = 0.25
+MAX_NONFINITE = 3  # as train.max_nonfinite_steps is by default
 RANK = int(os.environ.get("RANK", "0"))
 
 
 class Stopped(Exception):
     """The user stopped the run; nothing else is saved."""
+
+
+class Diverged(Exception):
+    """The loss is NaN or infinite, and training does not recover."""
+
+
+Diverged.__module__ = "backend.train"  # as runs/failure.py knows errors of Footplate, which is not installed here
 
 
 class Report(TrainerCallback):
@@ -47,7 +55,8 @@ class Report(TrainerCallback):
         self.began = time.time()
         self.first: dict[str, Any] = {}
         self.start_step, self.request, self.written, self.skipped = 0, 0, 0.0, 0
-        self.phase, self.since, self.evaluated = "", 0.0, 0
+        self.phase, self.since, self.evaluated, self.saved = "", 0.0, 0, False
+        self.nonfinite = 0  # logged losses in a row
         self.result: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -91,6 +100,13 @@ class Report(TrainerCallback):
         point |= {"skipped_steps": self.skipped} if self.skipped and "loss" in point else {}
         if RANK == 0 and ("loss" in point or "eval_loss" in point):
             append(METRICS, {"step": state.global_step, "time": time.time(), **point})
+        if "loss" in point:
+            self.nonfinite = 0 if math.isfinite(point["loss"]) else self.nonfinite + 1
+        if self.nonfinite == MAX_NONFINITE:
+            raise Diverged(
+                f"Training diverged: the last {MAX_NONFINITE} logged losses, until step {state.global_step}, are NaN "
+                "or infinite. Start a new run with a lower learning rate."
+            )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Mark a checkpoint as complete once all ranks have written their part."""
@@ -102,7 +118,11 @@ class Report(TrainerCallback):
             Path(args.output_dir, name, COMPLETE).write_text(json.dumps({"start": current_start()}), encoding="utf-8")
             event = {"kind": "saved", "step": state.global_step, "time": time.time(), "text": f"Saved {name}."}
             append(EVENTS, event)
-        if self.request == SAVE:
+        self.saved = self.request == SAVE
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End a stop that saves: the Trainer has left its loop, and all callbacks have written their files."""
+        if self.saved:
             raise Stopped
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -119,12 +139,13 @@ class Report(TrainerCallback):
             dist.all_gather_object(peaks, peak)
         else:
             peaks = [peak]
-        losses = [point["loss"] for point in state.log_history if "loss" in point]
+        losses = [finite(point["loss"]) for point in state.log_history if "loss" in point]
         self.result = {"steps": state.global_step, "train_loss": losses[-1] if losses else None}
         # Afterwards the Trainer loads the best checkpoint, if it is told to.
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         step = int(best.rpartition("-")[2]) if best else state.global_step
-        evals = [p["eval_loss"] for p in state.log_history if "eval_loss" in p and (not best or p["step"] == step)]
+        points = [p for p in state.log_history if "eval_loss" in p and (not best or p["step"] == step)]
+        evals = [finite(point["eval_loss"]) for point in points]
         self.result |= {"eval_loss": evals[-1] if evals else None, "model_step": step, "peak_bytes": peaks}
         self.result |= {"seconds": round(time.time() - self.began, 2)}
         self.result |= {"skipped_steps": self.skipped} if self.skipped else {}
@@ -186,11 +207,14 @@ def agreed(request: int, device: Any) -> int:
 
 def append(name: str, point: dict[str, Any]) -> None:
     """Append a line to the metrics or the events; JSON has no NaN and no infinity."""
-    clean = {
-        key: None if value != value or value in (float("inf"), -float("inf")) else value for key, value in point.items()
-    }
+    clean = {key: finite(value) if isinstance(value, float) else value for key, value in point.items()}
     with contextlib.suppress(OSError), open(name, "a", encoding="utf-8") as file:  # a full disk
         file.write(json.dumps(clean) + "\n")
+
+
+def finite(number: float) -> float | None:
+    """The number; None for NaN and infinity."""
+    return number if math.isfinite(number) else None
 
 
 def replace(name: str, value: dict[str, Any]) -> None:
@@ -219,6 +243,11 @@ def arguments(from_scratch: bool) -> dict[str, Any]:
     if from_scratch and RANK == 0:
         for folder in {*folders} - {*saved}:
             shutil.rmtree(folder, ignore_errors=True)
+    if saved and found.get("stage") == "rm":
+        sys.exit(
+            "LLaMA-Factory cannot continue the training of a reward model from a checkpoint. Restart from scratch, or "
+            "use Footplate's own trainer."
+        )
     if saved:
         found["resume_from_checkpoint"] = str(max(saved, key=lambda path: int(path.name.rpartition("-")[2])))
     found["overwrite_output_dir"] = True  # LLaMA-Factory would continue from a checkpoint that is incomplete

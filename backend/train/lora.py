@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from backend import registry
 from backend.config import RunSpec
+from backend.registry import llamafactory_names
 from backend.train import unsloth
 from backend.train.patches import peft_dequantize, peft_reference_init
 from backend.train.run_log import TrainError
@@ -67,8 +68,15 @@ def add_adapter(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
 def check_repeatable(adapter: Mapping[str, Any], trained_on: str, device: str) -> None:
     """Raise TrainError if an adapter with this configuration belongs to base weights that can be reproduced only on the
     device type that it was `trained_on`: those of pissa_fast follow from random numbers, which differ between device
-    types."""
-    if str(adapter.get("init_lora_weights")).startswith("pissa_niter") and trained_on != device:
+    types, and between Footplate and LLaMA-Factory."""
+    if not str(adapter.get("init_lora_weights")).startswith("pissa_niter"):
+        return
+    if trained_on == llamafactory_names.NAME:
+        raise TrainError(
+            f"{trained_on} has trained this adapter with lora.init pissa_fast. It fits only base weights that a random "
+            "decomposition has changed, and its random numbers are not known. Train with lora.init pissa or default."
+        )
+    if trained_on != device:
         raise TrainError(
             "With lora.init pissa_fast, a checkpoint needs base weights that a randomized decomposition changed, and "
             f"only {trained_on}, on which it was trained, gives the same result again. Use the final model of the run, "

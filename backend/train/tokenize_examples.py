@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from backend.data import (
     expand,
     file_patterns,
     is_held_out,
+    llamafactory,
     place,
     read_examples,
     unpair,
@@ -110,6 +111,7 @@ class ExampleFacts:
             "unread": unread_keys(self.counts),
             "special": unread_keys(self.counts, SPECIAL),
             "unknown_ends": unread_keys(self.counts, end_tokens.UNKNOWN),
+            "unlike_llamafactory": unread_keys(self.counts, llamafactory.DIFFERENCE),
         }
         return {"format": FORMAT, **facts, "counts": dict(self.counts), **found, "rows": self.row + 1}
 
@@ -258,13 +260,14 @@ def _converted(
     """The examples of one file, up to the first that cannot be read. Invalid examples are added to `found`. Returns the
     format: the first example decides it, also for the next files, as in the run."""
     data, formats, num_issues = spec.data, registry.STAGES[spec.train.stage].formats, 0
+    first: Mapping[str, Any] = {}
     try:
         for line, row in read_examples(path, skip=found.skip if data.on_bad_example == "skip" else None):
             found.row += 1
             if is_training and data.streaming and found.row >= FIRST_READ:  # the rest may be of any size
                 found.complete = False
                 break
-            format = format or detect_format(row, formats) or ""
+            first, format = first or row, format or detect_format(row, formats) or ""
             if format not in formats:  # reported by the inspection of the data files, or by a rule
                 found.complete = False
                 return ""
@@ -273,6 +276,8 @@ def _converted(
                 value = convert(row, format, data)
                 found.counts["with_weights"] += has_other_weights(value.get("messages", ()))
                 found.counts["weighted"] += has_loss_weights(value.get("messages", ()))
+                unlike = llamafactory.difference(row, format, data, first)
+                found.counts.update([llamafactory.DIFFERENCE + unlike] if unlike else ())
                 if found.is_copy(is_training, value) and data.drop_duplicates:
                     continue
                 values = unpair(value) if spec.train.stage == "kto" else [value]

@@ -61,6 +61,13 @@ def test_what_a_run_offers(tmp_path):
     assert not evaluation.offer(without).has_validation and not evaluation.offer(without).generates
     with pytest.raises(RunError, match=r"This run has no validation examples\. Choose a data file"):
         evaluation.start(without, Settings())
+    other = {**LORA, "data.source": "files", "data.files": ["x.jsonl"], "launch.trainer": "llamafactory"}
+    run = make_run(tmp_path / "four", {**other, "data.validation": "split"})
+    assert not evaluation.offer(run).has_validation, "these examples may be among those that it has trained on"
+    with pytest.raises(RunError, match=r"LLaMA-Factory has split .* is not known\. Choose a data file"):
+        evaluation.start(run, Settings())
+    known = {**other, "data.validation": "files", "data.validation_files": ["v.jsonl"]}
+    assert evaluation.offer(make_run(tmp_path / "five", known)).has_validation
     with pytest.raises(RunError, match="there are no outputs for a regular expression"):
         evaluation.start(without, Settings(data=__file__, regex="x"))
     with pytest.raises(RunError, match="Reward models cannot be evaluated here"):

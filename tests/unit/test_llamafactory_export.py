@@ -1,6 +1,7 @@
 """A spec as files of LLaMA-Factory: what is written, what is different or missing there, and what it refuses."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -16,7 +17,7 @@ from backend.launch.llamafactory import export
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.resolve import resolve
-from backend.rules.examples import TWO_H100
+from backend.rules.examples import MOE, TWO_H100
 from backend.rules.llamafactory import READABLE, WITH
 
 FILES = {"data.source": "files", "data.validation": "none", "eval.strategy": "no"}
@@ -38,7 +39,9 @@ def test_what_is_written():
     )
     assert "max_samples" not in table and "loraplus_lr_ratio" not in table
     assert json.loads(found.files["dataset_info.json"])["data_1"]["file_name"] == "/data/a.jsonl"
-    assert found.command == "llamafactory-cli train train.yaml" and not found.missing and not found.refused
+    assert found.command == "CUDA_VISIBLE_DEVICES=0 llamafactory-cli train train.yaml", "not on all eight GPUs"
+    assert not found.missing and not found.refused
+    assert table["logging_nan_inf_filter"] is False and "metric_for_best_model" not in table
 
 
 def test_a_start_from_scratch():
@@ -78,6 +81,14 @@ def test_projected_attention_layers_are_named():
     assert any(line.startswith("train.optim_targets: the names q_proj") for line in export.different)
 
 
+def test_attention_layers_are_those_of_the_model():
+    spec = edit(RunSpec(), {**FILES, "data.files": ("/a.jsonl",), "lora.targets": "attention"})
+    found = export(spec, resolve(spec, EIGHT), "messages", shape=MOE)
+    names = found.table["lora_target"].split(",")
+    assert names[:2] == ["self_attn.q_proj", "self_attn.k_proj"] and "mlp" not in found.table["lora_target"]
+    assert not any(line.startswith("lora.targets") for line in found.different)
+
+
 @pytest.mark.parametrize(
     ("patch", "word"),
     [
@@ -89,6 +100,10 @@ def test_projected_attention_layers_are_named():
         ),
         ({"lora.init": "pissa", "method.quantization": "nf4"}, "quantized"),
         ({"lora.init": "pissa_fast", "parallel.strategy": "zero3"}, "ZeRO-3"),
+        ({"precision.compute": "pure_bf16", "launch.device": "cpu"}, "Pure bf16 needs a GPU"),
+        ({"data.streaming": True}, "a number of steps"),
+        ({"data.streaming": True, "data.max_samples": 9}, "max_samples"),
+        ({"data.streaming": True, "data.validation": "split"}, "split a validation set"),
     ],
 )
 def test_what_its_parser_refuses(patch, word):
@@ -112,7 +127,8 @@ def test_preference_data_is_converted(tmp_path):
         {"messages": [ask], "chosen": yes, "rejected": no}
     ]
     assert found.datasets["data_1"]["ranking"] is True
-    assert found.missing == [f"data.files: 1 example of {file}: invalid, or with a completion of several turns"]
+    why = "invalid, or LLaMA-Factory has no form for all of its parts"
+    assert found.missing == [f"data.files: 1 example of {file}: {why}"]
     file = lines(tmp_path / "labels.jsonl", {"prompt": "?", "completion": "a", "label": False})
     found = made({"train.stage": "kto", "data.files": (file,)}, "labels")
     assert json.loads(found.files["data_1.jsonl"]) == {"messages": [ask, yes], "kto_tag": False}
@@ -129,6 +145,76 @@ def test_lists_of_turns_become_conversations(tmp_path):
     file = lines(tmp_path / "texts.jsonl", {"prompt": "?", "completion": "a"})
     found = made({"data.files": (file,)}, "prompt_completion")
     assert found.datasets["data_1"]["columns"] == {"prompt": "prompt", "response": "completion"}
+
+
+def test_a_conversation_that_is_not_read_is_converted(tmp_path):
+    """A file without one is not."""
+    ask, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}
+    plain = lines(tmp_path / "plain.jsonl", {"messages": [ask, answer]})
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    other = lines(tmp_path / "tools.jsonl", {"messages": [ask, answer]}, {"messages": [ask, answer], "tools": tools})
+    found = made({"data.files": (plain, other)})
+    assert found.datasets["data_1"]["file_name"] == plain and list(found.converted) == ["data_2.jsonl"]
+    assert found.datasets["data_2"]["columns"] == {"messages": "messages", "tools": "tools"}
+    found = made({"data.files": (plain,), "train.stage": "pretraining"})
+    assert json.loads(found.files["data_1.jsonl"]) == {"text": "?\n\na"}
+    assert found.datasets["data_1"]["columns"] == {"prompt": "text"} and found.table["stage"] == "pt"
+    for stage, format in (("pretraining", "messages"), ("kto", "pairs")):
+        patch = {**WITH, **FILES, "data.files": (plain,), "train.stage": stage}
+        finding = rule_finding("LLF004", patch, TWO_H100, replace(READABLE, format=format))
+        assert finding and finding.message.startswith(f"The data format is {format}. Convert the data with")
+    unlike = replace(READABLE, unlike_llamafactory=(("a turn has tool calls in a key of its own", 2),))
+    finding = rule_finding("LLF004", WITH, TWO_H100, unlike)
+    assert finding.message.startswith("In 2 examples, a turn has tool calls in a key of its own. LLaMA-Factory would")
+
+
+def test_plain_text_is_trained_on_by_its_pretraining():
+    found = made({"data.packing": True}, "text")
+    assert (found.table["stage"], found.table["packing"]) == ("pt", True) and "neat_packing" not in found.table
+    assert found.datasets["data_1"]["columns"] == {"prompt": "text"} and not found.missing
+
+
+def test_early_stopping_and_streaming():
+    patch = {"data.validation": "files", "data.validation_files": ("/v.jsonl",), "eval.strategy": "epoch"}
+    assert made({**patch, "eval.early_stopping_patience": 2}).table["metric_for_best_model"] == "eval_loss"
+    steps = {"train.duration": "steps", "data.streaming": True}
+    found = made(steps)
+    assert found.table["dataloader_num_workers"] == 1 and not found.refused
+    assert any(line.startswith("train.dataloader_num_workers: 1 is written") for line in found.different)
+    assert made({**steps, "train.dataloader_num_workers": 3}).table["dataloader_num_workers"] == 3
+
+
+def test_chatml_adds_tokens_that_need_embeddings():
+    facts = replace(READABLE, split_markers=("<|im_start|>", "<|im_end|>"))
+    patch = {**WITH, "data.chat_template": "chatml"}
+    finding = rule_finding("LLF002", patch, TWO_H100, facts)
+    assert finding and "no embeddings for <|im_start|> and <|im_end|>" in finding.message
+    assert (
+        rule_finding(
+            "LLF002",
+            {**patch, **next(fix for fix in finding.fixes if "tokens" in str(fix.patch)).patch},
+            TWO_H100,
+            facts,
+        )
+        is None
+    )
+    assert rule_finding("LLF002", {**patch, "llamafactory.template": "default"}, TWO_H100, facts) is None
+
+
+def test_extra_arguments_cannot_move_the_run():
+    """They count in what the parser refuses."""
+    patch = {**WITH, "llamafactory.extra_args": '{"output_dir": "/elsewhere", "use_galore": true}'}
+    spec = edit(RunSpec(), patch)
+    assert yaml.safe_load(plan(spec, EIGHT).files["train.yaml"])["output_dir"] == "checkpoints"
+    exported = export(spec, resolve(spec, EIGHT), "messages").table
+    assert (exported["output_dir"], exported["use_galore"]) == ("/elsewhere", True)
+    assert "sets output_dir itself" in rule_finding("LLF005", patch, TWO_H100, READABLE).message
+    assert "cannot be combined with LoRA" in rule_finding("LLF002", patch, TWO_H100, READABLE).message
+
+
+def test_a_reward_model_cannot_resume():
+    finding = rule_finding("LLF005", {**WITH, "train.stage": "reward"}, TWO_H100, READABLE)
+    assert "cannot continue a reward model from a checkpoint" in finding.message
 
 
 @pytest.mark.parametrize("preset", [found.name for found in presets.presets()])
@@ -248,6 +334,22 @@ FIRST = {"data.mixing": "interleave_first_exhausted"}
 def test_mixtures_that_llamafactory_does_not_have(patch, text):
     found = [line for line in made({**MIX, **patch}).missing if line.startswith("data.sources: ")]
     assert len(found) == bool(text) and "".join(found).startswith(f"data.sources: LLaMA-Factory {text}" if text else "")
+
+
+def test_datasets_of_different_formats(tmp_path):
+    """The facts then name no format. One that cannot be detected, such as that of a dataset on the Hub, is refused."""
+    talk = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]}
+    talks = lines(tmp_path / "talks.jsonl", talk)
+    second = {"source": "files", "files": [lines(tmp_path / "b.jsonl", {"instruction": "?", "output": "a"})]}
+    found = made({"data.files": (talks,), "data.sources": [{}, {**second, "validation": "none"}]}, "")
+    assert [each["formatting"] for each in found.datasets.values()] == ["sharegpt", "alpaca"] and not found.missing
+    texts = {**second, "files": [lines(tmp_path / "c.jsonl", {"text": "a"})], "validation": "none"}
+    found = made({"data.files": (talks,), "data.sources": [{}, texts]}, "")
+    assert found.missing == ["data.sources: LLaMA-Factory cannot mix plain text with conversations in SFT"]
+    hub = {**WITH, "data.source": "hub", "data.hub_id": "x/y", "data.validation": "none"}
+    unknown = replace(READABLE, format="")
+    assert "data.format is auto" in rule_finding("LLF004", hub, TWO_H100, unknown).message
+    assert rule_finding("LLF004", {**hub, "data.format": "messages"}, TWO_H100, unknown) is None
 
 
 def test_a_second_dataset_of_preferences_or_an_unknown_format():

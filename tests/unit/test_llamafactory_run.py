@@ -6,14 +6,22 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
+import traceback
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerState
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerState
+
+from backend.runs import failure
+from backend.train import added_tokens, lora
+from backend.train.run_log import TrainError
 
 
 class Stream(IterableDataset):  # type: ignore[misc]
@@ -123,6 +131,83 @@ def test_checkpoints_that_are_away_are_not_no_checkpoint(
     with pytest.raises(SystemExit, match=r"checkpoint-20 is missing .* restart from scratch"):
         llamafactory_run.arguments(False)
     assert "resume_from_checkpoint" not in llamafactory_run.arguments(True)
+
+
+def test_a_stop_that_saves_ends_after_all_callbacks(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any
+) -> None:
+    """LLaMA-Factory's own callbacks come later: one of them saves the adapter of a reward model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints/checkpoint-1").mkdir(parents=True)
+    (tmp_path / "stop").write_text("save")
+    arguments = SimpleNamespace(device="cpu", output_dir="checkpoints")
+    state, control = TrainerState(global_step=1, max_steps=2), SimpleNamespace()
+    report = llamafactory_run.Report()
+    report.on_step_end(arguments, state, control)
+    assert control.should_save and control.should_training_stop
+    report.on_save(arguments, state, control)
+    assert (tmp_path / "checkpoints/checkpoint-1/complete").exists()
+    with pytest.raises(llamafactory_run.Stopped):
+        report.on_epoch_end(arguments, state, control)
+    llamafactory_run.Report().on_epoch_end(arguments, state, control)
+
+
+def test_a_reward_model_is_not_silently_trained_anew(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any
+) -> None:
+    """LLaMA-Factory ignores the checkpoint, or cannot load it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.yaml").write_text("stage: rm\n")
+    assert "resume_from_checkpoint" not in llamafactory_run.arguments(False)
+    (tmp_path / "checkpoints/checkpoint-1").mkdir(parents=True)
+    (tmp_path / "checkpoints/checkpoint-1/complete").write_text("{}")
+    with pytest.raises(SystemExit, match="cannot continue the training of a reward model"):
+        llamafactory_run.arguments(False)
+
+
+def test_a_run_that_diverges_fails(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any) -> None:
+    """The page shows that as for other runs."""
+    monkeypatch.chdir(tmp_path)
+    report, state = llamafactory_run.Report(), SimpleNamespace(global_step=7)
+    for loss in (float("nan"), float("inf"), 2.0, float("nan"), float("nan")):
+        report.on_log(None, state, None, logs={"loss": loss})
+    report.on_log(None, state, None, logs={"eval_loss": float("nan")})
+    with pytest.raises(llamafactory_run.Diverged) as error:
+        report.on_log(None, state, None, logs={"loss": float("nan")})
+    points = [json.loads(line) for line in (tmp_path / llamafactory_run.METRICS).read_text().splitlines()]
+    assert [point["loss"] for point in points if "loss" in point] == [None, None, 2.0, None, None, None]
+    text = "".join(traceback.format_exception(error.value))
+    found = next(each for each in failure.KNOWN_FAILURES if re.search(each.pattern, text))
+    assert found.kind == failure.DIVERGED
+
+
+def test_a_result_has_no_nan(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    history = [{"loss": float("nan"), "step": 1}, {"eval_loss": float("inf"), "step": 1}]
+    report = llamafactory_run.Report()
+    state = SimpleNamespace(global_step=1, max_steps=1, log_history=history)
+    report.on_train_end(SimpleNamespace(load_best_model_at_end=False), state, None)
+    assert (report.result["train_loss"], report.result["eval_loss"]) == (None, None)
+
+
+def test_embeddings_have_the_rows_of_an_adapter(tmp_path: Any) -> None:
+    """LLaMA-Factory rounds their number up."""
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1))
+    added_tokens.fit_to_adapter(model, tmp_path)
+    save_file({"base_model.model.model.embed_tokens.weight": torch.ones(64, 4)}, tmp_path / lora.WEIGHTS)
+    added_tokens.fit_to_adapter(model, tmp_path)
+    assert model.get_input_embeddings().num_embeddings == model.lm_head.out_features == 64
+    save_file({"base_model.model.model.embed_tokens.weight": torch.ones(9, 4)}, tmp_path / lora.WEIGHTS)
+    added_tokens.fit_to_adapter(model, tmp_path)
+    assert model.get_input_embeddings().num_embeddings == 64
+
+
+def test_random_base_weights_of_another_trainer_are_not_guessed() -> None:
+    adapter = {"init_lora_weights": "pissa_niter_16"}
+    lora.check_repeatable(adapter, "cpu", "cpu")
+    lora.check_repeatable({"init_lora_weights": "pissa"}, "LLaMA-Factory", "cpu")
+    with pytest.raises(TrainError, match="its random numbers are not known"):
+        lora.check_repeatable(adapter, "LLaMA-Factory", "cpu")
 
 
 def test_skipped_optimizer_steps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any) -> None:

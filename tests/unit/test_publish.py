@@ -62,6 +62,18 @@ def test_an_adapter_with_the_id_of_its_base_model(run, base):
     assert "More Information" not in found.card and "None" not in found.card
 
 
+def test_a_run_that_llamafactory_trained(tmp_path, base):
+    """It saves the adapter of PiSSA as it is."""
+    run = adapter_run(tmp_path / "others", base, **{"launch.trainer": "llamafactory"})
+    found = contents(run, Request(**TO, base_model=BASE_ID))
+    assert "Trained with LLaMA-Factory, started by Footplate." in found.card
+    file = run.path / MODEL / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "init_lora_weights": "pissa"}))
+    os.utime(run.path / MODEL, (10**9, 10**9))  # it is described again
+    with pytest.raises(RunError, match="Merge it, and publish the merged model"):
+        contents(run, Request(**TO, base_model=BASE_ID))
+
+
 def test_an_adapter_without_the_id_of_its_base_model_is_refused(run):
     with pytest.raises(RunError, match=r"Enter the Hub ID of the base model \(--base-model\)"):
         contents(run, Request(**TO))

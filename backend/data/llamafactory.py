@@ -1,0 +1,123 @@
+"""How LLaMA-Factory reads examples: what it would leave out of one, or train on in its place, and the same example in a
+form that it reads completely. Source: llamafactory 0.9.5 data/converter.py and data/processor/*.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from backend.config import Data
+from backend.data import chat
+from backend.data.chat import Example
+from backend.data.formats import DEFAULTS, required_columns, to_text
+from backend.data.preferences import PREFERENCES, unpair
+
+DIFFERENCE = "llamafactory: "  # begins the key of a difference in the counts of examples
+CALL, TOOLS = "function_call", "tools"
+ALPACA = ("input", "history")  # columns besides those that have options
+# Roles of the turns of a conversation, which alternate after an optional system prompt; examples with any other order
+# are left out.
+PROMPTS = {"messages": ("user", "tool"), "sharegpt": ("human", "observation")}
+REPLIES = {"messages": ("assistant", CALL), "sharegpt": ("gpt", CALL)}
+
+
+def difference(example: Example, format: str, data: Data, first: Example) -> str:
+    """What LLaMA-Factory does not read in a valid example of a file, as words after "In 3 examples, "; '' if it reads
+    all of it. `first`: the first example of the file, whose columns it is told to read. Preferences are not read as
+    they are at all."""
+    if format not in DEFAULTS or format == "text":
+        return ""
+    columns = (TOOLS, data.system_column, *(ALPACA if format == "alpaca" else ()))
+    if late := next((name for name in columns if name and example.get(name) and name not in first), ""):
+        return f"the column {late} has a value, and the first example does not have this column"
+    used = chat.variables(example)
+    if TOOLS in used and not isinstance(example.get(TOOLS), str):
+        return "the tools are not JSON text in a column named tools"
+    if used.keys() - {TOOLS}:
+        return "there are variables of the chat template"
+    if format in chat.KEYS:
+        return _of_turns(example[required_columns(data, format)["messages_column"]], format)
+    if any(isinstance(example.get(key), str) and example[key] for key in chat.REASONING):
+        return "the reasoning is in a column of its own"
+    if format == "alpaca" and not isinstance(example.get("history") or [], list):
+        return "the history is not a list"
+    if not all(isinstance(example[column], str) for column in required_columns(data, format).values()):
+        return "prompt and completion are not both texts"
+    return ""
+
+
+def _of_turns(turns: Any, format: str) -> str:
+    """What is not read in a conversation."""
+    role, content = chat.KEYS[format]
+    if not isinstance(turns, list):
+        return "the conversation is not a list"
+    turns = turns[1:] if turns[0].get(role) == "system" else turns
+    if any(turn.get("tool_calls") or isinstance(turn.get(CALL), Mapping) for turn in turns):
+        return "a turn has tool calls in a key of its own"
+    if any(turn.get(key) for turn in turns for key in chat.REASONING):
+        return "a turn has its reasoning in a key of its own"
+    if not all(isinstance(turn.get(content), str) for turn in turns):
+        return "the content of a turn is not a text"
+    sides = PROMPTS[format], REPLIES[format]
+    if len(turns) % 2 or any(turn[role] not in sides[number % 2] for number, turn in enumerate(turns)):
+        return f"the turns are not in turn those of {sides[0][0]} and {sides[1][0]}"
+    return ""
+
+
+def as_read(value: Mapping[str, Any], stage: str) -> list[dict[str, Any]]:
+    """A converted example as the lines of a file that LLaMA-Factory reads completely; none if there is no such form."""
+    if stage == "pretraining":
+        return [{"text": to_text(value)}]
+    lines = [_line(part) for part in (unpair(value) if stage == "kto" else [value])]
+    return [line for line in lines if line]
+
+
+def _line(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A conversation with one completion, with a label, or with a chosen and a rejected one; {} if it has none."""
+    parts = {name: value[name] for name in ("chosen", "rejected") if name in value}
+    if any(len(part) > 1 for part in (*parts.values(), value.get("completion", ()))):
+        return {}
+    own = value.get("messages") or [*value["prompt"], *value.get("completion", ())]
+    ends = ([*own, part[0]] for part in parts.values()) if parts else [own]
+    if set(chat.VARIABLES[1:]) & value.keys() or any(map(_unread, map(_turns, ends))):
+        return {}
+    line: dict[str, Any] = {"messages": _turns(own)}
+    line |= {name: _turns(part)[0] for name, part in parts.items()}
+    line |= {"kto_tag": value["label"]} if "label" in value else {}
+    return {**line, TOOLS: json.dumps(value[TOOLS], ensure_ascii=False)} if TOOLS in value else line
+
+
+def _unread(turns: list[dict[str, Any]]) -> bool:
+    return bool(_of_turns(turns, "messages"))
+
+
+def _turns(turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [_turn(turn) for turn in turns]
+
+
+def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A converted turn: role and content, and what cannot be expressed by them. Weights are reported elsewhere."""
+    reasoning = {key: turn[key] for key in chat.REASONING if turn.get(key)}
+    calls = [_call(call["function"]) for call in turn.get("tool_calls", ())]
+    if calls and not turn["content"].strip():
+        return {"role": CALL, "content": json.dumps(calls if len(calls) > 1 else calls[0], ensure_ascii=False)}
+    return {"role": turn["role"], "content": turn["content"], **reasoning, **({"tool_calls": calls} if calls else {})}
+
+
+def _call(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments", function.get("parameters"))
+    return {"name": function["name"], "arguments": chat.parse_json(arguments)}
+
+
+def columns_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """LLaMA-Factory's names of the columns of these lines."""
+    names = {name for line in lines for name in line}
+    return {"prompt": "text"} if "text" in names else {name: name for name in sorted(names)}
+
+
+def is_read(stage: str, format: str) -> bool:
+    """Whether LLaMA-Factory reads examples of a format as they are: it reads preferences in a form of its own only, and
+    of a conversation in pretraining only the first turn."""
+    return format not in PREFERENCES and (stage != "pretraining" or format == "text")

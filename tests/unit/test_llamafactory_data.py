@@ -1,0 +1,91 @@
+"""What LLaMA-Factory does not read in an example as Footplate does, and the form in which it reads all of it."""
+
+import json
+
+import pytest
+
+from backend.config import Data
+from backend.data import convert, llamafactory
+from backend.inspect import inspect_inputs
+from backend.inspect.facts import InputFacts
+from backend.presets import read
+
+ASK, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}
+CALL = {"type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "12:00"}
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+READ = [
+    ("messages", {"messages": [{"role": "system", "content": "s"}, ASK, ANSWER, ASK, ANSWER], "id": 1}),
+    ("messages", {"messages": [ASK, ANSWER], "tools": json.dumps(TOOLS)}),
+    ("sharegpt", {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a"}]}),
+    ("alpaca", {"instruction": "?", "input": "", "output": "a", "history": [["?", "a"]]}),
+    ("prompt_completion", {"prompt": "?", "completion": "a"}),
+    ("text", {"text": "a", "tools": TOOLS}),
+]
+NOT_READ = [
+    ("messages", {"messages": [ASK, ASK, ANSWER]}, "the turns are not in turn those of user and assistant"),
+    ("messages", {"messages": [ASK, ANSWER, ASK]}, "the turns are not in turn"),
+    ("messages", {"messages": [{"role": "developer", "content": "s"}, ASK, ANSWER]}, "the turns are not in turn"),
+    ("messages", {"messages": [ASK, CALLING, RESULT, ANSWER]}, "a turn has tool calls"),
+    ("messages", {"messages": [ASK, {**ANSWER, "reasoning_content": "hm"}]}, "a turn has its reasoning"),
+    ("messages", {"messages": [{**ASK, "content": [{"type": "text", "text": "?"}]}, ANSWER]}, "the content of a turn"),
+    ("messages", {"messages": json.dumps([ASK, ANSWER])}, "the conversation is not a list"),
+    ("messages", {"messages": [ASK, ANSWER], "tools": TOOLS}, "the tools are not JSON text"),
+    ("messages", {"messages": [ASK, ANSWER], "chat_template_kwargs": {"x": 1}}, "there are variables"),
+    ("sharegpt", {"conversations": [{"from": "user", "value": "?"}, {"from": "gpt", "value": "a"}]},
+     "the turns are not in turn those of human and gpt"),
+    ("alpaca", {"instruction": "?", "output": "a", "history": '[["?", "a"]]'}, "the history is not a list"),
+    ("prompt_completion", {"prompt": "?", "completion": "a", "reasoning": "hm"}, "the reasoning is in a column"),
+    ("prompt_completion", {"prompt": [ASK], "completion": [ANSWER]}, "prompt and completion are not both texts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "example"), READ)
+def test_examples_that_are_read(format, example):
+    assert llamafactory.difference(example, format, Data(), example) == ""
+
+
+@pytest.mark.parametrize(("format", "example", "words"), NOT_READ)
+def test_examples_that_are_not_read(format, example, words):
+    convert(example, format, Data())  # which Footplate reads
+    assert llamafactory.difference(example, format, Data(), example).startswith(words)
+
+
+def test_columns_are_those_of_the_first_example():
+    first = {"instruction": "?", "output": "a"}
+    for name, value in {"input": "b", "history": [["?", "a"]], "system": "s", "tools": json.dumps(TOOLS)}.items():
+        assert f"the column {name} has" in llamafactory.difference({**first, name: value}, "alpaca", Data(), first)
+
+
+def as_read(example, format, stage="sft"):
+    return llamafactory.as_read(convert(example, format, Data()), stage)
+
+
+def test_what_is_written_is_read():
+    """Tool calls become turns of their own, and tools become text; what has no such form is left out."""
+    (line,) = as_read({"messages": [ASK, CALLING, RESULT, ANSWER], "tools": TOOLS}, "messages")
+    called = {"role": "function_call", "content": '{"name": "now", "arguments": {"zone": "UTC"}}'}
+    assert line["messages"] == [ASK, called, RESULT, ANSWER] and json.loads(line["tools"]) == TOOLS
+    developer = {"role": "developer", "content": [{"type": "text", "text": "s"}]}
+    assert as_read({"messages": [developer, ASK, ANSWER]}, "messages")[0]["messages"][0] == {
+        "role": "system",
+        "content": "s",
+    }
+    for rejected in ([ASK, ASK, ANSWER], [ASK, {**ANSWER, "reasoning": "hm"}], [ASK, {**CALLING, "content": "so"}]):
+        assert as_read({"messages": rejected}, "messages") == []
+    assert as_read({"messages": [ASK, ANSWER]}, "messages", "pretraining") == [{"text": "?\n\na"}]
+
+
+def test_both_completions_of_a_pair_are_labeled_for_kto():
+    found = as_read({"prompt": "?", "chosen": "a", "rejected": "b"}, "pairs", "kto")
+    assert [(line["messages"][1]["content"], line["kto_tag"]) for line in found] == [("a", True), ("b", False)]
+    assert llamafactory.columns_of(found) == {"messages": "messages", "kto_tag": "kto_tag"}
+
+
+def test_they_are_counted(tmp_path):
+    rows = [{"messages": turns} for turns in ([ASK, ANSWER], [ASK, ASK, ANSWER], [ASK, ASK, ANSWER])]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "spec.yaml").write_text('{data: {source: files, files: ["a.jsonl"]}}')
+    facts: InputFacts = inspect_inputs(read(tmp_path / "spec.yaml"), tmp_path)
+    assert facts.unlike_llamafactory == (("the turns are not in turn those of user and assistant", 2),)
