@@ -9,6 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
+from backend import registry
 from backend.config import RunSpec
 from backend.paths import environment_folder, model_folder
 
@@ -46,7 +49,7 @@ def _problem(spec: RunSpec, base: Path) -> str:
         return f"The environment {folder} has no llamafactory."
     if not version[1].startswith(f"{SUPPORTED}."):
         return f"The environment {folder} has llamafactory {version[1]}; {SUPPORTED} is supported."
-    if problem := _backend_problem(spec, folder):
+    if problem := _backend_problem(spec, folder) or _missing_packages(spec, folder):
         return problem
     if spec.model.source == "builtin" and not model_folder(spec.model.builtin).is_dir():
         return (
@@ -70,6 +73,27 @@ def _backend_problem(spec: RunSpec, folder: Path) -> str:
     if spec.launch.place == "local" and not _cpu_flags().intersection(CPU_FLAGS):
         return "KTransformers requires a CPU with AMX or AVX-512, and this CPU has neither."
     return ""
+
+
+def _missing_packages(spec: RunSpec, folder: Path) -> str:
+    """Which packages the options need and the environment lacks, as sentences; '' for none. Source: llamafactory 0.9.5
+    hparams/parser.py, _check_extra_dependencies, and the Trainer."""
+    train, quantization = spec.train, spec.method.quantization if spec.method.kind == "lora" else "none"
+    rows = [
+        registry.OPTIMIZERS[train.optim],
+        registry.QUANTIZATIONS[quantization],
+        registry.REPORTERS[spec.logging.report_to],
+        registry.ATTENTIONS[spec.model.attn_implementation],
+        *([registry.LIGER] if train.use_liger_kernel else []),
+    ]
+    needed = [*filter(None, (row.package for row in rows)), *(["unsloth"] if train.use_unsloth else [])]
+    found = folder.glob("lib/python3*/site-packages/*.dist-info")
+    installed = {canonicalize_name(path.name.partition("-")[0]) for path in found}
+    missing = [name for name in dict.fromkeys(needed) if canonicalize_name(name) not in installed]
+    if not missing:
+        return ""
+    command = f"{folder / 'bin' / 'pip'} install {' '.join(missing)}"
+    return f"The environment {folder} lacks {', '.join(missing)}, which these options need. Install with: {command}."
 
 
 def _cpu_flags() -> set[str]:

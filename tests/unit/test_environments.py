@@ -235,6 +235,11 @@ def test_what_is_wrong_with_an_environment(cache, tmp_path):
     assert "0.8.3; 0.9 is supported" in problem(use, tmp_path)
     next(folder.glob("lib/*/*/*")).rename(folder / "lib/python3.11/site-packages/llamafactory-0.9.5.dist-info")
     assert problem(use, tmp_path) == ""
+    quantized = {**use, "method.quantization": "nf4", "logging.report_to": "wandb"}
+    assert "lacks bitsandbytes, wandb, which these options need" in problem(quantized, tmp_path)
+    for name in ("bitsandbytes-0.50.0", "wandb-0.28.0"):
+        (folder / f"lib/python3.11/site-packages/{name}.dist-info").mkdir()
+    assert problem(quantized, tmp_path) == ""
     builtin = {**use, "model.source": "builtin"}
     assert "does not exist yet" in problem(builtin, tmp_path)
 
