@@ -18,7 +18,8 @@ class Slurm(Section):
     """The Slurm job: where it runs, what it requests, and what happens before training."""
 
     partition: Annotated[str, NAME, Ui("Partition", when=SLURM)] = ""
-    """Partition of the job; empty uses the cluster's default."""
+    """Partition of the job, or several of which it may use any, such as gpu,gpu-long; empty uses the cluster's
+    default."""
     time_limit: Annotated[
         str, matches(TIME, "must be a time such as 30 (minutes), 12:00:00 or 2-00:00:00"), Ui("Time limit", when=SLURM)
     ] = ""

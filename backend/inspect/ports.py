@@ -6,13 +6,15 @@ import socket
 from typing import Any
 
 PORTS_TO_TRY = 200
+FIRST_PORT = 1024  # that every user may listen on
 
 
 def inspect_port(port: int) -> dict[str, Any]:
     """The InputFacts about the master port; port 0 is any free port."""
     if not port or is_free(port):
         return {}
-    candidates = range(port + 1, min(port + PORTS_TO_TRY, 65536))
+    start = max(port + 1, FIRST_PORT)
+    candidates = range(start, min(start + PORTS_TO_TRY, 65536))
     return {"port_in_use": port, "free_port": next((p for p in candidates if is_free(p)), 0)}
 
 

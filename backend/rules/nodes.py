@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from backend.config.processes import DEFAULT_PORT
+from backend.inspect.ports import FIRST_PORT
 from backend.launch.hostfile import HostfileError, Slots, include_argument, included_slots, parse_hostfile
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, names, set_to, warning
 from backend.rules.common_fixes import DDP
@@ -81,7 +82,7 @@ def _has_address(case: Case) -> bool:
 
 def _ip_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(address)
+        return None if "%" in address else ipaddress.ip_address(address)  # torch's endpoints have no IPv6 zone
     except ValueError:
         return None
 
@@ -98,13 +99,13 @@ def _ip_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
     passes_on=Example(STATIC_SPEC),
 )
 def master_addr_is_loopback(case: Case) -> str | None:
-    """A loopback address means a different machine on every node: each node would connect to itself and wait for the
-    others."""
+    """A loopback address, or 0.0.0.0, means a different machine on every node: each node would connect to itself and
+    wait for the others."""
     if not _has_address(case):
         return None
     address = case.spec.launch.master_addr
     ip = _ip_address(address)
-    if address != "localhost" and (ip is None or not ip.is_loopback):
+    if address != "localhost" and (ip is None or not (ip.is_loopback or ip.is_unspecified)):
         return None
     return (
         f"launch.master_addr is {address}, and the run has {case.run.nnodes} nodes; the others cannot reach node 0 at "
@@ -128,7 +129,8 @@ def master_port_in_use(case: Case) -> Violation | None:
     if not port or port != case.run.master_port or case.machine.name:
         return None
     fixes: tuple[Fix, ...] = (Fix(set_to("launch.master_port", free), {"launch.master_port": free}),) if free else ()
-    return Violation(f"The run would listen on port {port}, which another process on this machine uses.", fixes)
+    uses = "another process on this machine uses" + (", or only root may use" if port < FIRST_PORT else "")
+    return Violation(f"The run would listen on port {port}, which {uses}.", fixes)
 
 
 @warning(

@@ -154,11 +154,13 @@ class Driver:
         """Run the processes once; 0, the exit status of the first node that failed, or LOST."""
         actor = ray.remote(Node)
         cpus, gpus = self.resources.get("CPU", 0), self.resources.get("GPU", 0)
-        others = {name: amount for name, amount in self.resources.items() if name not in ("CPU", "GPU")}
+        # Ray refuses these three among the custom resources of an actor.
+        others = {name: amount for name, amount in self.resources.items() if name not in (*UNITS, "memory")}
         nodes = [
             actor.options(
                 num_cpus=cpus,
                 num_gpus=gpus,
+                memory=self.resources.get("memory"),
                 resources=others,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
             ).remote()

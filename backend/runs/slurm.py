@@ -9,12 +9,14 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from backend.paths import cache_folder
 from backend.runs import JOB_SCRIPT, files
@@ -69,13 +71,36 @@ REASONS: Mapping[str, str] = {
     "Cleaning": "The nodes of the last attempt are being cleaned up.",
     "Prolog": "The nodes are being prepared.",
 }
+# sbatch reads options from variables too, and prefers them to those in the script (sbatch(1), INPUT ENVIRONMENT
+# VARIABLES). The script relies on its own values of the first ones. Where it has an option, long or short, its value
+# counts; otherwise that of the variable does, such as an account for all jobs of a user.
+NEVER_INHERITED = {
+    "ARRAY_INX", "CLUSTERS", "CPUS_PER_GPU", "ERROR", "EXPORT", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET",
+    "GPUS_PER_TASK", "GRES", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "REQUEUE", "SIGNAL", "WAIT",
+}  # fmt: skip
+WRITTEN: Mapping[str, tuple[str, ...]] = {
+    "account": ("ACCOUNT",), "A": ("ACCOUNT",), "constraint": ("CONSTRAINT",), "C": ("CONSTRAINT",),
+    "job-name": ("JOB_NAME",), "J": ("JOB_NAME",), "partition": ("PARTITION",), "p": ("PARTITION",), "qos": ("QOS",),
+    "q": ("QOS",), "time": ("TIMELIMIT",), "t": ("TIMELIMIT",), "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
+    "reservation": ("RESERVATION",),
+}  # fmt: skip
 
 
-def call(*command: str, seconds: float = COMMAND_SECONDS, text: str = "") -> str:
+def sbatch(*arguments: str, script: str, seconds: float = COMMAND_SECONDS, text: str = "") -> str:
+    """The output of sbatch for the job `script`, whose options the environment does not replace. Raises
+    ClusterError."""
+    options = {long or short for long, short in re.findall(r"^#SBATCH (?:--([\w-]+)|-(\w))", script, re.MULTILINE)}
+    dropped = NEVER_INHERITED.union(*(WRITTEN.get(name, ()) for name in options))
+    env = {name: value for name, value in os.environ.items() if name not in {f"SBATCH_{each}" for each in dropped}}
+    return call("sbatch", *arguments, seconds=seconds, text=text, env=env)
+
+
+def call(*command: str, seconds: float = COMMAND_SECONDS, text: str = "", env: Mapping[str, str] | None = None) -> str:
     """The output of one of Slurm's commands, with `text` as its input. Raises ClusterError with its message."""
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=seconds, check=False, errors="replace",
+            env=env,
         )  # fmt: skip
     except FileNotFoundError:
         raise ClusterError(f"The command {command[0]} is not installed on this machine.") from None
@@ -136,7 +161,8 @@ class Slurm(Cluster):
 
     def submit(self, arguments: Sequence[str]) -> str:
         """Submit the batch script of the run."""
-        printed = call("sbatch", "--parsable", JOB_SCRIPT, *arguments, seconds=SUBMIT_SECONDS)
+        script = files.read_text(Path(JOB_SCRIPT))
+        printed = sbatch("--parsable", JOB_SCRIPT, *arguments, script=script, seconds=SUBMIT_SECONDS)
         return printed.strip().splitlines()[-1].partition(";")[0]  # "ID;CLUSTER" with several clusters
 
     def find(self, job: str, max_age: float) -> Job | None:

@@ -12,10 +12,10 @@ from backend.config import RunSpec
 from backend.config.options import SpecError, edit, parse
 from backend.launch.clusters import kubernetes_nodes
 from backend.launch.plan import plan
-from backend.machine import machines
+from backend.machine import GIB, Machine, machines
 from backend.runs import kubernetes
 from backend.runs.follower import ClusterError
-from backend.runs.kubernetes import Kubernetes, filled, job_name
+from backend.runs.kubernetes import Forbidden, Kubernetes, filled, job_name
 
 sys.path.append(str(Path(__file__).parent.parent / "process"))
 from kubernetes_cluster import node, unknown_keys
@@ -109,6 +109,25 @@ def test_what_the_pods_get():
     assert [volume["mountPath"] for volume in container["volumeMounts"]] == ["/runs", "/models", "/dev/shm"]
 
 
+@pytest.mark.parametrize("kubeflow", ["", "torch-distributed"])
+def test_extra_settings_do_not_remove_what_the_run_needs(kubeflow):
+    """Without its container the pods would train nothing, and without its volume they would not start."""
+    extra = {"containers": [{"name": "logs"}], "volumes": [{"name": "cache"}], "tolerations": [{"key": "spot"}]}
+    changes = {"kubernetes.resources": ("nvidia.com/gpu=1", "rdma/hca=1"), "kubernetes.kubeflow_runtime": kubeflow}
+    job = objects({**changes, "kubernetes.extra_pod_spec": json.dumps(extra)})[0]["spec"]
+    if kubeflow:
+        limits = job["trainer"]["resourcesPerNode"]["limits"]
+        job = job["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]["template"][
+            "spec"
+        ]
+    pod = job["template"]["spec"]
+    assert [each["name"] for each in pod["containers"]] == ["node", "logs"]
+    assert [each["name"] for each in pod["volumes"]] == ["volume-0", "volume-1", "shm", "cache"]
+    assert [each["key"] for each in pod["tolerations"]] == ["nvidia.com/gpu", "spot"]
+    limits = limits if kubeflow else pod["containers"][0]["resources"]["limits"]
+    assert limits == {"nvidia.com/gpu": "8", "rdma/hca": "1"}
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -152,6 +171,27 @@ def test_nodes():
         (7, 8, "NVIDIA-H100-80GB-HBM3", ()),
         (2, 0, "", ("spot",)),
     ]
+
+
+def test_the_memory_and_the_cpus_of_a_pod(monkeypatch):
+    """The kernel ends a pod at its memory limit. Where the user may not list nodes, they have what the job requests."""
+    listed = [kubernetes_nodes.Node(64, 512 * GIB, 0, "", {}, ())]
+    monkeypatch.setattr(kubernetes_nodes, "nodes", lambda resource: listed)
+
+    def machine(**chosen):
+        spec = edit(RunSpec(), {**ON_KUBERNETES, **{f"kubernetes.{key}": value for key, value in chosen.items()}})
+        made, problem = kubernetes_nodes.machine(spec, Machine(cores=4, ram_free_bytes=GIB, ram_bytes=GIB))
+        return made.ram_free_bytes / GIB, made.cores, problem
+
+    assert machine() == (512, 64, "")
+    assert machine(memory_gib=16) == (16, 64, "")
+    assert machine(memory_gib=600)[2].startswith("Each pod would request 600 GiB of RAM, and the nodes of the")
+
+    def forbidden(resource):
+        raise Forbidden("no")
+
+    monkeypatch.setattr(kubernetes_nodes, "nodes", forbidden)
+    assert machine(memory_gib=16, cpus=32) == (16, 32, "")
 
 
 class Answers:

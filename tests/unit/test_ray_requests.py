@@ -2,8 +2,11 @@
 
 import ast
 import json
+import runpy
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType
 
 import pytest
 
@@ -150,6 +153,44 @@ def test_the_machine_is_the_node_with_most_gpus(dashboard):
     assert len(dashboard.requests) == 1, "the answer is kept"
 
 
+def test_a_node_has_as_much_of_each_resource_as_the_job_reserves(dashboard):
+    dashboard.answers(listed(HEAD, H100))
+    for lines, cores in ((("memory=1000000000",), 96), ((f"memory={500 * GIB}",), 96), (("memory=1", "fast=0"), 0)):
+        machine, problem = ray_nodes.machine(edit(RunSpec(), {**ON_RAY, "ray.resources": lines}), Machine())
+        assert (machine.cores if not problem else 0) == cores
+    too_much = edit(RunSpec(), {**ON_RAY, "ray.resources": (f"memory={800 * GIB}",)})
+    assert f"has no node with the resources memory={800 * GIB}" in ray_nodes.machine(too_much, Machine())[1]
+
+
+def test_memory_is_no_custom_resource_of_an_actor(tmp_path, monkeypatch):
+    """Ray refuses it there: The resources dictionary must not contain the key 'memory' or 'object_store_memory'."""
+    asked = {}
+
+    class Actor:
+        def options(self, **options):
+            asked.update(options)
+            return self
+
+        def remote(self):
+            raise LookupError
+
+    library = ModuleType("ray")
+    library.remote = lambda kind: Actor()
+    group, strategies = ModuleType("ray.util.placement_group"), ModuleType("ray.util.scheduling_strategies")
+    group.placement_group = group.remove_placement_group = None
+    strategies.PlacementGroupSchedulingStrategy = lambda *_, **__: None
+    for module in (library, ModuleType("ray.util"), group, strategies):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.chdir(tmp_path)
+    resources = {"CPU": 2, "GPU": 1, "memory": 1e9, "fast": 0.5}
+    (tmp_path / RAY_JOB).write_text(json.dumps({"nodes": 1, "resources": resources}))
+    driver = runpy.run_path(str(DRIVER))["Driver"]("job", [])
+    with pytest.raises(LookupError):
+        driver.attempt(None)
+    del asked["scheduling_strategy"]
+    assert asked == {"num_cpus": 2, "num_gpus": 1, "memory": 1e9, "resources": {"fast": 0.5}}
+
+
 def test_nodes_that_cannot_be_used(dashboard):
     dashboard.answers(listed(H100, state="DEAD"))
     assert "has no node" in ray_nodes.machine(edit(RunSpec(), ON_RAY), Machine())[1]
@@ -188,7 +229,10 @@ def test_what_the_job_reserves():
     assert "CUDA_VISIBLE_DEVICES" not in plan(spec, machine).env, "Ray sets it"
 
 
-@pytest.mark.parametrize("line", ["CPU=2", "GPU=1", "fast", "fast=", "fast=-1", "fast=many", "a b=1"])
+REFUSED = ["CPU=2", "GPU=1", "object_store_memory=1", "fast", "fast=", "fast=-1", "fast=many", "a b=1", "fast=0.00001"]
+
+
+@pytest.mark.parametrize("line", REFUSED)
 def test_resources_are_names_with_amounts(line):
     with pytest.raises(SpecError, match=r"ray\.resources"):
         parse({**ON_RAY, "ray.resources": (line,)})

@@ -190,6 +190,8 @@ BOUNDARIES = (
     boundary("NOD002", {**STATIC, "launch.master_addr": ""}, {"launch.nnodes": 1}, {"launch.nnodes": 2}),
     boundary("NOD003", {**STATIC, "launch.master_addr": "localhost"}, {"launch.nnodes": 1}, {"launch.nnodes": 2}),
     boundary("NOD003", STATIC, {"launch.master_addr": "128.0.0.1"}, {"launch.master_addr": "127.255.255.255"}),
+    boundary("NOD003", STATIC, {"launch.master_addr": "fe80::1"}, {"launch.master_addr": "::"}),
+    boundary("NOD002", STATIC, {"launch.master_addr": "fe80::1"}, {"launch.master_addr": "fe80::1%eth0"}),
     boundary("NOD004", ELASTIC, {"launch.min_nnodes": 4}, {"launch.min_nnodes": 5}),
     boundary("NOD006", {**CHECKPOINTS, PROCESSES: 1}, {"launch.min_nnodes": 2}, {"launch.min_nnodes": 1}),
     boundary("NOD006", {**ELASTIC, "parallel.strategy": "zero0"}, {"launch.min_nnodes": 4}, {"launch.min_nnodes": 3}),

@@ -64,8 +64,19 @@ def test_skypilot_copies_the_files_of_all_datasets(tmp_path):
     assert [path for path in task["file_mounts"] if path in paths] == paths[:3], "hidden options name no files"
 
 
-def test_skypilot_copies_the_adapter_that_a_run_continues(tmp_path):
-    for method, is_copied in (("lora", True), ("full", False)):
-        spec = edit(RunSpec(), {**ON_NODES, "lora.adapter_path": str(tmp_path), "method.kind": method})
-        mounts = yaml.safe_load(skypilot.files(spec, MACHINE, InputFacts())["task.yaml"]).get("file_mounts", {})
-        assert (str(tmp_path) in mounts) == is_copied
+@pytest.mark.parametrize(
+    ("option", "chosen", "is_copied"),
+    [
+        ("lora.adapter_path", {}, True),
+        ("lora.adapter_path", {"method.kind": "full"}, False),
+        ("data.chat_template_file", {"data.chat_template": "file"}, True),
+        ("save.resume_path", {"save.resume_from": "path"}, True),
+        ("model.path", {"model.source": "path"}, True),
+        ("parallel.nvme_path", {"parallel.strategy": "zero3", "parallel.offload_param": "nvme"}, False),
+    ],
+)
+def test_skypilot_copies_what_the_run_reads(tmp_path, option, chosen, is_copied):
+    """The machines of the cloud have nothing else of this one. An NVMe folder is on the node's own disk."""
+    spec = edit(RunSpec(), {**ON_NODES, option: str(tmp_path), **chosen})
+    mounts = yaml.safe_load(skypilot.files(spec, MACHINE, InputFacts())["task.yaml"]).get("file_mounts", {})
+    assert (str(tmp_path) in mounts) == is_copied

@@ -140,6 +140,51 @@ def test_the_machine_of_a_partition(commands):
     assert commands.calls("sinfo") == 1, "the answer is kept"
 
 
+def test_the_ram_of_a_job_is_what_it_requests(commands):
+    commands.prints("sinfo", SINFO)
+    for name, gib, expected in (("gpu", 16, 16), ("gpu", 0, 1031000 / 1024), ("old", 8, 8)):
+        spec = edit(RunSpec(), {**ON_SLURM, "slurm.partition": name, "slurm.memory_gib": gib})
+        machine = slurm_nodes.machine(spec, Machine())[0]
+        assert machine.ram_bytes == machine.ram_free_bytes == int(expected * GIB)
+
+
+def test_a_job_may_use_any_of_several_partitions(commands, monkeypatch):
+    commands.prints("sinfo", SINFO)
+    both = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "old,gpu"})
+    machine, problem = slurm_nodes.machine(both, Machine())
+    assert not problem and (machine.nodes, len(machine.gpus)) == (7, 8)
+    wrong = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "gpu,none"})
+    assert slurm_nodes.machine(wrong, Machine())[1].startswith("Slurm has no partition none. It has cpu, gpu,")
+    monkeypatch.setenv("SBATCH_PARTITION", "old")  # which sbatch reads if the script names none
+    assert slurm_nodes.machine(edit(RunSpec(), ON_SLURM), Machine())[0].name == "Slurm partition old"
+
+
+def test_variables_do_not_replace_the_options_of_the_job(commands, tmp_path, monkeypatch):
+    """sbatch prefers them to the options in its script: the job would not be the one that was checked."""
+    commands.runs("sbatch", "/usr/bin/env > sbatch-env; echo 7")
+    set_by_user = {
+        "PARTITION": "debug",
+        "ACCOUNT": "team",
+        "TIMELIMIT": "5",
+        "EXPORT": "ALL",
+        "ARRAY_INX": "0-3",
+        "WAIT": "1",
+    }
+    for name, value in {**set_by_user, "REQ_SWITCH": "1", "QOS": "low"}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    monkeypatch.chdir(tmp_path)
+    spec = edit(
+        RunSpec(), {**ON_SLURM, "slurm.partition": "gpu", "slurm.time_limit": "1:00:00", "slurm.extra": ("-q high",)}
+    )
+    (tmp_path / JOB_SCRIPT).write_text(plan(spec, Machine()).files[JOB_SCRIPT])
+    assert slurm.Slurm().submit(()) == "7"
+    seen = [line for line in (tmp_path / "sbatch-env").read_text().splitlines() if line.startswith("SBATCH_")]
+    assert sorted(seen) == ["SBATCH_ACCOUNT=team", "SBATCH_REQ_SWITCH=1"]
+    (tmp_path / "sbatch-env").unlink()
+    assert not slurm_nodes.refusal(spec, resolve(spec, Machine()), Machine())
+    assert "SBATCH_WAIT" not in (tmp_path / "sbatch-env").read_text()
+
+
 @pytest.mark.parametrize(
     ("partition", "limit", "allowed"),
     [

@@ -48,6 +48,11 @@ def as_machine(here: Machine, name: str, devices: tuple[Gpu, ...], nodes: int, c
     return replace(known, ram_bytes=ram, ram_free_bytes=ram, shm_free_bytes=None, driver_version="")
 
 
+def ram_of_job(ram_bytes: int, memory_gib: int) -> int:
+    """The RAM that a job has on a node with this much (0: unknown): what it requests is also its limit."""
+    return min(ram_bytes or memory_gib * GIB, memory_gib * GIB) if memory_gib else ram_bytes
+
+
 def gpus(count: int, name: str) -> tuple[Gpu, ...]:
     """The GPUs of a node, of the model that the user or the cluster names."""
     label, gib, capability = known_gpu(name) or (UNKNOWN_GPU, 80, (0, 0))

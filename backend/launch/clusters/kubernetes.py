@@ -30,6 +30,7 @@ KEPT_SECONDS = 86_400  # how long a job that has ended is kept for kubectl
 CONTAINER = "node"  # its name in Kubeflow's runtimes
 LABELS = {"app.kubernetes.io/managed-by": "footplate"}
 QUEUE = "kueue.x-k8s.io/queue-name"
+ADDED = ("containers", "volumes", "tolerations")  # lists of extra_pod_spec that replace nothing
 COMPLETION_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 STOP_SECONDS = 30  # to end the processes after the checkpoint of a stop
 
@@ -65,7 +66,8 @@ def _container(made: Plan, spec: RunSpec, run: ResolvedRun, machine: Machine) ->
         amounts["memory"] = limits["memory"] = f"{cluster.memory_gib}Gi"
     if run.device != "cpu":
         limits[cluster.gpu_resource] = str(run.nproc_per_node)
-    limits |= dict(line.split("=") for line in cluster.resources)
+    others = (line.split("=") for line in cluster.resources)
+    limits |= {name: amount for name, amount in others if name not in limits}  # as many GPUs as there are processes
     return {
         "name": CONTAINER,
         "image": cluster.image,
@@ -204,5 +206,8 @@ def _train_job(spec: RunSpec, run: ResolvedRun, container: Tree) -> Tree:
 
 
 def _with_extra(pod: Tree, spec: RunSpec) -> Tree:
+    """The pod with the user's keys. Without the container of the run, or a volume that it mounts, nothing would be
+    trained, so that containers, volumes and tolerations are added to those of the run."""
     extra: Mapping[str, Any] = json.loads(spec.kubernetes.extra_pod_spec or "{}")
-    return {**pod, **extra}
+    added = {key: [*pod[key], *extra[key]] for key in ADDED if isinstance(extra.get(key), list) and key in pod}
+    return {**pod, **extra, **added}

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from backend.config import RunSpec
 from backend.launch.clusters import kubernetes
-from backend.launch.clusters.answers import as_machine, gpus, kept
-from backend.machine import Machine
+from backend.launch.clusters.answers import as_machine, gpus, kept, ram_of_job
+from backend.machine import GIB, Machine
 from backend.resolve import ResolvedRun
 from backend.runs import Plan
 from backend.runs.follower import ClusterError
 from backend.runs.kubernetes import Forbidden, api, filled
+from backend.wording import data_size
 
 # Labels by which GPU operators and clouds name the GPUs of a node.
 GPU_LABELS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
@@ -58,7 +59,11 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
     largest = max(matching, key=lambda node: (node.gpus, node.cores))
     devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
     count = sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in matching)
-    described = as_machine(here, "Kubernetes cluster", devices, count, largest.cores, largest.ram_bytes)
+    ram = ram_of_job(largest.ram_bytes, spec.kubernetes.memory_gib)
+    described = as_machine(here, "Kubernetes cluster", devices, count, largest.cores, ram)
+    if spec.kubernetes.memory_gib * GIB > largest.ram_bytes:
+        wanted = f"Each pod would request {spec.kubernetes.memory_gib} GiB of RAM"
+        return described, f"{wanted}, and the nodes of the Kubernetes cluster have {data_size(largest.ram_bytes)}."
     return described, ""
 
 
@@ -66,8 +71,8 @@ def _unlisted(spec: RunSpec, here: Machine) -> Machine:
     """Nodes as the user describes them: those of launch.gpu_model, or without GPUs."""
     count = max(LARGEST_NODE, spec.launch.nproc_per_node) if spec.launch.device != "cpu" else 0
     devices = gpus(count, spec.launch.gpu_model)
-    known = replace(here, name="Kubernetes cluster", device="cuda" if devices else "cpu", gpus=devices)
-    return replace(known, nodes=spec.launch.nnodes, shm_free_bytes=None, driver_version="")
+    cores, ram = max(here.cores, spec.kubernetes.cpus), ram_of_job(0, spec.kubernetes.memory_gib)
+    return as_machine(here, "Kubernetes cluster", devices, spec.launch.nnodes, cores, ram)
 
 
 def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:

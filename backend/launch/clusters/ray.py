@@ -42,5 +42,10 @@ def cpus(spec: RunSpec, run: ResolvedRun, machine: Machine) -> int:
 def resources(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, float]:
     """Everything that the job reserves on each node, by the names of Ray."""
     gpus = {"GPU": run.nproc_per_node} if run.device == "cuda" else {}
-    others = (line.partition("=") for line in spec.ray.resources)
-    return {**gpus, "CPU": cpus(spec, run, machine), **{name: float(amount) for name, _, amount in others}}
+    return {**gpus, "CPU": cpus(spec, run, machine), **custom_resources(spec)}
+
+
+def custom_resources(spec: RunSpec) -> dict[str, float]:
+    """What the job reserves on each node in addition to CPUs and GPUs."""
+    lines = (line.partition("=") for line in spec.ray.resources)
+    return {name: float(amount) for name, _, amount in lines}

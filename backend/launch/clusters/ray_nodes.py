@@ -15,6 +15,7 @@ from backend.runs.follower import ClusterError
 from backend.runs.ray import address, request, token
 
 ACCELERATOR = "accelerator_type:"  # prefix of Ray's resources for types of GPUs
+LEAST = 1e-4  # of a resource: Ray's smallest fraction
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         found = nodes()
     except ClusterError as error:
         return here, str(error)
-    required = [line.partition("=")[0] for line in spec.ray.resources]
-    matching = [node for node in found if all(name in node.resources for name in required)]
+    required = ray.custom_resources(spec)
+    matching = [
+        node for node in found if all(node.resources.get(name, 0) >= max(n, LEAST) for name, n in required.items())
+    ]
     if not matching:
-        what = f" with the resources {', '.join(required)}" if required else ""
+        what = f" with the resources {', '.join(spec.ray.resources)}" if required else ""
         return here, f"The Ray cluster at {address()} has no node{what}."
     largest = max(matching, key=lambda node: (node.gpus, node.cores))
     devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)

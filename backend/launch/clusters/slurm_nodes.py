@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backend.config import RunSpec
 from backend.launch.clusters import slurm
-from backend.launch.clusters.answers import as_machine, gpus, kept
+from backend.launch.clusters.answers import as_machine, gpus, kept, ram_of_job
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs.follower import ClusterError
-from backend.runs.slurm import call
+from backend.runs.slurm import call, sbatch
 from backend.wording import counted, data_size
 
 MAX_IN_WORDS = 6  # kinds of nodes that a message lists
@@ -41,19 +42,22 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         found = partitions()
     except ClusterError as error:
         return here, str(error)
-    name = spec.slurm.partition
-    matching = [part for part in found if (part.name == name if name else part.is_default)]
+    names = _partition_names(spec)
+    matching = [part for part in found if (part.name in names if names else part.is_default)]
     if not found:
         return here, "The command sinfo lists no partition that this user can use."
-    if not matching:
-        known = ", ".join(sorted({part.name for part in found}))
-        if name:
-            return here, f"Slurm has no partition {name}. It has {known}. {in_words(found)}"
-        return here, f"Slurm has no default partition: set slurm.partition to one of {known}. {in_words(found)}"
+    known = {part.name for part in found}
+    if not matching or not known.issuperset(names):
+        listed = ", ".join(sorted(known))
+        if names:
+            missing = ", ".join(name for name in names if name not in known)
+            return here, f"Slurm has no partition {missing}. It has {listed}. {in_words(found)}"
+        return here, f"Slurm has no default partition: set slurm.partition to one of {listed}. {in_words(found)}"
     largest = max(matching, key=lambda part: (part.gpus, part.cores))
     devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
     count = sum(part.nodes for part in matching)
-    described = as_machine(here, f"Slurm partition {largest.name}", devices, count, largest.cores, largest.ram_bytes)
+    ram = ram_of_job(largest.ram_bytes, spec.slurm.memory_gib)
+    described = as_machine(here, f"Slurm partition {largest.name}", devices, count, largest.cores, ram)
     longest, asked = max(slurm.minutes(part.time_limit) for part in matching), spec.slurm.time_limit
     if asked and slurm.minutes(asked) > longest:
         allowed = f"The partition {largest.name} allows {largest.time_limit}, and the job requests {asked}."
@@ -65,21 +69,28 @@ def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
     """Why sbatch would refuse the job, or could never start it, as a sentence; '' if it accepts it."""
     script = f"#!/bin/sh\n{slurm.header(spec, run, nodes)}\n"
     try:
-        kept(script, lambda: call("sbatch", "--test-only", text=script))
+        kept(script, lambda: sbatch("--test-only", script=script, text=script))
     except ClusterError as error:
         text = str(error).removeprefix("sbatch: ").removeprefix("allocation failure: ")
         text = text if text.endswith(".") else f"Slurm refuses the job: {text}."
-        return f"{text} {_known_partitions(spec.slurm.partition)}".rstrip()
+        return f"{text} {_known_partitions(_partition_names(spec))}".rstrip()
     return ""
 
 
-def _known_partitions(name: str) -> str:
-    """The partition of a job in words; all of them if it names none that exists, and '' if Slurm does not say."""
+def _partition_names(spec: RunSpec) -> list[str]:
+    """The partitions of which the job may use any; empty for the cluster's default. sbatch reads the variable where its
+    script names none."""
+    names = spec.slurm.partition or os.environ.get("SBATCH_PARTITION", "")
+    return [name for name in names.split(",") if name]
+
+
+def _known_partitions(names: Sequence[str]) -> str:
+    """The partitions of a job in words; all of them if it names none that exists, and '' if Slurm does not say."""
     try:
         found = partitions()
     except ClusterError:
         return ""  # `machine` reports it
-    return in_words([part for part in found if (part.name == name if name else part.is_default)] or found)
+    return in_words([part for part in found if (part.name in names if names else part.is_default)] or found)
 
 
 def in_words(found: Sequence[Partition]) -> str:

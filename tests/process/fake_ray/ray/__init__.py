@@ -42,7 +42,9 @@ class _Class:
     def __init__(self, kind):
         self.kind = kind
 
-    def options(self, num_cpus, num_gpus, resources, scheduling_strategy):
+    def options(self, num_cpus, num_gpus, memory, resources, scheduling_strategy):
+        if resources.keys() & {"CPU", "GPU", "memory", "object_store_memory"}:
+            raise ValueError("The resources dictionary must not contain these keys")  # as Ray says of two at a time
         self.rank = scheduling_strategy.rank
         return self
 
