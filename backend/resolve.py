@@ -197,4 +197,8 @@ def _steps_per_epoch(spec: RunSpec, examples: int | None, data_parallel_size: in
     if examples is None or spec.data.packing:
         return None
     batches = math.ceil(math.ceil(examples / spec.train.per_device_train_batch_size) / data_parallel_size)
+    # Each rank of a sequence parallel group reads a batch, and the group trains on one after the other: deepspeed 0.19
+    # runtime/sequence_parallel/ulysses_sp.py, UlyssesSPDataLoaderAdapter.
+    group = engine_of(spec.parallel.strategy).sequence_parallel_size(spec)
+    batches = math.ceil(batches / group) * group
     return max(1, math.ceil(batches / spec.train.gradient_accumulation_steps))

@@ -21,8 +21,12 @@ UNTRAINABLE: Mapping[str, str] = {  # the end of a sentence
 }
 NO_LAYER_LIST = frozenset({"blt", "hrm_text"})  # none of their lists has num_hidden_layers layers
 _IN_PLACE = "it changes the output of its shared expert in place, which torch refuses for a layer that is divided"
+_ORDER = "the joint projections of its experts would be saved with their columns in another order"
 NO_TENSOR_PARALLELISM: Mapping[str, str] = {  # although transformers has a plan for them
     "doge": "its attention adds a mask for all heads to the scores of the heads on one device",
+    "hrm_text": "transformers cuts its joint projection of queries, keys and values into other parts while it loads",
+    "inkling2": _ORDER,
+    "inkling2_text": _ORDER,
     "llama4": _IN_PLACE,
     "llama4_text": _IN_PLACE,
 }

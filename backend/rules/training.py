@@ -208,6 +208,13 @@ def unusable_checkpoint(case: Case) -> str | Violation | None:
     if case.spec.save.resume_from != "path":
         return None
     path, last, train = Path(case.spec.save.resume_path), case.run.total_steps, case.spec.train
+    by_epochs = train.duration == "epochs" and case.spec.launch.trainer == "footplate"
+    epoch = case.facts.checkpoint_epoch if by_epochs else 0
+    if epoch and not case.facts.checkpoint_problem:  # its steps may have had another number of examples
+        trains = epoch < train.num_train_epochs
+        end = f"the run ends after {train.num_train_epochs:g}, so no step would be trained"
+        advice = "Train longer, or use an earlier checkpoint."
+        return None if trains else f"{path} is at the end of epoch {epoch:.4g}, and {end}. {advice}"
     # Pretraining splits long texts: the number of sequences is known only once all texts are tokenized.
     is_exact = train.duration == "steps" or (case.facts.counts_are_exact and train.stage != "pretraining")
     if case.facts.checkpoint_problem or last is None or not is_exact or step_of(path) < last:

@@ -66,8 +66,7 @@ def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTim
     steps = _steps(ctx, facts)
     if steps is None:
         return None
-    if ctx.memory.spec.save.resume_from == "path":
-        steps = max(0, steps - max(0, step_of(Path(ctx.memory.spec.save.resume_path))))
+    steps = max(0, steps - _trained(ctx, facts, steps))
     items = [
         _start(ctx),
         Part(STEPS, steps * step_seconds, f"{steps:,} steps x {step_seconds:.3g} s"),
@@ -83,6 +82,16 @@ def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTim
         missing.append(COMPILING)
     missing.append(TOKENIZING)
     return RunTime(tuple(item for item in items if item.seconds > 0), steps, tuple(missing))
+
+
+def _trained(ctx: TimeContext, facts: InputFacts, steps: int) -> int:
+    """How many of the steps of the whole run the checkpoint of save.resume_path has behind it."""
+    spec = ctx.memory.spec
+    if spec.save.resume_from != "path":
+        return 0
+    if facts.checkpoint_epoch and spec.train.duration == "epochs":
+        return round(steps * facts.checkpoint_epoch / spec.train.num_train_epochs)
+    return max(0, step_of(Path(spec.save.resume_path)))
 
 
 def _steps(ctx: TimeContext, facts: InputFacts) -> int | None:

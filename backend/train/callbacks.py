@@ -87,7 +87,8 @@ class EarlyStopping(EarlyStoppingCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **more: Any) -> None:
         """Count evaluations without improvement."""
         super().on_evaluate(args, state, control, metrics, **more)
-        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+        ends = state.global_step < state.max_steps  # otherwise the training has ended anyway
+        if ends and self.early_stopping_patience_counter >= self.early_stopping_patience:
             limit = state.best_metric - self.early_stopping_threshold
             evaluations = counted(self.early_stopping_patience_counter, "evaluation")
             self.run_log.info(
@@ -177,11 +178,13 @@ class ProgressCallback(TrainerCallback):
             self._logged_tokens, self._logged_busy = self.tokens, self.clock.busy
         elif "eval_loss" not in logs:
             return  # the Trainer's summary at the end of training
+        is_last = state.global_step >= state.max_steps  # nothing is left to stop; a request would end the generations
         if self.run_log.rank == 0:
+            self.monitor.stops = self.monitor.stops and not is_last
             point |= self.monitor.add(point, state.global_step)
         self.run_log.metrics({"step": state.global_step, "time": time.time(), **point})
         self.run_log.info(self._line(state, point))
-        if "eval_loss" in point:
+        if "eval_loss" in point and not is_last:
             self.run_log.compare_with_sweep(state.global_step)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:

@@ -5,6 +5,7 @@ TRL's trainers get tokenized examples, so that labels are decided in one place (
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def training_arguments(engine: TrainEngine, run: Path) -> Any:
         tf32=True if spec.precision.compute == "tf32" else None,
         disable_tqdm=True,
         **{**_training(spec), **trl_trainers.stage_arguments(spec), **rehearsal.trainer_arguments()},
+        neftune_noise_alpha=_noise_alpha(engine),
         **optimizers.arguments(spec),
         **_eval_save_logging(spec),
         **engine.trainer_arguments(run),
@@ -75,7 +77,6 @@ def _training(spec: RunSpec) -> dict[str, Any]:
         "learning_rate": train.learning_rate,
         "lr_scheduler_kwargs": SCHEDULER_ARGUMENTS.get(train.lr_scheduler_type),
         "warmup_steps": train.warmup_steps if train.warmup_steps < 1 else int(train.warmup_steps),
-        "neftune_noise_alpha": train.neftune_noise_alpha or None,
         "train_sampling_strategy": train.train_sampling_strategy,
         "activation_checkpointing": train.activation_checkpointing,
         "gradient_checkpointing": train.activation_checkpointing,  # TRL 1.16 reads the old name
@@ -86,6 +87,12 @@ def _training(spec: RunSpec) -> dict[str, Any]:
         "seed": train.seed,
         "data_seed": train.seed,
     }
+
+
+def _noise_alpha(engine: TrainEngine) -> float | None:
+    """train.neftune_noise_alpha; None without noise. transformers 5.23 (integrations/neftune.py) divides it by the root
+    of the length that it sees, which is that of a rank's part where ranks share the tokens of a sequence."""
+    return engine.spec.train.neftune_noise_alpha / math.sqrt(engine.run.token_shards) or None
 
 
 def stops_early(spec: RunSpec) -> bool:

@@ -254,6 +254,7 @@ def _start(context: TrainContext, options: Mapping[str, Any]) -> Path | None:
 
 def _train_from(context: TrainContext, trainer: Any, start: Path | None) -> None:
     """Train, after the checkpoint `start` if there is one."""
+    trainer.start = start
     with best_checkpoint_in(start):
         usable = universal_checkpoint.convert_if_resized(context, trainer, _still_own(context, start))
         trainer.train(resume_from_checkpoint=str(usable) if usable else None)

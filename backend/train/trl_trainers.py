@@ -27,6 +27,7 @@ from backend.train import (
     end_tokens,
     lora,
     optimizers,
+    resumed_position,
     streaming,
     universal_checkpoint,
     unsharded,
@@ -40,6 +41,7 @@ from backend.train.loss_weights import LossWeightsMixin
 from backend.train.monitor import Monitor
 from backend.train.patches import transformers_use_cache, trl_orpo_dataset
 from backend.train.skipped_steps import SkippedSteps
+from backend.wording import counted
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
     skipped: SkippedSteps | None = None
     progress: callbacks.ProgressCallback | None = None
     unlogged: dict[str, Any] | None = None
+    start: Path | None = None  # the checkpoint that the run resumes from
+    position: resumed_position.Position | None = None  # where the epochs continue, unless `start`'s steps say that
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The optimizer, with LoRA+'s learning rates."""
@@ -130,6 +134,22 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         batches = self.monitor.fetch(epoch_iterator) if self.monitor is not None else epoch_iterator
         return super().get_batch_samples(batches, *args, **more)  # type: ignore[misc]
 
+    def set_initial_training_values(self: Any, args: Any, *more: Any) -> Any:
+        """The numbers of epochs and steps, also for a run that resumes with another global batch size."""
+        num_epochs, per_epoch, *others, batches, max_steps = super().set_initial_training_values(args, *more)  # type: ignore[misc]
+        self.position = None
+        if self.start and not args.ignore_data_skip:
+            step, epoch = resumed_position.trained(self.start)
+            sizes = (per_epoch, batches, args.gradient_accumulation_steps, max_steps)
+            self.position = resumed_position.find(step, epoch, *sizes, by_epochs=args.max_steps <= 0)
+            if self.position:
+                num_epochs, max_steps = self.position.num_epochs, self.position.max_steps
+                self.context.run_log.info(
+                    f"An epoch now has {counted(per_epoch, 'step')}. Training continues after {epoch:.4g} epochs, and "
+                    f"ends after step {max_steps}."
+                )
+        return num_epochs, per_epoch, *others, batches, max_steps
+
     def _init_training_state(self: Any, max_steps: int, *args: Any, **more: Any) -> Any:
         """transformers 5.23 restores the logging, eval and save intervals of the checkpoint; use those of this run.
         And it saves a checkpoint only if the one before has a state of the same callbacks, which an earlier version, or
@@ -143,7 +163,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         if self.progress is not None:
             totals = self.unlogged or {}  # in an earlier version, only the losses
             self.progress.resume(self.state, totals.get("tokens", 0), totals.get("seconds", 0.0))
-        return trained
+        return (self.position.epochs, self.position.batches) if self.position else trained
 
     def _run_epoch(self: Any, **more: Any) -> None:
         """transformers 5.23 checks for the last step only after a step, so a run resumed there would train another

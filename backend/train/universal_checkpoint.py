@@ -206,11 +206,8 @@ def _report_batch_size(context: TrainContext, checkpoint: Path) -> None:
     each = train.per_device_train_batch_size * train.gradient_accumulation_steps
     then, now = before.get("train_batch_size"), each * context.group.world
     if then != now:
-        context.run_log.info(
-            f"The global batch size is {now} instead of {then}. The position in the current epoch is computed from "
-            f"{now}, so some of its examples may be repeated or skipped."
-        )
-    elif train.train_sampling_strategy == "group_by_length":
+        context.run_log.info(f"The global batch size is {now} instead of {then}.")
+    if train.train_sampling_strategy == "group_by_length":
         context.run_log.info(
             "Examples are grouped by length for the new number of processes, so some examples of the current epoch may "
             "be repeated or skipped."

@@ -9,10 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from backend.config import RunSpec
 from backend.train import disk_space
+from backend.train.callbacks import EarlyStopping, ProgressCallback
 from backend.train.device import ProcessGroup
 from backend.train.run_log import RunLog
 from backend.train.trl_trainers import TrainerMixin
@@ -95,6 +104,23 @@ def test_best_checkpoint_is_the_one_with_the_lowest_eval_loss(tmp_path: Path, lo
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoints/checkpoint-{best}")
     assert weight_of(trainer.model) == pytest.approx(seen.after[best]), "weights of the best checkpoint"
+
+
+@pytest.mark.parametrize("step", [5, 6])
+def test_nothing_ends_a_training_early_after_its_last_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    """The log and the page would say that it ended early, although it has all of its steps, and a stop request would
+    end the generation of outputs: the run would have no result."""
+    state, control = TrainerState(global_step=step, max_steps=6, best_metric=1.0), TrainerControl()
+    asked: list[int] = []
+    run_log, monitor = RunLog(tmp_path), SimpleNamespace(add=lambda point, step: {}, stops=True)
+    run_log.compare_with_sweep = asked.append  # type: ignore[method-assign]
+    config: Any = SimpleNamespace(metric_for_best_model="eval_loss", greater_is_better=False)
+    EarlyStopping(1, 0.0, run_log).on_evaluate(config, state, control, {"eval_loss": 2.0})
+    ProgressCallback(run_log, monitor).on_log(config, state, control, {"eval_loss": 2.0})  # type: ignore[arg-type]
+    assert asked == ([step] if step < 6 else []) and monitor.stops == (step < 6)
+    assert ("Stopping early after step 5" in capsys.readouterr().out) == (step < 6)
 
 
 def test_resumed_run_knows_the_best_checkpoint(tmp_path: Path) -> None:

@@ -15,17 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    CohereConfig,
+    Glm4MoeConfig,
     PreTrainedConfig,
     RwkvConfig,
     SeedOssConfig,
     XGLMConfig,
 )
+from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import disable_dropout_in_model
 
@@ -38,6 +42,8 @@ from backend.train.patches import (
     torch_state_dtype,
     transformers_dbrx_experts,
     transformers_padding_index,
+    transformers_parallel_plans,
+    transformers_replicated_gradients,
     transformers_router_jitter,
     transformers_rwkv_rescaling,
     trl_functional_dropout,
@@ -110,11 +116,18 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "transformers_dbrx_experts": (
         "transformers.models.dbrx.modeling_dbrx:DbrxExperts.forward", "dtype=hidden_states.dtype",
     ),
+    "transformers_replicated_gradients": (
+        "transformers.distributed.tensor_parallel:ReplicatedWithGradAllReduce",
+        "register_post_accumulate_grad_hook(_all_reduce_grad)",
+    ),
     "transformers_router_jitter": (
         "transformers.models.mixtral.modeling_mixtral:", "hidden_states *= torch.empty_like(hidden_states)",
     ),
     "transformers_rwkv_rescaling": (
         "transformers.models.rwkv.modeling_rwkv:RwkvModel._rescale_layers", ".weight.div_(",
+    ),
+    "transformers_parallel_plans": (
+        "transformers.distributed.fsdp:is_norm_and_head_pair", 'name == "norm" or name.endswith(".norm")',
     ),
     "transformers_padding_index": (
         "transformers.trainer_utils:align_special_tokens", '_align_special_token("pad_token_id"',
@@ -389,6 +402,48 @@ def test_trl_does_not_see_a_scale_that_mpt_ignores() -> None:
     with trl_logit_scaling.named(SimpleNamespace(config=config), SimpleNamespace(config=config)):
         assert config.logit_scale is None
     assert config.logit_scale == "inv_sqrt_d_model"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(("kind", "has_unit"), [("llama", True), ("phi", False)])
+def test_fsdp2_of_tensor_parallelism_gathers_the_output_layer(kind: str, has_unit: bool) -> None:
+    """With the norm before it in one unit, or with the model."""
+    model, sizes = build(kind), DistributedConfig(tp_size=2, fsdp_size=2)
+    assert "lm_head" in transformers_parallel_plans.original(model, sizes)[2]
+    found = transformers_parallel_plans.plans(model, sizes)[2]
+    assert ("lm_head" in found) == has_unit and "model.layers.0" in found
+
+
+def test_tensor_parallelism_sums_the_gradients_of_the_norms_of_heads() -> None:
+    """Each rank has some of the heads. Cohere's norms have a weight for each head."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 64}
+    for cls, more in (
+        (CohereConfig, {}),
+        (Glm4MoeConfig, {"head_dim": 8, "n_routed_experts": 2, "first_k_dense_replace": 1}),
+    ):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(cls(**sizes, **more, use_qk_norm=True))
+        name = "model.layers.0.self_attn.q_norm"
+        assert name not in transformers_parallel_plans.original(model, DistributedConfig(tp_size=2))[0]
+        plan = transformers_parallel_plans.plans(model, DistributedConfig(tp_size=2))[0]
+        expected = {name: "local_params", f"{name}.weight": "colwise"}
+        if cls is Glm4MoeConfig:
+            expected = {name: "replicated_with_grad_allreduce"}
+        assert {key: style for key, style in plan.items() if key.startswith(name)} == expected
+
+
+def test_gradients_of_all_batches_are_summed_over_the_ranks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with the same heads."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: tensor.mul_(2))
+    alone, norm = nn.LayerNorm(4), nn.LayerNorm(4)
+    mesh: Any = SimpleNamespace(get_group=lambda: None)
+    transformers_replicated_gradients.install_forward(None, norm, mesh)
+    for batch in torch.randn(3, 2, 4):
+        for each in (alone, norm):
+            each(batch).square().sum().backward()
+    assert alone.weight.grad is not None and norm.weight.grad is not None
+    assert torch.allclose(norm.weight.grad, 2 * alone.weight.grad)
 
 
 def test_loaded_state_keeps_its_dtype() -> None:

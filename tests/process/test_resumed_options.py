@@ -12,12 +12,21 @@ import torch
 from fork_server import ForkServer
 from safetensors.torch import load_file
 from training_runs import losses, make_spec, read_metrics, result
-from transformers import get_linear_schedule_with_warmup
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    get_linear_schedule_with_warmup,
+)
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from backend import registry
-from backend.train import resumed_options
-from backend.train.trl_trainers import SeededSampler
+from backend.config import RunSpec
+from backend.train import disk_space, resumed_options
+from backend.train.device import ProcessGroup
+from backend.train.run_log import RunLog
+from backend.train.trl_trainers import SeededSampler, TrainerMixin
 
 HALF, ALL, NEARLY_ZERO = 4, 8, 1e-12
 COMMON = {
@@ -90,6 +99,60 @@ def test_grouped_by_length_in_a_later_epoch(fork_server: ForkServer, tmp_path: P
     before = losses(run)
     fork_server.resume(run, HALF + 2)
     assert losses(run) == before and len(set(before.values())) == ALL
+
+
+class Seeing(TrainerMixin, Trainer):
+    """A trainer that takes note of the examples of each step; the first token of an example is its number."""
+
+    spec = RunSpec()
+
+    def training_step(self, model: Any, inputs: Any, *more: Any) -> Any:
+        self.seen.append(inputs["input_ids"][:, 0].tolist())
+        return super().training_step(model, inputs, *more)
+
+
+def trained_on(folder: Path, start: Path | None, batch_size: int, **length: float) -> tuple[list[list[int]], int]:
+    """The examples of each step of a training on eight examples, and its last step."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    arguments = TrainingArguments(
+        str(folder / "checkpoints"), use_cpu=True, report_to=[], per_device_train_batch_size=batch_size,
+        save_strategy="steps", save_steps=1, disable_tqdm=True, logging_strategy="no", **length,
+    )  # fmt: skip
+    rows = [{"input_ids": torch.tensor([n, 1]), "labels": torch.tensor([n, 1])} for n in range(8)]
+    trainer = Seeing(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)), arguments, train_dataset=rows)  # type: ignore[arg-type]
+    run = SimpleNamespace(zero_stage=0)
+    trainer.context = SimpleNamespace(
+        folder=folder, group=ProcessGroup(), run_log=RunLog(folder), run=run, use_cache=None
+    )  # type: ignore[assignment]
+    trainer.seen, trainer.start = [], start
+    trainer.train(resume_from_checkpoint=str(start) if start else None)
+    return trainer.seen, trainer.state.global_step
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "length", "last"),
+    [
+        ((1, 6), 2, {"num_train_epochs": 2.0}, 6 + 1 + 4),  # a node has joined: the epochs have eight steps
+        ((2, 3), 1, {"num_train_epochs": 2.0}, 3 + 2 + 8),  # a node has left
+        ((1, 8), 4, {"num_train_epochs": 1.0}, 8),
+        ((1, 16), 4, {"num_train_epochs": 3.0}, 16 + 2),
+        ((2, 3), 2, {"num_train_epochs": 2.0}, 8),
+        ((2, 15), 1, {"max_steps": 20}, 20),  # after more epochs than 20 steps of one example have
+    ],
+)
+def test_another_batch_size_changes_no_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], after: int, length: dict[str, float],
+    last: int,
+) -> None:  # fmt: skip
+    """Each epoch has every example once, and training ends after its epochs, or its steps."""
+    monkeypatch.setattr(disk_space, "save_checkpoint", lambda context, folder, write: write())
+    first, step = trained_on(tmp_path, None, before[0], max_steps=before[1])
+    second, ended = trained_on(tmp_path, tmp_path / f"checkpoints/checkpoint-{step}", after, **length)
+    assert step == before[1] and ended == last and len(second) == last - step
+    numbers = [number for examples in (*first, *second) for number in examples]
+    assert all(sorted(numbers[n : n + 8]) == list(range(8)) for n in range(0, len(numbers) - 7, 8))
+    if "num_train_epochs" in length:
+        assert len(numbers) == 8 * length["num_train_epochs"]
 
 
 def test_the_schedule_and_the_options_of_the_run_hold_from_its_first_step() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from architectures import build, is_causal, model_types, save, tokens
 from cited import cites
 from fork_server import ForkServer
 from training_runs import REORDERING_TOLERANCE, losses, make_spec, read_metrics, same_losses, soak_except
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from backend.config import RunSpec
@@ -26,6 +28,7 @@ from backend.config.options import edit
 from backend.machine import Machine
 from backend.preflight import preflight
 from backend.registry import SEQUENCE_PARALLEL_TYPES
+from backend.train import trainers
 
 COUNT = 200  # tokens of the sequence: more than the sliding window of the models
 NEUTRAL = {"scaling", "dropout", "is_causal", "position_ids", "output_router_logits", "use_cache", "output_attentions"}
@@ -125,6 +128,20 @@ def test_refused_types_compute_other_losses(kind: str, tiny: Path, fork_server: 
     code, log = skip_checks.run(tmp_path / "two", two, fork_server)
     assert code == 0, log
     assert losses(tmp_path / "two") != same_losses(losses(single), REORDERING_TOLERANCE)
+
+
+def test_the_noise_does_not_depend_on_the_parts_of_a_sequence() -> None:
+    """NEFTune's noise is divided by the root of the length, which is shorter on each rank."""
+    largest, embedding = [], torch.nn.Embedding(2, 64).train()
+    for ranks in (1, 4):
+        engine: Any = SimpleNamespace(
+            spec=edit(RunSpec(), {"train.neftune_noise_alpha": 5.0}), run=SimpleNamespace(token_shards=ranks)
+        )
+        embedding.neftune_noise_alpha = trainers._noise_alpha(engine)
+        output = torch.zeros(1, 1024 // ranks, 64)
+        largest.append(float(neftune_post_forward_hook(embedding, None, output).abs().max()))
+    assert largest[1] == pytest.approx(largest[0], rel=1e-2)
+    assert trainers._noise_alpha(SimpleNamespace(spec=RunSpec(), run=SimpleNamespace(token_shards=2))) is None  # type: ignore[arg-type]
 
 
 def train_in_one_process(kind: str, tiny: Path, fork_server: ForkServer, root: Path) -> tuple[RunSpec, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from backend.inspect.facts import InputFacts
 from backend.machine import machines
 from backend.memory.groups import groups, sharded_state
 from backend.resolve import ResolvedRun, resolve
+from backend.rules.examples import DEMO
 
 WORLD = 16
 
@@ -129,3 +131,12 @@ def test_sizes_that_do_not_divide_the_world_size_have_no_groups(strategy: str, s
 
 def test_single_process_has_no_groups() -> None:
     assert groups(RunSpec(), resolve(RunSpec(), machines()["1x80gb"], InputFacts())) == []
+
+
+@pytest.mark.parametrize(("size", "steps"), [(1, 3), (2, 6), (4, 12)])
+def test_the_ranks_of_a_sequence_parallel_group_read_as_many_batches_each(size: int, steps: int) -> None:
+    """9 batches on 4 ranks: each reads 3, and the group trains on those of its ranks one after the other."""
+    chosen = {"parallel.strategy": "zero3", "launch.nproc_per_node": 4, "parallel.sequence_parallel_size": size}
+    spec = edit(RunSpec(), {**chosen, "train.per_device_train_batch_size": 4, "train.num_train_epochs": 2.0})
+    run = resolve(spec, machines()["2x8x80gb"], replace(DEMO, num_examples=36))
+    assert (run.steps_per_epoch, run.total_steps) == (steps, 2 * steps)

@@ -8,7 +8,11 @@ from typing import Any
 from transformers.distributed import DistributedConfig
 
 from backend.train.engines.base import TrainEngine
-from backend.train.patches import accelerate_fsdp_on_cpu
+from backend.train.patches import (
+    accelerate_fsdp_on_cpu,
+    transformers_parallel_plans,
+    transformers_replicated_gradients,
+)
 
 # Otherwise FSDP2 keeps whole gradients on every rank until the last batch of an accumulation; and torch 2.13 fails
 # there on an output layer in a unit of its own, whose weights TRL's loss uses without calling it (_fsdp_param.py).
@@ -24,7 +28,9 @@ class TrainTensorParallel(TrainEngine):
         return found | self._process_group() | SYNC_EACH_BATCH if self.world_size > 1 else found
 
     def start(self, config: Any) -> None:
-        """Let accelerate treat a CPU as an accelerator; nothing else has to be started."""
+        """Let accelerate treat a CPU as an accelerator, and repair transformers; nothing else has to be started."""
+        transformers_parallel_plans.apply()
+        transformers_replicated_gradients.apply()
         if self.run.device == "cpu":
             accelerate_fsdp_on_cpu.apply()
 

@@ -13,9 +13,12 @@ import torch.distributed as dist
 from architectures import build, tokens
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_runs import environment
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, BltConfig, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from backend import registry
@@ -175,6 +178,24 @@ def test_doge_adds_a_mask_for_all_heads_to_the_scores_of_some(divided: bool) -> 
             attention(*arguments)
     else:
         attention(*arguments)
+
+
+@cites("STR057")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["llama", "hrm_text", "inkling2_text"])
+def test_a_rank_does_not_load_its_part_of_some_weights(kind: str, tmp_path: Path) -> None:
+    """Of two ranks, rank 0 has the first half of each divided dimension. Where it loads something else, the model
+    computes something else, or the halves that are put together to save it are not its weights."""
+    build(kind).save_pretrained(tmp_path)
+    whole = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=DistributedConfig(tp_size=2))
+        parts = {name: weight for name, weight in model.named_parameters() if isinstance(weight, DTensor)}
+        same = [torch.equal(w.to_local(), whole[n].chunk(2, w.placements[0].dim)[0]) for n, w in parts.items()]
+    finally:
+        dist.destroy_process_group()
+    assert parts and all(same) == (kind not in registry.NO_TENSOR_PARALLELISM)
 
 
 @pytest.mark.soak

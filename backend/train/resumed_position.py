@@ -1,0 +1,54 @@
+"""Where a run continues whose steps have another number of examples than those before its checkpoint.
+
+transformers 5.23 (trainer.py, _init_training_state) computes the position in the epochs from the number of steps, as if
+all of them had had today's global batch size. After a node has joined an elastic run, that would be behind the end of
+its epochs: the run would be done at once. After a node has left, examples would be trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from backend.train.streaming import PLACES
+
+STATE = "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class Position:
+    """After `epochs`, and `batches` of each rank in the next one. `num_epochs`: how many the loop has to begin."""
+
+    epochs: int
+    batches: int
+    num_epochs: int
+    max_steps: int
+
+
+def trained(checkpoint: Path) -> tuple[int, float]:
+    """The step of a checkpoint, and its position in epochs; (0, 0.0) if it does not say."""
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        if PLACES in state.get("stateful_callbacks", ()):  # a stream has no epochs
+            return 0, 0.0
+        return int(state["global_step"]), float(state["epoch"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0, 0.0
+
+
+def find(
+    step: int, epoch: float, steps_per_epoch: int, batches_per_epoch: int, accumulation: int, max_steps: int,
+    by_epochs: bool,
+) -> Position | None:  # fmt: skip
+    """Where to continue after `step`, whose position in epochs is `epoch`; None where that is this step of the run.
+    `by_epochs`: `max_steps`, counted from step 0, follows from a number of epochs, of which the rest is trained."""
+    epochs = int(epoch + 1e-9)
+    steps = max(0, math.ceil((epoch - epochs) * batches_per_epoch / accumulation - 1e-6))
+    done = epochs * steps_per_epoch + steps
+    if not epoch or done == step:
+        return None
+    left = max(0, max_steps - (done if by_epochs else step))
+    num_epochs = epochs + max(1, math.ceil((steps + left) / steps_per_epoch))
+    return Position(epochs, steps * accumulation, num_epochs, step + left)
