@@ -7,7 +7,7 @@ from dataclasses import replace
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.common_fixes import NO_PACKING
-from backend.rules.examples import DEMO, H100, LOCAL_MODEL
+from backend.rules.examples import DEMO, H100, LOCAL_MODEL, SMOL
 
 MAMBA = replace(DEMO, shape=None, model_type="mamba")
 PACKED = {**LOCAL_MODEL, "data.packing": True}
@@ -34,21 +34,23 @@ def packing_without_isolation(case: Case) -> str | None:
 
 @error(
     "DAT022",
-    fields=("data.packing", "data.max_length", "train.per_device_train_batch_size", "eval.per_device_eval_batch_size"),
+    fields=("data.packing", "data.max_length", "train.per_device_train_batch_size"),
     title="A packed batch is longer than the model's attention mask",
     source="transformers 5.23 models/gpt_neo/modeling_gpt_neo.py: a causal mask of max_position_embeddings tokens; trl "
     "1.16 concatenates the packed sequences of a batch",
     fixes=(NO_PACKING,),
-    fails_on=Example({**PACKED, "data.max_length": 2048}, facts=replace(DEMO, model_type="gpt_neo")),
+    fails_on=Example(
+        {**PACKED, "data.max_length": 1024},
+        facts=replace(DEMO, model_type="gpt_neo", shape=replace(SMOL, max_positions=2048)),
+    ),
     passes_on=Example({**PACKED, "data.max_length": 256}, facts=replace(DEMO, model_type="gpt_neo")),
 )
 def packed_batch_exceeds_attention_mask(case: Case) -> str | None:
     """Packed sequences of a batch are concatenated into one. Most architectures make an attention mask of that length;
     GPT-Neo has one of max_position_embeddings tokens and fails on a longer batch."""
-    data, shape, evaluated = case.spec.data, case.shape, case.spec.eval.strategy != "no"
+    data, shape, size = case.spec.data, case.shape, case.spec.train.per_device_train_batch_size
     if not data.packing or shape is None or not case.model_types & registry.PACKING_WITHIN_POSITIONS:
         return None
-    size = max(case.spec.train.per_device_train_batch_size, case.spec.eval.per_device_eval_batch_size * evaluated)
     if not shape.max_positions or size * data.max_length <= shape.max_positions:
         return None
     return (

@@ -53,6 +53,16 @@ class EvalLossMixin(EvalPartsMixin):
 
     _sums: list[float]  # of the weighted losses of this process's tokens, and of the weights
 
+    def get_eval_dataloader(self: Any, *args: Any) -> Any:
+        """The batches, with padding. With packing, TRL's collator would concatenate the examples of a batch, which are
+        not packed here, and attention without FlashAttention would be computed for every pair of their tokens."""
+        collate = self.data_collator
+        self.data_collator = loss_weights.with_padding(collate)
+        try:
+            return super().get_eval_dataloader(*args)  # type: ignore[misc]
+        finally:
+            self.data_collator = collate
+
     def _evaluated(self: Any, loader: Any, *args: Any, **more: Any) -> tuple[Any, float, float]:
         """Same, but with the mean over all tokens, and the sum of their weights instead of the number of examples."""
         self._sums = [0.0, 0.0]

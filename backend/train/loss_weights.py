@@ -8,7 +8,7 @@ of an optimizer step: of all its micro-batches on all ranks, as the number of to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -63,6 +63,13 @@ class Collator:
         return {**batch, WEIGHTS: weights}
 
 
+def with_padding(collate: Any) -> Any:
+    """`collate` for examples that are not packed."""
+    if isinstance(collate, Collator):
+        return Collator(with_padding(collate.collate))
+    return replace(collate, padding_free=False) if getattr(collate, "padding_free", False) else collate
+
+
 def sums(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The number of trained tokens of a batch, and the sum of their weights, 1 each without weights; in fp32."""
     is_trained = batch["labels"][:, 1:] != IGNORE_INDEX  # nothing predicts the first token
@@ -95,13 +102,6 @@ class LossWeightsMixin:
             count, total = self.accelerator.gather(local[None].to(self.args.device)).sum(0)
             self._scale = count / total.clamp(min=torch.finfo().tiny)  # both are 0 in a step without trained tokens
         return super()._get_num_items_in_batch(batches, *args)  # type: ignore[misc]
-
-    def _prepare_inputs(self: Any, inputs: Mapping[str, Any]) -> Any:
-        """The inputs on the device. With DeepSpeed, transformers 5.23 would round the weights to 16 bits."""
-        prepared = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        if WEIGHTS in inputs:
-            prepared[WEIGHTS] = inputs[WEIGHTS].to(self.args.device)
-        return prepared
 
     def compute_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **named: Any) -> Any:
         """TRL's loss, with the weights if the batch has any: it sums the log-probabilities of the tokens and divides by

@@ -109,6 +109,14 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
             lora.set_loraplus_lr(optimizer, self.model if model is None else model, self.loraplus_lr_ratio)
         return optimizer
 
+    def _prepare_inputs(self: Any, inputs: Mapping[str, Any]) -> Any:
+        """The inputs on the device. With DeepSpeed, transformers 5.23 would round their numbers to 16 bits: weights of
+        tokens, and precomputed log-probabilities, whose differences are much smaller than they are."""
+        prepared = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        floats = {name: each for name, each in inputs.items() if torch.is_tensor(each) and each.is_floating_point()}
+        prepared.update({name: each.to(self.args.device) for name, each in floats.items()})
+        return prepared
+
     def training_step(self: Any, *args: Any, **more: Any) -> Any:
         """Take note of a loss that is NaN or infinite."""
         loss = super().training_step(*args, **more)  # type: ignore[misc]
@@ -242,7 +250,7 @@ class PretokenizedMixin(TrainerMixin):
 
 
 class TokenCountMixin(TrainerMixin):
-    """Mixin for ORPO's trainer, which does not log num_tokens."""
+    """Mixin for ORPO's trainer, which does not log num_tokens, and computes its loss of the logits as they are."""
 
     _total_train_tokens = 0  # named as in TRL's other trainers
 
@@ -253,6 +261,10 @@ class TokenCountMixin(TrainerMixin):
             self._total_train_tokens += int(self.accelerator.gather(local).sum())
         return super().compute_loss(model, inputs, *more, **named)  # type: ignore[misc]
 
+    def concatenated_forward(self: Any, model: Any, batch: Any) -> Any:
+        """The loss of logits in fp32."""
+        return super().concatenated_forward(partial(_with_fp32_logits, model), batch)  # type: ignore[misc]
+
     def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """Log the count, as TRL's other trainers do."""
         if "loss" in logs or "eval_loss" in logs:
@@ -260,11 +272,32 @@ class TokenCountMixin(TrainerMixin):
         super().log(logs, *more, **named)
 
 
+class RewardMixin(PretokenizedMixin):
+    """Mixin for the trainer of reward models."""
+
+    def compute_loss(self: Any, model: Any, *args: Any, **named: Any) -> Any:
+        """The loss of rewards in fp32."""
+        return super().compute_loss(partial(_with_fp32_logits, model), *args, **named)  # type: ignore[misc]
+
+
+def _with_fp32_logits(model: Any, *args: Any, **named: Any) -> Any:
+    """The outputs of a forward pass. Without autocast, as with DeepSpeed and pure bf16, the logits have 16 bits: TRL
+    1.16's ORPO and reward trainers would round losses and rewards to two or three digits."""
+    outputs = model(*args, **named)
+    outputs.logits = outputs.logits.float()
+    return outputs
+
+
 class NextTokenMixin(streaming.StreamMixin, LossWeightsMixin, EvalLossMixin, TrainerMixin):
     """Mixin for the trainer of SFT and pretraining."""
 
 
-MIXINS: Mapping[str, type] = {"sft": NextTokenMixin, "pretraining": NextTokenMixin, "orpo": TokenCountMixin}
+MIXINS: Mapping[str, type] = {
+    "sft": NextTokenMixin,
+    "pretraining": NextTokenMixin,
+    "orpo": TokenCountMixin,
+    "reward": RewardMixin,
+}
 
 
 def config_class(spec: RunSpec) -> Any:
@@ -300,6 +333,9 @@ def stage_arguments(spec: RunSpec) -> dict[str, Any]:
         ordered = preference.kto_loss_type == "kto"  # its KL estimate needs neighbors in the same batch
         return {
             **found,
+            # A prompt with the completion of its neighbor, of which the KL estimate is made, may be longer than both
+            # examples.
+            "max_length": spec.data.max_length,
             "loss_type": preference.kto_loss_type,
             "desirable_weight": preference.desirable_weight,
             "undesirable_weight": preference.undesirable_weight,

@@ -17,7 +17,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.runs import SKIP_CHECKS
-from backend.train import data, eval_loss, loss_weights, model, streaming, verify
+from backend.train import data, eval_loss, loss_weights, model, streaming, trl_trainers, verify
 from backend.train.run_log import TrainError
 
 COLLATE = DataCollatorForLanguageModeling(pad_token_id=0)
@@ -72,12 +72,18 @@ def test_weights_of_a_batch_have_the_shape_of_its_labels(packed: bool) -> None:
     assert batch["loss_weights"].tolist() == rows
     assert [float(each) for each in loss_weights.sums(batch)] == [3, 4.5]
     assert [float(each) for each in loss_weights.sums(COLLATE(EXAMPLES))] == [3, 3]
+    loads = type("Loads", (), {"data_collator": collate, "get_eval_dataloader": lambda self: self.data_collator})
+    trainer: Any = type("Trainer", (eval_loss.EvalLossMixin, loads), {})()
+    assert trainer.get_eval_dataloader() == COLLATE, "examples of an evaluation are not packed"
+    trainer.data_collator = loss_weights.Collator(collate)
+    assert trainer.get_eval_dataloader() == loss_weights.Collator(COLLATE)
+    assert trainer.data_collator == loss_weights.Collator(collate)
     both = loss_weights.pack(Dataset.from_list(EXAMPLES).remove_columns("seq_lengths"), 8, "bfd")
     assert both["loss_weights"][:] == [[1, 0.5, 9, 3, 1, 1]]
 
 
-def test_weights_are_not_rounded_to_the_compute_dtype() -> None:
-    """With DeepSpeed, transformers casts every tensor of floats in a batch."""
+def test_numbers_are_not_rounded_to_the_compute_dtype() -> None:
+    """With DeepSpeed, transformers casts every tensor of floats in a batch: weights, and precomputed log-probs."""
 
     class Rounds:
         args = type("Arguments", (), {"device": "cpu"})
@@ -85,9 +91,13 @@ def test_weights_are_not_rounded_to_the_compute_dtype() -> None:
         def _prepare_inputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: each.bfloat16() if each.is_floating_point() else each for name, each in inputs.items()}
 
-    made: Any = type("Trainer", (loss_weights.LossWeightsMixin, Rounds), {})()
     batch = loss_weights.Collator(COLLATE)([{**EXAMPLES[0], "loss_weights": [0.3] * 4}])
-    assert torch.equal(made._prepare_inputs(batch)["loss_weights"], torch.full((1, 4), 0.3))
+    batch["ref_chosen_logps"] = torch.tensor([-123.4567])
+    for stage in ("sft", "dpo", "kto"):
+        made: Any = type("Trainer", (trl_trainers.MIXINS.get(stage, trl_trainers.PretokenizedMixin), Rounds), {})()
+        prepared = made._prepare_inputs(batch)
+        assert torch.equal(prepared["loss_weights"], torch.full((1, 4), 0.3))
+        assert torch.equal(prepared["ref_chosen_logps"], batch["ref_chosen_logps"])
 
 
 def test_what_completes_the_last_batch_has_no_weight() -> None:

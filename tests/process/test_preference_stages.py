@@ -31,7 +31,7 @@ from untrained_models import tokenizer
 from backend.config import RunSpec
 from backend.data import read_examples
 from backend.paths import ASSETS
-from backend.train import data
+from backend.train import data, trl_trainers
 from backend.train.examples import select
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -308,6 +308,15 @@ def test_kto_pairs_each_prompt_with_the_completion_of_its_neighbor(
         batch = rows[start : start + 4]
         rotated = [batch[-1], *batch[:-1]]
         assert [row["KL_completion_ids"] for row in batch] == [row["completion_ids"] for row in rotated]
+
+
+@pytest.mark.parametrize(("stage", "name"), [("orpo", "concatenated_forward"), ("reward", "compute_loss")])
+def test_losses_of_logits_are_computed_in_fp32(stage: str, name: str) -> None:
+    """Also with DeepSpeed and pure bf16, which have no autocast."""
+    trains = type("Trains", (), {name: lambda self, model, inputs: model(**inputs).logits})
+    trainer = type("Trainer", (trl_trainers.MIXINS[stage], trains), {})()
+    found = getattr(trainer, name)(lambda x: SimpleNamespace(logits=x), {"x": torch.ones(1, dtype=torch.bfloat16)})
+    assert found.dtype == torch.float32
 
 
 def test_long_examples_are_truncated_or_dropped(fork_server: ForkServer) -> None:
