@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from peft import get_peft_model_state_dict
+from peft.utils import load_peft_weights
 
+from backend import registry
 from backend.config import RunSpec
 from backend.train import adapter_names, base_weights, checkpoint_weights, lora
 from backend.train.context import TrainContext
@@ -33,6 +35,34 @@ def load(context: TrainContext, source: ModelSource, model: Any) -> None:
         except TrainError as error:
             raise TrainError(f"lora.adapter_path: {str(error).replace(checkpoint_weights.REMEDY, REMEDY)}") from error
     context.run_log.info(f"Continuing the adapter in {folder}.")
+
+
+def restore_reference(context: TrainContext, model: Any, start: Path) -> None:
+    """Load the reference adapter of DPO and KTO before the checkpoint `start` is resumed: DeepSpeed and FSDP save only
+    what is trained, so the reference would be the base model. It is the adapter that the run continued. Raises
+    TrainError if there is neither a copy of it in the checkpoint nor itself."""
+    path = context.spec.lora.adapter_path
+    if not path or not any(REFERENCE.search(name) for name, _ in model.named_parameters()):
+        return
+
+    def find() -> Path:
+        own = get_peft_model_state_dict(model)
+        names = own.keys(), {*adapter_names.saved_names(model, own).values()}
+        for folder in (start / "ref", Path(path).expanduser()):
+            is_there = any((folder / name).is_file() for name in checkpoint_weights.ADAPTER_FILES)
+            # With ZeRO-3, peft saves the trained adapter in "ref", under other names.
+            if is_there and load_peft_weights(str(folder), device="cpu").keys() in names:
+                return folder
+        label = registry.STAGES[context.spec.train.stage].label
+        raise TrainError(
+            f"lora.adapter_path: the reference model of {label} is the adapter in {path}, which is not there anymore. "
+            "Restore this folder to resume the run."
+        )
+
+    folder = context.group.share(context.first(find))
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        load_weights(model, folder)  # also into the trained adapter, whose weights the engine loads later
+        _copy_to_reference(model)
 
 
 def _check(spec: RunSpec, source: ModelSource, model: Any, folder: Path) -> None:

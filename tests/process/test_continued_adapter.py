@@ -6,16 +6,21 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from architectures import build, save
 from fork_server import ForkServer
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from training_runs import log_text, make_spec, result
 
 from backend.runs import BASE, MODEL, SKIP_CHECKS
+from backend.train import continued_adapter
+from backend.train.device import ProcessGroup
+from backend.train.run_log import TrainError
 
 WEIGHTS = "adapter_model.safetensors"
 FIRST: dict[str, Any] = {
@@ -72,6 +77,31 @@ def test_a_run_resumes_without_the_adapter_that_it_continued(
     fork_server.resume(run, 1)
     shutil.rmtree(run / "checkpoints")
     assert fork_server.run(run, 0, "--from-scratch") != 0 and "The adapter to continue cannot be used" in log_text(run)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_resumed_run_keeps_its_reference(tmp_path: Path) -> None:
+    """DPO and KTO compare with the adapter that the run continued. The engines save only what is trained."""
+    config, at, copy = LoraConfig(r=2, target_modules=["q_proj"]), tmp_path / "adapter", tmp_path / "checkpoint-1"
+    trained, *resumed = (get_peft_model(build("llama"), config) for _ in range(3))
+    for name, parameter in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    trained.save_pretrained(at)
+    trained.add_adapter("ref", config)
+    spec = make_spec({"train.stage": "dpo", "data.builtin": "train-pairs", "lora.adapter_path": str(at)})
+    context: Any = SimpleNamespace(spec=spec, group=ProcessGroup(), first=lambda work: work())
+    for model in resumed:  # the second one when the adapter is gone
+        model.add_adapter("ref", config)
+        continued_adapter.restore_reference(context, model, copy)
+        for name, parameter in model.named_parameters():
+            if ".ref." in name:
+                assert torch.equal(parameter, trained.get_parameter(name.replace(".ref.", ".default.")))
+        model.save_pretrained(copy)
+        shutil.rmtree(at, ignore_errors=True)
+    shutil.rmtree(copy)
+    with pytest.raises(TrainError, match=r"the reference model of DPO is the adapter in .* not there anymore"):
+        continued_adapter.restore_reference(context, resumed[0], copy)
 
 
 def test_adapters_on_stacked_experts(fork_server: ForkServer, tiny: Path, tmp_path: Path) -> None:
