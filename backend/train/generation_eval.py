@@ -24,7 +24,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.runs import GENERATIONS, generations
 from backend.runs.files import write_json
-from backend.train import end_tokens, text_metrics
+from backend.train import end_tokens, text_metrics, verify
 from backend.train.completion_start import last_completion
 from backend.train.context import TrainContext
 from backend.train.device import ProcessGroup
@@ -135,14 +135,21 @@ class Generator:
         batch = self.tokenizer(
             texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
         ).to(model.device)
+        ends, prompt_tokens, limit = self._ends(model), batch["input_ids"].shape[1], self.max_new_tokens
+        if most := verify.position_limit(model.config.get_text_config()):
+            if len(texts) > 1 and prompt_tokens + limit > most:  # padding must not shorten the outputs of others
+                each = [self._batch(model, [text], count, seeds[n : n + 1]) for n, text in enumerate(texts)]
+                return [output for outputs in each for output in outputs]
+            limit = min(limit, most - prompt_tokens)
+        if limit < 1:
+            return [Generated()]
         low = self.dtype != torch.float32
         cast = torch.autocast(model.device.type, dtype=self.dtype) if low else contextlib.nullcontext()
-        ends, prompt_tokens = self._ends(model), batch["input_ids"].shape[1]
         with torch.no_grad(), cast:  # not inference_mode, which fp8 layers do not support
             generated = model.generate(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],
-                generation_config=self._config(ends),
+                generation_config=self._config(ends, limit),
                 logits_processor=self._processors(seeds, prompt_tokens),
                 stopping_criteria=StoppingCriteriaList([_EachToken(prompt_tokens, count)]),
                 synced_gpus=False,  # each rank has whole weights, so no rank waits for another's outputs
@@ -163,10 +170,10 @@ class Generator:
             return self.ends
         return frozenset(end_tokens.stop_tokens(model.generation_config, self.tokenizer))
 
-    def _config(self, ends: frozenset[int]) -> GenerationConfig:
+    def _config(self, ends: frozenset[int], limit: int) -> GenerationConfig:
         return GenerationConfig(
             do_sample=False,
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=limit,
             eos_token_id=sorted(ends) or None,
             pad_token_id=self.tokenizer.pad_token_id,
             use_cache=True,
@@ -233,7 +240,9 @@ class GenerationEvalCallback(TrainerCallback):
         if own is None and save.resume_from == "path":  # the outputs of the run that this one continues
             known = load_before(Path(save.resume_path).resolve().parent.parent, self.prompts)
         before: list[str] | None = context.group.share(known)
-        self.before = self._generate("before", "before training") if before is None else before
+        step = state.global_step  # of a checkpoint, if the prompts have changed since the first start
+        when = f"after step {step}, since those before training are not known" if step else "before training"
+        self.before = self._generate("before", when) if before is None else before
         if context.group.rank == 0 and own is None:
             save_before(context.folder, self.prompts, self.before)
         if self.is_timeline and context.group.rank == 0:

@@ -37,12 +37,18 @@ def read_plan(folder: Path) -> tuple[RunSpec, ResolvedRun]:
         ) from error
 
 
+def position_limit(config: Any) -> int:
+    """The positions in the table of a model that has one: it cannot compute longer texts. 0 for other models."""
+    if config.model_type not in registry.POSITION_TABLES:
+        return 0
+    return int(getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0))
+
+
 def check_positions(spec: RunSpec, config: Any, longest: int) -> None:
     """Raise TrainError if an example of `longest` tokens needs more positions than the table of the model has. TRL
     truncates to data.max_length what KTO makes of a prompt and the completion of its neighbor."""
-    longest = min(longest, spec.data.max_length)
-    most = getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0)
-    if config.model_type in registry.POSITION_TABLES and longest > most > 0:
+    longest, most = min(longest, spec.data.max_length), position_limit(config)
+    if longest > most > 0:
         raise TrainError(
             f"data.max_length: the longest example has {longest:,} tokens, and the model has {most:,} position "
             f"embeddings. Set data.max_length to at most {most}. [DAT010]"

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from fork_server import ForkServer
 from training_runs import TorchrunLaunch, ignore_progress, log_text, make_run_folder, make_spec, request_stop, result
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, TrainerControl, TrainerState
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel, TrainerControl, TrainerState
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from backend import registry
 from backend.config import Data
@@ -22,10 +24,11 @@ from backend.config.options import effective
 from backend.data import example_problem, read_examples
 from backend.modelspec import from_config
 from backend.paths import ASSETS, HOME
-from backend.train import adapters, builtin_models, checkpoints, model, rule_check, training, verify
+from backend.train import adapters, builtin_models, checkpoints, model, rule_check, training, trl_trainers, verify
 from backend.train.callbacks import CheckpointCallback
 from backend.train.data import prepare
 from backend.train.device import ProcessGroup
+from backend.train.generation_eval import EvalPrompt, Generator
 from backend.train.monitor import Monitor
 from backend.train.run_log import RunLog, TrainError
 
@@ -97,11 +100,29 @@ def test_prompts_with_the_completion_of_a_neighbor_are_truncated(tiny: Path, tmp
         "data.validation": "none", "data.max_length": 64, "train.stage": "kto", "eval.strategy": "no",
     })  # fmt: skip
     tokenizer = model.load_tokenizer(spec, model.locate(spec, ignore_progress))
-    longest = prepare(spec, tokenizer, lambda *_: True, print).longest
+    prepared = prepare(spec, tokenizer, lambda *_: True, print)
+    longest = prepared.longest
     assert longest > 64
+    collate = DataCollatorForUnpairedPreference(0, trl_trainers.stage_arguments(spec)["max_length"])
+    assert collate(list(prepared.train))["KL_input_ids"].shape == (2, 64)
     verify.check_positions(spec, GPT2Config(n_positions=64), longest)
     with pytest.raises(TrainError, match="longest example has 64 tokens, and the model has 63 position"):
         verify.check_positions(spec, GPT2Config(n_positions=63), longest)
+
+
+def test_outputs_end_at_the_last_position(tiny: Path) -> None:
+    """Of a model with a table of positions. The others in the batch get as many tokens as each alone."""
+    tokenizer = model.load_tokenizer(make_spec({}), model.ModelSource(str(tiny), {"local_files_only": True}))
+    words = tokenizer.encode("one two", add_special_tokens=False)[-1:]
+    prompts = [EvalPrompt(tokenizer.decode(words * count), "", "") for count in (8, 27, 32, 40)]
+    sizes = [len(tokenizer.encode(prompt.text, add_special_tokens=False)) for prompt in prompts]
+    assert sizes[0] <= 16 < sizes[1] < 32 <= sizes[2] < sizes[3]
+    config = GPT2Config(n_positions=32, n_layer=1, n_head=2, n_embd=8, vocab_size=len(tokenizer), eos_token_id=None)
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(config)
+    generators = [Generator(tokenizer, ProcessGroup(), size, 16, torch.float32, ends=frozenset()) for size in (4, 1)]
+    together, alone = ([each.text for each in it.generate(gpt2, prompts, lambda *_: True)] for it in generators)
+    assert together == alone and all(together[:2]) and together[2:] == ["", ""]
 
 
 @pytest.mark.parametrize(
