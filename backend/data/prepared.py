@@ -43,9 +43,10 @@ PACKAGES = ("datasets", "jinja2", "numpy", "tokenizers", "transformers", "trl")
 ELSEWHERE = {"dataset_num_proc", "files", "validation_files", "chat_template_file"}
 
 
-def key_of(spec: RunSpec, tokenizer: Any, hub: str = "") -> str:
+def key_of(spec: RunSpec, tokenizer: Any, hub: str = "", today: str = "") -> str:
     """What the prepared data of a spec depends on, as a hash; '' if it cannot be determined, as for a slow tokenizer or
-    one with its own code. `hub`: the fingerprint of data on the Hub. Raises OSError and DataFileError."""
+    one with its own code. `hub`: the fingerprint of data on the Hub; `today`: the date that chat templates write.
+    Raises OSError and DataFileError."""
     if not tokenizer.is_fast or spec.model.trust_remote_code:
         return ""
     paths = [[str(path.absolute()) for path in part] for part in _paths(spec)]
@@ -61,7 +62,7 @@ def key_of(spec: RunSpec, tokenizer: Any, hub: str = "") -> str:
         * (spec.train.stage == "kto"),
         "tokenizer": [tokenizer.backend_tokenizer.to_str(), type(tokenizer).__name__, str(tokenizer.init_kwargs)],
         "special": [str(tokenizer.special_tokens_map), tokenizer.eos_token_id],
-        "template": [template, time.strftime("%F") if "strftime_now" in template else ""],
+        "template": [template, today if "strftime_now" in template else ""],
         "code": [module.read_text(encoding="utf-8") for module in modules],
         "packages": [importlib.metadata.version(package) for package in PACKAGES],
     }

@@ -26,7 +26,7 @@ from backend.config import RunSpec
 from backend.config.options import for_dataset
 from backend.data import DataFileError, is_absurd, mixed, mixed_counts, prepared, to_text
 from backend.data.chat import has_other_weights
-from backend.train import end_tokens
+from backend.train import end_tokens, template_date
 from backend.train.encoding import BatchTokenizer, Columns, Rendered, TextEncoder
 from backend.train.examples import (
     ConvertedExample,
@@ -476,7 +476,7 @@ def _key(spec: RunSpec, tokenizer: Any) -> tuple[str, list[list[int]]]:
     try:
         alone = [for_dataset(spec, index) for index in datasets(spec)]
         hub = " ".join(hub_fingerprint(each) for each in alone if each.data.source == "hub")
-        return prepared.key_of(spec, tokenizer, hub), prepared.file_states(spec)
+        return prepared.key_of(spec, tokenizer, hub, template_date.today()), prepared.file_states(spec)
     except (OSError, DataFileError):  # `prepare` reports the error
         return "", []
 
@@ -499,7 +499,8 @@ def save(made: PreparedData, folder: Path) -> None:
         path.unlink()
     examples = [[example.location, example.value] for example in made.eval_examples]
     others = [examples, made.end_tokens, made.validation_sizes]
-    (folder / OTHERS).write_text(json.dumps(others), encoding="utf-8")
+    # Keys of turns that no template reads may have values that JSON has not, such as a date of a Parquet file.
+    (folder / OTHERS).write_text(json.dumps(others, default=str), encoding="utf-8")
 
 
 def load(folder: Path) -> PreparedData:

@@ -37,6 +37,7 @@ from backend.train import (
     resumed_options,
     sharding,
     streaming,
+    template_date,
     time_limit,
     trainers,
     universal_checkpoint,
@@ -70,6 +71,7 @@ def train(spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, gro
     logging_setup.configure_logging(spec.logging.level, group.rank, isinstance(engine, TrainDeepSpeed))
     from_scratch = from_scratch or spec.save.resume_from == "scratch"
     context = TrainContext(spec, folder, from_scratch, group, RunLog(folder, group.rank), run, engine)
+    template_date.fix(folder)
     if group.rank == 0:
         checkpoints.check(folder, from_scratch)
     time_limit.watch(spec.train.max_hours, run.engine.restores_optimizer(spec), context.run_log)
@@ -277,6 +279,7 @@ def _check_start(context: TrainContext, source: model.ModelSource, trainer: Any,
     lora.check_checkpoint(weights, start)
     if start and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         context.first(lambda: checkpoint_weights.check_engine_names(weights, start))
+        continued_adapter.restore_reference(context, weights, start)
     elif start is None:
         continued_adapter.load(context, source, weights)
 

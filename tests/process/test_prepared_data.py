@@ -10,13 +10,17 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from fork_server import ForkServer
+from pyarrow import parquet
 from training_runs import environment, log_text, losses, make_spec
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from backend import presets
 from backend.__main__ import main
@@ -24,7 +28,8 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.data import prepared
 from backend.paths import prepared_folder
-from backend.train import data, model
+from backend.runs import PLAN
+from backend.train import data, model, template_date
 from backend.train.training import PREPARED
 
 ROWS = [{"prompt": f"When does train {n} leave?", "completion": f"At {n}."} for n in range(40)]
@@ -75,6 +80,32 @@ def test_it_is_used_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         assert (made.eval_examples, made.end_tokens) == (expected.eval_examples, expected.end_tokens)
     names = {path.name for path in (tmp_path / "two").rglob("*.arrow")}
     assert names == {"data-00000-of-00001.arrow"} and os.stat(next((tmp_path / "two").rglob("*.arrow"))).st_nlink == 3
+
+
+def test_templates_write_the_date_of_the_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is resumed on another day has the same texts."""
+    spec, turns = spec_of(tmp_path), [{"role": "user", "content": "When?"}]
+    tokenizer = tokenizer_of(tiny, spec)
+    (tmp_path / PLAN).write_text(json.dumps({"created": datetime(2026, 1, 2).timestamp()}))
+    monkeypatch.setattr(chat_template_utils, "datetime", datetime)
+    template_date.fix(tmp_path / "without a plan")
+    assert template_date.today() == f"{datetime.now():%Y-%m-%d}"
+    template_date.fix(tmp_path)
+    for template, count in (("{{ strftime_now('%F') }}", 2), ("without", 1)):
+        tokenizer.chat_template = template
+        days = template_date.today(), "2026-01-03"
+        assert len({prepared.key_of(spec, tokenizer, "", day) for day in days}) == count
+        assert tokenizer.apply_chat_template(turns, tokenize=False) == ("2026-01-02" if count == 2 else template)
+
+
+def test_turns_have_values_that_json_has_not(tiny: Path, tmp_path: Path) -> None:
+    """Such as a date of a Parquet file, which no chat template reads."""
+    turns = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "At nine."}]
+    rows = [{"messages": [{**turn, "sent": datetime(2026, 1, n)} for turn in turns]} for n in range(1, 9)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    spec = spec_of(tmp_path, **{"data.files": (str(tmp_path / "rows.parquet"),), "eval.num_generations": 1})
+    (example,) = prepare(spec, tokenizer_of(tiny, spec), tmp_path / "one")[0].eval_examples
+    assert example.value["messages"][1]["content"] == "At nine."
 
 
 @pytest.mark.parametrize(
