@@ -244,14 +244,15 @@ def _calls(value: Any, number: int) -> list[dict[str, Any]]:
 
 
 def _with_arguments(function: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A called function; its arguments are an object or the JSON text of one. Raises InvalidExample."""
+    """A called function; its arguments are an object or the JSON text of one. Llama 3 names them parameters, which
+    other templates would leave out. Raises InvalidExample."""
     arguments = function.get("arguments", function.get("parameters"))
     if arguments in (None, ""):  # usual for a call without arguments
-        return {**function, "arguments": {}} if "parameters" not in function else dict(function)
+        arguments = {}
     if not isinstance(parse_json(arguments), Mapping):
         shown = shorten(arguments)
         raise InvalidExample(f"the arguments of a tool call of turn {number} are not a JSON object: {shown!r}")
-    return dict(function)
+    return {**{key: value for key, value in function.items() if key != "parameters"}, "arguments": arguments}
 
 
 def _tool_calls(value: Mapping[str, Any], number: int) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ def render(
     """The `prompt` that the template makes of a request after the turns `before`, and the `messages`; `is_plain`:
     transformers renders the same prompt from the messages without Footplate. Raises TrainError,
     UnsupportedConversation."""
+    template = template.of({"tools": request.tools.strip()})
     reads = template.input.variables
     if "tools" not in reads:
         refuse_tools(request, "The chat template of this model does not read tools")

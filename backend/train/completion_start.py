@@ -23,7 +23,7 @@ def difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> Start | None:
     """How the last completion of a converted example begins in generation, and in training. None if training has the
     same beginning, as text and as tokens, and the loss starts right after it, or if the template rewrites earlier
     turns. Raises UnsupportedConversation."""
-    is_marked = "messages" in example
+    chat, is_marked = chat.of(example), "messages" in example
     template = chat.marked_template if is_marked else None
     prompt, completion = last_completion(example)
     if not prompt:
@@ -45,6 +45,7 @@ def difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> Start | None:
 
 def kwargs_without_difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> dict[str, bool] | None:
     """A template variable that makes the beginnings of an example equal, with its value, if there is one."""
+    chat = chat.of(example)
     for name in SWITCHES:
         for value in (False, True):
             switched = replace(chat, kwargs={**chat.kwargs, name: value})

@@ -169,6 +169,7 @@ class ChatTokenizer:
     kwargs: Mapping[str, Any]  # variables of the template
     input: TemplateInput
     marked_input: TemplateInput  # of marked_template
+    with_tools: ChatTokenizer | None = None  # for examples with tools, if the tokenizer has a template of its own
 
     @classmethod
     def create(cls, tokenizer: Any, all_tokens: bool, kwargs: Mapping[str, Any] | None = None) -> ChatTokenizer:
@@ -180,13 +181,22 @@ class ChatTokenizer:
                 "The model's tokenizer has no chat template: set data.chat_template to chatml, or to file with a "
                 "template in data.chat_template_file."
             )
+        with_tools = None
         if isinstance(template, dict):
+            if "tool_use" in template:  # apply_chat_template of transformers uses it for conversations with tools
+                alone = copy.copy(tokenizer)
+                alone.chat_template = template["tool_use"]
+                with_tools = cls.create(alone, all_tokens, kwargs)
             template = template.get("default") or next(iter(template.values()))
         marked: str | None = template
         if not all_tokens and not has_generation_markers(template):
             marked = _training_template(tokenizer, template)
-        inputs = [TemplateInput.create(tokenizer, each or template) for each in (template, marked)]
-        return cls(tokenizer, marked, all_tokens, kwargs or {}, *inputs)
+        plain, of_marked = (TemplateInput.create(tokenizer, each or template) for each in (template, marked))
+        return cls(tokenizer, marked, all_tokens, kwargs or {}, plain, of_marked, with_tools)
+
+    def of(self, example: Mapping[str, Any]) -> ChatTokenizer:
+        """The one for a converted example, or for variables of the template: that for tools if it has any."""
+        return self.with_tools if self.with_tools and example.get("tools") else self
 
     def _variables(self, example: Mapping[str, Any]) -> dict[str, Any]:
         """What the template gets besides the turns."""
@@ -195,6 +205,8 @@ class ChatTokenizer:
 
     def unread(self, value: Mapping[str, Any]) -> set[str]:
         """The parts of a converted example's turns that are not trained on, as words."""
+        if (own := self.of(value)) is not self:
+            return own.unread(value)
         read = self.marked_input if "messages" in value else self.input
         found = read.unread(turns_of(value), value)
         found |= {f"{name} of data.{TEMPLATE_KWARGS}" for name in self.kwargs.keys() - read.variables}
@@ -283,6 +295,8 @@ class ChatTokenizer:
     def conversation(self, messages: Messages, example: Mapping[str, Any] = NOTHING) -> Rendered[Labeled]:
         """The text of a conversation, of whose tokens ids, labels and weights are made. Raises
         UnsupportedConversation."""
+        if (own := self.of(example)) is not self:
+            return own.conversation(messages, example)
         text, spans = self._rendered(messages, example)
         turns = list[tuple[Span, Mapping[str, Any]]]()
         weighted = has_loss_weights(messages)
@@ -331,8 +345,7 @@ class ChatTokenizer:
                 [self.marked_input(messages)],
                 chat_template=self.marked_template,
                 return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
-                **self._variables(example),
+                **{**self.tokenizer.special_tokens_map, **self._variables(example)},  # as in apply_chat_template
             )
         except TEMPLATE_ERRORS as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
@@ -405,6 +418,8 @@ class ChatTokenizer:
 
     def render(self, messages: Messages, example: Mapping[str, Any], **more: Any) -> str:
         """The text of a conversation; `more` goes to apply_chat_template. Raises UnsupportedConversation."""
+        if (own := self.of(example)) is not self:
+            return own.render(messages, example, **more)
         if not messages:  # transformers raises "Cannot apply chat template to an empty conversation"
             raise UnsupportedConversation("begins with an assistant turn; add a user or system turn as its prompt")
         turns = (self.marked_input if more.get("chat_template") else self.input)(messages)

@@ -3,6 +3,7 @@ models; and what is not trained on is counted or refused by name."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections import Counter
@@ -298,6 +299,10 @@ def test_tool_calls_are_the_same_tokens_in_all_formats(tokenizer: Any, name: str
     assert chat.tokenize(converted({"messages": calling(text)})["messages"])[0] == ids
     assert "\\" not in chat.tokenizer.decode(ids) and "Köln" in chat.tokenizer.decode(ids)
     assert "'to'" not in chat.tokenizer.decode(ids)
+    called = calling(arguments)[1]["tool_calls"][0]["function"]
+    called["parameters"] = called.pop("arguments")  # as Llama 3 writes them
+    renamed = [QUESTION, {"role": "assistant", "content": "", "function_call": called}, *calling("")[2:]]
+    assert chat.tokenize(converted({"messages": renamed})["messages"])[0] == ids
     empty = [chat.tokenize(converted({"messages": calling(given)})["messages"])[0] for given in ({}, "", "{}", None)]
     assert empty[1:] == [empty[0]] * 3
 
@@ -308,6 +313,23 @@ def test_an_openai_function_call_and_functions_are_used(tokenizer: Any) -> None:
     turns = [QUESTION, {"role": "assistant", "content": None, "function_call": call}]
     value = converted({"messages": turns, "functions": [TOOL["function"]]})
     assert value["tools"] == [TOOL] and '{"name": "timetable", "arguments": {"to": "Bern"}}' in trained(chat, value)[0]
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_a_template_for_tools_renders_conversations_with_tools(tokenizer: Any, all_tokens: bool) -> None:
+    """transformers chooses it by its name, tool_use."""
+    templates = {"tool_use": published(tokenizer, "qwen3").tokenizer.chat_template, "default": OPENS_THINKING}
+    alone, value = {}, converted({"messages": calling({"to": "Bern"}), "tools": [TOOL]})
+    for name, tokenizer.chat_template in (*templates.items(), ("both", templates)):
+        alone[name] = ChatTokenizer.create(copy.copy(tokenizer), all_tokens)
+    for example, name in ((value, "tool_use"), ({"messages": value["messages"]}, "default")):
+        both, expected = alone["both"], alone[name]
+        assert both.tokenize(example["messages"], example) == expected.tokenize(example["messages"], example)
+        assert both.unread(example) == expected.unread(example)
+        prompt, completion = example["messages"][:3], example["messages"][3:]
+        ids = [chat.tokenize_completions(prompt, [completion], example) for chat in (both, expected)]
+        assert ids[0] == ids[1]
+        assert completion_start.difference(both, example) == completion_start.difference(expected, example)
 
 
 def test_calls_and_responses_as_roles(tokenizer: Any) -> None:
@@ -630,6 +652,8 @@ def test_variables_of_the_template(tokenizer: Any) -> None:
     for kwargs, value, thinks in [({}, row, True), ({"enable_thinking": False}, row, False), ({}, given, False)]:
         chat = ChatTokenizer.create(tokenizer, False, kwargs)
         assert chat.render_prompt([QUESTION], converted(value)).endswith("<think>\n") == thinks
+    own = ChatTokenizer.create(tokenizer, False, {"bos_token": "<s>"}).tokenize([QUESTION, ANSWER])
+    assert own == ChatTokenizer.create(tokenizer, False).tokenize([QUESTION, ANSWER])  # which reads no BOS token
     chat = ChatTokenizer.create(tokenizer, False, {"effort": "low"})
     unread = {key.removeprefix("unread ") for key in count(chat, converted(given)) if key.startswith("unread")}
     assert unread == {"the column documents", "style of chat_template_kwargs", "effort of data.chat_template_kwargs"}
