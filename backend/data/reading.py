@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fnmatch
 import glob
 import importlib.util
 import json
@@ -45,7 +46,10 @@ MAX_JSON = 2 * 1024 * MIB  # characters: a .json file is parsed as a whole
 PARQUET_SECONDS = 60.0  # starting Python and reading what a check needs takes 0.5 s
 LENGTH_BYTES = 8
 MAX_FILES = 10_000  # in a folder
-ABOUT_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")  # in a folder that `datasets` has saved
+# Files about a dataset in a folder that `datasets` has saved, or that was downloaded from the Hub; and what the library
+# keeps next to the data when it computes something of it, such as a copy of all examples.
+ABOUT_DATASETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+CACHED_BY_DATASETS = "cache-*.arrow"
 SUPPORTED = f"{', '.join(TEXT)} (also compressed, such as .jsonl.gz), .parquet and .arrow"
 HTML = (b"<!doctype html", b"<html")
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}  # separator of columns -> its name
@@ -93,7 +97,7 @@ def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
     for name in files:
         pattern = str((base or Path()) / os.path.expanduser(name))  # Path.expanduser raises for unknown users
         try:
-            paths = [pattern] if Path(pattern).exists() else sorted(matches(pattern))
+            paths = [pattern] if Path(pattern).exists() else sorted(filter(_is_data, matches(pattern)))
         except TooManyEntries as error:
             raise DataFileError(name, 0, str(error)) from None
         except OSError as error:  # such as a name that is too long, because it is the data itself
@@ -114,12 +118,16 @@ def _files_in(folder: Path) -> list[Path]:
     if len(entries) > MAX_FILES:
         raise DataFileError(folder, 0, f"has more than {MAX_FILES:,} files; list some of them with a pattern")
     data = (path for path in entries if data_suffix(path) in SUFFIXES and path.name[0] not in "._")
-    found = sorted(path for path in data if path.name not in ABOUT_DATASETS)
+    found = sorted(path for path in data if path.name not in ABOUT_DATASETS and _is_data(path.name))
     if not found:
         raise DataFileError(
             folder, 0, f"contains no data files (subfolders are not searched); supported are {SUPPORTED}"
         )
     return found
+
+
+def _is_data(path: str) -> bool:
+    return not fnmatch.fnmatch(os.path.basename(path), CACHED_BY_DATASETS)
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:

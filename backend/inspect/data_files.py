@@ -44,6 +44,8 @@ MAX_LENGTHS = 2000  # per file
 SHORT_WORD = 20  # characters
 TURN_TOKENS = 3  # special tokens of a chat template around a turn, in addition to those that _count_tokens adds
 NO_EXAMPLES = "contains no examples"
+# In the names of files with examples for evaluation.
+OTHER_SPLIT = re.compile(r"(?<![a-z])(test|valid|validation|val|dev|eval|evaluation)(?![a-z])", re.IGNORECASE)
 SINGLE_TOKEN = re.compile(r"[^\sA-Za-z]")
 
 
@@ -107,6 +109,7 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
     labels = tuple(map(sum, zip(*(facts.label_counts for facts in train[0]), strict=True))) if train[0] else None
     return {
         "data_issues": (*train[1], *validation[1]),
+        **_splits(data.files if data.source == "files" else (), base),
         "shared_files": tuple(sorted({facts.path for facts in train[0]} & {facts.path for facts in validation[0]})),
         "format": format,
         "columns": first.columns if first else (),
@@ -135,6 +138,21 @@ def _added(counts: Iterable[tuple[tuple[str, int], ...]]) -> tuple[tuple[str, in
     for each in counts:
         found.update(dict(each))
     return tuple(sorted(found.items()))
+
+
+def _splits(names: tuple[str, ...], base: Path) -> dict[str, tuple[str, ...]]:
+    """The files of folders and patterns whose names say that they are for evaluation, and all others, as data.files
+    would name each. None without others: then they were chosen."""
+    found: tuple[list[str], list[str]] = ([], [])
+    for name in names:
+        with suppress(DataFileError, OSError):  # reported by `_files`
+            given = os.path.expanduser(name)
+            is_absolute, is_chosen = os.path.isabs(given), (base / given).is_file()
+            for path in expand([name], base):
+                is_other = not is_chosen and OTHER_SPLIT.search(path.name) is not None
+                found[is_other].append(name if is_chosen else str(path) if is_absolute else os.path.relpath(path, base))
+    own, other = map(tuple, found)
+    return {"own_split": own, "other_splits": other} if own and other else {"own_split": (), "other_splits": ()}
 
 
 def _count(files: list[_FileFacts], per_example: int) -> int | None:

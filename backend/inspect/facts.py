@@ -57,6 +57,8 @@ class InputFacts:
     is_downloaded: bool = True  # False: the run downloads the model
     data_issues: tuple[DataIssue, ...] = ()
     shared_files: tuple[str, ...] = ()  # training files that are validation files too
+    other_splits: tuple[str, ...] = ()  # training files of a folder or pattern that are named like test data
+    own_split: tuple[str, ...] = ()  # the other training files, if there are `other_splits`
     split_files: tuple[str, ...] = ()  # the validation set is split off them, and another dataset trains on that part
     repeats: int = 0  # an earlier dataset that trains on all files of this one, read the same way; 0: none
     format: str = ""  # of the training data: the one that is set, or detected

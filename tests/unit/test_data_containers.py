@@ -148,10 +148,11 @@ def test_an_error_of_a_whole_file_skips_no_example(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_datasets_has_saved(tmp_path: Path) -> None:
-    for name in ("dataset_info.json", "state.json"):
+    """It may also have what `map` and `filter` have computed of the examples."""
+    for name in ("dataset_info.json", "dataset_infos.json", "state.json", "cache-0123456789abcdef.arrow"):
         (tmp_path / name).write_text("{}")
     path = write(tmp_path, "stream.arrow", ROWS)
-    assert expand([str(tmp_path)]) == [path]
+    assert expand([str(tmp_path)]) == expand([str(tmp_path / "*.arrow")]) == [path]
 
 
 def test_one_file_with_several_names_is_read_once(tmp_path: Path) -> None:

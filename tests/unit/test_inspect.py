@@ -169,6 +169,20 @@ def test_files_that_both_train_and_validate_are_found(tmp_path: Path) -> None:
     assert shared("c.jsonl") == []
 
 
+@pytest.mark.parametrize("name", ["data", "data/", "data/*.jsonl"])
+def test_files_of_other_splits_are_found(tmp_path: Path, name: str) -> None:
+    (tmp_path / "data").mkdir()
+    for file in ("train-0.jsonl", "latest.jsonl", "test_sft-0.jsonl", "Dev.jsonl"):
+        write(tmp_path / "data" / file, [{"text": "x"}])
+    facts = inspect_inputs(files(name), tmp_path)
+    assert facts.other_splits == ("data/Dev.jsonl", "data/test_sft-0.jsonl")
+    assert facts.own_split == ("data/latest.jsonl", "data/train-0.jsonl")
+    for chosen in (("data/train*",), ("data/test*",), ("data/train*", "data/Dev.jsonl")):
+        assert inspect_inputs(files(*chosen), tmp_path).other_splits == ()
+    absolute = inspect_inputs(files(str(tmp_path / name)), tmp_path).other_splits
+    assert absolute == tuple(str(tmp_path / other) for other in facts.other_splits)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl, b.jsonl", "a.jsonl;b.jsonl", '"a.jsonl"', "'a.jsonl'"])
 def test_several_paths_on_one_line_are_recognized(tmp_path: Path, name: str) -> None:
     write(tmp_path / "a.jsonl", [{"text": "x"}])
