@@ -12,7 +12,7 @@ from backend.preflight import Report
 from backend.runs.folder import Run
 from backend.runs.throughput import duration
 from backend.tasks.earlier_runs import EarlierRuns
-from backend.timing.whole_run import START_SECONDS
+from backend.timing.whole_run import PRECOMPUTATION, START_SECONDS
 from backend.wording import counted, figure
 
 MIN_STEPS = 3  # after the first one, which is slower
@@ -184,14 +184,15 @@ class MeasuredStarts(EarlierRuns[float]):
 
 
 def measure_start(run: Run) -> float | None:
-    """Seconds from the start of a run that is done to its first step, without that step and the predicted time of
-    loading the weights; None if they were not recorded."""
+    """Seconds from the start of a run that is done to its first step, without that step and the predicted times of
+    loading the weights and of precomputed log-probs; None if they were not recorded."""
     progress, whole, summary = run.progress(), (run.estimate().get("time") or {}).get("run"), run.summary()
     first, step = progress.get("first_step_time"), progress.get("step_seconds")
     if summary["state"] != "done" or not whole or not first or not step or not summary["started"]:
         return None
     loading = whole["items"][0]["seconds"] - whole.get("start_seconds", START_SECONDS)
-    return max(1.0, float(first - summary["started"] - step - loading))
+    precomputing = sum(item["seconds"] for item in whole["items"] if item.get("label") == PRECOMPUTATION)
+    return max(1.0, float(first - summary["started"] - step - loading - precomputing))
 
 
 def _measure_calm(run: Run) -> TimeMeasurement | None:

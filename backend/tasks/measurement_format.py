@@ -23,7 +23,7 @@ from backend.runs import failure
 from backend.runs.folder import ENDS
 from backend.runs.json_values import is_number
 from backend.timing.estimate import CPU, GPUS, NETWORK, OPERATIONS, PROCESSES, RANKS
-from backend.timing.whole_run import START, STEPS
+from backend.timing.whole_run import PRECOMPUTATION, START, STEPS
 
 NAME, VERSION = "footplate-measurement", 1
 OTHER = "other"
@@ -39,7 +39,8 @@ PHASES = ("Loading", "Forward and backward", "Forward", "Backward", "Optimizer s
 TIME_ITEMS = (
     "Linear layers", "Output layer and loss", "Attention", "Norms, activations and residuals", "Reading the weights",
     "LoRA adapters", "Dequantization", "Gradients", "Reference model", "Optimizer step",
-    CPU, OPERATIONS, NETWORK, GPUS, PROCESSES, RANKS, START, STEPS, "Evaluations", "Checkpoints and final model",
+    CPU, OPERATIONS, NETWORK, GPUS, PROCESSES, RANKS, START, PRECOMPUTATION, STEPS, "Evaluations",
+    "Checkpoints and final model",
 )  # fmt: skip
 FAILURES = (
     failure.DEVICE_MEMORY, failure.HOST_MEMORY, failure.SHARED_MEMORY, failure.DISK, failure.PORT, failure.TIMEOUT,

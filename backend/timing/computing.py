@@ -174,10 +174,25 @@ def _gradients(ctx: TimeContext) -> Part:
 
 
 def _reference(ctx: TimeContext) -> Part:
-    """A forward pass of the initial model, for preference losses."""
-    if not ctx.memory.run.needs_reference_model:
-        return Part("", 0, "")
-    return Part("Reference model", forward_seconds(ctx), "one forward pass of the initial model")
+    """The forward passes of preference losses without gradients."""
+    count = reference_passes(ctx)
+    formula = f"{count} forward pass{'es' if count > 1 else ''} of a batch without gradients"
+    return Part("Reference model", count * forward_seconds(ctx), formula)
+
+
+def reference_passes(ctx: TimeContext) -> int:
+    """Forward passes of a batch besides that of the loss: DPO and KTO compare with the initial model, also where that
+    is the model without its adapter, and KTO estimates the KL divergence with other completions, of both models."""
+    if not ctx.memory.stage.uses_reference_model:
+        return 0
+    with_kl, preference = estimates_kl(ctx), ctx.memory.spec.preference
+    return with_kl + (0 if preference.precompute_ref_log_probs else 1 + with_kl)
+
+
+def estimates_kl(ctx: TimeContext) -> bool:
+    """Whether the loss is that of KTO with its KL estimate."""
+    spec = ctx.memory.spec
+    return spec.train.stage == "kto" and spec.preference.kto_loss_type == "kto"
 
 
 def forward_seconds(ctx: TimeContext) -> float:

@@ -10,13 +10,13 @@ from backend.inspect import InputFacts
 from backend.memory.disk import checkpoint_bytes, final_model_bytes
 from backend.runs.resume_point import step_of
 from backend.timing.batch import trained_lengths
-from backend.timing.computing import Part, forward_seconds
+from backend.timing.computing import Part, estimates_kl, forward_seconds, reference_passes
 from backend.timing.context import TimeContext
 from backend.timing.rates import DISK_RATE
 
 STEPS, TOKENIZING = "Steps", "tokenizing the data"
 COMPILING = "compiling, which takes minutes in the first step"
-START = "Start and loading"
+START, PRECOMPUTATION = "Start and loading", "Reference log-probabilities"
 # The uncertainty factor of everything but steps: loading, evaluations and checkpoints were never compared with
 # measurements.
 REST = 3.0
@@ -69,6 +69,7 @@ def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTim
     steps = max(0, steps - _trained(ctx, facts, steps))
     items = [
         _start(ctx),
+        _precomputation(ctx),
         Part(STEPS, steps * step_seconds, f"{steps:,} steps x {step_seconds:.3g} s"),
         _evaluations(ctx, steps),
         _checkpoints(ctx, steps),
@@ -114,14 +115,29 @@ def _start(ctx: TimeContext) -> Part:
     return Part(START, START_SECONDS + size / _disk_rate(ctx), formula)
 
 
+def _precomputation(ctx: TimeContext) -> Part:
+    """The forward passes of the reference model over all examples, before the first step."""
+    memory, spec = ctx.memory, ctx.memory.spec
+    if not memory.stage.uses_reference_model or not spec.preference.precompute_ref_log_probs:
+        return Part("", 0, "")
+    evaluated = 0 if spec.eval.strategy == "no" else memory.run.num_eval_examples or 0
+    examples, passes = (memory.run.num_train_examples or 0) + evaluated, 1 + estimates_kl(ctx)
+    seconds = passes * examples * _forward_seconds(ctx) / memory.run.data_parallel_size
+    return Part(PRECOMPUTATION, seconds, f"{passes} x forward passes over {examples:,} examples")
+
+
 def _evaluations(ctx: TimeContext, steps: int) -> Part:
     """Forward passes over the validation set."""
     memory, spec = ctx.memory, ctx.memory.spec
     examples = memory.run.num_eval_examples or 0
-    count = _count(ctx, steps, spec.eval.strategy, spec.eval.steps)
-    each = forward_seconds(ctx) / max(1, spec.train.per_device_train_batch_size)
-    seconds = count * examples * each / memory.run.data_parallel_size
+    count = _count(ctx, steps, spec.eval.strategy, spec.eval.steps) * (1 + reference_passes(ctx))
+    seconds = count * examples * _forward_seconds(ctx) / memory.run.data_parallel_size
     return Part("Evaluations", seconds, f"{count} x forward passes over {examples:,} examples")
+
+
+def _forward_seconds(ctx: TimeContext) -> float:
+    """A forward pass of one example, without gradients."""
+    return forward_seconds(ctx) / max(1, ctx.memory.spec.train.per_device_train_batch_size)
 
 
 def _checkpoints(ctx: TimeContext, steps: int) -> Part:

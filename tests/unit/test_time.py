@@ -126,6 +126,25 @@ def test_padding_and_packing() -> None:
     assert trained_lengths([5, 9], 4, splits=True) == [1, 1, 4, 4, 4] and trained_lengths([3, 9], 4, False) == [3, 4]
 
 
+def test_passes_of_preference_losses_without_gradients() -> None:
+    """The reference model is one more pass, also where it is the model without its adapter. KTO estimates the KL
+    divergence with both models."""
+
+    def passes(stage: str, **options: Any) -> tuple[float, float]:
+        run_spec = spec(train__stage=stage, data__builtin="train-pairs", **options)
+        found = time(run_spec, num_examples=100, token_lengths=(50, 60))
+        assert found.run
+        parts = {item.label: item.seconds for item in (*found.items, *found.run.items)}
+        return parts.get("Reference model", 0.0), parts.get("Reference log-probabilities", 0.0)
+
+    ((one, none), full), orpo = (passes("dpo", method__kind=kind) for kind in ("lora", "full")), passes("orpo")
+    assert one > 0 == none and full[0] > 0 and orpo == (0, 0)
+    kto, apo = passes("kto"), passes("kto", preference__kto_loss_type="apo_zero_unpaired")
+    assert kto[0] == pytest.approx(3 * apo[0])
+    before = [passes(stage, preference__precompute_ref_log_probs=True) for stage in ("dpo", "kto")]
+    assert before[0][0] == 0 < before[0][1] and before[1][0] == pytest.approx(kto[0] / 3)
+
+
 def test_ranks_wait_for_the_longest_batch() -> None:
     run_spec = spec(parallel__strategy="ddp", launch__nproc_per_node=8, train__per_device_train_batch_size=1)
     labels = {
