@@ -186,6 +186,7 @@ def _stage(found: Import) -> None:
     found.patch["train.stage"] = STAGES[kind] if kind else "reward" if found.get("reward_model") else "sft"
     losses = words(found.get("dpo_loss_type", [])) or ["ipo" if kind == "ipo" else "sigmoid"]
     if kind in ("dpo", "ipo"):
+        losses = found.dpo_losses(losses, "dpo_loss_weights")
         found.patch["preference.dpo_loss_type"] = losses[0]
     found.missing += [f"dpo_loss_type: {name} (one loss at a time)" for name in losses[1:]]
     if kind == "orpo":

@@ -227,6 +227,17 @@ class Import:
             self.patch["parallel.extra_config"] = json.dumps({"cpu_ram_efficient_loading": False})
         self.missing += [f"fsdp_config.{key}: {value}" for key, value in rest.items() if value not in NO_EFFECT]
 
+    def dpo_losses(self, losses: list[str], weights_key: str) -> list[str]:
+        """The losses of DPO, without an SFT loss next to a single other one, which preference.sft_loss_weight adds."""
+        others, given = [name for name in losses if name != "sft"], self.table.get(weights_key)
+        weights = given if isinstance(given, list) and len(given) == len(losses) else [1.0] * len(losses)
+        known = {name: weight for name, weight in zip(losses, weights, strict=True) if isinstance(weight, int | float)}
+        if len(losses) != 2 or len(others) != 1 or known.get(others[0]) != 1 or "sft" not in known:
+            return losses
+        self.read.add(weights_key)
+        self.patch["preference.sft_loss_weight"] = float(known["sft"])
+        return others
+
 
 def with_current_names(table: Table, former: Mapping[str, str]) -> dict[str, Any]:
     """`table` with the current names of keys that the tool has renamed: former name -> current one."""

@@ -112,6 +112,7 @@ def _stage(found: Import) -> None:
         "also the learning rate if the file has none"
     )
     if stage == "dpo" and losses:
+        losses = found.dpo_losses(losses, "loss_weights")
         if losses[0] not in registry.DPO_LOSSES:
             raise found.fail("loss_type", losses[0], f"supported values are {', '.join(registry.DPO_LOSSES)}")
         found.patch["preference.dpo_loss_type"] = losses[0]

@@ -71,6 +71,7 @@ OPTIONS = [
     ({"adapter": None, "load_in_8bit": False}, "method.kind", "full"),
     ({"rl": "dpo", "rl_beta": 0.2}, "preference.beta", 0.2),
     ({"rl": "ipo"}, "preference.dpo_loss_type", "ipo"),
+    ({"rl": "dpo", "dpo_loss_type": ["hinge", "sft"], "dpo_loss_weights": [1, 2]}, "preference.sft_loss_weight", 2),
     ({"rl": "orpo", "orpo_alpha": 0.3}, "preference.beta", 0.3),
     ({"rl": "kto", "kto_undesirable_weight": 0.5}, "preference.undesirable_weight", 0.5),
     ({"reward_model": True}, "train.stage", "reward"),

@@ -64,6 +64,8 @@ OPTIONS = [
     ({"lora_target_modules": ["q_proj", "v_proj"]}, "lora.target_modules", ("q_proj", "v_proj")),
     ({"lora_target_modules": "all-linear"}, "lora.targets", "all-linear"),
     ({"loss_type": "ipo"}, "preference.dpo_loss_type", "ipo"),
+    ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}, "preference.sft_loss_weight", 0.5),
+    ({"loss_type": ["sft", "ipo"]}, "preference.dpo_loss_type", "ipo"),
     ({"desirable_weight": 1.5}, "train.stage", "kto"),
     ({"center_rewards_coefficient": 0.01}, "train.stage", "reward"),
     ({"center_rewards_coefficient": 0.01, "learning_rate": "-"}, "train.learning_rate", 1e-4),
