@@ -95,6 +95,8 @@ def test_a_long_example_shows_where_it_is_cut(tmp_path: Path, tiny: Path) -> Non
     split = spec_of(tmp_path, [{"text": "no " * 500}], train__stage="pretraining", data__max_length=100)
     (sequence,) = shown(split, tiny)["examples"][0]["sequences"]
     assert sequence["kept"] == sequence["tokens"] > 400, "a text for pretraining is split, not cut"
+    expected = trained_sequences(split, AutoTokenizer.from_pretrained(tiny))
+    assert sequence["trained"] == sum(len(trained) for _, trained in expected), "each part begins without a loss"
 
 
 def test_broken_examples_are_shown_with_their_problem(tmp_path: Path, tiny: Path) -> None:
