@@ -246,9 +246,8 @@ def _calls(value: Any, number: int) -> list[dict[str, Any]]:
 def _with_arguments(function: Mapping[str, Any], number: int) -> dict[str, Any]:
     """A called function; its arguments are an object or the JSON text of one. Llama 3 names them parameters, which
     other templates would leave out. Raises InvalidExample."""
-    arguments = function.get("arguments", function.get("parameters"))
-    if arguments in (None, ""):  # usual for a call without arguments
-        arguments = {}
+    given = (function.get(name) for name in ("arguments", "parameters"))  # a table has both columns, and one is null
+    arguments: Any = next((value for value in given if value not in (None, "")), {})  # {}: a call without arguments
     if not isinstance(parse_json(arguments), Mapping):
         shown = shorten(arguments)
         raise InvalidExample(f"the arguments of a tool call of turn {number} are not a JSON object: {shown!r}")

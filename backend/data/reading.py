@@ -97,7 +97,8 @@ def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
     for name in files:
         pattern = str((base or Path()) / os.path.expanduser(name))  # Path.expanduser raises for unknown users
         try:
-            paths = [pattern] if Path(pattern).exists() else sorted(filter(_is_data, matches(pattern)))
+            paths = [pattern] if Path(pattern).exists() else sorted(matches(pattern))
+            paths = [*filter(_is_data, paths)] or paths  # without data, such files are meant
         except TooManyEntries as error:
             raise DataFileError(name, 0, str(error)) from None
         except OSError as error:  # such as a name that is too long, because it is the data itself
@@ -118,7 +119,7 @@ def _files_in(folder: Path) -> list[Path]:
     if len(entries) > MAX_FILES:
         raise DataFileError(folder, 0, f"has more than {MAX_FILES:,} files; list some of them with a pattern")
     data = (path for path in entries if data_suffix(path) in SUFFIXES and path.name[0] not in "._")
-    found = sorted(path for path in data if path.name not in ABOUT_DATASETS and _is_data(path.name))
+    found = sorted(path for path in data if _is_data(path.name))
     if not found:
         raise DataFileError(
             folder, 0, f"contains no data files (subfolders are not searched); supported are {SUPPORTED}"
@@ -127,7 +128,8 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _is_data(path: str) -> bool:
-    return not fnmatch.fnmatch(os.path.basename(path), CACHED_BY_DATASETS)
+    name = os.path.basename(path)
+    return name not in ABOUT_DATASETS and not fnmatch.fnmatch(name, CACHED_BY_DATASETS)
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:

@@ -229,8 +229,9 @@ class Import:
 
     def dpo_losses(self, losses: list[str], weights_key: str) -> list[str]:
         """The losses of DPO, without an SFT loss next to a single other one, which preference.sft_loss_weight adds."""
-        others, given = [name for name in losses if name != "sft"], self.table.get(weights_key)
-        weights = given if isinstance(given, list) and len(given) == len(losses) else [1.0] * len(losses)
+        others, weights = [name for name in losses if name != "sft"], self.table.get(weights_key) or [1.0] * len(losses)
+        if not isinstance(weights, list) or len(weights) != len(losses):
+            return losses
         known = {name: weight for name, weight in zip(losses, weights, strict=True) if isinstance(weight, int | float)}
         if len(losses) != 2 or len(others) != 1 or known.get(others[0]) != 1 or "sft" not in known:
             return losses

@@ -96,7 +96,10 @@ class Chat:
         loaded = self.models.load(step, side)
         if not self.is_described:
             self.is_described = True
-            reads = self._template(loaded).input.variables if self.models.mode(step) == chat.CHAT else frozenset()
+            reads = frozenset[str]()
+            if self.models.mode(step) == chat.CHAT:
+                template = self._template(loaded)
+                reads = template.input.variables | template.of({"tools": True}).input.variables
             facts = {
                 "seconds": round(time.time() - psutil.Process().create_time(), 1),
                 "bytes": device.memory_bytes(self.models.device),

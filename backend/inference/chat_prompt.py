@@ -29,7 +29,8 @@ def render(
     """The `prompt` that the template makes of a request after the turns `before`, and the `messages`; `is_plain`:
     transformers renders the same prompt from the messages without Footplate. Raises TrainError,
     UnsupportedConversation."""
-    template = template.of({"tools": request.tools.strip()})
+    tools = conversation.parse_tools(request.tools)
+    template = template.of({"tools": tools})
     reads = template.input.variables
     if "tools" not in reads:
         refuse_tools(request, "The chat template of this model does not read tools")
@@ -37,7 +38,6 @@ def render(
         raise TrainError(
             f"Chat template kwargs: remove {', '.join(unread)}, which the chat template of this model does not read."
         )
-    tools = conversation.parse_tools(request.tools)
     variables = {**({"tools": tools} if tools else {}), TEMPLATE_KWARGS: dict(request.template_kwargs)}
     problem: UnsupportedConversation | None = None
     for answer in (_as_written, partial(_with_calls, template), _without_special_tokens):

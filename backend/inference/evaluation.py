@@ -165,6 +165,8 @@ class Evaluation:
         waiting.sort(key=lambda one: len(one[0].ids))  # similar lengths in a batch: less padding
         started = time.monotonic()
         with loaded.active() as model:
+            if note := generator.shortened(model, [item.prompt for item, _ in waiting if item.prompt]):
+                self.log.info(note)
             for start in range(0, len(waiting), size):
                 batch = waiting[start : start + size]
                 ready = len(every) - len(waiting) + start

@@ -18,7 +18,7 @@ SPLITS = replace(
 @warning(
     "DAT042",
     fields=("data.files",),
-    title="Test or validation files are trained on",
+    title="Files named like test or validation data are trained on",
     source="the names of the files in the folder, or of those that the pattern matches",
     manual_fix="Name the training files in data.files, for example with a pattern such as data/train*.",
     fails_on=Example(FOLDER, facts=SPLITS),
@@ -35,7 +35,9 @@ def files_of_other_splits(case: Case) -> Violation | None:
     message = f"data.files includes {names(shown)}, next to {counted(len(own), 'other file')}."
     if max(len(own), len(others)) > MOST:
         return Violation(message)
-    validation = {"data.validation": "files", "data.validation_files": others}
-    use = Fix("Use them as the validation set", {"data.files": own, **validation}, False, "fewer training examples")
-    leave_out = Fix("Leave them out", {"data.files": own}, False, "fewer training examples")
-    return Violation(message, (use, leave_out))
+    fixes = [Fix("Leave them out", {"data.files": own}, False, "fewer training examples")]
+    if data.validation != "files":
+        validation = {"data.validation": "files", "data.validation_files": others}
+        use = Fix("Use them as the validation set", {"data.files": own, **validation}, False, "fewer training examples")
+        fixes.insert(0, use)
+    return Violation(message, tuple(fixes))

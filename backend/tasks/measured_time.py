@@ -184,15 +184,16 @@ class MeasuredStarts(EarlierRuns[float]):
 
 
 def measure_start(run: Run) -> float | None:
-    """Seconds from the start of a run that is done to its first step, without that step and the predicted times of
-    loading the weights and of precomputed log-probs; None if they were not recorded."""
+    """Seconds from the start of a run that is done to its first step, without that step and the predicted time of
+    loading the weights; None if they were not recorded, or if log-probs were precomputed in them."""
     progress, whole, summary = run.progress(), (run.estimate().get("time") or {}).get("run"), run.summary()
     first, step = progress.get("first_step_time"), progress.get("step_seconds")
     if summary["state"] != "done" or not whole or not first or not step or not summary["started"]:
         return None
     loading = whole["items"][0]["seconds"] - whole.get("start_seconds", START_SECONDS)
-    precomputing = sum(item["seconds"] for item in whole["items"] if item.get("label") == PRECOMPUTATION)
-    return max(1.0, float(first - summary["started"] - step - loading - precomputing))
+    if any(item.get("label") == PRECOMPUTATION for item in whole["items"]):
+        return None
+    return max(1.0, float(first - summary["started"] - step - loading))
 
 
 def _measure_calm(run: Run) -> TimeMeasurement | None:

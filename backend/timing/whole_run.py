@@ -81,6 +81,8 @@ def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTim
         missing.append("generated outputs of evaluations")
     if spec.train.torch_compile:
         missing.append(COMPILING)
+    if spec.preference.precompute_ref_log_probs and ctx.memory.stage.uses_reference_model:
+        missing += [] if ctx.memory.run.num_train_examples else ["precomputed log-probabilities of the reference model"]
     missing.append(TOKENIZING)
     return RunTime(tuple(item for item in items if item.seconds > 0), steps, tuple(missing))
 

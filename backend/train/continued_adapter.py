@@ -28,41 +28,55 @@ def load(context: TrainContext, source: ModelSource, model: Any) -> None:
         return
     folder = Path(spec.lora.adapter_path).expanduser()
     context.first(lambda: _check(spec, source, model, folder))
-    if not any(parameter.is_meta for parameter in model.parameters()):  # those on meta get the weights of rank 0
-        try:
-            load_weights(model, folder)
-            _copy_to_reference(model)
-        except TrainError as error:
-            raise TrainError(f"lora.adapter_path: {str(error).replace(checkpoint_weights.REMEDY, REMEDY)}") from error
+    _load_for_reference(model, folder)
     context.run_log.info(f"Continuing the adapter in {folder}.")
 
 
 def restore_reference(context: TrainContext, model: Any, start: Path) -> None:
-    """Load the reference adapter of DPO and KTO before the checkpoint `start` is resumed: DeepSpeed and FSDP save only
-    what is trained, so the reference would be the base model. It is the adapter that the run continued. Raises
-    TrainError if there is neither a copy of it in the checkpoint nor itself."""
-    path = context.spec.lora.adapter_path
-    if not path or not any(REFERENCE.search(name) for name, _ in model.named_parameters()):
+    """Load the reference adapter of DPO and KTO before the checkpoint `start` is resumed: DeepSpeed and FSDP load only
+    what is trained, so the reference would be the base model. It is the adapter that the run continued, of which a
+    checkpoint may have a copy. Raises TrainError if neither is there."""
+    if not any(REFERENCE.search(name) for name, _ in model.named_parameters()):
         return
+    path, copy = context.spec.lora.adapter_path, start / "ref"
 
-    def find() -> Path:
-        own = get_peft_model_state_dict(model)
-        names = own.keys(), {*adapter_names.saved_names(model, own).values()}
-        for folder in (start / "ref", Path(path).expanduser()):
-            is_there = any((folder / name).is_file() for name in checkpoint_weights.ADAPTER_FILES)
-            # With ZeRO-3, peft saves the trained adapter in "ref", under other names.
-            if is_there and load_peft_weights(str(folder), device="cpu").keys() in names:
-                return folder
-        label = registry.STAGES[context.spec.train.stage].label
-        raise TrainError(
-            f"lora.adapter_path: the reference model of {label} is the adapter in {path}, which is not there anymore. "
-            "Restore this folder to resume the run."
-        )
+    def find() -> str:
+        own = get_peft_model_state_dict(model, adapter_name="ref").keys()
+        # With ZeRO-3, peft saves the trained adapter in "ref", under other names.
+        if _has_weights(copy) and load_peft_weights(str(copy), device="cpu").keys() == own:
+            return str(copy)
+        if path and not _has_weights(Path(path).expanduser()):
+            label = registry.STAGES[context.spec.train.stage].label
+            raise TrainError(
+                f"lora.adapter_path: the reference model of {label} is the adapter in {path}, which is not there "
+                "anymore. Restore this folder to resume the run."
+            )
+        return path
 
-    folder = context.group.share(context.first(find))
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        load_weights(model, folder)  # also into the trained adapter, whose weights the engine loads later
+    folder: str = context.group.share(context.first(find))
+    if folder == str(copy) and not _is_on_meta(model):
+        checkpoint_weights.load_adapter(model, "ref", copy)
+    elif folder:  # also into the trained adapter, whose weights the engine loads later
+        _load_for_reference(model, Path(folder).expanduser())
+
+
+def _load_for_reference(model: Any, folder: Path) -> None:
+    """Load the adapter of lora.adapter_path into the trained adapter and into that of the reference model."""
+    if _is_on_meta(model):  # its weights are those of rank 0
+        return
+    try:
+        load_weights(model, folder)
         _copy_to_reference(model)
+    except TrainError as error:
+        raise TrainError(f"lora.adapter_path: {str(error).replace(checkpoint_weights.REMEDY, REMEDY)}") from error
+
+
+def _is_on_meta(model: Any) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in checkpoint_weights.ADAPTER_FILES)
 
 
 def _check(spec: RunSpec, source: ModelSource, model: Any, folder: Path) -> None:

@@ -124,6 +124,18 @@ class Generator:
         gathered = {number: output for part in self.group.gather(outputs) for number, output in part.items()}
         return [gathered.get(number, Generated()) for number in range(len(prompts))]
 
+    def shortened(self, model: Any, prompts: Sequence[EvalPrompt]) -> str:
+        """Which outputs may be shorter than max_new_tokens, a sentence; '' if none."""
+        most = verify.position_limit(model.config.get_text_config())
+        texts = [prompt.text for prompt in prompts] if most else []
+        ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        if not (count := sum(len(each) + self.max_new_tokens > most for each in ids)):
+            return ""
+        return (
+            f"The model has {most:,} position embeddings. {count:,} of {counted(len(prompts), 'prompt')} would need "
+            "more with the longest output, so their outputs end at the last position."
+        )
+
     def _count(self, tick: Callable[[int, int], bool], before: int, outputs: int, total: int, new: int) -> bool:
         """Count the `new` tokens of each output of a batch. Returns whether to continue; ranks that generate together
         agree on that only after each batch."""
@@ -240,15 +252,17 @@ class GenerationEvalCallback(TrainerCallback):
         if own is None and save.resume_from == "path":  # the outputs of the run that this one continues
             known = load_before(Path(save.resume_path).resolve().parent.parent, self.prompts)
         before: list[str] | None = context.group.share(known)
-        step = state.global_step  # of a checkpoint, if the prompts have changed since the first start
-        when = f"after step {step}, since those before training are not known" if step else "before training"
+        first = (
+            0 if before is not None else state.global_step
+        )  # not 0 if the prompts have changed since the first start
+        when = f"after step {first}, since those before training are not known" if first else "before training"
         self.before = self._generate("before", when) if before is None else before
         if context.group.rank == 0 and own is None:
             save_before(context.folder, self.prompts, self.before)
         if self.is_timeline and context.group.rank == 0:
             shown = [{"prompt": prompt.prompt, "reference": prompt.reference} for prompt in self.prompts]
-            if 0 not in self._saving(lambda: generations.begin(context.folder, shown, state.global_step), [0]):
-                self._save(0, self.before)
+            if first not in self._saving(lambda: generations.begin(context.folder, shown, state.global_step), [first]):
+                self._save(first, self.before)
         self.is_training, self.last_step = True, state.global_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -293,6 +307,8 @@ class GenerationEvalCallback(TrainerCallback):
         tick = context.tick(phase, f"Generating outputs {when}", _unit(context.group.world))
         tick(0, len(self.prompts) * self.generator.max_new_tokens if context.group.world == 1 else 0)
         with unsharded_model(context.spec, self.trainer) as model:
+            if note := self.generator.shortened(model, self.prompts):
+                context.run_log.info(note)
             outputs = [output.text for output in self.generator.generate(model, self.prompts, tick)]
         if name == "during" and context.run_log.stop_requested():
             return outputs

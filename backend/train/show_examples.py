@@ -154,7 +154,7 @@ def _sequence(
     is_reward = isinstance(to_columns, PreferenceTokenizer) and to_columns.stage == "reward"
     kept = len(ids) if splits else to_columns.max_length
     losses = [weight * (label != IGNORE_INDEX) for label, weight in zip(labels, weights or repeat(1), strict=False)]
-    for start in range(0, len(losses), to_columns.max_length if splits else len(losses)):
+    for start in range(0, len(losses), to_columns.max_length if splits else len(losses) or 1):
         losses[start] = 0  # nothing predicts the first token of a sequence
     tokenizer = to_columns.tokenizer if isinstance(to_columns, ExampleTokenizer) else to_columns.chat.tokenizer
     ends = to_columns.chat.ends(labels[:kept]) if to_columns.chat else []

@@ -72,6 +72,8 @@ def train(spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, gro
     from_scratch = from_scratch or spec.save.resume_from == "scratch"
     context = TrainContext(spec, folder, from_scratch, group, RunLog(folder, group.rank), run, engine)
     template_date.fix(folder)
+    if spec.save.resume_from == "path":  # a checkpoint of another run, whose texts are continued
+        template_date.fix(Path(spec.save.resume_path).expanduser().resolve().parent.parent)
     if group.rank == 0:
         checkpoints.check(folder, from_scratch)
     time_limit.watch(spec.train.max_hours, run.engine.restores_optimizer(spec), context.run_log)

@@ -303,6 +303,8 @@ def test_tool_calls_are_the_same_tokens_in_all_formats(tokenizer: Any, name: str
     called["parameters"] = called.pop("arguments")  # as Llama 3 writes them
     renamed = [QUESTION, {"role": "assistant", "content": "", "function_call": called}, *calling("")[2:]]
     assert chat.tokenize(converted({"messages": renamed})["messages"])[0] == ids
+    called["arguments"] = None  # as in a table in which other calls have arguments
+    assert chat.tokenize(converted({"messages": renamed})["messages"])[0] == ids
     empty = [chat.tokenize(converted({"messages": calling(given)})["messages"])[0] for given in ({}, "", "{}", None)]
     assert empty[1:] == [empty[0]] * 3
 

@@ -123,6 +123,8 @@ def test_outputs_end_at_the_last_position(tiny: Path) -> None:
     generators = [Generator(tokenizer, ProcessGroup(), size, 16, torch.float32, ends=frozenset()) for size in (4, 1)]
     together, alone = ([each.text for each in it.generate(gpt2, prompts, lambda *_: True)] for it in generators)
     assert together == alone and all(together[:2]) and together[2:] == ["", ""]
+    assert "3 of 4 prompts would need more" in generators[0].shortened(gpt2, prompts)
+    assert not generators[0].shortened(gpt2, prompts[:1])
 
 
 @pytest.mark.parametrize(
