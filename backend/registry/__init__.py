@@ -22,6 +22,7 @@ from backend.registry.architectures import (
     NO_NEW_TOKENS,
     NO_PADDING,
     NO_PURE_BF16,
+    NO_TENSOR_FSDP2,
     NO_TENSOR_PARALLELISM,
     NO_ZERO3,
     NOT_CALLED,

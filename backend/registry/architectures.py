@@ -30,6 +30,13 @@ NO_TENSOR_PARALLELISM: Mapping[str, str] = {  # although transformers has a plan
     "llama4": _IN_PLACE,
     "llama4_text": _IN_PLACE,
 }
+_CONVOLUTION = "transformers loads the convolutions of its linear attention in another order"
+NO_TENSOR_FSDP2: Mapping[str, str] = {  # tensor parallelism over more than one group of devices
+    "bailing_hybrid": _CONVOLUTION,
+    "falcon_h1": "transformers does not initialize the multipliers of its Mamba layers",
+    "kimi_linear": _CONVOLUTION,
+    "olmo_hybrid": _CONVOLUTION,
+}
 NO_ZERO3 = frozenset({"blt", "rwkv", "youtu"})  # they initialize weights by shape, after ZeRO-3 has sharded them
 _CONVERTS = "converts hidden states to the dtype of a linear layer's weights"
 _LIMITS = "limits the weights of linear layers in place"

@@ -48,7 +48,8 @@ FAILURES = (
 )  # fmt: skip
 MODEL_TYPES = {
     *ARCHITECTURES, *architectures.UNTRAINABLE, *architectures.CONVERTED_WEIGHTS, *architectures.NO_LAYER_LIST,
-    *architectures.NO_TENSOR_PARALLELISM, *architectures.NO_PADDING, *architectures.NOT_CALLED,
+    *architectures.NO_TENSOR_PARALLELISM, *architectures.NO_TENSOR_FSDP2, *architectures.NO_PADDING,
+    *architectures.NOT_CALLED,
 }  # fmt: skip
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "auto")

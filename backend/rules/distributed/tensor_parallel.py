@@ -102,16 +102,22 @@ def missing_tensor_parallel_plan(case: Case) -> str | None:
     fields=("parallel.strategy", "model.builtin", "model.path", "model.hub_id"),
     title="This architecture cannot be trained with tensor parallelism",
     source="transformers 5.23 models/llama4/modeling_llama4.py: Llama4TextMoe.forward adds to the output of its shared "
-    "expert in place; models/doge/modeling_doge.py: prepare_dynamic_mask",
+    "expert in place; models/doge/modeling_doge.py: prepare_dynamic_mask; core_model_loading.py divides some weights "
+    "that it converts into other parts than one process has (HRM, Inkling 2; with FSDP2 Kimi Linear and others)",
     fixes=(FSDP2,),
     fails_on=Example(TENSOR, TWO_H100, replace(TINY_FACTS, model_type="llama4_text")),
     passes_on=Example(TENSOR, TWO_H100, TINY_FACTS),
 )
 def architecture_without_tensor_parallelism(case: Case) -> str | None:
     """With tensor parallelism each device has some of the heads and columns of a layer. transformers has a plan that
-    divides the layers of these architectures, but their code does not allow for it, so the first step fails."""
-    kinds = sorted(case.model_types & registry.NO_TENSOR_PARALLELISM.keys())
-    if case.run.tensor_parallel_size == 1 or not kinds:
+    divides the layers of these architectures, but their code, or the loading of their weights, does not allow for it:
+    the first step fails, or another model is trained or saved. Some can be divided among one group of devices, but not
+    with FSDP2 over several groups."""
+    run, refused = case.run, dict(registry.NO_TENSOR_PARALLELISM)
+    with_fsdp2 = run.world_size > run.tensor_parallel_size
+    refused |= registry.NO_TENSOR_FSDP2 if with_fsdp2 else {}
+    kinds = sorted(case.model_types & refused.keys())
+    if run.tensor_parallel_size == 1 or not kinds:
         return None
-    reason = registry.NO_TENSOR_PARALLELISM[kinds[0]]
-    return f"The strategy is {case.strategy.label}, and the model type is {kinds[0]}: {reason}."
+    groups = f" with {run.world_size // run.tensor_parallel_size} groups" if with_fsdp2 else ""
+    return f"The strategy is {case.strategy.label}{groups}, and the model type is {kinds[0]}: {refused[kinds[0]]}."

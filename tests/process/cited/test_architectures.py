@@ -198,6 +198,24 @@ def test_a_rank_does_not_load_its_part_of_some_weights(kind: str, tmp_path: Path
     assert parts and all(same) == (kind not in registry.NO_TENSOR_PARALLELISM)
 
 
+@cites("STR057")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "weight"), [("llama", "model.norm.weight"), ("kimi_linear", "conv1d.weight")])
+def test_fsdp2_over_several_groups_loads_convolutions_in_another_order(kind: str, weight: str, tmp_path: Path) -> None:
+    """Rank 0 of two groups of two has the first half of a weight that only FSDP2 divides."""
+    build(kind).save_pretrained(tmp_path)
+    whole = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        sizes = DistributedConfig(tp_size=2, fsdp_size=2)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=sizes)
+        name, part = next((n, w) for n, w in model.named_parameters() if n.endswith(weight))
+        loaded = part.to_local() if isinstance(part, DTensor) else part
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(loaded, whole[name].chunk(2)[0]) == (kind not in registry.NO_TENSOR_FSDP2)
+
+
 @pytest.mark.soak
 @cites("STR050")
 def test_types_that_are_initialized_by_shape_cannot_be_loaded_under_zero3(tmp_path: Path) -> None:
