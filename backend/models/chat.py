@@ -66,11 +66,6 @@ def loadable(run: Run) -> list[TrainedModel]:
     """The models of the run, the final one first, then the newest checkpoint. Raises RunError if there is none."""
     if found := trained.models(run):
         return found
-    if (run.path / MODEL / trained.VALUE_HEAD).exists():
-        raise RunError(
-            f"LLaMA-Factory has saved the head of this reward model in {trained.VALUE_HEAD}, which only LLaMA-Factory "
-            f"reads. The model is in {run.path / MODEL}."
-        )
     raise RunError(
         "This run has no model to load: no final model was saved, and its checkpoints are sharded or missing. If "
         f"the run saved its model on another machine, copy it to {run.path / MODEL}."

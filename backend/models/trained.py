@@ -19,9 +19,6 @@ ADAPTER, CONFIG, TOKENIZER = "adapter_config.json", "config.json", "tokenizer_co
 GENERATION = "generation_config.json"
 # Files of a checkpoint that are not part of the model: the state for resuming, and Footplate's own files.
 TRAINING_STATE = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state", "training_args", "complete")
-# The head of a reward model that LLaMA-Factory has trained. transformers and peft do not read it: they would create one
-# with random weights.
-VALUE_HEAD = "value_head.safetensors"
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "adapter_model.bin")
 
 
@@ -111,7 +108,7 @@ def _described(folder: Path, step: int | None, changed: int, system: str) -> Tra
     """The model in a folder that was `changed` at this time, trained with this system prompt."""
     try:
         names = {path.name for path in folder.iterdir()}
-        if not names.intersection(WEIGHTS) or TOKENIZER not in names or VALUE_HEAD in names:
+        if not names.intersection(WEIGHTS) or TOKENIZER not in names:
             return None
         config = json_values.read(folder / (ADAPTER if ADAPTER in names else CONFIG))
         size = sum(path.stat().st_size for path in files_in(folder))

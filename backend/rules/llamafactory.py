@@ -112,7 +112,7 @@ def llamafactory_strategy(case: Case) -> str | None:
     title="LLaMA-Factory cannot read this data",
     source="llamafactory 0.9.5: data/converter.py, SharegptDatasetConverter; data/processor/pretrain.py",
     fixes=(OURS,),
-    manual_fix="Convert the data with `footplate export`, and train with the files that it writes.",
+    manual_fix="Convert the data with `footplate export`, and start LLaMA-Factory with the command that it prints.",
     fails_on=Example(
         {**WITH, "train.stage": "dpo", "data.builtin": "train-pairs"}, TWO_H100, replace(DEMO, format="pairs")
     ),
@@ -151,25 +151,19 @@ def _is_format(option: str) -> bool:
     "LLF005",
     fields=("launch.trainer",),
     title="LLaMA-Factory ignores some of the options",
-    source="llamafactory 0.9.5: hparams/*.py has no argument for them; train/callbacks.py, fix_valuehead_checkpoint",
+    source="llamafactory 0.9.5: hparams/*.py has no argument for them",
     fixes=(OURS,),
     fails_on=Example({**WITH, "train.stop_on_spike": True}, TWO_H100, READABLE),
     passes_on=Example(WITH, TWO_H100, READABLE),
 )
 def llamafactory_ignores(case: Case) -> str | None:
-    """These options are part of Footplate's own trainer, or of a library that LLaMA-Factory does not use. It saves the
-    head of a reward model in a file of its own, which it does not load from a checkpoint."""
+    """These options are part of Footplate's own trainer, or of a library that LLaMA-Factory does not use."""
     made = _export(case)
     lost = [line.partition(":")[0] for line in made.missing] if made else []
     lost = [name for name in lost if name not in ("parallel.strategy", SOURCES) and not _is_format(name)]
     found = [f"LLaMA-Factory has no counterpart of {', '.join(lost)}."] if lost else []
     if own := sorted(merge.parse(case.spec.llamafactory.extra_args).keys() & OF_RUNS) if made else []:
         found.append(f"The run sets {' and '.join(own)} itself, not as llamafactory.extra_args says.")
-    if made and case.spec.train.stage == "reward":
-        found.append(
-            "It cannot continue a reward model from a checkpoint, so the run cannot resume, and only it reads the "
-            "head of the trained model, so Chat and exports cannot."
-        )
     if made and case.spec.method.kind == "lora" and case.spec.lora.init == "pissa_fast":
         found.append(
             "Its random numbers for lora.init pissa_fast are not known, so Chat and exports cannot compute the base "

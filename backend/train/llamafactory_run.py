@@ -55,7 +55,7 @@ class Report(TrainerCallback):
         self.began = time.time()
         self.first: dict[str, Any] = {}
         self.start_step, self.request, self.written, self.skipped = 0, 0, 0.0, 0
-        self.phase, self.since, self.evaluated, self.saved = "", 0.0, 0, False
+        self.phase, self.since, self.evaluated = "", 0.0, 0
         self.nonfinite = 0  # logged losses in a row
         self.result: dict[str, Any] = {}
 
@@ -118,11 +118,7 @@ class Report(TrainerCallback):
             Path(args.output_dir, name, COMPLETE).write_text(json.dumps({"start": current_start()}), encoding="utf-8")
             event = {"kind": "saved", "step": state.global_step, "time": time.time(), "text": f"Saved {name}."}
             append(EVENTS, event)
-        self.saved = self.request == SAVE
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End a stop that saves: the Trainer has left its loop, and all callbacks have written their files."""
-        if self.saved:
+        if self.request == SAVE:
             raise Stopped
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -243,11 +239,6 @@ def arguments(from_scratch: bool) -> dict[str, Any]:
     if from_scratch and RANK == 0:
         for folder in {*folders} - {*saved}:
             shutil.rmtree(folder, ignore_errors=True)
-    if saved and found.get("stage") == "rm":
-        sys.exit(
-            "LLaMA-Factory cannot continue the training of a reward model from a checkpoint. Restart from scratch, or "
-            "use Footplate's own trainer."
-        )
     if saved:
         found["resume_from_checkpoint"] = str(max(saved, key=lambda path: int(path.name.rpartition("-")[2])))
     found["overwrite_output_dir"] = True  # LLaMA-Factory would continue from a checkpoint that is incomplete

@@ -212,11 +212,6 @@ def test_extra_arguments_cannot_move_the_run():
     assert "cannot be combined with LoRA" in rule_finding("LLF002", patch, TWO_H100, READABLE).message
 
 
-def test_a_reward_model_cannot_resume():
-    finding = rule_finding("LLF005", {**WITH, "train.stage": "reward"}, TWO_H100, READABLE)
-    assert "cannot continue a reward model from a checkpoint" in finding.message
-
-
 @pytest.mark.parametrize("preset", [found.name for found in presets.presets()])
 def test_an_exported_spec_is_imported_again(preset, tmp_path):
     """All options of a preset that LLaMA-Factory has survive the way there and back."""

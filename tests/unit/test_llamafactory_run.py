@@ -133,38 +133,6 @@ def test_checkpoints_that_are_away_are_not_no_checkpoint(
     assert "resume_from_checkpoint" not in llamafactory_run.arguments(True)
 
 
-def test_a_stop_that_saves_ends_after_all_callbacks(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any
-) -> None:
-    """LLaMA-Factory's own callbacks come later: one of them saves the adapter of a reward model."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "checkpoints/checkpoint-1").mkdir(parents=True)
-    (tmp_path / "stop").write_text("save")
-    arguments = SimpleNamespace(device="cpu", output_dir="checkpoints")
-    state, control = TrainerState(global_step=1, max_steps=2), SimpleNamespace()
-    report = llamafactory_run.Report()
-    report.on_step_end(arguments, state, control)
-    assert control.should_save and control.should_training_stop
-    report.on_save(arguments, state, control)
-    assert (tmp_path / "checkpoints/checkpoint-1/complete").exists()
-    with pytest.raises(llamafactory_run.Stopped):
-        report.on_epoch_end(arguments, state, control)
-    llamafactory_run.Report().on_epoch_end(arguments, state, control)
-
-
-def test_a_reward_model_is_not_silently_trained_anew(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any
-) -> None:
-    """LLaMA-Factory ignores the checkpoint, or cannot load it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.yaml").write_text("stage: rm\n")
-    assert "resume_from_checkpoint" not in llamafactory_run.arguments(False)
-    (tmp_path / "checkpoints/checkpoint-1").mkdir(parents=True)
-    (tmp_path / "checkpoints/checkpoint-1/complete").write_text("{}")
-    with pytest.raises(SystemExit, match="cannot continue the training of a reward model"):
-        llamafactory_run.arguments(False)
-
-
 def test_a_run_that_diverges_fails(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any) -> None:
     """The page shows that as for other runs."""
     monkeypatch.chdir(tmp_path)

@@ -8,9 +8,9 @@ from datetime import datetime
 import pytest
 from small import client
 
-from backend.models import chat, trained
+from backend.models import trained
 from backend.runs import Plan
-from backend.runs.folder import Run, RunError
+from backend.runs.folder import Run
 from webui.api.model_zip import zipped
 
 ADAPTER = {"adapter_config.json": {"base_model_name_or_path": "Qwen/Qwen3-8B", "task_type": "CAUSAL_LM"}}
@@ -74,16 +74,6 @@ def test_the_model_of_an_earlier_start_is_not_that_of_the_run(run):
     assert trained.find(run), "saved, but the run failed before it wrote its result"
     (run.path / "lock").touch()
     assert trained.find(run) is None
-
-
-def test_a_reward_model_of_llamafactory_is_not_loaded(run):
-    """Its head would have random weights."""
-    plant(run.path / "model", {**FULL, **TEMPLATE})
-    assert trained.find(run)
-    (run.path / "model" / trained.VALUE_HEAD).touch()
-    assert trained.find(run) is None
-    with pytest.raises(RunError, match=r"head of this reward model in value_head\.safetensors"):
-        chat.loadable(run)
 
 
 def test_a_reward_model_scores(run):
