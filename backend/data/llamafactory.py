@@ -62,7 +62,7 @@ def _of_turns(turns: Any, format: str) -> str:
         return "the content of a turn is not a text"
     sides = PROMPTS[format], REPLIES[format]
     if len(turns) % 2 or any(turn[role] not in sides[number % 2] for number, turn in enumerate(turns)):
-        return f"the turns are not in turn those of {sides[0][0]} and {sides[1][0]}"
+        return f"turns of {sides[0][0]} and {sides[1][0]} do not alternate"
     return ""
 
 

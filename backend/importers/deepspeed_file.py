@@ -44,7 +44,8 @@ def read(given: Table, spec: RunSpec) -> Imported:
     extra = {key: value for key, value in extra.items() if key not in _imported_blocks(imported)}
     if is_number(global_size := imported.get("train_batch_size")) and global_size != _global_batch_size(result):
         extra["train_batch_size"] = global_size
-    different += _warmup(table_at(imported, "scheduler"))
+    if "scheduler" not in extra:  # else DeepSpeed has its own schedule
+        different += _warmup(table_at(imported, "scheduler"))
     return Imported(edit(result, {"parallel.extra_config": as_json(extra)}), merge.paths(extra), different)
 
 

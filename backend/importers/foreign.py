@@ -160,7 +160,9 @@ class Import:
             steps["eval"] = self.patch["eval.steps"] = self.number("eval_steps") or steps["logging"]
         for what in (what for what, number in steps.items() if 0 < number < 1):
             self.patch.pop(f"{what}.steps", None)
-            if self.patch.get(f"{what}.strategy") == "steps":
+            if self.patch.get(f"{what}.strategy", "steps") != "steps":
+                continue  # the Trainer does not use the number
+            if what != "logging":
                 self.patch[f"{what}.strategy"] = "epoch"
             rest = "" if what == "logging" else "Footplate does this once per epoch; "
             text = f"{rest}set {what}.steps for another interval"

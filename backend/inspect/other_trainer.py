@@ -81,6 +81,7 @@ def _missing_packages(spec: RunSpec, folder: Path) -> str:
     train, quantization = spec.train, spec.method.quantization if spec.method.kind == "lora" else "none"
     rows = [
         registry.OPTIMIZERS[train.optim],
+        *([registry.STRATEGIES[spec.parallel.strategy]] if spec.llamafactory.backend != "megatron" else []),
         registry.QUANTIZATIONS[quantization],
         registry.REPORTERS[spec.logging.report_to],
         registry.ATTENTIONS[spec.model.attn_implementation],

@@ -484,7 +484,7 @@ def _columns(data: Data, format: str, first: Mapping[str, Any]) -> dict[str, str
     columns = {COLUMN_NAMES[option]: column for option, column in required_columns(data, format).items()}
     if format == "alpaca" and (not first or "input" in first):
         columns["query"] = "input"
-    if format == "alpaca" and isinstance(first.get("history"), list):
+    if format == "alpaca" and isinstance(first.get("history", 0), list | None):
         columns["history"] = "history"
     if format != "text" and isinstance(first.get("tools", 0), str | None):
         columns["tools"] = "tools"

@@ -71,14 +71,15 @@ def llamafactory_missing(case: Case) -> Violation | str | None:
 )
 def llamafactory_refuses(case: Case) -> Violation | None:
     """LLaMA-Factory's parser raises an error for these combinations after it has started, on each rank. It adds the
-    markers of ChatML to a tokenizer that lacks them, but the model has no embeddings for them unless the options add
-    these tokens."""
+    markers of ChatML to a tokenizer that lacks them, and the model must have rows for them in its embeddings, or the
+    options add these tokens."""
     made, data = _export(case), case.spec.data
     if not made:
         return None
     found, fixes = list(made.refused), list[Fix]()
     markers = [marker for marker in case.facts.split_markers if marker not in data.added_tokens]
-    if markers and made.table.get("template") == "chatml":
+    spare = case.shape.vocabulary - case.facts.tokenizer_size if case.shape and case.facts.tokenizer_size else 0
+    if len(markers) > spare and made.table.get("template") == "chatml":
         found.append(f"The model has no embeddings for {names(markers)}, which LLaMA-Factory adds to the tokenizer.")
         options = {"data.add_special_tokens": (*data.add_special_tokens, *markers)}
         fixes.append(Fix(f"Add {names(markers)} to the vocabulary", options, False, "LoRA also trains embeddings"))

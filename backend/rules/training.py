@@ -189,6 +189,9 @@ def model_only_checkpoints(case: Case) -> str | None:
     return "save.only_model is on, so checkpoints would not contain the optimizer, scheduler and random states."
 
 
+LONGER = "Train longer, or use an earlier checkpoint."
+
+
 @error(
     "TRN008",
     fields=("save.resume_path",),
@@ -212,9 +215,8 @@ def unusable_checkpoint(case: Case) -> str | Violation | None:
     epoch = case.facts.checkpoint_epoch if by_epochs else 0
     if epoch and not case.facts.checkpoint_problem:  # its steps may have had another number of examples
         trains = epoch < train.num_train_epochs
-        end = f"the run ends after {train.num_train_epochs:g}, so no step would be trained"
-        advice = "Train longer, or use an earlier checkpoint."
-        return None if trains else f"{path} is at the end of epoch {epoch:.4g}, and {end}. {advice}"
+        end = f"the run ends after epoch {train.num_train_epochs:g}, so no step would be trained"
+        return None if trains else f"{path} is at epoch {epoch:.4g}, and {end}. {LONGER}"
     # Pretraining splits long texts: the number of sequences is known only once all texts are tokenized.
     is_exact = train.duration == "steps" or (case.facts.counts_are_exact and train.stage != "pretraining")
     if case.facts.checkpoint_problem or last is None or not is_exact or step_of(path) < last:
@@ -222,7 +224,7 @@ def unusable_checkpoint(case: Case) -> str | Violation | None:
         fix = Fix("Use the adapter options of the checkpoint", options, False, "those of this run are not used")
         return Violation(problem, (fix,) if options else (), tuple(options)) if problem else None
     end = f"the run ends at step {last}, so no step would be trained"
-    return f"{path} is at step {step_of(path)}, and {end}. Train longer, or use an earlier checkpoint."
+    return f"{path} is at step {step_of(path)}, and {end}. {LONGER}"
 
 
 MAX_EPOCHS = 100

@@ -78,11 +78,11 @@ NEVER_INHERITED = {
     "ARRAY_INX", "CLUSTERS", "CPUS_PER_GPU", "ERROR", "EXPORT", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET",
     "GPUS_PER_TASK", "GRES", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "REQUEUE", "SIGNAL", "WAIT",
 }  # fmt: skip
-WRITTEN: Mapping[str, tuple[str, ...]] = {
-    "account": ("ACCOUNT",), "A": ("ACCOUNT",), "constraint": ("CONSTRAINT",), "C": ("CONSTRAINT",),
-    "job-name": ("JOB_NAME",), "J": ("JOB_NAME",), "partition": ("PARTITION",), "p": ("PARTITION",), "qos": ("QOS",),
-    "q": ("QOS",), "time": ("TIMELIMIT",), "t": ("TIMELIMIT",), "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
-    "reservation": ("RESERVATION",),
+MEMORY = ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU")  # of which one may be set
+# Option -> its variables, where the name does not say them.
+VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "A": ("ACCOUNT",), "C": ("CONSTRAINT",), "J": ("JOB_NAME",), "p": ("PARTITION",), "q": ("QOS",),
+    "time": ("TIMELIMIT",), "t": ("TIMELIMIT",), "mem": MEMORY, "mem-per-cpu": MEMORY, "mem-per-gpu": MEMORY,
 }  # fmt: skip
 
 
@@ -90,7 +90,8 @@ def sbatch(*arguments: str, script: str, seconds: float = COMMAND_SECONDS, text:
     """The output of sbatch for the job `script`, whose options the environment does not replace. Raises
     ClusterError."""
     options = {long or short for long, short in re.findall(r"^#SBATCH (?:--([\w-]+)|-(\w))", script, re.MULTILINE)}
-    dropped = NEVER_INHERITED.union(*(WRITTEN.get(name, ()) for name in options))
+    own = (VARIABLES.get(name, (name.upper().replace("-", "_"),)) for name in options)
+    dropped = NEVER_INHERITED.union(*own)
     env = {name: value for name, value in os.environ.items() if name not in {f"SBATCH_{each}" for each in dropped}}
     return call("sbatch", *arguments, seconds=seconds, text=text, env=env)
 

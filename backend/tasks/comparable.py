@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from backend.config import RunSpec
 from backend.rules.base import names
 
 # Options that decide over which tokens a validation loss is averaged, or which loss it is. data.sources also has
@@ -15,7 +16,7 @@ DECIDE_EVAL_LOSS = {
         "source", "builtin", "files", "hub_id", "hub_config", "hub_split", "format", "messages_column", "prompt_column",
         "completion_column", "chosen_column", "rejected_column", "label_column", "text_column", "system_column",
         "system_prompt", "validation", "validation_split", "validation_files", "chat_template", "chat_template_file",
-        "chat_template_kwargs", "loss_on", "max_length", "packing", "drop_duplicates", "on_bad_example", "sources",
+        "chat_template_kwargs", "loss_on", "max_length", "drop_duplicates", "on_bad_example", "sources",
     )),
     *(f"model.{name}" for name in ("source", "builtin", "path", "hub_id", "revision", "trust_remote_code")),
     *(f"preference.{name}" for name in (
@@ -30,11 +31,20 @@ DECIDE_EVAL_LOSS = {
 DECIDE_SPLIT = {"train.seed", "data.streaming"}
 
 
-def decisive(patches: Collection[Mapping[str, Any]]) -> list[str]:
-    """The options in which these changes differ and that decide what the validation loss is, also as options of one of
-    several datasets."""
+TRAINING_EXAMPLES = {f"data.{name}" for name in ("files", "hub_id", "hub_config", "hub_split")}
+
+
+def decisive(spec: RunSpec | None, patches: Collection[Mapping[str, Any]]) -> list[str]:
+    """The options in which these changes of `spec` differ and that decide what the validation loss is, also as options
+    of one of several datasets."""
+    deciding = DECIDE_EVAL_LOSS
+    if spec and spec.eval.strategy == "no":
+        return []
+    # Dropped duplicates of training examples are missing in the validation files.
+    if spec and not spec.data.drop_duplicates and all(each.validation == "files" for each in spec.data.datasets):
+        deciding = DECIDE_EVAL_LOSS - TRAINING_EXAMPLES
     found = dict.fromkeys(name for patch in patches for name in patch)
-    known = (name for name in found if re.sub(r"\bsources\[\d+\]\.", "", name) in DECIDE_EVAL_LOSS)
+    known = (name for name in found if re.sub(r"\bsources\[\d+\]\.", "", name) in deciding)
     return [name for name in known if len({str(patch.get(name)) for patch in patches}) > 1]
 
 

@@ -45,7 +45,7 @@ class SweepPlan:
     @property
     def decisive(self) -> list[str]:
         """The varied options that decide what the validation loss is."""
-        return decisive(self.patches)
+        return decisive(self.spec, self.patches)
 
     @property
     def note(self) -> str:

@@ -7,12 +7,16 @@ examples that all of them have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import METRICS, json_values, sweeps
+from backend import presets
+from backend.config import RunSpec
+from backend.config.options import SpecError
+from backend.runs import METRICS, SPEC, files, json_values, sweeps
 from backend.runs.folder import Run, RunError
 from backend.runs.metrics import last_values
 from backend.runs.search import SCORES
@@ -68,13 +72,21 @@ def rank(root: Path, sweep: str, by: str = LOSS) -> Ranked:
             for row in ordered:
                 row["interval"] = row.pop("intervals", {}).get(by)
             notes = compared.get("notes", []) if by.startswith(EVALUATION) else []
-            options = decisive([row["varied"] for row in rows]) if by == LOSS else []
+            options = decisive(_spec(runs.values()), [row["varied"] for row in rows]) if by == LOSS else []
             if options:
                 return Ranked(ordered, rankings, each, not_comparable(options), is_comparable=False)
             sentence = _sentence(ordered, each, chosen)
             return Ranked(ordered, rankings, each, " ".join([sentence, *notes]) if sentence else "")
     known = ", ".join(each.key for each in rankings)
     raise RunError(f"The runs of this sweep cannot be ranked by {by}. They have: {known}.")
+
+
+def _spec(runs: Iterable[Run]) -> RunSpec | None:
+    """The options of one of the runs; None if they cannot be read."""
+    for run in runs:
+        with contextlib.suppress(OSError, SpecError):
+            return presets.load(files.read_text(run.path / SPEC))
+    return None
 
 
 def _add_scores(rows: Sequence[Row], runs: Mapping[str, Run]) -> list[Ranking]:

@@ -73,14 +73,14 @@ def fit_to_adapter(model: Any, folder: Path) -> None:
     """Give the embeddings of `model` as many rows as those that the adapter in `folder` has trained whole.
     LLaMA-Factory 0.9.5 rounds their number up to a multiple of 64 (model/model_utils/embedding.py)."""
     embedding, file = model.get_input_embeddings(), folder / "adapter_model.safetensors"
-    name = next(name for name, module in model.named_modules() if module is embedding)
     if not file.is_file():
         return
+    name = next(name for name, module in model.named_modules() if module is embedding)
     with safe_open(file, "pt") as saved:
         keys = [key for key in list(saved.keys()) if key.endswith(f".{name}.weight")]
         rows = [saved.get_slice(key).get_shape()[0] for key in keys]
     if max(rows, default=0) > embedding.num_embeddings:
-        model.resize_token_embeddings(max(rows))
+        model.resize_token_embeddings(max(rows), mean_resizing=False)
 
 
 def _fit_routing_tables(model: Any, rows: int, needed: int) -> None:

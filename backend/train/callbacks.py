@@ -87,8 +87,8 @@ class EarlyStopping(EarlyStoppingCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **more: Any) -> None:
         """Count evaluations without improvement."""
         super().on_evaluate(args, state, control, metrics, **more)
-        ends = state.global_step < state.max_steps  # otherwise the training has ended anyway
-        if ends and self.early_stopping_patience_counter >= self.early_stopping_patience:
+        continues = state.global_step < state.max_steps  # otherwise the training has ended anyway
+        if continues and self.early_stopping_patience_counter >= self.early_stopping_patience:
             limit = state.best_metric - self.early_stopping_threshold
             evaluations = counted(self.early_stopping_patience_counter, "evaluation")
             self.run_log.info(

@@ -47,6 +47,7 @@ def find(
     epochs = int(epoch + 1e-9)
     steps = max(0, math.ceil((epoch - epochs) * batches_per_epoch / accumulation - 1e-6))
     done = epochs * steps_per_epoch + steps
+    epochs, steps = done // steps_per_epoch, done % steps_per_epoch  # the rest of an epoch may be less than a batch
     if not epoch or done == step:
         return None
     left = max(0, max_steps - (done if by_epochs else step))

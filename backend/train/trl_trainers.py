@@ -171,6 +171,8 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         if self.progress is not None:
             totals = self.unlogged or {}  # in an earlier version, only the losses
             self.progress.resume(self.state, totals.get("tokens", 0), totals.get("seconds", 0.0))
+        if self.position and not self.position.batches:
+            self.state.epoch = float(self.position.epochs)
         return (self.position.epochs, self.position.batches) if self.position else trained
 
     def _run_epoch(self: Any, **more: Any) -> None:

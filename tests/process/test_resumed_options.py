@@ -137,6 +137,7 @@ def trained_on(folder: Path, start: Path | None, batch_size: int, **length: floa
         ((1, 8), 4, {"num_train_epochs": 1.0}, 8),
         ((1, 16), 4, {"num_train_epochs": 3.0}, 16 + 2),
         ((2, 3), 2, {"num_train_epochs": 2.0}, 8),
+        ((1, 7), 4, {"num_train_epochs": 2.0}, 7 + 2),  # one example of the first epoch is left, less than a step
         ((2, 15), 1, {"max_steps": 20}, 20),  # after more epochs than 20 steps of one example have
     ],
 )

@@ -112,7 +112,10 @@ def test_what_the_pods_get():
 @pytest.mark.parametrize("kubeflow", ["", "torch-distributed"])
 def test_extra_settings_do_not_remove_what_the_run_needs(kubeflow):
     """Without its container the pods would train nothing, and without its volume they would not start."""
-    extra = {"containers": [{"name": "logs"}], "volumes": [{"name": "cache"}], "tolerations": [{"key": "spot"}]}
+    node, shm = {"name": "node", "tty": True}, {"name": "shm", "emptyDir": {"sizeLimit": "9Gi"}}
+    extra = {
+        "containers": [{"name": "logs"}, node], "volumes": [shm, {"name": "cache"}], "tolerations": [{"key": "spot"}]
+    }  # fmt: skip
     changes = {"kubernetes.resources": ("nvidia.com/gpu=1", "rdma/hca=1"), "kubernetes.kubeflow_runtime": kubeflow}
     job = objects({**changes, "kubernetes.extra_pod_spec": json.dumps(extra)})[0]["spec"]
     if kubeflow:
@@ -122,7 +125,9 @@ def test_extra_settings_do_not_remove_what_the_run_needs(kubeflow):
         ]
     pod = job["template"]["spec"]
     assert [each["name"] for each in pod["containers"]] == ["node", "logs"]
+    assert pod["containers"][0]["tty"] and pod["containers"][0].get("image", kubeflow)
     assert [each["name"] for each in pod["volumes"]] == ["volume-0", "volume-1", "shm", "cache"]
+    assert pod["volumes"][2] == shm
     assert [each["key"] for each in pod["tolerations"]] == ["nvidia.com/gpu", "spot"]
     limits = limits if kubeflow else pod["containers"][0]["resources"]["limits"]
     assert limits == {"nvidia.com/gpu": "8", "rdma/hca": "1"}

@@ -24,9 +24,9 @@ READ = [
     ("text", {"text": "a", "tools": TOOLS}),
 ]
 NOT_READ = [
-    ("messages", {"messages": [ASK, ASK, ANSWER]}, "the turns are not in turn those of user and assistant"),
-    ("messages", {"messages": [ASK, ANSWER, ASK]}, "the turns are not in turn"),
-    ("messages", {"messages": [{"role": "developer", "content": "s"}, ASK, ANSWER]}, "the turns are not in turn"),
+    ("messages", {"messages": [ASK, ASK, ANSWER]}, "turns of user and assistant do not alternate"),
+    ("messages", {"messages": [ASK, ANSWER, ASK]}, "turns of user and assistant"),
+    ("messages", {"messages": [{"role": "developer", "content": "s"}, ASK, ANSWER]}, "turns of user and assistant"),
     ("messages", {"messages": [ASK, CALLING, RESULT, ANSWER]}, "a turn has tool calls"),
     ("messages", {"messages": [ASK, {**ANSWER, "reasoning_content": "hm"}]}, "a turn has its reasoning"),
     ("messages", {"messages": [{**ASK, "content": [{"type": "text", "text": "?"}]}, ANSWER]}, "the content of a turn"),
@@ -34,7 +34,7 @@ NOT_READ = [
     ("messages", {"messages": [ASK, ANSWER], "tools": TOOLS}, "the tools are not JSON text"),
     ("messages", {"messages": [ASK, ANSWER], "chat_template_kwargs": {"x": 1}}, "there are variables"),
     ("sharegpt", {"conversations": [{"from": "user", "value": "?"}, {"from": "gpt", "value": "a"}]},
-     "the turns are not in turn those of human and gpt"),
+     "turns of human and gpt do not alternate"),
     ("alpaca", {"instruction": "?", "output": "a", "history": '[["?", "a"]]'}, "the history is not a list"),
     ("prompt_completion", {"prompt": "?", "completion": "a", "reasoning": "hm"}, "the reasoning is in a column"),
     ("prompt_completion", {"prompt": [ASK], "completion": [ANSWER]}, "prompt and completion are not both texts"),
@@ -88,4 +88,4 @@ def test_they_are_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "spec.yaml").write_text('{data: {source: files, files: ["a.jsonl"]}}')
     facts: InputFacts = inspect_inputs(read(tmp_path / "spec.yaml"), tmp_path)
-    assert facts.unlike_llamafactory == (("the turns are not in turn those of user and assistant", 2),)
+    assert facts.unlike_llamafactory == (("turns of user and assistant do not alternate", 2),)

@@ -367,7 +367,7 @@ TRAINING = (
              {"train.stage": "pretraining"}, {"train.stage": "sft"}),
     facts_boundary("TRN008", {**RESUMED, "train.num_train_epochs": 1, RESUME_PATH: "a/checkpoint-900"},
                    replace(DEMO, checkpoint_epoch=0.9), replace(DEMO, checkpoint_epoch=1.0),
-                   words="at the end of epoch 1, and the run ends after 1, so no step would be trained"),
+                   words="at epoch 1, and the run ends after epoch 1, so no step would be trained"),
     boundary("TRN009", FOUR_OF_EACH, {MAX_STEPS: 10_000}, {MAX_STEPS: 10_001}, {MAX_STEPS: 1000}),
     facts_boundary("TRN009", {**STEPS, MAX_STEPS: 101, BATCH: 64, ACCUMULATION: 1}, lengths(9, num_examples=65),
                    lengths(9, num_examples=6), {MAX_STEPS: 1}),

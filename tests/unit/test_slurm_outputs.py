@@ -152,7 +152,7 @@ def test_a_job_may_use_any_of_several_partitions(commands, monkeypatch):
     commands.prints("sinfo", SINFO)
     both = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "old,gpu"})
     machine, problem = slurm_nodes.machine(both, Machine())
-    assert not problem and (machine.nodes, len(machine.gpus)) == (7, 8)
+    assert not problem and (machine.nodes, len(machine.gpus)) == (6, 8)
     wrong = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "gpu,none"})
     assert slurm_nodes.machine(wrong, Machine())[1].startswith("Slurm has no partition none. It has cpu, gpu,")
     monkeypatch.setenv("SBATCH_PARTITION", "old")  # which sbatch reads if the script names none

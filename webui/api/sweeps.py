@@ -72,7 +72,7 @@ def show(state: State, id: str, by: str = sweep_scores.LOSS) -> dict[str, Any]:
     labels = {name: _label(name) for row in found.rows for name in row["varied"]}
     ranking = {"by": found.by.key, "best": found.sentence, "rankings": [each.as_json() for each in found.rankings]}
     ends = with_names(state, schedule.sweep_text(state.runs, id))
-    return {"runs": found.rows, "labels": labels, "ends": ends, **ranking}
+    return {"runs": found.rows, "labels": labels, "ends": ends, "comparable": found.is_comparable, **ranking}
 
 
 def _label(name: str) -> str:

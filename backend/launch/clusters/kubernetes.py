@@ -9,7 +9,7 @@ exported.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ KEPT_SECONDS = 86_400  # how long a job that has ended is kept for kubectl
 CONTAINER = "node"  # its name in Kubeflow's runtimes
 LABELS = {"app.kubernetes.io/managed-by": "footplate"}
 QUEUE = "kueue.x-k8s.io/queue-name"
-ADDED = ("containers", "volumes", "tolerations")  # lists of extra_pod_spec that replace nothing
+ADDED = ("containers", "volumes", "tolerations")  # lists of extra_pod_spec that remove nothing
 COMPLETION_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 STOP_SECONDS = 30  # to end the processes after the checkpoint of a stop
 
@@ -207,7 +207,15 @@ def _train_job(spec: RunSpec, run: ResolvedRun, container: Tree) -> Tree:
 
 def _with_extra(pod: Tree, spec: RunSpec) -> Tree:
     """The pod with the user's keys. Without the container of the run, or a volume that it mounts, nothing would be
-    trained, so that containers, volumes and tolerations are added to those of the run."""
+    trained, so that containers, volumes and tolerations are added to those of the run, or to the one of their name."""
     extra: Mapping[str, Any] = json.loads(spec.kubernetes.extra_pod_spec or "{}")
-    added = {key: [*pod[key], *extra[key]] for key in ADDED if isinstance(extra.get(key), list) and key in pod}
-    return {**pod, **extra, **added}
+    both = [key for key in ADDED if isinstance(extra.get(key), list) and key in pod]
+    return {**pod, **extra, **{key: _together(pod[key], extra[key]) for key in both}}
+
+
+def _together(own: Sequence[Tree], given: Sequence[Any]) -> list[Any]:
+    """The entries of the run, with the keys of those that have the same name, and then the others."""
+    named = {each["name"]: each for each in given if isinstance(each, Mapping) and "name" in each}
+    known = {each.get("name") for each in own}
+    others = [each for each in given if not isinstance(each, Mapping) or each.get("name", "") not in known]
+    return [{**each, **named.get(each.get("name"), {})} for each in own] + others

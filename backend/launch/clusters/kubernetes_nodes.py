@@ -56,14 +56,19 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         taints = sorted({taint for node in found for taint in node.taints} - tolerated)
         why = f" Set kubernetes.tolerations: the cluster's nodes have the taints {', '.join(taints)}." if taints else ""
         return here, f"The Kubernetes cluster has no node{what} that can run the pods.{why}"
-    largest = max(matching, key=lambda node: (node.gpus, node.cores))
+    wanted = spec.kubernetes.memory_gib * GIB
+    fitting = [node for node in matching if node.ram_bytes >= wanted]
+    largest = max(fitting or matching, key=lambda node: (node.gpus, node.cores))
     devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
-    count = sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in matching)
+    count = sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in fitting or matching)
     ram = ram_of_job(largest.ram_bytes, spec.kubernetes.memory_gib)
     described = as_machine(here, "Kubernetes cluster", devices, count, largest.cores, ram)
-    if spec.kubernetes.memory_gib * GIB > largest.ram_bytes:
-        wanted = f"Each pod would request {spec.kubernetes.memory_gib} GiB of RAM"
-        return described, f"{wanted}, and the nodes of the Kubernetes cluster have {data_size(largest.ram_bytes)}."
+    if not fitting:
+        most = data_size(max(node.ram_bytes for node in matching))
+        return described, (
+            f"Each pod would request {spec.kubernetes.memory_gib} GiB of RAM, and the nodes of the Kubernetes cluster "
+            f"have at most {most}."
+        )
     return described, ""
 
 

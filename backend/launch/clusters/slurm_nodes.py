@@ -53,9 +53,8 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
             missing = ", ".join(name for name in names if name not in known)
             return here, f"Slurm has no partition {missing}. It has {listed}. {in_words(found)}"
         return here, f"Slurm has no default partition: set slurm.partition to one of {listed}. {in_words(found)}"
-    largest = max(matching, key=lambda part: (part.gpus, part.cores))
+    largest, count = _described(matching, spec.launch.nproc_per_node)
     devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
-    count = sum(part.nodes for part in matching)
     ram = ram_of_job(largest.ram_bytes, spec.slurm.memory_gib)
     described = as_machine(here, f"Slurm partition {largest.name}", devices, count, largest.cores, ram)
     longest, asked = max(slurm.minutes(part.time_limit) for part in matching), spec.slurm.time_limit
@@ -63,6 +62,24 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         allowed = f"The partition {largest.name} allows {largest.time_limit}, and the job requests {asked}."
         return described, f"{allowed} {in_words(matching)}"
     return described, ""
+
+
+def _described(matching: Sequence[Partition], processes: int) -> tuple[Partition, int]:
+    """The nodes that a job in one of these partitions can rely on, and their number: the largest nodes of a partition.
+    Slurm chooses it, so the one with the smallest GPUs counts, of those that have a GPU for each of the `processes`."""
+    of_name: dict[str, list[Partition]] = {}
+    for part in matching:
+        of_name.setdefault(part.name, []).append(part)
+    largest = [max(parts, key=lambda part: (part.gpus, part.cores)) for parts in of_name.values()]
+    most = max(part.gpus for part in largest)
+    fitting = [part for part in largest if part.gpus >= (processes or most)] or largest
+    smallest = min(fitting, key=_gpu_bytes)
+    return smallest, sum(part.nodes for part in of_name[smallest.name])
+
+
+def _gpu_bytes(part: Partition) -> int:
+    """The memory of a GPU."""
+    return min((gpu.total_bytes for gpu in gpus(part.gpus, part.gpu_type)), default=0)
 
 
 def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:

@@ -141,11 +141,11 @@ function rankText(/** @type {Member[]} */ runs, current, /** @type {Ranking} */ 
 }
 
 /** The lines over the axes, if there is something to compare, and the table. @returns {Node[]} */
-function sweepParts(/** @type {Member[]} */ runs, labels, current, /** @type {Ranking} */ ranked) {
+function sweepParts(/** @type {Member[]} */ runs, labels, current, /** @type {Ranking} */ ranked, comparable) {
   const columns = Object.keys(runs[0].varied);
   const parts = [runsTable(runs, columns, labels, current, ranked)];
   const measured = runs.filter((run) => run[ranked.key] !== null).length;
-  return measured > 1 ? [parallelAxes(runs, columns, labels, current, ranked), ...parts] : parts;
+  return measured > 1 && comparable ? [parallelAxes(runs, columns, labels, current, ranked), ...parts] : parts;
 }
 
 /** The runs by a score, or by the validation loss if no run has that score any more: evaluations can be deleted. */
@@ -186,17 +186,18 @@ export function createSweep(isVisible) {
 
   /**
    * @param {{ runs: Member[], labels: Record<string, string>, ends: string, rankings: Ranking[], by: string,
-   *   best: string }} found `ends`: when the last run ends
+   *   best: string, comparable: boolean }} found `ends`: when the last run ends
    */
-  function draw({ runs, labels, ends, rankings, by: key, best: sentence }) {
+  function draw({ runs, labels, ends, rankings, by: key, best: sentence, comparable }) {
     compare.href = compareLink(runs.map((run) => run.id)); // the best ones, if there are too many
     ranking.draw(rankings, key);
     const state = JSON.stringify([runs, current, ends, rankings, key, sentence]);
     if (state === drawn) return;
     drawn = state;
     const ranked = /** @type {Ranking} */ (rankings.find((each) => each.key === key));
-    setText(best, [rankText(runs, current, ranked, sentence), ends].filter(Boolean).join(" "));
-    body.replaceChildren(...sweepParts(runs, labels, current, ranked));
+    const text = comparable ? rankText(runs, current, ranked, sentence) : sentence;
+    setText(best, [text, ends].filter(Boolean).join(" "));
+    body.replaceChildren(...sweepParts(runs, labels, current, ranked, comparable));
     node.hidden = false;
   }
 
