@@ -23,7 +23,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import disk_space, resumed_options
+from backend.train import disk_space, resumed_options, resumed_position
 from backend.train.device import ProcessGroup
 from backend.train.run_log import RunLog
 from backend.train.trl_trainers import SeededSampler, TrainerMixin
@@ -116,7 +116,7 @@ def trained_on(folder: Path, start: Path | None, batch_size: int, **length: floa
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     arguments = TrainingArguments(
         str(folder / "checkpoints"), use_cpu=True, report_to=[], per_device_train_batch_size=batch_size,
-        save_strategy="steps", save_steps=1, disable_tqdm=True, logging_strategy="no", **length,
+        save_strategy="no" if start else "steps", save_steps=1, disable_tqdm=True, logging_strategy="no", **length,
     )  # fmt: skip
     rows = [{"input_ids": torch.tensor([n, 1]), "labels": torch.tensor([n, 1])} for n in range(8)]
     trainer = Seeing(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)), arguments, train_dataset=rows)  # type: ignore[arg-type]
@@ -137,7 +137,6 @@ def trained_on(folder: Path, start: Path | None, batch_size: int, **length: floa
         ((1, 8), 4, {"num_train_epochs": 1.0}, 8),
         ((1, 16), 4, {"num_train_epochs": 3.0}, 16 + 2),
         ((2, 3), 2, {"num_train_epochs": 2.0}, 8),
-        ((1, 7), 4, {"num_train_epochs": 2.0}, 7 + 2),  # one example of the first epoch is left, less than a step
         ((2, 15), 1, {"max_steps": 20}, 20),  # after more epochs than 20 steps of one example have
     ],
 )
@@ -145,7 +144,8 @@ def test_another_batch_size_changes_no_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], after: int, length: dict[str, float],
     last: int,
 ) -> None:  # fmt: skip
-    """Each epoch has every example once, and training ends after its epochs, or its steps."""
+    """Each epoch has every example once, since the batch sizes divide them, and training ends after its epochs, or its
+    steps."""
     monkeypatch.setattr(disk_space, "save_checkpoint", lambda context, folder, write: write())
     first, step = trained_on(tmp_path, None, before[0], max_steps=before[1])
     second, ended = trained_on(tmp_path, tmp_path / f"checkpoints/checkpoint-{step}", after, **length)
@@ -154,6 +154,12 @@ def test_another_batch_size_changes_no_position(
     assert all(sorted(numbers[n : n + 8]) == list(range(8)) for n in range(0, len(numbers) - 7, 8))
     if "num_train_epochs" in length:
         assert len(numbers) == 8 * length["num_train_epochs"]
+
+
+def test_the_rest_of_an_epoch_that_is_less_than_a_step_is_left_out() -> None:
+    """Seven of eight examples, then steps of four: an empty rest of the epoch would be evaluated and saved again."""
+    found = resumed_position.find(7, 0.875, 2, 2, 1, 4, by_epochs=True)
+    assert found == resumed_position.Position(epochs=1, batches=0, num_epochs=2, max_steps=7 + 2)
 
 
 def test_the_schedule_and_the_options_of_the_run_hold_from_its_first_step() -> None:
