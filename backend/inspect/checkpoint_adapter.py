@@ -35,7 +35,7 @@ def adapter_facts(spec: RunSpec, saved: RunSpec | None, folder: Path, shape: Mod
     """The InputFacts about the adapter in `folder`, a checkpoint of the run `saved` if that is known: how its options
     differ from those of `spec`, so that its weights would not fit, or be scaled differently. Empty if they do not."""
     config = _config(folder)
-    if not config:
+    if config is None:
         return {}
     found = {option: config[key] for key, option in OPTION_OF.items() if isinstance(config.get(key), int | float)}
     found |= _initialization(spec, config) | _added_tokens(spec, saved, config)
@@ -71,12 +71,12 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
     return {name.replace("checkpoint", "adapter"): value for name, value in found.items()}
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """The adapter_config.json in `folder`; empty if it cannot be read."""
+def _config(folder: Path) -> dict[str, Any] | None:
+    """The adapter_config.json in `folder`; None if it cannot be read."""
     config: Any = None
     with suppress(OSError, ValueError):
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    return config if isinstance(config, dict) else {}
+    return config if isinstance(config, dict) else None
 
 
 def _unusable_adapter(folder: Path, for_reward: bool, tokens: int | None) -> str:
@@ -90,7 +90,7 @@ def _unusable_adapter(folder: Path, for_reward: bool, tokens: int | None) -> str
             f"{folder} has no {WEIGHTS[0]}: set the folder of a saved LoRA adapter, such as the folder runs/ID/model."
         )
     config = _config(folder)
-    if not config:
+    if config is None:
         return f"{folder} has no adapter_config.json that can be read: set the folder of a saved LoRA adapter."
     kind = str(config.get("peft_type", ""))
     if kind != "LORA":
@@ -124,7 +124,7 @@ def _unusable_adapter(folder: Path, for_reward: bool, tokens: int | None) -> str
 def _unadaptable(folder: Path, shape: ModelShape) -> list[str]:
     """The targets of the adapter in `folder` that no option selects: embeddings, the output layer, and linear layers of
     which peft finds or applies no adapter."""
-    targets = _config(folder).get("target_modules")
+    targets = (_config(folder) or {}).get("target_modules")
     if not targets or not _is_names(targets):
         return []
     ends = {shape.embedding, shape.head}
