@@ -73,4 +73,5 @@ class Kubernetes(Section):
     which needs no Kubeflow."""
     extra_pod_spec: Annotated[JsonText, Ui("Extra pod settings (JSON)", when=KUBERNETES, widget="text")] = ""
     """Keys that are merged into the pod's spec and override it, for settings without an option, such as
-    {"hostNetwork": true}; containers, volumes and tolerations are added to those of the run. Usually empty."""
+    {"hostNetwork": true}; containers and volumes are added to those of the run, or to the one of their name, and
+    tolerations are added. Usually empty."""
