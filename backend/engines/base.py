@@ -29,6 +29,7 @@ class Engine:
     resumes_with_optimizer: ClassVar[bool] = False  # loads a checkpoint only along with its optimizer state
     can_resume: ClassVar[bool] = True  # from a checkpoint, with the optimizer state
     supports_lora: ClassVar[bool] = True
+    unsupported_precisions: ClassVar[frozenset[str]] = frozenset()  # accepted by the libraries, but not used
     separate_master_weights: ClassVar[bool] = False  # fp32 copies next to parameters in the compute dtype
     gathers_layers: ClassVar[bool] = False  # gathers sharded parameters layer by layer
     loads_reference_on_host: ClassVar[bool] = False  # TRL shards a reference model that every rank has in host RAM
@@ -239,6 +240,7 @@ class TensorParallel(Engine):
     needs_several_processes: ClassVar[bool] = True
     can_resume: ClassVar[bool] = False
     supports_lora: ClassVar[bool] = False
+    unsupported_precisions: ClassVar[frozenset[str]] = frozenset({"fp8"})
 
     @property
     def uses_dtensor(self) -> bool:

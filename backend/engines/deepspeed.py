@@ -27,6 +27,7 @@ class DeepSpeed(Engine):
 
     config_file: ClassVar[str] = DEEPSPEED
     uses_autocast: ClassVar[bool] = False
+    unsupported_precisions: ClassVar[frozenset[str]] = frozenset({"fp8", "pure_bf16"})
     separate_master_weights: ClassVar[bool] = True
     has_buckets: ClassVar[bool] = True
     needs_collectives: ClassVar[bool] = True

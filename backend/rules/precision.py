@@ -115,20 +115,22 @@ def fp32_on_bf16_gpu(case: Case) -> str | None:
 @error(
     "PRC008",
     fields=("precision.compute", "parallel.strategy"),
-    title="DeepSpeed supports neither pure bf16 nor fp8",
+    title="The strategy does not support the precision",
     source="deepspeed 0.19 runtime/base_optimizer.py: ZeRO keeps fp32 master weights; accelerate 1.15 accelerator.py "
-    "passes DeepSpeed only Transformer Engine's deprecated recipe",
+    "passes DeepSpeed only Transformer Engine's deprecated recipe; transformers 5.23 trainer.py: accelerate does not "
+    "prepare a model that was sharded while loading, so no layer becomes an fp8 layer",
     fixes=(BF16,),
     fails_on=Example({**PURE_BF16_SPEC, "parallel.strategy": "zero2", "launch.nproc_per_node": 1}, EQUIPPED_TWO),
     passes_on=Example({"precision.compute": "bf16", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
 )
-def precision_unsupported_by_deepspeed(case: Case) -> str | None:
+def precision_unsupported_by_engine(case: Case) -> str | None:
     """DeepSpeed computes in bf16 or fp16 and keeps sharded fp32 master weights. Pure bf16 would silently get fp32
-    master weights, and accelerate passes DeepSpeed only the deprecated fp8 recipe of Transformer Engine."""
-    if case.spec.precision.compute not in ("fp8", "pure_bf16") or case.run.engine.strategy.engine != "deepspeed":
+    master weights, and accelerate passes DeepSpeed only the deprecated fp8 recipe of Transformer Engine. With tensor
+    parallelism, accelerate replaces no layers, so that fp8 would silently be bf16."""
+    if case.spec.precision.compute not in case.run.engine.unsupported_precisions:
         return None
     label = registry.PRECISIONS[case.spec.precision.compute].label
-    return f"{case.strategy.label} runs on DeepSpeed, which does not support the precision {label}."
+    return f"The strategy is {case.strategy.label}, which does not support the precision {label}."
 
 
 @advice(

@@ -62,6 +62,14 @@ def fp8_recipe(backend: str) -> Any:
     return utils.AORecipeKwargs(enable_fsdp_float8_all_gather=False)
 
 
+def to_fp8(model: Any, backend: str) -> None:
+    """Replace the linear layers of a reference model by fp8 layers. accelerate replaces those of the model that trains:
+    both would compute other log-probabilities, although they have the same weights."""
+    if backend == "torchao":
+        utils: Any = importlib.import_module("accelerate.utils.ao")
+        utils.convert_model_to_fp8_ao(model, config=fp8_recipe(backend).config)
+
+
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 

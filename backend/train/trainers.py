@@ -15,7 +15,17 @@ from transformers import PrinterCallback
 from backend import registry
 from backend.config import RunSpec
 from backend.runs import CHECKPOINTS
-from backend.train import eval_loss, kernels, loss_weights, optimizers, rehearsal, streaming, trl_trainers, unsloth
+from backend.train import (
+    device,
+    eval_loss,
+    kernels,
+    loss_weights,
+    optimizers,
+    rehearsal,
+    streaming,
+    trl_trainers,
+    unsloth,
+)
 from backend.train.data import PreparedData
 from backend.train.engines import TrainEngine
 from backend.train.patches import (
@@ -153,6 +163,8 @@ def build_trainer(
     next_token = spec.train.stage in registry.NEXT_TOKEN_STAGES
     trl_expert_count.apply(model)
     trl_missing_router.apply(config, model, reference)
+    if reference is not None and spec.precision.compute == "fp8":
+        device.to_fp8(reference, spec.precision.fp8_backend)
     with trl_adapter_dtype.kept(model), trl_router_logits.kept(model), trl_logit_scaling.named(model, reference):
         trainer = trl_trainers.trainer_class(spec.train.stage)(
             model=model,

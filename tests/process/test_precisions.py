@@ -88,10 +88,10 @@ def test_fp8_training_saves_unquantized_weights(method: str, fork_server: ForkSe
 
 
 def test_fp8_replaces_all_but_the_first_and_last_layer() -> None:
+    """In the model that trains, by accelerate, and in a reference model."""
     pytest.importorskip("torchao")
-    from accelerate.utils.ao import convert_model_to_fp8_ao  # noqa: PLC0415
 
     layers = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
-    convert_model_to_fp8_ao(layers, config=device.fp8_recipe("torchao").config)
+    device.to_fp8(layers, "torchao")
     assert [type(layer).__name__ for layer in layers] == ["Linear", "Float8Linear", "Float8Linear", "Linear"]
     assert {type(p) for p in layers.parameters()} == {torch.nn.Parameter}

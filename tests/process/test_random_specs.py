@@ -44,7 +44,7 @@ SILENT_CHANGES = {
     "QNT003": "under ZeRO-3 each rank keeps the whole weight next to its shard",
     "QNT005": "the merged weights are rounded to 4 bits again",
     "LCH010": "the launcher overrides the variable on each rank",
-    "PRC008": "DeepSpeed keeps fp32 state anyway",
+    "PRC008": "DeepSpeed keeps fp32 state anyway, and tensor parallelism computes in bf16",
     "STR004": "the merged model is saved with the untrained weights",
     "STR005": "generations differ from those of one process",
     "STR012": "DeepSpeed steps with its CPU Adam instead",

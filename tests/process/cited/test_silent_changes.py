@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import skip_checks
+from architectures import build, save
 from fork_server import ForkServer
 from safetensors.torch import load_file
 from training_runs import REORDERING_TOLERANCE, losses, make_spec, result
@@ -78,6 +79,19 @@ def test_pure_bf16_silently_gets_fp32_state_with_deepspeed(tmp_path: Path, fork_
     assert run_result["optimizer"][0]["bytes"] >= 8 * run_result["trainable_parameters"], (
         "two fp32 moments; in bf16 they take half"
     )
+
+
+@cites("PRC008")
+def test_fp8_is_silently_bf16_with_tensor_parallelism(tmp_path: Path, fork_server: ForkServer, tiny: Path) -> None:
+    """No layer becomes an fp8 layer."""
+    folder = save(build("llama"), tiny, tmp_path / "model")
+    options = {"parallel.strategy": "tensor", "method.kind": "full", "launch.nproc_per_node": 2}
+    options |= {"model.source": "path", "model.path": str(folder), "data.max_length": 64}
+    fp8, bf16 = (
+        losses(run_without_checks(tmp_path / name, {**options, "precision.compute": name}, fork_server))
+        for name in ("fp8", "bf16")
+    )
+    assert fp8 == bf16
 
 
 @cites("STR013")
