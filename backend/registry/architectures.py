@@ -33,7 +33,6 @@ NO_TENSOR_PARALLELISM: Mapping[str, str] = {  # although transformers has a plan
 _CONVOLUTION = "transformers loads the convolutions of its linear attention in another order"
 NO_TENSOR_FSDP2: Mapping[str, str] = {  # tensor parallelism over more than one group of devices
     "bailing_hybrid": _CONVOLUTION,
-    "falcon_h1": "transformers does not initialize the multipliers of its Mamba layers",
     "kimi_linear": _CONVOLUTION,
     "olmo_hybrid": _CONVOLUTION,
 }

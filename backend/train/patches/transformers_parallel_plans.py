@@ -5,8 +5,8 @@ weights on all ranks, and a gradient of the heads on each rank, which is summed 
 plans of GLM 4.5 and Phi do not, and that of Apertus does not name its activation, which has weights too. Cohere's norms
 have a weight for each head, all of which meet the heads of one rank.
 
-The plan divides the embedding. An output layer with the same weights that it does not name, as in LFM2, is called with
-a part of them. Gemma 4 with a vision tower reads a row of the weights, so that its embedding stays whole.
+The plan divides the embedding. Gemma 4 with a vision tower reads a row of its weights, so that its embedding stays
+whole.
 
 distributed/fsdp.py, `is_norm_and_head_pair`: the output layer shares a unit with the norm before it, which is gathered
 when the norm is called, only if the norm is named `norm` and nothing else stays gathered. Phi names it final_layernorm.
@@ -14,7 +14,7 @@ TRL's losses read the weights of the output layer without a call. Here such an o
 which is gathered when the model is called.
 
 Without the patch these weights get on each rank the gradient of its own heads or examples alone, or the first step
-fails: that of Cohere and Gemma 4, and that of ORPO with LFM2.
+fails: that of Cohere and Gemma 4.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def plans(model: Any, config: Any) -> tuple[dict[str, str], ...]:
     """The plans of tensor, expert and FSDP2 parallelism of a model."""
     tensor, expert, fsdp = original(model, config)
     if config.tp_size > 1:
-        tensor = tensor | _inside(model, tensor) | _tied_head(model, tensor)
-        tensor = _with_whole_embedding(model, tensor)
+        tensor = _with_whole_embedding(model, tensor | _inside(model, tensor))
     kept = [(name, model.get_submodule(name)) for name, style in fsdp.items() if style == KEPT]
     head = model.get_output_embeddings()
     if not is_norm_and_head_pair(kept, model):
@@ -58,20 +57,6 @@ def _inside(model: Any, plan: dict[str, str]) -> dict[str, str]:
         elif shapes:
             found[name] = "replicated_with_grad_allreduce"
     return found
-
-
-def _tied_head(model: Any, plan: dict[str, str]) -> dict[str, str]:
-    """What the plan lacks: an output layer that shares the weights of a divided embedding."""
-    names, head = {module: name for name, module in model.named_modules()}, model.get_output_embeddings()
-    divides = "embedding" in plan.get(names.get(model.get_input_embeddings(), ""), "")
-    if (
-        not divides
-        or head not in names
-        or names[head] in plan
-        or not model.config.get_text_config().tie_word_embeddings
-    ):
-        return {}
-    return {f"{names[head]}.weight": "colwise_gather_output", names[head]: "colwise_gather_output"}
 
 
 def _with_whole_embedding(model: Any, plan: dict[str, str]) -> dict[str, str]:
