@@ -38,6 +38,7 @@ from backend.inference import loading
 from backend.train import patches
 from backend.train.patches import (
     accelerate_fsdp2_adapter_head,
+    deepspeed_first_step,
     torch_inductor_sums,
     torch_state_dtype,
     transformers_dbrx_experts,
@@ -77,6 +78,10 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "bitsandbytes_int8_inputs": ("bitsandbytes.autograd._functions:MatMul8bitLt.forward", "if len(A.shape) == 3:"),
     "bitsandbytes_int8_reload": (
         "bitsandbytes.nn:Linear8bitLt._load_from_state_dict", 'getattr(self.weight, "SCB", None)',
+    ),
+    "deepspeed_first_step": (
+        "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer.initialize_optimizer_states",
+        "self.optimizer.step()",
     ),
     "deepspeed_fp32_buffers": (
         "deepspeed.runtime.engine:DeepSpeedEngine._cast_module_mixed_precision", "if buffer_dtype is not None:",
@@ -291,6 +296,21 @@ def test_patch_is_still_needed(name: str, tmp_path: Path) -> None:
         f"{patch.LIBRARY} {installed} no longer has the defect that was seen in {patch.SEEN_IN}: "
         f"remove backend/train/patches/{name}.py and its calls"
     )
+
+
+@pytest.mark.filterwarnings("ignore")  # of deepspeed, while it is imported
+def test_zero0_takes_no_step_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would count as a step of Adam, which computes other updates from then on."""
+    for name in ("unfused_optimizer:FP16_UnfusedOptimizer", "fused_optimizer:FP16_Optimizer"):
+        module, _, kind = name.partition(":")
+        wrapper: Any = getattr(importlib.import_module(f"deepspeed.runtime.fp16.{module}"), kind)
+        monkeypatch.setattr(wrapper, "initialize_optimizer_states", wrapper.initialize_optimizer_states)
+        deepspeed_first_step.apply()
+        made, weights = wrapper.__new__(wrapper), [nn.Parameter(torch.ones(2))]
+        made.optimizer, made.fp16_groups, made.fp32_groups_flat = torch.optim.AdamW(weights), [weights], weights
+        made.fp32_groups = [weights]
+        made.initialize_optimizer_states()
+        assert not made.optimizer.state and weights[0].tolist() == [1, 1]
 
 
 def test_dropout_that_is_a_function_is_turned_off() -> None:

@@ -18,6 +18,7 @@ from backend.runs import DEEPSPEED
 from backend.train import deepspeed_ops, device, kernels
 from backend.train.engines.base import TrainEngine
 from backend.train.patches import (
+    deepspeed_first_step,
     peft_reference_adapter,
     ulysses_epochs,
     ulysses_gradients,
@@ -56,6 +57,8 @@ class TrainDeepSpeed(TrainEngine):
     def start(self, config: Any) -> None:
         """Start DeepSpeed's communication before the model is made."""
         device.start_deepspeed(self.run.device)
+        if self.run.zero_stage == 0:
+            deepspeed_first_step.apply()
         if self.run.zero_stage == 3:
             peft_reference_adapter.apply()
         if self.run.sequence_parallel_size > 1:
