@@ -161,7 +161,8 @@ def llamafactory_ignores(case: Case) -> str | None:
     """These options are part of Footplate's own trainer, or of a library that LLaMA-Factory does not use."""
     made = _export(case)
     lost = [line.partition(":")[0] for line in made.missing] if made else []
-    lost = [name for name in lost if name not in ("parallel.strategy", SOURCES) and not _is_format(name)]
+    elsewhere = ("parallel.strategy", SOURCES, "train.half_lr_retries")  # other rules, and Footplate's supervisor
+    lost = [name for name in lost if name not in elsewhere and not _is_format(name)]
     found = [f"LLaMA-Factory has no counterpart of {', '.join(lost)}."] if lost else []
     if own := sorted(merge.parse(case.spec.llamafactory.extra_args).keys() & OF_RUNS) if made else []:
         found.append(f"The run sets {' and '.join(own)} itself, not as llamafactory.extra_args says.")

@@ -59,10 +59,14 @@ class Report(TrainerCallback):
         self.nonfinite = 0  # logged losses in a row
         self.result: dict[str, Any] = {}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note the step that this start continues from. The Trainer restores the logging, eval and save intervals of
-        the checkpoint; use those of this run."""
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **_: Any
+    ) -> None:
+        """Note the step that this start continues from. The Trainer restores the learning rate and the logging, eval
+        and save intervals of the checkpoint; use those of this run."""
         state.compute_steps(args, state.max_steps)
+        if optimizer is not None and lr_scheduler is not None:
+            use_own_rate(args, optimizer, lr_scheduler)
         note_best(args, state)
         self.start_step = state.global_step
         if RANK == 0 and Path(METRICS).exists():
@@ -160,6 +164,20 @@ class Report(TrainerCallback):
         self.written = now
         found = {**steps, **self.first, **parts, "phase": phase, "text": text, "fraction": fraction}
         replace(PROGRESS, {**found, "since": self.since, "time": now})
+
+
+def use_own_rate(args: Any, optimizer: Any, scheduler: Any) -> None:
+    """Multiply the learning rates that a checkpoint has restored, so that the first group has that of this run. LoRA+
+    has other rates in the groups after it."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)
+    peaks = getattr(scheduler, "base_lrs", None)
+    if not peaks or not peaks[0] or peaks[0] == args.learning_rate:
+        return
+    factor = args.learning_rate / peaks[0]
+    scheduler.base_lrs = [factor * peak for peak in peaks]
+    scheduler._last_lr = [factor * rate for rate in scheduler.get_last_lr()]
+    for group in optimizer.param_groups:
+        group.update({name: factor * group[name] for name in ("lr", "initial_lr") if name in group})
 
 
 def note_best(args: Any, state: Any) -> None:

@@ -133,6 +133,25 @@ def test_checkpoints_that_are_away_are_not_no_checkpoint(
     assert "resume_from_checkpoint" not in llamafactory_run.arguments(True)
 
 
+def test_a_resumed_run_has_its_own_learning_rate(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any
+) -> None:
+    """A retry with half the learning rate would diverge again."""
+    monkeypatch.chdir(tmp_path)
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (1e-3, 4e-3)]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    optimizer.step()
+    scheduler.step()
+    arguments = SimpleNamespace(logging_steps=5, eval_steps=100, save_steps=20, learning_rate=5e-4)
+    state = TrainerState(global_step=1, max_steps=10)
+    llamafactory_run.Report().on_train_begin(arguments, state, None, optimizer, scheduler)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([2.5e-4, 1e-3])
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([5e-4 / 3, 2e-3 / 3])
+
+
 def test_a_run_that_diverges_fails(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any) -> None:
     """The page shows that as for other runs."""
     monkeypatch.chdir(tmp_path)
