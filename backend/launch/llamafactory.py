@@ -356,7 +356,8 @@ def _data(made: Export) -> None:
     if "alpaca" in formats:
         made.different.append("data.format: LLaMA-Factory puts one line break between instruction and input, not two")
     if data.max_samples:
-        made.different.append("data.max_samples: LLaMA-Factory takes the first examples of each file, not random ones")
+        text = "LLaMA-Factory takes the first examples of each file, of validation files too, not random ones"
+        made.different.append(f"data.max_samples: {text}")
     made.different.append("train.seed: LLaMA-Factory shuffles the examples differently with the same seed")
 
 

@@ -128,6 +128,11 @@ def test_intervals_that_differ_are_named(tmp_path):
     assert {"save_strategy", "logging_steps", "eval_steps"} <= {*texts} and found.missing == ["push_to_hub: True"]
 
 
+def test_an_interval_without_effect_is_not_named(tmp_path):
+    found = read(tmp_path, save_strategy="no", save_steps=0.25)
+    assert found.spec.save.strategy == "no" and not any("save_steps" in text for text in found.different)
+
+
 def test_keys_whose_option_is_hidden_are_named(tmp_path):
     found = read(tmp_path, beta=0.1, label_smoothing=0.1, loss_type="sigmoid", packing=True)
     reason = "has no effect with the other options"
