@@ -12,13 +12,14 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from backend import registry
-from backend.config import RunSpec
+from backend.config import RunSpec, merge
 from backend.paths import environment_folder, model_folder
 
 SUPPORTED = "0.9"  # llamafactory
 # PyPI has an unrelated package of the same name, without this file.
 MCORE_ADAPTER = "mcore_adapter/trainer/dpo_config.py"
 MCORE_INSTALL = "pip install 'git+https://github.com/alibaba/ROLL.git#subdirectory=mcore_adapter'"
+ARGUMENT = re.compile(r"(?m)^    (\w+): ")  # a field of a dataclass
 CPU_INFO = Path("/proc/cpuinfo")
 KT_PACKAGES = ("kt_kernel", "transformers_kt", "accelerate_kt")  # which llamafactory 0.9.5 hparams/parser.py requires
 CPU_FLAGS = ("amx_tile", "avx512f")  # KTransformers 0.7 requires one of these
@@ -49,7 +50,7 @@ def _problem(spec: RunSpec, base: Path) -> str:
         return f"The environment {folder} has no llamafactory."
     if not version[1].startswith(f"{SUPPORTED}."):
         return f"The environment {folder} has llamafactory {version[1]}; {SUPPORTED} is supported."
-    if problem := _backend_problem(spec, folder) or _missing_packages(spec, folder):
+    if problem := _backend_problem(spec, folder) or _missing_packages(spec, folder) or _unknown_arguments(spec, folder):
         return problem
     if spec.model.source == "builtin" and not model_folder(spec.model.builtin).is_dir():
         return (
@@ -95,6 +96,23 @@ def _missing_packages(spec: RunSpec, folder: Path) -> str:
         return ""
     command = f"{folder / 'bin' / 'pip'} install {' '.join(missing)}"
     return f"The environment {folder} lacks {', '.join(missing)}, which these options need. Install with: {command}."
+
+
+def _unknown_arguments(spec: RunSpec, folder: Path) -> str:
+    """Which keys of llamafactory.extra_args the environment's LLaMA-Factory does not have, a sentence; '' for none, or
+    if another backend has arguments of its own."""
+    given = merge.parse(spec.llamafactory.extra_args)
+    if not given or spec.llamafactory.backend != "transformers" or "ALLOW_EXTRA_ARGS" in spec.launch.env:
+        return ""
+    known = set[str]()
+    for place in folder.glob("lib/python3*/site-packages"):
+        for file in (*place.glob("llamafactory/hparams/*.py"), *place.glob("transformers/training_args*.py")):
+            known |= set(ARGUMENT.findall(file.read_text(encoding="utf-8", errors="replace")))
+    unknown = [name for name in given if name not in known]
+    if not known or not unknown:
+        return ""
+    what = f"llamafactory.extra_args has {', '.join(unknown)}"
+    return f"{what}, which the LLaMA-Factory in {folder} does not have. Remove it."
 
 
 def _cpu_flags() -> set[str]:

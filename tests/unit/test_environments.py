@@ -240,6 +240,16 @@ def test_what_is_wrong_with_an_environment(cache, tmp_path):
     for name in ("bitsandbytes-0.50.0", "wandb-0.28.0"):
         (folder / f"lib/python3.11/site-packages/{name}.dist-info").mkdir()
     assert problem(quantized, tmp_path) == ""
+    more = {**use, "llamafactory.extra_args": '{"mask_history": true, "mask_histori": true, "seed": 1}'}
+    assert problem(more, tmp_path) == "", "the arguments are not known"
+    for name, line in (
+        ("llamafactory/hparams/data_args.py", "mask_history"),
+        ("transformers/training_args.py", "seed"),
+    ):
+        file = folder / "lib/python3.11/site-packages" / name
+        file.parent.mkdir(parents=True)
+        file.write_text(f"class Arguments:\n    {line}: bool = field(\n")
+    assert "has mask_histori, which the LLaMA-Factory in" in problem(more, tmp_path)
     builtin = {**use, "model.source": "builtin"}
     assert "does not exist yet" in problem(builtin, tmp_path)
 
