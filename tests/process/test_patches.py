@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     Glm4MoeConfig,
+    GPTNeoXConfig,
     PreTrainedConfig,
     RwkvConfig,
     SeedOssConfig,
@@ -451,6 +452,17 @@ def test_tensor_parallelism_sums_the_gradients_of_the_norms_of_heads() -> None:
         if cls is Glm4MoeConfig:
             expected = {name: "replicated_with_grad_allreduce"}
         assert {key: style for key, style in plan.items() if key.startswith(name)} == expected
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_tensor_parallelism_keeps_an_output_layer_whole_like_its_embedding(is_tied: bool) -> None:
+    """The plan of GPT-NeoX divides the output layer, but not the embedding."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(GPTNeoXConfig(**sizes, vocab_size=64, tie_word_embeddings=is_tied))
+    assert "lm_head" in transformers_parallel_plans.original(model, DistributedConfig(tp_size=2))[0]
+    plan = transformers_parallel_plans.plans(model, DistributedConfig(tp_size=2))[0]
+    assert ("lm_head" in plan) == (not is_tied) and "gpt_neox.layers.0.mlp.dense_h_to_4h" in plan
 
 
 def test_gradients_of_all_batches_are_summed_over_the_ranks_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ plans of GLM 4.5 and Phi do not, and that of Apertus does not name its activatio
 have a weight for each head, all of which meet the heads of one rank.
 
 The plan divides the embedding. Gemma 4 with a vision tower reads a row of its weights, so that its embedding stays
-whole.
+whole. GPT-NeoX' embedding, embed_in, is not in the plan, but the output layer is, also where both share the weights.
 
 distributed/fsdp.py, `is_norm_and_head_pair`: the output layer shares a unit with the norm before it, which is gathered
 when the norm is called, only if the norm is named `norm` and nothing else stays gathered. Phi names it final_layernorm.
@@ -14,7 +14,7 @@ TRL's losses read the weights of the output layer without a call. Here such an o
 which is gathered when the model is called.
 
 Without the patch these weights get on each rank the gradient of its own heads or examples alone, or the first step
-fails: that of Cohere and Gemma 4.
+fails: that of Cohere, Gemma 4 and GPT-NeoX.
 """
 
 from __future__ import annotations
@@ -60,12 +60,14 @@ def _inside(model: Any, plan: dict[str, str]) -> dict[str, str]:
 
 
 def _with_whole_embedding(model: Any, plan: dict[str, str]) -> dict[str, str]:
-    """The plan without the embedding, and the output layer that shares its weights, where the model reads a row."""
+    """The plan without the embedding, and the output layer that shares its weights, where the model reads a row, or
+    where the plan lacks the embedding."""
     text = model.config.get_text_config()
-    if model.config.model_type != "gemma4" or not text.hidden_size_per_layer_input:
+    reads_row = model.config.model_type == "gemma4" and text.hidden_size_per_layer_input
+    if not reads_row and model.config.model_type != "gpt_neox":
         return plan
-    ends = (model.get_input_embeddings(), model.get_output_embeddings() if text.tie_word_embeddings else None)
-    parts = {name for name, module in model.named_modules() if module in ends}
+    tied = model.get_output_embeddings() if text.tie_word_embeddings else None
+    parts = {name for name, module in model.named_modules() if module in (model.get_input_embeddings(), tied)}
     return {name: style for name, style in plan.items() if not {name, name.rpartition(".")[0]} & parts}
 
 
