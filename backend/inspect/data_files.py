@@ -144,14 +144,14 @@ def _splits(names: tuple[str, ...], base: Path) -> dict[str, tuple[str, ...]]:
     """The files of folders and patterns whose names say that they are for evaluation, and all others, as data.files
     would name each. None without others: then they were chosen."""
     found: tuple[list[str], list[str]] = ([], [])
-    chosen = [name for name in names if (base / os.path.expanduser(name)).is_file()]
-    known = {(base / os.path.expanduser(name)).resolve() for name in chosen}
+    chosen = [name for name in names if os.path.isfile(base / os.path.expanduser(name))]
+    known = {os.path.realpath(base / os.path.expanduser(name)) for name in chosen}
     for name in names:
         with suppress(DataFileError, OSError):  # reported by `_files`
             is_absolute = os.path.isabs(os.path.expanduser(name))
             for path in expand([name], base) if name not in chosen else ():
                 is_other = OTHER_SPLIT.search(path.name) is not None and "train" not in path.name.lower()
-                if path.resolve() not in known:
+                if os.path.realpath(path) not in known:
                     found[is_other].append(str(path) if is_absolute else os.path.relpath(path, base))
     found[False][:0] = chosen
     own, other = map(tuple, found)

@@ -71,8 +71,8 @@ def llamafactory_missing(case: Case) -> Violation | str | None:
 )
 def llamafactory_refuses(case: Case) -> Violation | None:
     """LLaMA-Factory's parser raises an error for these combinations after it has started, on each rank. It adds the
-    markers of ChatML to a tokenizer that lacks them, and the model must have rows for them in its embeddings, or the
-    options add these tokens."""
+    markers of ChatML to a tokenizer that lacks them, and the model must have embeddings for them, or the options add
+    these tokens."""
     made, data = _export(case), case.spec.data
     if not made:
         return None

@@ -15,7 +15,7 @@ import pytest
 from waiting import wait_for
 
 from backend import runs
-from backend.runs import LOG, SCRIPT, STOP, follower, replace_text
+from backend.runs import JOB_SCRIPT, LOG, SCRIPT, STOP, follower, replace_text
 from backend.runs.folder import Run, StopTimeouts
 from backend.runs.slurm import INTERRUPTED
 
@@ -42,6 +42,7 @@ class Cluster:
             (folder / name).write_text(f"#!/bin/sh\n{note}{code}\n")
             (folder / name).chmod(0o755)
         self.run = make_run("", "-m", "backend.runs.slurm")
+        (self.run.path / JOB_SCRIPT).touch()
 
     def set(self, name: str) -> None:
         (self.folder / name).touch()

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from backend.runs import LOCK, PROGRESS, STOP
 from backend.train import generation_eval, time_limit
@@ -55,7 +56,7 @@ def test_generation_counts_its_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Generator, "_batch", batch)
     generator = Generator(None, group, 2, 8, None)  # type: ignore[arg-type]
     callback = GenerationEvalCallback(context, generator, [EvalPrompt("a", "a", "out")] * 5)
-    config = SimpleNamespace(model_type="llama")
+    config = LlamaConfig()
     callback.trainer = SimpleNamespace(training=True, eval=lambda: None, train=lambda _: None, config=config)
     assert callback._generate("before", "before training") == ["out"] * 5
     assert [(p["done"], p["total"], p["unit"]) for p in run_log.seen[1:]] == [
