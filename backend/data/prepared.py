@@ -37,6 +37,7 @@ PRIVATE = 0o700  # the mode of the folder, when it is made: it has the user's te
 MODULES = (
     "config/data.py", "data/*.py", "train/data.py", "train/encoding.py", "train/end_tokens.py", "train/examples.py",
     "train/loss_weights.py", "train/preference_data.py", "train/template_input.py", "train/templates.py",
+    "train/token_places.py",
 )  # fmt: skip
 PACKAGES = ("datasets", "jinja2", "numpy", "tokenizers", "transformers", "trl")
 # Options of data that are in the key as content, or do not affect the tokens.

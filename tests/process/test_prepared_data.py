@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.data import prepared
-from backend.paths import prepared_folder
+from backend.paths import HOME, prepared_folder
 from backend.runs import PLAN
 from backend.train import data, model, template_date
 from backend.train.training import PREPARED
@@ -120,6 +121,21 @@ def test_turns_have_values_that_json_has_not(tiny: Path, tmp_path: Path) -> None
 def test_another_option_is_another_key(tiny: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     spec, other = spec_of(tmp_path), spec_of(tmp_path, **change)
     assert prepared.key_of(other, tokenizer_of(tiny, other)) != prepared.key_of(spec, tokenizer_of(tiny, spec))
+
+
+def test_the_code_that_decides_tokens_is_in_the_key() -> None:
+    """Whatever the modules in the key import of the trainer is in the key, too, or decides no token."""
+    files = {path for pattern in prepared.MODULES for path in (HOME / "backend").glob(pattern)}
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    named = {alias.name for node in imports if node.module == "backend.train" for alias in node.names}
+    named |= {
+        node.module.removeprefix("backend.train.")
+        for node in imports
+        if node.module and node.module.startswith("backend.train.")
+    }
+    others = {name for name in named if HOME / f"backend/train/{name}.py" not in files}
+    assert others == {"run_log", "template_date", "worker_processes"}
 
 
 def test_what_decides_no_token_is_in_no_key(tiny: Path, tmp_path: Path) -> None:
