@@ -167,11 +167,16 @@ def _set(folder: Path, name: str, tensor: Any, value: torch.Tensor, sources: tup
         tensor.copy_(value)
 
 
+def has_adapter(folder: Path) -> bool:
+    """Whether there are weights of an adapter in `folder`."""
+    return any((folder / name).is_file() for name in ADAPTER_FILES)
+
+
 def load_adapter(model: Any, adapter: str, folder: Path) -> None:
     """Load an adapter by the names it was saved with. peft 0.21 (transformers_weight_conversion.py) renames layers that
     have a published name, also where the adapter was saved with the model's name, as on laguna and inkling2_text; it
     ignores the tensors whose new name the model does not have."""
-    if not any((folder / name).is_file() for name in ADAPTER_FILES):
+    if not has_adapter(folder):
         raise TrainError(f"{folder} has no adapter to load: {ADAPTER_FILES[0]} is missing.")
     saved = load_peft_weights(str(folder), device="cpu")
     own = get_peft_model_state_dict(model, adapter_name=adapter)

@@ -43,9 +43,9 @@ def restore_reference(context: TrainContext, model: Any, start: Path) -> None:
     def find() -> str:
         own = get_peft_model_state_dict(model, adapter_name="ref").keys()
         # With ZeRO-3, peft saves the trained adapter in "ref", under other names.
-        if _has_weights(copy) and load_peft_weights(str(copy), device="cpu").keys() == own:
+        if checkpoint_weights.has_adapter(copy) and load_peft_weights(str(copy), device="cpu").keys() == own:
             return str(copy)
-        if path and not _has_weights(Path(path).expanduser()):
+        if path and not checkpoint_weights.has_adapter(Path(path).expanduser()):
             label = registry.STAGES[context.spec.train.stage].label
             raise TrainError(
                 f"lora.adapter_path: the reference model of {label} is the adapter in {path}, which is not there "
@@ -73,10 +73,6 @@ def _load_for_reference(model: Any, folder: Path) -> None:
 
 def _is_on_meta(model: Any) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _has_weights(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in checkpoint_weights.ADAPTER_FILES)
 
 
 def _check(spec: RunSpec, source: ModelSource, model: Any, folder: Path) -> None:

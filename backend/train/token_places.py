@@ -1,8 +1,8 @@
 """Which tokens have the characters of a part of a text.
 
-The tokenizers library says it if it is asked for the characters of each token, which takes up to 1.5 times as long as
-the ids alone. A byte-level tokenizer needs no such answer: each byte of a text is in one token, so the numbers of bytes
-of the tokens say where they are.
+The tokenizers library can return the characters of each token, but this takes up to 1.5 times as long as returning the
+ids alone. For a byte-level tokenizer, it is not necessary: each byte of a text is in one token, so the places of the
+tokens follow from their numbers of bytes.
 """
 
 from __future__ import annotations
