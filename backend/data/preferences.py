@@ -7,6 +7,7 @@ column, two whole conversations share the turns that both begin with (TRL's impl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from backend.data.chat import Example, InvalidExample, Turns
 PROMPTS = ("prompt", "conversations", "messages", "instruction", "question")
 COMPLETIONS = ("completion", "output", "response")
 LABELS = ("label", "kto_tag")
+MARGIN = "margin"  # the column of TRL's reward data with how much better the chosen completion is
 NO_WEIGHTS = "remove the weight, which only SFT with the data format messages supports"
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
@@ -48,7 +50,7 @@ def usual_columns(example: Example, data: Data, format: str) -> dict[str, str]:
 
 
 def _pairs(example: Example, data: Data) -> dict[str, Any]:
-    """{"prompt", "chosen", "rejected"}, each a list of turns."""
+    """{"prompt", "chosen", "rejected"}, each a list of turns, and {"margin"} of an example that has one."""
     names = data.chosen_column or "chosen", data.rejected_column or "rejected"
     chat.require_columns(example, names)
     chosen, rejected = (_completion(example, name) for name in names)
@@ -68,8 +70,18 @@ def _pairs(example: Example, data: Data) -> dict[str, Any]:
         "prompt": _with_system_prompt(prompt, example, data),
         "chosen": chosen,
         "rejected": rejected,
+        **_margin(example),
         **chat.variables(example),
     }
+
+
+def _margin(example: Example) -> dict[str, float]:
+    """{"margin"} of an example that has one; {} if it is missing, or no number."""
+    try:
+        value = float(example[MARGIN])
+    except (LookupError, TypeError, ValueError, OverflowError):
+        return {}
+    return {MARGIN: value} if math.isfinite(value) else {}
 
 
 def _labels(example: Example, data: Data) -> dict[str, Any]:

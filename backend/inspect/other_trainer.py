@@ -20,6 +20,7 @@ SUPPORTED = "0.9"  # llamafactory
 MCORE_ADAPTER = "mcore_adapter/trainer/dpo_config.py"
 MCORE_INSTALL = "pip install 'git+https://github.com/alibaba/ROLL.git#subdirectory=mcore_adapter'"
 ARGUMENT = re.compile(r"(?m)^    (\w+): ")  # a field of a dataclass
+CREATE = "`footplate env create llamafactory` makes one that has it, and prints its folder."
 CPU_INFO = Path("/proc/cpuinfo")
 KT_PACKAGES = ("kt_kernel", "transformers_kt", "accelerate_kt")  # which llamafactory 0.9.5 hparams/parser.py requires
 CPU_FLAGS = ("amx_tile", "avx512f")  # KTransformers 0.7 requires one of these
@@ -29,7 +30,10 @@ def inspect_trainer(spec: RunSpec, base: Path) -> dict[str, Any]:
     """The facts `trainer_problem` and `trainer_environment`."""
     created = environment_folder(spec.launch.trainer)
     has_one = spec.launch.trainer != "footplate" and (created / "bin" / "python").exists()
-    return {"trainer_problem": _problem(spec, base), "trainer_environment": str(created) if has_one else ""}
+    problem = _problem(spec, base)
+    if has_one:  # and is offered
+        problem = problem.removesuffix(f" {CREATE}")
+    return {"trainer_problem": problem, "trainer_environment": str(created) if has_one else ""}
 
 
 def _problem(spec: RunSpec, base: Path) -> str:
@@ -39,17 +43,17 @@ def _problem(spec: RunSpec, base: Path) -> str:
     if not spec.llamafactory.environment:
         return (
             "No environment is set: set llamafactory.environment to the folder of a Python environment that has "
-            "llamafactory."
+            f"llamafactory. {CREATE}"
         )
     folder = base / Path(spec.llamafactory.environment).expanduser()
     if not (folder / "bin" / "python").exists():
-        return f"The folder {folder} is not a Python environment: it has no bin/python."
+        return f"The folder {folder} is not a Python environment: it has no bin/python. {CREATE}"
     found = [path.name for path in folder.glob("lib/python3*/site-packages/llamafactory-*.dist-info")]
     version = re.match(r"llamafactory-(.+)\.dist-info", found[0]) if found else None
     if not version:
-        return f"The environment {folder} has no llamafactory."
+        return f"The environment {folder} has no llamafactory. {CREATE}"
     if not version[1].startswith(f"{SUPPORTED}."):
-        return f"The environment {folder} has llamafactory {version[1]}; {SUPPORTED} is supported."
+        return f"The environment {folder} has llamafactory {version[1]}; {SUPPORTED} is supported. {CREATE}"
     if problem := _backend_problem(spec, folder) or _missing_packages(spec, folder) or _unknown_arguments(spec, folder):
         return problem
     if spec.model.source == "builtin" and not model_folder(spec.model.builtin).is_dir():

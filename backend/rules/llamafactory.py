@@ -40,7 +40,6 @@ def _export(case: Case) -> Export | None:
     title="LLaMA-Factory cannot be started",
     source="llamafactory 0.9.5: src/llamafactory/extras/misc.py, check_dependencies",
     fixes=(OURS,),
-    manual_fix="Create an environment with `footplate env create llamafactory`, which prints its folder.",
     fails_on=Example(WITH, facts=replace(READABLE, trainer_problem="The environment /opt/env has no llamafactory.")),
     passes_on=Example(WITH, facts=READABLE),
     at_start=True,

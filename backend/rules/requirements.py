@@ -77,7 +77,9 @@ def packages_of(row: registry.Choice | None) -> Mapping[str, str]:
 
 
 def missing_package(case: Case, row: registry.Choice | None) -> str | None:
-    """A package that the row needs is not installed."""
+    """A package that the row needs is not installed. LLaMA-Factory has its own, which LLF001 checks."""
+    if case.spec.launch.trainer == "llamafactory":
+        return None
     return missing_packages(case, row.label if row else "", packages_of(row))
 
 
@@ -97,8 +99,9 @@ def install_command(packages: list[str]) -> str:
 
 
 def outdated_package(case: Case, rows: Mapping[str, registry.Choice | None]) -> Violation | None:
-    """The package of a row is installed in a version below the row's minimum. `rows`: option -> its row."""
-    installed = case.machine.versions
+    """The package of a row is installed in a version below the row's minimum. `rows`: option -> its row. Not with
+    LLaMA-Factory, which has its own packages."""
+    installed = case.machine.versions if case.spec.launch.trainer == "footplate" else {}
     old: dict[str, str] = {}
     fields: list[str] = []
     for field, row in rows.items():

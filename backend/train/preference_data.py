@@ -15,6 +15,7 @@ from datasets import Dataset, concatenate_datasets
 
 from backend.config import RunSpec
 from backend.data.chat import COLUMN, VARIABLES
+from backend.data.preferences import MARGIN
 from backend.train import end_tokens, template_input
 from backend.train.encoding import BatchTokenizer, Columns, Rendered, TextEncoder
 from backend.train.run_log import TrainError
@@ -91,7 +92,8 @@ class PreferenceTokenizer(BatchTokenizer[Completions]):
             return {"prompt_ids": prompt, "completion_ids": completions[0], "label": value["label"]}
         chosen, rejected = completions
         if self.stage == "reward":
-            return {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
+            margin = float(value.get(MARGIN, 0))  # TRL 1.16 looks for it in the first example of a batch only
+            return {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected, MARGIN: margin}
         if self.stage == "dpo":
             return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
         columns: dict[str, Any] = {"prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}

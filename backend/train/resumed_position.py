@@ -11,6 +11,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from backend.train.streaming import PLACES
 
@@ -53,3 +54,14 @@ def find(
     left = max(0, max_steps - (done if by_epochs else step))
     num_epochs = epochs + max(1, math.ceil((steps + left) / steps_per_epoch))
     return Position(epochs, steps * accumulation, num_epochs, step + left)
+
+
+def owes_evaluation(args: Any, state: Any, ended_epoch: bool) -> bool:
+    """Whether the model of this checkpoint should have been evaluated, but the run was stopped or ended before.
+    `args`, `state`: of the Trainer; `ended_epoch`: whether the checkpoint is at the end of an epoch."""
+    step = state.global_step
+    if not step or any(point.get("step") == step and "eval_loss" in point for point in state.log_history):
+        return False
+    if args.eval_strategy == "epoch":
+        return ended_epoch and bool(args.eval_delay <= state.epoch)
+    return args.eval_strategy == "steps" and step % state.eval_steps == 0 and bool(args.eval_delay <= step)

@@ -100,6 +100,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
     unlogged: dict[str, Any] | None = None
     start: Path | None = None  # the checkpoint that the run resumes from
     position: resumed_position.Position | None = None  # where the epochs continue, unless `start`'s steps say that
+    owed: bool = False  # whether the model of `start` is evaluated first
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The optimizer, with LoRA+'s learning rates."""
@@ -173,7 +174,9 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
             self.progress.resume(self.state, totals.get("tokens", 0), totals.get("seconds", 0.0))
         if self.position and not self.position.batches:
             self.state.epoch = float(self.position.epochs)
-        return (self.position.epochs, self.position.batches) if self.position else trained
+        epochs, batches = (self.position.epochs, self.position.batches) if self.position else trained
+        self.owed = resumed_position.owes_evaluation(self.args, self.state, ended_epoch=epochs > 0 and not batches)
+        return epochs, batches
 
     def _run_epoch(self: Any, **more: Any) -> None:
         """transformers 5.23 checks for the last step only after a step, so a run resumed there would train another
@@ -185,7 +188,12 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
             self.unlogged = None
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-        else:
+            return
+        if self.owed:
+            self.owed, self.control.should_evaluate = False, True
+            given = (more[name] for name in ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time"))
+            self._maybe_log_save_evaluate(self._tr_loss, None, *given)
+        if not self.control.should_training_stop:  # by early stopping
             super()._run_epoch(**more)  # type: ignore[misc]
 
     def _save_checkpoint(self: Any, *args: Any) -> None:
@@ -282,9 +290,10 @@ class RewardMixin(PretokenizedMixin):
         return super().compute_loss(partial(_with_fp32_logits, model), *args, **named)  # type: ignore[misc]
 
 
-def _with_fp32_logits(model: Any, *args: Any, **named: Any) -> Any:
+def _with_fp32_logits(model: Any, *args: Any, margin: Any = None, **named: Any) -> Any:
     """The outputs of a forward pass. Without autocast, as with DeepSpeed and pure bf16, the logits have 16 bits: TRL
-    1.16's ORPO and reward trainers would round losses and rewards to two or three digits."""
+    1.16's ORPO and reward trainers would round losses and rewards to two or three digits. `margin`, which TRL passes to
+    the model too, is only for the loss."""
     outputs = model(*args, **named)
     outputs.logits = outputs.logits.float()
     return outputs

@@ -4,11 +4,14 @@ completions. Several ranks, engines, precomputed reference log-probabilities and
 from __future__ import annotations
 
 import json
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from training_runs import (
 )
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer
 from untrained_models import tokenizer
 
 from backend.config import RunSpec
@@ -33,6 +37,7 @@ from backend.data import read_examples
 from backend.paths import ASSETS
 from backend.train import data, trl_trainers
 from backend.train.examples import select
+from backend.train.preference_data import PreferenceTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 TrainedRun = Callable[[str, str], Path]
@@ -317,6 +322,20 @@ def test_losses_of_logits_are_computed_in_fp32(stage: str, name: str) -> None:
     trainer = type("Trainer", (trl_trainers.MIXINS[stage], trains), {})()
     found = getattr(trainer, name)(lambda x: SimpleNamespace(logits=x), {"x": torch.ones(1, dtype=torch.bfloat16)})
     assert found.dtype == torch.float32
+
+
+def test_the_loss_of_reward_models_subtracts_the_margin() -> None:
+    """TRL passes the margin to the model, too; many architectures would not accept it."""
+    columns = PreferenceTokenizer(Mock(), "reward", 9)._columns([1], [[2], [3]], {"margin": 2.0})
+    assert columns == {"chosen_ids": [1, 2], "rejected_ids": [1, 3], "margin": 2.0}
+    assert PreferenceTokenizer(Mock(), "reward", 9)._columns([1], [[2], [3]], {})["margin"] == 0
+    inputs = DataCollatorForPreference(pad_token_id=0)([columns])
+    trainer = type("Trainer", (trl_trainers.MIXINS["reward"], RewardTrainer), {"__init__": lambda self: None})()
+    trainer.args, trainer.model = SimpleNamespace(center_rewards_coefficient=None), SimpleNamespace(training=False)
+    trainer.accelerator, trainer._metrics, trainer._total_train_tokens = MagicMock(), defaultdict(MagicMock), 0
+    rewards = torch.tensor([[3.0], [0.5]])
+    loss = trainer.compute_loss(lambda input_ids, attention_mask, use_cache: SimpleNamespace(logits=rewards), inputs)
+    assert float(loss) == pytest.approx(-math.log(1 / (1 + math.exp(-(3.0 - 0.5 - 2.0)))))
 
 
 def test_long_examples_are_truncated_or_dropped(fork_server: ForkServer) -> None:

@@ -70,20 +70,20 @@ def test_own_learning_rate(fork_server: ForkServer, tmp_path: Path, strategy: st
 
 
 def test_own_intervals(fork_server: ForkServer, tmp_path: Path) -> None:
-    """transformers reads the intervals from the trainer_state.json of the checkpoint. The generations before training
-    are those of the run that is continued."""
+    """transformers reads the intervals from the trainer_state.json of the checkpoint. An evaluation that the checkpoint
+    lacks comes first. The generations before training are those of the run that is continued."""
     evaluated = {"eval.strategy": "steps", "data.validation_split": 0.2}
     evaluated |= {"eval.num_generations": 2, "eval.max_new_tokens": 8}
-    long = {**COMMON, **evaluated, "logging.steps": HALF, "eval.steps": HALF, "save.total_limit": 0}
-    first = fork_server.train(tmp_path / "first", make_spec({**long, "train.max_steps": HALF}))
+    long = {**COMMON, **evaluated, "logging.steps": HALF, "eval.steps": 3, "save.total_limit": 0}
+    first = fork_server.train(tmp_path / "first", make_spec({**long, "train.max_steps": ALL}))
     short = {
-        **long, "logging.steps": 1, "eval.steps": 3, "save.steps": 2, "train.max_steps": ALL,
+        **long, "logging.steps": 1, "eval.steps": 2, "save.steps": 2, "train.max_steps": ALL,
         "save.resume_from": "path", "save.resume_path": str(first / f"checkpoints/checkpoint-{HALF}"),
     }  # fmt: skip
     second = fork_server.train(tmp_path / "second", make_spec(short))
     points = read_metrics(second)
     assert [point["step"] for point in points if "loss" in point] == [5, 6, 7, 8]
-    assert [point["step"] for point in points if "eval_loss" in point] == [6, 8]  # and after the last step
+    assert [point["step"] for point in points if "eval_loss" in point] == [4, 6, 8]  # the first is owed
     assert {path.name for path in (second / "checkpoints").iterdir()} == {"checkpoint-6", "checkpoint-8"}
     before, other = ([sample["before"] for sample in result(run)["samples"]] for run in (first, second))
     assert before == other != [sample["after"] for sample in result(first)["samples"]]
@@ -160,6 +160,20 @@ def test_the_rest_of_an_epoch_that_is_less_than_a_step_is_left_out() -> None:
     """Seven of eight examples, then steps of four: an empty rest of the epoch would be evaluated and saved again."""
     found = resumed_position.find(7, 0.875, 2, 2, 1, 4, by_epochs=True)
     assert found == resumed_position.Position(epochs=1, batches=0, num_epochs=2, max_steps=7 + 2)
+
+
+def test_an_evaluation_that_a_checkpoint_lacks() -> None:
+    args = SimpleNamespace(eval_strategy="epoch", eval_delay=0)
+    state = SimpleNamespace(global_step=4, eval_steps=2, epoch=1.0, log_history=[{"step": 4, "loss": 1.0}])
+    owes = resumed_position.owes_evaluation
+    assert owes(args, state, ended_epoch=True) and not owes(args, state, ended_epoch=False)
+    args.eval_strategy = "steps"
+    assert owes(args, state, ended_epoch=False)
+    args.eval_delay = 5
+    assert not owes(args, state, ended_epoch=False)
+    args.eval_delay = 0
+    state.log_history.append({"step": 4, "eval_loss": 1.0})
+    assert not owes(args, state, ended_epoch=False)
 
 
 def test_the_schedule_and_the_options_of_the_run_hold_from_its_first_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ LABELS: dict[str, dict[str, Any]] = {
     "Alpaca": {"instruction": "When?", "output": "Nine.", "kto_tag": True},
 }
 STAGES = [name for name, row in registry.STAGES.items() if "pairs" in row.formats]
+
+
+@pytest.mark.parametrize(("given", "found"), [(2, 2.0), ("0.5", 0.5), (None, None), ("large", None), (math.nan, None)])
+def test_the_margin_of_a_pair(given: Any, found: float | None) -> None:
+    assert convert({**PAIRS["texts"], "margin": given}, "pairs", DATA).get("margin") == found
 
 
 @pytest.mark.parametrize("name", PAIRS)
