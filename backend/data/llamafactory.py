@@ -6,30 +6,71 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from backend.config import Data
 from backend.data import chat
 from backend.data.chat import Example
+from backend.data.compression import is_compressed, open_text
 from backend.data.formats import DEFAULTS, required_columns, to_text
 from backend.data.preferences import PREFERENCES, unpair
+from backend.data.reading import DataFileError, column_separator
 
 DIFFERENCE = "llamafactory: "  # begins the key of a difference in the counts of examples
+MAX_BLANK = 4096  # characters before the first one of a JSON file
 CALL, TOOLS = "function_call", "tools"
 ALPACA = ("input", "history")  # columns besides those that have options
+FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # endings that extras/constants.py knows, in these letters
+# Cells of a CSV file that pandas, and so `datasets`, reads as missing values.
+MISSING = frozenset({
+    "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA", "NULL",
+    "NaN", "None", "n/a", "nan", "null",
+})  # fmt: skip
 # Roles of the turns of a conversation, which alternate after an optional system prompt; examples with any other order
 # are left out.
 PROMPTS = {"messages": ("user", "tool"), "sharegpt": ("human", "observation")}
 REPLIES = {"messages": ("assistant", CALL), "sharegpt": ("gpt", CALL)}
 
 
-def difference(example: Example, format: str, data: Data, first: Example) -> str:
+def unread_file(path: Path) -> str:
+    """The kind of a file that LLaMA-Factory does not read, and what to do with it; '' if it reads the file, or
+    it cannot be read at all."""
+    ending = path.suffix
+    if is_compressed(path):
+        return "compressed files; decompress"
+    if ending not in FILES:
+        return f"files whose names end in {ending}; {'rename' if ending.lower() in FILES else 'convert to .jsonl'}"
+    try:
+        if ending == ".csv" and path.is_file() and column_separator(path) != ",":
+            return "CSV files whose columns are not separated by commas; convert to .jsonl"
+        if ending == ".json" and path.is_file() and _starts_with_key(path):
+            return "JSON files whose list is under a key; convert to .jsonl"
+    except (DataFileError, OSError, UnicodeDecodeError):
+        pass
+    return ""
+
+
+def _starts_with_key(path: Path) -> bool:
+    with open_text(path) as file:
+        return file.read(MAX_BLANK).lstrip()[:1] == "{"
+
+
+def difference(example: Example, format: str, data: Data, first: Example, path: Path) -> str:
     """What LLaMA-Factory does not read in a valid example of a file, as words after "In 3 examples, "; '' if it reads
     all of it. `first`: the first example of the file, whose columns it is told to read. Preferences are not read as
     they are at all."""
-    if format not in DEFAULTS or format == "text":
+    if format not in DEFAULTS:
         return ""
     columns = (TOOLS, data.system_column, *(ALPACA if format == "alpaca" else ()))
+    cells = (example.get(name) for name in (*required_columns(data, format).values(), *columns))
+    if path.suffix == ".csv" and (missing := next((cell for cell in cells if cell in MISSING), "")):
+        return f"a cell of the CSV file has the text {missing}, which is read as a missing value"
+    return "" if format == "text" else _of_columns(example, format, data, first, columns)
+
+
+def _of_columns(example: Example, format: str, data: Data, first: Example, columns: Iterable[str]) -> str:
+    """What is not read in an example with prompts and completions. `columns`: the optional ones that are read."""
     if late := next((name for name in columns if name and example.get(name) and name not in first), ""):
         return f"the column {late} has a value, and the first example does not have this column"
     used = chat.variables(example)

@@ -321,7 +321,7 @@ def _skip(text: str, at: int) -> int:
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(MAX_LINE)  # the default limit of 128 KiB is shorter than some completions
-    separator = _separator(path)
+    separator = column_separator(path)
     with open_text(path, newline="") as file:
         reader, line = csv.reader(_lines(path, file), strict=True, delimiter=separator), 1
         names: list[str] = []
@@ -339,7 +339,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
             raise DataFileError(path, line, f"is not valid CSV: {error}") from None
 
 
-def _separator(path: Path) -> str:
+def column_separator(path: Path) -> str:
     """The separator of the columns: tabs in a .tsv file, commas in a .csv file, or what its header has instead. Excel
     writes semicolons where numbers have a decimal comma."""
     if data_suffix(path) == ".tsv":

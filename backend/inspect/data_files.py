@@ -318,7 +318,7 @@ class _Inspection:
         turns = converted.get("messages", ())
         self.with_weights += has_other_weights(turns)
         self.weighted += has_loss_weights(turns)
-        if unlike := llamafactory.difference(example, self.format, self.data, self.first):
+        if unlike := llamafactory.difference(example, self.format, self.data, self.first, self.path):
             self.unlike_llamafactory[unlike] += 1
         if len(self.token_lengths) < MAX_LENGTHS:
             length, prompt_tokens = self._length(converted, texts)

@@ -436,11 +436,11 @@ def _add(made: Export, name: str, path: str, described: _Described) -> str:
 
 
 def _differs(path: Path, described: _Described, first: Mapping[str, Any]) -> bool:
-    """Whether LLaMA-Factory would not read a part of an example of a file."""
+    """Whether LLaMA-Factory would not read a file, or a part of one of its examples."""
     format, data = described.format, described.data
     try:
-        return any(
-            not example_problem(row, format, data) and reading.difference(row, format, data, first)
+        return bool(reading.unread_file(path)) or any(
+            not example_problem(row, format, data) and reading.difference(row, format, data, first, path)
             for _, row in read_examples(path)
         )
     except DataFileError:  # the file does not exist here, or the checks report what is wrong with it

@@ -10,7 +10,7 @@ from typing import Any
 from backend.config import merge
 from backend.config.options import get
 from backend.config.sources import SOURCES
-from backend.data.compression import is_compressed
+from backend.data.llamafactory import unread_file
 from backend.launch.llamafactory import OF_RUNS, Export, export
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.examples import DEMO, TWO_H100
@@ -122,14 +122,13 @@ def llamafactory_data(case: Case) -> str | None:
     """LLaMA-Factory reads conversations, instructions and plain text as they are. For preferences, it reads one chosen
     and one rejected turn after a conversation; in pretraining, it reads plain text only. It leaves out conversations in
     which turns of user and assistant do not alternate, and ignores tool calls and reasoning in keys of their own. It
-    reads no compressed files and no .tsv files."""
+    reads no compressed files, and only CSV files with commas, in which a cell such as NA is a missing value."""
     made = _export(case)
     if not made:
         return None
     files = (Path(entry["file_name"]) for entry in made.datasets.values() if "file_name" in entry)
-    if unread := next((path for path in files if is_compressed(path) or path.suffix.lower() == ".tsv"), None):
-        kind = "compressed files; decompress" if is_compressed(unread) else ".tsv files; convert to .csv"
-        return f"LLaMA-Factory does not read {kind} {unread}."
+    if unread := next((f"{kind} {path}" for path in files if (kind := unread_file(path))), ""):
+        return f"LLaMA-Factory does not read {unread}."
     options = [option for option, _, _ in (line.partition(":") for line in made.missing) if _is_format(option)]
     if case.facts.format and "data.format" in options:
         return f"The data format is {case.facts.format}."

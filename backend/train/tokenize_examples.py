@@ -276,7 +276,7 @@ def _converted(
                 value = convert(row, format, data)
                 found.counts["with_weights"] += has_other_weights(value.get("messages", ()))
                 found.counts["weighted"] += has_loss_weights(value.get("messages", ()))
-                unlike = llamafactory.difference(row, format, data, first)
+                unlike = llamafactory.difference(row, format, data, first, path)
                 found.counts.update([llamafactory.DIFFERENCE + unlike] if unlike else ())
                 if found.is_copy(is_training, value) and data.drop_duplicates:
                     continue

@@ -1,6 +1,7 @@
 """What LLaMA-Factory does not read in an example as Footplate does, and the form in which it reads all of it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -39,23 +40,26 @@ NOT_READ = [
     ("prompt_completion", {"prompt": "?", "completion": "a", "reasoning": "hm"}, "the reasoning is in a column"),
     ("prompt_completion", {"prompt": [ASK], "completion": [ANSWER]}, "prompt and completion are not both texts"),
 ]  # fmt: skip
+PLAIN = Path("a.jsonl")
 
 
 @pytest.mark.parametrize(("format", "example"), READ)
 def test_examples_that_are_read(format, example):
-    assert llamafactory.difference(example, format, Data(), example) == ""
+    assert llamafactory.difference(example, format, Data(), example, PLAIN) == ""
 
 
 @pytest.mark.parametrize(("format", "example", "words"), NOT_READ)
 def test_examples_that_are_not_read(format, example, words):
     convert(example, format, Data())  # which Footplate reads
-    assert llamafactory.difference(example, format, Data(), example).startswith(words)
+    assert llamafactory.difference(example, format, Data(), example, PLAIN).startswith(words)
 
 
 def test_columns_are_those_of_the_first_example():
     first = {"instruction": "?", "output": "a"}
     for name, value in {"input": "b", "history": [["?", "a"]], "system": "s", "tools": json.dumps(TOOLS)}.items():
-        assert f"the column {name} has" in llamafactory.difference({**first, name: value}, "alpaca", Data(), first)
+        assert f"the column {name} has" in llamafactory.difference(
+            {**first, name: value}, "alpaca", Data(), first, PLAIN
+        )
 
 
 def as_read(example, format, stage="sft"):

@@ -12,6 +12,7 @@ from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import SpecError, changes, edit
 from backend.importers import import_file
+from backend.inspect import inspect_inputs
 from backend.launch.clusters.answers import gpus
 from backend.launch.llamafactory import export
 from backend.launch.plan import plan
@@ -166,6 +167,34 @@ def test_a_conversation_that_is_not_read_is_converted(tmp_path):
     unlike = replace(READABLE, unlike_llamafactory=(("a turn has tool calls in a key of its own", 2),))
     finding = rule_finding("LLF004", WITH, TWO_H100, unlike)
     assert finding.message.startswith("In 2 examples, a turn has tool calls in a key of its own. LLaMA-Factory would")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.tsv", "prompt\tcompletion\nWhen?\tNine.\n", "files whose names end in .tsv; convert"),
+        ("a.CSV", "prompt,completion\nWhen?,Nine.\n", "files whose names end in .CSV; rename"),
+        ("a.csv", "prompt;completion\nWhen?;Nine.\n", "CSV files whose columns are not separated by commas"),
+        ("b.json", '{"data": [{"prompt": "When?", "completion": "Nine."}]}', "JSON files whose list is under a key"),
+        ("b.csv", "prompt,completion\nWhen?,NA\n", ""),
+    ],
+)
+def test_files_that_are_not_read(tmp_path, name, content, why):
+    """They are converted in an export. As a trainer, LLaMA-Factory would fail, or leave out examples."""
+    (tmp_path / name).write_text(content)
+    (line,) = made({"data.files": (str(tmp_path / name),)}, "prompt_completion").converted.values()
+    turns = json.loads(line)["messages"]
+    assert [turn["content"] for turn in turns] == ["When?", "Nine." if why else "NA"]
+    patch = {**WITH, **FILES, "data.files": (str(tmp_path / name),)}
+    if why:
+        found = rule_finding("LLF004", patch, TWO_H100, replace(READABLE, format="prompt_completion"))
+        assert found.message.startswith(f"LLaMA-Factory does not read {why}")
+    else:
+        ((words, count),) = inspect_inputs(edit(RunSpec(), patch), tmp_path).unlike_llamafactory
+        assert words == "a cell of the CSV file has the text NA, which is read as a missing value" and count == 1
+    plain = tmp_path / "plain.csv"
+    plain.write_text("prompt,completion\nWhen?,Nine.\n")
+    assert not made({"data.files": (str(plain),)}, "prompt_completion").converted
 
 
 def test_plain_text_is_trained_on_by_its_pretraining():
