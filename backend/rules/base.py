@@ -94,6 +94,12 @@ class Case:
         return resolve(self.spec, self.machine, self.facts)
 
     @property
+    def versions(self) -> Mapping[str, str]:
+        """The versions of the packages that the trainer imports; {} if they are not known. LLaMA-Factory has packages
+        of its own, which LLF001 checks."""
+        return self.machine.versions if self.spec.launch.trainer == "footplate" else {}
+
+    @property
     def strategy(self) -> registry.Strategy:
         """The registry row of the strategy."""
         return registry.STRATEGIES[self.spec.parallel.strategy]

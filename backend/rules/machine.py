@@ -80,7 +80,7 @@ def other_nodes_unused(case: Case) -> str | None:
 def torch_build_without_device(case: Case) -> str | None:
     """Each torch build supports one vendor's devices, which its version suffix names: +cu, +rocm, +xpu or +cpu. A build
     for another vendor finds no device and silently uses the CPU."""
-    version = case.machine.versions.get("torch", "")
+    version = case.versions.get("torch", "")
     if case.run.device != case.machine.device or not version or case.run.device not in ("cuda", "xpu"):
         return None
     nvidia = any(gpu.capability > (0, 0) for gpu in case.gpus)

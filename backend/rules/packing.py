@@ -78,7 +78,7 @@ def packing_without_its_packages(case: Case) -> str | None:
     """The convolution, state-space and linear attention layers of this architecture separate packed sequences only with
     the kernels of these packages: causal_conv1d, mamba_ssm, flash-linear-attention."""
     kinds = case.model_types & registry.PACKING_PACKAGES.keys()
-    if not case.spec.data.packing or not kinds:
+    if not case.spec.data.packing or not kinds or case.spec.launch.trainer != "footplate":
         return None
     needed = registry.PACKING_PACKAGES[kinds.pop()]
     missing = [package for package in needed if not case.machine.versions.get(package)]

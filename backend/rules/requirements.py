@@ -77,16 +77,14 @@ def packages_of(row: registry.Choice | None) -> Mapping[str, str]:
 
 
 def missing_package(case: Case, row: registry.Choice | None) -> str | None:
-    """A package that the row needs is not installed. LLaMA-Factory has its own, which LLF001 checks."""
-    if case.spec.launch.trainer == "llamafactory":
-        return None
+    """A package that the row needs is not installed."""
     return missing_packages(case, row.label if row else "", packages_of(row))
 
 
 def missing_packages(case: Case, label: str, needed: Collection[str]) -> str | None:
-    """Packages that `label` needs are not installed. None if the machine lists no versions."""
-    missing = [name for name in needed if name not in case.machine.versions]
-    if not missing or not case.machine.versions:
+    """Packages that `label` needs are not installed. None if the versions are not known."""
+    missing = [name for name in needed if name not in case.versions]
+    if not missing or not case.versions:
         return None
     one = len(missing) == 1
     what = f"the package {missing[0]}, which is" if one else f"the packages {names(missing)}, which are"
@@ -99,9 +97,8 @@ def install_command(packages: list[str]) -> str:
 
 
 def outdated_package(case: Case, rows: Mapping[str, registry.Choice | None]) -> Violation | None:
-    """The package of a row is installed in a version below the row's minimum. `rows`: option -> its row. Not with
-    LLaMA-Factory, which has its own packages."""
-    installed = case.machine.versions if case.spec.launch.trainer == "footplate" else {}
+    """The package of a row is installed in a version below the row's minimum. `rows`: option -> its row."""
+    installed = case.versions
     old: dict[str, str] = {}
     fields: list[str] = []
     for field, row in rows.items():

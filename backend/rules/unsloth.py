@@ -31,7 +31,7 @@ def _uses_unsloth(case: Case) -> bool:
 )
 def unsloth_not_installed(case: Case) -> str | None:
     """Unsloth is a separate package, which Footplate does not install."""
-    installed = case.machine.versions
+    installed = case.versions
     if not _uses_unsloth(case) or not installed or "unsloth" in installed:
         return None
     return "train.use_unsloth is on, and the package unsloth is not installed."
@@ -51,7 +51,7 @@ def unsloth_version_mismatch(case: Case) -> str | None:
     """Unsloth patches transformers and TRL while it is imported and is written for certain releases of them. With other
     releases a patch may raise an error or compute wrong values."""
     required = case.machine.unsloth_unmet_requirements
-    if not _uses_unsloth(case) or not required:
+    if not _uses_unsloth(case) or not required or not case.versions:
         return None
     return f"Unsloth requires {required}; another version is installed. Check the first losses of the run."
 

@@ -224,8 +224,7 @@ def _needs_package(path: str, package: str) -> Conflict:
     """A switch of DeepSpeed's monitor, which imports a package."""
 
     def applies(case: Case, at: Lookup) -> bool:
-        versions = case.machine.versions
-        return at(path) is True and bool(versions) and package not in versions
+        return at(path) is True and bool(case.versions) and package not in case.versions
 
     return path, applies, f"the package {package} is not installed"
 

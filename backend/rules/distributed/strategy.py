@@ -12,6 +12,7 @@ from backend.rules.base import Case, Example, Fix, Violation, error
 from backend.rules.common_fixes import DDP, SINGLE_PROCESS, ZERO2
 from backend.rules.distributed.examples import FOUR_PROCESSES, FULL, WITHOUT_DEEPSPEED, ZERO2_STRATEGY, with_cores
 from backend.rules.examples import DEMO, LAPTOP, LOCAL_MODEL, TWO_H100
+from backend.rules.requirements import missing_packages
 from backend.wording import counted
 
 APPLE = replace(LAPTOP, device="mps", name="Apple")
@@ -29,12 +30,7 @@ APPLE = replace(LAPTOP, device="mps", name="Apple")
 def missing_strategy_package(case: Case) -> str | None:
     """The strategy is implemented by a separate Python package, which the trainer imports when it starts."""
     package = case.strategy.package
-    if not package or not case.machine.versions or package in case.machine.versions:
-        return None
-    return (
-        f"{case.strategy.label} requires the package {package}, which is not installed. "
-        f"Install with: pip install {package}."
-    )
+    return missing_packages(case, case.strategy.label, [package] if package else [])
 
 
 @error(
