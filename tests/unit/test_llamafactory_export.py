@@ -130,6 +130,9 @@ def test_preference_data_is_converted(tmp_path):
     assert found.datasets["data_1"]["ranking"] is True
     why = "invalid, or LLaMA-Factory has no form for all of its parts"
     assert found.missing == [f"data.files: 1 example of {file}: {why}"]
+    file = lines(tmp_path / "scored.jsonl", {**pairs[0], "margin": 1})
+    found = made({"train.stage": "reward", "data.files": (file,)}, "pairs")
+    assert found.missing == [f"data.files: LLaMA-Factory ignores the margin of 1 example of {file}"]
     file = lines(tmp_path / "labels.jsonl", {"prompt": "?", "completion": "a", "label": False})
     found = made({"train.stage": "kto", "data.files": (file,)}, "labels")
     assert json.loads(found.files["data_1.jsonl"]) == {"messages": [ask, yes], "kto_tag": False}

@@ -17,6 +17,7 @@ from backend.config.sources import SOURCES, key_of
 from backend.data import llamafactory as reading
 from backend.data.chat import InvalidExample
 from backend.data.formats import DEFAULTS, convert, detect_format, example_problem, required_columns
+from backend.data.preferences import MARGIN
 from backend.data.reading import DataFileError, expand, file_patterns, read_examples
 from backend.launch.llamafactory.exported import OPTIONS, Export
 from backend.registry.llamafactory_names import STAGES
@@ -214,17 +215,20 @@ def _differs(path: Path, described: _Described, first: Mapping[str, Any]) -> boo
 def _convert(made: Export, name: str, path: Path, described: _Described) -> None:
     """Write a data file in a form that LLaMA-Factory reads completely, and describe it. Raises SpecError."""
     lines: list[dict[str, Any]] = []
-    left_out, stage = 0, made.spec.train.stage
+    left_out, with_margin, stage = 0, 0, made.spec.train.stage
     try:
         for _, example in read_examples(path):
             found = _lines(example, described, stage)
             lines += found
             left_out += not found
+            with_margin += stage == "reward" and MARGIN in example
     except DataFileError as error:
         raise SpecError([Problem("data.files", str(error))]) from error
     if left_out:
         why = "invalid, or LLaMA-Factory has no form for all of its parts"
         made.lacks("data.files", f"{counted(left_out, 'example')} of {path}: {why}")
+    if with_margin:
+        made.lacks("data.files", f"LLaMA-Factory ignores the margin of {counted(with_margin, 'example')} of {path}")
     file = f"{name}.jsonl"
     made.converted[file] = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
     columns = reading.columns_of(lines)
