@@ -184,6 +184,8 @@ def _stage(found: Import) -> None:
     if found.get("process_reward_model"):
         raise found.fail("process_reward_model", True, "reward models of whole completions are supported")
     found.patch["train.stage"] = STAGES[kind] if kind else "reward" if found.get("reward_model") else "sft"
+    if found.patch["train.stage"] == "reward" and found.table.get("num_labels") == 1:
+        found.get("num_labels")  # marks it as read: reward models have one label here, too
     losses = words(found.get("dpo_loss_type", [])) or ["ipo" if kind == "ipo" else "sigmoid"]
     if kind in ("dpo", "ipo"):
         losses = found.dpo_losses(losses, "dpo_loss_weights")
@@ -213,10 +215,18 @@ def _data(found: Import) -> None:
     _template(found, given)
     if found.get("group_by_length"):
         found.set("group_by_length", "train.train_sampling_strategy", "group_by_length")
-    if found.get("excess_length_strategy", "drop") == "drop":
-        found.different.append("excess_length_strategy: axolotl drops longer examples, Footplate truncates them")
+    _length(found)
     _validation(found, given)
     datasets.put(found, given)
+
+
+def _length(found: Import) -> None:
+    """What becomes of examples that are too long. Both split the texts of pretraining."""
+    action, stage = found.get("excess_length_strategy", "drop"), found.patch["train.stage"]
+    if action == "drop" and stage not in ("pretraining", "reward"):
+        found.different.append("excess_length_strategy: axolotl drops longer examples, Footplate truncates them")
+    elif action == "truncate" and stage == "reward":
+        found.different.append("excess_length_strategy: axolotl truncates longer pairs, Footplate drops them")
 
 
 def _validation(found: Import, given: Sequence[Dataset]) -> None:

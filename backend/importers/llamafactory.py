@@ -160,6 +160,8 @@ def _data(found: Import) -> None:
         found.different.append(
             f"template: {template}: the tokenizer's own chat template is used (data.chat_template: model)"
         )
+    if found.patch["train.stage"] == "reward":
+        found.different.append("cutoff_len: LLaMA-Factory truncates longer pairs, Footplate drops them")
     if found.get("enable_thinking") is False:
         found.patch["data.chat_template_kwargs"] = '{"enable_thinking": false}'
     take_datasets(found)

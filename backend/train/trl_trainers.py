@@ -126,7 +126,10 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         return loss
 
     def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """Add the skipped optimizer steps to the logs of training."""
+        """Add the skipped optimizer steps to the logs of training. An optimizer that steps in the backward pass leaves
+        no gradients whose norm could be known; the Trainer logs 0."""
+        if registry.OPTIMIZERS[self.context.spec.train.optim].steps_in_backward:
+            logs.pop("grad_norm", None)
         if self.skipped is not None and "loss" in logs:
             logs |= self.skipped.logged()
         super().log(logs, *more, **named)  # type: ignore[misc]

@@ -13,7 +13,7 @@ from architectures import build, model_types
 from fork_server import ForkServer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from training_runs import REORDERING_TOLERANCE, losses, make_spec, result, same_losses, soak_except
+from training_runs import REORDERING_TOLERANCE, losses, make_spec, read_metrics, result, same_losses, soak_except
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification, Trainer
 from untrained_models import memory_context
 
@@ -95,6 +95,7 @@ def test_losses_and_state_bytes(
     losses_ = losses(folder)
     assert losses_[1] == same_losses(adamw_losses[1])
     assert all(loss == loss and loss < 12 for loss in losses_.values())
+    assert any("grad_norm" in point for point in read_metrics(folder)) is not row.steps_in_backward
     assert (losses_ == same_losses(adamw_losses)) is (name in SAME_AS_ADAMW)
     if name != "schedule_free_radam":  # it skips its first five steps
         assert_weights_changed(folder)

@@ -50,6 +50,25 @@ def test_lora(tmp_path):
     assert found.missing == []
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"rl": "dpo"}, ["excess_length_strategy: axolotl drops longer examples, Footplate truncates them"]),
+        ({"reward_model": True, "num_labels": 1}, []),
+        (
+            {"reward_model": True, "excess_length_strategy": "truncate"},
+            ["excess_length_strategy: axolotl truncates longer pairs, Footplate drops them"],
+        ),
+        ({"datasets": [{"path": "a/b", "type": "completion"}]}, []),
+    ],
+)
+def test_what_becomes_of_long_examples(tmp_path, given, told):
+    """Both drop long pairs of reward models, and split the texts of pretraining."""
+    found = read(tmp_path, sample_packing=False, **given)
+    assert [text for text in found.different if text.startswith("excess_length_strategy")] == told
+    assert not any(text.startswith("num_labels") for text in found.missing)
+
+
 def test_defaults_are_those_of_axolotl(tmp_path):
     text = "base_model: a/b\ndatasets:\n  - path: c/d\n    type: chat_template\nlearning_rate: 0.00001\nbf16: true\n"
     found = import_file(text, RunSpec(), tmp_path)

@@ -47,6 +47,12 @@ def test_lora(tmp_path):
     assert found.missing == []
 
 
+@pytest.mark.parametrize(("stage", "is_told"), [("rm", True), ("dpo", False)])
+def test_long_pairs_of_reward_models(tmp_path, stage, is_told):
+    text = "cutoff_len: LLaMA-Factory truncates longer pairs, Footplate drops them"
+    assert (text in read(tmp_path, stage=stage).different) == is_told
+
+
 def test_defaults_are_those_of_llamafactory(tmp_path):
     spec = import_file("model_name_or_path: a/b\nstage: sft\n", RunSpec(), tmp_path).spec
     train = spec.train

@@ -76,6 +76,14 @@ def test_what_has_no_counterpart_is_named(patch, named):
     assert named in [line.partition(":")[0] for line in made(patch).missing]
 
 
+def test_long_pairs_of_reward_models_are_named():
+    stages = {"reward": "pairs", "dpo": "pairs", "sft": "messages"}
+    hub = {"data.source": "hub", "data.hub_id": "a/b"}
+    found = {stage: made({"train.stage": stage, **hub}, form) for stage, form in stages.items()}
+    named = {stage for stage, export in found.items() if any("longer pairs" in text for text in export.different)}
+    assert named == {"reward"}
+
+
 def test_projected_attention_layers_are_named():
     export = made({"method.kind": "full", "train.optim": "galore_adamw", "train.optim_targets": "attention"})
     assert export.table["galore_target"] == "q_proj,k_proj,v_proj,o_proj"

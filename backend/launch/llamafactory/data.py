@@ -4,7 +4,7 @@ completely is converted."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,18 @@ def _data(made: Export) -> None:
         _mixture(made, all(is_one_file))
     if made.spec.train.stage == "sft" and len({format == "text" for format in formats}) > 1:
         made.lacks(SOURCES, "LLaMA-Factory cannot mix plain text with conversations in SFT")
+    _different_examples(made, formats)
+
+
+def _different_examples(made: Export, formats: Sequence[str]) -> None:
+    """Name what LLaMA-Factory does differently with the same examples, which have these formats."""
     if "alpaca" in formats:
         made.different.append("data.format: LLaMA-Factory puts one line break between instruction and input, not two")
-    if data.max_samples:
+    if made.spec.data.max_samples:
         text = "LLaMA-Factory takes the first examples of each file, of validation files too, not random ones"
         made.different.append(f"data.max_samples: {text}")
+    if made.spec.train.stage == "reward":
+        made.different.append("data.max_length: LLaMA-Factory truncates longer pairs, Footplate drops them")
     made.different.append("train.seed: LLaMA-Factory shuffles the examples differently with the same seed")
 
 
