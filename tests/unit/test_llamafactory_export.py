@@ -168,6 +168,7 @@ def test_a_conversation_that_is_not_read_is_converted(tmp_path):
     found = made({"data.files": (plain, other)})
     assert found.datasets["data_1"]["file_name"] == plain and list(found.converted) == ["data_2.jsonl"]
     assert found.datasets["data_2"]["columns"] == {"messages": "messages", "tools": "tools"}
+    assert next(json.loads(line)["tools"] for line in found.converted["data_2.jsonl"].splitlines()) == ""
     found = made({"data.files": (plain,), "train.stage": "pretraining"})
     assert json.loads(found.files["data_1.jsonl"]) == {"text": "?\n\na"}
     assert found.datasets["data_1"]["columns"] == {"prompt": "text"} and found.table["stage"] == "pt"

@@ -237,8 +237,10 @@ def _convert(made: Export, name: str, path: Path, described: _Described) -> None
     if with_margin:
         made.lacks("data.files", f"LLaMA-Factory ignores the margin of {counted(with_margin, 'example')} of {path}")
     file = f"{name}.jsonl"
-    made.converted[file] = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
     columns = reading.columns_of(lines)
+    if reading.TOOLS in columns:  # `datasets` reads parts of 10 MB, and stops at a column that the first part lacks
+        lines = [{**line, reading.TOOLS: line.get(reading.TOOLS, "")} for line in lines]
+    made.converted[file] = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
     about = {"formatting": "alpaca"} if "prompt" in columns else {"formatting": "sharegpt", "tags": TAGS}
     made.datasets[name] = {"file_name": file, **about, "columns": columns}
     made.datasets[name] |= {"ranking": True} if "chosen" in columns else {}
