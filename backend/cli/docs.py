@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def options_markdown() -> str:
         "",
     ]
     for section, info in RunSpec.model_fields.items():
-        about = (info.annotation.__doc__ or "").strip() if info.annotation else ""
+        about = inspect.getdoc(info.annotation) or ""
         parts += [f"## {section}", "", about, "", "| option | default | values | description |"]
         parts += ["|---|---|---|---|"]
         in_section = [option for option in options() if option.section == section]

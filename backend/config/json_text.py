@@ -70,6 +70,8 @@ def _explain(text: str, error: json.JSONDecodeError) -> JsonError:
         reason = "the text ends before its last object or string is closed"
     elif rest[:1] in ("}", "]") and before.endswith(","):
         at, reason = len(before) - 1, f"there must be no comma before {rest[0]}"
+    elif reason.startswith("Illegal trailing comma"):  # from Python 3.13 on, with the place of the comma
+        reason = f"there must be no comma before {rest[1:].lstrip()[:1]}"
     elif word:
         reason = f"{word} is written {PYTHON_WORDS[word]} in JSON"
     elif rest.startswith("'"):

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_bad_answers_are_counted_and_named(tmp_path: Path) -> None:
     assert score.limits(1) == [
         "4 of 5 comparisons have no verdict of the judge and are left out of the judge's score (example 1: an answer "
         "without [[A]], [[B]] or [[C]]; example 2: an empty answer; example 3: a response that is no chat completion; "
-        "example 4: HTTP status 413 Request Entity Too Large: too long)."
+        f"example 4: HTTP status 413 {HTTPStatus(413).phrase}: too long)."
     ]
     assert score.summary()["without_verdict"] == 4
 
