@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from backend.registry.optimizers import OPTIMIZERS
+
 
 class Rates(NamedTuple):
     """Learning rates of a method: the limits beyond which a rate is most likely a mistake, the usual range, and the
@@ -41,4 +43,4 @@ def lower_learning_rate(stage: str, method: str, optimizer: str, rate: float, fa
     still above the highest one."""
     rates = (PREFERENCE_RATES if stage in LOW_RATE_STAGES else SFT_RATES)[method]
     lower = float(f"{rate * factor:.3g}")
-    return rates.first if lower > rates.highest and optimizer != "sgd" else lower
+    return rates.first if lower > rates.highest and OPTIMIZERS[optimizer].is_adaptive else lower

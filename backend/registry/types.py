@@ -93,6 +93,13 @@ class Optimizer(Choice):
         """Whether its state is AdamW's two moments and nothing else: DeepSpeed can reshard no other state."""
         return self.trainer_optim in ("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused")
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether it scales gradients by their size. SGD and LOMO do not, so the usual learning rates, which are those
+        of Adam, do not hold for them."""
+        other = self.factored or "adam_beta1" in self.reads or not self.reads
+        return other or not ("sgd" in self.trainer_optim or self.trainer_optim == "lomo")
+
     def needs_plain_tensors(self, fp32_master_weights: bool) -> bool:
         """Whether it fails on DTensor parameters, which FSDP2 and tensor parallelism use. torchao's 8-bit state fails
         only on bf16 DTensors."""

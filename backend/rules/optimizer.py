@@ -527,8 +527,7 @@ def sgd_learning_rate_too_low(case: Case) -> Violation | None:
     """Adam divides each gradient by a running average of its size, and SGD does not. At Adam's learning rates, SGD
     hardly changes the weights."""
     rate, row = case.spec.train.learning_rate, case.optimizer
-    adaptive = row.factored or "adam_beta1" in row.reads or not row.reads
-    if adaptive or not ("sgd" in row.trainer_optim or row.trainer_optim == "lomo") or rate >= SGD_MIN_RATE:
+    if row.is_adaptive or rate >= SGD_MIN_RATE:
         return None
     label = f"Set the learning rate to {wording.learning_rate(SGD_RATE)}"
     fix = Fix(label, {"train.learning_rate": SGD_RATE}, safe=False)

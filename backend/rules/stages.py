@@ -287,4 +287,6 @@ def unusual_preference_learning_rate(case: Case) -> Violation | None:
     highest = rates.highest * (SMALL_FACTOR if shape is not None and shape.parameters < SMALL_MODEL else 1)
     if train.stage not in registry.LOW_RATE_STAGES or rates.lowest <= train.learning_rate <= highest:
         return None
+    if not case.optimizer.is_adaptive:
+        return None
     return unusual_rate(train.learning_rate, rates, _stage(case).label)

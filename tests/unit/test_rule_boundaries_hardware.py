@@ -163,6 +163,9 @@ BOUNDARIES = (
     facts_boundary("OPT026", {**MINI, PROCESSES: 2}, shaped(heads=4, kv_heads=2),
                    shaped(heads=3, kv_heads=2), machine=EQUIPPED),
     Boundary("OPT013", Setup({"train.optim": "rmsprop", RATE: 1e-5}), Setup({**FULL, "train.optim": "lomo"}, EQUIPPED)),
+    *(Boundary(code, Setup({**patch, "train.optim": optim, RATE: 0.05}, EQUIPPED), Setup({**patch, RATE: 0.05}))
+      for code, patch in (("MTH010", FULL), ("STG008", {**FULL, "train.stage": "dpo"}))
+      for optim in ("sgd", "sgd_momentum", "schedule_free_sgd", "lomo")),  # for which OPT013 advises such a rate
     boundary("OPT019", {"train.optim": "adamw_torch_8bit", **FSDP2}, {}, {"parallel.cpu_offload": True},
              machine=replace(EQUIPPED_TWO, has_cpp_compiler=False)),
     boundary("KRN011", REWARD, {}, {"model.attn_implementation": "flex_attention"},
