@@ -34,7 +34,14 @@ def configure_logging(level: str, rank: int, deepspeed: bool) -> None:
     warnings.filterwarnings("ignore", message=".*(rank|alpha)_pattern keys did not match", category=RuntimeWarning)
     if deepspeed:
         logging.getLogger("DeepSpeed").setLevel(number)
+        # transformers' Trainer counts the micro-batches itself and lets accelerate expect one per step.
+        logging.getLogger("accelerate.accelerator").addFilter(_is_about_something_else)
         # DeepSpeed calls torch's collectives by their old names, at every step.
         warnings.filterwarnings("ignore", message=".torch.distributed.*is deprecated", category=FutureWarning)
     else:
         accelerate_deepspeed_import.apply()
+
+
+def _is_about_something_else(record: logging.LogRecord) -> bool:
+    """Whether a record is not the warning that DeepSpeed accumulates more than one micro-batch."""
+    return "Gradient accumulation steps mismatch: GradientAccumulationPlugin has 1," not in record.getMessage()

@@ -39,7 +39,7 @@ from backend.train.divergence import DivergenceCallback
 from backend.train.eval_loss import EvalLossMixin, EvalPartsMixin
 from backend.train.loss_weights import LossWeightsMixin
 from backend.train.monitor import Monitor
-from backend.train.patches import transformers_use_cache, trl_orpo_dataset
+from backend.train.patches import transformers_use_cache, trl_orpo_dataset, trl_totals_of_ranks
 from backend.train.skipped_steps import SkippedSteps
 from backend.wording import counted
 
@@ -120,7 +120,8 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
 
     def training_step(self: Any, *args: Any, **more: Any) -> Any:
         """Take note of a loss that is NaN or infinite."""
-        loss = super().training_step(*args, **more)  # type: ignore[misc]
+        with trl_totals_of_ranks.kept(self.accelerator):
+            loss = super().training_step(*args, **more)  # type: ignore[misc]
         if self.divergence is not None:
             self.divergence.add(loss)
         return loss

@@ -106,6 +106,7 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # of all steps so far; empty in preference stages
     eval_loss: float = math.nan
 
 
@@ -518,6 +519,9 @@ def train(settings: Settings) -> Trained:
         for group, peak in zip(adamw.param_groups, peaks, strict=True):
             group["lr"] = peak * learning_rate_factor(settings, step)
         trained.losses.append(loss)
+        if settings.stage in ("sft", "pretraining"):
+            count = sum(len(each.ids) for batch in batches for each in batch)
+            trained.tokens.append(count + sum(trained.tokens[-1:]))
         trained.grad_norms.append(norm)
         trained.learning_rates.append(adamw.param_groups[0]["lr"])
         adamw.step()

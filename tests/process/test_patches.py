@@ -157,6 +157,9 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     "trl_router_logits": (
         "trl.trainer.sft_trainer:SFTTrainer.__init__", ".output_router_logits = self.aux_loss_enabled",
     ),
+    "trl_totals_of_ranks": (
+        "trl.trainer.sft_trainer:SFTTrainer", 'gather_for_metrics(inputs["attention_mask"].sum())',
+    ),
     "trl_functional_dropout": ("trl.trainer.utils:disable_dropout_in_model", "isinstance(module, torch.nn.Dropout)"),
     "trl_logit_scaling": (
         "trl.trainer.utils:add_fused_lm_head", 'getattr(text_config, "final_logit_softcapping", None)'
