@@ -69,7 +69,8 @@ class Train(Section):
     """Gradients are clipped to this global norm; 1.0 is usual, and 0 disables clipping."""
     stop_on_spike: Annotated[bool, Ui("Stop on a spike")] = False
     """Saves a checkpoint and stops when the loss or the gradient norm jumps far above its usual values and stays there;
-    usually off, because many runs recover from a spike."""
+    usually off, because many runs recover from a spike. Up to two more checkpoints are kept, so that a retry can start
+    before the spike."""
     half_lr_retries: Annotated[int, Field(ge=0, le=10), Ui("Retries with half the learning rate")] = 0
     """How often a run that diverged or stopped on a spike is retried automatically. Each retry is a new run that
     continues from the last checkpoint before the problem with half the learning rate, or the method's usual one if half

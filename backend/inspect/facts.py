@@ -189,6 +189,15 @@ class InputFacts:
             return min(size, FIRST_VALIDATION) if _is_streamed(data) else size
         return self.num_validation_examples
 
+    def num_eval_prompts(self, data: Source) -> int | None:
+        """Most validation examples for whose prompts outputs can be generated: one of the two that KTO makes of a
+        pair."""
+        if self.datasets and isinstance(data, Data):
+            found = [each.num_eval_prompts(own) for each, own in zip(self.datasets, data.datasets, strict=True)]
+            return None if None in found else sum(count or 0 for count in found)
+        count = self.num_eval_examples(data)
+        return count and count // self.completions_per_example
+
     def _split_size(self, data: Source) -> int:
         """Examples in the validation split."""
         completions, count = self.completions_per_example, self.num_examples or 0

@@ -321,9 +321,10 @@ def evaluation_without_validation_set(case: Case) -> Violation | None:
 )
 def more_generations_than_examples(case: Case) -> Violation | None:
     """Each generation uses the prompt of a different validation example, so there cannot be more generations than
-    validation examples."""
-    count, available = case.spec.eval.num_generations, case.run.num_eval_examples
-    if not registry.STAGES[case.spec.train.stage].generates or available is None or not case.facts.counts_are_exact:
+    validation examples. KTO generates only for desirable completions, one of each pair."""
+    stage, count = case.spec.train.stage, case.spec.eval.num_generations
+    available = case.facts.num_eval_prompts(case.spec.data)
+    if not registry.STAGES[stage].generates or available is None or not case.facts.counts_are_exact:
         return None
     if count <= available or any(not issue.is_example for issue in case.facts.data_issues):
         return None  # another rule reports a file without examples
@@ -332,6 +333,11 @@ def more_generations_than_examples(case: Case) -> Violation | None:
         f"eval.num_generations is {count}, and the validation set has {counted(available, 'example')}; only "
         f"{available} would be generated."
     )
+    if stage == "kto" and available:
+        message = (
+            f"eval.num_generations is {count}, and outputs are generated only for desirable completions, of which the "
+            f"validation set has at most {available}."
+        )
     return Violation(message, (Fix(label, {"eval.num_generations": available}),))
 
 

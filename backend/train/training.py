@@ -171,6 +171,9 @@ def _generation(context: TrainContext, tokens: Any, prepared: data.PreparedData)
     spec, run, examples = context.spec, context.run, prepared.eval_examples
     chat = ChatTokenizer.create(tokens, True, spec.data.template_kwargs) if examples else None
     prompts = generation_eval.eval_prompts(chat, examples) if chat else []
+    if not prompts and spec.eval.num_generations and registry.STAGES[spec.train.stage].generates:
+        which = "desirable completion" if spec.train.stage == "kto" else "completion to compare with"
+        context.run_log.info(f"No outputs are generated, because the validation set has no {which}.")
     generator = generation_eval.Generator.create(
         spec, tokens, context.group, device.DTYPES[run.compute_dtype], run.tensor_parallel_size
     )

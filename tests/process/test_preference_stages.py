@@ -35,7 +35,7 @@ from untrained_models import tokenizer
 from backend.config import RunSpec
 from backend.data import read_examples
 from backend.paths import ASSETS
-from backend.train import data, trl_trainers
+from backend.train import data, training, trl_trainers
 from backend.train.examples import select
 from backend.train.preference_data import PreferenceTokenizer
 
@@ -346,3 +346,12 @@ def test_long_examples_are_truncated_or_dropped(fork_server: ForkServer) -> None
     scored, _ = prepared_split("reward", fork_server, data__max_samples=0, data__max_length=90)
     assert 0 < len(scored) < len(complete)
     assert max(max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in scored) <= 90
+
+
+def test_a_validation_set_without_desirable_completions_is_named() -> None:
+    lines: list[str] = []
+    plan = SimpleNamespace(compute_dtype="fp32", tensor_parallel_size=1)
+    log = SimpleNamespace(info=lines.append)
+    context: Any = SimpleNamespace(spec=spec("kto", **{"eval.num_generations": 2}), run=plan, group=None, run_log=log)
+    training._generation(context, None, data.PreparedData(Dataset.from_dict({}), None))
+    assert lines == ["No outputs are generated, because the validation set has no desirable completion."]

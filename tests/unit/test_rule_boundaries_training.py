@@ -207,6 +207,8 @@ def few_usable(*usable: int, **more: Any) -> InputFacts:
 FLASH = {**PACKING, BATCH: 8, LENGTH: 2048}
 DATA = (
     facts_boundary("DAT008", {"eval.num_generations": 61}, replace(DEMO, counts_are_exact=False), DEMO),
+    boundary("DAT008", USER_KTO, {"eval.num_generations": 5}, {"eval.num_generations": 6}, {"eval.num_generations": 5},
+             facts=replace(LABELS_FACTS, num_examples=200, completions_per_example=2)),
     facts_boundary("DAT009", {LENGTH: 100}, lengths(*[100] * 901, *[101] * 99), lengths(*[100] * 900, *[101] * 100)),
     facts_boundary("DAT009", {LENGTH: 100}, replace(DEMO, shape=None, token_lengths=()), replace(DEMO, shape=None),
                    {LENGTH: 256}),
