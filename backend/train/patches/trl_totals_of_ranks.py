@@ -1,9 +1,11 @@
 """TRL's trainers sum tokens, entropies and KL estimates over the ranks with a function that is meant for examples.
 
 accelerate accelerator.py, `gather_for_metrics`: in the last optimizer step of an epoch it keeps only as many of the
-gathered values as the last batches have examples that are not repeated. TRL gathers one value per rank, so the values
-of the last ranks were missing: the number of trained tokens and the tokens per second were too low, for all
-micro-batches of that step, and the KL estimate of KTO, which is part of its loss, was that of the first ranks.
+gathered values as the last batches have examples that are not repeated. TRL gathers one value per rank.
+
+Without the patch the values of the last ranks are missing: the number of trained tokens and the tokens per second are
+too low, for all micro-batches of that step, and the KL estimate of KTO, which is part of its loss, is that of the first
+ranks.
 """
 
 from __future__ import annotations
