@@ -36,8 +36,8 @@ def configure_logging(level: str, rank: int, deepspeed: bool) -> None:
         logging.getLogger("DeepSpeed").setLevel(number)
         # transformers' Trainer counts the micro-batches itself and lets accelerate expect one per step.
         logging.getLogger("accelerate.accelerator").addFilter(_is_about_something_else)
-        # DeepSpeed calls torch's collectives by their old names, at every step.
-        warnings.filterwarnings("ignore", message=".torch.distributed.*is deprecated", category=FutureWarning)
+        # DeepSpeed and its integration in transformers call torch's collectives by their old names, at every step.
+        warnings.filterwarnings("ignore", message=".?torch.distributed.*is deprecated", category=FutureWarning)
     else:
         accelerate_deepspeed_import.apply()
 
