@@ -109,7 +109,7 @@ def combined(each: Sequence[InputFacts], known: Collection[str]) -> Facts:
     """The facts about all datasets; `known`: those that were inspected for each."""
     named = [_renamed(facts, index) for index, facts in enumerate(each)]
     facts: Facts = {"datasets": tuple(each)}
-    for name in {*known, "shared_files"} - {"unusable_positions", "lengths_in_order"}:
+    for name in {*known, "shared_files"} - {"unusable_positions", "held_out_positions", "lengths_in_order"}:
         values = [getattr(own, name) for own in named]
         if name in SUMS:
             facts[name] = None if None in values else sum(values)

@@ -24,7 +24,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 23
+FORMAT = 24
 # Options that have no effect on a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -243,6 +243,7 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         "unusable_positions": tuple(found["unusable"]) if found["unusable"] is not None else None,
         "num_usable_validation": found["usable_validation"],
         "num_held_out": found["held_out"],
+        "held_out_positions": tuple(found["held_out_positions"]),
         "num_identical_pairs": found["counts"].get("identical", 0),
         "num_unmarked": found["counts"].get("unmarked", 0),
         "num_endless": found["counts"].get("endless", 0),

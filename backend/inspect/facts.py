@@ -91,6 +91,7 @@ class InputFacts:
     unusable_positions: tuple[int, ...] | None = None  # positions of the unusable training examples, if known
     num_usable_validation: int = 0  # same as num_usable, for the examples in the validation files
     num_held_out: int | None = None  # of a streamed dataset: training examples that its validation split takes
+    held_out_positions: tuple[int, ...] = ()  # of these
     num_identical_pairs: int = 0  # pairs that are dropped because both completions are the same
     num_unmarked: int = 0  # examples in which this template or tokenizer does not tell completion from prompt
     num_endless: int = 0  # examples in which no token that ends the completion is trained
@@ -201,6 +202,8 @@ class InputFacts:
     def _split_size(self, data: Source) -> int:
         """Examples in the validation split."""
         completions, count = self.completions_per_example, self.num_examples or 0
+        if _is_streamed(data) and self.num_held_out is not None:
+            return self.num_held_out
         return completions * validation_size(count // completions, data.validation_split)
 
     def usable_examples(self, data: Source, seed: int) -> tuple[int, int] | None:
@@ -209,14 +212,26 @@ class InputFacts:
             found = [each.usable_examples(own, seed) for each, own in zip(self.datasets, data.datasets, strict=True)]
             known = [counts for counts in found if counts is not None]
             return (sum(n for n, _ in known), sum(n for _, n in known)) if len(known) == len(found) else None
-        if self.num_usable is None or self.unusable_positions is None or not self.num_examples or _is_streamed(data):
+        if self.num_usable is None or self.unusable_positions is None or not self.num_examples:
             return None
+        if _is_streamed(data):
+            return self._usable_of_stream(data)
         share = data.validation_split if data.splits else 0.0
         train, validation = self.num_train_examples(data) or 0, self.num_eval_examples(data) or 0
         if self.unusable_positions:
             selection = self.num_examples, self.completions_per_example, share, data.max_samples, seed
             train, validation = _usable_examples(self.unusable_positions, *selection)
         return train, validation if share else self.num_usable_validation
+
+    def _usable_of_stream(self, data: Source) -> tuple[int, int] | None:
+        """Same as `usable_examples`, of a streamed dataset: it trains on the first examples, and the content of an
+        example decides whether the validation split takes it."""
+        if data.splits and self.num_held_out is None:
+            return None
+        held_out = self.held_out_positions if data.splits else ()
+        selection = held_out, self.num_examples or 0, data.max_samples
+        train, validation = _usable_of_stream(self.unusable_positions or (), *selection)
+        return train, validation if data.splits else self.num_usable_validation
 
 
 def _is_streamed(data: Source) -> bool:
@@ -236,6 +251,16 @@ def _usable_examples(
     train, validation = _selected(count, completions, share, max_samples, seed)
     dropped = set(unusable)
     return sum(n not in dropped for n in train), sum(n not in dropped for n in validation)
+
+
+@lru_cache(maxsize=64)
+def _usable_of_stream(
+    unusable: tuple[int, ...], held_out: tuple[int, ...], count: int, max_samples: int
+) -> tuple[int, int]:
+    """Usable examples of the training set and of the validation split of a streamed dataset."""
+    dropped, others = set(unusable), set(held_out)
+    train = [n for n in range(count) if n not in others][: max_samples or None]
+    return sum(n not in dropped for n in train), sum(n not in dropped for n in held_out[:FIRST_VALIDATION])
 
 
 @lru_cache(maxsize=64)

@@ -85,6 +85,7 @@ class ExampleFacts:
     usable: int = 0  # training examples with a trained token
     unusable: list[int] | None = field(default_factory=list)  # positions of the others; None: too many to report
     held_out: int | None = None  # training examples that the validation split of a streamed dataset takes
+    held_out_positions: list[int] = field(default_factory=list)  # of the first of them, counted as in `unusable`
     usable_validation: int = 0  # validation examples with a trained token
     skipped: list[str] = field(default_factory=list)  # the first examples that the run skips, and why
     unrenderable: list[tuple[str, str]] = field(default_factory=list)  # location, reason
@@ -133,6 +134,13 @@ class ExampleFacts:
             self.unusable = None
         elif not usable and self.unusable is not None:
             self.unusable.append(self.tokenized - 1)
+
+    def hold_out(self, count: int) -> None:
+        """Note that the validation split of a streamed dataset takes the next `count` examples, or does not take the
+        next one."""
+        self.held_out = (self.held_out or 0) + count
+        if self.tokenized < MAX_POSITIONS:
+            self.held_out_positions.extend(range(self.tokenized, self.tokenized + count))
 
     def add_start(self, spec: RunSpec, chat: ChatTokenizer | None, value: dict[str, Any]) -> None:
         """Compare how a completion begins in generation and in training, if it is one of the first ones."""
@@ -291,7 +299,7 @@ def _converted(
                     found.data_issues.append((is_training, place(path, line), str(error), True))
             if is_training and data.streaming and data.splits:
                 held_out = is_held_out(value, data.validation_split, spec.train.seed)  # for both parts of a pair
-                found.held_out = (found.held_out or 0) + held_out * len(values)
+                found.hold_out(held_out * len(values))
             found.add_examples(is_training, len(values) or 1)
             yield from ((is_training, ConvertedExample(place(path, line), each)) for each in values)
     except DataFileError as error:

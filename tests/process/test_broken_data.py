@@ -22,12 +22,13 @@ from training_runs import make_spec, soak_except
 import backend.inspect.datasets
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.data import place
+from backend.data import is_held_out, place
 from backend.inspect import data_files, examples, inspect_inputs
 from backend.machine import Machine
 from backend.rules import Case, Finding, examine
 from backend.train import model, tokenize_examples
 from backend.train.data import PreparedData, prepare
+from backend.train.examples import training_rows
 from backend.train.run_log import TrainError
 
 DEEP = [name for name, case in BREAKAGES.items() if case.example]
@@ -343,3 +344,20 @@ def test_positions_of_unusable_examples_are_unknown_if_there_are_too_many(
         assert (facts.unusable_positions, facts.num_usable) == (positions, 3)
         assert (facts.usable_examples(spec.data, 0) is None) == (positions is None)
         assert not errors_of(edit(spec, {"data.max_samples": 0}), tmp_path)
+
+
+def test_a_stream_whose_first_examples_are_unusable(tmp_path: Path, tiny: Path) -> None:
+    case = Breakage(example=turns(user(LONG), assistant()), options={"data.validation": "split"})
+    streamed = {"data.streaming": True, "train.duration": "steps", "data.validation_split": 0.5}
+    spec = edit(spec_of(case, case.write(tmp_path), tiny), streamed)
+    values = [row.value for row in training_rows(spec)]
+    each = {seed: [n for n, value in enumerate(values) if is_held_out(value, 0.5, seed)] for seed in range(9)}
+    seed, held_out = next((seed, found) for seed, found in each.items() if 0 < len(found) < len(values))
+    spec = edit(spec, {"train.seed": seed})
+    facts = inspect_inputs(spec, tmp_path)
+    assert list(facts.held_out_positions) == held_out
+    unusable = set(facts.unusable_positions or ())
+    for count in range(1, len(values) - len(held_out) + 1):
+        used = [n for n in range(len(values)) if n not in held_out][:count]
+        found = facts.usable_examples(edit(spec, {"data.max_samples": count}).data, seed)
+        assert found == (len({*used} - unusable), len({*held_out} - unusable))

@@ -241,6 +241,11 @@ DATA = (
                    words="The training set has 7 examples (data.validation_split 0.3), none of which has a trained "
                          "token within data.max_length (64 tokens). Of all 10 examples, 1 does."),
     boundary("DAT017", SPLIT, {SAMPLES: 0}, {SAMPLES: 3}, {LENGTH: 256}, {SAMPLES: 0}, facts=few_usable(4)),
+    # A stream trains on the first examples that its validation split does not take.
+    boundary("DAT017", {**SPLIT, **STREAMED, **IN_STEPS}, {SAMPLES: 4}, {SAMPLES: 3}, {LENGTH: 256}, {SAMPLES: 0},
+             facts=few_usable(4, num_held_out=1, held_out_positions=(1,))),
+    boundary("DAT007", {**SPLIT, **STREAMED}, {"eval.strategy": "no"}, {"eval.strategy": "steps"}, NO_EVAL_LOSS,
+             {LENGTH: 256}, facts=few_usable(4, num_held_out=1, held_out_positions=(1,))),
     boundary("DAT017", SPLIT, {**WITHOUT_VALIDATION, SAMPLES: 0}, {SAMPLES: 1}, {LENGTH: 256},
              {**WITHOUT_VALIDATION, SAMPLES: 0}, facts=few_usable(2)),
     facts_boundary("DAT017", {LENGTH: 64}, few_usable(4), replace(few_usable(), token_lengths=(1,)), NO_FIX,
