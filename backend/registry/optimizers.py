@@ -67,7 +67,8 @@ ROWS: Mapping[str, Optimizer] = {
         states=1, state_layout="per_head", reads=ADAM),
     "stable_adamw": Optimizer("StableAdamW",
         "AdamW with Adafactor's update clipping; Kahan summation for bf16 weights.", package="torch-optimi", states=2,
-        reads=ADAM, rounding="Kahan summation", kahan=True),
+        reads=ADAM, rounding="Kahan summation", kahan=True,
+        per_tensor="limits the update of each parameter by its RMS"),
     "ademamix": _bitsandbytes("AdEMAMix",
         "AdamW with a second, slower moving average of gradients: three state elements per parameter.", states=3,
         bits=32, reads=ADAM),
@@ -142,7 +143,8 @@ ROWS: Mapping[str, Optimizer] = {
         states=1, reads=COMMON, allocates_state_at_init=True, temporaries=2),
     "grokadamw": Optimizer("GrokAdamW",
         "AdamW that amplifies slowly varying gradients; its state is in CPU memory and copied at every step.",
-        package="grokadamw", states=3, reads=COMMON, state_on_cpu=True, loses_state_on_save=True),
+        package="grokadamw", states=3, reads=COMMON, state_on_cpu=True, loses_state_on_save=True,
+        per_tensor="clips the gradient of each parameter, and uses a smaller beta1 for each next one"),
 }  # fmt: skip
 OPTIMIZERS: Mapping[str, Optimizer] = {
     name: row if row.trainer_optim or name in OWN else replace(row, trainer_optim=name) for name, row in ROWS.items()

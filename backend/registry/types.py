@@ -86,6 +86,7 @@ class Optimizer(Choice):
     compiled: bool = False  # torch.compile compiles its kernels at the first step
     allocates_state_at_init: bool = False  # in its constructor, before an engine replaces the parameters
     waits_for_variance: bool = False  # its first steps do not change the weights (RAdam)
+    per_tensor: str = ""  # what it computes for each tensor on its own, as the predicate of a sentence
     kahan: bool = False  # one more state element for each bf16 parameter: the rounding error (Kahan summation)
 
     @property

@@ -214,6 +214,26 @@ def adafactor_unfactored_on_deepspeed(case: Case) -> str | None:
     return f"Under {case.strategy.label}, {row.label} keeps 4 bytes of state for every trainable parameter."
 
 
+@warning(
+    "OPT032",
+    fields=("train.optim", "parallel.strategy"),
+    title="The strategy changes what this optimizer computes",
+    source="torch-optimi 0.3 stableadamw.py and grokadamw 0.1 grokadamw.py, step(); deepspeed 0.19 and torch 2.13 "
+    "fsdp/_flat_param.py flatten parameters",
+    fixes=(DDP, ADAMW),
+    fails_on=Example(full_spec("grokadamw", parallel__strategy="zero2"), EQUIPPED_TWO),
+    passes_on=Example(full_spec("grokadamw", parallel__strategy="ddp"), EQUIPPED_TWO),
+)
+def optimizer_computes_per_parameter(case: Case) -> str | None:
+    """DeepSpeed and FSDP1 concatenate parameters into flat tensors. An optimizer that treats each parameter on its own
+    then treats each of these tensors as one parameter: the run succeeds, but its losses differ from those with DDP or
+    FSDP2."""
+    row = case.optimizer
+    if not row.per_tensor or not case.run.engine.flattens_parameters:
+        return None
+    return f"{row.label} {row.per_tensor}. {case.strategy.label} gives it flat tensors of many parameters."
+
+
 # --- Accumulation, precision, devices, resuming ---
 
 

@@ -25,6 +25,7 @@ from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from galore_torch.galore_projector import GaLoreProjector
 from grokadamw import GrokAdamW
 from lomo_optim import AdaLomo, Lomo
+from optimi import StableAdamW
 from schedulefree import AdamWScheduleFree, RAdamScheduleFree
 from torch import nn
 from torchao.float8 import Float8LinearConfig
@@ -108,6 +109,26 @@ def test_adafactor_limits_its_updates() -> None:
     for scale in (1.0, 1e3):
         _, weight = after_one_step(Adafactor, scale=scale, **given)
         assert weight.square().mean().sqrt() <= 1.0001
+
+
+@cites("OPT032")
+@pytest.mark.parametrize("kind", [StableAdamW, GrokAdamW])
+def test_a_flat_tensor_is_trained_like_one_parameter(kind: Any) -> None:
+    """With AdamW, it is trained like the parameters that it consists of."""
+
+    def trained(kind: Any, weights: list[nn.Parameter]) -> torch.Tensor:
+        torch.manual_seed(0)
+        optimizer = kind(weights, lr=0.1)
+        for step in range(3):
+            noise = torch.randn(8).split([each.numel() for each in weights])
+            for weight, gradient in zip(weights, noise, strict=True):
+                weight.grad = gradient * 10**step
+            optimizer.step()
+        return torch.cat([weight.detach() for weight in weights])
+
+    for each, is_same in ((torch.optim.AdamW, True), (kind, False)):
+        apart = trained(each, [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))])
+        assert torch.allclose(apart, trained(each, [nn.Parameter(torch.zeros(8))])) is is_same
 
 
 @cites("OPT015")
