@@ -227,7 +227,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         """Show the evaluation from its start: ProgressCallback is called after its first batch.
 
         torch's DataLoader draws a random number for each evaluation. Training continues as if no number had been drawn:
-        a run that is stopped at this step and resumed later does not evaluate here.
+        how often a run is evaluated does not change its training, and a resumed run may evaluate first.
         """
         callbacks.show_evaluation(self.context.run_log, self.state)
         with torch.random.fork_rng(devices=[]):
