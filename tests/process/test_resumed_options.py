@@ -122,7 +122,7 @@ def trained_on(folder: Path, start: Path | None, batch_size: int, **length: floa
     trainer = Seeing(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)), arguments, train_dataset=rows)  # type: ignore[arg-type]
     run = SimpleNamespace(zero_stage=0)
     trainer.context = SimpleNamespace(
-        folder=folder, group=ProcessGroup(), run_log=RunLog(folder), run=run, use_cache=None
+        folder=folder, group=ProcessGroup(), run_log=RunLog(folder), run=run, use_cache=None, spec=Seeing.spec
     )  # type: ignore[assignment]
     trainer.seen, trainer.start = [], start
     trainer.train(resume_from_checkpoint=str(start) if start else None)
