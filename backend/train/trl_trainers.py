@@ -158,7 +158,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
             if self.position:
                 num_epochs, max_steps = self.position.num_epochs, self.position.max_steps
                 self.context.run_log.info(
-                    f"An epoch now has {counted(per_epoch, 'step')}. Training continues after {epoch:.4g} epochs, and "
+                    f"An epoch now has {counted(per_epoch, 'step')}. Training continues at epoch {epoch:.4g}, and "
                     f"ends after step {max_steps}."
                 )
         return num_epochs, per_epoch, *others, batches, max_steps
