@@ -423,6 +423,7 @@ def test_idempotency_key_creates_one_run(app_folder, api):
     assert api.delete(f"/api/runs/{name}").status_code == 409
     assert api.post(f"/api/runs/{name}/resume", json={}).status_code == 409
     assert api.post(f"/api/runs/{name}/stop", json={"save": "yes"}).status_code == 400
+    assert api.post(f"/api/runs/{name}/stop", json={"save": False, "queued": True}).status_code == 409
     stopped = api.post(f"/api/runs/{name}/stop", json={"save": True})
     assert stopped.json()["summary"]["state"] == "stopping"
     ended(app_folder / "runs" / name)

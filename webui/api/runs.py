@@ -86,9 +86,10 @@ class StartRequest(RequestBody):
 
 
 class StopRequest(RequestBody):
-    """Whether to save a checkpoint before the run stops."""
+    """Whether to save a checkpoint before the run stops, and whether only a run that still waits is meant."""
 
     save: bool = True
+    queued: bool = False
 
 
 class ResumeRequest(RequestBody):
@@ -397,7 +398,10 @@ def disposition(name: str, how: str) -> dict[str, str]:
 
 
 def stop(run: PathRun, body: StopRequest) -> dict[str, Any]:
-    """Request the run to stop, with or without a checkpoint."""
+    """Request the run to stop, with or without a checkpoint. Raises RunError if it has started since a page asked
+    whether to remove it from the queue: it would end without a checkpoint."""
+    if body.queued and run.state != "queued":
+        raise RunError("This run does not wait in the queue anymore, so it was not removed. Its page shows its state.")
     run.stop(save=body.save)
     return {"summary": run.summary()}
 

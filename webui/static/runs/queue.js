@@ -12,7 +12,8 @@ export const changeQueue = (id, changes) => post(`${runPath(id)}/queue`, changes
 /** Remove a run from the queue, after a question. */
 export async function removeFromQueue(id, name) {
   const question = `Remove ${name} from the queue? It will not start now; you can start it again later.`;
-  if (await confirmDialog(question, "Remove from queue", true)) await post(`${runPath(id)}/stop`, { save: false });
+  if (!(await confirmDialog(question, "Remove from queue", true))) return;
+  await post(`${runPath(id)}/stop`, { save: false, queued: true }); // it may have started since the question
 }
 
 /** The panel above the list of runs. `changed` is called after every change. @param {() => void} changed */
