@@ -61,18 +61,22 @@ def _first_examples(spec: RunSpec) -> tuple[str, bool]:
 def _of_examples(path: Path, changed: int, columns: str, formats: tuple[str, ...]) -> tuple[str, bool]:
     """`columns`: the options of the data as JSON; `changed`: when the file was changed."""
     data = Data.model_validate_json(columns)
-    found, earlier = set(), False
+    found, turns = set(), list[bool]()
     try:
         if path.stat().st_size > MAX_BYTES and not path.name.endswith(FOLLOWED):
             return data.system_prompt, True
-        for _, example in read_examples(path, MAX_EXAMPLES, in_server=True):
+        # Bad examples are left out, as the run did (data.on_bad_example).
+        for _, example in read_examples(path, MAX_EXAMPLES, in_server=True, skip=lambda error: None):
             format = detect_format(example, formats) if data.format == "auto" else data.format
-            converted = convert(example, format or "", data)
+            try:
+                converted = convert(example, format or "", data)
+            except (InvalidExample, LookupError):
+                continue
             found.add(_of_turns(converted))
-            earlier = earlier or _has_earlier_turns(converted)
-    except (OSError, DataFileError, InvalidExample, LookupError, ValueError):
+            turns.append(_has_earlier_turns(converted))
+    except (OSError, DataFileError, ValueError):
         return data.system_prompt, True
-    return found.pop() if len(found) == 1 else data.system_prompt, earlier
+    return found.pop() if len(found) == 1 else data.system_prompt, any(turns) or not turns
 
 
 def _of_turns(example: dict[str, Any]) -> str:

@@ -187,16 +187,18 @@ def test_adapters_that_were_taken_out_of_the_base_weights(init):
 
 
 def test_the_system_prompt_of_training(tmp_path):
-    def of(*systems, **changes):
+    def of(*systems, bad="", **changes):
         turns = [[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}] for _ in systems]
         whole = [[*([{"role": "system", "content": s}] if s else []), *t] for s, t in zip(systems, turns, strict=True)]
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
-        path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in whole))
+        path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in whole) + bad)
         return system_prompt.of_training(
             edit(RunSpec(), {"data.source": "files", "data.files": [str(path)], **changes})
         )
 
     assert of("S", "S") == "S"
+    for bad in ('{"messages": []}', "{no JSON", '{"other": 1}'):  # examples that the run has skipped
+        assert of("S", "S", bad=bad) == "S"
     assert of("S", "T") == "" and of("S", "") == ""
     assert of("", "", **{"data.system_prompt": "D"}) == "D"
     assert of("S", "T", **{"data.system_prompt": "D"}) == "D"
@@ -355,8 +357,9 @@ def test_the_command_says_why_a_chat_has_ended(tmp_path, capsys, monkeypatch):
 
 def test_earlier_turns_are_known_from_the_first_examples(tmp_path):
     user, assistant = ({"role": role, "content": "x"} for role in ("user", "assistant"))
-    for turns, expected in (([user, assistant], False), ([user, assistant] * 2, True), ([user], True)):
-        (tmp_path / "data.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    cases = ([[user, assistant]], False), ([[user, assistant] * 2], True), ([[user]], True)
+    for lines, expected in (*cases, ([[user], [user, assistant]], False)):
+        (tmp_path / "data.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in lines))
         spec = edit(RunSpec(), {"data.source": "files", "data.files": (str(tmp_path / "data.jsonl"),)})
         system_prompt._of_examples.cache_clear()
         assert system_prompt.has_earlier_turns(spec) == expected, "unreadable examples: assume that it has"
