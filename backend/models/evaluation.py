@@ -182,7 +182,7 @@ class Offer:
     """What can be evaluated: the steps of the models (None: the final model); whether they generate; whether the run
     has validation examples; the run's limit of new tokens. `problem`: why nothing can be evaluated. `kept_file` has
     `kept` prompts of chats. `output_seconds`: the mean time of an output of the newest evaluation that generated any,
-    None without one; `output_limit`: the most new tokens of its outputs."""
+    None without one; `output_limit`: the most new tokens of its outputs; `validation_examples`: None if not known."""
 
     steps: tuple[int | None, ...]
     generates: bool
@@ -193,6 +193,13 @@ class Offer:
     kept: int
     output_seconds: float | None = None
     output_limit: int = 0
+    validation_examples: int | None = None
+
+    def most_examples(self, settings: Settings) -> int:
+        """How many examples there are at most."""
+        kept = self.kept if settings.data == self.kept_file else None
+        known = kept if settings.data else self.validation_examples
+        return settings.examples if known is None else min(settings.examples, known)
 
     def as_json(self) -> dict[str, Any]:
         """For the page."""
@@ -208,7 +215,10 @@ def offer(run: Run) -> Offer:
         problem = WITHOUT_BASE
     kept = kept_prompts.count(run) if generates(spec) else 0
     file, limit = str(kept_prompts.path_of(run)), spec.eval.max_new_tokens
-    return Offer(steps, generates(spec), has_validation(spec), limit, problem, file, kept, *_output_seconds(run))
+    known = run.resolved().get("num_eval_examples")
+    examples = known if isinstance(known, int) and known > 0 else None
+    own = has_validation(spec)
+    return Offer(steps, generates(spec), own, limit, problem, file, kept, *_output_seconds(run), examples)
 
 
 def generates(spec: RunSpec) -> bool:
@@ -243,7 +253,7 @@ def start(run: Run, settings: Settings) -> Run:
         raise RunError(why)
     with jobs.alone(run):
         wanted, stopped = _versions(run, settings), list[Run]()
-        source: Run | None = None  # an evaluation with the same outputs and losses, but other scores
+        source: Run | None = None  # an evaluation with the same outputs and losses
         for job in find_all(run):
             is_same = _request(job) == wanted
             if job.state in ALIVE:
@@ -252,7 +262,7 @@ def start(run: Run, settings: Settings) -> Run:
                 raise RunError(f"This run is being evaluated ({job.id}). Wait until that has finished, or stop it.")
             if is_same and not job.result():
                 stopped.append(job)
-            elif source is None and not is_same and _without_scores(_request(job)) == _without_scores(wanted):
+            elif source is None and _is_source(job, wanted):
                 source = job
         source = stopped[0] if stopped else source
         kept = {name: text for name in (OUTPUTS, VERDICTS_FILE) if source and (text := _outputs(source, name))}
@@ -265,11 +275,19 @@ def start(run: Run, settings: Settings) -> Run:
         return job
 
 
+def _is_source(job: Run, wanted: dict[str, Any]) -> bool:
+    """Whether the outputs and losses of a job can be used for `wanted`: the same settings start from scratch, unless
+    the judge gave no verdict on some comparisons, which are then requested again."""
+    found = _request(job)
+    lacks_verdicts = bool((job.result().get(JUDGE) or {}).get("without_verdict"))
+    return _without_scores(found) == _without_scores(wanted) and (found != wanted or lacks_verdicts)
+
+
 def predict(offered: Offer, settings: Settings) -> str:
     """How many outputs an evaluation generates, and how long that takes at most, as a sentence; '' without outputs."""
     if not settings.examples or not offered.generates:
         return ""
-    count = 2 * settings.examples * settings.samples_per_prompt
+    count = 2 * offered.most_examples(settings) * settings.samples_per_prompt
     text = f"Generating at most {counted(count, 'output')} of both models"
     if offered.output_seconds is None:
         return f"{text}; how long that takes is known after the first evaluation of this run."
@@ -366,14 +384,8 @@ def problem(run: Run, settings: Settings) -> str:
     if settings.temperature and not offered.generates:
         return "The examples of this run are texts, so nothing is generated, and a temperature has no effect."
     if (judge := settings.judge) and settings.judge_agreed != judge.agreement:
-        return judge.needs_consent(_most_examples(run, settings) * settings.samples_per_prompt)
+        return judge.needs_consent(offer(run).most_examples(settings) * settings.samples_per_prompt)
     return ""
-
-
-def _most_examples(run: Run, settings: Settings) -> int:
-    """How many examples there are at most."""
-    known = None if settings.data else run.resolved().get("num_eval_examples")
-    return min(settings.examples, known) if isinstance(known, int) and known > 0 else settings.examples
 
 
 def _versions(run: Run, settings: Settings) -> dict[str, Any]:

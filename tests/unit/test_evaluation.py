@@ -54,7 +54,7 @@ def test_settings_that_cannot_be_evaluated(tmp_path, settings, problem):
 def test_what_a_run_offers(tmp_path):
     run = make_run(tmp_path / "one", {**LORA, "eval.max_new_tokens": 9})
     assert evaluation.offer(run) == evaluation.Offer(
-        (None, 2), True, True, 9, "", str(tmp_path / "one/evaluation_prompts.jsonl"), 0
+        (None, 2), True, True, 9, "", str(tmp_path / "one/evaluation_prompts.jsonl"), 0, validation_examples=32
     )
     files = {**LORA, "data.source": "files", "data.files": ["x.jsonl"], "data.validation": "none"}
     without = make_run(tmp_path / "two", {**files, "data.format": "text"})
@@ -132,6 +132,17 @@ def test_outputs_are_used_again_for_other_scores(tmp_path, waiter):
         (job.path / evaluation.OUTPUTS).write_text('{"content": "0"}\n')
         (job.path / RESULT).write_text("{}" if settings.regex else '{"examples": 1}')
     run.delete()
+
+
+def test_only_missing_verdicts_are_requested_again(tmp_path):
+    run = make_run(tmp_path / "runs")
+    settings = Settings(judge_url="http://127.0.0.1:1", judge_model="m", judge_agreed="http://127.0.0.1:1/v1/x")
+    wanted = evaluation._versions(run, settings)
+    job = jobs.create(run, jobs.EVALUATION, wanted, {}, {})
+    (job.path / "lock").touch()
+    for missing in (0, 20):
+        (job.path / RESULT).write_text(json.dumps({"judge": {"without_verdict": missing}}))
+        assert evaluation._is_source(job, evaluation._request(job)) == bool(missing)
 
 
 def test_a_score_file_needs_consent(tmp_path, waiter, capsys):

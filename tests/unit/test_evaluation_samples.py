@@ -1,6 +1,7 @@
 """Several samples per prompt: pass@k, means, and outputs that depend on their seeds only."""
 
 import itertools
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -144,3 +145,6 @@ def test_the_time_before_the_start_counts_samples(limit, time):
         f"Generating at most 400 outputs of both models takes at most about {time}, at the pace of the newest "
         "evaluation of this run."
     )
+    few = replace(offered, validation_examples=7, kept_file="kept.jsonl", kept=3)
+    for data, count in (("", 7), ("kept.jsonl", 3), ("other.jsonl", 50)):
+        assert f"at most {count * 8} outputs" in evaluation.predict(few, replace(settings, data=data))

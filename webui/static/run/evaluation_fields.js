@@ -122,8 +122,10 @@ function drawButton(parts, last) {
 }
 
 /** The prediction, in the words of `footplate evaluate`. */
-function predictionText({ examples, max_new_tokens: limit, samples_per_prompt: samples }, offer) {
-  const count = 2 * examples * samples;
+function predictionText({ examples, data, max_new_tokens: limit, samples_per_prompt: samples }, offer) {
+  const kept = data === offer.kept_file ? offer.kept : null;
+  const known = data ? kept : offer.validation_examples;
+  const count = 2 * Math.min(examples, known ?? examples) * samples;
   if (!(count > 0) || !offer.generates) return "";
   const text = `Generating at most ${integer(count)} outputs of both models`;
   const each = offer.output_seconds;
