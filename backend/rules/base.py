@@ -46,12 +46,15 @@ class Fix:
         """What the fix changes in addition to the options, unless it is safe."""
         if self.safe:
             return ""
+        if set(self.patch) <= {"eval.num_generations"}:
+            return "changes what the run evaluates"
         only_saved = all(name.startswith("save.") and not name.startswith("save.resume") for name in self.patch)
         return "changes what the run saves" if only_saved else "changes the training result"
 
     def for_spec(self, spec: RunSpec) -> Fix:
-        """The fix for `spec`, whose hidden options may have values from an earlier choice."""
-        return replace(self, patch=with_defaults(spec, self.patch))
+        """The fix for `spec`, whose hidden options may have values from an earlier choice: only what it changes."""
+        patch = with_defaults(spec, self.patch)
+        return replace(self, patch={name: value for name, value in patch.items() if get(spec, name) != value} or patch)
 
 
 def label_of(option: str) -> str:

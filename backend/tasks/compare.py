@@ -28,6 +28,7 @@ from backend.rules.memory_remedies import (
 )
 from backend.wording import data_size
 
+SIMILAR = 1.05  # strategies are compared by their predicted speed if they communicate as much up to this factor
 HOST_TRAFFIC_WEIGHT = 4  # a byte between device and host costs as much as this many bytes between devices
 # How nodes find each other says nothing about a strategy.
 ADDRESSES = {"launch.master_addr", "launch.master_port", "launch.node_rank"}
@@ -200,7 +201,7 @@ def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, 
             continue
         everywhere = frozenset.intersection(*(v.drawbacks for v in found if not v.error))
         doubts = [(v.fit != Fit.YES, len(v.drawbacks - everywhere)) for v in running]
-        best = running[doubts.index(min(doubts))]
+        best = _fastest([v for v, doubt in zip(running, doubts, strict=True) if doubt == min(doubts)])
         found_so_far.append((min(doubts), best, _reason(best, found, everywhere, description, several)))
         if min(doubts) == (False, 0):
             break
@@ -210,12 +211,23 @@ def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, 
     return best, reason
 
 
+def _fastest(found: list[Variant]) -> Variant:
+    """Of the variants that communicate about as little as the first one, the one that is predicted to be the fastest;
+    the first one, unless another one is clearly faster."""
+    first, *others = found
+    similar = [v for v in others if v.cost <= SIMILAR * first.cost and v.tokens_per_second]
+    fastest = max(similar, key=lambda v: v.tokens_per_second or 0.0, default=first)
+    slow = first.tokens_per_second
+    return fastest if slow and (fastest.tokens_per_second or 0.0) > SIMILAR * slow else first
+
+
 def _reason(best: Variant, found: list[Variant], everywhere: frozenset[str], description: str, several: bool) -> str:
     """Why `best` is recommended, and not one of the variants `found` that communicate less. `everywhere` are the
     drawbacks that all have."""
     cheaper = [v for v in found if v.cost <= best.cost and v.name != best.name and not v.error]
     too_large = ", ".join(v.name for v in cheaper if v.fit != Fit.YES)
     worse = [v for v in cheaper if v.fit == Fit.YES and v.cost < best.cost and v.drawbacks - everywhere]
+    similar = [v for v in cheaper if v.fit == Fit.YES and v.cost < best.cost <= SIMILAR * v.cost and v not in worse]
     drawbacks = [f" {v.name} sends less, but: {min(v.drawbacks - everywhere)}." for v in worse]
     where = "for each process" if best.case.run.device == "cpu" else "of each device"
     needs = f"It needs {data_size(best.device_bytes or 0)} of the {data_size(best.capacity_bytes)} {where}{description}"
@@ -223,6 +235,7 @@ def _reason(best: Variant, found: list[Variant], everywhere: frozenset[str], des
     parts = (
         "" if best.fit == Fit.YES else ", which may not be enough,",
         f" and communicates least of the strategies that {compared}" if best.cost else " and communicates nothing",
+        f"; {similar[0].name} sends about as much, but is predicted to be slower" if similar else "",
         f"; {too_large} would not fit or may not fit" if too_large else "",
     )
     return f"{needs}{''.join(parts)}.{''.join(drawbacks[:1])}"

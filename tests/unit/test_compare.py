@@ -112,6 +112,20 @@ def test_recommended_variant_runs(preset: str, machine: str, name: str) -> None:
     assert not [f for f in examine(Case(spec, found.machine, found.facts)) if f.level == "error"]
 
 
+def test_the_faster_of_two_strategies_with_similar_communication_is_recommended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """LoRA of a 70B model: ZeRO-3 sends 0.15% less than FSDP2, which says nothing if it is predicted to be slower."""
+    found = case("full-8b-fsdp2", "8x80gb", model__hub_id="meta-llama/Llama-3.3-70B-Instruct", method__kind="lora")
+    for slow, name in ((880.0, "ZeRO-3"), (800.0, "FSDP2")):
+        speed = property(lambda v, slow=slow: 900.0 if v.name == "FSDP2" else slow)
+        monkeypatch.setattr(Variant, "tokens_per_second", speed)
+        best, why = recommend(found) or (None, "")
+        assert best is not None
+        assert best.name == name
+        assert ("ZeRO-3 sends about as much, but is predicted to be slower" in why) is (name == "FSDP2")
+
+
 def test_smaller_activations_are_tried_if_no_strategy_fits() -> None:
     found = case("lora-80gb", "1x24gb", data__max_length=8192, train__per_device_train_batch_size=8)
     assert not any(variant.runs for variant in variants(found) if variant.name == SINGLE)

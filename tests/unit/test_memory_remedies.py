@@ -131,7 +131,8 @@ def test_no_generations_are_offered_where_generation_gathers_the_model() -> None
         found.estimate.fits is False
         and replace(found, spec=edit(found.spec, {"eval.num_generations": 0})).estimate.fits
     )
-    assert "No generations" in labels(find_remedies(found, 1.0))
+    fix = next(each for each in find_remedies(found, 1.0) if each.label == "No generations")
+    assert fix.effect == "changes what the run evaluates"
     finding = next(f for f in examine(found) if f.code == "MEM001")
     assert finding.fields[0] == "eval.num_generations"
 

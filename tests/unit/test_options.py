@@ -317,6 +317,8 @@ def test_a_fix_resets_the_options_that_it_makes_visible() -> None:
     fix = fix_json(Fix("Use FSDP2", fsdp2).for_spec(tensor), tensor)
     assert fix["patch"] == {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 1}
     assert [change["label"] for change in fix["diff"]] == ["Distributed strategy", "Context parallel size"]
+    whole = Fix("Use FSDP2", {**fsdp2, "launch.nnodes": 2, "lora.r": 32})
+    assert whole.for_spec(tensor).patch == fix["patch"], "it names only what it changes"
 
 
 def test_a_fix_of_a_dataset_sets_the_list_in_the_form() -> None:
