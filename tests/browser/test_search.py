@@ -78,7 +78,9 @@ def test_keyboard(page):
     page.keyboard.press("Control+a")
     page.keyboard.type("weight decay")
     page.keyboard.press("Enter")
-    expect(page.locator("#train-weight_decay input")).to_be_focused()
+    field = page.locator("#train-weight_decay input")
+    expect(field).to_be_focused()
+    assert page.evaluate("() => getSelection().toString()") == field.input_value(), "typing replaces the value"
     expect(page.locator("#fp-search-results")).to_be_hidden()
     search.fill("weight decay")
     expect(page.locator("#fp-search-results")).to_be_visible()

@@ -147,12 +147,14 @@ export function setPlaceholder(fieldId, text) {
   if (input) input.placeholder = text;
 }
 
-/** Focus a field's input: the selected one of a radio group, or its first button. @param {Element} field */
+/** Focus a field's input: the selected one of a radio group, or its first button. A value is selected, as by Tab, so
+ * that typing replaces it. @param {Element} field */
 export function focusField(field) {
   const input = /** @type {HTMLElement | null} */ (
     field.querySelector("input:not([type=radio]), textarea, input:checked") || field.querySelector("button")
   );
   if (input) input.focus({ preventScroll: true });
+  if (input instanceof HTMLInputElement) input.select();
 }
 
 /** Call `listener` after every switch between light and dark: Gradio's theme follows the class `dark` of the body.
