@@ -113,6 +113,8 @@ class JudgeScore:
             f"{self.client.judge.name} preferred the trained model in {self.counts[TRAINED]} and the base model in "
             f"{self.counts[BASE]} of {counted(judged, 'comparison')}; {self._ties()}."
         )
+        if self.missing and not judged:
+            sentence = f"{self.client.judge.name} gave no verdict on any comparison."
         if share is not None:
             sentence += f" In {share:.0%} of the comparisons, the verdict depended on the order of the outputs: a tie."
         if same:

@@ -139,6 +139,13 @@ def test_bad_answers_are_counted_and_named(tmp_path: Path) -> None:
     assert score.summary()["without_verdict"] == 4
 
 
+def test_a_judge_without_any_verdict(tmp_path: Path) -> None:
+    with serve_judge(prefer("b"), "no", "no") as judge:
+        score = score_of(judge, tmp_path)
+        assert points(score, 1, "a", "b") == [None, None]
+    assert score.summary()["sentence"].endswith("gave no verdict on any comparison.")
+
+
 def test_samples_without_a_verdict_are_left_out_of_the_mean(tmp_path: Path) -> None:
     """The sentence, the score and its interval are about the same comparisons."""
     with serve_judge(prefer("good"), "no verdict") as judge:
