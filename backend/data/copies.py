@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from backend.data.preferences import MARGIN
+
 
 class Seen:
     """The converted examples so far, as 8-byte hashes: about 100 bytes of memory for each example."""
@@ -50,6 +52,8 @@ class Seen:
 
 
 def digest(value: Any) -> int:
-    """A 64-bit hash of an example or a part of it, the same in every run."""
+    """A 64-bit hash of an example or a part of it, the same in every run. Equal pairs may have different margins."""
+    if isinstance(value, Mapping):
+        value = {name: part for name, part in value.items() if name != MARGIN}
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())

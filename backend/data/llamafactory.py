@@ -5,6 +5,7 @@ form that it reads completely. Source: llamafactory 0.9.5 data/converter.py and 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from backend.data.chat import Example
 from backend.data.compression import is_compressed, open_text
 from backend.data.formats import DEFAULTS, required_columns, to_text
 from backend.data.preferences import PREFERENCES, unpair
-from backend.data.reading import DataFileError, column_separator
+from backend.data.reading import DataFileError, column_separator, read_examples
 
 DIFFERENCE = "llamafactory: "  # begins the key of a difference in the counts of examples
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[Tt]rue|[Ff]alse|TRUE|FALSE")
 MAX_BLANK = 4096  # characters before the first one of a JSON file
 CALL, TOOLS = "function_call", "tools"
 ALPACA = ("input", "history")  # columns besides those that have options
@@ -37,14 +39,16 @@ def unread_file(path: Path) -> str:
     """The kind of a file that LLaMA-Factory does not read, and what to do with it; '' if it reads the file, or
     it cannot be read at all."""
     ending = path.suffix
+    if not path.is_file():
+        return ""
     if is_compressed(path):
         return "compressed files; decompress"
     if ending not in FILES:
         return f"files whose names end in {ending}; {'rename' if ending.lower() in FILES else 'convert to .jsonl'}"
     try:
-        if ending == ".csv" and path.is_file() and column_separator(path) != ",":
+        if ending == ".csv" and column_separator(path) != ",":
             return "CSV files whose columns are not separated by commas; convert to .jsonl"
-        if ending == ".json" and path.is_file() and _starts_with_key(path):
+        if ending == ".json" and _starts_with_key(path):
             return "JSON files whose list is under a key; convert to .jsonl"
     except (DataFileError, OSError, UnicodeDecodeError):
         pass
@@ -52,8 +56,10 @@ def unread_file(path: Path) -> str:
 
 
 def _starts_with_key(path: Path) -> bool:
+    """Whether a JSON file that can be read has its list under a key."""
     with open_text(path) as file:
-        return file.read(MAX_BLANK).lstrip()[:1] == "{"
+        is_object = file.read(MAX_BLANK).lstrip()[:1] == "{"
+    return is_object and next(read_examples(path, 1), None) is not None
 
 
 def difference(example: Example, format: str, data: Data, first: Example, path: Path) -> str:
@@ -64,9 +70,15 @@ def difference(example: Example, format: str, data: Data, first: Example, path: 
         return ""
     columns = (TOOLS, data.system_column, *(ALPACA if format == "alpaca" else ()))
     cells = (example.get(name) for name in (*required_columns(data, format).values(), *columns))
-    if path.suffix == ".csv" and (missing := next((cell for cell in cells if cell in MISSING), "")):
-        return f"a cell of the CSV file has the text {missing}, which is read as a missing value"
+    if path.suffix == ".csv" and any(map(_is_no_text, cells)):
+        return "a cell of the CSV file, such as 12, True or NA, may not be read as text"
     return "" if format == "text" else _of_columns(example, format, data, first, columns)
+
+
+def _is_no_text(cell: Any) -> bool:
+    """Whether pandas may read a cell of a CSV file as something else than text: it decides for each column, and
+    LLaMA-Factory leaves out examples whose completion is no text."""
+    return isinstance(cell, str) and (cell in MISSING or NUMBER.fullmatch(cell.strip()) is not None)
 
 
 def _of_columns(example: Example, format: str, data: Data, first: Example, columns: Iterable[str]) -> str:

@@ -76,12 +76,18 @@ def _pairs(example: Example, data: Data) -> dict[str, Any]:
 
 
 def _margin(example: Example) -> dict[str, float]:
-    """{"margin"} of an example that has one; {} if it is missing, or no number."""
-    try:
-        value = float(example[MARGIN])
-    except (LookupError, TypeError, ValueError, OverflowError):
+    """{"margin"} of an example that has one; {} if it is missing."""
+    given = example.get(MARGIN)
+    if given in (None, ""):
         return {}
-    return {MARGIN: value} if math.isfinite(value) else {}
+    try:
+        value = float(given)
+    except (TypeError, ValueError, OverflowError):
+        shown = repr(chat.shorten(given)) if isinstance(given, str) else chat.shorten(given)
+        raise InvalidExample(
+            f"column {MARGIN} contains {shown}; expected a number, such as 0.5 (or rename the column)"
+        ) from None
+    return {MARGIN: value} if math.isfinite(value) else {}  # NaN: a missing value of a Parquet file
 
 
 def _labels(example: Example, data: Data) -> dict[str, Any]:

@@ -254,6 +254,7 @@ def start(run: Run, settings: Settings) -> Run:
     with jobs.alone(run):
         wanted, stopped = _versions(run, settings), list[Run]()
         source: Run | None = None  # an evaluation with the same outputs and losses
+        is_done = False  # whether a later evaluation with these settings is complete
         for job in find_all(run):
             is_same = _request(job) == wanted
             if job.state in ALIVE:
@@ -262,8 +263,9 @@ def start(run: Run, settings: Settings) -> Run:
                 raise RunError(f"This run is being evaluated ({job.id}). Wait until that has finished, or stop it.")
             if is_same and not job.result():
                 stopped.append(job)
-            elif source is None and _is_source(job, wanted):
+            elif source is None and _is_source(job, wanted) and not (is_same and is_done):
                 source = job
+            is_done = is_done or (is_same and bool(job.result()))
         source = stopped[0] if stopped else source
         kept = {name: text for name in (OUTPUTS, VERDICTS_FILE) if source and (text := _outputs(source, name))}
         env, devices = jobs.place(run, is_light=False)

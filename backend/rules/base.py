@@ -99,7 +99,7 @@ class Case:
     @property
     def versions(self) -> Mapping[str, str]:
         """The versions of the packages that the trainer imports; {} if they are not known. LLaMA-Factory has packages
-        of its own, which LLF001 checks."""
+        of its own, of which LLF001 looks for the most common ones."""
         return self.machine.versions if self.spec.launch.trainer == "footplate" else {}
 
     @property

@@ -225,13 +225,13 @@ def adafactor_unfactored_on_deepspeed(case: Case) -> str | None:
     passes_on=Example(full_spec("grokadamw", parallel__strategy="ddp"), EQUIPPED_TWO),
 )
 def optimizer_computes_per_parameter(case: Case) -> str | None:
-    """DeepSpeed and FSDP1 concatenate parameters into flat tensors. An optimizer that treats each parameter on its own
-    then treats each of these tensors as one parameter: the run succeeds, but its losses differ from those with DDP or
-    FSDP2."""
+    """DeepSpeed concatenates parameters into flat tensors, and FSDP1 gives the optimizer only the part of a parameter
+    that is on its device. An optimizer that computes something for each parameter computes it for these tensors: the
+    run succeeds, but its losses differ from those with DDP or FSDP2."""
     row = case.optimizer
     if not row.per_tensor or not case.run.engine.flattens_parameters:
         return None
-    return f"{row.label} {row.per_tensor}. {case.strategy.label} gives it flat tensors of many parameters."
+    return f"{row.label} {row.per_tensor}. {case.strategy.label} does not give it whole parameters."
 
 
 # --- Accumulation, precision, devices, resuming ---

@@ -227,15 +227,20 @@ def _reason(best: Variant, found: list[Variant], everywhere: frozenset[str], des
     cheaper = [v for v in found if v.cost <= best.cost and v.name != best.name and not v.error]
     too_large = ", ".join(v.name for v in cheaper if v.fit != Fit.YES)
     worse = [v for v in cheaper if v.fit == Fit.YES and v.cost < best.cost and v.drawbacks - everywhere]
-    similar = [v for v in cheaper if v.fit == Fit.YES and v.cost < best.cost <= SIMILAR * v.cost and v not in worse]
+    similar = [
+        v for v in cheaper
+        if v.tokens_per_second and v.fit == Fit.YES and v.cost < best.cost <= SIMILAR * v.cost and v not in worse
+    ]  # fmt: skip
     drawbacks = [f" {v.name} sends less, but: {min(v.drawbacks - everywhere)}." for v in worse]
     where = "for each process" if best.case.run.device == "cpu" else "of each device"
     needs = f"It needs {data_size(best.device_bytes or 0)} of the {data_size(best.capacity_bytes)} {where}{description}"
     compared = names(["fit", *["use every GPU"] * several, *["have no drawback"] * bool(drawbacks)])
     parts = (
         "" if best.fit == Fit.YES else ", which may not be enough,",
-        f" and communicates least of the strategies that {compared}" if best.cost else " and communicates nothing",
-        f"; {similar[0].name} sends about as much, but is predicted to be slower" if similar else "",
+        f" and communicates {'about as little as any' if similar else 'least'} of the strategies that {compared}"
+        if best.cost
+        else " and communicates nothing",
+        f"; {similar[0].name} sends hardly less, and is predicted to be slower" if similar else "",
         f"; {too_large} would not fit or may not fit" if too_large else "",
     )
     return f"{needs}{''.join(parts)}.{''.join(drawbacks[:1])}"

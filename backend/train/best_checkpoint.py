@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainerState
 
@@ -27,6 +28,14 @@ def note_best(state: TrainerState) -> None:
     best = step_of(Path(state.best_model_checkpoint)) if state.best_model_checkpoint else None
     lowest = math.inf if best is None else losses.get(best, math.inf)
     state.best_global_step = state.global_step if losses.get(state.global_step, math.nan) < lowest else best
+
+
+def note_start(state: TrainerState, args: Any, start: Path) -> None:
+    """After an evaluation of the checkpoint `start`, from which this run continues: note it if it is the best one."""
+    note_best(state)
+    if args.metric_for_best_model and state.best_global_step == state.global_step:
+        own = Path(args.output_dir) / start.name
+        state.best_model_checkpoint = str(own if own.is_dir() else start.resolve())
 
 
 @contextmanager

@@ -39,7 +39,6 @@ PREFERENCE_METRICS = {
 }
 
 
-EPOCH_ROUNDING = 1e-9  # of the position in the epochs, which is a multiple of 1 / steps
 MEASURE = 4  # what rank 0 adds to the number that the ranks agree on after a step; see RunLog.stop_requested
 
 
@@ -258,7 +257,6 @@ class CheckpointCallback(TrainerCallback):
         self.options = resumed_options.compared(spec, examples)
         self.spec = spec
         self.stopped = 0  # 1: stop without a checkpoint, 2: with one, as in RunLog.stop_requested
-        self.deferred = False  # whether a checkpoint waits for the evaluation at the end of the epoch
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the timeout of collectives, now that the engine has created its process groups."""
@@ -276,10 +274,6 @@ class CheckpointCallback(TrainerCallback):
             self.stopped = requested
             control.should_training_stop, control.should_evaluate = True, False
             control.should_save = requested == 2 and self._can_save(args)
-        elif control.should_save and args.eval_strategy == "epoch" and _is_last_of_epoch(state, control):
-            # The Trainer would save before it evaluates. A resumed run would not evaluate again, so early stopping
-            # would count one evaluation less.
-            control.should_save, self.deferred = False, True
 
     def _can_save(self, args: Any) -> bool:
         """Whether a checkpoint can be saved now: the run should be able to resume from it, so it gets the optimizer
@@ -295,17 +289,13 @@ class CheckpointCallback(TrainerCallback):
         return is_whole
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Skip evaluation and checkpoint where a stop ends the epoch early; save the checkpoint of the last step after
-        the evaluation."""
+        """Skip evaluation and checkpoint where a stop ends the epoch early."""
         if self.stopped:
             control.should_evaluate = control.should_save = False
-        elif self.deferred:
-            control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Mark the checkpoint as complete once all ranks have written their part, and the points before it are on the
         disk too."""
-        self.deferred = False
         self.group.agree()
         saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
@@ -322,11 +312,6 @@ class CheckpointCallback(TrainerCallback):
             self.run_log.info(f"Saved {saved.name}.")
             self.monitor.saved(saved, state.global_step)
         show_step(self.run_log, state)
-
-
-def _is_last_of_epoch(state: Any, control: Any) -> bool:
-    """Whether no step of this epoch follows."""
-    return bool(control.should_training_stop or abs(state.epoch - round(state.epoch)) < EPOCH_ROUNDING)
 
 
 def dataset_losses(logs: Mapping[str, Any]) -> dict[str, Any]:

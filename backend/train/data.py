@@ -26,6 +26,7 @@ from backend.config import RunSpec
 from backend.config.options import for_dataset
 from backend.data import DataFileError, is_absurd, mixed, mixed_counts, prepared, to_text
 from backend.data.chat import has_other_weights
+from backend.data.preferences import MARGIN
 from backend.train import end_tokens, template_date
 from backend.train.encoding import BatchTokenizer, Columns, Rendered, TextEncoder
 from backend.train.examples import (
@@ -485,7 +486,8 @@ def fingerprint(dataset: Dataset) -> str:
     """A hash of the number of rows and of some rows: whether tokens are those of an earlier start or version."""
     digest = hashlib.sha256(str(len(dataset)).encode())
     for row in dataset.select(range(0, len(dataset), max(1, len(dataset) // COMPARED_ROWS))):
-        kept = {name: row[name] for name in sorted(row) if name.endswith("ids") or name == WEIGHTS}
+        also = (WEIGHTS, MARGIN) if row.get(MARGIN) else (WEIGHTS,)  # earlier versions had no margins
+        kept = {name: row[name] for name in sorted(row) if name.endswith("ids") or name in also}
         digest.update(json.dumps(kept).encode())
     return digest.hexdigest()
 

@@ -298,8 +298,8 @@ def _converted(
                 if num_issues <= MAX_ISSUES:
                     found.data_issues.append((is_training, place(path, line), str(error), True))
             if is_training and data.streaming and data.splits:
-                held_out = is_held_out(value, data.validation_split, spec.train.seed)  # for both parts of a pair
-                found.hold_out(held_out * len(values))
+                held_out = bool(values) and is_held_out(value, data.validation_split, spec.train.seed)
+                found.hold_out(held_out * len(values))  # both parts of a pair
             found.add_examples(is_training, len(values) or 1)
             yield from ((is_training, ConvertedExample(place(path, line), each)) for each in values)
     except DataFileError as error:

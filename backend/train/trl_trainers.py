@@ -32,7 +32,7 @@ from backend.train import (
     universal_checkpoint,
     unsharded,
 )
-from backend.train.best_checkpoint import note_best
+from backend.train.best_checkpoint import note_best, note_start
 from backend.train.checkpoint_weights import CheckpointWeightsMixin
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
@@ -197,6 +197,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
             self.owed, self.control.should_evaluate = False, True
             given = (more[name] for name in ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time"))
             self._maybe_log_save_evaluate(self._tr_loss, None, *given)
+            note_start(self.state, self.args, self.start)
         if not self.control.should_training_stop:  # by early stopping
             super()._run_epoch(**more)  # type: ignore[misc]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,7 @@ def make_trainer(folder: Path, losses: list[float], seen: Weights) -> ScriptedTr
         run_log=RunLog(folder),
         run=SimpleNamespace(zero_stage=0),
         use_cache=None,
+        spec=RunSpec(),
     )
     return trainer
 
@@ -121,6 +123,20 @@ def test_nothing_ends_a_training_early_after_its_last_step(
     ProgressCallback(run_log, monitor).on_log(config, state, control, {"eval_loss": 2.0})  # type: ignore[arg-type]
     assert asked == ([step] if step < 6 else []) and monitor.stops == (step < 6)
     assert ("Stopping early after step 5" in capsys.readouterr().out) == (step < 6)
+
+
+def test_an_evaluation_that_comes_after_a_resume_can_make_its_checkpoint_the_best_one(tmp_path: Path) -> None:
+    losses = [9.0, 8.0, 7.0, 1.0, 5.0, 5.0]
+    make_trainer(tmp_path, losses[:4], Weights()).train()
+    start = tmp_path / "checkpoints/checkpoint-4"
+    state = json.loads((start / "trainer_state.json").read_text())
+    state["log_history"] = [point for point in state["log_history"] if point["step"] < 4]
+    state |= {"best_metric": 8.0, "best_global_step": 2, "best_model_checkpoint": str(start.with_name("checkpoint-2"))}
+    (start / "trainer_state.json").write_text(json.dumps(state))
+    trainer = make_trainer(tmp_path, losses, Weights())
+    trainer.start = start
+    trainer.train(resume_from_checkpoint=str(start))
+    assert trainer.state.best_model_checkpoint == str(start)
 
 
 def test_resumed_run_knows_the_best_checkpoint(tmp_path: Path) -> None:

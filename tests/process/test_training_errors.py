@@ -262,19 +262,6 @@ def test_a_stop_saves_the_optimizer_state_only_where_it_can_be_restored(
     assert ("cannot restore the optimizer state" in capsys.readouterr().out) is only_model
 
 
-@pytest.mark.parametrize(("epoch", "stops"), [(2.0, False), (1.5, False), (1.5, True)])
-def test_a_checkpoint_at_the_end_of_an_epoch_has_its_evaluation(tmp_path: Path, epoch: float, stops: bool) -> None:
-    """Otherwise early stopping of a resumed run would not count the evaluation after the checkpoint."""
-    monitor: Any = SimpleNamespace(is_due=lambda: False)
-    callback = CheckpointCallback(make_spec(), tmp_path, ProcessGroup(), RunLog(tmp_path), monitor)
-    control, state = TrainerControl(should_save=True), TrainerState(global_step=4, max_steps=9, epoch=epoch)
-    control.should_training_stop = stops
-    callback.on_step_end(SimpleNamespace(eval_strategy="epoch"), state, control)
-    assert control.should_save is (epoch == 1.5 and not stops)
-    callback.on_epoch_end(None, state, control)
-    assert control.should_save
-
-
 @pytest.mark.parametrize(
     ("limit", "keep_best", "kept"),
     [(1, 0, [5]), (1, 1, [2, 5]), (1, 2, [2, 4, 5]), (2, 1, [2, 4, 5]), (1, 9, [1, 2, 4, 5])],

@@ -189,6 +189,7 @@ def test_a_conversation_that_is_not_read_is_converted(tmp_path):
         ("a.csv", "prompt;completion\nWhen?;Nine.\n", "CSV files whose columns are not separated by commas"),
         ("b.json", '{"data": [{"prompt": "When?", "completion": "Nine."}]}', "JSON files whose list is under a key"),
         ("b.csv", "prompt,completion\nWhen?,NA\n", ""),
+        ("b.csv", "prompt,completion\nWhen?,1.5\n", ""),
     ],
 )
 def test_files_that_are_not_read(tmp_path, name, content, why):
@@ -196,14 +197,14 @@ def test_files_that_are_not_read(tmp_path, name, content, why):
     (tmp_path / name).write_text(content)
     (line,) = made({"data.files": (str(tmp_path / name),)}, "prompt_completion").converted.values()
     turns = json.loads(line)["messages"]
-    assert [turn["content"] for turn in turns] == ["When?", "Nine." if why else "NA"]
+    assert [turn["content"] for turn in turns] == ["When?", "Nine." if why else content[-4:].strip(",\n")]
     patch = {**WITH, **FILES, "data.files": (str(tmp_path / name),)}
     if why:
         found = rule_finding("LLF004", patch, TWO_H100, replace(READABLE, format="prompt_completion"))
         assert found.message.startswith(f"LLaMA-Factory does not read {why}")
     else:
         ((words, count),) = inspect_inputs(edit(RunSpec(), patch), tmp_path).unlike_llamafactory
-        assert words == "a cell of the CSV file has the text NA, which is read as a missing value" and count == 1
+        assert words == "a cell of the CSV file, such as 12, True or NA, may not be read as text" and count == 1
     plain = tmp_path / "plain.csv"
     plain.write_text("prompt,completion\nWhen?,Nine.\n")
     assert not made({"data.files": (str(plain),)}, "prompt_completion").converted

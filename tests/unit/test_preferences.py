@@ -13,6 +13,8 @@ from specs import estimate, spec
 from backend import registry
 from backend.config import Data
 from backend.data import convert, detect_format, example_problem, label_problem, unpair
+from backend.data.chat import InvalidExample
+from backend.data.copies import digest
 from backend.inspect import inspect_inputs
 from backend.rules import check
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B
@@ -42,9 +44,17 @@ LABELS: dict[str, dict[str, Any]] = {
 STAGES = [name for name, row in registry.STAGES.items() if "pairs" in row.formats]
 
 
-@pytest.mark.parametrize(("given", "found"), [(2, 2.0), ("0.5", 0.5), (None, None), ("large", None), (math.nan, None)])
+@pytest.mark.parametrize(("given", "found"), [(2, 2.0), ("0.5", 0.5), (None, None), ("", None), (math.nan, None)])
 def test_the_margin_of_a_pair(given: Any, found: float | None) -> None:
     assert convert({**PAIRS["texts"], "margin": given}, "pairs", DATA).get("margin") == found
+
+
+@pytest.mark.parametrize("given", ["large", "1,5", [1]])
+def test_a_margin_that_is_no_number(given: Any) -> None:
+    with pytest.raises(InvalidExample, match=r"column margin contains .* expected a number"):
+        convert({**PAIRS["texts"], "margin": given}, "pairs", DATA)
+    example = {**PAIRS["texts"], "margin": 1}
+    assert digest(convert(example, "pairs", DATA)) == digest(convert(PAIRS["texts"], "pairs", DATA))
 
 
 @pytest.mark.parametrize("name", PAIRS)
