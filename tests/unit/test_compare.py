@@ -123,7 +123,7 @@ def test_the_faster_of_two_strategies_with_similar_communication_is_recommended(
         best, why = recommend(found) or (None, "")
         assert best is not None
         assert best.name == name
-        assert ("ZeRO-3 sends about as much, but is predicted to be slower" in why) is (name == "FSDP2")
+        assert ("ZeRO-3 sends hardly less, and is predicted to be slower" in why) is (name == "FSDP2")
 
 
 def test_smaller_activations_are_tried_if_no_strategy_fits() -> None:
