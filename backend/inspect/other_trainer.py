@@ -91,6 +91,7 @@ def _missing_packages(spec: RunSpec, folder: Path) -> str:
         registry.REPORTERS[spec.logging.report_to],
         registry.ATTENTIONS[spec.model.attn_implementation],
         *([registry.LIGER] if train.use_liger_kernel else []),
+        *([registry.FP8_BACKENDS[spec.precision.fp8_backend]] if spec.precision.compute == "fp8" else []),
     ]
     needed = [*filter(None, (row.package for row in rows)), *(["unsloth"] if train.use_unsloth else [])]
     found = folder.glob("lib/python3*/site-packages/*.dist-info")

@@ -78,7 +78,7 @@ ROWS: Mapping[str, Optimizer] = {
     "paged_ademamix_8bit": _paged("AdEMAMix", states=3, bits=8, reads=ADAM, devices=("cuda",)),
     "adafactor": Optimizer("Adafactor",
         "Row and column statistics instead of a full second moment: almost no state, slower convergence.", states=1,
-        bits=32, factored=True, reads=COMMON),
+        bits=32, factored=True, reads=COMMON, per_tensor="limits the update of each parameter by its RMS"),
     "lion_32bit": _bitsandbytes("Lion",
         "Updates by the sign of the momentum: half of AdamW's state; needs a 3 to 10 times smaller learning rate.",
         states=1, bits=32, reads=LION),

@@ -218,8 +218,8 @@ def adafactor_unfactored_on_deepspeed(case: Case) -> str | None:
     "OPT032",
     fields=("train.optim", "parallel.strategy"),
     title="The strategy changes what this optimizer computes",
-    source="torch-optimi 0.3 stableadamw.py and grokadamw 0.1 grokadamw.py, step(); deepspeed 0.19 and torch 2.13 "
-    "fsdp/_flat_param.py flatten parameters",
+    source="torch-optimi 0.3 stableadamw.py, grokadamw 0.1 grokadamw.py, transformers 5.23 optimization.py; deepspeed "
+    "0.19 and torch 2.13 fsdp/_flat_param.py flatten parameters",
     fixes=(DDP, ADAMW),
     fails_on=Example(full_spec("grokadamw", parallel__strategy="zero2"), EQUIPPED_TWO),
     passes_on=Example(full_spec("grokadamw", parallel__strategy="ddp"), EQUIPPED_TWO),

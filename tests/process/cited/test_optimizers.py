@@ -6,6 +6,7 @@ import inspect
 import time
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ def test_adafactor_limits_its_updates() -> None:
 
 
 @cites("OPT032")
-@pytest.mark.parametrize("kind", [StableAdamW, GrokAdamW])
+@pytest.mark.parametrize(
+    "kind", [StableAdamW, GrokAdamW, partial(Adafactor, scale_parameter=False, relative_step=False)]
+)
 def test_a_flat_tensor_is_trained_like_one_parameter(kind: Any) -> None:
     """With AdamW, it is trained like the parameters that it consists of."""
 
