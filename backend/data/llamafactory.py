@@ -16,11 +16,11 @@ from backend.data.chat import Example
 from backend.data.compression import is_compressed, open_text
 from backend.data.formats import DEFAULTS, required_columns, to_text
 from backend.data.preferences import PREFERENCES, unpair
-from backend.data.reading import DataFileError, column_separator, read_examples
+from backend.data.reading import DataFileError, column_separator
 
 DIFFERENCE = "llamafactory: "  # begins the key of a difference in the counts of examples
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[Tt]rue|[Ff]alse|TRUE|FALSE")
-MAX_BLANK = 4096  # characters before the first one of a JSON file
+BEGINNING = 64 * 1024  # characters of a JSON file
 CALL, TOOLS = "function_call", "tools"
 ALPACA = ("input", "history")  # columns besides those that have options
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # endings that extras/constants.py knows, in these letters
@@ -48,18 +48,25 @@ def unread_file(path: Path) -> str:
     try:
         if ending == ".csv" and column_separator(path) != ",":
             return "CSV files whose columns are not separated by commas; convert to .jsonl"
-        if ending == ".json" and _starts_with_key(path):
+        if ending == ".json" and _has_key(path):
             return "JSON files whose list is under a key; convert to .jsonl"
     except (DataFileError, OSError, UnicodeDecodeError):
         pass
     return ""
 
 
-def _starts_with_key(path: Path) -> bool:
-    """Whether a JSON file that can be read has its list under a key."""
+def _has_key(path: Path) -> bool:
+    """Whether a JSON file has its list under a key, by its beginning: the check for each preview must not read all of
+    it. A first object that is complete there is an example, one per line."""
     with open_text(path) as file:
-        is_object = file.read(MAX_BLANK).lstrip()[:1] == "{"
-    return is_object and next(read_examples(path, 1), None) is not None
+        beginning = file.read(BEGINNING).lstrip()
+    if beginning[:1] != "{":
+        return False
+    try:
+        first, _ = json.JSONDecoder().raw_decode(beginning)
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(first.get("data"), list)
 
 
 def difference(example: Example, format: str, data: Data, first: Example, path: Path) -> str:

@@ -83,10 +83,8 @@ def _margin(example: Example) -> dict[str, float]:
     try:
         value = float(given)
     except (TypeError, ValueError, OverflowError):
-        shown = repr(chat.shorten(given)) if isinstance(given, str) else chat.shorten(given)
-        raise InvalidExample(
-            f"column {MARGIN} contains {shown}; expected a number, such as 0.5 (or rename the column)"
-        ) from None
+        expected = "expected a number, such as 0.5 (or rename the column)"
+        raise InvalidExample(f"column {MARGIN} contains {_shown(given)}; {expected}") from None
     return {MARGIN: value} if math.isfinite(value) else {}  # NaN: a missing value of a Parquet file
 
 
@@ -195,8 +193,12 @@ def _label(value: Any, column: str) -> bool:
 
 
 def _wrong_label(value: Any, column: str) -> str:
-    shown = repr(chat.shorten(value)) if isinstance(value, str) else chat.shorten(value)
-    return f"column {column} contains {'null' if value is None else shown}; expected true or false"
+    return f"column {column} contains {'null' if value is None else _shown(value)}; expected true or false"
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value of a column, for a message."""
+    return repr(chat.shorten(value)) if isinstance(value, str) else chat.shorten(value)
 
 
 def _label_text(value: Any) -> str:

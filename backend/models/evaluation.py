@@ -386,7 +386,7 @@ def problem(run: Run, settings: Settings) -> str:
     if settings.temperature and not offered.generates:
         return "The examples of this run are texts, so nothing is generated, and a temperature has no effect."
     if (judge := settings.judge) and settings.judge_agreed != judge.agreement:
-        return judge.needs_consent(offer(run).most_examples(settings) * settings.samples_per_prompt)
+        return judge.needs_consent(offered.most_examples(settings) * settings.samples_per_prompt)
     return ""
 
 

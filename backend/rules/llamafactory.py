@@ -122,7 +122,7 @@ def llamafactory_data(case: Case) -> str | None:
     """LLaMA-Factory reads conversations, instructions and plain text as they are. For preferences, it reads one chosen
     and one rejected turn after a conversation; in pretraining, it reads plain text only. It leaves out conversations in
     which turns of user and assistant do not alternate, and ignores tool calls and reasoning in keys of their own. It
-    reads no compressed files, and only CSV files with commas, in which a cell such as NA is a missing value."""
+    reads no compressed files, and only CSV files with commas, whose cells it may not read as text, such as NA or 12."""
     made = _export(case)
     if not made:
         return None

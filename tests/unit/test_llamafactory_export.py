@@ -11,6 +11,7 @@ from backend import presets
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import SpecError, changes, edit
+from backend.data.llamafactory import unread_file
 from backend.importers import import_file
 from backend.inspect import inspect_inputs
 from backend.launch.clusters.answers import gpus
@@ -205,6 +206,9 @@ def test_files_that_are_not_read(tmp_path, name, content, why):
     else:
         ((words, count),) = inspect_inputs(edit(RunSpec(), patch), tmp_path).unlike_llamafactory
         assert words == "a cell of the CSV file, such as 12, True or NA, may not be read as text" and count == 1
+    other = tmp_path / "lines.json"  # a wrong name, which another rule reports
+    other.write_text('{"prompt": "When?", "completion": "Nine."}\n' * 2)
+    assert unread_file(other) == ""
     plain = tmp_path / "plain.csv"
     plain.write_text("prompt,completion\nWhen?,Nine.\n")
     assert not made({"data.files": (str(plain),)}, "prompt_completion").converted
