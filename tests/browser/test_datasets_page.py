@@ -103,9 +103,9 @@ def test_columns_of_the_second_dataset_are_chosen_by_clicking(page, tmp_path):
         page.get_by_label(f"Use of column {column}").select_option(label=use.capitalize())
         expect(page.get_by_label(f"Use of column {column}")).to_have_value(use)
     expect(page.locator("#fp-example-datasets")).to_contain_text("Dataset 2 (rows.csv)")
+    expect(card_field(page, 1, "prompt_column")).to_have_value("frage")  # once the server has said what was chosen
     assert {"format": "prompt_completion", "prompt_column": "frage"}.items() <= sources(page)[1].items()
     assert value(page, "data.format") == "auto" and value(page, "data.prompt_column") == ""
-    expect(card_field(page, 1, "prompt_column")).to_have_value("frage")
     expect(page.locator("#fp-datasets")).to_contain_text("8 examples per epoch")
     settled(page)
 

@@ -158,7 +158,7 @@ QUICK_CELLS = [
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(cell, marks=() if number in (1, 3, 7, 11) else pytest.mark.soak)
+        pytest.param(cell, marks=() if number in (3, 11) else pytest.mark.soak)
         for number, cell in enumerate(QUICK_CELLS)
     ],
     ids=lambda cell: f"{cell.model}-{cell.strategy}-{cell.method}-{cell.precision}",

@@ -262,7 +262,7 @@ def test_the_process_of_a_job(fork_server: ForkServer, adapter: Path) -> None:
     assert found and not found.base and merge_task.start(Run(adapter), None).id == job.id
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_fast"])
+@pytest.mark.parametrize("init", soak_except(("pissa", "pissa_fast"), ("pissa_fast",)))
 def test_a_checkpoint_of_a_decomposed_initialization(
     fork_server: ForkServer, root: Path, tmp_path: Path, init: str
 ) -> None:

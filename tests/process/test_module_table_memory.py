@@ -44,7 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", soak_except(CONFIGS, {"starcoder2", "deepseek_v3"}))
+@pytest.mark.parametrize("kind", soak_except(CONFIGS, {"deepseek_v3"}))
 @pytest.mark.parametrize(
     ("method", "batch", "checkpoints"),
     [pytest.param("lora", 1, False, marks=pytest.mark.soak), ("lora", 4, True), ("full", 1, False)],

@@ -91,9 +91,9 @@ def test_crash_resume_and_load(root: Path, fork_server: ForkServer, name: str) -
 def test_the_command_passes_and_leaves_nothing(
     root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With two ranks, whose processes a warm server forks."""
+    """A warm server forks its processes."""
     monkeypatch.chdir(root)
-    changes = vars_of(spec_changes(write_data(root / "data.jsonl"), **CASES["ddp"]))
+    changes = vars_of(spec_changes(write_data(root / "data.jsonl")))
     arguments = ["rehearse", "first-run", "--runs", str(root / "passes"), "--json"]
     assert main([*arguments, *(f"--set={name}={_text(value)}" for name, value in changes.items())]) == 0
     status = json.loads(capsys.readouterr().out)

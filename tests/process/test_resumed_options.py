@@ -35,7 +35,7 @@ COMMON = {
     "save.final_model": True,
 }  # fmt: skip
 STRATEGIES = {"single": 0, "ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}
-QUICK = {("single", "adamw_torch"), ("zero2", "adamw_torch")}
+QUICK = {("zero2", "adamw_torch")}
 # Schedule-free optimizers save an average of the weights, which moves on.
 OPTIMIZERS = [name for name, row in registry.OPTIMIZERS.items() if not row.package and "schedule_free" not in name]
 

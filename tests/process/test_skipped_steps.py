@@ -83,6 +83,7 @@ def test_skipped_steps_are_counted(strategy: str, fork_server: ForkServer, tmp_p
     assert "1 step skipped" in log_text(run)
 
 
+@pytest.mark.soak
 def test_a_resumed_run_counts_on(fork_server: ForkServer, tmp_path: Path) -> None:
     """The count of a checkpoint is kept, and only a run that never stepped fails."""
     changes = {"save.strategy": "steps", "save.steps": 1}

@@ -313,6 +313,7 @@ def test_lora_resumes_from_its_checkpoint(trained: TrainedRuns) -> None:
     assert losses(folder) == same_losses(before)
 
 
+@pytest.mark.soak
 def test_fsdp_resumes_with_a_different_number_of_processes(trained: TrainedRuns, tmp_path: Path) -> None:
     """Its checkpoints are written by DCP, which reshards them."""
     source = trained.full("fsdp2-sharded")
@@ -433,6 +434,7 @@ def test_unconvertible_checkpoints_of_zero_are_refused(trained: TrainedRuns) -> 
     assert code != 0 and "an optimizer other than AdamW" in log_text(folder).splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_changed_global_batch_size_with_zero3_is_reported_and_best_checkpoint_loads(trained: TrainedRuns) -> None:
     """The best checkpoint is loaded at the end, although it was written by more ranks."""
     best_model = {"save.load_best_model_at_end": True, "eval.strategy": "steps", "eval.steps": 2}

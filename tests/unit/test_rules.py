@@ -152,7 +152,7 @@ def test_first_fix_leads_to_no_other_error(
 
 def test_fixes_that_lead_to_another_error_come_last_and_say_so() -> None:
     led_on = 0
-    for spec, machine, facts in random_cases(60):
+    for spec, machine, facts in random_cases(40):
         found = check(spec, machine, facts)
         before = codes(found, "error")
         for finding in found:
@@ -383,7 +383,7 @@ def case_factory(machine: Machine, facts: InputFacts) -> Callable[[RunSpec], Cas
 def test_autofix_terminates_and_never_adds_errors() -> None:
     """It ends with fewer errors or the same spec, and reports exactly the errors that are left."""
     fixed = 0
-    for spec, machine, facts in random_cases(80):
+    for spec, machine, facts in random_cases(50):
         before = [f for f in check(spec, machine, facts) if f.level == "error"]
         after = autofix(spec, case_factory(machine, facts))
         assert global_batch_size(after.spec, machine, facts) == global_batch_size(spec, machine, facts), after.applied
