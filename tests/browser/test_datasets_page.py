@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from playwright.sync_api import expect
@@ -99,12 +100,18 @@ def test_columns_of_the_second_dataset_are_chosen_by_clicking(page, tmp_path):
     card_field(page, 1, "source").select_option("files")
     card_field(page, 1, "files").fill(str(tmp_path / "rows.csv"))
     page.locator("#fp-findings").get_by_role("button", name="Choose columns").click()
-    for column, use in (("frage", "prompt"), ("antwort", "completion")):
-        page.get_by_label(f"Use of column {column}").select_option(label=use.capitalize())
-        expect(page.get_by_label(f"Use of column {column}")).to_have_value(use)
+    # Whoever corrects a choice does so before the server has said what the first choice changes.
+    page.route("**/api/columns/use", lambda route: (time.sleep(0.3), route.continue_()))
+    for use in ("completion", "prompt"):
+        page.get_by_label("Use of column frage").select_option(use)
+    expect(card_field(page, 1, "prompt_column")).to_have_value("frage")
+    expect(card_field(page, 1, "completion_column")).to_have_value("")
+    page.get_by_label("Use of column antwort").select_option("completion")
     expect(page.locator("#fp-example-datasets")).to_contain_text("Dataset 2 (rows.csv)")
     expect(card_field(page, 1, "prompt_column")).to_have_value("frage")  # once the server has said what was chosen
-    assert {"format": "prompt_completion", "prompt_column": "frage"}.items() <= sources(page)[1].items()
+    expect(card_field(page, 1, "completion_column")).to_have_value("antwort")
+    uses = {"format": "prompt_completion", "prompt_column": "frage", "completion_column": "antwort"}
+    assert sources(page)[1].items() >= uses.items()
     assert value(page, "data.format") == "auto" and value(page, "data.prompt_column") == ""
     expect(page.locator("#fp-datasets")).to_contain_text("8 examples per epoch")
     settled(page)

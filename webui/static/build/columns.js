@@ -3,6 +3,7 @@
 import { post } from "../api.js";
 import { $, el, emit, notifyError, redraw } from "../dom.js";
 import { applyFix } from "../fixes.js";
+import { currentValues } from "./form.js";
 
 const decides = (name) => /^data\.(sources?|files|format|\w+_column)$|^train\.stage$/.test(name);
 
@@ -11,6 +12,7 @@ let values = {}; // the form's values
 let dataset = 0; // number of the shown dataset
 let drawn = ""; // the values that determine what is shown or requested
 let wanted = false; // a finding's link leads here, but nothing is drawn yet
+let changes = Promise.resolve(); // of the uses, one after the other
 
 const box = () => $("#fp-columns");
 
@@ -60,13 +62,15 @@ function menu({ name, use, fixed, required }, uses) {
   else if (!required) select.append(el("option", { value: "" }, "Not used"));
   select.append(...Object.entries(uses).map(([value, label]) => el("option", { value }, label)));
   select.value = use;
-  select.addEventListener("change", () => change(name, select.value));
+  select.addEventListener("change", () => {
+    changes = changes.then(() => change(name, select.value)); // each depends on what the one before has changed
+  });
   return select;
 }
 
 async function change(column, use) {
   try {
-    applyFix(await post("api/columns/use", { values, dataset, column, use }));
+    applyFix(await post("api/columns/use", { values: currentValues(), dataset, column, use }));
   } catch (error) {
     drawn = ""; // draw the menus again, with the actual uses
     loadColumns(values);
