@@ -1,9 +1,12 @@
-"""Numbers with nouns, as every message of Footplate writes them."""
+"""Numbers with nouns and quoted texts, as every message of Footplate writes them."""
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
+
+JOINERS = "\u200c\u200d"  # invisible parts of words and emoji
 
 
 def figure(value: float) -> str:
@@ -49,3 +52,25 @@ def names(items: object) -> str:
     """An enumeration: 'a, b and c'."""
     words = [str(item) for item in items] if isinstance(items, list | tuple | set | frozenset) else [str(items)]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "nothing"
+
+
+def visible(text: str) -> str:
+    """The text in quotes, with a mark for each space that a reader would miss: at an end, and next to whitespace. Other
+    whitespace and invisible characters are escaped."""
+    marked = re.sub(r"^ | $|(?<=\s) | (?=\s)", "␣", text)
+    quoted = json.dumps(marked, ensure_ascii=False)
+    return "".join(char if char.isprintable() or char in JOINERS else json.dumps(char)[1:-1] for char in quoted)
+
+
+def different_start(generated: str, trained: str, what: str) -> str:
+    """A clause about a completion that starts differently in generation and in training. `what`: what differs, as
+    backend.train.completion_start says."""
+    texts = f"{visible(trained)} in training, {visible(generated)} in generation."
+    if what == "tokens":
+        return (
+            "the tokenizer joins the end of the generation prompt with the completion after it, so the last assistant "
+            f"turn starts with different tokens: {texts}"
+        )
+    if what == "loss":
+        return f"the loss on the last assistant turn starts after a text that the generation prompt lacks: {texts}"
+    return f"the last assistant turn starts differently: {texts}"

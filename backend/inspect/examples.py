@@ -24,7 +24,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 24
+FORMAT = 25
 # Options that have no effect on a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -247,6 +247,7 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         "num_identical_pairs": found["counts"].get("identical", 0),
         "num_unmarked": found["counts"].get("unmarked", 0),
         "num_endless": found["counts"].get("endless", 0),
+        "num_weightless": found["counts"].get("weightless", 0),
         "unread_keys": tuple(sorted(found["unread"].items())),
         "special_tokens": tuple(sorted(found["special"].items())),
         "unknown_ends": tuple(sorted(found["unknown_ends"].items())),

@@ -95,13 +95,14 @@ class InputFacts:
     num_identical_pairs: int = 0  # pairs that are dropped because both completions are the same
     num_unmarked: int = 0  # examples in which this template or tokenizer does not tell completion from prompt
     num_endless: int = 0  # examples in which no token that ends the completion is trained
+    num_weightless: int = 0  # examples whose assistant turns all have the weight 0, with a loss on the other tokens
     unread_keys: tuple[tuple[str, int], ...] = ()  # parts of turns that the template leaves out: (words, examples)
     special_tokens: tuple[tuple[str, int], ...] = ()  # in the contents of turns: (token, examples)
     unknown_ends: tuple[tuple[str, int], ...] = ()  # texts that end completions but are not tokens: (text, examples)
     split_markers: tuple[str, ...] = ()  # of ChatML, which the tokenizer splits into several tokens
     num_starts: int = 0  # completions whose beginning was compared in generation and training
     num_different_starts: int = 0  # of these, how many begin differently
-    start_difference: tuple[str, ...] = ()  # how the first of them begins in generation, and in training
+    start_difference: tuple[str, ...] = ()  # of the first of them, the arguments of wording.different_start
     start_kwargs: str = ""  # JSON of data.chat_template_kwargs with which both begin the same way
     num_skipped: int = 0  # examples that cannot be used, with data.on_bad_example skip
     num_skipped_texts: int = 0  # those of them that the chat template or tokenizer fails on

@@ -11,7 +11,7 @@ from backend.data.chat import COLUMN
 from backend.rules.base import Case, Example, Fix, Violation, advice, names, warning
 from backend.rules.common_fixes import OTHER_TEMPLATE
 from backend.rules.examples import USER_DATA, USER_DATA_FACTS
-from backend.wording import counted
+from backend.wording import counted, different_start
 
 NEW_TOKEN = "LoRA also trains its embedding"
 CHATML = {**USER_DATA, "data.chat_template": "chatml"}
@@ -46,11 +46,16 @@ def turns_without_some_parts(case: Case) -> str | None:
     return f"{left_out} {unused}".strip()
 
 
+WEIGHTLESS = (
+    "Give an assistant turn of each example another weight, or set data.loss_on to completions, which drops them."
+)
+
+
 @warning(
     "DAT025",
     fields=("data.chat_template",),
     title="No token that ends a completion has a loss",
-    source="the rendered examples: their last trained token is not a special token",
+    source="the rendered examples: their last trained token is not a special token, or their turns have the weight 0",
     manual_fix="End the assistant turns of the chat template with a special token, such as {{ eos_token }}, inside "
     "its {% generation %} block if it has one.",
     fails_on=Example(
@@ -62,8 +67,14 @@ def turns_without_some_parts(case: Case) -> str | None:
 def completions_without_an_end(case: Case) -> Violation | None:
     """Generation ends when the model outputs a special token such as <|im_end|> or </s>. If the loss covers no such
     token, the model is not trained to output it, and each generation continues until the token limit."""
-    endless = case.facts.num_endless
-    if not endless or case.spec.data.chat_template == "chatml":  # ChatML ends completions
+    endless, weightless = case.facts.num_endless, case.facts.num_weightless
+    if case.spec.data.chat_template == "chatml":  # it ends completions
+        endless = 0
+    if weightless and not endless:
+        where = f"{weightless:,} of {counted(case.facts.num_checked, 'checked example')}"
+        message = f"In {where}, each assistant turn has the weight 0, which leaves the end token out of the loss, too."
+        return Violation(message, fields=("data.loss_on",), manual_fix=WEIGHTLESS)
+    if not endless:
         return None
     where = f"{endless:,} of {counted(case.facts.num_checked, 'checked example')}"
     message = f"In {where}, the last token with a loss is not special, so the model is not trained to end completions."
@@ -100,7 +111,8 @@ def chatml_without_its_tokens(case: Case) -> Violation | None:
     return Violation(f"The tokenizer splits {names(split)} into several tokens.{shown}", (add,))
 
 
-THINKS = ("<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think></think>At nine.")
+THINKS = ("<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think></think>At nine.", "text")
+JOINED = "Use a chat template whose generation prompt ends where a token ends, such as before a space."
 WITHOUT_THINKING = '{"enable_thinking": false}'
 
 
@@ -131,15 +143,12 @@ def completions_with_another_start(case: Case) -> Violation | None:
     switch, kwargs = json.loads(facts.start_kwargs or "{}"), case.spec.data.template_kwargs
     if not facts.num_different_starts or (switch and switch.items() <= kwargs.items()):
         return None
-    generated, trained = (json.dumps(text, ensure_ascii=False) for text in facts.start_difference)
     where = f"{facts.num_different_starts:,} of {counted(facts.num_starts, 'checked example')}"
-    message = (
-        f"In {where}, the last assistant turn starts differently: {trained} in training, {generated} in generation."
-    )
+    message = f"In {where}, {different_start(*facts.start_difference)}"
     option = {"data.chat_template_kwargs": json.dumps({**kwargs, **switch})}
     cost = "becomes a default of the saved chat template"
     fixes = [Fix(f"Set {name} to {json.dumps(value)}", option, False, cost) for name, value in switch.items()]
-    return Violation(message, tuple(fixes))
+    return Violation(message, tuple(fixes), manual_fix=JOINED if "tokens" in facts.start_difference[2:] else "")
 
 
 @warning(

@@ -16,7 +16,7 @@ from backend.train.templates import ChatTokenizer, UnsupportedConversation, is_t
 
 SHOWN = 20  # characters of a completion
 SWITCHES = ("enable_thinking", "thinking")  # variables of published templates for the start of completions
-Start = tuple[str, str]
+Start = tuple[str, str, str]  # its text in generation and in training, and what differs: text, tokens or loss
 
 
 def difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> Start | None:
@@ -34,13 +34,16 @@ def difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> Start | None:
     if not (generated.startswith(before[0]) and trained.startswith(before[1])):
         return None
     generated, trained = generated[len(before[0]) :], trained[len(before[1]) :]
-    ids = chat.ids(generated)
-    if trained.startswith(generated) and chat.ids(trained)[: len(ids)] == ids:
-        spans = chat.marked_spans(turns, example) if is_marked and not chat.all_tokens else ()
-        starts = [start for start, _ in spans if start >= len(before[1])]
-        if not starts or starts[0] <= len(before[1]) + len(generated):
-            return None  # else what stands between the generation prompt and the loss is never generated
-    return generated, trained[: len(generated) + SHOWN]
+    ids, what = chat.ids(generated), "text"
+    if trained.startswith(generated):
+        what = "tokens"
+        if chat.ids(trained)[: len(ids)] == ids:
+            spans = chat.marked_spans(turns, example) if is_marked and not chat.all_tokens else ()
+            starts = [start for start, _ in spans if start >= len(before[1])]
+            if not starts or starts[0] <= len(before[1]) + len(generated):
+                return None
+            what = "loss"  # what stands between the generation prompt and the loss is never generated
+    return generated, trained[: len(generated) + SHOWN], what
 
 
 def kwargs_without_difference(chat: ChatTokenizer, example: Mapping[str, Any]) -> dict[str, bool] | None:

@@ -125,6 +125,9 @@ class ExampleTokenizer(BatchTokenizer[Labeled]):
             if ends[-1:] == [None]:
                 counts["endless"] += 1
                 counts[end_tokens.UNKNOWN + self.chat.unknown_end(labels, example.value)] += 1
+            turns = example.value.get("messages", ())
+            if self.chat.all_tokens and turns and not any(map(is_trained, turns)):
+                counts["weightless"] += 1
             counts.update(end_tokens.keys(ends, () if self.chat.all_tokens else self.chat.inner(labels)))
         if len(ids) <= self.max_length:
             return [(ids, labels)]

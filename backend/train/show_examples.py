@@ -34,6 +34,7 @@ from backend.train.examples import ConvertedExample
 from backend.train.preference_data import SPECIAL, PreferenceTokenizer, unread_keys
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX, UnsupportedConversation
+from backend.wording import different_start
 
 MAX_TOKENS = 4000  # of a sequence that are shown
 MAX_ROW = 20_000  # characters of the example in its file that are shown
@@ -42,6 +43,7 @@ NOTES = {
     "long": "This example is dropped: it is longer than max_length, and the reward may depend on its end.",
     "identical": "This example is dropped: the chosen and the rejected completion are the same within max_length.",
     "endless": "No token that ends the completion has a loss.",
+    "weightless": "The loss covers no completion: each assistant turn has the weight 0.",
 }
 Piece = tuple[str, list[int], float]
 
@@ -132,7 +134,7 @@ def _notes(to_columns: Tokenizer, example: ConvertedExample) -> list[str]:
     notes += [f"Not used: {what}." for what in unread_keys(counts)]
     notes += [f"A text has {token}, which is tokenized as a special token." for token in unread_keys(counts, SPECIAL)]
     if start := _start(to_columns, example):
-        notes.append(f"Generation begins with {start[0]!r} here, but the training text is {start[1]!r}.")
+        notes.append(f"In this example, {different_start(*start)}")
     return notes
 
 

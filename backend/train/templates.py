@@ -232,9 +232,11 @@ class ChatTokenizer:
 
     def ends(self, labels: Sequence[int]) -> list[int | None]:
         """The token that ends each part with a loss: one that the tokenizer was given as a whole, such as <|im_end|>,
-        or None. Whitespace after it does not count."""
+        or None. Whitespace after it does not count. With a loss on all tokens, a part before the last one ends where a
+        turn without a loss begins, which ends no completion."""
         is_trained = numpy.append(numpy.asarray(labels) != IGNORE_INDEX, False)
-        return [self._end(labels, last) for last in numpy.flatnonzero(is_trained[:-1] & ~is_trained[1:]).tolist()]
+        lasts = numpy.flatnonzero(is_trained[:-1] & ~is_trained[1:]).tolist()
+        return [self._end(labels, last) for last in lasts if not self.all_tokens or last == len(labels) - 1]
 
     def unknown_end(self, labels: Sequence[int], example: Mapping[str, Any]) -> str:
         """The text that the template writes at the end of the trained text, such as <|im_end|>, of which the tokenizer

@@ -43,7 +43,7 @@ from backend.train.templates import ChatTokenizer, UnmarkedCompletions, Unsuppor
 MAX_ISSUES = 3  # problems listed for a data file; also the most unrenderable examples listed
 MAX_LENGTHS = 2000
 MAX_PLACES = 50  # of each kind of problem
-NOTED = ("truncated", "dropped", "long", "identical", "endless")  # counts of an example that are problems of it
+NOTED = ("truncated", "dropped", "long", "identical", "endless", "weightless")  # counts that are problems of an example
 MAX_STARTS = 200  # examples whose generation prompt is rendered, to compare it with their training text
 MAX_POSITIONS = 100_000  # training examples of which the unusable ones are listed; a check selects from them in 0.1 s
 BATCH = 16  # examples between two readings of the clock
@@ -96,7 +96,7 @@ class ExampleFacts:
     longest_row: int = 0  # where the longest example is
     counts: Counter[str] = field(default_factory=Counter)
     split_markers: list[str] = field(default_factory=list)  # of ChatML, if the run uses it
-    start: tuple[str, str] | None = None  # how the first such completion begins in generation and in training
+    start: completion_start.Start | None = None  # how the first such completion begins in generation and in training
     start_kwargs: dict[str, bool] | None = None  # variables of the chat template with which both begin the same way
     places: dict[str, list[int]] = field(default_factory=dict)  # kind of problem -> rows of the files that have it
     row: int = -1  # the row that was read last: 0 is the first of the training files

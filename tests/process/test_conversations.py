@@ -446,6 +446,21 @@ def test_answers_without_an_end_are_counted(tokenizer: Any, end: str, endless: i
     assert counts["endless"] == endless and counts[f"unknown end {end}"] == endless
 
 
+@pytest.mark.parametrize("name", ["plain", "llama3"])
+def test_a_last_turn_without_a_loss_is_not_the_fault_of_the_template(tokenizer: Any, name: str) -> None:
+    """With a loss on all tokens: what it trains last begins that turn, and ends no completion. The <|end_header_id|> of
+    Llama 3 would become a token that ends generation."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end_header_id|>", "<|eot_id|>"]})
+    if name == "plain":
+        tokenizer.chat_template = CONCATENATES.replace("PART", "t")
+    else:
+        published(tokenizer, name)
+    chat, off = ChatTokenizer.create(tokenizer, True), {**ANSWER, "weight": 0}
+    for turns, weightless in (([ANSWER, QUESTION, off], 0), ([off], 1)):
+        counts = count(chat, converted({"messages": [QUESTION, *turns]}))
+        assert (counts["endless"], counts["weightless"], end_tokens.counted(counts)) == (0, weightless, ())
+
+
 def test_ends_of_completions(tokenizer: Any) -> None:
     """Of each part with a loss; in the order of their counts, without rare ones."""
     chat = ChatTokenizer.create(tokenizer, False)
@@ -638,6 +653,17 @@ def test_another_start_is_found_with_its_way_out(tiny: Path, tmp_path: Path) -> 
     with_kwargs = {"data.chat_template_kwargs": found.start_kwargs}
     assert inspected(tiny, tmp_path, rows[:3], **with_kwargs).num_different_starts == 0
     assert inspected(tiny, tmp_path, rows[:3], **with_kwargs, **{"train.stage": "reward"}).num_starts == 0
+
+
+def test_a_generation_prompt_that_ends_within_a_token(tokenizer: Any) -> None:
+    """The texts begin equally, but the tokenizer joins the space with the next word."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    chat = ChatTokenizer.create(tokenizer, False)
+    start = completion_start.difference(chat, converted({"messages": [QUESTION, ANSWER]}))
+    assert start == ("[assistant] ", "[assistant] At nine.<|im_end|>", "tokens")
 
 
 def test_special_tokens_in_contents_are_found(tiny: Path, tmp_path: Path) -> None:

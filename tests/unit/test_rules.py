@@ -275,7 +275,7 @@ FACTS = (
         special_tokens=(("</s>", 9),),
         num_starts=9,
         num_different_starts=9,
-        start_difference=("a", "b"),
+        start_difference=("a", "b", "text"),
     ),
     InputFacts(),
     InputFacts(shape=GPT2, shape_unknown_reason="", num_examples=0, num_validation_examples=0, token_lengths=(0,)),

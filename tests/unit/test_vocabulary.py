@@ -109,6 +109,25 @@ def test_the_end_of_a_template_is_added_with_a_click() -> None:
     assert not any("add_special_tokens" in str(fix.patch) for fix in finding.fixes)
 
 
+def test_turns_without_a_loss_are_named_as_the_cause() -> None:
+    """Not the chat template, unless other examples have no end either."""
+    own, facts = edit(RunSpec(), OWN_TEMPLATE), replace(USER_DATA_FACTS, num_checked=20, num_weightless=3)
+    (finding,) = (found for found in check(own, H100, facts) if found.code == "DAT025")
+    assert "In 3 of 20 checked examples, each assistant turn has the weight 0" in finding.message
+    assert "template" not in finding.message and not finding.fixes and finding.fields == ("data.loss_on",)
+    (finding,) = (found for found in check(own, H100, replace(facts, num_endless=2)) if found.code == "DAT025")
+    assert "In 2 of 20" in finding.message and "template" in finding.message
+
+
+def test_a_generation_prompt_that_ends_with_a_space() -> None:
+    """A reader sees the space, and that the texts differ by their tokens only."""
+    start = {"num_starts": 9, "num_different_starts": 9, "start_difference": ("[a] ", "[a] At nine.", "tokens")}
+    (finding,) = (
+        found for found in check(RunSpec(), H100, replace(USER_DATA_FACTS, **start)) if found.code == "DAT026"
+    )
+    assert '"[a] At nine." in training, "[a]␣" in generation. Use a chat template whose' in finding.message
+
+
 def test_an_adapter_with_other_tokens(tmp_path: Path) -> None:
     """A run that continues it needs the same tokens; the fix sets them."""
     folder = tmp_path / "model"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backend.wording import counted, figure, plural
+from backend.wording import counted, figure, plural, visible
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,16 @@ def test_counted() -> None:
 )
 def test_figures_have_no_exponent(value, text):
     assert figure(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("[assistant] ", '"[assistant]␣"'),
+        ("a  b c", '"a␣␣b c"'),
+        ("\n x\u00a0\u200b", r'"\n␣x\u00a0\u200b"'),
+        ("é", '"é"'),
+    ],
+)
+def test_whitespace_that_a_reader_would_miss_is_visible(text: str, shown: str) -> None:
+    assert visible(text) == shown

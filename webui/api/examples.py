@@ -24,6 +24,7 @@ KINDS = {  # kinds of problems, the most important first
     "long": "longer than max_length",
     "identical": "with equal completions",
     "endless": "without a loss on an end token",
+    "weightless": "without a loss on an assistant turn",
     "different_starts": "starting differently in generation",
     "truncated": "cut by max_length",
     "unread ": "with unused parts",
