@@ -11,7 +11,6 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from backend import registry
 from backend.config import RunSpec, merge
 from backend.paths import environment_folder, model_folder
 
@@ -27,35 +26,44 @@ CPU_FLAGS = ("amx_tile", "avx512f")  # KTransformers 0.7 requires one of these
 
 
 def inspect_trainer(spec: RunSpec, base: Path) -> dict[str, Any]:
-    """The facts `trainer_problem` and `trainer_environment`."""
-    created = environment_folder(spec.launch.trainer)
-    has_one = spec.launch.trainer != "footplate" and (created / "bin" / "python").exists()
-    problem = _problem(spec, base)
-    if has_one:  # and is offered
-        problem = problem.removesuffix(f" {CREATE}")
-    return {"trainer_problem": problem, "trainer_environment": str(created) if has_one else ""}
-
-
-def _problem(spec: RunSpec, base: Path) -> str:
-    """Why LLaMA-Factory cannot be started, a sentence; '' if it can, or is not used."""
+    """The facts `trainer_problem`, `trainer_environment` and `trainer_packages`."""
     if spec.launch.trainer != "llamafactory":
-        return ""
+        return {"trainer_problem": "", "trainer_environment": "", "trainer_packages": ()}
+    created, folder = environment_folder(spec.launch.trainer), base / Path(spec.llamafactory.environment).expanduser()
+    offered = str(created) if (created / "bin" / "python").exists() else ""
+    if problem := _environment_problem(spec, folder):
+        problem += "" if offered else f" {CREATE}"
+    else:
+        problem = _backend_problem(spec, folder) or _unknown_arguments(spec, folder) or _model_problem(spec)
+    return {"trainer_problem": problem, "trainer_environment": offered, "trainer_packages": _packages(folder)}
+
+
+def _environment_problem(spec: RunSpec, folder: Path) -> str:
+    """Why this is not an environment with a supported LLaMA-Factory, a sentence; '' if it is."""
     if not spec.llamafactory.environment:
         return (
             "No environment is set: set llamafactory.environment to the folder of a Python environment that has "
-            f"llamafactory. {CREATE}"
+            "llamafactory."
         )
-    folder = base / Path(spec.llamafactory.environment).expanduser()
     if not (folder / "bin" / "python").exists():
-        return f"The folder {folder} is not a Python environment: it has no bin/python. {CREATE}"
+        return f"The folder {folder} is not a Python environment: it has no bin/python."
     found = [path.name for path in folder.glob("lib/python3*/site-packages/llamafactory-*.dist-info")]
     version = re.match(r"llamafactory-(.+)\.dist-info", found[0]) if found else None
     if not version:
-        return f"The environment {folder} has no llamafactory. {CREATE}"
+        return f"The environment {folder} has no llamafactory."
     if not version[1].startswith(f"{SUPPORTED}."):
-        return f"The environment {folder} has llamafactory {version[1]}; {SUPPORTED} is supported. {CREATE}"
-    if problem := _backend_problem(spec, folder) or _missing_packages(spec, folder) or _unknown_arguments(spec, folder):
-        return problem
+        return f"The environment {folder} has llamafactory {version[1]}; {SUPPORTED} is supported."
+    return ""
+
+
+def _packages(folder: Path) -> tuple[str, ...]:
+    """The normalized names of the packages in an environment."""
+    found = folder.glob("lib/python3*/site-packages/*.dist-info")
+    return tuple(sorted(canonicalize_name(path.name.partition("-")[0]) for path in found))
+
+
+def _model_problem(spec: RunSpec) -> str:
+    """Why LLaMA-Factory has no model, a sentence; '' if it has one."""
     if spec.model.source == "builtin" and not model_folder(spec.model.builtin).is_dir():
         return (
             f"The built-in model {spec.model.builtin} does not exist yet: only Footplate's own trainer makes it. "
@@ -78,29 +86,6 @@ def _backend_problem(spec: RunSpec, folder: Path) -> str:
     if spec.launch.place == "local" and not _cpu_flags().intersection(CPU_FLAGS):
         return "KTransformers requires a CPU with AMX or AVX-512, and this CPU has neither."
     return ""
-
-
-def _missing_packages(spec: RunSpec, folder: Path) -> str:
-    """Which packages the options need and the environment lacks, as sentences; '' for none. Source: llamafactory 0.9.5
-    hparams/parser.py, _check_extra_dependencies, and the Trainer."""
-    train, quantization = spec.train, spec.method.quantization if spec.method.kind == "lora" else "none"
-    rows = [
-        registry.OPTIMIZERS[train.optim],
-        *([registry.STRATEGIES[spec.parallel.strategy]] if spec.llamafactory.backend != "megatron" else []),
-        registry.QUANTIZATIONS[quantization],
-        registry.REPORTERS[spec.logging.report_to],
-        registry.ATTENTIONS[spec.model.attn_implementation],
-        *([registry.LIGER] if train.use_liger_kernel else []),
-        *([registry.FP8_BACKENDS[spec.precision.fp8_backend]] if spec.precision.compute == "fp8" else []),
-    ]
-    needed = [*filter(None, (row.package for row in rows)), *(["unsloth"] if train.use_unsloth else [])]
-    found = folder.glob("lib/python3*/site-packages/*.dist-info")
-    installed = {canonicalize_name(path.name.partition("-")[0]) for path in found}
-    missing = [name for name in dict.fromkeys(needed) if canonicalize_name(name) not in installed]
-    if not missing:
-        return ""
-    command = f"{folder / 'bin' / 'pip'} install {' '.join(missing)}"
-    return f"The environment {folder} lacks {', '.join(missing)}, which these options need. Install with: {command}."
 
 
 def _unknown_arguments(spec: RunSpec, folder: Path) -> str:

@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
+from backend import registry
 from backend.config import merge
 from backend.config.options import get
 from backend.config.sources import SOURCES
@@ -14,6 +17,7 @@ from backend.data.llamafactory import unread_file
 from backend.launch.llamafactory import OF_RUNS, Export, export
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.examples import DEMO, TWO_H100
+from backend.rules.requirements import flash_attention, fp8_backend, liger, packages_of, prequantized, quantization
 from backend.wording import counted
 
 WITH = {"launch.trainer": "llamafactory"}
@@ -47,15 +51,41 @@ def _export(case: Case) -> Export | None:
 def llamafactory_missing(case: Case) -> Violation | str | None:
     """LLaMA-Factory pins older versions of transformers, TRL and gradio than Footplate uses, so it needs its own Python
     environment."""
-    facts = case.facts
-    if case.spec.launch.trainer != "llamafactory" or not facts.trainer_problem:
+    created = case.facts.trainer_environment
+    if case.spec.launch.trainer != "llamafactory":
         return None
-    if not facts.trainer_environment or facts.trainer_environment == case.spec.llamafactory.environment:
-        return facts.trainer_problem
-    created = Fix(
-        "Use the environment of footplate env create", {"llamafactory.environment": facts.trainer_environment}
+    problem = case.facts.trainer_problem or _missing_packages(case)
+    if not problem or not created or created == case.spec.llamafactory.environment:
+        return problem or None
+    return Violation(
+        problem, (Fix("Use the environment of footplate env create", {"llamafactory.environment": created}),)
     )
-    return Violation(facts.trainer_problem, (created,))
+
+
+def _missing_packages(case: Case) -> str:
+    """Which packages the run needs and the environment lacks, as sentences; '' for none. Source: llamafactory 0.9.5
+    hparams/parser.py, _check_extra_dependencies, and model/model_utils/quantization.py; the Trainer."""
+    spec, installed = case.spec, case.facts.trainer_packages
+    rows: list[registry.Choice | None] = [
+        case.optimizer,
+        case.strategy if spec.llamafactory.backend != "megatron" else None,
+        registry.REPORTERS[spec.logging.report_to],
+        registry.DEVICES[case.run.device],
+        quantization(case),
+        prequantized(case),
+        flash_attention(case),
+        liger(case),
+        fp8_backend(case),
+    ]
+    needed = [name for row in rows for name in packages_of(row)]
+    needed += ["autoawq"] if case.facts.quant_method == "awq" else []
+    needed += ["unsloth"] if spec.train.use_unsloth else []
+    missing = [name for name in dict.fromkeys(needed) if canonicalize_name(name) not in installed]
+    if not missing or not installed:
+        return ""
+    folder = Path(spec.llamafactory.environment).expanduser()
+    command = f"{folder / 'bin' / 'pip'} install {' '.join(missing)}"
+    return f"The environment {folder} lacks {names(missing)}, which this run needs. Install with: {command}."
 
 
 @error(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
+from backend.rules.base import Case, Example, Fix, Violation, error, warning
 from backend.rules.common_fixes import NO_PACKING
 from backend.rules.examples import DEMO, H100, LOCAL_MODEL, SMOL
+from backend.rules.requirements import missing_packages
 
 MAMBA = replace(DEMO, shape=None, model_type="mamba")
 PACKED = {**LOCAL_MODEL, "data.packing": True}
@@ -66,7 +67,7 @@ def packed_batch_exceeds_attention_mask(case: Case) -> str | None:
     source="transformers 5.23 integrations/hub_kernels.py: a function can't keep packed sequences apart without "
     "causal_conv1d, mamba_ssm or flash-linear-attention",
     fixes=(NO_PACKING,),
-    manual_fix="Install the missing packages; they need a CUDA GPU.",
+    manual_fix="These packages need a CUDA GPU.",
     fails_on=Example(PACKED, facts=replace(MAMBA, model_type="qwen3_next")),
     passes_on=Example(
         PACKED,
@@ -77,12 +78,10 @@ def packed_batch_exceeds_attention_mask(case: Case) -> str | None:
 def packing_without_its_packages(case: Case) -> str | None:
     """The convolution, state-space and linear attention layers of this architecture separate packed sequences only with
     the kernels of these packages: causal_conv1d, mamba_ssm, flash-linear-attention."""
-    kinds = case.model_types & registry.PACKING_PACKAGES.keys()
-    if not case.spec.data.packing or not kinds or case.spec.launch.trainer != "footplate":
+    kinds = sorted(case.model_types & registry.PACKING_PACKAGES.keys())
+    if not case.spec.data.packing or not kinds:
         return None
-    needed = registry.PACKING_PACKAGES[kinds.pop()]
-    missing = [package for package in needed if not case.machine.versions.get(package)]
-    return f"data.packing is on, and this machine does not have {names(missing)}." if missing else None
+    return missing_packages(case, f"Packing with {kinds[0]}", registry.PACKING_PACKAGES[kinds[0]])
 
 
 MAX_PACKED_TOKENS = 8192

@@ -12,10 +12,13 @@ from backend import environments
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
+from backend.inspect import InputFacts
 from backend.inspect.other_trainer import inspect_trainer
 from backend.machine import Gpu, Machine
 from backend.paths import HOME
 from backend.preflight import preflight
+from backend.rules import check
+from backend.rules.examples import H100, NPU
 
 
 @pytest.fixture
@@ -221,6 +224,13 @@ def problem(spec, tmp_path):
     return inspect_trainer(edit(RunSpec(), spec), tmp_path)["trainer_problem"]
 
 
+def lacking(spec, tmp_path, machine=H100, **facts):
+    """What LLF001 says about the packages of the environment."""
+    run = edit(RunSpec(), spec)
+    found = check(run, machine, InputFacts(**inspect_trainer(run, tmp_path), **facts))
+    return next((each.message for each in found if each.code == "LLF001"), "")
+
+
 def test_what_is_wrong_with_an_environment(cache, tmp_path):
     use = {"launch.trainer": "llamafactory", "model.source": "hub", "model.hub_id": "a/b"}
     folder = tmp_path / "env"
@@ -236,10 +246,15 @@ def test_what_is_wrong_with_an_environment(cache, tmp_path):
     next(folder.glob("lib/*/*/*")).rename(folder / "lib/python3.11/site-packages/llamafactory-0.9.5.dist-info")
     assert problem(use, tmp_path) == ""
     quantized = {**use, "method.quantization": "nf4", "logging.report_to": "wandb"}
-    assert "lacks bitsandbytes, wandb, which these options need" in problem(quantized, tmp_path)
+    assert "lacks wandb and bitsandbytes, which this run needs" in lacking(quantized, tmp_path)
     for name in ("bitsandbytes-0.50.0", "wandb-0.28.0"):
         (folder / f"lib/python3.11/site-packages/{name}.dist-info").mkdir()
-    assert problem(quantized, tmp_path) == ""
+    assert lacking(quantized, tmp_path) == ""
+    assert "lacks gptqmodel and optimum" in lacking(use, tmp_path, quant_method="gptq")
+    assert "lacks gptqmodel and autoawq" in lacking(use, tmp_path, quant_method="awq")
+    assert "lacks compressed-tensors" in lacking(use, tmp_path, quant_method="compressed-tensors")
+    assert lacking(use, tmp_path, quant_method="fp8") == "" == lacking({}, tmp_path, NPU)
+    assert "lacks torch_npu" in lacking(use, tmp_path, NPU)
     more = {**use, "llamafactory.extra_args": '{"mask_history": true, "mask_histori": true, "seed": 1}'}
     assert problem(more, tmp_path) == "", "the arguments are not known"
     for name, line in (

@@ -602,3 +602,12 @@ def test_an_adapter_on_the_embedding_becomes_training_it_in_full() -> None:
     found = Setup(targets).finding("MTH002")
     assert found and found.title == "A LoRA target is not a linear layer of the model"
     assert dict(found.fixes[0].patch) == {"lora.target_modules": ("q_proj",), "lora.modules_to_save": ("embed_tokens",)}
+
+
+def test_packages_for_packing_are_missing_only_where_the_versions_are_known() -> None:
+    """Not where a machine description has none, and not in the environment of LLaMA-Factory."""
+    facts, packed = replace(DEMO, shape=None, model_type="qwen3_next"), {"data.packing": True}
+    found = rule_finding("DAT021", packed, H100, facts)
+    assert found and "requires the packages causal_conv1d and flash-linear-attention, which are not" in found.message
+    for patch, machine in ((packed, replace(H100, versions={})), ({**packed, "launch.trainer": "llamafactory"}, H100)):
+        assert rule_finding("DAT021", patch, machine, facts) is None
