@@ -23,7 +23,7 @@ class Seen:
 
     def is_copy(self, value: Mapping[str, Any], remember: bool = True) -> bool:
         """Whether an equal example came before; `remember`: a later equal example is a copy of this one."""
-        found = digest(value)
+        found = _of_example(value)
         if found in self.examples:
             return True
         if remember:
@@ -40,9 +40,9 @@ class Seen:
         """Whether an example, which is not a copy, has another answer than an earlier one: another completion of the
         same prompt, the other completion preferred, or the other label."""
         if "label" in value:
-            return digest({**value, "label": not value["label"]}) in self.examples
+            return _of_example({**value, "label": not value["label"]}) in self.examples
         if "chosen" in value:
-            return digest({**value, "chosen": value["rejected"], "rejected": value["chosen"]}) in self.examples
+            return _of_example({**value, "chosen": value["rejected"], "rejected": value["chosen"]}) in self.examples
         if "text" in value:
             return False
         turns = value.get("messages") or [*value["prompt"], *value["completion"]]
@@ -51,9 +51,12 @@ class Seen:
         return self.answers.setdefault(digest({**value, "messages": turns[:last], "completion": ()}), answer) != answer
 
 
+def _of_example(value: Mapping[str, Any]) -> int:
+    """The digest of a converted example. Equal pairs may have different margins."""
+    return digest({name: part for name, part in value.items() if name != MARGIN})
+
+
 def digest(value: Any) -> int:
-    """A 64-bit hash of an example or a part of it, the same in every run. Equal pairs may have different margins."""
-    if isinstance(value, Mapping):
-        value = {name: part for name, part in value.items() if name != MARGIN}
+    """A 64-bit hash of an example or a part of it, the same in every run."""
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())

@@ -16,7 +16,7 @@ from backend.engines import engine_of
 from backend.inspect.checkpoint_adapter import adapter_facts, saved_spec
 from backend.inspect.weights import WeightsError, weights_mismatch
 from backend.modelspec import ModelShape
-from backend.runs import CHECKPOINTS, COMPLETE, checkpoint_files, json_values, resume_point
+from backend.runs import CHECKPOINTS, COMPLETE, checkpoint_files, resume_point
 
 # Format -> the files of its optimizer state, and who writes it. transformers 5.23 trainer.py, accelerate 1.15
 # utils/fsdp_utils.py, DeepSpeed 0.19 runtime/engine.py.
@@ -40,19 +40,13 @@ def inspect_checkpoint(spec: RunSpec, base: Path, shape: ModelShape | None) -> d
     if spec.save.resume_from != "path":
         return {}
     folder = base / Path(spec.save.resume_path).expanduser()
-    position = {"checkpoint_epoch": _epoch(folder)}
+    position = {"checkpoint_epoch": resume_point.position(folder)[1]}
     if spec.method.kind == "lora":
         return position | adapter_facts(spec, saved_spec(folder), folder, shape)
     with suppress(WeightsError, OSError):  # the trainer reads them again, and reports the error
         if shape and (problem := weights_mismatch(folder, shape)):
             return {"checkpoint_problem": f"{folder} does not fit the model of this run. {problem}"}
     return position
-
-
-def _epoch(folder: Path) -> float:
-    """The position of a checkpoint in the epochs of its run; 0 if it does not say."""
-    found = json_values.read_object(folder / "trainer_state.json").get("epoch")
-    return float(found) if isinstance(found, int | float) else 0.0
 
 
 def checkpoint_problem(spec: RunSpec, base: Path) -> str:

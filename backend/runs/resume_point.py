@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backend.runs import CHECKPOINTS, COMPLETE, events, files
+from backend.runs import CHECKPOINTS, COMPLETE, events, files, json_values
 
 # Where the engines save the optimizer state: Trainer, DeepSpeed (one file per rank), FSDP (one file, or one folder).
 OPTIMIZER_STATES = ("optimizer.pt", "global_step*", "optimizer.bin", "optimizer_0")
@@ -24,6 +24,9 @@ OPTIMIZER_STATES = ("optimizer.pt", "global_step*", "optimizer.bin", "optimizer_
 # finds truncated files and files that a power failure left with blocks of zeros, and costs nothing next to writing
 # gigabytes; SHA-256 of all bytes would take as long as writing them to a fast disk.
 WHOLE_BYTES, BLOCKS, BLOCK_BYTES = 2**20, 64, 2**14
+STREAM_PLACES = (
+    "stream"  # in stateful_callbacks of trainer_state.json: the place of each data-parallel rank in streamed datasets
+)
 HOW_TO_START = '"Restart from scratch" on the page, footplate resume --from-scratch in a shell'
 
 
@@ -108,6 +111,17 @@ def step_of(folder: Path) -> int:
     """The step of checkpoint-N; -1 for any other name."""
     match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
     return int(match[1]) if match else -1
+
+
+def position(checkpoint: Path) -> tuple[int, float]:
+    """The step of a checkpoint, and its position in the epochs of the run that saved it; (0, 0.0) if it does not say,
+    as with a streamed dataset."""
+    state = json_values.read_object(checkpoint / "trainer_state.json")
+    step, epoch = state.get("global_step"), state.get("epoch")
+    is_stream = STREAM_PLACES in (state.get("stateful_callbacks") or ())
+    if is_stream or not json_values.is_number(step) or not json_values.is_number(epoch):
+        return 0, 0.0
+    return int(step), float(epoch)
 
 
 def complete(run: Path) -> list[Path]:

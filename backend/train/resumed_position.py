@@ -7,15 +7,9 @@ its epochs: the run would be done at once. After a node has left, examples would
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from backend.train.streaming import PLACES
-
-STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True)
@@ -26,17 +20,6 @@ class Position:
     batches: int
     num_epochs: int
     max_steps: int
-
-
-def trained(checkpoint: Path) -> tuple[int, float]:
-    """The step of a checkpoint, and its position in epochs; (0, 0.0) if it does not say."""
-    try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        if PLACES in state.get("stateful_callbacks", ()):  # a stream has no epochs
-            return 0, 0.0
-        return int(state["global_step"]), float(state["epoch"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return 0, 0.0
 
 
 def find(

@@ -22,6 +22,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset
 
 from backend.config import RunSpec
+from backend.runs.resume_point import STREAM_PLACES
 from backend.train import loss_weights, rehearsal
 from backend.train.context import TrainContext
 from backend.train.data import SKIPPED, TRAIN, Tokenizer, tell_counts, tokenize, tokenizer_for
@@ -32,7 +33,6 @@ SHARE = 1000  # examples of a rank in a block, whose tokens are in memory togeth
 AHEAD = 8  # batches that a worker process prepares, in shared memory: those of the next block take a second or more
 PACKING = "bfd"  # whole examples with their own positions, which do not attend to each other
 EXAMPLES = "examples"  # a count
-PLACES = "stream"  # in trainer_state.json: the place of each data-parallel rank
 NEXT = "next"  # of a sequence: the place after it, or the error that ends the stream
 
 
@@ -145,7 +145,7 @@ class StreamMixin:
     def _init_training_state(self: Any, *args: Any, **more: Any) -> Any:
         """Continue where the checkpoint says."""
         trained = super()._init_training_state(*args, **more)  # type: ignore[misc]
-        places = [Place(**place) for place in self.state.stateful_callbacks.pop(PLACES, ())]
+        places = [Place(**place) for place in self.state.stateful_callbacks.pop(STREAM_PLACES, ())]
         if self.stream is not None and places:
             self.stream.place = _own_place(places, self.stream, self.context.run_log.info)
         return trained
@@ -153,7 +153,7 @@ class StreamMixin:
     def _save_checkpoint(self: Any, *args: Any) -> None:
         if self.stream is not None:
             places = self.context.group.gather(asdict(self.stream.place))
-            self.state.stateful_callbacks[PLACES] = places[:: self.context.run.tensor_parallel_size]
+            self.state.stateful_callbacks[STREAM_PLACES] = places[:: self.context.run.tensor_parallel_size]
         super()._save_checkpoint(*args)  # type: ignore[misc]
 
     def log(self: Any, *args: Any, **more: Any) -> None:

@@ -20,6 +20,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, nested_gather
 
 from backend import registry
 from backend.config import RunSpec
+from backend.runs import resume_point
 from backend.train import (
     callbacks,
     device,
@@ -152,7 +153,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         num_epochs, per_epoch, *others, batches, max_steps = super().set_initial_training_values(args, *more)  # type: ignore[misc]
         self.position = None
         if self.start and not args.ignore_data_skip:
-            step, epoch = resumed_position.trained(self.start)
+            step, epoch = resume_point.position(self.start)
             sizes = (per_epoch, batches, args.gradient_accumulation_steps, max_steps)
             self.position = resumed_position.find(step, epoch, *sizes, by_epochs=args.max_steps <= 0)
             if self.position:

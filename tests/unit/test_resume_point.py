@@ -157,3 +157,19 @@ def test_folders_without_permissions(run: Run, tmp_path: Path, closed: str) -> N
         assert "checkpoints cannot be read (Permission denied)" in sentence
     else:
         assert sentence == "Resume continues from checkpoint 55: checkpoint-60 cannot be read (Permission denied)."
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"global_step": 7, "epoch": 0.5}', (7, 0.5)),
+        ('{"global_step": 7, "epoch": 0.5, "stateful_callbacks": {"stream": []}}', (0, 0.0)),
+        ('{"global_step": 7, "epoch": NaN}', (0, 0.0)),
+        ('{"global_step": 7, "epoch": true}', (0, 0.0)),
+        ("{", (0, 0.0)),
+    ],
+)
+def test_the_position_of_a_checkpoint(tmp_path: Path, text: str, found: tuple[int, float]) -> None:
+    """The check and the trainer read the same one: a stream has no epochs."""
+    (tmp_path / "trainer_state.json").write_text(text)
+    assert resume_point.position(tmp_path) == found
