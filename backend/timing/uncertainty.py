@@ -9,31 +9,36 @@ from backend.timing.context import TimeContext
 
 ONE_GPU, SEVERAL_GPUS, CPU, BUSY_CPU = 1.3, 1.45, 1.4, 2.0
 LONG_ATTENTION, WAITING, LONGEST_ATTENTION, UNCOMPARED = 1.5, 1.7, 1.8, 2.0
-MUCH_ATTENTION, MOST_ATTENTION, MUCH_WAITING, SOME_WAITING = 0.3, 0.4, 0.3, 0.1  # shares of a step
+# Shares of a step from which a range is as wide as it gets.
+MUCH_ATTENTION, MOST_ATTENTION, MUCH_WAITING, SOME_WAITING = 0.3, 0.4, 0.3, 0.1
 CPU_EXPERTS, FEW_TOKENS = 2.5, 256  # as docs/time.md has them for CPUs; tokens in a batch
-CPU_LIMIT = 0.5  # what the CPU needs for a batch, as a share of the batch
+CPU_LIMIT = 0.5  # what the CPU needs for a batch, as a share of the batch, from which the range is WAITING
 
 
 def step_range(ctx: TimeContext, waiting: float, host: float, attention: float) -> tuple[float, str]:
     """(a factor: the real time is between the prediction divided by it and multiplied by it, the reason). `waiting`,
     `host`, `attention`: shares of a step that wait for other GPUs, that the CPU needs, and of attention."""
     found = _cpu_ranges(ctx) if ctx.cpu else _gpu_ranges(ctx, waiting, host)
-    if attention > MUCH_ATTENTION:
-        width = LONGEST_ATTENTION if attention > MOST_ATTENTION else LONG_ATTENTION
-        found.append((width, "attention over long sequences takes much of a step"))
-    if waiting > MUCH_WAITING:
-        found.append((WAITING, "communication takes much of a step"))
+    for width, limit in ((LONG_ATTENTION, MUCH_ATTENTION), (LONGEST_ATTENTION, MOST_ATTENTION)):
+        found.append((_up_to(width, attention, limit), "attention over long sequences takes much of a step"))
+    found.append((_up_to(WAITING, waiting, MUCH_WAITING), "communication takes much of a step"))
     return max([*found, *_uncompared(ctx)], key=lambda each: each[0])
+
+
+def _up_to(width: float, share: float, limit: float) -> float:
+    """`width` from the share `limit` on, and in proportion below: a step that another part makes shorter, such as a
+    faster optimizer, has a larger share of this one, and its range must not reach further up for that."""
+    return width * min(1.0, share / limit)
 
 
 def _gpu_ranges(ctx: TimeContext, waiting: float, host: float) -> list[tuple[float, str]]:
     found = [(ONE_GPU, "published speeds on one GPU differ this much from the prediction")]
     if ctx.links.assumed:
-        found.append((WAITING if waiting > SOME_WAITING else SEVERAL_GPUS, f"the estimate assumes {ctx.links.assumed}"))
+        width = max(SEVERAL_GPUS, _up_to(WAITING, waiting, SOME_WAITING))
+        found.append((width, f"the estimate assumes {ctx.links.assumed}"))
     if ctx.memory.run.world_size > 1:
         found.append((SEVERAL_GPUS, "how long several GPUs wait for each other is hard to predict"))
-    if host > CPU_LIMIT:
-        found.append((WAITING, "the CPU limits the speed"))
+    found.append((_up_to(WAITING, host, CPU_LIMIT), "the CPU limits the speed"))
     return found
 
 
