@@ -260,6 +260,7 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         "skipped": tuple(found["skipped"]),
         "num_with_weights": found["counts"].get("with_weights", 0),
         "num_weighted": found["counts"].get("weighted", 0),
+        "equal_places": tuple((kind, *places) for kind, places in sorted(found["equal_places"].items())),
         "num_copies": found["counts"].get("copies", 0),
         "num_copies_in_validation": found["counts"].get("copies_in_validation", 0),
         "num_contradictions": found["counts"].get("contradictions", 0),

@@ -112,6 +112,7 @@ class InputFacts:
     unlike_llamafactory: tuple[tuple[str, int], ...] = ()  # what LLaMA-Factory does not read: (words, examples)
     num_copies: int = 0  # training examples that are equal to an earlier one, unless they are dropped
     num_copies_in_validation: int = 0  # validation examples that are equal to a training example
+    equal_places: tuple[tuple[str, str, str], ...] = ()  # of the first ones: (kind, as in the counts; place, earlier)
     num_contradictions: int = 0  # training examples with another answer than an earlier one
     datasets: tuple[InputFacts, ...] = ()  # if there are several, the facts about each; other fields are about all
     template_problem: str = ""  # of the chat template file

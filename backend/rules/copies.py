@@ -12,6 +12,12 @@ DROP = Fix("Drop duplicates", {"data.drop_duplicates": True}, safe=False, cost="
 CHECKED = replace(USER_DATA_FACTS, num_checked=20)
 
 
+def _first(case: Case, kind: str) -> str:
+    """Where the first example of this kind is, and the earlier one: a sentence, after a space."""
+    found = next(((place, earlier) for name, place, earlier in case.facts.equal_places if name == kind), None)
+    return f" The first is {found[0]}; compare {found[1]}." if found else ""
+
+
 @warning(
     "DAT028",
     fields=("data.drop_duplicates",),
@@ -28,9 +34,11 @@ def copies_of_examples(case: Case) -> Violation | None:
         return None
     found = []
     if facts.num_copies:
-        found.append(f"{facts.num_copies:,} of {counted(facts.num_checked, 'checked example')} repeat an earlier one.")
+        what = f"{facts.num_copies:,} of {counted(facts.num_checked, 'checked example')} repeat an earlier one"
+        found.append(f"{what}.{_first(case, 'copies')}")
     if facts.num_copies_in_validation:
-        found.append(f"{counted(facts.num_copies_in_validation, 'validation example')} also in the training data.")
+        what = f"{counted(facts.num_copies_in_validation, 'validation example')} also in the training data"
+        found.append(f"{what}.{_first(case, 'copies_in_validation')}")
     return Violation(" ".join(found), (DROP,))
 
 
@@ -52,4 +60,5 @@ def contradictory_examples(case: Case) -> str | None:
         return None
     what = {"pairs": "reverse an earlier pair", "labels": "repeat an earlier one with the other label"}
     which = what.get(case.facts.format, "repeat an earlier prompt with a different completion")
-    return f"{found:,} of {counted(case.facts.num_checked, 'checked example')} {which}."
+    where = _first(case, "contradictions")
+    return f"{found:,} of {counted(case.facts.num_checked, 'checked example')} {which}.{where}"

@@ -42,6 +42,7 @@ from backend.train.templates import ChatTokenizer, UnmarkedCompletions, Unsuppor
 
 MAX_ISSUES = 3  # problems listed for a data file; also the most unrenderable examples listed
 MAX_LENGTHS = 2000
+MAX_LINES = 2**32  # of a file
 MAX_PLACES = 50  # of each kind of problem
 NOTED = ("truncated", "dropped", "long", "identical", "endless", "weightless")  # counts that are problems of an example
 MAX_STARTS = 200  # examples whose generation prompt is rendered, to compare it with their training text
@@ -101,13 +102,14 @@ class ExampleFacts:
     places: dict[str, list[int]] = field(default_factory=dict)  # kind of problem -> rows of the files that have it
     row: int = -1  # the row that was read last: 0 is the first of the training files
     seen: Seen = field(default_factory=Seen)
+    files: list[str] = field(default_factory=list)  # that were read
+    equal_places: dict[str, tuple[str, str]] = field(default_factory=dict)  # kind -> place, earlier
     next_report: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """As the client reads it."""
-        facts = {
-            name: value for name, value in vars(self).items() if name not in ("report", "row", "seen", "next_report")
-        }
+        inner = ("report", "row", "seen", "files", "next_report")
+        facts = {name: value for name, value in vars(self).items() if name not in inner}
         found = {
             "unread": unread_keys(self.counts),
             "special": unread_keys(self.counts, SPECIAL),
@@ -167,17 +169,23 @@ class ExampleFacts:
             if len(self.token_lengths) < MAX_LENGTHS:
                 self.token_lengths.append(length)
 
-    def is_copy(self, is_training: bool, value: dict[str, Any]) -> bool:
-        """Whether an example is equal to a training example before it. Counts copies and contradictions."""
-        if self.seen.is_copy(value, remember=is_training):
-            kind = "copies" if is_training else "copies_in_validation"
-            self.counts[kind] += 1
-            self.note(kind)
+    def is_copy(self, is_training: bool, value: dict[str, Any], line: int) -> bool:
+        """Whether an example, in this line of the last file, is equal to a training example before it. Counts copies
+        and contradictions."""
+        number = (len(self.files) - 1) * MAX_LINES + line
+        if self.seen.is_copy(value, is_training, number):
+            self._add_repeat("copies" if is_training else "copies_in_validation", line)
             return True
-        if is_training and self.seen.contradicts(value):
-            self.counts["contradictions"] += 1
-            self.note("contradictions")
+        if is_training and self.seen.contradicts(value, number):
+            self._add_repeat("contradictions", line)
         return False
+
+    def _add_repeat(self, kind: str, line: int) -> None:
+        self.counts[kind] += 1
+        self.note(kind)
+        if kind not in self.equal_places:
+            file, earlier = divmod(self.seen.earlier, MAX_LINES)
+            self.equal_places[kind] = (place(self.files[-1], line), place(self.files[file], earlier))
 
     def add_unrenderable(self, spec: RunSpec, location: str, error: TrainError) -> None:
         """Note an example that cannot be tokenized, and why."""
@@ -269,6 +277,7 @@ def _converted(
     format: the first example decides it, also for the next files, as in the run."""
     data, formats, num_issues = spec.data, registry.STAGES[spec.train.stage].formats, 0
     first: Mapping[str, Any] = {}
+    found.files.append(str(path))
     try:
         for line, row in read_examples(path, skip=found.skip if data.on_bad_example == "skip" else None):
             found.row += 1
@@ -286,7 +295,7 @@ def _converted(
                 found.counts["weighted"] += has_loss_weights(value.get("messages", ()))
                 unlike = llamafactory.difference(row, format, data, first, path)
                 found.counts.update([llamafactory.DIFFERENCE + unlike] if unlike else ())
-                if found.is_copy(is_training, value) and data.drop_duplicates:
+                if found.is_copy(is_training, value, line) and data.drop_duplicates:
                     continue
                 values = unpair(value) if spec.train.stage == "kto" else [value]
             except InvalidExample as error:

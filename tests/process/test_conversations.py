@@ -739,6 +739,9 @@ def test_copies_are_counted_and_dropped_as_the_run_drops_them(tiny: Path, tmp_pa
     rows = [row, *others, row, others[1], row]
     found = inspected(tiny, tmp_path, rows, **options)
     assert (found.num_copies, found.num_examples) == (3, 7 * (1 + (stage == "kto")))
+    places = (f"{tmp_path}/{name}.jsonl, line {line}" for name, line in (("rows", 5), ("rows", 1), ("validation", 1)))
+    copy, first, evaluated = places
+    assert found.equal_places == (("copies", copy, first), ("copies_in_validation", evaluated, first))
     options |= {"data.drop_duplicates": True, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)}
     lines: list[str] = []
     ((train, validation),) = train_examples.select(make_spec(options), lines.append)

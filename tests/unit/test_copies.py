@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from specs import rule_finding
 
 from backend.config import Data
 from backend.data import convert
 from backend.data.copies import Seen
+from backend.rules.examples import H100, USER_DATA, USER_DATA_FACTS
 
 
 def talk(*contents: str, system: str = "") -> list[dict[str, str]]:
@@ -45,9 +48,16 @@ def test_relation_of_two_examples(
 ) -> None:
     seen = Seen()
     one, other = (convert(row, format, Data()) for row in (first, second))
-    assert not seen.is_copy(one) and not seen.contradicts(one)
-    assert seen.is_copy(other) == (relation == "copy")
-    assert relation == "copy" or seen.contradicts(other) == (relation == "contradiction")
+    assert not seen.is_copy(one, place=7) and not seen.contradicts(one, 7)
+    assert seen.is_copy(other, place=8) == (relation == "copy")
+    assert relation == "copy" or seen.contradicts(other, 8) == (relation == "contradiction")
+    assert seen.earlier == 7 or not relation
+
+
+def test_the_findings_name_the_first_place() -> None:
+    facts = replace(USER_DATA_FACTS, num_checked=9, num_copies=3, equal_places=(("copies", "a, line 7", "a, line 2"),))
+    finding = rule_finding("DAT028", USER_DATA, H100, facts)
+    assert finding and "repeat an earlier one. The first is a, line 7; compare a, line 2." in finding.message
 
 
 def test_an_example_that_is_not_remembered() -> None:
