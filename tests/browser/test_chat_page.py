@@ -131,6 +131,7 @@ def test_tools_reasoning_code_and_kept_prompts(chatting, run, page):
     expect(page.locator("#fp-toasts")).to_contain_text("Tools: this is not valid JSON")
     tools.fill(TOOLS)
     prompt.press("Enter")
+    expect(page.locator("#fp-toasts")).to_have_text("", timeout=5000)  # the error would stay for 15 s
     expect(outputs(card, "trained")).to_contain_text("3 tokens", timeout=SLOW_TIMEOUT)
     expect(outputs(card, "trained").locator("summary", has_text="Reasoning")).to_be_hidden()
 

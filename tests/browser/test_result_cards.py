@@ -20,6 +20,8 @@ from backend.runs import RESULT, generations
         ((0.5, 0.1), (0.25, 0.4), "Training lowered exact match on validation examples from 50% to 25%.", False),
         ((0, 0.4), (0, 0.1), "Training lowered ROUGE-L from 40% to 10%. "
          "Exact match on validation examples is still 0%.", False),
+        ((0, 0.4), (0, 0.42), "No clear change: ROUGE-L was 40% before and 42% after training. "
+         "Exact match on validation examples is still 0%. So small a change may be chance: see Evaluation.", False),
     ],
 )  # fmt: skip
 def test_a_gain_a_loss_and_neither(shared, page, before, after, text, gain):
@@ -41,7 +43,10 @@ def test_a_change_on_few_examples_is_no_alarm(shared, page):
     Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples, **scores}))
     show_run(page, run)
     gain = page.locator(".fp-gain")
-    expect(gain).to_contain_text("from 50% to 0%. This was measured on 2 examples, which is too few to tell.")
+    expect(gain).to_have_text(
+        "2 examples are too few to tell what training changed: exact match on validation examples was 50% before and "
+        "0% after training."
+    )
     expect(gain).to_have_attribute("data-change", "same")
 
 

@@ -160,6 +160,9 @@ export function notify(text, { level = "info", action = null, details = null } =
   closeLater();
 }
 
+/** Remove the error of an earlier attempt. */
+export const dismissErrors = () => $('#fp-toasts > [data-level="error"]')?.remove();
+
 export const dismissNotifications = () => $("#fp-toasts")?.replaceChildren();
 
 /** Focus a node, else the first field of the form, else the first control of the view. @param {any} node */
@@ -175,6 +178,7 @@ export const notifyError = (error) => notify(error.message, { level: "error" });
 /** Do work and show its error. Meanwhile, the button that has started it is disabled. @param {any} button */
 export async function attempt(work, button = null) {
   if (button) button.disabled = true;
+  dismissErrors();
   try {
     await work();
   } catch (error) {

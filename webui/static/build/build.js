@@ -1,7 +1,7 @@
 // @ts-check
 // The Build view: a check after every edit, drafts, presets, machines, import, export and start.
 import { createKeys, get, post, randomId, runPath } from "../api.js";
-import { $, address, download, el, notify, notifyError, on } from "../dom.js";
+import { $, address, dismissErrors, download, el, notify, notifyError, on } from "../dom.js";
 import { diffList, foldedDiff } from "../fixes.js";
 import { setPlaceholder } from "../gradio.js";
 import { draftId, editSaved, keepEdit, lastDraft, loadDraft, ownDraft, saveWhenLeaving, useDraft } from "./drafts.js";
@@ -291,6 +291,7 @@ function offerMachine({ status }) {
 /** @param {(tab: string, run?: string) => void} showView */
 async function start(showView) {
   starting = true;
+  dismissErrors();
   drawStart(lastReport, true);
   try {
     await chosen;
@@ -341,14 +342,14 @@ function drawPredecessor() {
 /** Train the model that another run saves. @param {string} id */
 async function trainModelOf(id) {
   try {
-    const [{ folder }, { values }] = await Promise.all([get(runPath(id)), get(`${runPath(id)}/values`)]);
+    const [{ folder, summary }, { values }] = await Promise.all([get(runPath(id)), get(`${runPath(id)}/values`)]);
     if (values["method.kind"] === "lora" && !values["save.merge_adapter"]) {
       const advice = "Copy that run, turn on Merge adapter there, and start this one after the copy.";
-      notify(`${id} saves only an adapter, and a run that waits for its model needs full weights. ${advice}`);
+      notify(`${summary.name} saves only an adapter, and a run that waits for its model needs full weights. ${advice}`);
       return;
     }
     const patch = { "model.source": "path", "model.path": `${folder}/model` };
-    form.setValues(patch, { undo: `Model set to the one that ${id} saves.` });
+    form.setValues(patch, { undo: `Model set to the one that ${summary.name} saves.` });
   } catch (error) {
     notifyError(error);
   }

@@ -2,7 +2,7 @@
 // The card "Chat" of the Run view: prompts for the trained model and its base model. The conversation is in the files
 // of a job, so that it is there again after a reload.
 import { get, post } from "../api.js";
-import { confirmDialog, el, notifyError, setText } from "../dom.js";
+import { confirmDialog, dismissErrors, el, notifyError, setText } from "../dom.js";
 import { bytes, duration } from "../format.js";
 import { createPoller } from "../poll.js";
 import { createFields } from "./chat_fields.js";
@@ -111,6 +111,7 @@ export class Chat {
   async #act(work) {
     if (this.busy) return false;
     this.busy = true;
+    dismissErrors();
     try {
       await work();
       return true;

@@ -66,10 +66,9 @@ const FEW = 20; // generations: with fewer, a difference of one or two can be ch
 /** Whether the scores are of so few generations that their change says little. */
 const isFew = ({ samples }) => Boolean(samples) && samples.length > 0 && samples.length < FEW;
 
-const tooFew = (result) => {
-  if (!isFew(result)) return "";
-  const examples = result.samples.length === 1 ? "1 example" : `${result.samples.length} examples`;
-  return ` This was measured on ${examples}, which is too few to tell.`;
+const tooFew = ({ samples }) => {
+  const examples = samples.length === 1 ? "1 example is" : `${samples.length} examples are`;
+  return `${examples} too few to tell what training changed`;
 };
 
 const METRICS = [
@@ -100,18 +99,17 @@ export function gainOf(result) {
   const changed = metrics.find(({ before, after }) => before !== after);
   if (!changed) {
     const { name, after } = metrics[0];
-    return {
-      text: `No improvement: ${name} is ${percent(after)} before and after training.${tooFew(result)}`,
-      change: "same",
-    };
+    const finding = isFew(result) ? tooFew(result) : "No improvement";
+    return { text: `${finding}: ${name} is ${percent(after)} before and after training.`, change: "same" };
   }
   const { name, before, after } = changed;
   const verb = after > before ? "raised" : "lowered";
   const sentence = `Training ${verb} ${name} from ${percent(before)} to ${percent(after)}.`;
   const first = metrics[0] === changed ? "" : ` ${capitalized(metrics[0].name)} is still ${percent(metrics[0].after)}.`;
-  if (isFew(result)) return { text: sentence + first + tooFew(result), change: "same" };
+  const values = `${name} was ${percent(before)} before and ${percent(after)} after training.${first}`;
+  if (isFew(result)) return { text: `${tooFew(result)}: ${values}`, change: "same" };
   if (Math.abs(after - before) < SMALL)
-    return { text: `${sentence}${first} So small a change may be chance: see Evaluation.`, change: "same" };
+    return { text: `No clear change: ${values} So small a change may be chance: see Evaluation.`, change: "same" };
   return { text: sentence + first, change: after > before ? "better" : "worse" };
 }
 

@@ -23,6 +23,8 @@ export function createQueue(changed) {
   const none = el("p.fp-dim", { hidden: true }, "No run is waiting.");
   const node = el("section.fp-panel.fp-queue", { hidden: true, "aria-labelledby": "fp-queue-title" }, head, list, none);
   let drawn = "";
+  let rest = 0; // pixels of space below
+  const height = () => node.getBoundingClientRect().height;
 
   async function act(button, work) {
     await attempt(work, button);
@@ -37,16 +39,24 @@ export function createQueue(changed) {
     const focused = /** @type {HTMLElement | null} */ (document.activeElement);
     const row = focused?.closest("li[data-run]")?.getAttribute("data-run");
     const action = focused?.dataset.action;
-    node.style.minHeight = `${node.offsetHeight}px`; // so that the list below does not move when a run leaves the queue
+    const before = height() + rest;
     node.hidden &&= !queue.length;
     none.hidden = queue.length > 0;
     list.replaceChildren(...queue.map((run, index) => lineOf(run, queue, index, act)));
     if (row && action) list.querySelector(`li[data-run="${CSS.escape(row)}"] [data-action="${action}"]`)?.focus();
+    keepFree(Math.max(0, before - height()));
+    if (!node.parentElement?.matches(":hover")) fit();
   }
 
-  /** Take no more space than needed, after the view was opened or the window was resized. */
+  /** Leave space below the panel, so that the list stays under the pointer when a run leaves the queue. */
+  function keepFree(pixels) {
+    rest = pixels;
+    node.style.setProperty("--fp-queue-rest", `${pixels}px`);
+  }
+
+  /** Take no more space than needed. */
   function fit() {
-    node.style.minHeight = "";
+    keepFree(0);
     node.hidden = !list.childElementCount;
   }
   return { node, draw, fit };

@@ -94,7 +94,7 @@ export function mountRuns() {
   const build = el("p", {}, el("a.fp-button.fp-primary", { href: "?tab=build" }, "Build a run"));
   page.empty = el("div.fp-empty", { hidden: true }, el("h2"), el("p"), build);
   const parts = [page.queue.node, page.head, page.problem, page.scroller, page.empty, page.bar.node, page.menu.node];
-  $("#fp-runs-page").replaceChildren(el("div.fp-runs", {}, parts));
+  $("#fp-runs-page").replaceChildren(el("div.fp-runs", { onpointerleave: () => page.queue.fit() }, parts));
   const onTrouble = (failures) => (page.away.hidden = failures < 2);
   page.poller = createPoller(pull, { isVisible, interval: 1000, onTrouble });
   page.poller.start();
