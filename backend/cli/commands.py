@@ -25,7 +25,8 @@ from backend import presets as files
 from backend.cli import docs as documents
 from backend.cli.status_line import StatusLine
 from backend.config import Launch, RunSpec, consent
-from backend.config.options import Problem, SpecError, edit, word
+from backend.config.options import Problem, SpecError, edit, find, word
+from backend.config.yaml_text import load_yaml
 from backend.inspect import shares
 from backend.machine import Machine, describe, description, probe, read
 from backend.preflight import Report, preflight
@@ -63,8 +64,23 @@ def read_spec(arguments: argparse.Namespace) -> RunSpec:
         name, equals, value = change.partition("=")
         if not equals:
             raise SpecError([Problem("", f"--set {change}: expected section.key=value")])
-        changes[name.strip()] = value
+        changes[name.strip()] = _files(value) if _names_files(name.strip()) else value
     return edit(files.read(arguments.spec), changes)
+
+
+def _names_files(name: str) -> bool:
+    """Whether the option is a list of data files."""
+    option = find(name)
+    return option is not None and option.kind == "list" and option.path == "data"
+
+
+def _files(text: str) -> str | list[str]:
+    """The data files in a list such as [a.jsonl, b.jsonl], as YAML has it; any other text as it is."""
+    try:
+        found = load_yaml(text) if text.strip().startswith("[") else None
+    except yaml.YAMLError:  # a pattern such as [ab]*.jsonl
+        return text
+    return [str(each) for each in found] if isinstance(found, list) else text
 
 
 def target_machine(arguments: argparse.Namespace) -> Machine:
@@ -149,13 +165,17 @@ def notes(fix: Fix) -> str:
 
 def set_arguments(fix: Fix) -> str:
     """A fix as arguments of the command line."""
-    return " ".join(f"--set {name}={shlex.quote(_text(value))}" for name, value in fix.patch.items())
+    return " ".join(f"--set {name}={shlex.quote(_text(name, value))}" for name, value in fix.patch.items())
 
 
-def _text(value: Any) -> str:
+def _text(name: str, value: Any) -> str:
+    if _names_files(name):
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
         return "\n".join(f"{name}={item}" for name, item in value.items())
-    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else word(value)
+    option = find(name)
+    between = "\n" if option and option.widget == "lines" else ","
+    return between.join(map(str, value)) if isinstance(value, (tuple, list)) else word(value)
 
 
 def plan(arguments: argparse.Namespace) -> int:

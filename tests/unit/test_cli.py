@@ -1,5 +1,6 @@
 """The command line: what it prints, its JSON and its exit codes. Runs are in tests/process."""
 
+import argparse
 import json
 import shlex
 import socket
@@ -8,9 +9,11 @@ from datetime import datetime
 import pytest
 
 from backend.__main__ import main
+from backend.cli import commands
 from backend.cli.runs import find_run
+from backend.config.options import get
 from backend.machine import parse
-from backend.rules import RULES
+from backend.rules import RULES, Fix
 from backend.runs import Plan
 from backend.runs.folder import Run, RunError
 
@@ -51,6 +54,27 @@ def test_printed_fixes_bring_no_hidden_value_back(capsys):
     out = printed(capsys, "check", "first-run", "--machine", "laptop", *hidden, code=1)
     fixes = [line for line in out.splitlines() if "--set parallel.strategy=fsdp2" in line]
     assert fixes and all("--set parallel.context_parallel_size=1" in fix for fix in fixes)
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "value"),
+    [
+        ("data.files", "[a.jsonl, 'b, c.jsonl']", ("a.jsonl", "b, c.jsonl")),
+        ("data.files", "[ab]*.jsonl", ("[ab]*.jsonl",)),
+        ("data.files", "a.jsonl\nb.jsonl", ("a.jsonl", "b.jsonl")),
+        ("data.sources[1].validation_files", "[x]", ("x",)),
+        ("data.add_special_tokens", "[/INST]", ("[/INST]",)),
+        ("slurm.setup", "[ -f x ]\nls", ("[ -f x ]", "ls")),
+    ],
+)
+def test_lists_on_the_command_line(option, text, value):
+    """As YAML has them for data files, and what a fix prints gives the same value."""
+    two = ["data.sources[1].source=files"]
+    given = argparse.Namespace(spec="first-run", set=[*two, f"{option}={text}"])
+    spec = commands.read_spec(given)
+    assert get(spec, option) == value
+    words = shlex.split(commands.set_arguments(Fix("", {option: value})))
+    assert get(commands.read_spec(argparse.Namespace(spec="first-run", set=[*two, words[1]])), option) == value
 
 
 def test_rules_json_describes_every_rule(capsys):
