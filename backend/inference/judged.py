@@ -74,7 +74,7 @@ class JudgeScore:
         """The line of the file for the texts in this order. It names no model: another example may have the same texts
         with the models exchanged."""
         judge = self.client.judge
-        messages = judge.question(prompt.text, prompt.reference, *(texts[side] for side in order))
+        messages = judge.question(prompt.plain, prompt.reference, *(texts[side] for side in order))
         key = hashlib.sha256(json.dumps([judge.endpoint, judge.model, messages]).encode()).hexdigest()
         if key in self.known:
             self.client.has_answered |= bool(self.known[key]["verdict"])

@@ -41,11 +41,13 @@ BEFORE = "before.json"  # in the run's folder: the outputs before training
 @dataclass(frozen=True)
 class EvalPrompt:
     """`text` is what the model completes, `prompt` its last message for display, `reference` the completion that
-    it is trained on, decoded like an output."""
+    it is trained on, decoded like an output; `plain` is the text without special tokens, for other models, whose chat
+    template may have the same ones."""
 
     text: str
     prompt: str
     reference: str
+    plain: str = ""
 
 
 def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> list[EvalPrompt]:
@@ -60,7 +62,8 @@ def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> l
             raise TrainError(f"{example.location}: {error}.") from error
         shown = [message["content"] for message in before if message["role"] != "system"]
         reference = chat.tokenizer.decode(target, skip_special_tokens=True).strip()
-        prompts.append(EvalPrompt(text, shown[-1] if shown else "", reference))
+        plain = chat.tokenizer.decode(chat.ids(text), skip_special_tokens=True).strip()
+        prompts.append(EvalPrompt(text, shown[-1] if shown else "", reference, plain))
     return prompts
 
 

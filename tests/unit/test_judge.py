@@ -26,7 +26,7 @@ from backend.train.generation_eval import EvalPrompt, Generated
 from backend.train.run_log import Stopped, TrainError
 
 KEY = "sk-judge-s3cret"
-PROMPT = EvalPrompt("<user>Capital of France?", "Capital of France?", "Paris")
+PROMPT = EvalPrompt("<user>Capital of France?", "Capital of France?", "Paris", "user\nCapital of France?")
 
 
 def nothing() -> None:
@@ -73,7 +73,7 @@ def test_each_pair_is_sent_in_both_orders(tmp_path: Path) -> None:
     for asked in judge.asked:
         assert asked.path == "/v1/chat/completions"
         assert asked.headers["Authorization"] == f"Bearer {KEY}"
-        assert asked.part("prompt") == PROMPT.text and asked.part("reference_response") == "Paris"
+        assert asked.part("prompt") == PROMPT.plain and asked.part("reference_response") == "Paris"
         assert (asked.body["model"], asked.body["temperature"]) == ("m1", 0)
         system, user = asked.body["messages"]
         assert (system["role"], user["role"]) == ("system", "user")
