@@ -48,6 +48,12 @@ class Diverged(Exception):
 Diverged.__module__ = "backend.train"  # as runs/failure.py knows errors of Footplate, which is not installed here
 
 
+def steps_in_backward(optimizer: Any) -> bool:
+    """Whether this is layer-wise GaLore or APOLLO of llamafactory 0.9.5 (train/trainer_utils.py, DummyOptimizer). It
+    frees each gradient in the backward pass, so the Trainer logs a gradient norm of 0."""
+    return hasattr(getattr(optimizer, "optimizer", optimizer), "optimizer_dict")  # accelerate wraps it
+
+
 class Report(TrainerCallback):
     """Writes what happens to the run's folder, and stops all ranks at the same step."""
 
@@ -98,9 +104,13 @@ class Report(TrainerCallback):
         self.evaluated = 0
         self.progress(state, "training", f"Step {state.global_step} of {state.max_steps}")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, optimizer: Any = None, **_: Any
+    ) -> None:
         """Append a point to the metrics."""
         point = {key: value for key, value in (logs or {}).items() if key in LOGGED and isinstance(value, (int, float))}
+        if steps_in_backward(optimizer):
+            point.pop("grad_norm", None)
         point |= {"skipped_steps": self.skipped} if self.skipped and "loss" in point else {}
         if RANK == 0 and ("loss" in point or "eval_loss" in point):
             append(METRICS, {"step": state.global_step, "time": time.time(), **point})

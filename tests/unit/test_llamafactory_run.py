@@ -168,6 +168,18 @@ def test_a_run_that_diverges_fails(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
     assert found.kind == failure.DIVERGED
 
 
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_layerwise_optimizers_have_no_gradient_norm(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any, layerwise: bool
+) -> None:
+    """LLaMA-Factory logs 0 for it: each gradient is gone when the Trainer computes the norm."""
+    monkeypatch.chdir(tmp_path)
+    report, state = llamafactory_run.Report(), SimpleNamespace(global_step=1, max_steps=9)
+    own = SimpleNamespace(**({"optimizer_dict": {}} if layerwise else {}))
+    report.on_log(None, state, None, {"loss": 2.0, "grad_norm": 0.0}, optimizer=SimpleNamespace(optimizer=own))
+    assert ("grad_norm" in json.loads((tmp_path / "metrics.jsonl").read_text())) is not layerwise
+
+
 def test_a_result_has_no_nan(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any) -> None:
     monkeypatch.chdir(tmp_path)
     history = [{"loss": float("nan"), "step": 1}, {"eval_loss": float("inf"), "step": 1}]
