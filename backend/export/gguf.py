@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from backend.models.gguf import (
     MODELFILE,
     PRESET,
     SYSTEM_PROMPT,
+    file_stem,
 )
 from backend.models.spec import read_spec_outside_training
 from backend.runs import CERTIFICATE, RESULT, SPEC, deletion, files, jobs
@@ -93,8 +95,12 @@ class GgufExport(Export):
             deletion.delete_names(self.folder, TEMPORARY)
         return {"model": f"{FOLDER}/{file.name}", "certificate": certificate}
 
+    @cached_property
+    def _stem(self) -> str:
+        return file_stem(self.run)  # once: the run may be renamed meanwhile
+
     def _file_name(self, format: str) -> str:
-        return f"{self.run.id}-{format}.gguf"
+        return f"{self._stem}-{format}.gguf"
 
     def _check_disk(self, source: Path, format: str) -> None:
         """Raise TrainError if there is no room for the file."""

@@ -77,10 +77,10 @@ class GgufAdapterExport(GgufExport):
         return self._model(jobs.required_request(self.folder, jobs.GGUF)["step"]).folder
 
     def _adapter_file(self, file: Path) -> Path:
-        return file.with_name(ADAPTER_FILE.format(run=self.run.id))
+        return file.with_name(ADAPTER_FILE.format(run=self._stem))
 
     def _file_name(self, format: str) -> str:
-        return BASE_FILE.format(run=self.run.id, format=FORMATS[format].base)
+        return BASE_FILE.format(run=self._stem, format=FORMATS[format].base)
 
     def _server(self, environment: Path, file: Path) -> llama_cpp.Server:
         return llama_cpp.Server(file, environment, self.folder / LOG_FILE, self._adapter_file(file))

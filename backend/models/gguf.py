@@ -3,6 +3,8 @@ formats, the names of files, and the job, whose process is `backend.export`."""
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +57,14 @@ FORMATS: Mapping[str, Format] = {
     "lora-bf16": replace(OF_MODEL["bf16"], base="bf16"),
 }
 DEFAULT = "q8_0"
+MAX_STEM = 80  # characters of a run's name in a file's name
 ADAPTER_FILE, BASE_FILE = "{run}-adapter.gguf", "{run}-base-{format}.gguf"  # in FOLDER, of an adapter
+
+
+def file_stem(run: Run) -> str:
+    """The run's name in the names of its files, which are published; its ID if no letter or digit of it is ASCII."""
+    plain = unicodedata.normalize("NFKD", run.name).encode("ascii", "ignore").decode()  # ü becomes u
+    return re.sub(r"[^\w.-]+", "-", plain, flags=re.ASCII).strip("-._")[:MAX_STEM].rstrip("-._") or run.id
 
 
 def start(run: Run, step: int | None, format: str) -> Run:

@@ -159,3 +159,13 @@ def test_exports_of_a_model(plant):
     assert gguf.start(run, None, "q8_0").id != other.id or not (other.path / RESULT).exists()
     (job.path / FOLDER / "a.gguf").unlink()
     assert gguf.EXPORTS.find(run, model, "f16") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [("Qwen3-0.6B LoRA, für Züge", "Qwen3-0.6B-LoRA-fur-Zuge"), ("../a/b.", "a-b"), ("列车", ""), ("x" * 99, "x" * 80)],
+)
+def test_files_have_the_name_of_the_run(tmp_path: Path, name: str, stem: str) -> None:
+    """They are published, where an ID of this machine says nothing."""
+    run = planted_run(tmp_path / "runs", RunSpec(), probe(Path.cwd()), name)
+    assert gguf.file_stem(run) == (stem or run.id)
