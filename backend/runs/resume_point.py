@@ -24,9 +24,8 @@ OPTIMIZER_STATES = ("optimizer.pt", "global_step*", "optimizer.bin", "optimizer_
 # finds truncated files and files that a power failure left with blocks of zeros, and costs nothing next to writing
 # gigabytes; SHA-256 of all bytes would take as long as writing them to a fast disk.
 WHOLE_BYTES, BLOCKS, BLOCK_BYTES = 2**20, 64, 2**14
-STREAM_PLACES = (
-    "stream"  # in stateful_callbacks of trainer_state.json: the place of each data-parallel rank in streamed datasets
-)
+# In stateful_callbacks of trainer_state.json: the place of each data-parallel rank in streamed datasets.
+STREAM_PLACES = "stream"
 HOW_TO_START = '"Restart from scratch" on the page, footplate resume --from-scratch in a shell'
 
 
