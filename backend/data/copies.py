@@ -27,7 +27,7 @@ class Seen:
 
     def is_copy(self, value: Mapping[str, Any], remember: bool = True, place: int = 0) -> bool:
         """Whether an equal example came before; `remember`: a later equal example is a copy of this one."""
-        found = example_digest(value)
+        found = _of_example(value)
         if self._has(found):
             return True
         if remember:
@@ -48,9 +48,9 @@ class Seen:
         """Whether an example, which is not a copy, has another answer than an earlier one: another completion of the
         same prompt, the other completion preferred, or the other label."""
         if "label" in value:
-            return self._has(example_digest({**value, "label": not value["label"]}))
+            return self._has(_of_example({**value, "label": not value["label"]}))
         if "chosen" in value:
-            return self._has(example_digest({**value, "chosen": value["rejected"], "rejected": value["chosen"]}))
+            return self._has(_of_example({**value, "chosen": value["rejected"], "rejected": value["chosen"]}))
         if "text" in value:
             return False
         turns = value.get("messages") or [*value["prompt"], *value["completion"]]
@@ -62,10 +62,9 @@ class Seen:
         return known & HASH != answer
 
 
-def example_digest(value: Mapping[str, Any], *more: Any) -> int:
-    """The digest of a converted example, with `more`. Equal pairs may have different margins."""
-    value = {name: part for name, part in value.items() if name != MARGIN}
-    return digest([*more, value] if more else value)
+def _of_example(value: Mapping[str, Any]) -> int:
+    """The digest of a converted example. Equal pairs may have different margins."""
+    return digest({name: part for name, part in value.items() if name != MARGIN})
 
 
 def digest(value: Any) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from backend.data.copies import example_digest
+from backend.data.copies import digest
 
 T = TypeVar("T")
 FIRST_VALIDATION = 1000  # how many of the examples held out of a streamed dataset are evaluated
@@ -33,10 +33,10 @@ def split(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list
     return train, [example for number, example in enumerate(examples) if number in chosen]
 
 
-def is_held_out(value: Mapping[str, Any], share: float, seed: int) -> bool:
+def is_held_out(value: Any, share: float, seed: int) -> bool:
     """Whether an example of a streamed dataset belongs to its validation split. Its content decides, with `seed`, since
     the number of examples is not known; so equal examples are in the same part."""
-    return example_digest(value, seed) < share * 2**64
+    return digest([seed, value]) < share * 2**64
 
 
 def sample(examples: Sequence[T], max_samples: int, seed: int, shuffles: bool = False) -> list[T]:
