@@ -26,7 +26,6 @@ from backend.cli import docs as documents
 from backend.cli.status_line import StatusLine
 from backend.config import Launch, RunSpec, consent
 from backend.config.options import Problem, SpecError, edit, find, word
-from backend.config.yaml_text import load_yaml
 from backend.inspect import shares
 from backend.machine import Machine, describe, description, probe, read
 from backend.preflight import Report, preflight
@@ -64,23 +63,22 @@ def read_spec(arguments: argparse.Namespace) -> RunSpec:
         name, equals, value = change.partition("=")
         if not equals:
             raise SpecError([Problem("", f"--set {change}: expected section.key=value")])
-        changes[name.strip()] = _files(value) if _names_files(name.strip()) else value
+        changes[name.strip()] = _value(name.strip(), value)
     return edit(files.read(arguments.spec), changes)
 
 
-def _names_files(name: str) -> bool:
-    """Whether the option is a list of data files."""
+def _value(name: str, text: str) -> str | list[str]:
+    """The value of --set. Files, names and numbers can be a YAML list, such as [a.jsonl, b.jsonl]; tokens cannot,
+    because [INST] is one, nor can shell commands."""
     option = find(name)
-    return option is not None and option.kind == "list" and option.path == "data"
-
-
-def _files(text: str) -> str | list[str]:
-    """The data files in a list such as [a.jsonl, b.jsonl], as YAML has it; any other text as it is."""
+    is_list = option is not None and (option.path == "data" or option.widget == "list")
+    if not is_list or name.endswith("_tokens") or not text.strip().startswith("["):
+        return text
     try:
-        found = load_yaml(text) if text.strip().startswith("[") else None
+        found = yaml.load(text, yaml.BaseLoader)  # entries stay texts: 007 and no
     except yaml.YAMLError:  # a pattern such as [ab]*.jsonl
         return text
-    return [str(each) for each in found] if isinstance(found, list) else text
+    return found if isinstance(found, list) and all(isinstance(each, str) for each in found) else text
 
 
 def target_machine(arguments: argparse.Namespace) -> Machine:
@@ -169,11 +167,11 @@ def set_arguments(fix: Fix) -> str:
 
 
 def _text(name: str, value: Any) -> str:
-    if _names_files(name):
-        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
         return "\n".join(f"{name}={item}" for name, item in value.items())
     option = find(name)
+    if option and option.kind == "list" and option.path:
+        return json.dumps(value, ensure_ascii=False)
     between = "\n" if option and option.widget == "lines" else ","
     return between.join(map(str, value)) if isinstance(value, (tuple, list)) else word(value)
 

@@ -26,7 +26,7 @@ SUMS = (
     "num_starts", "num_different_starts", "num_skipped", "num_skipped_texts", "num_copies", "num_copies_in_validation",
     "num_contradictions", "num_with_weights", "num_weighted",
 )  # fmt: skip
-TUPLES = ("data_issues", "unrenderable_examples", "skipped", "shared_files")
+TUPLES = ("data_issues", "unrenderable_examples", "skipped", "shared_files", "equal_places")
 # Fields of a Source.
 SELECTING = {"files", "max_samples", "validation", "validation_split", "validation_files", "weight"}
 COUNTED = ("unread_keys", "special_tokens", "unknown_ends", "unlike_llamafactory")

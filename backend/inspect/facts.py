@@ -125,7 +125,7 @@ class InputFacts:
     nvme_slow_reason: str = ""  # why parallel.nvme_path is not on a fast local disk, a sentence
     trainer_problem: str = ""  # why LLaMA-Factory cannot be started, a sentence
     trainer_environment: str = ""  # the folder that `footplate env create` has made for launch.trainer
-    trainer_packages: tuple[str, ...] = ()  # normalized names of those in llamafactory.environment; () if not known
+    trainer_packages: tuple[tuple[str, str], ...] = ()  # in llamafactory.environment: normalized names, versions
     place_problem: str = ""  # why the cluster of launch.place would not run the job
     port_in_use: int = 0  # the run's master port, if another process listens on it
     free_port: int = 0  # the next free port, where `port_in_use` is set

@@ -56,10 +56,10 @@ def _environment_problem(spec: RunSpec, folder: Path) -> str:
     return ""
 
 
-def _packages(folder: Path) -> tuple[str, ...]:
-    """The normalized names of the packages in an environment."""
-    found = folder.glob("lib/python3*/site-packages/*.dist-info")
-    return tuple(sorted(canonicalize_name(path.name.partition("-")[0]) for path in found))
+def _packages(folder: Path) -> tuple[tuple[str, str], ...]:
+    """The normalized names of the packages in an environment, and their versions."""
+    found = (path.stem.partition("-") for path in folder.glob("lib/python3*/site-packages/*.dist-info"))
+    return tuple(sorted((canonicalize_name(name), version) for name, _, version in found))
 
 
 def _model_problem(spec: RunSpec) -> str:

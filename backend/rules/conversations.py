@@ -70,14 +70,15 @@ def completions_without_an_end(case: Case) -> Violation | None:
     endless, weightless = case.facts.num_endless, case.facts.num_weightless
     if case.spec.data.chat_template == "chatml":  # it ends completions
         endless = 0
+    where = f"{weightless:,} of {counted(case.facts.num_checked, 'checked example')}"
+    without = f"In {where}, each assistant turn has the weight 0, which leaves the end token out of the loss, too."
     if weightless and not endless:
-        where = f"{weightless:,} of {counted(case.facts.num_checked, 'checked example')}"
-        message = f"In {where}, each assistant turn has the weight 0, which leaves the end token out of the loss, too."
-        return Violation(message, fields=("data.loss_on",), manual_fix=WEIGHTLESS)
+        return Violation(without, fields=("data.loss_on",), manual_fix=WEIGHTLESS)
     if not endless:
         return None
     where = f"{endless:,} of {counted(case.facts.num_checked, 'checked example')}"
     message = f"In {where}, the last token with a loss is not special, so the model is not trained to end completions."
+    message += f" {without}" if weightless else ""
     ends = [text for text, count in case.facts.unknown_ends if text and count == endless]
     if not ends:
         return Violation(message, (OTHER_TEMPLATE,))

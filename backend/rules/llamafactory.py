@@ -17,7 +17,16 @@ from backend.data.llamafactory import unread_file
 from backend.launch.llamafactory import OF_RUNS, Export, export
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.examples import DEMO, TWO_H100
-from backend.rules.requirements import flash_attention, fp8_backend, liger, packages_of, prequantized, quantization
+from backend.rules.requirements import (
+    flash_attention,
+    fp8_backend,
+    install_command,
+    is_older,
+    liger,
+    packages_of,
+    prequantized,
+    quantization,
+)
 from backend.wording import counted
 
 WITH = {"launch.trainer": "llamafactory"}
@@ -65,7 +74,7 @@ def llamafactory_missing(case: Case) -> Violation | str | None:
 def _missing_packages(case: Case) -> str:
     """Which packages the run needs and the environment lacks, as sentences; '' for none. Source: llamafactory 0.9.5
     hparams/parser.py, _check_extra_dependencies, and model/model_utils/quantization.py; the Trainer."""
-    spec, installed = case.spec, case.facts.trainer_packages
+    spec, installed = case.spec, dict(case.facts.trainer_packages)
     rows: list[registry.Choice | None] = [
         case.optimizer,
         case.strategy if spec.llamafactory.backend != "megatron" else None,
@@ -78,13 +87,15 @@ def _missing_packages(case: Case) -> str:
         fp8_backend(case),
     ]
     needed = [name for row in rows for name in packages_of(row)]
-    needed += ["autoawq"] if case.facts.quant_method == "awq" else []
+    if case.facts.quant_method == "awq":  # transformers requires gptqmodel from 5.0 on
+        needs_gptqmodel = not is_older(installed.get("transformers", ""), "5")
+        needed = [name for name in [*needed, "autoawq"] if needs_gptqmodel or name != "gptqmodel"]
     needed += ["unsloth"] if spec.train.use_unsloth else []
     missing = [name for name in dict.fromkeys(needed) if canonicalize_name(name) not in installed]
     if not missing or not installed:
         return ""
     folder = Path(spec.llamafactory.environment).expanduser()
-    command = f"{folder / 'bin' / 'pip'} install {' '.join(missing)}"
+    command = install_command(missing).replace("pip install", f"{folder / 'bin' / 'pip'} install")
     return f"The environment {folder} lacks {names(missing)}, which this run needs. Install with: {command}."
 
 

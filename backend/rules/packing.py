@@ -67,7 +67,7 @@ def packed_batch_exceeds_attention_mask(case: Case) -> str | None:
     source="transformers 5.23 integrations/hub_kernels.py: a function can't keep packed sequences apart without "
     "causal_conv1d, mamba_ssm or flash-linear-attention",
     fixes=(NO_PACKING,),
-    manual_fix="These packages need a CUDA GPU.",
+    manual_fix="Install them on a machine with a CUDA GPU, which they need.",
     fails_on=Example(PACKED, facts=replace(MAMBA, model_type="qwen3_next")),
     passes_on=Example(
         PACKED,

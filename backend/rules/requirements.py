@@ -18,6 +18,7 @@ from backend.rules.examples import INSTALLED, LAPTOP
 
 # How to install what `pip install NAME` alone does not install correctly.
 INSTALL_COMMANDS = {
+    "autoawq": "pip install autoawq --no-build-isolation",
     "flash_attn": "pip install flash-attn --no-build-isolation",
     "flash_attn_3": "python setup.py install in the hopper folder of the flash-attention repository",
 }

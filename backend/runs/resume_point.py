@@ -115,7 +115,7 @@ def step_of(folder: Path) -> int:
 def position(checkpoint: Path) -> tuple[int, float]:
     """The step of a checkpoint, and its position in the epochs of the run that saved it; (0, 0.0) if it does not say,
     as with a streamed dataset."""
-    state = json_values.read_object(checkpoint / "trainer_state.json")
+    state = json_values.read_object((checkpoint / "trainer_state.json").resolve())
     step, epoch = state.get("global_step"), state.get("epoch")
     is_stream = STREAM_PLACES in (state.get("stateful_callbacks") or ())
     if is_stream or not json_values.is_number(step) or not json_values.is_number(epoch):

@@ -75,7 +75,7 @@ def dominating_text(estimate: TimeEstimate) -> str:
 
 def range_text(estimate: TimeEstimate) -> str:
     """The range and the reason for its width."""
-    text = f"The time per step may be up to {estimate.factor:g} times shorter or longer: {estimate.factor_reason}"
+    text = f"The time per step may be up to {figure(estimate.factor)} times shorter or longer: {estimate.factor_reason}"
     if estimate.run and estimate.run.assumed_seconds > MUCH_REST * estimate.run.seconds:
         text += (
             ". Loading, evaluations and checkpoints were never compared with measurements and may take up to "

@@ -38,7 +38,7 @@ def _gpu_ranges(ctx: TimeContext, waiting: float, host: float) -> list[tuple[flo
         found.append((width, f"the estimate assumes {ctx.links.assumed}"))
     if ctx.memory.run.world_size > 1:
         found.append((SEVERAL_GPUS, "how long several GPUs wait for each other is hard to predict"))
-    found.append((_up_to(WAITING, host, CPU_LIMIT), "the CPU limits the speed"))
+    found.append((_up_to(WAITING, host, CPU_LIMIT), "the CPU needs much of the time of a batch"))
     return found
 
 

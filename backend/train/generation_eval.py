@@ -41,13 +41,13 @@ BEFORE = "before.json"  # in the run's folder: the outputs before training
 @dataclass(frozen=True)
 class EvalPrompt:
     """`text` is what the model completes, `prompt` its last message for display, `reference` the completion that
-    it is trained on, decoded like an output; `plain` is the text without special tokens, for other models, whose chat
-    template may have the same ones."""
+    it is trained on, decoded like an output; `plain` is all before it without the chat template, for a judge, whose own
+    template may have the same special tokens."""
 
     text: str
     prompt: str
     reference: str
-    plain: str = ""
+    plain: str
 
 
 def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> list[EvalPrompt]:
@@ -62,9 +62,19 @@ def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> l
             raise TrainError(f"{example.location}: {error}.") from error
         shown = [message["content"] for message in before if message["role"] != "system"]
         reference = chat.tokenizer.decode(target, skip_special_tokens=True).strip()
-        plain = chat.tokenizer.decode(chat.ids(text), skip_special_tokens=True).strip()
-        prompts.append(EvalPrompt(text, shown[-1] if shown else "", reference, plain))
+        prompts.append(EvalPrompt(text, shown[-1] if shown else "", reference, plain_text(before, example.value)))
     return prompts
+
+
+def plain_text(turns: Sequence[Mapping[str, Any]], example: Mapping[str, Any]) -> str:
+    """The turns as text: the content of a single one, otherwise each with its role, tool calls and the tools."""
+    if len(turns) == 1 and not example.get("tools"):
+        return str(turns[0]["content"])
+    parts = [f"tools: {json.dumps(example['tools'], ensure_ascii=False)}"] if example.get("tools") else []
+    for turn in turns:
+        calls = [json.dumps(turn["tool_calls"], ensure_ascii=False)] if turn.get("tool_calls") else []
+        parts.append(f"{turn['role']}: {' '.join([str(turn['content']), *calls]).strip()}")
+    return "\n\n".join(parts)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Report(TrainerCallback):
     ) -> None:
         """Append a point to the metrics."""
         point = {key: value for key, value in (logs or {}).items() if key in LOGGED and isinstance(value, (int, float))}
-        if steps_in_backward(optimizer):
+        if steps_in_backward(optimizer) or getattr(args, "optim", "") in ("lomo", "adalomo"):
             point.pop("grad_norm", None)
         point |= {"skipped_steps": self.skipped} if self.skipped and "loss" in point else {}
         if RANK == 0 and ("loss" in point or "eval_loss" in point):

@@ -1,5 +1,5 @@
-"""`python -m backend.train.warm_server FOLDER PARENT [MODULE ...]`: imports the libraries and these modules once, and
-forks a process for each request of `runs/warm_python.py`.
+"""`python -m backend.train.warm_server FOLDER PARENT`: imports the libraries once, and forks a process for each
+request of `runs/warm_python.py`.
 
 A forked process has the module, arguments, working directory, environment and standard streams of the request, and this
 server's libraries, which read their environment variables when they were imported. So the server is started with
@@ -162,7 +162,7 @@ def main() -> None:
     end_with(int(sys.argv[2]))
     server = Server(Path(sys.argv[1]))
     gc.disable()  # imports create no garbage, and a fifth of their time would be spent on looking for it
-    for library in (*LIBRARIES, *sys.argv[3:]):
+    for library in LIBRARIES:
         importlib.import_module(library)
     if LIBRARIES:
         mapping = importlib.import_module("transformers.conversion_mapping")

@@ -35,8 +35,12 @@ from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.runs import RANK_LOGS, RUN_MARKER, processes, warm_python
 
-# What evaluations import: rouge_score imports nltk, which takes longer than a training step.
-ALSO_IMPORTED = ("rouge_score.rouge_scorer", "sacrebleu.metrics")
+# Evaluations import these text metrics, rouge_score with nltk, which takes longer than a training step.
+SERVER = """\
+import rouge_score.rouge_scorer, sacrebleu.metrics
+from backend.train.warm_server import main
+main()
+"""
 # Only what takes seconds to import is forked. Everything else that a job does with Python is done by Python.
 PYTHON_CODE = """\
 #!/bin/sh
@@ -190,7 +194,7 @@ def start_fork_server(folder: Path) -> Iterator[ForkServer]:
     launchers.chmod(0o755)
     env = {**environment(folder, folder), "HF_MODULES_CACHE": str(folder / "modules")}  # for code of a model's folder
     env["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"  # of run_script
-    command = [sys.executable, "-m", "backend.train.warm_server", str(folder), str(os.getpid()), *ALSO_IMPORTED]
+    command = [sys.executable, "-c", SERVER, str(folder), str(os.getpid())]
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:

@@ -431,7 +431,7 @@ def test_the_reference_is_the_text_that_is_trained(tokenizer: Any) -> None:
     for prompt, example in zip(generation_eval.eval_prompts(chat, examples), examples, strict=True):
         assert prompt.reference + "<|im_end|>" == trained(chat, example.value)[-1].strip()
         assert prompt.reference
-        assert prompt.plain == "user\nNext IC to Bern?\nassistant", "for a judge, without markers"
+        assert prompt.plain == "Next IC to Bern?", "for a judge, without the template"
 
 
 @pytest.mark.parametrize(("end", "endless"), [("<|im_end|>\n", 0), ("</s>", 1), ("", 1)])

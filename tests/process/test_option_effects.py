@@ -274,7 +274,7 @@ def steps_with_outputs(spec: RunSpec) -> list[int]:
     """The steps at which a training of four steps that is evaluated at each second one generates, besides 0 and 4."""
     log = SimpleNamespace(stop_requested=lambda: 0, info=print, metrics=print)
     context: Any = SimpleNamespace(spec=spec, run_log=log, group=device.ProcessGroup())
-    callback = GenerationEvalCallback(context, None, [EvalPrompt("", "", "")])  # type: ignore[arg-type]
+    callback = GenerationEvalCallback(context, None, [EvalPrompt("", "", "", "")])  # type: ignore[arg-type]
     callback.is_training, saved = True, []
     callback._generate = lambda *_: [""]  # type: ignore[method-assign]
     callback._save = lambda step, _: saved.append(step)  # type: ignore[method-assign]

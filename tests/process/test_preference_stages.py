@@ -76,7 +76,7 @@ def trained_run(root: Path, fork_server: ForkServer) -> TrainedRun:
 
 
 STAGE_OPTIONS = {"orpo": {"eval__num_generations": 2, "eval__max_new_tokens": 4}}
-IN_MAKE_TEST = (("dpo", "lora"), ("kto", "lora"), ("reward", "full"))
+IN_MAKE_TEST = (("dpo", "lora"), ("kto", "lora"), ("orpo", "lora"), ("reward", "full"))
 STAGE_AND_METHOD = [
     (stage, kind) if (stage, kind) in IN_MAKE_TEST else pytest.param(stage, kind, marks=pytest.mark.soak)
     for stage in ("dpo", "kto", "orpo", "reward")

@@ -55,7 +55,7 @@ def test_generation_counts_its_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Generator, "_batch", batch)
     generator = Generator(None, group, 2, 8, None)  # type: ignore[arg-type]
-    callback = GenerationEvalCallback(context, generator, [EvalPrompt("a", "a", "out")] * 5)
+    callback = GenerationEvalCallback(context, generator, [EvalPrompt("a", "a", "out", "a")] * 5)
     config = LlamaConfig()
     callback.trainer = SimpleNamespace(training=True, eval=lambda: None, train=lambda _: None, config=config)
     assert callback._generate("before", "before training") == ["out"] * 5
@@ -75,7 +75,7 @@ def test_prompts_are_not_padded_where_padding_counts(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Generator, "_batch", batch)
     group: Any = SimpleNamespace(rank=0, world=1, gather=lambda value: [value], agree=lambda *_: 0)
-    prompts = [EvalPrompt(text, text, "") for text in ("b", "aa")]
+    prompts = [EvalPrompt(text, text, "", text) for text in ("b", "aa")]
     for kind in ("rwkv", "llama"):
         model = SimpleNamespace(training=True, eval=lambda: None, train=lambda _: None)
         model.config = SimpleNamespace(model_type=kind)

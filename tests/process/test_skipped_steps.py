@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from training_runs import log_text, make_spec, read_metrics, result
 
 from backend.config.options import edit
 from backend.runs import RESULT, events, health
+from backend.train.skipped_steps import SkippedSteps
 
 # What makes the gradients of the given steps infinite: before the optimizer step, or while DeepSpeed takes them over.
 SCALER = """
@@ -81,6 +83,13 @@ def test_skipped_steps_are_counted(strategy: str, fork_server: ForkServer, tmp_p
     skipped = [point.get("skipped_steps") for point in read_metrics(run)]
     assert skipped == [1, 1, 1] and result(run)["skipped_steps"] == 1
     assert "1 step skipped" in log_text(run)
+
+
+def test_the_count_of_a_checkpoint_is_kept() -> None:
+    before, after = (SkippedSteps(SimpleNamespace()) for _ in range(2))  # type: ignore[arg-type]
+    before.count = 2
+    after.on_train_begin(None, SimpleNamespace(stateful_callbacks={"SkippedSteps": before.state()}), None)
+    assert after.count == 2
 
 
 @pytest.mark.soak

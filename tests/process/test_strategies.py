@@ -434,7 +434,6 @@ def test_unconvertible_checkpoints_of_zero_are_refused(trained: TrainedRuns) -> 
     assert code != 0 and "an optimizer other than AdamW" in log_text(folder).splitlines()[-1]
 
 
-@pytest.mark.soak
 def test_changed_global_batch_size_with_zero3_is_reported_and_best_checkpoint_loads(trained: TrainedRuns) -> None:
     """The best checkpoint is loaded at the end, although it was written by more ranks."""
     best_model = {"save.load_best_model_at_end": True, "eval.strategy": "steps", "eval.steps": 2}

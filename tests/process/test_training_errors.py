@@ -114,7 +114,7 @@ def test_outputs_end_at_the_last_position(tiny: Path) -> None:
     """Of a model with a table of positions. The others in the batch get as many tokens as each alone."""
     tokenizer = model.load_tokenizer(make_spec({}), model.ModelSource(str(tiny), {"local_files_only": True}))
     words = tokenizer.encode("one two", add_special_tokens=False)[-1:]
-    prompts = [EvalPrompt(tokenizer.decode(words * count), "", "") for count in (8, 27, 32, 40)]
+    prompts = [EvalPrompt(tokenizer.decode(words * count), "", "", "") for count in (8, 27, 32, 40)]
     sizes = [len(tokenizer.encode(prompt.text, add_special_tokens=False)) for prompt in prompts]
     assert sizes[0] <= 16 < sizes[1] < 32 <= sizes[2] < sizes[3]
     config = GPT2Config(n_positions=32, n_layer=1, n_head=2, n_embd=8, vocab_size=len(tokenizer), eos_token_id=None)

@@ -61,10 +61,14 @@ def test_printed_fixes_bring_no_hidden_value_back(capsys):
     [
         ("data.files", "[a.jsonl, 'b, c.jsonl']", ("a.jsonl", "b, c.jsonl")),
         ("data.files", "[ab]*.jsonl", ("[ab]*.jsonl",)),
+        ("data.files", "[007, no, '*.jsonl']", ("007", "no", "*.jsonl")),
+        ("lora.target_modules", "[q_proj, v_proj]", ("q_proj", "v_proj")),
+        ("launch.devices", "[0, 1]", (0, 1)),
         ("data.files", "a.jsonl\nb.jsonl", ("a.jsonl", "b.jsonl")),
         ("data.sources[1].validation_files", "[x]", ("x",)),
         ("data.add_special_tokens", "[/INST]", ("[/INST]",)),
         ("slurm.setup", "[ -f x ]\nls", ("[ -f x ]", "ls")),
+        ("slurm.setup", "[ -f x ]", ("[ -f x ]",)),
     ],
 )
 def test_lists_on_the_command_line(option, text, value):

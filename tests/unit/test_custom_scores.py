@@ -118,7 +118,7 @@ def test_a_call_that_does_not_return_is_ended(tmp_path):
     assert time.monotonic() - began < 5 and not is_alive(scorer._process.pid)
 
 
-PROMPT = EvalPrompt("<user>Q", "Q", "R")
+PROMPT = EvalPrompt("<user>Q", "Q", "R", "Q")
 
 
 def test_errors_name_the_example_and_the_model(tmp_path):

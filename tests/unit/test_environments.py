@@ -251,7 +251,12 @@ def test_what_is_wrong_with_an_environment(cache, tmp_path):
         (folder / f"lib/python3.11/site-packages/{name}.dist-info").mkdir()
     assert lacking(quantized, tmp_path) == ""
     assert "lacks gptqmodel and optimum" in lacking(use, tmp_path, quant_method="gptq")
-    assert "lacks gptqmodel and autoawq" in lacking(use, tmp_path, quant_method="awq")
+    for version, packages in (("4.57.1", "autoawq,"), ("5.6.0", "gptqmodel and autoawq,")):
+        transformers = folder / f"lib/python3.11/site-packages/transformers-{version}.dist-info"
+        transformers.mkdir()
+        assert f"lacks {packages}" in (found := lacking(use, tmp_path, quant_method="awq"))
+        transformers.rmdir()
+    assert found.endswith("env/bin/pip install gptqmodel autoawq.")
     assert "lacks compressed-tensors" in lacking(use, tmp_path, quant_method="compressed-tensors")
     assert lacking(use, tmp_path, quant_method="fp8") == "" == lacking({}, tmp_path, NPU)
     assert "lacks torch_npu" in lacking(use, tmp_path, NPU)

@@ -49,7 +49,7 @@ class CountedDigits:
 
 def rows(settings, scores):
     """Two examples; the base model is right once in four samples of the first one, the trained model three times."""
-    prompt, right, wrong = EvalPrompt("Q", "Q", "7"), Generated("7", True), Generated("no", False)
+    prompt, right, wrong = EvalPrompt("Q", "Q", "7", "Q"), Generated("7", True), Generated("no", False)
     samples = [([right] + [wrong] * 3, [right] * 3 + [wrong]), ([wrong] * 4, [right] * 4)]
     sides = [{"base": base, "trained": trained} for base, trained in samples]
     found = [scores.row(n, prompt, outputs) for n, outputs in enumerate(sides, 1)]
@@ -87,7 +87,7 @@ def test_a_score_file_has_pass_at_k_if_it_says_right_or_wrong(is_binary):
 def test_one_sample_has_the_rows_of_earlier_versions():
     settings = Settings()
     scores = ExampleScores(settings, ())
-    prompt = EvalPrompt("Q", "Q", "7")
+    prompt = EvalPrompt("Q", "Q", "7", "Q")
     row = scores.row(1, prompt, {"base": [Generated("8", True)], "trained": [Generated("7", True)]})
     scores.add_pass_at_k([row])
     assert row["scores"]["exact_match"] == [0, 1] and "samples" not in row

@@ -26,7 +26,7 @@ from backend.train.generation_eval import EvalPrompt, Generated
 from backend.train.run_log import Stopped, TrainError
 
 KEY = "sk-judge-s3cret"
-PROMPT = EvalPrompt("<user>Capital of France?", "Capital of France?", "Paris", "user\nCapital of France?")
+PROMPT = EvalPrompt("<user>Capital of France?", "Capital of France?", "Paris", "Capital of France?")
 
 
 def nothing() -> None:

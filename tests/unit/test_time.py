@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def test_a_faster_optimizer_does_not_raise_the_upper_end(machine: Machine) -> No
     ]
     usual, fused = (each.step_seconds * each.factor for each in found)
     assert found[1].step_seconds < found[0].step_seconds and fused <= usual * 1.0001
+    assert re.search(r"up to [\d.]{3,4} times shorter", time_json(found[1])["texts"]["range"])
 
 
 def test_quantized_weights_cost_more_the_smaller_the_batch() -> None:

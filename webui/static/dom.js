@@ -178,7 +178,6 @@ export const notifyError = (error) => notify(error.message, { level: "error" });
 /** Do work and show its error. Meanwhile, the button that has started it is disabled. @param {any} button */
 export async function attempt(work, button = null) {
   if (button) button.disabled = true;
-  dismissErrors();
   try {
     await work();
   } catch (error) {

@@ -63,14 +63,15 @@ function menu({ name, use, fixed, required }, uses) {
   select.append(...Object.entries(uses).map(([value, label]) => el("option", { value }, label)));
   select.value = use;
   select.addEventListener("change", () => {
-    changes = changes.then(() => change(name, select.value)); // each depends on what the one before has changed
+    const [number, chosen] = [dataset, select.value];
+    changes = changes.then(() => change(number, name, chosen)); // each depends on what the one before has changed
   });
   return select;
 }
 
-async function change(column, use) {
+async function change(number, column, use) {
   try {
-    applyFix(await post("api/columns/use", { values: currentValues(), dataset, column, use }));
+    applyFix(await post("api/columns/use", { values: currentValues(), dataset: number, column, use }));
   } catch (error) {
     drawn = ""; // draw the menus again, with the actual uses
     loadColumns(values);

@@ -39,13 +39,13 @@ export function createQueue(changed) {
     const focused = /** @type {HTMLElement | null} */ (document.activeElement);
     const row = focused?.closest("li[data-run]")?.getAttribute("data-run");
     const action = focused?.dataset.action;
-    const before = height() + rest;
+    const [before, isUsed] = [height() + rest, node.parentElement?.matches(":hover, :focus-within")];
     node.hidden &&= !queue.length;
     none.hidden = queue.length > 0;
     list.replaceChildren(...queue.map((run, index) => lineOf(run, queue, index, act)));
     if (row && action) list.querySelector(`li[data-run="${CSS.escape(row)}"] [data-action="${action}"]`)?.focus();
     keepFree(Math.max(0, before - height()));
-    if (!node.parentElement?.matches(":hover")) fit();
+    if (!isUsed) fit();
   }
 
   /** Leave space below the panel, so that the list stays under the pointer when a run leaves the queue. */
