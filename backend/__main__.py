@@ -137,7 +137,9 @@ def parser() -> argparse.ArgumentParser:
     imported = command("import", help=f"print a configuration of {tools} as a spec")
     imported.add_argument("file", metavar="FILE", help="a JSON or YAML file")
     imported.add_argument(
-        "--with-code", action="store_true", help="include what can run code, such as trust_remote_code and extra hosts"
+        "--with-code",
+        action="store_true",
+        help="include what can run code or decide where data is sent, such as trust_remote_code and extra hosts",
     )
     cache = command("cache", help="list the tokenized datasets that are kept for later runs, or remove them")
     cache.add_argument(

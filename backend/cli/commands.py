@@ -239,7 +239,8 @@ def import_file(arguments: argparse.Namespace) -> int:
         print_json({"spec": spec, **about})
         return 0
     print(spec, end="")
-    left_out = "Can run code" if arguments.with_code else "Left out, because it can run code (--with-code includes it)"
+    risk = "it can run code or decide where data is sent"
+    left_out = f"Included, but {risk}" if arguments.with_code else f"Left out, because {risk} (--with-code includes it)"
     for title, texts in (
         ("Different here", found.different),
         ("Not imported", found.missing),

@@ -342,7 +342,8 @@ def prepare(
             dataset, counts = tokens_of(index, name, part, done)
             done += len(part)
             which = "The longest of " if longest else "Prepared " if name == TRAIN and spec.data.streaming else ""
-            tell_counts(name, len(part), counts, for_dataset(spec, index), telling(spec, index, info), which)
+            used = len(part) - counts[SKIPPED]
+            tell_counts(name, used, counts, for_dataset(spec, index), telling(spec, index, info), which)
             if not tick(done, total):
                 return nothing  # a stop was requested
             found[name].append(dataset)

@@ -96,7 +96,7 @@ class Stream(IterableDataset[dict[str, Any]]):
         sequences, counts = tokenize(part, to_columns, 1, lambda done, of: True)
         if data.packing and len(sequences):
             sequences = loss_weights.pack(sequences, data.max_length, PACKING)
-        return sequences, counts + Counter({EXAMPLES: len(examples)})
+        return sequences, counts + Counter({EXAMPLES: len(examples) - counts[SKIPPED]})
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ def test_what_can_run_code_in_an_imported_file_needs_consent(page, tmp_path):
     ):
         expect(page.locator(".fp-toast")).to_contain_text(text)
     assert value(page, "launch.env") == "NCCL_DEBUG=INFO" and not value(page, "slurm.setup")
-    page.get_by_role("button", name="Apply what can run code").click()
+    page.get_by_role("button", name="Apply these settings").click()
     settled(page)
     assert value(page, "launch.env").splitlines() == ["LD_PRELOAD=/tmp/x.so", "NCCL_DEBUG=INFO"]
     assert value(page, "slurm.setup") == "module load x"

@@ -117,6 +117,7 @@ def test_an_example_that_the_template_refuses_is_skipped(tiny: Path, tmp_path: P
     assert (made.train[:], made.validation[:]) == (expected.train[:], expected.validation[:])
     assert len(made.eval_examples) == len(expected.eval_examples)
     assert lines[0].startswith("2 training examples skipped") and "System role not supported" in lines[1]
+    assert any(line.startswith("12 training examples, ") for line in lines)
     facts = facts_of(tiny, tmp_path, spec)
     assert (facts.num_skipped, facts.num_usable, facts.num_usable_validation) == (4, 12, 12)
     assert not facts.unrenderable_examples

@@ -248,6 +248,7 @@ def test_the_command_line_leaves_out_what_can_run_code(tmp_path, capsys):
     assert main(["import", str(file)]) == 0
     out, err = capsys.readouterr()
     assert "evil.example" not in out and "launch.master_addr: evil.example" in err and "--with-code" in err
+    assert "can run code or decide where data is sent" in err  # a variable such as WANDB_ENTITY runs none
     assert main(["import", "--with-code", str(file)]) == 0
     out, err = capsys.readouterr()
     assert "master_addr: evil.example" in out and "launch.master_addr: evil.example" in err

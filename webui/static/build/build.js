@@ -401,7 +401,7 @@ async function importFile(event) {
     selectPreset("");
     const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
     const code = runs_code.length
-      ? " Settings that can run code were left out: apply them only if you trust the file."
+      ? " Settings that can run code or decide where data is sent were left out: apply them only if you trust the file."
       : "";
     const details = [
       ...listed("Can run code, or decides where data is sent", runs_code.map(withLabel)),
@@ -416,10 +416,10 @@ async function importFile(event) {
   }
 }
 
-/** A button that applies what can run code in an imported file. @param {string} file @param {any} consent */
+/** A button that applies the settings of an imported file that need consent. @param {string} file @param {any} consent */
 function consentButton(file, consent) {
-  const apply = () => form.setValues(consent, { undo: `${file}: the settings that can run code were applied.` });
-  return el("button.fp-link", { type: "button", onclick: apply }, "Apply what can run code");
+  const apply = () => form.setValues(consent, { undo: `${file}: the settings that need your consent were applied.` });
+  return el("button.fp-link", { type: "button", onclick: apply }, "Apply these settings");
 }
 
 /** "Trust remote code (turned off)" for "model.trust_remote_code (turned off)". @param {string} text */
