@@ -233,6 +233,13 @@ ENVIRONMENTS: Mapping[str, Environment | PackageFolder | LockedEnvironment] = {
 }  # fmt: skip
 
 
+# pip says the same if a version does not exist, has no wheel for this machine, or if the index cannot be reached.
+NO_INDEX = (
+    ". Either the package index cannot be reached or it has no such wheel for this machine: set PIP_INDEX_URL to an "
+    "index, or PIP_NO_INDEX=1 and PIP_FIND_LINKS to a folder with the wheels."
+)
+
+
 class CreationError(Exception):
     """An environment could not be created; the message is a sentence."""
 
@@ -339,5 +346,7 @@ def _run(*command: str, cwd: Path | None = None, env: Mapping[str, str] | None =
     )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines
-        raise CreationError(f"{' '.join(command[1:4])} failed: {errors[-1] if errors else done.returncode}")
+        errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")] or lines
+        error = errors[-1] if errors else f"exit code {done.returncode}"
+        what = "pip" if command[1:3] == ("-m", "pip") else " ".join(command[1:4])
+        raise CreationError(f"{what} failed: {error}{NO_INDEX if 'No matching distribution' in error else ''}")

@@ -189,11 +189,11 @@ WITH_CONTEXT = replace(USER_DATA_FACTS, format="prompt_completion", text_columns
 
 @advice(
     "DAT034",
-    fields=("data.files", "data.format"),
+    fields=("data.files", "data.format", "data.system_column"),
     title="Columns with text are not used",
     source="the first example",
-    manual_fix="If the model should see their text, add it to the prompt. If a column has the reasoning before each "
-    "completion, rename it to reasoning_content.",
+    manual_fix="If the model should see their text, add it to the prompt. If a column has the system prompt, set "
+    "data.system_column. If a column has the reasoning before each completion, rename it to reasoning_content.",
     fails_on=Example(USER_DATA, facts=WITH_CONTEXT),
     passes_on=Example(USER_DATA, facts=replace(WITH_CONTEXT, text_columns=("prompt", "completion", "source"))),
 )

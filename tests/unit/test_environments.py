@@ -286,3 +286,11 @@ def test_the_fix_is_the_environment_that_was_created(commands, cache, tmp_path):
     assert "makes one" not in found["LLF001"].message
     fix = found["LLF001"].fixes[0]
     assert fix.patch == {"llamafactory.environment": str(cache / "environments/llamafactory")}
+
+
+def test_an_index_that_cannot_be_reached_is_named(tmp_path):
+    pip = tmp_path / "python"
+    pip.write_text("#!/bin/sh\necho 'ERROR: No matching distribution found for packaging==26.0' >&2; exit 1\n")
+    pip.chmod(0o700)
+    with pytest.raises(environments.CreationError, match=r"^pip failed: No matching .*==26\.0\. .*PIP_FIND_LINKS"):
+        environments._run(str(pip), "-m", "pip", "download")
