@@ -36,17 +36,22 @@ def test_a_gain_a_loss_and_neither(shared, page, before, after, text, gain):
     expect(page.locator(".fp-result dt")).to_contain_text(["Exact match on validation examples", "ROUGE-L", "BLEU"])
 
 
-def test_a_change_on_few_examples_is_no_alarm(shared, page):
-    run = plant(shared, "few")
-    samples = [{"prompt": "2 + 2?", "reference": "4", "before": "4", "after": "no"}] * 2
+@pytest.mark.parametrize(
+    ("count", "advice"),
+    [
+        (2, "2 examples are too few to tell what training changed"),
+        (8, "With 8 examples, a change of one or two can be chance"),
+    ],
+)
+def test_a_change_on_few_examples_is_no_alarm(shared, page, count, advice):
+    run = plant(shared, f"few-{count}")
+    samples = [{"prompt": "2 + 2?", "reference": "4", "before": "4", "after": "no"}] * count
     scores = {"exact_match_before": 0.5, "exact_match_after": 0.0}
     Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples, **scores}))
     show_run(page, run)
     gain = page.locator(".fp-gain")
-    expect(gain).to_have_text(
-        "2 examples are too few to tell what training changed: exact match on validation examples was 50% before and "
-        "0% after training."
-    )
+    values = "exact match on validation examples was 50% before and 0% after training."
+    expect(gain).to_have_text(f"{advice}: {values}")
     expect(gain).to_have_attribute("data-change", "same")
 
 

@@ -62,13 +62,15 @@ export function resultCards({ summary, result: found, validation, estimate, moni
 
 const SMALL = 0.05; // change of a score: with a hundred generations, a smaller one may be chance
 const FEW = 20; // generations: with fewer, a difference of one or two can be chance
+const VERY_FEW = 8; // generations: with fewer, an evaluation has no interval either
 
 /** Whether the scores are of so few generations that their change says little. */
 const isFew = ({ samples }) => Boolean(samples) && samples.length > 0 && samples.length < FEW;
 
 const tooFew = ({ samples }) => {
-  const examples = samples.length === 1 ? "1 example is" : `${samples.length} examples are`;
-  return `${examples} too few to tell what training changed`;
+  const [count, examples] = [samples.length, samples.length === 1 ? "1 example" : `${samples.length} examples`];
+  if (count >= VERY_FEW) return `With ${examples}, a change of one or two can be chance`;
+  return `${examples} ${count === 1 ? "is" : "are"} too few to tell what training changed`;
 };
 
 const METRICS = [
