@@ -103,7 +103,7 @@ def test_evaluations_on_the_same_examples(server, page):
     plant_evaluation(small, {"exact_match": (low, low), "loss": ([2.0, 3.0] * 20, [1.0, 2.0] * 20)})
     page.evaluate("() => footplate.showView('runs')")
     show_comparison(page, small, large)
-    expect(section).to_contain_text("large rank: It has no complete evaluation.")
+    expect(section).to_have_text(re.compile(r"on the same exampleslarge rank: It has no complete evaluation\.$"))
     plant_evaluation(large, {"exact_match": (low, high), "loss": ([2.0, 3.0] * 20, [2.0, 1.0] * 20)})
     page.evaluate("() => footplate.showView('runs')")
     show_comparison(page, small, large)
@@ -134,6 +134,19 @@ def colors(page):
           });
         }"""
     )
+
+
+def test_each_dataset_of_a_run_has_a_curve(server, page):
+    runs = [make(server, "small rank", 8), make(server, "large rank", 16)]
+    with (runs[0].path / METRICS).open("a") as file:
+        for step in (10, 30):
+            file.write(json.dumps({"step": step, "time": 170, "eval_loss_1": 1.0, "eval_loss_2": 3.0}) + "\n")
+    show_comparison(page, *runs)
+    chart = page.locator("#fp-compare-page .fp-chart", has_text="Validation loss of each dataset")
+    height = chart.locator(".u-over").bounding_box()["height"]
+    for y, number in ((0, 2), (height - 1, 1)):
+        chart.locator(".u-over").hover(position={"x": 2, "y": y})
+        expect(chart.locator(".fp-legend")).to_contain_text(f"small rank, dataset {number}")
 
 
 def test_one_run_is_highlighted_and_a_range_zoomed(server, page):

@@ -2,7 +2,7 @@
 // The curves of several runs in one chart per metric, over steps, epochs, tokens or wall time.
 import { get, runPath } from "../api.js";
 import { loadSettings } from "../chart_bar.js";
-import { CHARTS, nearest, smoothed } from "../charts.js";
+import { CHARTS, nearest, numberedKeys, smoothed } from "../charts.js";
 import { el } from "../dom.js";
 import { integer, num, valueText } from "../format.js";
 import { onThemeChange } from "../gradio.js";
@@ -178,6 +178,14 @@ function curvesOf(chart, { runs, found, weight }) {
     const { series, means } = found.get(id) || { series: {}, means: {} };
     const [first, second] = [series[chart.key], chart.second && series[chart.second]];
     const common = { run, stroke: curveColor(run), dotSize: 5, spanGaps: true };
+    if (chart.numbered) {
+      numberedKeys(chart, series).forEach(({ number, key }) => {
+        const dash = number > 1 ? [2 * number, 3] : undefined;
+        const line = { ...common, ...series[key], width: 1.4, dash, hasDots: true };
+        curves.push({ ...line, name: `${name}, dataset ${number}` });
+      });
+      return;
+    }
     if (first && first.x.length) {
       const smooth = chart.smooth && weight > 0 && first.x.length > 2;
       const { x, y } = smooth ? smoothed(means[chart.key] || first, weight) : first;

@@ -21,7 +21,7 @@ export function createEvaluations(runName) {
     redraw(
       node,
       el("div.fp-panel-head", {}, el("h3", {}, "Evaluations"), el("span.fp-dim", {}, about(known, found.rows))),
-      found.rows.length && table(["Score", "Base model", ...known.map(heading)], found.rows),
+      found.rows.length ? table(["Score", "Base model", ...known.map(heading)], found.rows) : "",
       notes(runs, found),
     );
   }
