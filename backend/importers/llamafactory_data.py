@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,12 +96,12 @@ def _described(found: Import, key: str, name: str, index: int, entry: Any, folde
         dataset.options |= {"source": "files", "files": [str(Path(folder) / str(entry["file_name"]))]}
         _name_left(found, dataset, "subset", *(["split"] if entry.get("split") != "train" else []))
     elif key == "eval_dataset":
-        place = f"{folder}/{INFO} gives no file_name for it; add its file to data.validation_files"
+        place = f"{_no_file(found, folder)}; add its file to data.validation_files"
         found.missing.append(f"{dataset.place} ({place})")
         return dataset
     else:
         option = key_of(index, "files")
-        found.missing.append(f"{dataset.place} ({folder}/{INFO} gives no file_name for it; add its file to {option})")
+        found.missing.append(f"{dataset.place} ({_no_file(found, folder)}; add its file to {option})")
         dataset.options |= {"source": "files", "files": []}
     dataset.options |= _layout(found, entry, dataset.place)
     if (number := entry.get("num_samples")) and key == "eval_dataset":
@@ -111,6 +112,12 @@ def _described(found: Import, key: str, name: str, index: int, entry: Any, folde
         text = "if the dataset has fewer examples, LLaMA-Factory repeats some; Footplate does not"
         found.different.append(f"{dataset.place}: num_samples: {number}: {text}")
     return dataset
+
+
+def _no_file(found: Import, folder: str) -> str:
+    """Why the file of a dataset is not known."""
+    path = os.path.join(found.base, folder, INFO)
+    return f"{folder}/{INFO} gives no file_name for it" if os.path.isfile(path) else f"there is no file {path}"
 
 
 def _name_left(found: Import, dataset: Dataset, *keys: str) -> None:

@@ -337,6 +337,15 @@ def test_datasets_without_a_description_keep_their_place(tmp_path):
     ]
 
 
+def test_a_missing_description_of_the_datasets_is_named(tmp_path):
+    found = with_info(tmp_path, dataset="mine", dataset_dir="elsewhere", eval_dataset="other")
+    place = f"there is no file {tmp_path / 'elsewhere' / 'dataset_info.json'}"
+    assert found.missing == [
+        f"dataset: mine ({place}; add its file to data.files)",
+        f"eval_dataset: other ({place}; add its file to data.validation_files)",
+    ]
+
+
 def test_validation_files_belong_to_the_dataset_with_their_format(tmp_path):
     given = "identity,glaive_toolcall_en_demo"
     found = with_info(tmp_path, dataset=given, eval_dataset="glaive_toolcall_en_demo,alpaca_en_demo,slimorca")

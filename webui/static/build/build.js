@@ -405,7 +405,7 @@ async function importFile(event) {
       : "";
     const details = [
       ...listed("Can run code, or decides where data is sent", runs_code.map(withLabel)),
-      ...(Object.keys(consent).length ? [consentButton(file.name, consent)] : []),
+      ...(Object.keys(consent).length ? [el("div", {}, consentButton(file.name, consent))] : []),
       ...listed("Different here", different),
       ...listed("Not imported", missing),
     ];
