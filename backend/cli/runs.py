@@ -233,7 +233,10 @@ def stop(arguments: argparse.Namespace) -> int:
     """Request a run to stop, and wait until it has ended."""
     stopped = _find_run(arguments)
     stopped.stop(save=not arguments.no_save)
-    while stopped.state in ALIVE:
+    told = ""
+    while (state := stopped.state) in ALIVE:
+        if state == "stopping" and (sentence := stopped.summary()["sentence"]) != told:
+            print(told := sentence, file=sys.stderr)
         time.sleep(POLL_SECONDS)
     if arguments.json:
         print_json(stopped.summary())

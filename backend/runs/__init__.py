@@ -69,6 +69,7 @@ GENERATIONS = "generations.jsonl"  # see generations.py; appended by rank 0
 EVENTS = "events.jsonl"  # checkpoints, resumes and alerts, one per line, appended by rank 0
 MONITOR = "monitor.json"  # the last measurement of all ranks; replaced atomically by rank 0
 PROGRESS = "progress.json"  # current phase and step; replaced atomically by rank 0
+WAITS_FOR_DISK = "waiting for disk space"  # a phase in it, with what cannot be saved as its text
 RESULT = "result.json"  # results of the run; replaced atomically by rank 0
 ERROR = "error.json"  # traceback, by torch's elastic error handler; with torchrun, one per rank under ranks/
 REHEARSED = "rehearsed.jsonl"  # of a rehearsal: one completed phase per line, with its time and peak memory, by rank 0

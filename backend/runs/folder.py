@@ -47,6 +47,7 @@ from backend.runs import (  # fmt: skip
     STATE,
     STOP,
     SWEEP,
+    WAITS_FOR_DISK,
     Plan,
     clusters,
     deletion,
@@ -493,7 +494,8 @@ class Run:
         if state == "running":
             return self._disk_problem() or throughput.running_sentence(summary, progress, step_seconds, now)
         if state == "stopping":
-            return self._sentence_of_stop()
+            text = str(progress.get("text", "")) if progress.get("phase") == WAITS_FOR_DISK else ""
+            return f"{text[:1].upper()}{text[1:]} {self._sentence_of_stop()}".strip()
         if state == "done":
             last_start = summary["ended"] - (summary["started"] or summary["ended"])
             last_start += summary["earlier_seconds"] or 0

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from backend.runs import WAITS_FOR_DISK
 from backend.train import checkpoints
 from backend.train.context import TrainContext
 from backend.train.device import ProcessGroup
@@ -172,7 +173,7 @@ class _Wait:
         if problem.errno not in self._told:
             self.run_log.info(text)
         self._told.add(problem.errno)
-        self.run_log.progress("waiting for disk space", text)
+        self.run_log.progress(WAITS_FOR_DISK, text)
         if self.run_log.stop_requested() == 1:
             raise Stopped
         time.sleep(POLL_SECONDS)

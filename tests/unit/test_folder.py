@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from backend.__main__ import main
 from backend.runs import (
     CHECKPOINTS,
     COMPLETE,
@@ -29,6 +31,7 @@ from backend.runs import (
     SCRIPT,
     STATE,
     STOP,
+    WAITS_FOR_DISK,
     Plan,
     processes,
 )
@@ -216,8 +219,20 @@ def test_states_of_an_alive_run(alive: Run) -> None:
     assert alive.can() == {"stop": True, "resume": False, "delete": False, "clean_up": False}
     alive.stop()
     assert alive.state == "stopping" and (alive.path / STOP).read_text() == "save"
+    put(alive, PROGRESS, {"phase": WAITS_FOR_DISK, "text": "checkpoint-4 cannot be saved (no room): waiting."})
+    why = "Checkpoint-4 cannot be saved (no room): waiting. Stopping after this step"
+    assert alive.summary()["sentence"].startswith(why)
     alive.stop(save=False)
     assert "without a checkpoint" in alive.summary()["sentence"]
+
+
+def test_the_command_says_what_a_stop_waits_for(alive: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    put(alive, PROGRESS, {"phase": "loading model", "text": "Loading the model."})
+    ended = threading.Timer(0.5, lambda: (alive.path / LOCK).unlink())
+    ended.start()
+    assert main(["stop", str(alive.path)]) == 0
+    assert capsys.readouterr().err.count("Stopping after this step, with a checkpoint.") == 1
+    ended.join()
 
 
 def test_a_running_run_shows_step_and_remaining_time(alive: Run) -> None:
