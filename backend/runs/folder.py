@@ -534,11 +534,7 @@ class Run:
             day = "" if deadline - time.time() < 12 * 3600 else "%B %d, "
             until = f" until {datetime.fromtimestamp(deadline).strftime(day + '%H:%M:%S')}"
         if self._text(STOP) == "discard":
-            return (
-                f"Stopping without a checkpoint. The processes can run{until}."
-                if until
-                else "Stopping without a checkpoint."
-            )
+            return "Stopping without a checkpoint." + (f" The processes can run{until}." if until else "")
         if not until:
             return "Stopping after this step, with a checkpoint."
         return (

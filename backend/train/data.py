@@ -330,11 +330,7 @@ def prepare(
         path = folder / f"{name}-{index}.arrow" if folder else None
         with about(spec, index):
             return work(
-                part,
-                tokenizers[index],
-                spec.data.dataset_num_proc,
-                lambda count, _: tick(before + count, total),
-                path,
+                part, tokenizers[index], spec.data.dataset_num_proc, lambda count, _: tick(before + count, total), path
             )
 
     for index, pair in enumerate(parts):

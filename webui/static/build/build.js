@@ -416,7 +416,7 @@ async function importFile(event) {
   }
 }
 
-/** A button that applies the settings of an imported file that need consent. @param {string} file @param {any} consent */
+/** A button that applies what needs consent in an imported file. @param {string} file @param {any} consent */
 function consentButton(file, consent) {
   const apply = () => form.setValues(consent, { undo: `${file}: the settings that need your consent were applied.` });
   return el("button.fp-link", { type: "button", onclick: apply }, "Apply these settings");
