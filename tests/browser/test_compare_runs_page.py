@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 
 from backend.runs import LOCK, METRICS, RESULT
 
-OUTPUTS = {"small rank": "4", "large rank": "5"}
+OUTPUTS = {"small rank": "4", "large rank": "5", "mixture": "6"}
 
 
 @pytest.fixture
@@ -137,16 +137,19 @@ def colors(page):
 
 
 def test_each_dataset_of_a_run_has_a_curve(server, page):
-    runs = [make(server, "small rank", 8), make(server, "large rank", 16)]
+    runs = [make(server, "mixture", 8), make(server, "large rank", 16)]
     with (runs[0].path / METRICS).open("a") as file:
         for step in (10, 30):
             file.write(json.dumps({"step": step, "time": 170, "eval_loss_1": 1.0, "eval_loss_2": 3.0}) + "\n")
     show_comparison(page, *runs)
     chart = page.locator("#fp-compare-page .fp-chart", has_text="Validation loss of each dataset")
-    height = chart.locator(".u-over").bounding_box()["height"]
-    for y, number in ((0, 2), (height - 1, 1)):
-        chart.locator(".u-over").hover(position={"x": 2, "y": y})
-        expect(chart.locator(".fp-legend")).to_contain_text(f"small rank, dataset {number}")
+    plot, legend = chart.locator(".u-over"), chart.locator(".fp-legend")
+    for share, number in ((0, 2), (0.99, 1)):
+        deadline = time.monotonic() + 30
+        while f"mixture, dataset {number}" not in legend.inner_text():
+            assert time.monotonic() < deadline, legend.inner_text()
+            plot.hover(position={"x": 9, "y": share * plot.bounding_box()["height"]})  # once more if it is redrawn
+            plot.hover(position={"x": 2, "y": share * plot.bounding_box()["height"]})
 
 
 def test_one_run_is_highlighted_and_a_range_zoomed(server, page):
