@@ -65,8 +65,8 @@ TRL: Mapping[str, TrlClasses] = {
 }
 
 
-# In trainer_state.json: the sum of the losses since the last logged step, this step, and the tokens and seconds of all
-# starts until the checkpoint.
+# In trainer_state.json: the sums of the losses and metrics since the last logged step, this step, and the tokens and
+# seconds of all starts until the checkpoint.
 UNLOGGED = "unlogged"
 
 
@@ -185,11 +185,12 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
 
     def _run_epoch(self: Any, **more: Any) -> None:
         """transformers 5.23 checks for the last step only after a step, so a run resumed there would train another
-        step. And it does not save the losses since the last point, so the next point would be the mean of fewer
-        steps."""
+        step. And neither it nor TRL saves the losses and metrics since the last point, so the next point would be the
+        mean of fewer steps."""
         if self.unlogged:
             self._tr_loss += self.unlogged["loss"]
             self._globalstep_last_logged = self.unlogged["since"]
+            _add_sums(self, self.unlogged.get("metrics", {}))  # an earlier version has saved none
             self.unlogged = None
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -207,7 +208,8 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         note_best(self.state)
         mean = nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()  # over the ranks
         totals = self.progress.totals(self._total_train_tokens) if self.progress is not None else {}
-        self.state.stateful_callbacks[UNLOGGED] = {"loss": mean, "since": self._globalstep_last_logged, **totals}
+        sums = {"loss": mean, "metrics": _sums(self), "since": self._globalstep_last_logged}
+        self.state.stateful_callbacks[UNLOGGED] = {**sums, **totals}
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         save = partial(super()._save_checkpoint, *args)
 
@@ -250,6 +252,23 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         if self.args.mixed_precision == "fp8":
             arguments["kwargs_handlers"].append(device.fp8_recipe(self.args._fp8))
         return arguments
+
+
+def _unlogged_metrics(trainer: Any) -> dict[str, list[float]]:
+    """TRL's metrics of each batch since the last logged step, such as the reward margin; ORPO's have another name."""
+    metrics: dict[str, list[float]] = getattr(trainer, "_metrics", None) or trainer._stored_metrics
+    return metrics["train"]  # type: ignore[return-value]
+
+
+def _sums(trainer: Any) -> dict[str, tuple[float, int]]:
+    """The sum and the number of the values of each metric since the last logged step."""
+    return {name: (sum(values), len(values)) for name, values in _unlogged_metrics(trainer).items() if values}
+
+
+def _add_sums(trainer: Any, sums: Mapping[str, tuple[float, int]]) -> None:
+    """Count the values of which `_sums` was made: the next point is the mean of them and of those that follow."""
+    for name, (total, count) in sums.items():
+        _unlogged_metrics(trainer)[name][:0] = [total, *[0.0] * (count - 1)]
 
 
 class PretokenizedMixin(TrainerMixin):

@@ -46,18 +46,25 @@ def tokens_by_step(folder: Path) -> list[tuple[float, float]]:
     return list(zip(losses(folder), tokens, strict=True))
 
 
+def margins_by_step(folder: Path) -> dict[int, float]:
+    """Step -> mean reward margin of the last point of this step."""
+    return {point["step"]: point["reward_margin"] for point in read_metrics(folder) if "loss" in point}
+
+
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_resumed_between_two_points(fork_server: ForkServer, tmp_path: Path, ranks: int) -> None:
-    """The next point is the mean of all steps since the one before the checkpoint; tokens and seconds are those of all
-    starts."""
+    """The next point is the mean of all steps since the one before the checkpoint, also of TRL's metrics; tokens and
+    seconds are those of all starts."""
     changes = {**COMMON, "train.max_steps": 8, "logging.steps": 4, "save.strategy": "steps", "save.steps": 3}
+    changes |= {"train.stage": "dpo", "data.builtin": "train-pairs"}
     changes |= {"save.total_limit": 0} | ({"parallel.strategy": "ddp", "launch.nproc_per_node": 2} if ranks else {})
     folder = fork_server.train(tmp_path / "run", make_spec(changes), ranks)
-    points, before = losses(folder), result(folder)
+    points, before, margins = losses(folder), result(folder), margins_by_step(folder)
     tokens = tokens_by_step(folder)
     until = json.loads((folder / "checkpoints/checkpoint-6/trainer_state.json").read_text())
     fork_server.resume(folder, 6, ranks)
     assert losses(folder) == same_losses(points) and list(points) == [1, 4, 8]
+    assert margins_by_step(folder) == same_losses(margins) and len(margins) == 3
     after = result(folder)
     assert after["train_loss"] == same_losses(before["train_loss"])
     assert after["tokens"] == before["tokens"] == tokens[-1][1] and tokens_by_step(folder) == tokens
