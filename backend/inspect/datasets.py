@@ -29,6 +29,7 @@ SUMS = (
 TUPLES = ("data_issues", "unrenderable_examples", "skipped", "shared_files", "equal_places")
 # Fields of a Source.
 SELECTING = {"files", "max_samples", "validation", "validation_split", "validation_files", "weight"}
+OWN = {"unusable_positions", "held_out_positions", "lengths_in_order", "digests"}  # not combined
 COUNTED = ("unread_keys", "special_tokens", "unknown_ends", "unlike_llamafactory")
 
 
@@ -41,7 +42,10 @@ def inspect_datasets(spec: RunSpec, loaded: RunSpec, base: Path, environment: Ma
         found.append(merge_facts(model | files, inspect_examples(for_dataset(loaded, index), base, environment)))
     if not spec.data.sources:
         return found[0]
-    together = _shared_files(spec, base)
+    together = [
+        {**shared, "only_copies": _only_copies(spec, found, index)}
+        for index, shared in enumerate(_shared_files(spec, base))
+    ]
     each = tuple(InputFacts(**{**facts, **shared}) for facts, shared in zip(found, together, strict=True))
     facts = {**model, **combined(each, {name for facts in found for name in facts})}
     return {**facts, "label_counts": _label_counts(spec, InputFacts(**facts))}
@@ -94,6 +98,15 @@ def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:
     return found
 
 
+def _only_copies(spec: RunSpec, found: Sequence[Facts], index: int) -> bool:
+    """Whether every training example of a dataset is known to be an example of the datasets before it, too. Those of
+    which only a part is used have other examples in each run with another seed."""
+    own = {*found[index].get("digests", ())}
+    before = zip(spec.data.datasets[:index], found, strict=False)
+    earlier = (facts.get("digests", ()) for source, facts in before if not source.max_samples)
+    return bool(own) and own <= set().union(*earlier)
+
+
 def _reads_as(one: Source, other: Source) -> bool:
     """Whether two datasets make the same examples from the same file."""
     reading = Source.model_fields.keys() - SELECTING
@@ -109,7 +122,7 @@ def combined(each: Sequence[InputFacts], known: Collection[str]) -> Facts:
     """The facts about all datasets; `known`: those that were inspected for each."""
     named = [_renamed(facts, index) for index, facts in enumerate(each)]
     facts: Facts = {"datasets": tuple(each)}
-    for name in {*known, "shared_files"} - {"unusable_positions", "held_out_positions", "lengths_in_order"}:
+    for name in {*known, "shared_files"} - OWN:
         values = [getattr(own, name) for own in named]
         if name in SUMS:
             facts[name] = None if None in values else sum(values)

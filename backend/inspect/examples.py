@@ -24,7 +24,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 26
+FORMAT = 27
 # Options that have no effect on a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -263,6 +263,7 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         "equal_places": tuple((kind, *places) for kind, places in sorted(found["equal_places"].items())),
         "num_copies": found["counts"].get("copies", 0),
         "num_copies_in_validation": found["counts"].get("copies_in_validation", 0),
+        "digests": tuple(found.get("digests", ())),  # a progress report has none
         "num_contradictions": found["counts"].get("contradictions", 0),
         "num_starts": found["counts"].get("starts", 0),
         "num_different_starts": found["counts"].get("different_starts", 0),

@@ -60,6 +60,7 @@ class InputFacts:
     other_splits: tuple[str, ...] = ()  # training files of a folder or pattern that are named like test data
     own_split: tuple[str, ...] = ()  # the other training files, if there are `other_splits`
     split_files: tuple[str, ...] = ()  # the validation set is split off them, and another dataset trains on that part
+    only_copies: bool = False  # all training examples are also examples of earlier datasets; only if they are dropped
     repeats: int = 0  # an earlier dataset that trains on all files of this one, read the same way; 0: none
     format: str = ""  # of the training data: the one that is set, or detected
     columns: tuple[str, ...] = ()
@@ -111,6 +112,7 @@ class InputFacts:
     num_weighted: int = 0  # of these, those with a weight other than 0
     unlike_llamafactory: tuple[tuple[str, int], ...] = ()  # what LLaMA-Factory does not read: (words, examples)
     num_copies: int = 0  # training examples that are equal to an earlier one, unless they are dropped
+    digests: tuple[int, ...] = ()  # hashes of the training examples, if copies are dropped and there are few
     num_copies_in_validation: int = 0  # validation examples that are equal to a training example
     equal_places: tuple[tuple[str, str, str], ...] = ()  # of the first ones: (kind, as in the counts; place, earlier)
     num_contradictions: int = 0  # training examples with another answer than an earlier one

@@ -77,9 +77,14 @@ def validation_examples_in_another_dataset(case: Case) -> str | None:
 )
 def dataset_of_duplicates(case: Case) -> str | None:
     """data.drop_duplicates keeps the first of equal examples in all datasets. No examples are left of a dataset if all
-    of its files belong to an earlier dataset without data.max_samples."""
-    if not case.spec.data.drop_duplicates or not case.facts.repeats:
+    of its files or examples belong to earlier datasets without data.max_samples."""
+    if not case.spec.data.drop_duplicates or not (case.facts.repeats or case.facts.only_copies):
         return None
+    if not case.facts.repeats:
+        return (
+            "Every example of this dataset is also in an earlier dataset, and data.drop_duplicates removes it here. "
+            "Remove this dataset; to use its examples more often, raise the weight of the earlier one."
+        )
     return (
         f"All files of this dataset are also files of dataset {case.facts.repeats}, and data.drop_duplicates removes "
         "examples that an earlier dataset has. Remove this dataset; to use its examples more often, raise the weight "

@@ -46,6 +46,7 @@ MAX_LINES = 2**32  # of a file
 MAX_PLACES = 50  # of each kind of problem
 NOTED = ("truncated", "dropped", "long", "identical", "endless", "weightless")  # counts that are problems of an example
 MAX_STARTS = 200  # examples whose generation prompt is rendered, to compare it with their training text
+MAX_DIGESTS = 10_000  # training examples that are compared with those of other datasets
 MAX_POSITIONS = 100_000  # training examples of which the unusable ones are listed; a check selects from them in 0.1 s
 BATCH = 16  # examples between two readings of the clock
 REPORT_SECONDS = 0.5  # between two progress reports
@@ -66,7 +67,8 @@ def inspect(
     except TrainError as error:
         found.problem = str(error)
     _inspect_examples(run_spec, Path(base), tokenizer, found)
-    return found.as_json()
+    are_compared = run_spec.data.drop_duplicates and found.complete and len(found.seen.examples) <= MAX_DIGESTS
+    return {**found.as_json(), "digests": [*found.seen.examples] if are_compared else []}
 
 
 @dataclass

@@ -13,7 +13,7 @@ from training_runs import REORDERING_TOLERANCE, log_text, make_spec, read_metric
 from backend.config import RunSpec
 from backend.config.options import edit, for_dataset
 from backend.data import prepared
-from backend.train import data, model
+from backend.train import data, model, tokenize_examples
 from backend.train.examples import select
 from backend.train.run_log import TrainError
 
@@ -102,6 +102,9 @@ def test_kto_shuffles_all_datasets(folder: Path, tiny: Path) -> None:
 
 def test_a_copy_in_another_dataset_is_dropped(folder: Path, tiny: Path) -> None:
     spec = spec_of(folder, "a", "b", "a", **{"data.drop_duplicates": True, "data.sources[2].max_samples": 0})
+    alone = [for_dataset(spec, number).model_dump(mode="json") for number in range(3)]
+    a, b, again = (tokenize_examples.inspect(each, "", "")["digests"] for each in alone)
+    assert a == again and len({*a, *b}) == 30, "as the checks compare them"
     with pytest.raises(TrainError, match=r"Dataset 3 \(a.jsonl\): data.drop_duplicates: every example"):
         prepare(spec, tiny)
     with (folder / "more.jsonl").open("w") as file:

@@ -22,7 +22,7 @@ from backend.config.options import (
     text,
 )
 from backend.data import mixed, mixed_counts
-from backend.inspect import InputFacts, inspect_inputs, shares
+from backend.inspect import InputFacts, datasets, inspect_inputs, shares
 from backend.inspect.datasets import combined
 from backend.rules import check
 from backend.rules.examples import LAPTOP
@@ -315,6 +315,22 @@ def test_a_file_of_two_datasets_without_duplicates(tmp_path):
         {"data.sources[0].max_samples": 3},
     ):
         assert "DAT039" not in {finding.code for finding in checked(tmp_path, **{**same, **more})[2]}
+
+
+def test_a_dataset_whose_examples_earlier_datasets_have(tmp_path, monkeypatch):
+    """The examples are compared, not the files; only with all examples of both datasets that a run uses."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(chat(10))
+    found = {"a.jsonl": (1, 2, 3), "b.jsonl": (3, 2)}
+    monkeypatch.setattr(datasets, "inspect_examples", lambda spec, *_: {"digests": found[spec.data.files[0]]})
+    drop = {"data.drop_duplicates": True}
+    (one,) = (each for each in checked(tmp_path, **drop)[2] if each.code == "DAT039")
+    assert "Dataset 2 (b.jsonl)" in one.message and "Every example of this dataset" in one.message
+    assert one.fixes[0].patch == {"data.drop_duplicates": False}
+    assert "DAT039" not in {each.code for each in checked(tmp_path, **drop, **{"data.max_samples": 3})[2]}
+    for others in ((3, 4), ()):
+        found["b.jsonl"] = others
+        assert "DAT039" not in {each.code for each in checked(tmp_path, **drop)[2]}
 
 
 def test_a_fix_of_one_dataset_does_not_turn_off_the_evaluation_of_others(tmp_path):
