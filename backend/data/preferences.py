@@ -17,7 +17,7 @@ from backend.data import chat
 from backend.data.chat import Example, InvalidExample, Turns
 
 # Columns that may contain a part, where no column is set: the first that exists is used.
-PROMPTS = ("prompt", "conversations", "messages", "instruction", "question")
+PROMPTS = ("prompt", "conversations", "messages", "instruction", "question", "input")
 COMPLETIONS = ("completion", "output", "response")
 LABELS = ("label", "kto_tag")
 MARGIN = "margin"  # the column of TRL's reward data with how much better the chosen completion is

@@ -32,6 +32,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "UltraFeedback": {"prompt": "When?", "messages": [], "chosen": [PROMPT, CHOSEN], "rejected": [PROMPT, REJECTED]},
     "ShareGPT ranking": {"conversations": [HUMAN], "chosen": GPT, "rejected": OTHER},
     "Alpaca ranking": {"instruction": "When?", "input": "", "chosen": "Nine.", "rejected": "Ten."},
+    "axolotl's reward models": {"input": "When?", "chosen": "Nine.", "rejected": "Ten."},
     "a cell of JSON": {"prompt": "When?", "chosen": json.dumps([CHOSEN]), "rejected": json.dumps([REJECTED])},
 }  # fmt: skip
 LABELS: dict[str, dict[str, Any]] = {
