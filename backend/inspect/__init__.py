@@ -59,10 +59,11 @@ def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = o
     found = inspect_datasets(spec, loaded, base, environment, model)
     spec = loaded
     found |= _added_rows(spec, found)
+    is_whole = found.get("tokenizer_size") or not spec.data.added_tokens  # else its embeddings may get more rows
     return InputFacts(
         **found,
         template_problem=_template_problem(spec.data, base),
-        **inspect_checkpoint(spec, base, model.get("shape")),
+        **inspect_checkpoint(spec, base, found.get("shape") if is_whole else None),
         **continued_adapter_facts(spec, base, model.get("shape")),
         **inspect_trainer(spec, base),
         **inspect_nvme_folder(spec, base),

@@ -12,7 +12,7 @@ import pytest
 from specs import spec
 
 from backend import registry
-from backend.inspect import InputFacts, inspect_inputs
+from backend.inspect import InputFacts, datasets, inspect_inputs
 from backend.modelspec import ModelShape, from_config
 
 CONFIG = registry.BUILTIN_MODELS["tiny-llama"].config
@@ -183,3 +183,21 @@ def test_a_checkpoint_of_a_model_without_output_layer(tmp_path: Path) -> None:
     del names["lm_head.weight"]
     (folder / "model.safetensors").write_bytes(safetensors(names))
     assert "have no lm_head.weight" in inspect_inputs(resumed, tmp_path).checkpoint_problem
+
+
+def test_a_checkpoint_of_a_model_with_added_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its embeddings have more rows than those of the model that the run starts from, if the vocabulary is full."""
+    base, folder = model_folder(tmp_path / "base"), tmp_path / "checkpoint-3"
+    model_folder(folder, tensors(SHAPE.with_vocabulary(SHAPE.vocabulary + 2)))
+    (folder / "trainer_state.json").write_text("{}")
+    (folder / "optimizer.pt").touch()
+    more = {"data__add_tokens": ("<a>", "<b>"), "method__kind": "full", "save__resume_from": "path"}
+    resumed = spec(model__source="path", model__path=str(base), save__resume_path=str(folder), **more)
+
+    def problem(added: int, known: bool = True) -> str:
+        sizes = {"tokenizer_size": SHAPE.vocabulary + added, "known_size": SHAPE.vocabulary} if known else {}
+        monkeypatch.setattr(datasets, "inspect_examples", lambda *_: sizes)
+        return inspect_inputs(resumed, tmp_path).checkpoint_problem
+
+    assert problem(2) == problem(2, known=False) == ""
+    assert "do not belong to the same model" in problem(1)
