@@ -97,9 +97,10 @@ def _trainable(method: Method, lora: Lora, shape: ModelShape) -> int:
 
 def unfrozen_modules(method: Method, shape: ModelShape) -> list[str]:
     """Names of the modules that are trained with method.kind freeze."""
-    count = method.freeze_trainable_layers  # negative: the first layers instead of the last
-    layers = range(shape.layers)[-count:] if count > 0 else range(min(-count, shape.layers))
-    return [SCORE, *method.freeze_extra_modules, *(f"{shape.layers_path}.{number}" for number in layers if count)]
+    count, extra = method.freeze_trainable_layers, method.freeze_extra_modules
+    layers = range(shape.layers)[-count:] if count > 0 else range(min(-count, shape.layers))  # negative: the first
+    tied = [shape.embedding] if shape.tied and matches_any(shape.head, frozenset(extra)) else []  # the same weights
+    return [SCORE, *extra, *tied, *(f"{shape.layers_path}.{number}" for number in layers if count)]
 
 
 def stacked_rank(lora: Lora, leaf: ModuleSpec) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.modelspec import SCORE, matches_any, token_rows
+from backend.modelspec import SCORE, matches_any, token_rows, unfrozen_modules
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.common_fixes import DDP, FSDP2, ZERO2, ZERO3
 from backend.rules.examples import DEMO, H100, LLAMA_8B, LOCAL_MODEL, TWO_H100
@@ -194,7 +194,7 @@ def token_rows_are_frozen(case: Case) -> Violation | None:
     spec, shape = case.spec, case.shape
     if spec.method.kind != "freeze" or not spec.data.added_tokens or shape is None:
         return None
-    trained = frozenset(spec.method.freeze_extra_modules)
+    trained = frozenset(unfrozen_modules(spec.method, shape))
     needed = [shape.embedding, *([] if shape.tied or shape.head == SCORE else [shape.head])]
     frozen = [path for path in needed if not matches_any(path, trained)]
     if not frozen:

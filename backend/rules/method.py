@@ -277,8 +277,7 @@ def too_many_trainable_layers(case: Case) -> Violation | None:
     proof="launch",
 )
 def no_trainable_parameters(case: Case) -> str | None:
-    """PyTorch raises an error for an optimizer without parameters. An output layer that is tied to the input embeddings
-    has no weight of its own: it is trained through the name of the embeddings."""
+    """PyTorch raises an error for an optimizer without parameters. Some modules have none, such as norms of OLMo."""
     method, shape = case.spec.method, case.shape
     if method.kind != "freeze" or method.freeze_trainable_layers:
         return None

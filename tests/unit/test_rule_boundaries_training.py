@@ -78,6 +78,12 @@ ALL_LINEAR = {"lora.targets": "all-linear"}
 SHAPELESS = replace(UNKNOWN_MOE, module_attributes=frozenset({"layers", "norm", "q_proj"}))
 
 
+def empty_norm() -> InputFacts:
+    """The demo model, whose last norm has no parameters."""
+    first, norm, last = SMOL.non_layer_modules
+    return replace(DEMO, shape=replace(SMOL, non_layer_modules=(first, replace(norm, parameters=0), last)))
+
+
 def head_dim_one() -> ModelShape:
     """A shape whose k_proj has one output feature."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8}
@@ -99,12 +105,19 @@ METHOD = (
     boundary("MTH004", {}, {SAVE: ("layers.0.norm",)}, {SAVE: ("layers.0.norms",)}, {SAVE: ()}, facts=SHAPELESS),
     facts_boundary("MTH004", {SAVE: ("x",)}, replace(SHAPELESS, module_attributes=frozenset()), SHAPELESS, {SAVE: ()}),
     facts_boundary("MTH003", {**CUSTOM, TARGETS: ("lm_head",)}, SHAPELESS, DEMO),
-    facts_boundary("MTH007", {**FREEZE, LAYERS: 0, EXTRA: ("lm_head",)}, SHAPELESS, DEMO, LAST_TWO),
-    boundary("MTH007", {**FREEZE, LAYERS: 0}, {EXTRA: ("lm_head", "x")}, {EXTRA: ("lm_head",)}, LAST_TWO),
+    facts_boundary("MTH007", {**FREEZE, LAYERS: 0, EXTRA: ("norm",)}, DEMO, empty_norm(), LAST_TWO),
+    boundary("MTH007", {**FREEZE, LAYERS: 0}, {EXTRA: ("lm_head",)}, {EXTRA: ()}, LAST_TWO),  # tied to the embeddings
     boundary("MTH006", FREEZE, {LAYERS: 30}, {LAYERS: 31}, {LAYERS: 30}),
     boundary("MTH006", FREEZE, {LAYERS: -30}, {LAYERS: -31}, {LAYERS: -30}),
     boundary("MTH007", FREEZE, {LAYERS: 1}, {LAYERS: 0}, LAST_TWO),
     boundary("MTH007", FREEZE, {LAYERS: -1}, {LAYERS: 0}, LAST_TWO),
+    boundary(
+        "MTH014",
+        {**FREEZE, "data.add_tokens": ("<a>",)},
+        {EXTRA: ("lm_head",)},
+        {EXTRA: ("norm",)},
+        {EXTRA: ("norm", "embed_tokens")},
+    ),  # the two have the same weights
     boundary("MTH009", {}, {R: 192}, {R: 193}, {R: 16, ALPHA: 32.0}),
     boundary("MTH009", {R: 193, **CUSTOM}, {TARGETS: ("nothing",)}, {TARGETS: ("k_proj",)}),
     boundary("MTH009", {R: 193, **CUSTOM}, {TARGETS: ("q_proj",)}, {TARGETS: ("q_proj", "v_proj")}),
