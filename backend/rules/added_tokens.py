@@ -29,6 +29,10 @@ def _tokens(case: Case) -> str:
     return names([*tokens[:3], f"{len(tokens) - 3} more"] if len(tokens) > 4 else [*tokens])
 
 
+def _tokens_are(case: Case) -> str:
+    return f"{_tokens(case)} {'are' if len(case.spec.data.added_tokens) > 1 else 'is'}"
+
+
 @error(
     "MDL016",
     fields=(PLAIN, SPECIAL),
@@ -124,7 +128,7 @@ def token_rows_in_output_layer(case: Case) -> Violation | None:
     name = head.path.rpartition(".")[2]
     more = {"lora.modules_to_save": (*saved, name)}
     fix = Fix(f"Train {name} in full", more, safe=False, cost="more memory, and a large adapter")
-    return Violation(f"{head.path} of {shape.architecture} has a bias, and {_tokens(case)} is to be added.", (fix,))
+    return Violation(f"{head.path} of {shape.architecture} has a bias, and {_tokens_are(case)} to be added.", (fix,))
 
 
 def _tied_head_in_full(case: Case) -> Violation | None:
@@ -135,7 +139,7 @@ def _tied_head_in_full(case: Case) -> Violation | None:
     rest = {"lora.modules_to_save": tuple(name for name in saved if name not in whole)}
     message = (
         f"lora.modules_to_save has {names(whole)}, which {shape.architecture} ties to {shape.embedding}, and "
-        f"{_tokens(case)} is to be added."
+        f"{_tokens_are(case)} to be added."
     )
     return Violation(message, (Fix(f"Remove {names(whole)}", rest, False),))
 
@@ -203,7 +207,7 @@ def token_rows_are_frozen(case: Case) -> Violation | None:
     more = {"method.freeze_extra_modules": (*spec.method.freeze_extra_modules, *ends)}
     fix = Fix(f"Train {names(ends)} too", more, safe=False, cost="more memory")
     message = (
-        f"method.kind is freeze, {_tokens(case)} is added, and these modules are not trained: {', '.join(frozen)}."
+        f"method.kind is freeze, {_tokens_are(case)} added, and these modules are not trained: {', '.join(frozen)}."
     )
     return Violation(message, (fix,))
 
@@ -222,7 +226,7 @@ def added_tokens_with_other_backend(case: Case) -> str | None:
     the embeddings grow for added tokens there."""
     if not case.spec.other_backend or not case.spec.data.added_tokens:
         return None
-    return f"llamafactory.backend is {case.spec.other_backend}, and {_tokens(case)} is to be added."
+    return f"llamafactory.backend is {case.spec.other_backend}, and {_tokens_are(case)} to be added."
 
 
 @error(
@@ -240,4 +244,4 @@ def unsloth_with_added_tokens(case: Case) -> str | None:
     not verified that the embeddings of added tokens are trained there."""
     if not case.spec.train.use_unsloth or not case.spec.data.added_tokens:
         return None
-    return f"train.use_unsloth is on, and {_tokens(case)} is to be added."
+    return f"train.use_unsloth is on, and {_tokens_are(case)} to be added."

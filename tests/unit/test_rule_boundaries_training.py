@@ -113,10 +113,11 @@ METHOD = (
     boundary("MTH007", FREEZE, {LAYERS: -1}, {LAYERS: 0}, LAST_TWO),
     boundary(
         "MTH014",
-        {**FREEZE, "data.add_tokens": ("<a>",)},
+        {**FREEZE, "data.add_tokens": ("<a>", "<b>")},
         {EXTRA: ("lm_head",)},
         {EXTRA: ("norm",)},
         {EXTRA: ("norm", "embed_tokens")},
+        words="<a> and <b> are added",
     ),  # the two have the same weights
     boundary("MTH009", {}, {R: 192}, {R: 193}, {R: 16, ALPHA: 32.0}),
     boundary("MTH009", {R: 193, **CUSTOM}, {TARGETS: ("nothing",)}, {TARGETS: ("k_proj",)}),
