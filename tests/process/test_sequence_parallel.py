@@ -29,6 +29,7 @@ from backend.machine import Machine
 from backend.preflight import preflight
 from backend.registry import SEQUENCE_PARALLEL_TYPES
 from backend.train import trainers
+from backend.train.patches import ulysses_heads
 
 COUNT = 200  # tokens of the sequence: more than the sliding window of the models
 NEUTRAL = {"scaling", "dropout", "is_causal", "position_ids", "output_router_logits", "use_cache", "output_attentions"}
@@ -142,6 +143,28 @@ def test_the_noise_does_not_depend_on_the_parts_of_a_sequence() -> None:
         largest.append(float(neftune_post_forward_hook(embedding, None, output).abs().max()))
     assert largest[1] == pytest.approx(largest[0], rel=1e-2)
     assert trainers._noise_alpha(SimpleNamespace(spec=RunSpec(), run=SimpleNamespace(token_shards=2))) is None  # type: ignore[arg-type]
+
+
+def test_more_ranks_than_key_value_heads_change_no_layer() -> None:
+    """Otherwise the evaluation, where each rank has all heads, fails."""
+    attention = SimpleNamespace(
+        disable_in_eval=True,
+        world_size=4,
+        required_query_shape=torch.Size([1, 1, 4, 8]),
+        required_context_shape=torch.Size([1, 1, 8]),
+    )
+
+    def original(_: Any, module: Any, *__: Any) -> tuple[torch.Tensor, None]:
+        module.num_key_value_groups = 1  # as deepspeed does
+        return torch.zeros(1, 3, 32), None
+
+    with_groups, without = torch.nn.Module(), torch.nn.Module()
+    with_groups.num_key_value_groups = 2
+    query, key = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 3, 8)
+    for module in (with_groups, without):
+        ulysses_heads.SizedForward(original)(attention, module, query, key, key)
+    assert with_groups.num_key_value_groups == 2
+    assert not hasattr(without, "num_key_value_groups")
 
 
 def train_in_one_process(kind: str, tiny: Path, fork_server: ForkServer, root: Path) -> tuple[RunSpec, Path]:

@@ -5,6 +5,9 @@ configs do not have, and head_dim, which may be null. With multi-head latent att
 larger than those of values. It returns the heads merged into one dimension, while transformers' attention functions
 return them apart, and some layers (GPT-2, DiffLlama) still need them. Without the patch sequence parallelism fails on
 these architectures.
+
+With more ranks than key-value heads, it also changes the layer's num_key_value_groups to that of a rank, which is wrong
+in the evaluation: there each rank has all heads.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from typing import Any
 import torch
 
 LIBRARY, SEEN_IN = "deepspeed", "0.19.8"
+GROUPS = "num_key_value_groups"
 
 
 class SizedForward:
-    """Calls `original`, the forward method, with the sizes of the tensors; the heads of its output are apart again."""
+    """Calls `original`, the forward method, with the sizes of the tensors; the heads of its output are apart again, and
+    the layer is as it was."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -33,7 +38,11 @@ class SizedForward:
         size, kept = query.shape[-1], value.shape[-1]
         set_sizes(attention, query.shape[1], key.shape[1], size)
         value = torch.nn.functional.pad(value, (0, size - kept))
+        before = vars(module).get(GROUPS)
         output, weights = self.original(attention, module, query, key, value, *args, **more)
+        vars(module).pop(GROUPS, None)
+        if before is not None:
+            module.num_key_value_groups = before
         return output.unflatten(-1, (-1, size))[..., :kept], weights
 
 
