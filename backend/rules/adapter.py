@@ -116,8 +116,9 @@ def loraplus_rate_too_high(case: Case) -> Violation | None:
     else:
         fix = Fix(f"Set the learning rate to {wording.learning_rate(lower)}", {"train.learning_rate": lower}, False)
     message = (
-        f"A learning rate of {rate:g} and a loraplus_lr_ratio of {ratio:g} give the B matrices a learning rate of "
-        f"{rate * ratio:.2g}; values above {MAX_LORA_B_RATE:g} usually diverge."
+        f"A learning rate of {wording.learning_rate(rate)} and a loraplus_lr_ratio of {ratio:g} give the B matrices a "
+        f"learning rate of {wording.learning_rate(rate * ratio)}; values above "
+        f"{wording.learning_rate(MAX_LORA_B_RATE)} usually diverge."
     )
     return Violation(message, (fix,))
 

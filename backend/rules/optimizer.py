@@ -14,6 +14,7 @@ from backend.modelspec import lora_modules
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, set_to, warning
 from backend.rules.common_fixes import ADAMW, BF16, DDP, SINGLE_PROCESS
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, LAPTOP, full_spec
+from backend.rules.method import METHOD_NAMES
 from backend.rules.requirements import missing_package, unsupported_device
 from backend.wording import counted
 
@@ -531,8 +532,8 @@ def lion_learning_rate_too_high(case: Case) -> Violation | None:
     if "lion" not in case.spec.train.optim or rate <= maximum:
         return None
     fix = Fix(f"Set the learning rate to {wording.learning_rate(half)}", {"train.learning_rate": half}, safe=False)
-    label = registry.METHODS[case.spec.method.kind].label
-    return Violation(f"The learning rate is {rate:g}; for Lion with {label}, at most {maximum:g} is usual.", (fix,))
+    usual = f"for Lion and {METHOD_NAMES[case.spec.method.kind]}, at most {wording.learning_rate(maximum)} is usual"
+    return Violation(f"The learning rate is {wording.learning_rate(rate)}; {usual}.", (fix,))
 
 
 @advice(
@@ -551,7 +552,8 @@ def sgd_learning_rate_too_low(case: Case) -> Violation | None:
         return None
     label = f"Set the learning rate to {wording.learning_rate(SGD_RATE)}"
     fix = Fix(label, {"train.learning_rate": SGD_RATE}, safe=False)
-    return Violation(f"The learning rate is {rate:g}; for {row.label}, at least {SGD_MIN_RATE:g} is usual.", (fix,))
+    usual = f"for {row.label}, at least {wording.learning_rate(SGD_MIN_RATE)} is usual"
+    return Violation(f"The learning rate is {wording.learning_rate(rate)}; {usual}.", (fix,))
 
 
 @advice(

@@ -54,7 +54,7 @@ ADAPTER = (
     boundary("ADP001", {INIT: "orthogonal"}, {R: 4}, {R: 9}, {R: 10}, DEFAULT_INIT),
     boundary("ADP001", {INIT: "orthogonal"}, {R: 6}, {R: 7}, {R: 8}, DEFAULT_INIT),
     boundary("ADP002", {INIT: "pissa"}, {R: 192}, {R: 193}, {R: 192}, DEFAULT_INIT),
-    boundary("ADP004", {}, {RATIO: 100.0}, {RATIO: 100.1}, {RATIO: 16.0}),
+    boundary("ADP004", {}, {RATIO: 100.0}, {RATIO: 100.1}, {RATIO: 16.0}, words="of 2e-4 and"),
     boundary("ADP004", {RATE: 0.05}, {RATIO: 1.0}, {RATIO: 1.01}, {RATE: 0.005}),
     boundary("ADP004", {RATE: 1.25e-3}, {RATIO: 16.0}, {RATIO: 17.0}, {RATIO: 16.0}),
     boundary("ADP004", {RATIO: 16.0}, {RATE: 1.25e-3}, {RATE: 1.26e-3},
