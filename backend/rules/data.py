@@ -389,9 +389,10 @@ def many_truncated_examples(case: Case) -> Violation | None:
         return None
     fitting = _fitting_max_length(case)
     fixes = (_max_length_fix(fitting),) if fitting > limit else ()
+    share = "All checked" if over == len(lengths) else f"About {over / len(lengths):.0%} of the"
     message = (
-        f"About {over / len(lengths):.0%} of the examples are longer than data.max_length ({limit:,} tokens); the "
-        f"longest has about {case.facts.longest_example:,} tokens."
+        f"{share} examples are longer than data.max_length ({limit:,} tokens); the longest has about "
+        f"{case.facts.longest_example:,} tokens."
     )
     return Violation(message, fixes)
 
