@@ -26,6 +26,7 @@ from backend.cli.commands import (  # fmt: skip
     set_arguments,
     wait_for_preflight,
 )
+from backend.cli.status_line import StatusLine
 from backend.inspect import predecessor
 from backend.machine import probe
 from backend.runs import (
@@ -233,11 +234,11 @@ def stop(arguments: argparse.Namespace) -> int:
     """Request a run to stop, and wait until it has ended."""
     stopped = _find_run(arguments)
     stopped.stop(save=not arguments.no_save)
-    told = ""
-    while (state := stopped.state) in ALIVE:
-        if state == "stopping" and (sentence := stopped.summary()["sentence"]) != told:
-            print(told := sentence, file=sys.stderr)
-        time.sleep(POLL_SECONDS)
+    with StatusLine() as line:
+        while (now := stopped.summary())["state"] in ALIVE:
+            if now["state"] == "stopping":
+                line.show(now["sentence"].rstrip("."))
+            time.sleep(POLL_SECONDS)
     if arguments.json:
         print_json(stopped.summary())
     else:

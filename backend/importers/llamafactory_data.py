@@ -28,6 +28,7 @@ MIXING = {
 }
 INFO = "dataset_info.json"
 ONLINE = "ONLINE"  # a dataset_dir: names are IDs on the Hub
+REMOTE = "REMOTE:"  # begins a dataset_dir that is a repository on the Hub
 BY_NAME = {"query": "input", "history": "history", "tools": "tools"}  # Footplate reads them by these names
 PLACE = {
     "file_name", "hf_hub_url", "subset", "split", "formatting", "columns", "tags", "ranking", "ms_hub_url",
@@ -116,6 +117,8 @@ def _described(found: Import, key: str, name: str, index: int, entry: Any, folde
 
 def _no_file(found: Import, folder: str) -> str:
     """Why the file of a dataset is not known."""
+    if folder.startswith(REMOTE):
+        return f"{folder} is a repository on the Hub, whose {INFO} is not read"
     path = os.path.join(found.base, folder, INFO)
     return f"{folder}/{INFO} gives no file_name for it" if os.path.isfile(path) else f"there is no file {path}"
 

@@ -59,7 +59,8 @@ def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = o
     found = inspect_datasets(spec, loaded, base, environment, model)
     spec = loaded
     found |= _added_rows(spec, found)
-    is_whole = found.get("tokenizer_size") or not spec.data.added_tokens  # else its embeddings may get more rows
+    # Without the size of the tokenizer, full weights may have more rows of embeddings than the model for added tokens.
+    is_whole = spec.method.kind == "lora" or found.get("tokenizer_size") or not spec.data.added_tokens
     return InputFacts(
         **found,
         template_problem=_template_problem(spec.data, base),

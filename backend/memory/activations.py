@@ -11,7 +11,7 @@ from functools import lru_cache
 from backend import registry
 from backend.config import Lora
 from backend.memory.context import MemoryContext, Row, once
-from backend.modelspec import ModelShape, ModuleSpec, lora_modules
+from backend.modelspec import ModelShape, ModuleSpec, lora_modules, matches_any, unfrozen_modules
 from backend.resolve import before_ampere, selected_gpus
 
 EXPERT_INDEX_BYTES = 32  # per token and active expert: indices that sort tokens by expert, and back
@@ -76,8 +76,8 @@ def layer_shards(ctx: MemoryContext) -> int:
 def layers_with_gradients(ctx: MemoryContext) -> int:
     """Layers that the backward pass reaches: with checkpointing, all of them, because transformers 5.23 requires
     gradients of the embeddings' output, whatever is trainable (modeling_utils.py, enable_input_require_grads)."""
-    method = ctx.spec.method
-    embeddings_are_trained = "embed" in " ".join(method.freeze_extra_modules)
+    method, unfrozen = ctx.spec.method, unfrozen_modules(ctx.spec.method, ctx.shape)
+    embeddings_are_trained = "embed" in " ".join(unfrozen) or matches_any(ctx.shape.embedding, frozenset(unfrozen))
     if ctx.spec.train.activation_checkpointing or method.kind != "freeze" or embeddings_are_trained:
         return ctx.shape.layers
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.memory.context import MemoryContext, Row, once
-from backend.modelspec import TOKEN_ROWS, token_rows
+from backend.modelspec import TOKEN_ROWS, matches_any, token_rows
 
 
 def gradient_size(ctx: MemoryContext, count: int) -> tuple[int, str]:
@@ -60,8 +60,9 @@ def head_gradient_count(ctx: MemoryContext) -> int:
         return ctx.shape.hidden
     if ctx.spec.method.kind == "full":
         return 0 if ctx.optimizer.row.state_layout == "one_block" else size
-    names = ctx.spec.lora.modules_to_save if ctx.is_lora else ctx.spec.method.freeze_extra_modules
-    return size if "lm_head" in names or (ctx.shape.tied and "embed_tokens" in names) else 0
+    names = frozenset(ctx.spec.lora.modules_to_save if ctx.is_lora else ctx.spec.method.freeze_extra_modules)
+    is_trained = matches_any(ctx.shape.head, names) or (ctx.shape.tied and matches_any(ctx.shape.embedding, names))
+    return size if is_trained else 0
 
 
 @once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 
 from backend.config import Source
@@ -187,6 +188,11 @@ FLAT = ("alpaca", "prompt_completion", "pairs", "labels")  # formats whose parts
 WITH_CONTEXT = replace(USER_DATA_FACTS, format="prompt_completion", text_columns=("prompt", "completion", "context"))
 
 
+def _has_other_prompt(columns: Collection[str]) -> bool:
+    """Whether preference data has a column with the prompt before `input`, which is a part of an instruction only."""
+    return "instruction" not in columns and bool({"prompt", "conversations", "messages", "question"} & {*columns})
+
+
 @advice(
     "DAT034",
     fields=("data.files", "data.format", "data.system_column"),
@@ -204,5 +210,6 @@ def text_in_other_columns(case: Case) -> str | None:
     if data.source != "files" or facts.format not in FLAT:
         return None
     chosen = {getattr(data, name) for name in Source.model_fields if name.endswith("_column")}
-    unused = [name for name in facts.text_columns if name not in chosen and name.lower() not in KNOWN]
+    known = KNOWN - {"input"} if facts.format in ("pairs", "labels") and _has_other_prompt(facts.columns) else KNOWN
+    unused = [name for name in facts.text_columns if name not in chosen and name.lower() not in known]
     return f"The model does not see the text in {names([f'column {name}' for name in unused])}." if unused else None

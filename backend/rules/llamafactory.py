@@ -20,7 +20,6 @@ from backend.rules.examples import DEMO, TWO_H100
 from backend.rules.requirements import (
     flash_attention,
     fp8_backend,
-    install_command,
     is_older,
     liger,
     packages_of,
@@ -95,7 +94,8 @@ def _missing_packages(case: Case) -> str:
     if not missing or not installed:
         return ""
     folder = Path(spec.llamafactory.environment).expanduser()
-    command = install_command(missing).replace("pip install", f"{folder / 'bin' / 'pip'} install")
+    command = f"{folder / 'bin' / 'pip'} install {' '.join(missing)}"
+    command += " --no-build-isolation" if {"autoawq", "flash_attn"} & {*missing} else ""
     return f"The environment {folder} lacks {names(missing)}, which this run needs. Install with: {command}."
 
 

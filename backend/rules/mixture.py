@@ -82,8 +82,8 @@ def dataset_of_duplicates(case: Case) -> str | None:
         return None
     if not case.facts.repeats:
         return (
-            "Every example of this dataset is also in an earlier dataset, and data.drop_duplicates removes it here. "
-            "Remove this dataset; to use its examples more often, raise the weight of the earlier one."
+            "Every example of this dataset is also in earlier datasets, and data.drop_duplicates removes it here. "
+            "Remove this dataset; to use its examples more often, raise the weights of those."
         )
     return (
         f"All files of this dataset are also files of dataset {case.facts.repeats}, and data.drop_duplicates removes "

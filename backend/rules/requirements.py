@@ -18,7 +18,6 @@ from backend.rules.examples import INSTALLED, LAPTOP
 
 # How to install what `pip install NAME` alone does not install correctly.
 INSTALL_COMMANDS = {
-    "autoawq": "pip install autoawq --no-build-isolation",
     "flash_attn": "pip install flash-attn --no-build-isolation",
     "flash_attn_3": "python setup.py install in the hopper folder of the flash-attention repository",
 }
@@ -94,7 +93,9 @@ def missing_packages(case: Case, label: str, needed: Collection[str]) -> str | N
 
 def install_command(packages: list[str]) -> str:
     """The command that installs packages."""
-    return INSTALL_COMMANDS.get(packages[0], f"pip install {' '.join(packages)}")
+    others = [name for name in packages if name not in INSTALL_COMMANDS]
+    own = [INSTALL_COMMANDS[name] for name in packages if name in INSTALL_COMMANDS]
+    return " && ".join([*([f"pip install {' '.join(others)}"] if others else []), *own])
 
 
 def outdated_package(case: Case, rows: Mapping[str, registry.Choice | None]) -> Violation | None:

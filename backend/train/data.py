@@ -347,7 +347,7 @@ def prepare(
                 ends += counts
                 if not len(dataset):
                     with about(spec, index):
-                        raise TrainError(_no_example_left(len(part), counts, spec))
+                        raise TrainError(_no_example_left(used, counts, spec))
     sizes = tuple(map(len, found[VALIDATION])) if spec.data.sources else ()
     train = add_kl_completions(_mixture(spec, found[TRAIN], info, most[TRAIN]), spec)
     validation = _one_after_another(found[VALIDATION])
@@ -416,6 +416,8 @@ def _summary(example: str, number: int, counts: Counter[str], spec: RunSpec) -> 
 
 
 def _no_example_left(number: int, counts: Counter[str], spec: RunSpec) -> str:
+    if not number:
+        return "No training example is left: the chat template refuses all of them, as the lines before say."
     if counts["identical"] > counts["dropped"] + counts["long"]:
         return "In every pair, the chosen and the rejected completion are the same. Correct the columns of the dataset."
     which = f"None of the {number:,} training examples has a" if number > 1 else "The only training example has no"

@@ -67,13 +67,15 @@ def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> l
 
 
 def plain_text(turns: Sequence[Mapping[str, Any]], example: Mapping[str, Any]) -> str:
-    """The turns as text: the content of a single one, otherwise each with its role, tool calls and the tools."""
-    if len(turns) == 1 and not example.get("tools"):
+    """The turns as text: the content of a single one, otherwise each with its role and tool calls, after the tools
+    and documents."""
+    given = {name: example[name] for name in ("tools", "documents") if example.get(name)}
+    if len(turns) == 1 and not given:
         return str(turns[0]["content"])
-    parts = [f"tools: {json.dumps(example['tools'], ensure_ascii=False)}"] if example.get("tools") else []
+    parts = [f"{name}: {json.dumps(value, ensure_ascii=False, default=str)}" for name, value in given.items()]
     for turn in turns:
-        calls = [json.dumps(turn["tool_calls"], ensure_ascii=False)] if turn.get("tool_calls") else []
-        parts.append(f"{turn['role']}: {' '.join([str(turn['content']), *calls]).strip()}")
+        calls = turn.get("tool_calls") and [json.dumps(turn["tool_calls"], ensure_ascii=False, default=str)]
+        parts.append(f"{turn['role']}: {' '.join([str(turn['content']), *(calls or ())]).strip()}")
     return "\n\n".join(parts)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fork_server import ForkServer
 from training_runs import losses, make_spec, read_metrics, result, same_losses
 
+from backend.train.trl_trainers import _add_sums, _sums
 from webui.curves import Curves
 
 STEPS, INTERVAL = 5, 3
@@ -85,3 +88,16 @@ def test_early_stopping(fork_server: ForkServer, tmp_path: Path, stage: str) -> 
     some, found = run(fork_server, tmp_path / "some", **stopped, **{"logging.steps": INTERVAL})
     assert list(each) == [1, 2, 3, 4] and list(some) == [1, 3]
     assert found["tokens"] == expected["tokens"] > 0
+
+
+@pytest.mark.parametrize("name", ["_metrics", "_stored_metrics"])
+def test_metrics_since_the_last_point(name: str) -> None:
+    """KTO's have different numbers of values; those of ORPO have another name."""
+    before, after = (SimpleNamespace(**{name: {"train": defaultdict(list)}}) for _ in range(2))
+    getattr(before, name)["train"] |= {"rewards/margins": [1.0, 2.0, 6.0], "count/chosen": [4.0], "empty": []}
+    _add_sums(after, json.loads(json.dumps(_sums(before))))
+    _add_sums(SimpleNamespace(**{name: {"train": defaultdict(list)}}), {})
+    found = getattr(after, name)["train"]
+    assert {key: (sum(values), len(values)) for key, values in found.items()} == {
+        "rewards/margins": (9.0, 3), "count/chosen": (4.0, 1),
+    }  # fmt: skip

@@ -226,12 +226,15 @@ def test_states_of_an_alive_run(alive: Run) -> None:
     assert "without a checkpoint" in alive.summary()["sentence"]
 
 
-def test_the_command_says_what_a_stop_waits_for(alive: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_a_stop_waits_for(
+    alive: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(alive, PROGRESS, {"phase": "loading model", "text": "Loading the model."})
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     ended = threading.Timer(0.5, lambda: (alive.path / LOCK).unlink())
     ended.start()
     assert main(["stop", str(alive.path)]) == 0
-    assert capsys.readouterr().err.count("Stopping after this step, with a checkpoint.") == 1
+    assert "\rStopping after this step, with a checkpoint..." in capsys.readouterr().err
     ended.join()
 
 

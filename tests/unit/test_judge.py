@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from datetime import date
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from backend.models import evaluation
 from backend.models.evaluation import Settings
 from backend.scoring import judge as judges
 from backend.scoring.judge import BadAnswer, Client, Judge, JudgeError, verdict_of
-from backend.train.generation_eval import EvalPrompt, Generated
+from backend.train.generation_eval import EvalPrompt, Generated, plain_text
 from backend.train.run_log import Stopped, TrainError
 
 KEY = "sk-judge-s3cret"
@@ -350,3 +351,13 @@ def test_the_judge_needs_consent(
     assert main(several) == 2 and "Name one run, or leave out --judge" in capsys.readouterr().err
     assert main([*command[:-2], "--send-outputs"]) == 2 and "without --judge" in capsys.readouterr().err
     run.delete()
+
+
+def test_a_judge_reads_what_the_template_is_given() -> None:
+    user, system = {"role": "user", "content": "When?"}, {"role": "system", "content": "Be brief."}
+    calls = [{"function": {"name": "clock"}}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert plain_text([user], {}) == "When?"
+    assert plain_text([system, user], {}) == "system: Be brief.\n\nuser: When?"
+    text = plain_text([user, call], {"documents": [{"date": date(2026, 1, 2)}], "tools": []})
+    assert text == f'documents: [{{"date": "2026-01-02"}}]\n\nuser: When?\n\nassistant: {json.dumps(calls)}'

@@ -19,7 +19,7 @@ from backend.launch.llamafactory import export
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.resolve import resolve
-from backend.rules.examples import MOE, TWO_H100
+from backend.rules.examples import MOE, SMOL, TWO_H100
 from backend.rules.llamafactory import READABLE, WITH
 
 FILES = {"data.source": "files", "data.validation": "none", "eval.strategy": "no"}
@@ -399,3 +399,11 @@ def test_a_second_dataset_of_preferences_or_an_unknown_format():
         assert [line.partition(":")[0] for line in made({**MIX, **patch}).missing] == ["data.sources[1].format"]
         finding = rule_finding("LLF004", {**MIX, **patch, **WITH}, TWO_H100, READABLE)
         assert finding and finding.message.startswith(f"data.sources[1].format is {patch['data.sources[1].format']}, ")
+
+
+def test_a_tied_output_layer_has_the_name_of_the_embeddings():
+    """LLaMA-Factory looks for names of parameters, among which PyTorch lists shared ones once."""
+    spec = edit(RunSpec(), {"method.kind": "freeze", "method.freeze_extra_modules": ("lm_head", "norm")})
+    untied = replace(SMOL, tied=False)
+    for shape, names in ((SMOL, "embed_tokens,norm"), (untied, "lm_head,norm"), (None, "lm_head,norm")):
+        assert export(spec, resolve(spec, EIGHT), "messages", True, shape).table["freeze_extra_modules"] == names

@@ -657,3 +657,14 @@ def test_a_batch_has_no_more_examples_than_there_are(
     context = memory_context(edit(spec(), batch), LAPTOP, TINY)
     run = replace(context.run, num_train_examples=examples, world_size=processes)
     assert replace(context, run=run).sequences == size
+
+
+@pytest.mark.parametrize("names", [("lm_head",), ("model.embed_tokens",)])
+def test_a_tied_output_layer_is_the_embeddings(names: tuple[str, ...]) -> None:
+    """Under any of its names: its gradient needs the backward pass through all layers."""
+    options = {"method__kind": "freeze", "train__activation_checkpointing": False}
+    one, other = (
+        estimate(spec(**options, method__freeze_extra_modules=each), H100, SMOL) for each in (names, ("embed_tokens",))
+    )
+    assert SMOL.tied and one == other
+    assert one != estimate(spec(**options), H100, SMOL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backend import registry
 from backend.launch.llamafactory.exported import Export
-from backend.modelspec import is_attention
+from backend.modelspec import is_attention, matches_any
 from backend.paths import model_folder
 from backend.registry.llamafactory_names import ATTENTIONS
 
@@ -52,11 +52,19 @@ def _method(made: Export) -> None:
         made.table |= {"quantization_bit": bits, "quantization_method": "bnb"} if bits else {}
         made.table |= {"quantization_type": quantization} if bits == 4 else {}
     if spec.method.kind == "freeze" and (extra := made.value("method.freeze_extra_modules")):
-        made.table["freeze_extra_modules"] = ",".join(extra)
+        made.table["freeze_extra_modules"] = ",".join(dict.fromkeys(_untied(made, name) for name in extra))
         text = "LLaMA-Factory trains everything whose name contains one of them, such as input_layernorm for norm"
         made.different.append(f"method.freeze_extra_modules: {text}")
     if spec.method.kind == "lora":
         _lora(made)
+
+
+def _untied(made: Export, name: str) -> str:
+    """The name of a module, but that of the embeddings for an output layer that is tied to them: LLaMA-Factory looks
+    for names of parameters, and PyTorch lists the shared ones once."""
+    shape = made.shape
+    is_tied_head = shape is not None and shape.tied and matches_any(shape.head, frozenset((name,)))
+    return shape.embedding.rpartition(".")[2] if shape is not None and is_tied_head else name
 
 
 def attention_layers(made: Export, option: str) -> tuple[str, ...]:

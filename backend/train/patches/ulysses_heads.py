@@ -39,10 +39,12 @@ class SizedForward:
         set_sizes(attention, query.shape[1], key.shape[1], size)
         value = torch.nn.functional.pad(value, (0, size - kept))
         before = vars(module).get(GROUPS)
-        output, weights = self.original(attention, module, query, key, value, *args, **more)
-        vars(module).pop(GROUPS, None)
-        if before is not None:
-            module.num_key_value_groups = before
+        try:
+            output, weights = self.original(attention, module, query, key, value, *args, **more)
+        finally:
+            vars(module).pop(GROUPS, None)
+            if before is not None:
+                module.num_key_value_groups = before
         return output.unflatten(-1, (-1, size))[..., :kept], weights
 
 
