@@ -255,9 +255,11 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
 
 
 def _unlogged_metrics(trainer: Any) -> dict[str, list[float]]:
-    """TRL's metrics of each batch since the last logged step, such as the reward margin; ORPO's have another name."""
-    metrics: dict[str, list[float]] = getattr(trainer, "_metrics", None) or trainer._stored_metrics
-    return metrics["train"]  # type: ignore[return-value]
+    """TRL's metrics of each batch since the last logged step, such as the reward margin; ORPO's have another name, and
+    the Trainer of transformers has none."""
+    metrics = getattr(trainer, "_metrics", None) or getattr(trainer, "_stored_metrics", None)
+    found: dict[str, list[float]] = metrics["train"] if metrics else {}
+    return found
 
 
 def _sums(trainer: Any) -> dict[str, tuple[float, int]]:
