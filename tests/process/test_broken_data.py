@@ -291,7 +291,7 @@ SELECTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", soak_except(FEW, ("conversations", "pairs for KTO", "labels")))
+@pytest.mark.parametrize("name", soak_except(FEW, ("pairs for KTO",)))
 def test_selection_of_few_usable_examples(name: str, tmp_path: Path, tiny: Path, tokenizer: Any) -> None:
     """The checks know which of the usable examples the validation split and data.max_samples select."""
     format, stage, usable = FEW[name]

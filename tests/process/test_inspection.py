@@ -92,15 +92,13 @@ def test_broken_examples_deep_in_a_file_are_named(
     assert messages["DAT018"].startswith(f"{path}, line 5500: ") and messages["DAT018"].count(str(path)) == 1
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "template",
     [
         "{{ 'a' * 10**10 }}{{ messages }}",  # one call of C code, in which no thread of the worker runs
-        pytest.param(
-            "{%- set n = namespace(x='a' * 1000) -%}{%- for i in range(99) -%}{%- set n.x = n.x + n.x -%}{%- endfor -%}"
-            "{{ messages }}",
-            marks=pytest.mark.soak,
-        ),
+        "{%- set n = namespace(x='a' * 1000) -%}{%- for i in range(99) -%}{%- set n.x = n.x + n.x -%}{%- endfor -%}"
+        "{{ messages }}",
     ],
 )
 def test_a_template_cannot_take_all_memory(tmp_path: Path, environment: dict[str, str], template: str) -> None:

@@ -83,6 +83,7 @@ def test_a_model_is_published_twice(hub: Hub, run: Run, capsys: pytest.CaptureFi
     assert GOOD not in read_all(run.path)
 
 
+@pytest.mark.soak
 def test_a_job_that_was_killed_is_finished_by_the_next_one(hub: Hub, run: Run) -> None:
     hub.stalls = True
     job = start(run, REQUEST)

@@ -88,6 +88,7 @@ def test_crash_resume_and_load(root: Path, fork_server: ForkServer, name: str) -
     assert result(loaded)["peak_bytes"] > 0
 
 
+@pytest.mark.soak
 def test_the_command_passes_and_leaves_nothing(
     root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

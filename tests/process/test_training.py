@@ -277,6 +277,7 @@ def test_saved_models_load(one_process: dict[str, Path], cache: Path) -> None:
         assert chat_template == AutoTokenizer.from_pretrained(cache / "models/tiny-llama").chat_template
 
 
+@pytest.mark.soak
 def test_workers_change_no_random_number(fork_server: ForkServer, tmp_path: Path) -> None:
     """A run with DataLoader workers trains the same as without, even after a resume and into the next epoch: workers
     that live for several epochs would draw their seed once, and after a resume once more."""
