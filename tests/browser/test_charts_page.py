@@ -1,5 +1,6 @@
 """The charts of a run's page: loss with its best evaluation, marks, one cursor in all charts, and downloads."""
 
+import itertools
 import json
 import re
 import sys
@@ -25,6 +26,7 @@ SPEC_OPTIONS = {"method.kind": "full", "model.builtin": "tiny-llama"}
 WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"
 STEPS = 100
 EVALUATIONS = {20: 3.0, 40: 2.0, 60: 1.5, 80: 2.5, 100: 2.75}  # the best one is at step 60
+NUMBERS = itertools.count(1)  # of runs
 HAPPENED = [("saved", 40, "Saved."), ("loss spike", 50, "The loss rose to 9."), ("resumed", 70, "")]
 
 
@@ -32,8 +34,10 @@ def lines(*values):
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
-def plant(server, name="curves", steps=STEPS):
-    """A finished run whose values are simple functions of the step. The learning rate is logged every 10 steps."""
+def plant(server, name="", steps=STEPS):
+    """A finished run whose values are simple functions of the step. The learning rate is logged every 10 steps. Each
+    has its own ID: with that of the run that the page has shown before, charts are drawn again a moment later."""
+    name = name or f"curves {next(NUMBERS)}"
     run = planted_run(server.runs, edit(RunSpec(), SPEC_OPTIONS), probe(Path.cwd()), name)
     points = []
     for step in range(1, steps + 1):
