@@ -170,7 +170,7 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, dict):
         return "\n".join(f"{name}={item}" for name, item in value.items())
     option = find(name)
-    if option and option.kind == "list" and option.path:
+    if option and option.path == "data":
         return json.dumps(value, ensure_ascii=False)
     between = "\n" if option and option.widget == "lines" else ","
     return between.join(map(str, value)) if isinstance(value, (tuple, list)) else word(value)

@@ -76,8 +76,10 @@ def layer_shards(ctx: MemoryContext) -> int:
 def layers_with_gradients(ctx: MemoryContext) -> int:
     """Layers that the backward pass reaches: with checkpointing, all of them, because transformers 5.23 requires
     gradients of the embeddings' output, whatever is trainable (modeling_utils.py, enable_input_require_grads)."""
-    method, unfrozen = ctx.spec.method, unfrozen_modules(ctx.spec.method, ctx.shape)
-    embeddings_are_trained = "embed" in " ".join(unfrozen) or matches_any(ctx.shape.embedding, frozenset(unfrozen))
+    method, unfrozen = ctx.spec.method, frozenset(unfrozen_modules(ctx.spec.method, ctx.shape))
+    embeddings_are_trained = "embed" in " ".join(method.freeze_extra_modules) or matches_any(
+        ctx.shape.embedding, unfrozen
+    )
     if ctx.spec.train.activation_checkpointing or method.kind != "freeze" or embeddings_are_trained:
         return ctx.shape.layers
     return (

@@ -9,6 +9,7 @@ from dataclasses import replace
 from backend.config import Source
 from backend.data import chat
 from backend.data.chat import COLUMN
+from backend.data.preferences import PROMPTS
 from backend.rules.base import Case, Example, Fix, Violation, advice, names, warning
 from backend.rules.common_fixes import OTHER_TEMPLATE
 from backend.rules.examples import USER_DATA, USER_DATA_FACTS
@@ -189,8 +190,8 @@ WITH_CONTEXT = replace(USER_DATA_FACTS, format="prompt_completion", text_columns
 
 
 def _has_other_prompt(columns: Collection[str]) -> bool:
-    """Whether preference data has a column with the prompt before `input`, which is a part of an instruction only."""
-    return "instruction" not in columns and bool({"prompt", "conversations", "messages", "question"} & {*columns})
+    """Whether preference data has its prompt in a column that comes before `input`, a part of an instruction only."""
+    return "instruction" not in columns and any(name in columns for name in PROMPTS if name != "input")
 
 
 @advice(

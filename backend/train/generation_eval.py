@@ -74,8 +74,9 @@ def plain_text(turns: Sequence[Mapping[str, Any]], example: Mapping[str, Any]) -
         return str(turns[0]["content"])
     parts = [f"{name}: {json.dumps(value, ensure_ascii=False, default=str)}" for name, value in given.items()]
     for turn in turns:
-        calls = turn.get("tool_calls") and [json.dumps(turn["tool_calls"], ensure_ascii=False, default=str)]
-        parts.append(f"{turn['role']}: {' '.join([str(turn['content']), *(calls or ())]).strip()}")
+        calls = json.dumps(turn["tool_calls"], ensure_ascii=False, default=str) if turn.get("tool_calls") else ""
+        said = f"{turn['content']} {calls}".strip()
+        parts.append(f"{turn['role']}: {said}")
     return "\n\n".join(parts)
 
 

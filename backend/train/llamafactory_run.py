@@ -48,10 +48,11 @@ class Diverged(Exception):
 Diverged.__module__ = "backend.train"  # as runs/failure.py knows errors of Footplate, which is not installed here
 
 
-def steps_in_backward(optimizer: Any) -> bool:
-    """Whether this is layer-wise GaLore or APOLLO of llamafactory 0.9.5 (train/trainer_utils.py, DummyOptimizer). It
-    frees each gradient in the backward pass, so the Trainer logs a gradient norm of 0."""
-    return hasattr(getattr(optimizer, "optimizer", optimizer), "optimizer_dict")  # accelerate wraps it
+def steps_in_backward(args: Any, optimizer: Any) -> bool:
+    """Whether this is LOMO, or layer-wise GaLore or APOLLO of llamafactory 0.9.5 (train/trainer_utils.py,
+    DummyOptimizer). They free each gradient in the backward pass, so the Trainer logs a gradient norm of 0."""
+    is_layerwise = hasattr(getattr(optimizer, "optimizer", optimizer), "optimizer_dict")  # accelerate wraps it
+    return is_layerwise or getattr(args, "optim", "") in ("lomo", "adalomo")
 
 
 class Report(TrainerCallback):
@@ -109,7 +110,7 @@ class Report(TrainerCallback):
     ) -> None:
         """Append a point to the metrics."""
         point = {key: value for key, value in (logs or {}).items() if key in LOGGED and isinstance(value, (int, float))}
-        if steps_in_backward(optimizer) or getattr(args, "optim", "") in ("lomo", "adalomo"):
+        if steps_in_backward(args, optimizer):
             point.pop("grad_norm", None)
         point |= {"skipped_steps": self.skipped} if self.skipped and "loss" in point else {}
         if RANK == 0 and ("loss" in point or "eval_loss" in point):
