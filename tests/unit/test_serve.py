@@ -225,8 +225,8 @@ def test_no_process_is_left_without_the_supervisor_or_the_run(run, environment):
 
 @pytest.fixture
 def handlers():
-    """The command sets handlers of signals."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    """The command sets handlers of signals, but not of those that are ignored: nohup ignores SIGHUP."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -68,7 +68,7 @@ function chartsBar() {
   page.axes = Object.entries(AXES).map(([key, { name }]) => chip(name, () => selectAxis(key), { "data-axis": key }));
   const middle = [
     el("div.fp-chips", { role: "group", "aria-label": "X axis" }, page.axes),
-    el("span.fp-dim.fp-hint", {}, "Validation is dashed. Drag across a chart to zoom"),
+    el("span.fp-dim.fp-hint", {}, "Drag across a chart to zoom"),
   ];
   return createChartBar("Curves", middle, page.charts.state, page.charts).node;
 }

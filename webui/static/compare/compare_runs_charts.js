@@ -112,7 +112,7 @@ function pathOf({ id }, { runs, found, axis, zoom }) {
   return `${runPath(id)}/series?n=${points}&x=${axis}${range}&have=${encodeURIComponent(have)}`;
 }
 
-/** One chart: the training curve of each run, and its validation curve dashed. */
+/** One chart: the curve of each run, and its second one (validation, rejected completions) dashed. */
 function createCompareChart(chart, state) {
   const legend = el("div.fp-legend", { "aria-hidden": "true" }, el("span.fp-legend-step"), el("span"));
   const plot = createPlot(chart, state, { legend, redraw: draw, optionsOf, onBuild: highlight });
@@ -123,6 +123,14 @@ function createCompareChart(chart, state) {
     plot.draw(curves);
     const names = new Set(curves.map((curve) => state.runs[curve.run].name));
     place.setAttribute("aria-label", `${chart.title} of ${[...names].join(", ")}`);
+    if (drawn.plot) pointed(drawn.plot);
+  }
+
+  /** While the pointer is elsewhere, the legend says what dashed lines are. */
+  function explain() {
+    const text = drawn.curves.some(({ dash }) => dash) ? `Dashed: ${dashedName(chart)}` : "";
+    legend.firstChild.textContent = "";
+    legend.lastChild.replaceChildren(text);
   }
 
   function optionsOf(curves) {
@@ -137,9 +145,9 @@ function createCompareChart(chart, state) {
 
   function pointed(u) {
     const i = u.cursor.idx;
-    const outside = i === null || i === undefined || u.cursor.left < 0;
-    const found = outside ? null : nearestCurve(u, i, drawn.curves, state.highlighted);
-    legend.firstChild.textContent = outside ? "" : `${AXES[state.axis].name} ${AXES[state.axis].text(u.data[0][i])}`;
+    if (i === null || i === undefined || u.cursor.left < 0) return explain();
+    const found = nearestCurve(u, i, drawn.curves, state.highlighted);
+    legend.firstChild.textContent = `${AXES[state.axis].name} ${AXES[state.axis].text(u.data[0][i])}`;
     const key = el("i");
     if (found) key.style.background = found.curve.stroke;
     const name = found && found.curve.name;
@@ -170,6 +178,8 @@ function nearestCurve(u, i, curves, highlighted) {
   });
   return best;
 }
+
+const dashedName = (chart) => (chart.numbered ? "dataset 2 and later" : chart.secondName);
 
 /** @returns {Curve[]} */
 function curvesOf(chart, { runs, found, weight }) {

@@ -79,6 +79,7 @@ export function missingPart(missing) {
   );
 }
 export const limitations = (limits) => limits.map((limit) => el("p.fp-dim", {}, `Limitation: ${limit}`));
+export const ALL_FIGURES = "The file certificate.json in this folder has all figures.";
 /** The status of a certificate, and what was compared. */
 export const verdictPart = (status, text) => el("p.fp-job-verdict", {}, el("b", {}, capitalized(status)), `. ${text}`);
 

@@ -5,6 +5,7 @@ import { post } from "../api.js";
 import { copy, el } from "../dom.js";
 import { bytes, num, percent } from "../format.js";
 import {
+  ALL_FIGURES,
   actions,
   ask,
   button,
@@ -57,7 +58,7 @@ function mergedParts({ id, model, result: { certificate } }, run) {
     el("p", {}, el("code.fp-path", {}, model.folder)),
     verdictPart(
       certificate.status,
-      `Loaded from its files. Compared with the base model and the adapter: ${compared}.`,
+      `Loaded from its files. Compared with the base model and the adapter: ${compared}. ${ALL_FIGURES}`,
     ),
     ...limitations(certificate.limits),
     actions(

@@ -4,6 +4,7 @@
 import { copy, el } from "../dom.js";
 import { bytes } from "../format.js";
 import {
+  ALL_FIGURES,
   actions,
   button,
   createFormatMenu,
@@ -59,7 +60,7 @@ function checkpointPart({ id, label, model, result: { certificate } }, run) {
     el("p", {}, el("code.fp-path", {}, model.folder)),
     verdictPart(
       certificate.status,
-      `Loaded in a new process and compared with the trained model: ${figures(found, limit)}.`,
+      `Loaded in a new process and compared with the trained model: ${figures(found, limit)}. ${ALL_FIGURES}`,
     ),
     ...limitations(certificate.limits),
     actions(
