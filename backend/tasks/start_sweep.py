@@ -21,6 +21,10 @@ OTHER_EXAMPLES = (
     "Each seed has different validation examples (data.validation: split), so validation losses differ for that "
     "reason, too. Use validation files instead."
 )
+OTHER_BATCHES = (
+    "Early stopping compares the runs at the same step. With a larger batch size, a run has trained on more examples "
+    "by then."
+)
 LIMIT = 50  # runs of a sweep, unless the user raises it
 
 
@@ -43,6 +47,12 @@ class SweepPlan:
         return len(seeds) > 1 and any(each.splits for each in self.spec.data.datasets)
 
     @property
+    def _compares_other_batches(self) -> bool:
+        """Whether some runs train on more examples per step than others."""
+        runs = [each.train for each in self.specs()]
+        return len({each.per_device_train_batch_size * each.gradient_accumulation_steps for each in runs}) > 1
+
+    @property
     def decisive(self) -> list[str]:
         """The varied options that decide what the validation loss is."""
         return decisive(self.spec, self.patches)
@@ -51,6 +61,7 @@ class SweepPlan:
     def note(self) -> str:
         """What is not certain about a comparison of the runs, as sentences."""
         found = [OTHER_EXAMPLES] if self.compares_other_examples else []
+        found += [OTHER_BATCHES] if self.halving and self._compares_other_batches else []
         return " ".join([*found, *([not_comparable(self.decisive)] if self.decisive else [])])
 
     def labels(self) -> list[str]:

@@ -110,6 +110,15 @@ def test_losses_that_the_options_decide_are_not_compared() -> None:
         start_sweep.plan(spec, [betas], halving=3)
 
 
+def test_other_batch_sizes_are_compared_at_the_same_step_only() -> None:
+    spec, batches = edit(RunSpec(), {"eval.strategy": "steps"}), "train.per_device_train_batch_size=2,4"
+    for varied, halving, is_said in (([batches], 2, True), ([batches], 0, False), ([f"{RATE}=1e-5,1e-4"], 2, False)):
+        note = start_sweep.plan(spec, [sweep.parse(each) for each in varied], halving=halving).note
+        assert ("has trained on more examples" in note) == is_said
+    same = {"train.per_device_train_batch_size": 2, "train.gradient_accumulation_steps": 2}
+    assert start_sweep.SweepPlan(edit(spec, same), ({}, dict.fromkeys(same, 2)), halving=2).note == ""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
