@@ -14,12 +14,15 @@ from backend.config import Data
 from backend.data import chat
 from backend.data.chat import Example
 from backend.data.compression import is_compressed, open_text
-from backend.data.formats import DEFAULTS, required_columns, to_text
-from backend.data.preferences import PREFERENCES, unpair
+from backend.data.formats import required_columns, to_text
+from backend.data.preferences import PREFERENCES, unpair, usual_columns
 from backend.data.reading import DataFileError, column_separator
 
 DIFFERENCE = "llamafactory: "  # begins the key of a difference in the counts of examples
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[Tt]rue|[Ff]alse|TRUE|FALSE")
+# Options for the columns of preferences -> LLaMA-Factory's names of the columns.
+PAIRS = {"prompt_column": "prompt", "chosen_column": "chosen", "rejected_column": "rejected"}
+LABELED = {"prompt_column": "prompt", "completion_column": "response", "label_column": "kto_tag"}
 BEGINNING = 64 * 1024  # characters of a JSON file
 CALL, TOOLS = "function_call", "tools"
 ALPACA = ("input", "history")  # columns besides those that have options
@@ -69,17 +72,56 @@ def _has_key(path: Path) -> bool:
     return isinstance(first.get("data"), list)
 
 
+def form(example: Example, format: str, data: Data) -> str:
+    """How LLaMA-Factory reads examples like this one: alpaca (columns with texts), messages or sharegpt (turns with
+    these keys); '' if it has no form for them. It reads preferences if prompt and completions are texts, if one chosen
+    and one rejected turn follow a conversation, or if a labeled completion is the last turn of a conversation."""
+    if format not in PREFERENCES:
+        return format if format in chat.KEYS else "alpaca"
+    cells = {option: example.get(name) for option, name in usual_columns(example, data, format).items()}
+    prompt = cells.pop("prompt_column")
+    if not isinstance(cells.pop("label_column", True), bool):
+        return ""
+    completions = list(cells.values())
+    if all(isinstance(part, str) for part in (prompt, *completions)):
+        return "" if any(map(chat.turn_format_of, (prompt, *completions))) else "alpaca"
+    if not isinstance(prompt, list) or not prompt:
+        return ""
+    follow = completions if format == "pairs" else []
+    is_whole = all(isinstance(part, Mapping) for part in follow) and (format == "pairs" or completions == [None])
+    styles = {chat.turn_format_of(part) for part in (prompt, *follow)} if is_whole else {""}
+    return styles.pop() if len(styles) == 1 else ""
+
+
+def columns(example: Example, format: str, data: Data) -> dict[str, str]:
+    """LLaMA-Factory's name -> column, of the prompt and of what follows it in preferences like this example."""
+    named = PAIRS if format == "pairs" else LABELED
+    conversation = form(example, format, data) in chat.KEYS
+    names = named | ({"prompt_column": "messages"} if conversation else {})
+    found = usual_columns(example, data, format)
+    return {names[option]: column for option, column in found.items() if column in example}
+
+
 def difference(example: Example, format: str, data: Data, first: Example, path: Path) -> str:
     """What LLaMA-Factory does not read in a valid example of a file, as words after "In 3 examples, "; '' if it reads
-    all of it. `first`: the first example of the file, whose columns it is told to read. Preferences are not read as
-    they are at all."""
-    if format not in DEFAULTS:
-        return ""
-    columns = (TOOLS, data.system_column, *(ALPACA if format == "alpaca" else ()))
-    cells = (example.get(name) for name in (*required_columns(data, format).values(), *columns))
+    all of it. `first`: the first example of the file, whose columns and form it is told to read."""
+    if format in PREFERENCES and not (read := form(first, format, data)):
+        return ""  # none of the examples is read
+    if format in PREFERENCES and (
+        form(example, format, data) != read or columns(example, format, data) != columns(first, format, data)
+    ):
+        return "the prompt and the completions are in other columns, or of other types, than in the first example"
+    required = (columns(first, format, data) if format in PREFERENCES else required_columns(data, format)).values()
+    optional = (TOOLS, data.system_column, *(ALPACA if is_alpaca(required, format) else ()))
+    cells = (example.get(name) for name in (*required, *optional))
     if path.suffix == ".csv" and any(map(_is_no_text, cells)):
         return "a cell of the CSV file, such as 12, True or NA, may not be read as text"
-    return "" if format == "text" else _of_columns(example, format, data, first, columns)
+    return "" if format == "text" else _of_columns(example, format, data, first, optional)
+
+
+def is_alpaca(required: Iterable[str], format: str) -> bool:
+    """Whether the prompt also consists of the columns input and history. `required`: the columns of the examples."""
+    return format == "alpaca" or (format in PREFERENCES and "instruction" in required)
 
 
 def _is_no_text(cell: Any) -> bool:
@@ -88,24 +130,43 @@ def _is_no_text(cell: Any) -> bool:
     return isinstance(cell, str) and (cell in MISSING or NUMBER.fullmatch(cell.strip()) is not None)
 
 
-def _of_columns(example: Example, format: str, data: Data, first: Example, columns: Iterable[str]) -> str:
-    """What is not read in an example with prompts and completions. `columns`: the optional ones that are read."""
-    if late := next((name for name in columns if name and example.get(name) and name not in first), ""):
+def _of_columns(example: Example, format: str, data: Data, first: Example, optional: Iterable[str]) -> str:
+    """What is not read in an example with prompts and completions. `optional`: columns that are read if they exist."""
+    if late := next((name for name in optional if name and example.get(name) and name not in first), ""):
         return f"the column {late} has a value, and the first example does not have this column"
     used = chat.variables(example)
     if TOOLS in used and not isinstance(example.get(TOOLS), str):
         return "the tools are not JSON text in a column named tools"
     if used.keys() - {TOOLS}:
         return "there are variables of the chat template"
+    if format in PREFERENCES:
+        return _of_preferences(example, format, data)
     if format in chat.KEYS:
         return _of_turns(example[required_columns(data, format)["messages_column"]], format)
-    if any(isinstance(example.get(key), str) and example[key] for key in chat.REASONING):
-        return "the reasoning is in a column of its own"
-    if format == "alpaca" and not isinstance(example.get("history") or [], list):
-        return "the history is not a list"
+    if difference := _of_texts(example, ALPACA[1] in optional):
+        return difference
     if not all(isinstance(example[column], str) for column in required_columns(data, format).values()):
         return "prompt and completion are not both texts"
     return ""
+
+
+def _of_texts(example: Example, with_history: bool) -> str:
+    """What is not read next to a prompt and completions that are texts."""
+    if any(isinstance(example.get(key), str) and example[key] for key in chat.REASONING):
+        return "the reasoning is in a column of its own"
+    if with_history and not isinstance(example.get("history") or [], list):
+        return "the history is not a list"
+    return ""
+
+
+def _of_preferences(example: Example, format: str, data: Data) -> str:
+    """What is not read in an example that has the form of the first one."""
+    read, found = form(example, format, data), columns(example, format, data)
+    if read == "alpaca":
+        return _of_texts(example, is_alpaca(found.values(), format))
+    own = example[found["messages"]]
+    ends = [[*own, example[found[name]]] for name in ("chosen", "rejected")] if format == "pairs" else [own]
+    return next(filter(None, (_of_turns(turns, read) for turns in ends)), "")
 
 
 def _of_turns(turns: Any, format: str) -> str:
@@ -178,6 +239,8 @@ def columns_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def is_read(stage: str, format: str) -> bool:
-    """Whether LLaMA-Factory reads examples of a format as they are: it reads preferences in a form of its own only, and
-    of a conversation in pretraining only the first turn."""
-    return format not in PREFERENCES and (stage != "pretraining" or format == "text")
+    """Whether LLaMA-Factory reads examples of a format as they are, if they have one of its forms. It reads labeled
+    completions for KTO only, and of a conversation in pretraining only the first turn."""
+    if format in PREFERENCES:
+        return (stage == "kto") == (format == "labels")
+    return stage != "pretraining" or format == "text"

@@ -153,17 +153,19 @@ def llamafactory_strategy(case: Case) -> str | None:
     title="LLaMA-Factory cannot read this data",
     source="llamafactory 0.9.5: data/converter.py, SharegptDatasetConverter; data/processor/pretrain.py",
     fixes=(OURS,),
-    manual_fix="Convert the data with `footplate export`, and start LLaMA-Factory with the command that it prints.",
+    manual_fix="Convert the data with `footplate export --to llamafactory`, and use the files that it writes as data "
+    "files.",
     fails_on=Example(
-        {**WITH, "train.stage": "dpo", "data.builtin": "train-pairs"}, TWO_H100, replace(DEMO, format="pairs")
+        {**WITH, "train.stage": "kto", "data.builtin": "train-pairs"}, TWO_H100, replace(DEMO, format="pairs")
     ),
     passes_on=Example(WITH, TWO_H100, READABLE),
 )
 def llamafactory_data(case: Case) -> str | None:
-    """LLaMA-Factory reads conversations, instructions and plain text as they are. For preferences, it reads one chosen
-    and one rejected turn after a conversation; in pretraining, it reads plain text only. It leaves out conversations in
-    which turns of user and assistant do not alternate, and ignores tool calls and reasoning in keys of their own. It
-    reads no compressed files, and only CSV files with commas, whose cells it may not read as text, such as NA or 12."""
+    """LLaMA-Factory reads conversations, instructions and plain text as they are. Preferences must be texts, or one
+    chosen and one rejected turn after a conversation; KTO needs labels. In pretraining, it reads plain text only. It
+    leaves out conversations in which turns of user and assistant do not alternate, and ignores tool calls and reasoning
+    in keys of their own. It reads no compressed files, and only CSV files with commas, whose cells it may not read as
+    text, such as NA or 12."""
     made = _export(case)
     if not made:
         return None

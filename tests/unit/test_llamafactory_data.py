@@ -23,6 +23,10 @@ READ = [
     ("alpaca", {"instruction": "?", "input": "", "output": "a", "history": [["?", "a"]]}),
     ("prompt_completion", {"prompt": "?", "completion": "a"}),
     ("text", {"text": "a", "tools": TOOLS}),
+    ("pairs", {"prompt": "?", "chosen": "a", "rejected": "b"}),
+    ("pairs", {"messages": [ASK], "chosen": ANSWER, "rejected": ANSWER}),
+    ("labels", {"prompt": "?", "completion": "a", "label": True}),
+    ("labels", {"messages": [ASK, ANSWER], "label": False}),
 ]
 NOT_READ = [
     ("messages", {"messages": [ASK, ASK, ANSWER]}, "turns of user and assistant do not alternate"),
@@ -40,6 +44,26 @@ NOT_READ = [
     ("prompt_completion", {"prompt": "?", "completion": "a", "reasoning": "hm"}, "the reasoning is in a column"),
     ("prompt_completion", {"prompt": [ASK], "completion": [ANSWER]}, "prompt and completion are not both texts"),
 ]  # fmt: skip
+PAIR, LABELED = {"prompt": "?", "chosen": "a", "rejected": "b"}, {"prompt": "?", "completion": "a", "label": True}
+OTHER = "the prompt and the completions are in other columns, or of other types, than in the first example"
+AFTER = [  # the first example, another one, and what is not read of it
+    ("pairs", PAIR, {**PAIR, "chosen": [ANSWER]}, OTHER),
+    ("pairs", PAIR, {"instruction": "?", "chosen": "a", "rejected": "b"}, OTHER),
+    ("pairs", PAIR, {**PAIR, "reasoning": "hm"}, "the reasoning is in a column of its own"),
+    ("pairs", PAIR, {**PAIR, "system": "s"}, "the column system has a value"),
+    ("pairs", {"prompt": [ASK], "chosen": ANSWER, "rejected": ANSWER},
+     {"prompt": [ASK, ANSWER], "chosen": ANSWER, "rejected": ANSWER}, "turns of user and assistant do not alternate"),
+    ("labels", LABELED, {**LABELED, "label": 1}, OTHER),
+    ("labels", {"prompt": [ASK, ANSWER], "label": True}, {"prompt": [ASK], "completion": ANSWER, "label": True}, OTHER),
+]  # fmt: skip
+NO_FORM = [
+    ("pairs", {"prompt": "?", "chosen": [ANSWER], "rejected": [ANSWER]}),
+    ("pairs", {"prompt": [ASK], "chosen": ANSWER, "rejected": {"from": "gpt", "value": "a"}}),
+    ("pairs", {"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}),
+    ("pairs", {"prompt": json.dumps([ASK]), "chosen": "a", "rejected": "b"}),
+    ("labels", {"prompt": "?", "completion": "a", "label": 1}),
+    ("labels", {"prompt": [ASK], "completion": ANSWER, "label": True}),
+]
 PLAIN = Path("a.jsonl")
 
 
@@ -52,6 +76,20 @@ def test_examples_that_are_read(format, example):
 def test_examples_that_are_not_read(format, example, words):
     convert(example, format, Data())  # which Footplate reads
     assert llamafactory.difference(example, format, Data(), example, PLAIN).startswith(words)
+
+
+@pytest.mark.parametrize(("format", "first", "example", "words"), AFTER)
+def test_preferences_are_read_like_the_first_one(format, first, example, words):
+    for each in (first, example):
+        convert(each, format, Data())
+    assert llamafactory.difference(first, format, Data(), first, PLAIN) == ""
+    assert llamafactory.difference(example, format, Data(), first, PLAIN).startswith(words)
+
+
+@pytest.mark.parametrize(("format", "example"), NO_FORM)
+def test_preferences_of_other_forms_are_not_read(format, example):
+    convert(example, format, Data())
+    assert llamafactory.form(example, format, Data()) == ""
 
 
 def test_columns_are_those_of_the_first_example():

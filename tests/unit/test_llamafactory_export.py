@@ -126,28 +126,56 @@ def lines(path, *examples):
 
 
 def test_preference_data_is_converted(tmp_path):
-    """LLaMA-Factory reads one chosen and one rejected turn after a conversation."""
+    """LLaMA-Factory reads texts, or one chosen and one rejected turn after a conversation."""
     ask, yes, no = (
         {"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "a"), ("assistant", "b"))
     )
-    pairs = [{"prompt": "?", "chosen": "a", "rejected": "b"}, {"prompt": "?", "chosen": "a"}]
+    pairs = [{"prompt": "?", "chosen": [yes], "rejected": [no]}, {"prompt": "?", "chosen": [yes]}]
     file = lines(tmp_path / "pairs.jsonl", *pairs)
     found = made({"train.stage": "dpo", "data.files": (file,)}, "pairs")
-    assert [json.loads(line) for line in found.files["data_1.jsonl"].splitlines()] == [
-        {"messages": [ask], "chosen": yes, "rejected": no}
-    ]
+    (line,) = found.files["data_1.jsonl"].splitlines()
+    assert json.loads(line) == {"messages": [ask], "chosen": yes, "rejected": no}
     assert found.datasets["data_1"]["ranking"] is True
     why = "invalid, or LLaMA-Factory has no form for all of its parts"
     assert found.missing == [f"data.files: 1 example of {file}: {why}"]
+    (tmp_path / "copy.jsonl").write_text(line)
+    again = made({"train.stage": "dpo", "data.files": (str(tmp_path / "copy.jsonl"),)}, "pairs")
+    assert not again.converted and not again.missing
+    assert again.datasets["data_1"] == {**found.datasets["data_1"], "file_name": str(tmp_path / "copy.jsonl")}
     file = lines(tmp_path / "scored.jsonl", {**pairs[0], "margin": 1})
     found = made({"train.stage": "reward", "data.files": (file,)}, "pairs")
     assert found.missing == [f"data.files: LLaMA-Factory ignores the margin of 1 example of {file}"]
-    file = lines(tmp_path / "labels.jsonl", {"prompt": "?", "completion": "a", "label": False})
+    file = lines(tmp_path / "labels.jsonl", {"prompt": "?", "completion": "a", "label": 0})
     found = made({"train.stage": "kto", "data.files": (file,)}, "labels")
     assert json.loads(found.files["data_1.jsonl"]) == {"messages": [ask, yes], "kto_tag": False}
     (tmp_path / "broken.jsonl").write_text("{")
     with pytest.raises(SpecError, match=r"broken\.jsonl"):
         made({"train.stage": "dpo", "data.files": (str(tmp_path / "broken.jsonl"),)}, "pairs")
+
+
+def test_preferences_that_are_read_are_described(tmp_path):
+    """Source: llamafactory 0.9.5 data/converter.py, AlpacaDatasetConverter and SharegptDatasetConverter."""
+    ask, yes, no = {"from": "human", "value": "?"}, {"from": "gpt", "value": "a"}, {"from": "gpt", "value": "b"}
+    chosen = {"chosen": "chosen", "rejected": "rejected"}
+    cases = [
+        ("dpo", {"prompt": "?", "chosen": "a", "rejected": "b"}, "alpaca", {"prompt": "prompt", **chosen}),
+        ("orpo", {"instruction": "?", "input": "1", "chosen": "a", "rejected": "b", "system": "s"}, "alpaca",
+         {"prompt": "instruction", "query": "input", "system": "system", **chosen}),
+        ("reward", {"conversations": [ask], "chosen": yes, "rejected": no, "margin": 2}, "sharegpt",
+         {"messages": "conversations", **chosen}),
+        ("kto", {"question": "?", "output": "a", "label": True}, "alpaca",
+         {"prompt": "question", "response": "output", "kto_tag": "label"}),
+        ("kto", {"conversations": [ask, yes], "kto_tag": False}, "sharegpt",
+         {"messages": "conversations", "kto_tag": "kto_tag"}),
+    ]  # fmt: skip
+    for stage, row, formatting, columns in cases:
+        file = lines(tmp_path / f"{stage}.jsonl", row)
+        found = made({"train.stage": stage, "data.files": (file,)}, "labels" if stage == "kto" else "pairs")
+        ranking = {"ranking": True} if "chosen" in row else {}
+        described = {"file_name": file, "formatting": formatting, "columns": columns, **ranking}
+        assert found.datasets["data_1"] == described and not found.converted
+        assert any("margin" in text for text in found.missing) == (stage == "reward")
+        assert any("one line break" in text for text in found.different) == ("query" in columns)
 
 
 def test_lists_of_turns_become_conversations(tmp_path):

@@ -4,7 +4,7 @@ completely is converted."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from backend.config.sources import SOURCES, key_of
 from backend.data import llamafactory as reading
 from backend.data.chat import InvalidExample
 from backend.data.formats import DEFAULTS, convert, detect_format, example_problem, required_columns
-from backend.data.preferences import MARGIN
+from backend.data.preferences import MARGIN, PREFERENCES
 from backend.data.reading import DataFileError, expand, file_patterns, read_examples
 from backend.launch.llamafactory.exported import OPTIONS, Export
 from backend.registry.llamafactory_names import STAGES
@@ -118,12 +118,12 @@ def _data(made: Export) -> None:
         _mixture(made, all(is_one_file))
     if made.spec.train.stage == "sft" and len({format == "text" for format in formats}) > 1:
         made.lacks(SOURCES, "LLaMA-Factory cannot mix plain text with conversations in SFT")
-    _different_examples(made, formats)
+    _different_examples(made)
 
 
-def _different_examples(made: Export, formats: Sequence[str]) -> None:
-    """Name what LLaMA-Factory does differently with the same examples, which have these formats."""
-    if "alpaca" in formats:
+def _different_examples(made: Export) -> None:
+    """Name what LLaMA-Factory does differently with the same examples."""
+    if any("query" in entry.get("columns", {}) for entry in made.datasets.values()):
         made.different.append("data.format: LLaMA-Factory puts one line break between instruction and input, not two")
     if made.spec.data.max_samples:
         text = "LLaMA-Factory takes the first examples of each file, of validation files too, not random ones"
@@ -198,9 +198,13 @@ def _add(made: Export, name: str, path: str, described: _Described) -> str:
     elif columns:
         # Not "openai" for messages: llamafactory 0.9.5 then adds "detailed thinking off" to each system prompt
         # (data/converter.py, OpenAIDatasetConverter).
-        formatting = "sharegpt" if format in ("messages", "sharegpt") else "alpaca"
+        read = reading.form(first, format, data)
+        formatting = "alpaca" if read == "alpaca" else "sharegpt"
         made.datasets[name] = {**place, "formatting": formatting, "columns": columns}
-        made.datasets[name] |= {"tags": TAGS} if format == "messages" else {}
+        made.datasets[name] |= {"tags": TAGS} if read == "messages" else {}
+        made.datasets[name] |= {"ranking": True} if "chosen" in columns else {}
+        if made.spec.train.stage == "reward" and MARGIN in first:
+            made.lacks("data.files", f"LLaMA-Factory ignores the margin of the examples of {path}")
     else:
         made.datasets[name] = place
         made.lacks(described.option, f"the examples of {path} must be described in {DATASET_INFO}")
@@ -257,12 +261,18 @@ def _lines(example: Mapping[str, Any], described: _Described, stage: str) -> lis
 def _columns(data: Data, format: str, first: Mapping[str, Any]) -> dict[str, str]:
     """LLaMA-Factory's names of the columns, for formats that it reads as they are; {} for others. LLaMA-Factory stops
     if a column is not in the data. `first` is an example of the data, {} if it is not known."""
-    if format not in DEFAULTS:
+    if format in PREFERENCES:
+        columns = reading.columns(first, format, data) if first and reading.form(first, format, data) else {}
+    elif format in DEFAULTS:
+        columns = {COLUMN_NAMES[option]: column for option, column in required_columns(data, format).items()}
+    else:
+        columns = {}
+    if not columns:
         return {}
-    columns = {COLUMN_NAMES[option]: column for option, column in required_columns(data, format).items()}
-    if format == "alpaca" and (not first or "input" in first):
+    is_alpaca = reading.is_alpaca(columns.values(), format)
+    if is_alpaca and (not first or "input" in first):
         columns["query"] = "input"
-    if format == "alpaca" and isinstance(first.get("history", 0), list | None):
+    if is_alpaca and isinstance(first.get("history", 0), list | None):
         columns["history"] = "history"
     if format != "text" and isinstance(first.get("tools", 0), str | None):
         columns["tools"] = "tools"
